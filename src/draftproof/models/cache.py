@@ -1,0 +1,164 @@
+"""Keys and values in pages. The key of position t always stands at t mod P of its page, so a row reads the same
+addresses in the same order whatever was drafted beside it (Law 2), and a rejected token costs nothing: the length moves back.
+
+    positions   [0 ……… P)  [P ……… 2P)  [2P …        half-open, an absolute grid
+    slot.pages     7           3           9          a page table per sequence
+    storage     key of t at row pages[t // P] * P + t % P of every layer
+
+Full pages are shared between sequences of one tenant by reference count; the page that is being written never is.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from ..errors import CacheFull
+
+Prefix = tuple[str, int, tuple[int, ...]]  # tenant, page before it (−1: none), the page's tokens
+
+
+@dataclass(slots=True, eq=False)
+class PagedSlot:
+    """One sequence: its tokens (those whose keys are held), its page table, and the draft that awaits `rewind`."""
+
+    tenant: str
+    tokens: list[int] = field(default_factory=list)
+    pages: list[int] = field(default_factory=list)
+    shared: int = 0  # leading pages that other slots may read
+    nodes: list[int] = field(default_factory=list)  # drafted tokens of the pass in flight
+    tails: list[tuple[tuple[int, ...], list[int]]] = field(default_factory=list)  # (path, its own pages) in a tree
+    closed: bool = False
+
+    @property
+    def length(self) -> int:
+        return len(self.tokens)
+
+
+class PagePool:
+    """Page ids, their reference counts and the storage of every layer. Page 0 is never handed out."""
+
+    def __init__(self, page_tokens: int, capacity_tokens: int, device: torch.device) -> None:
+        self.page_tokens, self.device = page_tokens, device
+        self.capacity = max(2, -(-capacity_tokens // page_tokens)) + 1
+        self.allocated = min(8, self.capacity)  # pages that the storage has room for; it grows by doubling
+        self.free = list(range(self.allocated - 1, 0, -1))
+        self.references = [0] * self.capacity
+        self.keys: dict[int, Tensor] = {}  # layer → [allocated * P, kv_heads, head_dim]
+        self.values: dict[int, Tensor] = {}
+        self.index: dict[Prefix, int] = {}  # published full pages
+        self.prefix_of: dict[int, Prefix] = {}
+        self.idle: OrderedDict[int, None] = OrderedDict()  # published, referenced by nobody; oldest first
+
+    def available(self) -> int:
+        """Pages that could be handed out now."""
+        return len(self.free) + len(self.idle) + self.capacity - self.allocated
+
+    def take(self) -> int:
+        """A page of one's own. Raises CacheFull, changing nothing."""
+        if not self.free and self.allocated < self.capacity:
+            self._grow()
+        if self.free:
+            page = self.free.pop()
+        elif self.idle:
+            page, _ = self.idle.popitem(last=False)
+            self._unpublish(page)
+        else:
+            raise CacheFull(
+                f"all {self.capacity - 1} cache pages of {self.page_tokens} tokens are in use; raise cache_tokens, "
+                "or run fewer or shorter sequences"
+            )
+        self.references[page] = 1
+        return page
+
+    def release(self, page: int) -> None:
+        self.references[page] -= 1
+        assert self.references[page] >= 0, "a page is released as often as it was taken"
+        if self.references[page] == 0:
+            if page in self.prefix_of:
+                self.idle[page] = None
+            else:
+                self.free.append(page)
+
+    def storage(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Key and value storage of a layer, made at its first use from the shapes [1, kv_heads, rows, dim] it is given."""
+        if layer not in self.keys:
+            for store, like in ((self.keys, key), (self.values, value)):
+                store[layer] = torch.zeros(
+                    self.allocated * self.page_tokens, like.shape[1], like.shape[3], dtype=like.dtype, device=like.device
+                )
+        return self.keys[layer], self.values[layer]
+
+    def copy_head(self, source: int, target: int, tokens: int) -> None:
+        """Copy the first `tokens` keys of a page into another, in every layer."""
+        a, b = source * self.page_tokens, target * self.page_tokens
+        for store in (self.keys, self.values):
+            for rows in store.values():
+                rows[b : b + tokens] = rows[a : a + tokens]
+
+    def _grow(self) -> None:
+        grown = min(self.capacity, self.allocated * 2)
+        for store in (self.keys, self.values):
+            for layer, rows in store.items():
+                bigger = torch.zeros(grown * self.page_tokens, *rows.shape[1:], dtype=rows.dtype, device=rows.device)
+                bigger[: rows.shape[0]] = rows
+                store[layer] = bigger
+        self.free = list(range(grown - 1, self.allocated - 1, -1)) + self.free
+        self.allocated = grown
+
+    # Sharing: a published page holds the keys of exactly these tokens after exactly that page, so equal keys mean equal bits.
+
+    def publish(self, slot: PagedSlot) -> None:
+        """Offer the slot's full pages to later prompts of the same tenant."""
+        for number in range(slot.shared, slot.length // self.page_tokens):
+            before = slot.pages[number - 1] if number else -1
+            prefix = (slot.tenant, before, tuple(slot.tokens[number * self.page_tokens : (number + 1) * self.page_tokens]))
+            known = self.index.get(prefix)
+            page = slot.pages[number]
+            if known is None:
+                self.index[prefix], self.prefix_of[page] = page, prefix
+            elif known != page:  # somebody else filled the same page first: read theirs
+                self.reference(known)
+                self.release(page)
+                slot.pages[number] = known
+            slot.shared = number + 1
+
+    def reference(self, page: int) -> None:
+        self.references[page] += 1
+        self.idle.pop(page, None)
+
+    def find(self, tokens: Sequence[int], tenant: str) -> list[int]:
+        """Published pages that hold the longest prefix of `tokens` (never all of it), each referenced once for the caller."""
+        pages: list[int] = []
+        while (len(pages) + 1) * self.page_tokens < len(tokens):
+            start = len(pages) * self.page_tokens
+            page = self.index.get((tenant, pages[-1] if pages else -1, tuple(tokens[start : start + self.page_tokens])))
+            if page is None:
+                break
+            self.reference(page)
+            pages.append(page)
+        return pages
+
+    def _unpublish(self, page: int) -> None:
+        """Forget a page's content, and that of every page published behind it: their keys name its id."""
+        del self.index[self.prefix_of.pop(page)]
+        for other, prefix in list(self.prefix_of.items()):
+            if prefix[1] == page:
+                if other in self.idle:
+                    del self.idle[other]
+                    self.free.append(other)
+                self._unpublish(other)
+
+    def check(self, slots: Sequence[PagedSlot]) -> None:
+        """Audit: every page is free, idle, or referenced exactly by the open slots. For tests and idle moments."""
+        counted = [0] * self.capacity
+        for slot in slots:
+            for page in slot.pages + [p for _, tail in slot.tails for p in tail]:
+                counted[page] += 1
+        assert counted == self.references, "reference counts match the page tables"
+        known = sorted([*self.free, *self.idle, *(p for p in range(self.allocated) if self.references[p])])
+        assert known == list(range(1, self.allocated)), "every page is somewhere, and only once"

@@ -1,0 +1,287 @@
+"""From a folder (or hub id) to a `Target`: choose device, dtype, tier and kernels, say why, and measure Law 2."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from ..config import LoadConfig
+from ..errors import LoadError
+from . import attention
+from .cropped import CroppedTarget
+from .packed import can_pack, pack
+from .paged import PagedTarget
+from .passes import Pass
+from .selftest import invisible
+from .target import LoadFacts, Target, TargetParts
+from .tokenizer import Tokenizer
+
+WEIGHTS = Path(__file__).parent.parent / "weights"
+ROW_DEPENDENT_ROPE = {"dynamic", "longrope"}  # their angles depend on the longest row of the pass
+
+
+def builtin(name: str) -> Path:
+    """The folder of a built-in demo model: "target" or "draft"."""
+    folder = WEIGHTS / name
+    if not (folder / "config.json").exists():
+        raise LoadError(f"the built-in model {name!r} is missing at {folder}; reinstall the package, or give a path")
+    return folder
+
+
+def load_target(path: str | Path, config: LoadConfig | None = None) -> Target:
+    """Load a decoder-only model for scoring.
+
+    Only safetensors weights are read. Raises LoadError with what was found, what was expected and what to do.
+    """
+    config = config or LoadConfig()
+    reasons: dict[str, str] = {}
+    model_config = _read_config(path, config)
+    device = _device(config, reasons)
+    dtype = _dtype(config, model_config, device, reasons)
+    threads = _threads(config, device, reasons)
+    model = _load_model(path, config, model_config, dtype).to(device).eval()
+    weight_bytes, parameters = _sizes(model)
+    tokenizer = _tokenizer(path, config, reasons)
+    tier = _tier(model, device, reasons)
+    if device.type == "cpu":
+        able, why = can_pack(dtype)
+        reasons["linear layers"] = f"{'packed' if able else 'stock'}: {why}"
+        if able:
+            pack(model)
+    text = model.config.get_text_config()
+    facts = LoadFacts(
+        name=str(path),
+        device=str(device),
+        dtype=str(dtype).removeprefix("torch."),
+        tier=tier,
+        threads=threads,
+        weight_bytes=weight_bytes,
+        cache_bytes_per_token=_cache_bytes(text, dtype),
+        invisible=False,
+        invisible_reason="not measured: the self-test is off",
+        reasons=reasons,
+        parameters=parameters,
+    )
+    shared: dict[str, Any] = dict(
+        vocab_size=model.get_output_embeddings().out_features
+        if hasattr(model.get_output_embeddings(), "out_features")
+        else text.vocab_size,
+        context=_context(text),
+        cache_tokens=config.cache_tokens,
+        whole_tiles=config.reproducible,
+        facts=facts,
+        parts=_parts(model),
+        tokenizer=tokenizer,
+        defaults=_defaults(model),
+        eos_ids=_eos_ids(model, tokenizer),
+    )
+    target: Target = PagedTarget(model, page_tokens=config.page_tokens, **shared) if tier == 1 else CroppedTarget(model, **shared)
+    if config.self_test:
+        passed, reason = invisible(target, config.page_tokens, config.prefill_chunk)
+        rope = (getattr(text, "rope_parameters", None) or {}).get("rope_type", "default")
+        if rope in ROW_DEPENDENT_ROPE and passed:
+            passed, reason = False, f"no: {rope} rotary angles depend on the longest text of the pass"
+        target.facts = replace(facts, invisible=passed, invisible_reason=reason)
+    return target
+
+
+def _read_config(path: str | Path, config: LoadConfig) -> Any:
+    folder = Path(path)
+    if folder.exists():
+        if not (folder / "config.json").exists():
+            raise LoadError(f"{folder} has no config.json; expected the folder of a transformers model")
+        if not list(folder.glob("*.safetensors")):
+            other = [p.name for p in folder.iterdir() if p.suffix in {".bin", ".pt", ".pth", ".ckpt", ".gguf"}]
+            raise LoadError(
+                f"{folder} has no safetensors weights (found: {', '.join(other) or 'none'}); pickled weights can run code and "
+                "are never read; convert them with save_pretrained"
+            )
+    elif os.sep in str(path) and str(path).count("/") != 1 or str(path).startswith((".", "~")):
+        raise LoadError(f"{path} does not exist; expected a folder with config.json and safetensors weights, or a hub id such as org/name")
+    try:
+        model_config = AutoConfig.from_pretrained(str(path), trust_remote_code=config.trust_remote_code)
+    except (OSError, ValueError, KeyError) as error:
+        raise LoadError(
+            f"{path}: no readable model configuration ({_first_line(error)}); expected a local folder or a reachable hub id"
+        ) from error
+    if getattr(model_config, "is_encoder_decoder", False):
+        raise LoadError(
+            f"{path} is an encoder–decoder model ({model_config.model_type}); only decoder-only models can be verified token by token"
+        )
+    return model_config
+
+
+def _load_model(path: str | Path, config: LoadConfig, model_config: Any, dtype: torch.dtype) -> Any:
+    try:
+        model, info = AutoModelForCausalLM.from_pretrained(
+            str(path),
+            config=model_config,
+            dtype=dtype,
+            use_safetensors=True,
+            trust_remote_code=config.trust_remote_code,
+            output_loading_info=True,
+        )
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        raise LoadError(f"{path}: the weights could not be loaded ({_first_line(error)})") from error
+    missing = sorted(info["missing_keys"])
+    if missing:
+        raise LoadError(
+            f"{path}: {len(missing)} weights are missing, first {missing[0]}; expected a complete checkpoint of {type(model).__name__}"
+        )
+    if getattr(model, "_is_stateful", False):
+        raise LoadError(
+            f"{path} keeps a recurrent state ({model_config.model_type}) that cannot be rewound by position; "
+            "expected a model whose cache holds keys and values"
+        )
+    return model
+
+
+def _tier(model: Any, device: torch.device, reasons: dict[str, str]) -> int:
+    kinds = set(getattr(model.config.get_text_config(), "layer_types", None) or ["full_attention"])
+    foreign = kinds - {"full_attention", "sliding_attention"}
+    if not getattr(model, "_supports_attention_backend", False):
+        reasons["tier"] = f"2, the model's own cache: {type(model).__name__} takes no attention function from outside"
+        return 2
+    if foreign:
+        reasons["tier"] = f"2, the model's own cache: layers of kind {', '.join(sorted(foreign))} have masks of their own"
+        return 2
+    difference = _pages_agree(model, device)
+    if isinstance(difference, str):
+        reasons["tier"] = f"2, the model's own cache: {difference}"
+        return 2
+    reasons["tier"] = f"1, own pages: logits agree with the model's own attention ({difference:.1e} of the largest)"
+    return 1
+
+
+@torch.inference_mode()
+def _pages_agree(model: Any, device: torch.device) -> float | str:
+    """Largest relative difference between our attention and the model's on one short text, or why it cannot be used."""
+    from .cache import PagePool
+    from .passes import Path as RowPath
+
+    text = model.config.get_text_config()
+    rows = min(24, _context(text) - 1)
+    ids = (torch.arange(rows, device=device) * 7919 % text.vocab_size)[None]
+    at = torch.arange(rows, device=device)
+    before = model.config._attn_implementation
+    stock = model(input_ids=ids, position_ids=at[None], use_cache=False).logits.float()
+    model.set_attn_implementation(attention.NAME)
+    pool = PagePool(64, 256, device)
+    one = Pass(ids, at[None], list(range(rows)), at + 64, None, [RowPath([1], list(range(rows)))], 64, attention.TILE)
+    try:
+        ours = model(input_ids=ids, position_ids=at[None], use_cache=False, draftproof_pass=one, draftproof_pool=pool).logits.float()
+    except (AssertionError, TypeError, RuntimeError) as error:
+        model.set_attn_implementation(before)
+        return f"its attention cannot be replaced ({_first_line(error)})"
+    difference = float((ours - stock).abs().max() / stock.abs().max().clamp_min(1e-6))
+    if difference > (0.05 if stock.dtype != torch.float32 or next(model.parameters()).dtype != torch.float32 else 1e-3):
+        model.set_attn_implementation(before)
+        return f"our attention gives other logits (relative difference {difference:.1e}), so it has a mask we do not know"
+    return difference
+
+
+def _device(config: LoadConfig, reasons: dict[str, str]) -> torch.device:
+    if config.device is not None:
+        try:
+            device = torch.device(config.device)
+        except RuntimeError as error:
+            raise LoadError(f"device={config.device!r}: {_first_line(error)}; expected cpu, cuda or cuda:N") from error
+        if device.type == "cuda" and not torch.cuda.is_available():
+            raise LoadError(f"device={config.device!r}: this torch sees no CUDA device; use cpu")
+        reasons["device"] = f"{device}: as asked"
+        return device
+    found = torch.cuda.is_available()
+    reasons["device"] = "cuda: a GPU is present" if found else "cpu: torch sees no GPU"
+    return torch.device("cuda" if found else "cpu")
+
+
+def _dtype(config: LoadConfig, model_config: Any, device: torch.device, reasons: dict[str, str]) -> torch.dtype:
+    if config.dtype is not None:
+        reasons["dtype"] = f"{config.dtype}: as asked"
+        return {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}[config.dtype]
+    saved = getattr(model_config, "dtype", None) or getattr(model_config.get_text_config(), "dtype", None) or torch.float32
+    if saved == torch.float16 and device.type == "cpu":
+        reasons["dtype"] = "bfloat16: the checkpoint is float16, which a CPU computes slowly"
+        return torch.bfloat16
+    reasons["dtype"] = f"{str(saved).removeprefix('torch.')}: the checkpoint's own"
+    return saved
+
+
+def _threads(config: LoadConfig, device: torch.device, reasons: dict[str, str]) -> int:
+    if config.threads is not None:
+        torch.set_num_threads(config.threads)
+        reasons["threads"] = f"{config.threads}: as asked"
+    else:
+        reasons["threads"] = f"{torch.get_num_threads()}: what torch found to be the physical cores"
+    return torch.get_num_threads()
+
+
+def _tokenizer(path: str | Path, config: LoadConfig, reasons: dict[str, str]) -> Tokenizer | None:
+    folder = Path(path)
+    names = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "tokenizer.model")
+    if folder.exists() and not any((folder / name).exists() for name in names):
+        reasons["tokenizer"] = "none: the folder has no tokenizer files; prompts must be token ids"
+        return None
+    try:
+        return Tokenizer.load(path, config.trust_remote_code)
+    except (OSError, ValueError, KeyError) as error:
+        raise LoadError(f"{path}: the tokenizer could not be loaded ({_first_line(error)})") from error
+
+
+def _sizes(model: nn.Module) -> tuple[int, int]:
+    """(bytes, count) of the parameters; tied ones count once."""
+    parameters = {p.data_ptr(): p for p in model.parameters()}.values()
+    return sum(p.numel() * p.element_size() for p in parameters), sum(p.numel() for p in parameters)
+
+
+def _cache_bytes(text: Any, dtype: torch.dtype) -> int:
+    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    return int(2 * text.num_hidden_layers * heads * dim * torch.empty(0, dtype=dtype).element_size())
+
+
+def _context(text: Any) -> int:
+    return int(getattr(text, "max_position_embeddings", None) or getattr(text, "n_positions", None) or 1 << 20)
+
+
+def _parts(model: Any) -> TargetParts:
+    layers: Sequence[nn.Module] = ()
+    for module in model.modules():
+        if isinstance(module, nn.ModuleList) and len(module) == model.config.get_text_config().num_hidden_layers:
+            layers = list(module)
+            break
+    return TargetParts(model.get_input_embeddings(), model.get_output_embeddings(), layers, model.config)
+
+
+def _defaults(model: Any) -> dict[str, float]:
+    generation = model.generation_config
+    found = {name: getattr(generation, name, None) for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")}
+    if getattr(generation, "do_sample", None) is False and found["temperature"] is None:
+        found["temperature"] = 0.0
+    return {name: float(value) for name, value in found.items() if value is not None}
+
+
+def _eos_ids(model: Any, tokenizer: Tokenizer | None) -> tuple[int, ...]:
+    ids = model.generation_config.eos_token_id
+    if ids is None:
+        ids = model.config.get_text_config().eos_token_id
+    if ids is None and tokenizer is not None:
+        ids = tokenizer.hf.eos_token_id
+    return () if ids is None else tuple(ids) if isinstance(ids, list | tuple) else (int(ids),)
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0][:200]
+
+
+def versions() -> dict[str, str]:
+    """Versions that a result depends on."""
+    return {"torch": torch.__version__, "transformers": transformers.__version__}

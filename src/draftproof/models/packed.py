@@ -1,0 +1,58 @@
+"""Linear layers with weights in the CPU's own blocked layout (oneDNN).
+
+A pass over few rows is limited by how fast weights stream from memory; the blocked layout reads them about twice as fast
+as the stock layer, and a row's bits do not depend on the number of rows from two rows on (docs/log.md has the figures).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+PACK_ROWS = 8  # the row count that the blocked layout is chosen for
+
+
+class PackedLinear(nn.Module):
+    """y = x Wᵀ + b with W [out, in] packed. Built from a linear layer (or GPT-2's transposed one); keeps no other copy."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        super().__init__()
+        self.out_features, self.in_features = weight.shape
+        self.weight_bytes = weight.numel() * weight.element_size()
+        self.packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous(), PACK_ROWS)
+        self.bias = None if bias is None else bias.detach().clone()
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
+        return out
+
+    def extra_repr(self) -> str:
+        return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
+
+
+def can_pack(dtype: torch.dtype) -> tuple[bool, str]:
+    """Whether this machine packs this dtype, and why or why not."""
+    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+        return False, "this build of torch has no oneDNN"
+    if dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        return False, "the processor has no bfloat16 instructions that oneDNN uses"
+    if dtype not in (torch.bfloat16, torch.float32):
+        return False, f"{dtype} is not packed on a CPU"
+    return True, "few-row passes read packed weights about twice as fast, with the same bits at any number of rows"
+
+
+def pack(module: nn.Module) -> int:
+    """Replace every linear layer below `module` by its packed form, in place; returns the bytes of their weights."""
+    total = 0
+    for name, child in list(module.named_children()):
+        if isinstance(child, nn.Linear) and type(child) is nn.Linear:
+            packed = PackedLinear(child.weight, child.bias)
+        elif isinstance(child, Conv1D):
+            packed = PackedLinear(child.weight.data.t(), child.bias.data)
+        else:
+            total += pack(child)
+            continue
+        setattr(module, name, packed)
+        total += packed.weight_bytes
+    return total

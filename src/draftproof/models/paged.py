@@ -1,0 +1,245 @@
+"""Tier 1: a transformers model that attends through our own pages. Chains and trees, many sequences in one pass."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..types import Draft, Scores
+from .attention import TILE
+from .cache import PagedSlot, PagePool
+from .passes import Pass, Path
+from .target import LoadFacts, TargetParts
+from .tokenizer import Tokenizer
+
+
+class PagedTarget:
+    """Implements `Target`. `whole_tiles` keeps Law 2: no product sees one row, no attention call fewer queries than a tile."""
+
+    trees = True
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        vocab_size: int,
+        context: int,
+        page_tokens: int,
+        cache_tokens: int,
+        whole_tiles: bool,
+        facts: LoadFacts,
+        parts: TargetParts,
+        tokenizer: Tokenizer | None,
+        defaults: dict[str, float],
+        eos_ids: tuple[int, ...],
+    ) -> None:
+        self.model, self.vocab_size, self.context, self.whole_tiles = model, vocab_size, context, whole_tiles
+        self.facts, self.parts, self.tokenizer, self.defaults, self.eos_ids = facts, parts, tokenizer, defaults, eos_ids
+        self.device = next(model.parameters()).device
+        self.pool = PagePool(page_tokens, cache_tokens, self.device)
+        self.slots: list[PagedSlot] = []
+        self._taps: dict[int, Tensor] = {}
+        self._hooks: list[Any] = []
+
+    # Places
+
+    def open(self, tokens: Sequence[int], tenant: str = "", room: int = 0) -> PagedSlot:
+        pages = self.pool.find(tokens, tenant)
+        slot = PagedSlot(tenant, list(tokens[: len(pages) * self.pool.page_tokens]), pages, shared=len(pages))
+        try:
+            self._reach(slot, len(tokens) + room)
+        except BaseException:
+            for page in slot.pages:
+                self.pool.release(page)
+            raise
+        self.slots.append(slot)
+        return slot
+
+    def fits(self, tokens: int) -> bool:
+        return -(-tokens // self.pool.page_tokens) <= self.pool.available()
+
+    def truncate(self, slot: PagedSlot, length: int) -> None:
+        assert not slot.nodes and length <= slot.length, "a slot only shrinks, between passes"
+        size = self.pool.page_tokens
+        if length < slot.shared * size:  # never write into a page that others may read
+            for page in slot.pages[length // size :]:
+                self.pool.release(page)
+            held = length // size
+            source = slot.pages[held] if length % size else 0
+            del slot.pages[held:]
+            slot.shared = held
+            if length % size:
+                slot.pages.append(self.pool.take())
+                self.pool.copy_head(source, slot.pages[-1], length % size)
+        del slot.tokens[length:]
+
+    def close(self, slot: PagedSlot) -> None:
+        if slot.closed:
+            return
+        self._drop_tails(slot)
+        slot.nodes.clear()
+        self.pool.publish(slot)
+        for page in slot.pages:
+            self.pool.release(page)
+        slot.pages, slot.closed = [], True
+        self.slots.remove(slot)
+
+    def _reach(self, slot: PagedSlot, tokens: int) -> None:
+        """Own pages for so many tokens."""
+        while len(slot.pages) * self.pool.page_tokens < tokens:
+            slot.pages.append(self.pool.take())
+
+    def _drop_tails(self, slot: PagedSlot) -> None:
+        for _, pages in slot.tails:
+            for page in pages:
+                self.pool.release(page)
+        slot.tails = []
+
+    # Passes
+
+    @torch.inference_mode()
+    def extend(self, slots: Sequence[PagedSlot], tokens: Sequence[Tensor]) -> Scores:
+        drafts = [Draft.chain(ids[1:]) for ids in tokens]
+        if self.whole_tiles and len(slots) == 1 and len(drafts[0]) == 0:
+            logits = self._run(slots, [Draft.chain(tokens[0].repeat(2)[1:])], torch.stack([ids[0] for ids in tokens]), [0, 0])[:1]
+        else:
+            ends = [sum(len(d) + 1 for d in drafts[: i + 1]) - 1 for i in range(len(drafts))]
+            keep = ends * 2 if self.whole_tiles and len(ends) == 1 else ends
+            logits = self._run(slots, drafts, torch.stack([ids[0] for ids in tokens]), keep)[: len(ends)]
+        for slot, ids in zip(slots, tokens, strict=True):
+            slot.nodes = []
+            slot.tokens += ids.tolist()
+            if slot.length >= (slot.shared + 1) * self.pool.page_tokens:
+                self.pool.publish(slot)
+        return Scores(logits, tuple(range(len(slots) + 1)), dict(self._taps))
+
+    @torch.inference_mode()
+    def score(self, slots: Sequence[PagedSlot], roots: Tensor, drafts: Sequence[Draft]) -> Scores:
+        run, rows = list(drafts), sum(len(d) + 1 for d in drafts)
+        if self.whole_tiles and rows == 1:  # plain decoding of one sequence: a second row that nobody reads
+            run = [Draft.chain(roots)]
+        logits = self._run(slots, run, roots, None)[:rows]
+        starts = [0]
+        for slot, root, draft in zip(slots, roots.tolist(), drafts, strict=True):
+            slot.tokens.append(root)
+            slot.nodes = draft.tokens.tolist()
+            starts.append(starts[-1] + len(draft) + 1)
+        return Scores(logits, tuple(starts), {k: v[:rows] for k, v in self._taps.items()})
+
+    def rewind(self, slot: PagedSlot, kept: Sequence[int]) -> None:
+        if kept and slot.tails:
+            self._adopt_tail(slot, kept[-1])
+        slot.tokens += [slot.nodes[i] for i in kept]
+        self._drop_tails(slot)
+        slot.nodes = []
+
+    def _adopt_tail(self, slot: PagedSlot, node: int) -> None:
+        """Make the winner's copy of the last pages the slot's own (the first path writes into the slot's own pages)."""
+        for path, pages in slot.tails:
+            if node in path:
+                first = (slot.length - 1) // self.pool.page_tokens  # the root's page; its key is already in the text
+                for offset, page in enumerate(pages):
+                    slot.pages[first + offset], pages[offset] = page, slot.pages[first + offset]
+                return
+
+    def _run(self, slots: Sequence[PagedSlot], drafts: Sequence[Draft], roots: Tensor, keep: list[int] | None) -> Tensor:
+        """One forward pass; logits of the rows in `keep`, or of all rows. On failure the slots are as before."""
+        lengths = [slot.length for slot in slots]
+        try:
+            p = self._plan(slots, drafts, roots)
+            more = {} if keep is None else {"logits_to_keep": torch.tensor(keep, device=self.device)}
+            out = self.model(
+                input_ids=p.ids, position_ids=p.positions, use_cache=False, draftproof_pass=p, draftproof_pool=self.pool, **more
+            )
+        except BaseException:
+            for slot, length in zip(slots, lengths, strict=True):
+                self._drop_tails(slot)
+                slot.nodes = []
+                del slot.tokens[length:]
+            raise
+        logits: Tensor = out.logits[0]
+        return logits
+
+    def _plan(self, slots: Sequence[PagedSlot], drafts: Sequence[Draft], roots: Tensor) -> Pass:
+        size = self.pool.page_tokens
+        positions: list[int] = []
+        paths: list[Path] = []
+        write_to: list[int] = []
+        write_from: list[int] = []
+        for slot, draft in zip(slots, drafts, strict=True):
+            assert not slot.nodes and not slot.closed, "rewind before the next pass"
+            first, base = len(positions), slot.length
+            depths = [0]
+            for parent in draft.parents:
+                depths.append(depths[parent + 1] + 1)
+            self._reach(slot, base + max(depths) + 1)
+            positions += [base + d for d in depths]
+            whole = list(range(len(depths)))
+            for pages, rows, mine in [(slot.pages, whole, whole)] if draft.is_chain else self._tree_paths(slot, draft, base, max(depths)):
+                paths.append(Path(pages, [first + r for r in mine]))
+                write_to += [pages[(base + depths[r]) // size] * size + (base + depths[r]) % size for r in rows]
+                write_from += [first + r for r in rows]
+        ids = torch.cat([part for i, draft in enumerate(drafts) for part in (roots[i : i + 1], draft.tokens)]).to(self.device)
+        readable = [min(t, self.context - 1) for t in positions]  # the row that nobody reads may stand behind the context
+        return Pass(
+            ids[None],
+            torch.tensor([readable], device=self.device),
+            positions,
+            torch.tensor(write_to, device=self.device),
+            None if write_from == list(range(len(positions))) else torch.tensor(write_from, device=self.device),
+            paths,
+            size,
+            TILE if self.whole_tiles else 1,
+        )
+
+    def _tree_paths(self, slot: PagedSlot, draft: Draft, base: int, depth: int) -> Iterator[tuple[list[int], list[int], list[int]]]:
+        """(page table, rows whose keys lie on the path, rows that attend through it) per leaf. Row 0 is the root, row 1+i node i.
+
+        The first leaf writes into the slot's own pages, every other one into copies of the pages from the root's on.
+        """
+        size = self.pool.page_tokens
+        head, end = base // size, (base + depth) // size + 1
+        inner = set(draft.parents)
+        served: set[int] = set()
+        for leaf in range(len(draft)):
+            if leaf in inner:
+                continue
+            nodes: list[int] = []
+            at = leaf
+            while at >= 0:
+                nodes.append(at)
+                at = draft.parents[at]
+            rows = [0] + [n + 1 for n in reversed(nodes)]
+            pages = slot.pages
+            if served:
+                tail: list[int] = []
+                slot.tails.append((tuple(nodes), tail))  # registered before it is filled: a failure gives it back
+                for _ in range(head, end):
+                    tail.append(self.pool.take())
+                self.pool.copy_head(slot.pages[head], tail[0], base % size)
+                pages = [*slot.pages[:head], *tail]
+            mine = [r for r in rows if r not in served]
+            served.update(mine)
+            yield pages, rows, mine
+
+    # Hidden states
+
+    def set_taps(self, layers: Sequence[int]) -> None:
+        """Keep the output of these decoder layers (0 is the first) in `Scores.taps` from the next pass on."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks, self._taps = [], {}
+        for layer in layers:
+
+            def keep(_module: nn.Module, _inputs: Any, output: Any, layer: int = layer) -> None:
+                hidden = output[0] if isinstance(output, tuple) else output
+                self._taps[layer] = hidden.reshape(-1, hidden.shape[-1])
+
+            self._hooks.append(self.parts.layers[layer].register_forward_hook(keep))
+
+    def check(self) -> None:
+        """Audit the cache; for tests and idle moments."""
+        self.pool.check(self.slots)

@@ -1,0 +1,92 @@
+"""What the engine asks of a target, whatever stands behind it: paged attention, a model's own cache, or a table.
+
+Invariant between rounds: a slot holds the keys of every token of the text but the last (`slot.length == len(text) − 1`);
+the last token is the root of the next scoring pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from ..types import Draft, Scores
+from .tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class LoadFacts:
+    """What a load decided and measured. Every automatic choice carries its reason."""
+
+    name: str
+    device: str
+    dtype: str
+    tier: int  # 1 own pages · 2 the model's cache · 3 recurrent · 0 a table
+    threads: int
+    weight_bytes: int
+    cache_bytes_per_token: int
+    invisible: bool  # speculation is invisible to the bit, as measured
+    invisible_reason: str  # "yes: …" or the rule that fails
+    reasons: dict[str, str] = field(default_factory=dict)  # choice → why
+    parameters: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class TargetParts:
+    """Read-only parts that drafters may borrow."""
+
+    embed: torch.nn.Module | None = None
+    output: torch.nn.Module | None = None
+    layers: Sequence[torch.nn.Module] = ()
+    config: Any = None
+
+
+class Slot(Protocol):
+    """The place of one sequence in the caches; opaque but for its length, and of use only to the target that opened it."""
+
+    @property
+    def length(self) -> int: ...  # tokens whose keys are held
+
+
+class Target(Protocol):
+    vocab_size: int
+    context: int  # longest text, in tokens
+    device: torch.device
+    facts: LoadFacts
+    parts: TargetParts
+    tokenizer: Tokenizer | None
+    trees: bool  # whether `score` takes trees
+    defaults: dict[str, float]  # temperature, top_p, … of the model's generation config
+    eos_ids: tuple[int, ...]
+
+    def open(self, tokens: Sequence[int], tenant: str = "", room: int = 0) -> Slot:
+        """A slot for a text that begins with `tokens` and may grow by `room` more. slot.length > 0 if a prefix was cached
+        (at most len(tokens) − 1). Raises CacheFull, taking nothing."""
+        ...
+
+    def extend(self, slots: Sequence[Any], tokens: Sequence[Tensor]) -> Scores:
+        """Append tokens[i] [n_i ≥ 1] int64 to slots[i], all in one pass; logits [B, V] of each slot's last row, taps of all rows."""
+        ...
+
+    def score(self, slots: Sequence[Any], roots: Tensor, drafts: Sequence[Draft]) -> Scores:
+        """One pass over every root [B] and every node. The slots then hold the nodes until `rewind`."""
+        ...
+
+    def rewind(self, slot: Any, kept: Sequence[int]) -> None:
+        """After `score`: keep the root and the nodes `kept` (a path from the root), forget the others."""
+        ...
+
+    def truncate(self, slot: Any, length: int) -> None:
+        """Forget every key at positions ≥ length (length ≤ slot.length)."""
+        ...
+
+    def close(self, slot: Any) -> None:
+        """Give the slot's memory back (its full pages may serve later prompts of the same tenant)."""
+        ...
+
+    def fits(self, tokens: int) -> bool:
+        """Whether a new slot of so many tokens could be opened now."""
+        ...

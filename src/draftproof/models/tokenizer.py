@@ -1,0 +1,84 @@
+"""Text to ids and back: a thin, read-only wrapper around a `transformers` fast tokenizer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tokenizers.decoders import DecodeStream
+
+from ..errors import LoadError
+
+
+class TextStream:
+    """Turns ids into text that is always valid UTF-8: bytes of an unfinished character wait for the next token."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._backend = tokenizer.backend
+        self._stream = DecodeStream(skip_special_tokens=True)
+
+    def step(self, token_id: int) -> str:
+        return self._stream.step(self._backend, token_id) or ""
+
+
+class Tokenizer:
+    """Wraps a fast tokenizer. `hf` is the transformers object, `backend` the Rust one."""
+
+    def __init__(self, hf: Any) -> None:
+        if not getattr(hf, "is_fast", False):
+            raise LoadError(f"{type(hf).__name__} is not a fast tokenizer; expected a tokenizer.json beside the model")
+        self.hf = hf
+        self.backend = hf.backend_tokenizer
+
+    @classmethod
+    def load(cls, path: str | Path, trust_remote_code: bool = False) -> Tokenizer:
+        from transformers import AutoTokenizer
+
+        return cls(AutoTokenizer.from_pretrained(str(path), trust_remote_code=trust_remote_code))
+
+    @property
+    def vocab_size(self) -> int:
+        return len(self.hf)
+
+    @property
+    def vocabulary(self) -> Mapping[str, int]:
+        """Token piece → id, added tokens included."""
+        vocabulary: dict[str, int] = self.hf.get_vocab()
+        return vocabulary
+
+    @property
+    def special_ids(self) -> frozenset[int]:
+        return frozenset(self.hf.all_special_ids)
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of a prompt, with whatever the tokenizer itself adds at the front (BOS)."""
+        ids: list[int] = self.hf.encode(text)
+        return ids
+
+    def encode_plain(self, text: str) -> list[int]:
+        """Ids of a piece of text with nothing added."""
+        ids: list[int] = self.hf.encode(text, add_special_tokens=False)
+        return ids
+
+    def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
+        text: str = self.hf.decode(list(ids), skip_special_tokens=skip_special, clean_up_tokenization_spaces=False)
+        return text
+
+    def piece(self, token_id: int) -> str:
+        """The text of one token for display; bytes that are no character on their own show as �."""
+        return self.decode([token_id], skip_special=False)
+
+    def stream(self) -> TextStream:
+        return TextStream(self)
+
+    @property
+    def has_chat_template(self) -> bool:
+        return bool(getattr(self.hf, "chat_template", None))
+
+    def chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+        """Ids of a conversation, ready for the assistant's answer. The template runs in transformers' sandbox."""
+        if not self.has_chat_template:
+            raise LoadError("this tokenizer has no chat template; use generate, or a model with one")
+        out = self.hf.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=True, return_dict=False)
+        return list(out)

@@ -1,0 +1,253 @@
+"""The nouns: everything that crosses a boundary between two parts. No behaviour beyond invariants and arithmetic.
+
+    target   the model whose word is the text          drafter  guesses ahead; its word is never the text
+    Draft    what a drafter proposes, a chain or a tree Scores   the target's logits at every node of it
+    Verdict  what stands, and the next token           Commit   what entered the text
+    Budget   how far to guess this round, and why      Sampling what the request wants
+
+p is the target's distribution and q the draft's, always. A *node* is a drafted token; the *root* is the last token of
+the text, which every scoring pass feeds first. Position t of a token is the number of tokens before it, prompt included.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+from .errors import OptionError
+
+if TYPE_CHECKING:      # the command line reads these types, and their defaults, without waiting for torch
+    from torch import Tensor
+
+Rule = Literal["match", "ratio", "block"]
+RULES: tuple[Rule, ...] = ("match", "ratio", "block")
+
+Role = Literal["prefill", "accepted", "correction", "bonus", "plain"]
+"""What an emitted token was: prefill's own, an accepted draft, the target's token after a rejection, the target's token
+after full acceptance, or the token of a round without a draft."""
+
+Fate = Literal["accepted", "rejected", "discarded"]
+"""What became of a drafted node: emitted, judged and refused, or never judged (or behind a stop)."""
+
+FinishReason = Literal["stop", "length", "cancelled", "error"]
+
+REFUSED_OPTIONS = {
+    "best_of": "generate n samples with n and choose among them yourself",
+    "num_beams": "beam search has no exact speculative form; use n samples",
+    "use_beam_search": "beam search has no exact speculative form; use n samples",
+    "echo": "the prompt is not scored again; prepend it to the text yourself",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """What one request asks of the distribution and of the end of the text.
+
+    The order in which options act is fixed: penalties, bias, bans (bad words, min_tokens, grammar), temperature, top-k,
+    top-p, min-p. Filters are thresholds. `temperature=None` and `top_p=None` take the model's own defaults.
+    """
+
+    temperature: float | None = None      # 0 is greedy
+    top_k: int = 0                        # 0 is off
+    top_p: float | None = None            # 1 is off
+    min_p: float = 0.0                    # 0 is off; relative to the likeliest token
+    repetition_penalty: float = 1.0       # over prompt and output (CTRL, arXiv 1909.05858); 1 is off
+    presence_penalty: float = 0.0         # over the output (OpenAI)
+    frequency_penalty: float = 0.0        # over the output (OpenAI)
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    bad_words: tuple[str, ...] = ()
+    bad_word_ids: tuple[tuple[int, ...], ...] = ()   # token sequences that may not be completed
+    min_tokens: int = 0                   # before this many, no end token
+    max_tokens: int = 256
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    seed: int | None = None               # None: drawn, and reported
+    n: int = 1                            # samples; sample i has noise index i
+    logprobs: int | None = None           # None: none; k: the chosen token's and the k likeliest tokens'
+
+    def __post_init__(self) -> None:
+        def need(ok: bool, name: str, expected: str) -> None:
+            if not ok:
+                raise OptionError(f"{name}={getattr(self, name)!r}: expected {expected}")
+
+        def finite(v: float) -> bool:
+            return isinstance(v, int | float) and math.isfinite(v)
+
+        need(self.temperature is None or (finite(self.temperature) and self.temperature >= 0), "temperature", "a number ≥ 0 (0 is greedy)")
+        need(self.top_k >= 0, "top_k", "an integer ≥ 0 (0 is off)")
+        need(self.top_p is None or (finite(self.top_p) and 0 < self.top_p <= 1), "top_p", "a number in (0, 1]")
+        need(finite(self.min_p) and 0 <= self.min_p <= 1, "min_p", "a number in [0, 1]")
+        need(finite(self.repetition_penalty) and self.repetition_penalty > 0, "repetition_penalty", "a number > 0")
+        need(finite(self.presence_penalty), "presence_penalty", "a finite number")
+        need(finite(self.frequency_penalty), "frequency_penalty", "a finite number")
+        need(all(not math.isnan(b) for b in self.logit_bias.values()), "logit_bias", "no NaN")
+        need(all(self.bad_word_ids), "bad_word_ids", "no empty sequence")
+        need(all(self.bad_words), "bad_words", "no empty string")
+        need(all(self.stop), "stop", "no empty string")
+        need(self.max_tokens >= 1, "max_tokens", "an integer ≥ 1")
+        need(0 <= self.min_tokens <= self.max_tokens, "min_tokens", f"an integer in [0, max_tokens={self.max_tokens}]")
+        need(self.n >= 1, "n", "an integer ≥ 1")
+        need(self.logprobs is None or self.logprobs >= 0, "logprobs", "None or an integer ≥ 0")
+        need(self.seed is None or 0 <= self.seed < 2**63, "seed", "an integer in [0, 2**63)")
+
+    @classmethod
+    def of(cls, **options: Any) -> Sampling:
+        """Like the constructor, but an unknown or refused option is an `OptionError` that names it."""
+        known = {f.name for f in fields(cls)}
+        for name in options:
+            if name in REFUSED_OPTIONS:
+                raise OptionError(f"{name} is not supported: {REFUSED_OPTIONS[name]}")
+            if name not in known:
+                raise OptionError(f"unknown sampling option {name!r}; known: {', '.join(sorted(known))}")
+        return cls(**options)
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0
+
+    @property
+    def needs_history(self) -> bool:
+        """Whether the distribution at a node depends on the tokens before it beyond the logits."""
+        return bool(self.repetition_penalty != 1 or self.presence_penalty or self.frequency_penalty or self.bad_word_ids or self.min_tokens)
+
+
+class SequenceView(Protocol):
+    """What a drafter may read of a sequence. `tokens` is the whole text so far, prompt first."""
+
+    @property
+    def id(self) -> str: ...
+    @property
+    def tokens(self) -> Sequence[int]: ...
+    @property
+    def prompt_tokens(self) -> int: ...
+    @property
+    def sampling(self) -> Sampling: ...      # temperature and top_p are resolved, never None
+    @property
+    def seed(self) -> int: ...
+    @property
+    def sample(self) -> int: ...             # noise index of this sample, 0 … n−1
+    @property
+    def tenant(self) -> str: ...
+    @property
+    def end_ids(self) -> frozenset[int]: ...  # tokens that end the text (EOS and stop ids); empty with ignore_eos and no stop ids
+
+
+@dataclass(frozen=True, slots=True)
+class DraftLaw:
+    """q, as the tokens were really drawn from it.
+
+    logq [m, Vq] float32: normalised log-probabilities over the drafter's own vocabulary, one row per node that had children.
+    row  [n]: which row drafted node i. ids [Vq] int64: the target's id of each drafter token, None if they are the same.
+    """
+
+    logq: Tensor
+    row: tuple[int, ...]
+    ids: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """A drafter's proposal for one sequence. Parents come before children; −1 is the root; a chain is −1, 0, 1, ….
+
+    tokens [n] int64 (any device) · parents [n] · score [n] float32, the drafter's own belief, or None
+    law: q, only when the rule needs it and the draft was sampled; None means point masses tried in order
+    reason: why it is shorter than asked, for the trace
+    """
+
+    tokens: Tensor
+    parents: tuple[int, ...]
+    score: Tensor | None = None
+    law: DraftLaw | None = None
+    drafter: str = "none"
+    reason: str = ""
+
+    def __post_init__(self) -> None:
+        assert self.tokens.ndim == 1 and len(self.parents) == self.tokens.shape[0], "one parent per token"
+        assert all(-1 <= p < i for i, p in enumerate(self.parents)), "parents come before children"
+
+    def __len__(self) -> int:
+        return len(self.parents)
+
+    @property
+    def is_chain(self) -> bool:
+        return all(p == i - 1 for i, p in enumerate(self.parents))
+
+    @classmethod
+    def chain(cls, tokens: Sequence[int] | Tensor, **more: Any) -> Draft:
+        import torch
+
+        ids = tokens if isinstance(tokens, torch.Tensor) else torch.tensor(list(tokens), dtype=torch.int64)
+        return cls(ids, tuple(range(-1, ids.shape[0] - 1)), **more)
+
+    @classmethod
+    def empty(cls, drafter: str = "none", reason: str = "") -> Draft:
+        import torch
+
+        return cls(torch.empty(0, dtype=torch.int64), (), drafter=drafter, reason=reason)
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """How far one sequence may guess this round: at most `depth` levels and `nodes` tokens, by `drafter`, for `reason`."""
+
+    depth: int
+    nodes: int
+    drafter: str
+    reason: str
+
+    def __post_init__(self) -> None:
+        assert 0 <= self.depth <= self.nodes or self.depth == self.nodes == 0, "a chain of the depth must fit the nodes"
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """Logits of one pass. Sequence i owns rows starts[i] … starts[i+1]−1: first the root's row, then one per node.
+
+    logits [rows, V] · taps: layer id → hidden states [rows, H] (only the layers that a drafter asked for)
+    """
+
+    logits: Tensor
+    starts: tuple[int, ...]
+    taps: Mapping[int, Tensor] = field(default_factory=dict)
+
+    def rows(self, i: int) -> slice:
+        return slice(self.starts[i], self.starts[i + 1])
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What stands of a draft: `accepted` node indices from the root down, the target's `next_token`, and its role.
+
+    rejected: nodes that were judged and refused (a chain has at most one). All others are discarded.
+    """
+
+    accepted: tuple[int, ...]
+    next_token: int
+    role: Role
+    rejected: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """What one round added to the text. `kept` are the accepted nodes that entered it (fewer than accepted behind a stop).
+
+    tokens and roles are parallel; start is the position of the first token; text is the new, valid UTF-8 text.
+    """
+
+    start: int
+    tokens: tuple[int, ...]
+    roles: tuple[Role, ...]
+    kept: tuple[int, ...]
+    text: str = ""
+    finish: FinishReason | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Signals:
+    """Hidden states that the target left behind for a drafter: taps[layer] is [rows, H] for positions start … start+rows−1."""
+
+    start: int
+    taps: Mapping[int, Tensor]
