@@ -17,7 +17,7 @@ from .target import LoadFacts, TargetParts
 from .tokenizer import Tokenizer
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)      # two slots of equal tokens are two slots
 class TableSlot:
     tokens: list[int] = field(default_factory=list)
     nodes: list[tuple[int, int]] = field(default_factory=list)  # (token, parent) awaiting rewind

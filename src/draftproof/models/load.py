@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import transformers
+from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -129,7 +130,7 @@ def _load_model(path: str | Path, config: LoadConfig, model_config: Any, dtype: 
             trust_remote_code=config.trust_remote_code,
             output_loading_info=True,
         )
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         raise LoadError(f"{path}: the weights could not be loaded ({_first_line(error)})") from error
     missing = sorted(info["missing_keys"])
     if missing:

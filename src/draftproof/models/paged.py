@@ -61,6 +61,7 @@ class PagedTarget:
     def fits(self, tokens: int) -> bool:
         return -(-tokens // self.pool.page_tokens) <= self.pool.available()
 
+    @torch.inference_mode()
     def truncate(self, slot: PagedSlot, length: int) -> None:
         assert not slot.nodes and length <= slot.length, "a slot only shrinks, between passes"
         size = self.pool.page_tokens

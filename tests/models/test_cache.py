@@ -1,0 +1,104 @@
+"""The page pool: who owns what, sharing within a tenant, eviction, growth, and that nothing is ever lost or owned twice."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from draftproof.errors import CacheFull
+from draftproof.models.cache import PagedSlot, PagePool
+
+P = 4
+
+
+def pool(pages: int = 6) -> PagePool:
+    return PagePool(P, pages * P, torch.device("cpu"))
+
+
+def filled(p: PagePool, tokens: list[int], tenant: str = "") -> PagedSlot:
+    pages = p.find(tokens, tenant)
+    slot = PagedSlot(tenant, tokens[:len(pages) * P], pages, shared=len(pages))
+    while len(slot.pages) * P < len(tokens):
+        slot.pages.append(p.take())
+    slot.tokens = list(tokens)
+    p.publish(slot)
+    return slot
+
+
+def drop(p: PagePool, slot: PagedSlot) -> None:
+    for page in slot.pages:
+        p.release(page)
+
+
+def test_full_pages_are_shared_within_a_tenant_and_never_across() -> None:
+    p = pool(16)
+    a = filled(p, list(range(10)))
+    b = filled(p, list(range(9)) + [77])
+    c = filled(p, list(range(10)), tenant="other")
+    assert b.pages[:2] == a.pages[:2] and b.pages[2] != a.pages[2]
+    assert not set(c.pages) & set(a.pages)
+    p.check([a, b, c])
+
+
+def test_the_last_token_of_a_prompt_is_never_taken_from_the_cache() -> None:
+    p = pool(16)
+    a = filled(p, list(range(8)))
+    assert len(p.find(list(range(8)), "")) == 1, "a whole page must remain to be run, so that there are logits"
+    drop(p, a)
+
+
+def test_pages_filled_twice_become_one() -> None:
+    p = pool(16)
+    a, b = PagedSlot("", [1, 2, 3, 4], [p.take()]), PagedSlot("", [1, 2, 3, 4], [p.take()])
+    p.publish(a)
+    p.publish(b)
+    assert a.pages == b.pages
+    p.check([a, b])
+
+
+def test_idle_pages_are_evicted_oldest_first_and_their_successors_with_them() -> None:
+    p = pool(4)
+    a = filled(p, list(range(12)))
+    drop(p, a)
+    p.check([])
+    assert len(p.find(list(range(13)), "")) == 3
+    drop(p, a)
+    page = p.take()
+    for _ in range(1):
+        assert p.take()
+    assert p.find(list(range(13)), "") == [], "what stood behind an evicted page is unreachable and must not be found"
+    assert page
+
+
+def test_a_full_pool_refuses_and_changes_nothing() -> None:
+    p = pool(3)
+    taken = [p.take() for _ in range(3)]
+    before = (list(p.free), list(p.references))
+    with pytest.raises(CacheFull, match="cache_tokens"):
+        p.take()
+    assert (list(p.free), list(p.references)) == before
+    p.release(taken[0])
+    assert p.take() == taken[0]
+
+
+def test_growth_keeps_the_keys() -> None:
+    p = pool(64)
+    keys, _ = p.storage(0, torch.zeros(1, 2, 1, 8), torch.zeros(1, 2, 1, 8))
+    page = p.take()
+    keys[page * P] = 3.0
+    while p.allocated < 33:
+        p.take()
+    assert float(p.keys[0][page * P].sum()) == 3.0 * 16
+    assert p.keys[0].shape[0] == p.allocated * P
+
+
+def test_random_life_keeps_every_page_accounted_for() -> None:
+    p, rng, slots = pool(40), random.Random(5), []
+    for _ in range(600):
+        if slots and (rng.random() < 0.45 or p.available() < 6):
+            drop(p, slots.pop(rng.randrange(len(slots))))
+        else:
+            slots.append(filled(p, [rng.randrange(2) for _ in range(rng.randint(1, 20))], tenant=rng.choice("ab")))
+        p.check(slots)

@@ -1,0 +1,177 @@
+"""Loading: what is refused and how, what is reported, packed weights, taps, and the self-test (that it can fail, too)."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import families
+import pytest
+import torch
+
+from draftproof.config import LoadConfig
+from draftproof.errors import CacheFull, LoadError
+from draftproof.models import selftest
+from draftproof.models.load import builtin, load_target
+from draftproof.models.packed import PackedLinear, can_pack
+from draftproof.models.paged import PagedTarget
+from draftproof.types import Draft, Scores
+
+SMALL = LoadConfig(page_tokens=64, self_test=False)
+
+
+def test_refusals_say_what_was_found_and_what_to_do(tmp_path: Path) -> None:
+    with pytest.raises(LoadError, match="does not exist"):
+        load_target(tmp_path / "nowhere" / "model")
+    with pytest.raises(LoadError, match="no config.json"):
+        load_target(tmp_path)
+    families.save("llama", tmp_path)
+    (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
+    with pytest.raises(LoadError, match=r"pytorch_model.bin.*never read"):
+        load_target(tmp_path)
+    with pytest.raises(LoadError, match="built-in model 'nothing'"):
+        builtin("nothing")
+
+
+def test_an_encoder_decoder_model_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "t5", "is_encoder_decoder": True}))
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    with pytest.raises(LoadError, match="encoder–decoder"):
+        load_target(tmp_path)
+
+
+def test_broken_and_incomplete_weights(tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    families.save("llama", tmp_path)
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    tensors.pop("model.layers.1.mlp.up_proj.weight")
+    save_file(tensors, file, metadata={"format": "pt"})
+    with pytest.raises(LoadError, match="up_proj"):
+        load_target(tmp_path, SMALL)
+    file.write_bytes(file.read_bytes()[:200])
+    with pytest.raises(LoadError, match="could not be loaded"):
+        load_target(tmp_path, SMALL)
+
+
+def test_facts_carry_reasons(tmp_path: Path) -> None:
+    families.save("llama", tmp_path)
+    facts = load_target(tmp_path, SMALL).facts
+    assert {"device", "dtype", "threads", "tier", "linear layers", "tokenizer"} <= set(facts.reasons)
+    assert facts.tier == 1 and facts.dtype == "float32" and facts.cache_bytes_per_token == 2 * 3 * 2 * 16 * 4
+    assert facts.weight_bytes == 4 * facts.parameters > 0
+    assert not facts.invisible and "self-test is off" in facts.invisible_reason
+    asked = load_target(tmp_path, LoadConfig(page_tokens=64, self_test=False, dtype="bfloat16")).facts
+    assert asked.dtype == "bfloat16" and "as asked" in asked.reasons["dtype"]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("heads", [(4, 4), (28, 4), (6, 3)])
+def test_invisible_to_the_bit_with_1_7_and_2_queries_per_key_head(heads: tuple[int, int], dtype: str, tmp_path: Path) -> None:
+    if not can_pack(getattr(torch, dtype))[0]:
+        pytest.skip(can_pack(getattr(torch, dtype))[1])
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(heads[0])
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=300, hidden_size=16 * heads[0], num_hidden_layers=2, num_attention_heads=heads[0],
+                                         num_key_value_heads=heads[1], head_dim=16, intermediate_size=128, max_position_embeddings=512))
+    for parameter in model.parameters():
+        if parameter.ndim > 1:
+            parameter.data.mul_(3)
+    model.to(getattr(torch, dtype)).save_pretrained(tmp_path)
+    facts = load_target(tmp_path, LoadConfig(page_tokens=64)).facts
+    assert facts.invisible, facts.invisible_reason
+
+
+def test_the_self_test_finds_a_planted_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    families.save("llama", tmp_path)
+    target = load_target(tmp_path, SMALL)
+    assert selftest.invisible(target, 64, 128)[0]
+    stock = PagedTarget.score
+
+    def leaky(self: PagedTarget, slots: object, roots: torch.Tensor, drafts: list[Draft]) -> object:
+        scores = stock(self, slots, roots, drafts)  # type: ignore[arg-type]
+        if scores.logits.shape[0] >= 8:                       # as a kernel that changes at eight rows would
+            logits = scores.logits.clone()
+            logits[0, 0] += logits[0, 0].abs() * 2 ** -20
+            return Scores(logits, scores.starts)
+        return scores
+
+    monkeypatch.setattr(PagedTarget, "score", leaky)
+    passed, reason = selftest.invisible(target, 64, 128)
+    assert not passed and "8 wide" in reason
+
+
+def test_packed_linear_is_the_linear_layer() -> None:
+    able, why = can_pack(torch.float32)
+    if not able:
+        pytest.skip(why)
+    torch.manual_seed(0)
+    layer = torch.nn.Linear(48, 80)
+    packed, x = PackedLinear(layer.weight, layer.bias), torch.randn(5, 48)
+    with torch.inference_mode():
+        torch.testing.assert_close(packed(x), layer(x))
+        wide = packed(x)
+        assert all(torch.equal(packed(x[i:i + 2])[0], wide[i]) for i in range(4))
+
+
+def test_taps_are_the_layers_outputs(tmp_path: Path) -> None:
+    model = families.save("llama", tmp_path)
+    target = load_target(tmp_path, SMALL)
+    assert isinstance(target, PagedTarget)
+    target.set_taps([0, 2])
+    text = torch.arange(3, 15)
+    slot = target.open(text.tolist(), room=20)
+    taps = target.extend([slot], [text]).taps
+    hidden = model(text[None], output_hidden_states=True).hidden_states
+    torch.testing.assert_close(taps[0], hidden[1][0], atol=1e-4, rtol=1e-4)
+    assert set(taps) == {0, 2} and taps[2].shape == (12, 64)
+    scores = target.score([slot], torch.tensor([7]), [Draft.chain([1, 2])])
+    assert scores.taps[0].shape == (3, 64)
+    target.set_taps([])
+    target.rewind(slot, ())
+    assert target.score([slot], torch.tensor([7]), [Draft.empty()]).taps == {}
+
+
+def test_a_pass_that_fails_leaves_the_slots_as_they_were(tmp_path: Path) -> None:
+    families.save("llama", tmp_path)
+    target = load_target(tmp_path, LoadConfig(page_tokens=16, cache_tokens=64, self_test=False))
+    assert isinstance(target, PagedTarget)
+    slot = target.open([1] * 20, room=10)
+    target.extend([slot], [torch.ones(20, dtype=torch.int64)])
+    tree = Draft(torch.arange(12), (-1,) * 12)                       # twelve paths need eleven pages more than there are
+    with pytest.raises(CacheFull):
+        target.score([slot], torch.tensor([3]), [tree])
+    target.check()
+    assert slot.length == 20
+    target.score([slot], torch.tensor([3]), [Draft.chain([4])])
+    target.rewind(slot, (0,))
+    assert slot.tokens[-2:] == [3, 4]
+    target.truncate(slot, 5)
+    target.check()
+    target.close(slot)
+    target.check()
+
+
+def test_truncate_into_a_shared_page_copies_it(tmp_path: Path) -> None:
+    families.save("llama", tmp_path)
+    target = load_target(tmp_path, LoadConfig(page_tokens=16, self_test=False))
+    assert isinstance(target, PagedTarget)
+    text = torch.arange(1, 41)
+    first = target.open(text.tolist(), room=30)
+    target.extend([first], [text])
+    second = target.open(text.tolist(), room=30)
+    assert second.length == 32 and second.pages[:2] == first.pages[:2]
+    target.truncate(second, 20)
+    target.extend([second], [torch.full((12,), 9)])                  # overwrites what would have been the shared page
+    target.truncate(second, 20)
+    a = target.score([first], torch.tensor([5]), [Draft.chain([6])]).logits
+    target.rewind(first, ())
+    target.extend([second], [text[20:]])
+    b = target.score([second], torch.tensor([5]), [Draft.chain([6])]).logits
+    assert torch.equal(a, b)
+    target.rewind(second, ())
+    target.close(first)
+    target.close(second)
+    target.check()
