@@ -38,10 +38,16 @@ class Noise(Protocol):
     """Noise that a drafter adds to log q. Under `match` it is the target's own, shared noise; under the joint rules the
     draft stream, fresh for each attempt at a position. Zero at temperature 0. `keep_law`: the rule needs `Draft.law`."""
 
-    keep_law: bool
+    @property
+    def keep_law(self) -> bool: ...
 
     def __call__(self, seqs: Sequence[SequenceView], positions: Sequence[int], token_ids: Tensor | None, vocab_size: int) -> Tensor:
         """Gumbel noise [len(seqs), len(token_ids) or vocab_size] float32; row i belongs to the token at positions[i] of seqs[i]."""
+        ...
+
+    def keys(self, seqs: Sequence[SequenceView], positions: Sequence[int]) -> Tensor:
+        """The same noise unspent: `core.noise` keys [len(seqs), 2] int32, with which `perturbed_top` draws only what can win.
+        Rows at temperature 0 have keys too; whoever uses them leaves those rows alone."""
         ...
 
 
@@ -53,8 +59,10 @@ class State(Protocol):
 
 
 class Drafter(Protocol):
-    name: str
-    needs: ClassVar[Needs] | Needs
+    @property
+    def name(self) -> str: ...
+    @property
+    def needs(self) -> Needs: ...            # a class attribute, unless it follows from weights
 
     def open(self, seq: SequenceView, signals: Signals | None) -> Any:
         """A new state, at admission or in the middle of a text; signals say which positions they cover."""
@@ -89,6 +97,11 @@ class Named(Drafter, Protocol):
     takes_path: ClassVar[bool]
 
     @classmethod
+    def check(cls, options: Mapping[str, int]) -> None:
+        """Raises SpecError if the options, each right alone, do not go together. Looks at nothing else, so that it is cheap."""
+        ...
+
+    @classmethod
     def from_spec(cls, path: str | None, options: Mapping[str, int], site: Site) -> Self: ...
 
 
@@ -101,7 +114,7 @@ class PerSequence(ABC, Generic[S]):
     A subclass gives `start` and `guess`, and `follow` and `leave` if it has something to do there.
     """
 
-    name: str
+    name: ClassVar[str]
     needs: ClassVar[Needs] = Needs()
 
     @abstractmethod
@@ -154,13 +167,13 @@ def pick(logits: Tensor, groups: Sequence[Rows], seqs: Sequence[SequenceView], p
     logits [B, V] over the target's ids; groups[i] has one row and the `ranking` options of seqs[i]; positions[i] is the
     number of tokens before the one to pick. At temperature 0 nothing is added, and rows without any option stay raw logits.
     """
-    greedy = all(seq.sampling.greedy for seq in seqs)
+    quiet = [i for i, seq in enumerate(seqs) if seq.sampling.greedy]
+    greedy, k = len(quiet) == len(seqs), min(k, logits.shape[-1])
     if greedy and not any(g.sampling.needs_history or g.sampling.logit_bias for g in groups):
-        values = logits
+        logq = logits.float()
     else:
-        values = distribution(logits, groups)
-    logq = values if noise.keep_law and not greedy else None
-    if not greedy:
-        values = values + noise(seqs, positions, None, values.shape[-1])
-    best, tokens = perturbed_top(values, None, min(k, values.shape[-1]))
-    return Picks(tokens, best, logq)
+        logq = distribution(logits, groups)
+    best, tokens = perturbed_top(logq, None if greedy else noise.keys(seqs, positions), k)
+    if quiet and not greedy:
+        best[quiet], tokens[quiet] = perturbed_top(logq[quiet], None, k)
+    return Picks(tokens, best, logq if noise.keep_law and not greedy else None)

@@ -1,0 +1,295 @@
+"""`model`: a smaller language model with the target's vocabulary guesses token by token (Leviathan et al., arXiv 2211.17192).
+
+It draws with the request's own options and, under `match`, with the target's own noise, so that it guesses the token
+the target will *choose*, not merely a likely one. All sequences share one forward pass per level.
+
+Its slot follows the text. Between rounds it holds a prefix of the text, never the last token; while a draft is out it
+also holds what was drafted, and the round's commit, or the next `propose`, takes back what did not stand.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import ClassVar, Self
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from ..core.probs import Rows
+from ..errors import CacheFull
+from ..models.target import Slot, Target
+from ..types import Budget, Commit, Draft, DraftLaw, Sampling, SequenceView, Signals
+from .base import Needs, Noise, Picks, Site, pick, ranking
+from .vocabulary import Check, Words, require_same
+
+SIBLINGS = 7     # beside the best, how many a tree's level considers: the 8 best perturbed catch 0.93 of the target's choices at T=1
+
+SURE = 64.0      # margin of a token that has no rival
+
+
+@dataclass(slots=True)
+class ModelState:
+    """One sequence. While a draft is out, base is the length of the text it started from and guess its spine."""
+
+    seq: SequenceView
+    options: Sampling
+    slot: Slot | None = None
+    silent: str = ""                # why there is no slot
+    lasting: bool = False           # … and there never will be
+    base: int = 0
+    guess: Tensor | None = None
+
+
+@dataclass(slots=True)
+class _Line:
+    """One sequence within one `propose`."""
+
+    state: ModelState
+    slot: Slot
+    place: int                      # index of its draft in the answer
+    depth: int
+    spare: int                      # nodes beyond the spine
+    reason: str
+    rows: list[int] = field(default_factory=list)         # its row of every level's picks, counted over the whole round
+    spine: list[Tensor] = field(default_factory=list)     # [1] int64 per level
+    path: tuple[int, ...] = ()                            # the spine on the host, where it is read
+    prompt: Sequence[int] = ()                            # filled only if the options look back
+    output: Sequence[int] = ()
+
+    def group(self) -> Rows:
+        return Rows(self.state.options, self.prompt, self.output, (self.path,), self.state.seq.end_ids)
+
+
+class ModelDrafter:
+    """A draft model behind the `Target` protocol. score: perturbed margin, how far log q + g of the token lies above the
+    best other token of its row (a sibling's is negative): what the worth of a guess is judged by after the noise.
+
+    With more nodes than depth every level offers its next best perturbed tokens as siblings; only the best is extended.
+    """
+
+    keys: ClassVar[Mapping[str, tuple[int, int]]] = {}
+    takes_path: ClassVar[bool] = True
+
+    def __init__(self, lm: Target, vocab_size: int | None = None, prefill_chunk: int = 512, name: str = "model") -> None:
+        """vocab_size: the target's, where it differs from the draft model's by padding."""
+        self.lm, self.name, self.chunk = lm, name, prefill_chunk
+        self.vocab_size = vocab_size or lm.vocab_size
+        self.needs = Needs(law=True, tree=True, context=lm.context)
+        self.checks: list[Check] = []
+
+    @classmethod
+    def check(cls, options: Mapping[str, int]) -> None:
+        """There are none."""
+
+    @classmethod
+    def from_spec(cls, path: str | None, options: Mapping[str, int], site: Site) -> Self:
+        from ..models.load import builtin, load_target
+
+        lm = load_target(path or builtin("draft"), replace(site.load, self_test=False))     # its bits are not the text's
+        drafter = cls(lm, site.target.vocab_size, site.load.prefill_chunk)
+        drafter.checks = require_same(Words.of(site.target), Words.of(lm))
+        return drafter
+
+    def open(self, seq: SequenceView, signals: Signals | None) -> ModelState:
+        state = ModelState(seq, ranking(seq.sampling))
+        self._seat(state)
+        return state
+
+    def close(self, state: ModelState) -> None:
+        self._settle(state, 0)
+        slot, state.slot = state.slot, None
+        state.silent, state.lasting = "the sequence is closed", True
+        if slot is not None:
+            self.lm.close(slot)
+
+    def observe(self, states: Sequence[ModelState], commits: Sequence[Commit], signals: Sequence[Signals | None]) -> None:
+        for state, commit in zip(states, commits, strict=True):
+            stood = 0
+            if state.guess is not None and commit.start == state.base:
+                for guessed, token in zip(state.guess.tolist(), commit.tokens, strict=False):
+                    if guessed != token:
+                        break
+                    stood += 1
+            self._settle(state, stood)
+
+    def propose(self, states: Sequence[ModelState], budgets: Sequence[Budget], noise: Noise) -> list[Draft]:
+        drafts = [Draft.empty(self.name) for _ in states]
+        lines: list[_Line] = []
+        for place, (state, budget) in enumerate(zip(states, budgets, strict=True)):
+            self._settle(state, 0)
+            if budget.depth:
+                depth, reason = self._grant(state, budget.depth)
+                if depth and state.slot is not None:
+                    lines.append(_Line(state, state.slot, place, depth, budget.nodes - budget.depth, reason))
+                else:
+                    drafts[place] = Draft.empty(self.name, reason)
+        if not lines:
+            return drafts
+        before = [line.slot.length for line in lines]
+        done = False
+        try:
+            for line, draft in zip(lines, self._finish(lines, self._draft(lines, noise)), strict=True):
+                drafts[line.place] = draft
+            done = True
+        finally:
+            if not done:
+                for line, length in zip(lines, before, strict=True):
+                    line.state.guess = None
+                    self.lm.truncate(line.slot, min(length, line.slot.length))
+        return drafts
+
+    def _seat(self, state: ModelState) -> None:
+        """Take a slot if there is room; otherwise stay silent and say why."""
+        text, context = state.seq.tokens, self.lm.context
+        if len(text) > context:
+            state.silent, state.lasting = f"the text is longer than the drafter's context of {context}", True
+            return
+        room = max(0, min(state.seq.prompt_tokens + state.seq.sampling.max_tokens, context) - len(text))
+        try:
+            state.slot = self.lm.open(text, state.seq.tenant, room)
+        except CacheFull:
+            state.silent = "no room in the drafter's cache"
+
+    def _grant(self, state: ModelState, depth: int) -> tuple[int, str]:
+        """How deep this sequence may draft now (0: not at all), and why less than asked."""
+        if state.slot is None:
+            if not state.lasting and self.lm.fits(len(state.seq.tokens)):
+                self._seat(state)
+            if state.slot is None:
+                return 0, state.silent
+        text, slot = state.seq.tokens, state.slot
+        room = self.lm.context - len(text) + 1                     # the last drafted token is never fed
+        unknown = next((t for t in text[slot.length:] if t >= self.lm.vocab_size), None) if self.lm.vocab_size < self.vocab_size else None
+        if room < 1 or unknown is not None:
+            self.close(state)
+            state.silent = (f"token {unknown} of the text is not in the drafter's vocabulary of {self.lm.vocab_size}" if unknown is not None
+                            else f"the text is longer than the drafter's context of {self.lm.context}")
+            return 0, state.silent
+        return (room, f"the drafter's context ends at {self.lm.context}") if room < depth else (depth, "")
+
+    def _settle(self, state: ModelState, stood: int) -> None:
+        """Take back a draft that is out, but for the `stood` first tokens of its spine. Without one, nothing to do."""
+        if state.slot is not None and state.guess is not None:
+            state.guess = None
+            self.lm.truncate(state.slot, min(state.base + stood, len(state.seq.tokens) - 1, state.slot.length))
+
+    def _draft(self, lines: Sequence[_Line], noise: Noise) -> list[Picks]:
+        """Feed what the slots lack, then one pass per level; returns each level's picks and fills the lines."""
+        history = any(line.state.options.needs_history for line in lines)
+        read = history or self.lm.device.type == "cpu"      # elsewhere a look at a token would wait for the device
+        for line in lines:
+            if line.state.options.needs_history:
+                text, prompt = line.state.seq.tokens, line.state.seq.prompt_tokens
+                line.prompt, line.output = text[:prompt], text[prompt:]
+        logits = self._catch_up(lines)
+        levels: list[Picks] = []
+        width = 1 + max(max(min(line.spare, SIBLINGS), -(-line.spare // line.depth), 1) for line in lines)
+        live, row = list(lines), 0
+        while True:
+            level = len(levels)
+            picks = pick(logits, [line.group() for line in live], [line.state.seq for line in live],
+                         [len(line.state.seq.tokens) + level for line in live], noise, width)
+            levels.append(picks)
+            best = picks.tokens[:, :1].unbind()
+            host = picks.tokens[:, 0].tolist() if read else ()
+            going: list[_Line] = []
+            for i, line in enumerate(live):
+                line.rows.append(row + i)
+                line.spine.append(best[i])
+                ended = bool(host) and host[i] in line.state.seq.end_ids
+                if line.state.options.needs_history:
+                    line.path += (host[i],)
+                if ended and level + 1 < line.depth:
+                    line.reason = "the draft ends the text"
+                if not ended and level + 1 < line.depth:
+                    going.append(line)
+            row += len(live)
+            if not going:
+                return levels
+            live = going
+            logits = self._forward([line.slot for line in live], [line.spine[-1] for line in live])
+
+    def _catch_up(self, lines: Sequence[_Line]) -> Tensor:
+        """Feed the text that the slots lack, in chunks; logits [lines, V] after the last token of each text."""
+        missing = [torch.tensor(line.state.seq.tokens[line.slot.length:], dtype=torch.int64, device=self.lm.device) for line in lines]
+        while any(ids.shape[0] > self.chunk for ids in missing):
+            behind = [i for i, ids in enumerate(missing) if ids.shape[0] > self.chunk]
+            self.lm.extend([lines[i].slot for i in behind], [missing[i][:self.chunk] for i in behind])
+            for i in behind:
+                missing[i] = missing[i][self.chunk:]
+        return self._forward([line.slot for line in lines], missing)
+
+    def _forward(self, slots: Sequence[Slot], tokens: Sequence[Tensor]) -> Tensor:
+        """Logits over the target's ids: a padded draft vocabulary is cut, a shorter one filled with −inf."""
+        logits = self.lm.extend(slots, tokens).logits
+        gap = self.vocab_size - logits.shape[-1]
+        if gap == 0:
+            return logits
+        return logits[:, :gap] if gap < 0 else functional.pad(logits, (0, gap), value=-math.inf)
+
+    def _finish(self, lines: Sequence[_Line], levels: Sequence[Picks]) -> list[Draft]:
+        """Drafts out of the picks; only trees are shaped on the host."""
+        tokens, values = torch.cat([p.tokens for p in levels]), torch.cat([p.values for p in levels])
+        logq = None if levels[0].logq is None else torch.cat([p.logq for p in levels if p.logq is not None])
+        drafts = []
+        for line in lines:
+            line.state.base, line.state.guess = len(line.state.seq.tokens), torch.cat(line.spine)
+            law = None if logq is None or line.state.seq.sampling.greedy else logq[line.rows]
+            mine, above = tokens[line.rows], values[line.rows].float()
+            if not line.spare:
+                row = tuple(range(len(line.rows)))
+                score = (above[:, 0] - above[:, 1]).clamp(max=SURE) if above.shape[1] > 1 else None
+                drafts.append(Draft.chain(line.state.guess, score=score, drafter=self.name, reason=line.reason,
+                                          law=None if law is None else DraftLaw(law, row)))
+                continue
+            extra = _evenly(line.depth, line.spare)[:len(line.rows)] if law is not None else _by_margin(above.tolist(), line.spare)
+            drafts.append(_tree(mine, above, extra, law, self.name, line.reason))
+        return drafts
+
+
+def _evenly(levels: int, spare: int) -> list[int]:
+    """Siblings per level where q is kept: fixed before anything is drawn. A sibling withheld because of the value it
+    turned out to have would no longer be a draw from q."""
+    return [spare // levels + (level < spare % levels) for level in range(levels)]
+
+
+def _by_margin(values: Sequence[Sequence[float]], spare: int) -> list[int]:
+    """Siblings per level where only the choice matters (`match`, and greedy): those closest below their level's best,
+    each discounted by the chance, estimated from the margins above it, that the walk gets to its level at all."""
+    worth: list[tuple[float, int]] = []
+    reach = 0.0
+    for level, row in enumerate(values):
+        worth += [(reach + value - row[0], level) for value in row[1:] if value > -math.inf]
+        margin = row[0] - row[1] if len(row) > 1 else math.inf
+        reach -= math.log1p(math.exp(-margin))
+    chosen = [0] * len(values)
+    for _, level in sorted(worth, key=lambda w: -w[0])[:spare]:
+        chosen[level] += 1
+    return chosen
+
+
+def _tree(tokens: Tensor, values: Tensor, extra: Sequence[int], law: Tensor | None, name: str, reason: str) -> Draft:
+    """tokens, values [levels, k], best first: the spine and extra[level] siblings beside it, in the order of their draw."""
+    ids, heights = tokens.tolist(), values.tolist()
+    flat: list[int] = []
+    parents: list[int] = []
+    score: list[float] = []
+    row: list[int] = []
+    spine = -1
+    for level, more in enumerate(extra):
+        first = len(flat)
+        for j in range(1 + min(more, len(ids[level]) - 1)):
+            height = heights[level][j]
+            if height == -math.inf:
+                break
+            rival = heights[level][0 if j else 1] if len(ids[level]) > 1 else -math.inf
+            flat.append(ids[level][j])
+            parents.append(spine)
+            score.append(min(height - rival, SURE))
+            row.append(level)
+        spine = first
+    return Draft(torch.tensor(flat, device=tokens.device), tuple(parents), score=torch.tensor(score, device=tokens.device), drafter=name,
+                 reason=reason, law=None if law is None else DraftLaw(law, tuple(row)))
