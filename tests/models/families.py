@@ -7,20 +7,42 @@ from pathlib import Path
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-COMMON = {"vocab_size": 200, "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2,
-          "intermediate_size": 96, "max_position_embeddings": 256, "bos_token_id": None, "eos_token_id": None, "pad_token_id": 0,
-          "tie_word_embeddings": False}
+COMMON = {
+    "vocab_size": 200,
+    "hidden_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 96,
+    "max_position_embeddings": 256,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": 0,
+    "tie_word_embeddings": False,
+}
 MOE = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
 
 FAMILIES: dict[str, dict[str, object]] = {
-    "llama": {}, "mistral": {"sliding_window": 24}, "qwen2": {}, "qwen3": {"head_dim": 16}, "qwen3_moe": {"head_dim": 16, **MOE},
-    "mixtral": {**MOE, "sliding_window": None}, "gemma2": {"head_dim": 16, "sliding_window": 24, "query_pre_attn_scalar": 16},
-    "gemma3_text": {"head_dim": 16, "sliding_window": 24, "query_pre_attn_scalar": 16}, "phi3": {"sliding_window": None, "original_max_position_embeddings": 256},
-    "olmo2": {}, "granite": {}, "gpt_neox": {"num_key_value_heads": None}, "gpt2": {"n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 256},
-    "starcoder2": {"sliding_window": 24}, "cohere": {}, "gpt_oss": {"head_dim": 16, "sliding_window": 24, **MOE},
-    "bloom": {"n_layer": 3, "n_head": 4}, "gptj": {"n_embd": 64, "n_layer": 3, "n_head": 4, "rotary_dim": 8, "n_positions": 256},
+    "llama": {},
+    "mistral": {"sliding_window": 24},
+    "qwen2": {},
+    "qwen3": {"head_dim": 16},
+    "qwen3_moe": {"head_dim": 16, **MOE},
+    "mixtral": {**MOE, "sliding_window": None},
+    "gemma2": {"head_dim": 16, "sliding_window": 24, "query_pre_attn_scalar": 16},
+    "gemma3_text": {"head_dim": 16, "sliding_window": 24, "query_pre_attn_scalar": 16},
+    "phi3": {"sliding_window": None, "original_max_position_embeddings": 256},
+    "olmo2": {},
+    "granite": {},
+    "gpt_neox": {"num_key_value_heads": None},
+    "gpt2": {"n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 256},
+    "starcoder2": {"sliding_window": 24},
+    "cohere": {},
+    "gpt_oss": {"head_dim": 16, "sliding_window": 24, **MOE},
+    "bloom": {"n_layer": 3, "n_head": 4},
+    "gptj": {"n_embd": 64, "n_layer": 3, "n_head": 4, "rotary_dim": 8, "n_positions": 256},
 }
-TIER_2 = {"bloom", "gptj"}      # their attention takes no function from outside
+TIER_2 = {"bloom", "gptj"}  # their attention takes no function from outside
 
 
 def build(family: str, seed: int = 0) -> PreTrainedModel:

@@ -39,8 +39,10 @@ def test_pages_merge_to_one_softmax(dtype: torch.dtype, window: int | None, grou
     k, v = (s.view(-1, page, kv, dim)[items.pages].transpose(1, 2) for s in store)
     results = []
     for function in (flash_page, plain_page):
-        out, lse = function(q, k, v, items.bias, dim ** -0.5)
-        merged = merge(out, lse, items, None).view(items.paths, kv, group, items.width, dim).permute(0, 3, 1, 2, 4).reshape(-1, kv * group, dim)
+        out, lse = function(q, k, v, items.bias, dim**-0.5)
+        merged = (
+            merge(out, lse, items, None).view(items.paths, kv, group, items.width, dim).permute(0, 3, 1, 2, 4).reshape(-1, kv * group, dim)
+        )
         results.append((merged if items.back is None else merged[items.back]).float())
     row = 0
     want = torch.empty_like(results[0])
@@ -51,7 +53,7 @@ def test_pages_merge_to_one_softmax(dtype: torch.dtype, window: int | None, grou
             places = torch.tensor([path.pages[t // page] * page + t % page for t in range(low, at + 1)])
             keys, values = store[0][places].float(), store[1][places].float()
             for head in range(kv * group):
-                weights = (keys[:, head // group] @ query[row, head].float() * dim ** -0.5).softmax(0)
+                weights = (keys[:, head // group] @ query[row, head].float() * dim**-0.5).softmax(0)
                 want[row, head] = weights @ values[:, head // group]
             row += 1
     tolerance = 1e-5 if dtype == torch.float32 else 2e-2
@@ -81,5 +83,5 @@ def test_a_query_does_not_depend_on_the_queries_beside_it(function: object, dtyp
     bias = torch.zeros(1, 1, 64, 256, dtype=dtype)
     whole, logs = function(q, k, v, bias, 0.125)  # type: ignore[operator]
     for start, count in ((0, 4), (4, 8), (8, 12), (40, 20), (60, 4)):
-        part, log = function(q[:, :, start:start + count], k, v, bias[:, :, :count], 0.125)  # type: ignore[operator]
-        assert torch.equal(part, whole[:, :, start:start + count]) and torch.equal(log, logs[:, :, start:start + count])
+        part, log = function(q[:, :, start : start + count], k, v, bias[:, :, :count], 0.125)  # type: ignore[operator]
+        assert torch.equal(part, whole[:, :, start : start + count]) and torch.equal(log, logs[:, :, start : start + count])

@@ -19,7 +19,7 @@ def pool(pages: int = 6) -> PagePool:
 
 def filled(p: PagePool, tokens: list[int], tenant: str = "") -> PagedSlot:
     pages = p.find(tokens, tenant)
-    slot = PagedSlot(tenant, tokens[:len(pages) * P], pages, shared=len(pages))
+    slot = PagedSlot(tenant, tokens[: len(pages) * P], pages, shared=len(pages))
     while len(slot.pages) * P < len(tokens):
         slot.pages.append(p.take())
     slot.tokens = list(tokens)

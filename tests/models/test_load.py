@@ -74,8 +74,18 @@ def test_invisible_to_the_bit_with_1_7_and_2_queries_per_key_head(heads: tuple[i
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(heads[0])
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=300, hidden_size=16 * heads[0], num_hidden_layers=2, num_attention_heads=heads[0],
-                                         num_key_value_heads=heads[1], head_dim=16, intermediate_size=128, max_position_embeddings=512))
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=300,
+            hidden_size=16 * heads[0],
+            num_hidden_layers=2,
+            num_attention_heads=heads[0],
+            num_key_value_heads=heads[1],
+            head_dim=16,
+            intermediate_size=128,
+            max_position_embeddings=512,
+        )
+    )
     for parameter in model.parameters():
         if parameter.ndim > 1:
             parameter.data.mul_(3)
@@ -92,9 +102,9 @@ def test_the_self_test_finds_a_planted_error(tmp_path: Path, monkeypatch: pytest
 
     def leaky(self: PagedTarget, slots: object, roots: torch.Tensor, drafts: list[Draft]) -> object:
         scores = stock(self, slots, roots, drafts)  # type: ignore[arg-type]
-        if scores.logits.shape[0] >= 8:                       # as a kernel that changes at eight rows would
+        if scores.logits.shape[0] >= 8:  # as a kernel that changes at eight rows would
             logits = scores.logits.clone()
-            logits[0, 0] += logits[0, 0].abs() * 2 ** -20
+            logits[0, 0] += logits[0, 0].abs() * 2**-20
             return Scores(logits, scores.starts)
         return scores
 
@@ -113,7 +123,7 @@ def test_packed_linear_is_the_linear_layer() -> None:
     with torch.inference_mode():
         torch.testing.assert_close(packed(x), layer(x))
         wide = packed(x)
-        assert all(torch.equal(packed(x[i:i + 2])[0], wide[i]) for i in range(4))
+        assert all(torch.equal(packed(x[i : i + 2])[0], wide[i]) for i in range(4))
 
 
 def test_taps_are_the_layers_outputs(tmp_path: Path) -> None:
@@ -140,7 +150,7 @@ def test_a_pass_that_fails_leaves_the_slots_as_they_were(tmp_path: Path) -> None
     assert isinstance(target, PagedTarget)
     slot = target.open([1] * 20, room=10)
     target.extend([slot], [torch.ones(20, dtype=torch.int64)])
-    tree = Draft(torch.arange(12), (-1,) * 12)                       # twelve paths need eleven pages more than there are
+    tree = Draft(torch.arange(12), (-1,) * 12)  # twelve paths need eleven pages more than there are
     with pytest.raises(CacheFull):
         target.score([slot], torch.tensor([3]), [tree])
     target.check()
@@ -164,7 +174,7 @@ def test_truncate_into_a_shared_page_copies_it(tmp_path: Path) -> None:
     second = target.open(text.tolist(), room=30)
     assert second.length == 32 and second.pages[:2] == first.pages[:2]
     target.truncate(second, 20)
-    target.extend([second], [torch.full((12,), 9)])                  # overwrites what would have been the shared page
+    target.extend([second], [torch.full((12,), 9)])  # overwrites what would have been the shared page
     target.truncate(second, 20)
     a = target.score([first], torch.tensor([5]), [Draft.chain([6])]).logits
     target.rewind(first, ())

@@ -26,8 +26,15 @@ def prompts() -> list[torch.Tensor]:
 
 
 def reference(model: torch.nn.Module, prompt: torch.Tensor) -> list[int]:
-    out = model.generate(prompt[None], attention_mask=torch.ones(1, len(prompt), dtype=torch.int64), max_new_tokens=NEW, min_new_tokens=NEW, do_sample=False, pad_token_id=0)  # type: ignore[operator]
-    ids: list[int] = out[0, len(prompt):].tolist()
+    out = model.generate(
+        prompt[None],
+        attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
+        max_new_tokens=NEW,
+        min_new_tokens=NEW,
+        do_sample=False,
+        pad_token_id=0,
+    )  # type: ignore[operator]
+    ids: list[int] = out[0, len(prompt) :].tolist()
     return ids
 
 
@@ -36,13 +43,13 @@ def generate(target: Target, texts: list[torch.Tensor], depth: int, oracle: list
     slots = [target.open(t.tolist(), room=NEW + depth + 2) for t in texts]
     out: list[list[int]] = []
     for slot, text in zip(slots, texts, strict=True):
-        for start in range(slot.length, len(text), 9):          # the second run finds its first pages in the prefix cache
-            scores = target.extend([slot], [text[start:start + 9]])
+        for start in range(slot.length, len(text), 9):  # the second run finds its first pages in the prefix cache
+            scores = target.extend([slot], [text[start : start + 9]])
         out.append([int(scores.logits[0].argmax())])
     while any(len(o) < NEW for o in out):
         drafts = []
         for o, want in zip(out, oracle, strict=True):
-            guess = [(t + (1 if (len(o) + i) % 3 == 2 else 0)) % 200 for i, t in enumerate(want[len(o):len(o) + depth])]
+            guess = [(t + (1 if (len(o) + i) % 3 == 2 else 0)) % 200 for i, t in enumerate(want[len(o) : len(o) + depth])]
             drafts.append(Draft.chain(guess))
         scores = target.score(slots, torch.tensor([o[-1] for o in out]), drafts)
         for i, (slot, draft) in enumerate(zip(slots, drafts, strict=True)):
@@ -50,7 +57,7 @@ def generate(target: Target, texts: list[torch.Tensor], depth: int, oracle: list
             kept = 0
             while kept < len(draft) and draft.tokens[kept] == choices[kept]:
                 kept += 1
-            out[i] += choices[:kept + 1]
+            out[i] += choices[: kept + 1]
             target.rewind(slot, tuple(range(kept)))
     for slot in slots:
         target.close(slot)

@@ -1,0 +1,165 @@
+"""What a depth is worth: expected tokens, speed-up, best depth. Formulas only; who measures what goes in stands elsewhere.
+
+Words: hazard h_k = P(token k accepted | the k−1 before it were); survival S_k = h₁ ⋯ h_k; c seconds to draft a token and
+v(k) seconds of a pass that scores k drafted tokens, both in units of a plain pass; o overhead of a round that drafts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from operator import mul
+
+import torch
+from torch import Tensor
+
+
+def survival(hazards: Sequence[float]) -> list[float]:
+    """S_k = P(the first k drafted tokens are all accepted), k = 1 … depth."""
+    return list(accumulate(hazards, mul))
+
+
+def expected_tokens(hazards: Sequence[float]) -> float:
+    """Tokens that a round emits: 1 + Σ_k S_k. Mean hazards per depth are right here, a mean over depths is not (convexity)."""
+    return 1 + sum(survival(hazards))
+
+
+def expected_tokens_iid(alpha: float, depth: int) -> float:
+    """The same with every hazard alpha: (1 − α^{γ+1}) / (1 − α), which lies in [1, γ + 1] (arXiv 2211.17192, eq. 1)."""
+    return expected_tokens([alpha] * depth)
+
+
+def tree_expected_tokens(parents: Sequence[int], chances: Sequence[float]) -> float:
+    """1 + Σ over nodes of the product of `chances` down to it; chances[i] = P(the walk goes on to node i | it stands at its parent)."""
+    reach: list[float] = []
+    for parent, chance in zip(parents, chances, strict=True):
+        reach.append(chance * (reach[parent] if parent >= 0 else 1.0))
+    return 1 + sum(reach)
+
+
+def speedup(tokens: float, depth: int, c: float, v: float = 1.0, o: float = 0.0) -> float:
+    """S = E / (γ c + v(γ) + o) over plain decoding, E being the tokens a round emits (arXiv 2211.17192, Theorem 3.8, with v = 1, o = 0)."""
+    return tokens / (depth * c + v + o)
+
+
+def break_even(depth: int, c: float, v: float = 1.0, o: float = 0.0) -> float | None:
+    """The least i.i.d. acceptance α at which a draft of this depth costs no time: E(α, γ) = γ c + v + o. None if no α ≤ 1 does."""
+    cost = depth * c + v + o
+    if cost > depth + 1:
+        return None
+    low, high = 0.0, 1.0
+    while high - low > 1e-12:
+        middle = (low + high) / 2
+        low, high = (middle, high) if expected_tokens_iid(middle, depth) < cost else (low, middle)
+    return high if cost > 1 else 0.0
+
+
+def worth_a_token(next_survival: float, rate: float, marginal_cost: float) -> bool:
+    """Whether to draft one token more: its survival must beat what its time would buy at `rate` tokens per second.
+
+    marginal_cost: seconds to draft it and to score one row more. Renewal reward: with the best rate this is optimal.
+    """
+    return next_survival > rate * marginal_cost
+
+
+def best_depth(survival: Sequence[float], draft_cost: Sequence[float], score_cost: Sequence[float],
+               overhead: float = 0.0) -> tuple[int, float]:
+    """The depth with the most tokens per second, and that rate; the least such depth, 0 included.
+
+    survival[k−1] = S_k. draft_cost[k]: seconds to draft k tokens, draft_cost[0] for none. score_cost[r−1]: seconds of a pass
+    over r rows; depth k needs k + 1. overhead: seconds that a round with a draft takes besides. The shortest list is the limit.
+    """
+    best, best_rate, tokens = 0, 1 / (draft_cost[0] + score_cost[0]), 1.0
+    for depth in range(1, min(len(survival) + 1, len(draft_cost), len(score_cost))):
+        tokens += survival[depth - 1]
+        rate = tokens / (draft_cost[depth] + score_cost[depth] + overhead)
+        if rate > best_rate:
+            best, best_rate = depth, rate
+    return best, best_rate
+
+
+def best_batch(survivals: Sequence[Sequence[float]], draft_cost: Sequence[float], score_cost: Sequence[float],
+               overhead: float = 0.0) -> tuple[list[int], float]:
+    """Depths for a whole batch, and its tokens per second: the global top-B of all survival products, best B.
+
+    Units as in `best_depth`; draft_cost[d] is that of a batch whose deepest draft has d tokens, score_cost[r−1] that of r rows
+    in all. For every limit d on the depth the rows are granted by falling survival, so depths are prefixes by themselves.
+    """
+    batch = len(survivals)
+    falling = [list(accumulate(s, min)) for s in survivals]
+    offers = sorted(((-chance, depth, i) for i, chances in enumerate(falling) for depth, chance in enumerate(chances, 1)))
+    best: list[int] = [0] * batch
+    best_rate = batch / (draft_cost[0] + score_cost[batch - 1])
+    for limit in range(1, min(max(map(len, survivals), default=0) + 1, len(draft_cost))):
+        tokens, rows, depths, wins, fixed = float(batch), batch, [0] * batch, 0, draft_cost[limit] + overhead
+        order: list[int] = []
+        for chance, depth, i in offers:
+            if depth > limit:
+                continue
+            if rows == len(score_cost):
+                break
+            tokens -= chance
+            rows += 1
+            order.append(i)
+            rate = tokens / (fixed + score_cost[rows - 1])
+            if rate > best_rate:
+                best_rate, wins = rate, len(order)
+        if wins:
+            for i in order[:wins]:
+                depths[i] += 1
+            best = depths
+    return best, best_rate
+
+
+def overlap(p: Tensor, q: Tensor) -> Tensor:
+    """Σ min(p, q) = 1 − TV [...] of laws [..., V]: the acceptance of rule `ratio`, and the most that one draft can reach."""
+    return torch.minimum(p, q).sum(-1)
+
+
+def match_acceptance(p: Tensor, q: Tensor) -> Tensor:
+    """Σ_x 1 / Σ_y max(p_y/p_x, q_y/q_x) [...] of laws [..., V]: the acceptance of rule `match` with shared noise.
+
+    At least (1 − TV)/(1 + TV) (Daliri, Musco and Suresh, arXiv 2408.07978). Sorted by p/q, the inner maximum changes sides
+    once, so prefix sums do it in V log V.
+    """
+    p, q = p.to(torch.float64), q.to(torch.float64)
+    ratio = torch.where(p > 0, p / q, 0.0)                      # +inf where only p is positive
+    order = ratio.argsort(-1, descending=True)
+    p, q = p.gather(-1, order), q.gather(-1, order)
+    above, below = p.cumsum(-1), q.sum(-1, keepdim=True) - q.cumsum(-1)
+    both = (p > 0) & (q > 0)
+    shared = p * q / (above * q + below.clamp_min(0) * p)
+    return torch.where(both, shared, 0.0).sum(-1)
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """What speculation takes: bytes by purpose, and how many tokens of the target's cache they displace."""
+
+    weights: int
+    draft_cache: int
+    target_cache: int                     # keys of drafted tokens, until the rewind
+    logits: int                           # of all scored rows, float32
+    laws: int                             # q of the drafted tokens, float32; only where a rule needs it
+    kv_tokens_lost: int
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.draft_cache + self.target_cache + self.logits + self.laws
+
+
+def memory(depth: int, batch: int, context: int, vocab_size: int, weight_bytes: int, draft_bytes_per_token: int,
+           target_bytes_per_token: int, keeps_law: bool = False) -> Memory:
+    """Extra memory of drafting `depth` tokens for `batch` sequences of at most `context` tokens. Bytes, and tokens of cache lost."""
+    draft_cache, target_cache = batch * context * draft_bytes_per_token, batch * depth * target_bytes_per_token
+    logits, laws = batch * (depth + 1) * vocab_size * 4, batch * depth * vocab_size * 4 if keeps_law else 0
+    total = weight_bytes + draft_cache + target_cache + logits + laws
+    lost = math.ceil(total / target_bytes_per_token) if target_bytes_per_token else 0
+    return Memory(weight_bytes, draft_cache, target_cache, logits, laws, lost)
+
+
+def monotone(costs: Sequence[float]) -> list[float]:
+    """Measured costs made non-decreasing in rows or depth, so that noise in a table cannot make a wider pass look cheaper."""
+    return list(accumulate(costs, max))

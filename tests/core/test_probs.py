@@ -1,0 +1,344 @@
+"""One function from logits to the law: against a twin that is obviously right, bit for bit over row counts, threads and paths."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from draftproof.core import noise, probs
+from draftproof.core.probs import Rows, choose, distribution, perturbed_top
+from draftproof.errors import Failure, OptionError
+from draftproof.types import Sampling
+
+PLAIN = Sampling(temperature=1.0, top_p=1.0)
+
+
+def of(sampling: Sampling, n: int = 1, **more: object) -> Rows:
+    return Rows(**{"sampling": sampling, "prompt": (), "output": (), "paths": [()] * n, "end_ids": frozenset(), **more})  # type: ignore[arg-type]
+
+
+def distribution_plain(logits: Tensor, g: Rows, row: int) -> Tensor:
+    """The twin: one row, Python loops, a full sort, float64 all the way."""
+    s, v = g.sampling, logits.shape[0]
+    x = [float(a) for a in logits.double()]
+    written = [*g.output, *g.paths[row]]
+    text = [*g.prompt, *written]
+    for t in range(v):
+        if t in text and s.repetition_penalty != 1:
+            x[t] = x[t] / s.repetition_penalty if x[t] > 0 else x[t] * s.repetition_penalty
+        x[t] -= s.frequency_penalty * written.count(t) + s.presence_penalty * (t in written)
+        x[t] += s.logit_bias.get(t, 0.0)
+    for word in s.bad_word_ids:
+        if len(word) == 1 or text[-(len(word) - 1):] == list(word[:-1]):
+            x[word[-1]] = -math.inf
+    for t in g.end_ids:
+        if len(written) < s.min_tokens:
+            x[t] = -math.inf
+    if g.mask is not None:
+        x = [a if ok else -math.inf for a, ok in zip(x, g.mask[row].tolist(), strict=True)]
+    if s.temperature == 0:
+        return torch.tensor([0.0 if t == x.index(max(x)) else -math.inf for t in range(v)])
+    x = [(a - max(x)) / (1.0 if s.temperature is None else s.temperature) for a in x]
+    order = sorted(range(v), key=lambda t: (-x[t], t))
+    if s.top_k:
+        order = [t for t in order if x[t] >= x[order[min(s.top_k, v) - 1]]]
+    weight = {t: math.exp(x[t]) for t in order}
+    total, mass, kept = sum(weight.values()), 0.0, []
+    for t in order:
+        if mass >= (1.0 if s.top_p is None else s.top_p) * total * (1 - 1e-6) and s.top_p not in (None, 1.0):
+            break
+        kept.append(t)
+        mass += weight[t]
+    if s.min_p:
+        kept = [t for t in kept if x[t] >= math.log(s.min_p) - 1e-6]
+    norm = math.log(sum(weight[t] for t in kept))
+    return torch.tensor([x[t] - norm if t in set(kept) else -math.inf for t in range(v)])
+
+
+def random_options(r: random.Random, v: int) -> Sampling:
+    options = {
+        "top_k": r.randrange(1, 2 * v), "top_p": r.choice([0.1, 0.5, 0.9, 0.95, 0.999]), "min_p": r.choice([0.01, 0.1, 0.5, 1.0]),
+        "repetition_penalty": r.choice([0.8, 1.3]), "presence_penalty": r.uniform(-1, 1), "frequency_penalty": r.uniform(-1, 1),
+        "logit_bias": {r.randrange(v): r.uniform(-3, 3), r.randrange(v): -math.inf},
+        "bad_word_ids": ((r.randrange(v),), (1, 2), (0, 1, 3)), "min_tokens": r.randrange(6)}
+    some = {name: value for name, value in options.items() if r.random() < 0.5}
+    return Sampling.of(temperature=r.choice([0.0, 0.3, 0.7, 1.0, 1.0, 1.7, None]), **some)
+
+
+def random_rows(r: random.Random, v: int, n: int) -> Rows:
+    def some(k: int) -> list[int]:
+        return [r.randrange(min(v, 6)) for _ in range(k)]
+
+    mask = torch.rand(n, v) < 0.7 if r.random() < 0.3 else None
+    if mask is not None:
+        mask[:, -1] = True
+    return Rows(random_options(r, v), some(5), some(r.randrange(4)), [some(i % 4) for i in range(n)], frozenset({0, 4}), mask)
+
+
+def random_logits(r: random.Random, n: int, v: int) -> Tensor:
+    x = torch.randn(n, v) * r.choice([0.3, 1.0, 3.0])
+    return r.choice([x, x.round(), (x * 2).round() / 2, x.bfloat16(), x.double()])     # rounded logits: ties everywhere
+
+
+@pytest.mark.parametrize("v, times", [(5, 250), (40, 150), (400, 60)])
+def test_agrees_with_the_plain_twin_over_random_options(v: int, times: int) -> None:
+    r = random.Random(v)
+    torch.manual_seed(v)
+    kept = 0
+    for _ in range(times):
+        groups = [random_rows(r, v, r.randrange(1, 4)) for _ in range(r.randrange(1, 4))]
+        logits = random_logits(r, sum(len(g.paths) for g in groups), v)
+        want = []
+        owners = [(g, i) for g in groups for i in range(len(g.paths))]
+        try:
+            want = [distribution_plain(x, g, i) for x, (g, i) in zip(logits, owners, strict=True)]
+        except (ValueError, OverflowError):      # the twin has no answer: everything is excluded
+            pass
+        if not want or any(w.isnan().any() for w in want):
+            with pytest.raises(OptionError, match=r"exclude every token|grammar allows no token"):
+                distribution(logits, groups)
+            continue
+        got = distribution(logits, groups)
+        assert got.dtype == (torch.float64 if logits.dtype == torch.float64 else torch.float32)
+        for a, b in zip(got, want, strict=True):
+            assert torch.equal(a.isinf(), b.isinf())
+            torch.testing.assert_close(a.double().exp(), b.double().exp(), rtol=2e-5, atol=1e-7)
+            kept += int(a.isfinite().sum())
+    assert kept > times, "the test saw real distributions"
+
+
+def test_logits_are_left_alone() -> None:
+    x = torch.randn(3, 50)
+    before = x.clone()
+    distribution(x, [of(Sampling(temperature=0.5, top_p=0.9, repetition_penalty=2.0, logit_bias={3: 9.0}), 3, prompt=(1, 2))])
+    assert torch.equal(x, before)
+
+
+def hard_rows(n: int, v: int) -> Tensor:
+    """Rows of many kinds: peaked, flat, full of ties, nearly one-hot."""
+    x = torch.randn(n, v, generator=torch.Generator().manual_seed(v)) * 3
+    x[1::4] /= 10
+    x[2::4] = x[2::4].bfloat16().float()
+    x[3::4, ::997] += 15
+    return x
+
+
+FILTERS = [PLAIN, Sampling(temperature=0.7, top_p=1.0), Sampling(temperature=1.0, top_p=0.95),
+           Sampling(temperature=0.7, top_p=0.6, min_p=0.01), Sampling(temperature=1.3, top_k=50, top_p=0.9),
+           Sampling(temperature=1.0, top_k=3000, top_p=1.0), Sampling(temperature=0.9, min_p=0.001, top_p=1.0)]
+
+
+@pytest.fixture(autouse=True)
+def threads() -> Iterator[None]:
+    """One thread unless a test asks for more: quick on a busy machine too."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("v", [4096, 32000, 128256])
+def test_a_rows_bits_do_not_depend_on_other_rows_or_threads(v: int) -> None:
+    x = hard_rows(17 if v < 100_000 else 9, v)
+    keys = noise.key_rows([noise.key(5, 0, "text", i) for i in range(len(x))], "cpu")
+    for s in FILTERS if v < 100_000 else FILTERS[1:4]:
+        torch.set_num_threads(1)
+        alone = torch.cat([distribution(x[i:i + 1].clone(), [of(s)]) for i in range(len(x))])
+        picked = torch.cat([choose(alone[i:i + 1], keys[i:i + 1]) for i in range(len(x))])
+        for count, n in ((1, 2), (1, 5), (1, len(x)), (2, 1), (2, 5)):
+            torch.set_num_threads(count)
+            start = len(x) - n
+            got = distribution(x[start:].clone(), [of(s, n)])
+            assert torch.equal(got, alone[start:]), (s, n, count)
+            assert torch.equal(choose(got, keys[start:]), picked[start:])
+
+
+@pytest.mark.parametrize("kernel", ["log_softmax", "cumsum"])
+@pytest.mark.parametrize("v", [4096, 32000, 128256])
+def test_the_kernels_this_rests_on_work_row_by_row(kernel: str, v: int) -> None:
+    x = hard_rows(17, v)
+
+    def run(rows: Tensor) -> Tensor:
+        return torch.log_softmax(rows, -1) if kernel == "log_softmax" else rows.double().exp().cumsum(-1)
+
+    torch.set_num_threads(1)
+    alone = torch.cat([run(x[i:i + 1].clone()) for i in range(17)])
+    if kernel == "cumsum":       # sequential: a prefix of the sums is the sum of the prefix
+        assert torch.equal(run(x[:, :300].clone()), alone[:, :300])
+    for count in (1, 2):
+        torch.set_num_threads(count)
+        for n in (1, 2, 5, 17):
+            assert torch.equal(run(x[17 - n:].clone()), alone[17 - n:])
+
+
+def test_mixed_requests_give_each_row_what_it_gets_alone() -> None:
+    x = hard_rows(len(FILTERS) * 2, 4096)
+    groups = [of(s, 2) for s in FILTERS]
+    together = distribution(x, groups)
+    for i, g in enumerate(groups):
+        assert torch.equal(together[2 * i:2 * i + 2], distribution(x[2 * i:2 * i + 2], [g]))
+
+
+def test_a_drafted_path_and_the_same_path_as_text_give_the_same_bits() -> None:
+    s = Sampling(temperature=0.8, top_p=0.9, repetition_penalty=1.17, presence_penalty=0.3, frequency_penalty=0.21,
+                 bad_word_ids=((7, 8, 9), (5,)), min_tokens=6)
+    x = hard_rows(5, 4096)
+    prompt, output, path = (1, 2, 7), (3, 3, 4), (8, 3, 9, 4)
+    tree = distribution(x, [Rows(s, prompt, output, [path[:i] for i in range(5)], frozenset({11}))])
+    for i in range(5):
+        text = distribution(x[i:i + 1], [Rows(s, prompt, output + path[:i], [()], frozenset({11}))])
+        assert torch.equal(tree[i:i + 1], text)
+
+
+@pytest.mark.parametrize("s", FILTERS[2:], ids=str)
+@pytest.mark.parametrize("v", [4096, 32000])
+def test_every_way_to_the_kept_tokens_gives_the_same_bits(s: Sampling, v: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    x = hard_rows(8, v)
+    usual = distribution(x, [of(s, 8)])
+    for known, floor in ((v, -10.0), (1, -10.0), (1, -math.inf), (2000, -1.0)):
+        monkeypatch.setattr(probs, "_SORTED", known)
+        monkeypatch.setattr(probs, "_FLOOR", floor)
+        assert torch.equal(distribution(x, [of(s, 8)]), usual), (known, floor)
+
+
+def test_top_p_cuts_ties_by_id_and_top_k_keeps_them() -> None:
+    x = torch.zeros(1, 4096)
+    x[0, 1000:1300] = 5.0                        # 300 equal tokens: wherever the cut falls, it falls between equals
+    kept = distribution(x, [of(Sampling(temperature=1.0, top_p=0.5))])[0].isfinite().nonzero()[:, 0]
+    mass = (torch.softmax(x[0].double(), -1))
+    assert kept.tolist() == list(range(1000, 1000 + len(kept)))
+    assert mass[kept].sum() >= 0.5 > mass[kept[:-1]].sum()
+    assert int(distribution(x, [of(Sampling(temperature=1.0, top_k=7, top_p=1.0))]).isfinite().sum()) == 300
+
+
+@pytest.mark.parametrize("p, s, kept", [
+    ((0.5, 0.25, 0.25), {"top_p": 0.5}, [0]), ((0.25, 0.25, 0.5), {"top_p": 0.75}, [0, 2]), ((0.25,) * 4, {"top_p": 0.5}, [0, 1]),
+    ((0.5, 0.25, 0.25), {"top_p": 1.0, "min_p": 0.5}, [0, 1, 2]), ((0.5, 0.3, 0.2), {"top_k": 2, "top_p": 0.625}, [0]),
+    ((0.4, 0.3, 0.3), {"top_p": 1e-9}, [0])])
+def test_thresholds_are_reached_within_the_precision_of_the_type(p: tuple[float, ...], s: dict[str, float], kept: list[int]) -> None:
+    for dtype in (torch.float32, torch.float64):
+        x = torch.tensor([p], dtype=torch.float64).log().to(dtype)
+        assert distribution(x, [of(Sampling.of(temperature=1.0, **s))])[0].isfinite().nonzero()[:, 0].tolist() == kept
+
+
+def test_min_tokens_bad_words_and_masks_act_along_each_path() -> None:
+    x = torch.zeros(3, 6)
+    mask = torch.ones(3, 6, dtype=torch.bool)
+    mask[2, 0] = False
+    sampling = replace(PLAIN, min_tokens=2, bad_word_ids=((1, 2),))
+    g = Rows(sampling, (1,), (), [(), (1,), (1, 4)], frozenset({5, 99}), mask)
+    allowed = [r.isfinite().nonzero()[:, 0].tolist() for r in distribution(x, [g])]
+    assert allowed == [[0, 1, 3, 4], [0, 1, 3, 4], [1, 2, 3, 4, 5]]
+
+
+def test_extreme_temperatures_stay_finite() -> None:
+    x = hard_rows(4, 4096) * 1e9
+    for t in (1e-300, 1e-30, 1e-4, 1e4):
+        for s in (Sampling(temperature=t, top_p=1.0), Sampling(temperature=t, top_p=0.9)):
+            got = distribution(x, [of(s, 4)])
+            assert not got.isnan().any() and torch.allclose(got.double().exp().sum(-1), torch.ones(4, dtype=torch.float64), atol=1e-5)
+
+
+@pytest.mark.parametrize("s, mask, message", [
+    (Sampling(temperature=0.0), torch.zeros(1, 4, dtype=torch.bool), "grammar allows no token"),
+    (replace(PLAIN, bad_word_ids=((0,), (1,), (2,), (3,))), None, "exclude every token"),
+    (replace(PLAIN, logit_bias={9: 1.0}), None, r"logit_bias names token 9; expected ids in \[0, 4\)"),
+    (replace(PLAIN, logit_bias={1: math.inf}), None, r"logit_bias holds \+inf")])
+def test_what_cannot_be_sampled_is_refused(s: Sampling, mask: Tensor | None, message: str) -> None:
+    with pytest.raises(OptionError, match=message):
+        distribution(torch.zeros(1, 4), [of(s, mask=mask)])
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_model_that_overflowed_is_reported(bad: float) -> None:
+    x = torch.zeros(2, 4)
+    x[1, 2] = bad
+    with pytest.raises(Failure, match="row 1: the largest logit is"):
+        distribution(x, [of(PLAIN, 2)])
+
+
+# The choice.
+
+
+def top_plain(logp: Tensor, keys: Tensor, k: int, ids: Sequence[int]) -> tuple[list[list[float]], list[list[int]]]:
+    values, columns = [], []
+    for row, own in zip(logp, keys, strict=True):
+        g = noise.gumbel(own[None], torch.tensor(ids))[0]
+        score = (row + g).tolist()
+        best = sorted(range(len(score)), key=lambda c: (-score[c], c))[:k]
+        values.append([score[c] for c in best])
+        columns.append(best)
+    return values, columns
+
+
+@pytest.mark.parametrize("v", [7, 4096, 32000])
+@pytest.mark.parametrize("s", [PLAIN, FILTERS[2], FILTERS[4], FILTERS[5], Sampling(temperature=0.0)], ids=str)
+def test_sparse_dense_and_pruned_choices_agree_with_the_plain_twin(s: Sampling, v: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    x = hard_rows(8, v)
+    logp = distribution(x, [of(s, 8)])
+    keys = noise.key_rows([noise.key(3, 0, "text", i) for i in range(8)], "cpu")
+    names = (torch.arange(v) * 3 + 1)
+    for k in (1, 4):
+        for ids in (None, names):
+            values, columns = top_plain(logp, keys, k, range(v) if ids is None else ids.tolist())
+            for dense in (0, 16_384, v):
+                monkeypatch.setattr(probs, "_DENSE", max(dense, 128))
+                got, where = perturbed_top(logp, keys, k, ids)
+                assert got.tolist() == values
+                real = got > -math.inf
+                assert torch.equal(where[real], torch.tensor(columns)[real])
+                assert int(real.sum(-1).min()) == min(k, int(logp.isfinite().sum(-1).min()))
+    assert torch.equal(choose(logp, keys), torch.tensor(top_plain(logp, keys, 1, range(v))[1])[:, 0])
+
+
+def test_pruning_is_never_too_bold(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few likely tokens with large u, where the bound is loose, and only two of them looked at: the proof must notice."""
+    generator = torch.Generator().manual_seed(1)
+    logp = torch.full((400, 600), -30.0)
+    logp[:, 100:104] = torch.randn(400, 4, generator=generator)
+    keys = noise.key_rows([noise.key(1, 0, "text", i) for i in range(400)], "cpu")
+    exact = (logp + noise.gumbel(keys, torch.arange(600))).argmax(-1)
+    monkeypatch.setattr(probs, "_DENSE", 128)
+    monkeypatch.setattr(probs, "_SPARE", 1)
+    assert torch.equal(choose(logp, keys), exact)
+
+
+def test_ties_go_to_the_lowest_id() -> None:
+    x = torch.zeros(2, 500)
+    x[:, 40::7] = 3.0
+    assert choose(torch.log_softmax(x, -1), None).tolist() == [40, 40]
+    assert choose(distribution(x, [of(Sampling(temperature=0.0), 2)]), None).tolist() == [40, 40]
+    for dtype in (torch.float32, torch.float64):
+        assert perturbed_top(x.to(dtype), None, 4)[1].tolist() == [[40, 47, 54, 61]] * 2
+    zeros = torch.tensor([[-0.0, 0.0, -1.0]])
+    assert perturbed_top(zeros, None, 2)[1].tolist() == [[0, 1]]
+
+
+def test_too_few_tokens_end_in_minus_infinity() -> None:
+    logp = torch.full((1, 40_000), -math.inf)
+    logp[0, 17] = 0.0
+    keys = noise.key_rows([(1, 2)], "cpu")
+    values, columns = perturbed_top(logp, keys, 3)
+    assert columns[0, 0] == 17 and values[0, 1:].tolist() == [-math.inf] * 2 and len(set(columns[0].tolist())) == 3
+
+
+def test_the_choice_follows_the_law() -> None:
+    """False alarm 1e-6: chi-square over 40,000 positions of a law with 5 tokens; a wrong law of 2 % must fail."""
+    stats = pytest.importorskip("scipy.stats")
+    p = torch.tensor([0.4, 0.3, 0.15, 0.1, 0.05], dtype=torch.float64)
+    n = 40_000
+    column = torch.zeros(n, dtype=torch.int64)
+    keys = noise.keys(column + 9, column, "text", torch.arange(n), column)
+    counts = torch.bincount(choose(p.log().float().expand(n, 5).contiguous(), keys), minlength=5).double()
+
+    def alarm(law: Tensor) -> float:
+        return float(stats.chi2.sf(float(((counts - n * law) ** 2 / (n * law)).sum()), 4))
+
+    assert alarm(p) > 1e-6
+    assert alarm(p + torch.tensor([0.02, -0.02, 0, 0, 0])) < 1e-6
