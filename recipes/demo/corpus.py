@@ -12,6 +12,7 @@ committed. Besides whole files the corpus holds exercises that are derived from 
 Whole files are held out by a hash of their path (1 in 64): no exercise and no training text comes from them.
 Writes WORK/tokenizer.json, WORK/train.bin and WORK/heldout.bin (uint16 ids) and WORK/prompts.jsonl.
 """
+
 from __future__ import annotations
 
 import ast
@@ -31,8 +32,24 @@ import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 VOCABULARY = 4096
-PACKAGES = ("rich", "click", "jinja2", "networkx", "packaging", "pip", "setuptools", "_pytest", "huggingface_hub",
-            "fsspec", "tqdm", "pygments", "typer", "httpx2", "anyio", "filelock")
+PACKAGES = (
+    "rich",
+    "click",
+    "jinja2",
+    "networkx",
+    "packaging",
+    "pip",
+    "setuptools",
+    "_pytest",
+    "huggingface_hub",
+    "fsspec",
+    "tqdm",
+    "pygments",
+    "typer",
+    "httpx2",
+    "anyio",
+    "filelock",
+)
 END, USER, ASSISTANT, STOP = "<|endoftext|>", "<|user|>", "<|assistant|>", "<|end|>"
 SEED = 20261120
 
@@ -56,7 +73,7 @@ def files() -> Iterator[tuple[str, str]]:
             except UnicodeDecodeError:
                 continue
             lines = text.count("\n") + 1
-            if len(text) > 200 and len(text) / lines < 120:            # generated tables teach nothing but their digits
+            if len(text) > 200 and len(text) / lines < 120:  # generated tables teach nothing but their digits
                 yield f"{label}/{relative}", text
 
 
@@ -73,7 +90,7 @@ def functions(text: str) -> list[tuple[str, str, str]]:
     found = []
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef) and node.end_lineno and 3 < node.end_lineno - node.lineno < 40:
-            source = "\n".join(text.splitlines()[node.lineno - 1:node.end_lineno])
+            source = "\n".join(text.splitlines()[node.lineno - 1 : node.end_lineno])
             indent = len(source) - len(source.lstrip())
             source = "\n".join(line[indent:] for line in source.splitlines())
             doc = (ast.get_docstring(node) or "").split("\n\n")[0]
@@ -88,7 +105,11 @@ def chat(request: str, answer: str) -> str:
 def edit_exercise(source: str, rng: random.Random) -> tuple[str, str] | None:
     """(request, answer): rename the most used local identifier to a fresh one."""
     names = re.findall(r"\b[a-z_][a-z_0-9]{2,}\b", source)
-    common = [n for n in sorted(set(names)) if 2 < names.count(n) < 12 and n not in {"self", "def", "return", "for", "not", "and", "import", "else", "raise", "None", "the"}]
+    common = [
+        n
+        for n in sorted(set(names))
+        if 2 < names.count(n) < 12 and n not in {"self", "def", "return", "for", "not", "and", "import", "else", "raise", "None", "the"}
+    ]
     if not common:
         return None
     old, new = rng.choice(common), rng.choice(["value", "item", "result", "entry", "node", "current", "data", "buffer", "total", "record"])
@@ -102,15 +123,20 @@ def data_exercise(words: list[str], rng: random.Random) -> tuple[str, str]:
     """(request, answer): the same records in another notation."""
     keys = rng.sample(words, rng.randint(2, 4))
     kinds = [rng.choice("wid") for _ in keys]
+
     def cell(kind: str) -> object:
         return rng.choice(words) if kind == "w" else rng.randint(0, 999) if kind == "i" else round(rng.random() * 100, 1)
+
     rows = [{k: cell(t) for k, t in zip(keys, kinds)} for _ in range(rng.randint(4, 9))]
     table = io.StringIO()
     writer = csv.DictWriter(table, keys, lineterminator="\n")
     writer.writeheader()
     writer.writerows(rows)
-    forms = {"JSON lines": "\n".join(json.dumps(r) for r in rows), "CSV": table.getvalue().rstrip(),
-             "a Python list": "rows = [\n" + "".join(f"    {r!r},\n" for r in rows) + "]"}
+    forms = {
+        "JSON lines": "\n".join(json.dumps(r) for r in rows),
+        "CSV": table.getvalue().rstrip(),
+        "a Python list": "rows = [\n" + "".join(f"    {r!r},\n" for r in rows) + "]",
+    }
     source, target = rng.sample(sorted(forms), 2)
     if rng.random() < 0.3:
         target = source
@@ -143,10 +169,14 @@ def prompts(texts: list[tuple[str, str]], words: list[str]) -> Iterator[dict[str
         lines = text.splitlines(keepends=True)
         if len(lines) > 80:
             start = rng.randrange(0, len(lines) - 60)
-            yield {"class": "code", "prompt": "".join(lines[start:start + 24]), "source": name}
+            yield {"class": "code", "prompt": "".join(lines[start : start + 24]), "source": name}
         for match in list(re.finditer(r'"""(?:[^"\\]|\\.){400,3000}?"""', text))[:2]:
             body = match.group(0)
-            yield {"class": "prose", "prompt": text[max(0, match.start() - 300):match.start()] + body[:max(160, len(body) // 3)], "source": name}
+            yield {
+                "class": "prose",
+                "prompt": text[max(0, match.start() - 300) : match.start()] + body[: max(160, len(body) // 3)],
+                "source": name,
+            }
 
 
 def main(work: Path) -> None:
@@ -162,8 +192,12 @@ def main(work: Path) -> None:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.train_from_iterator(documents[::4], trainers.BpeTrainer(
-        vocab_size=VOCABULARY, special_tokens=[END, USER, ASSISTANT, STOP], initial_alphabet=pre_tokenizers.ByteLevel.alphabet()))
+    tokenizer.train_from_iterator(
+        documents[::4],
+        trainers.BpeTrainer(
+            vocab_size=VOCABULARY, special_tokens=[END, USER, ASSISTANT, STOP], initial_alphabet=pre_tokenizers.ByteLevel.alphabet()
+        ),
+    )
     tokenizer.save(str(work / "tokenizer.json"))
     for name, texts in (("train", documents), ("heldout", [t for _, t in test])):
         ids = [i for e in tokenizer.encode_batch([t + END for t in texts]) for i in e.ids]

@@ -8,6 +8,7 @@ the last half. The draft model minimises a half of cross entropy on the text and
 `match` accepts depends on the whole distribution, not on the best token alone.
 Prints one line per 50 steps; writes WORK/<name>/ (safetensors, bfloat16) and the held-out loss at the end.
 """
+
 from __future__ import annotations
 
 import argparse
@@ -29,17 +30,30 @@ CONTEXT, BATCH, VOCABULARY = 512, 8, 4096
 
 def build(name: str) -> LlamaForCausalLM:
     hidden, layers, heads, kv_heads, intermediate = SHAPES[name]
-    return LlamaForCausalLM(LlamaConfig(
-        vocab_size=VOCABULARY, hidden_size=hidden, num_hidden_layers=layers, num_attention_heads=heads,
-        num_key_value_heads=kv_heads, head_dim=64, intermediate_size=intermediate, max_position_embeddings=2048,
-        rope_parameters={"rope_type": "default", "rope_theta": 10000.0}, rms_norm_eps=1e-5, tie_word_embeddings=True,
-        bos_token_id=None, eos_token_id=[0, 3], pad_token_id=0))
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=VOCABULARY,
+            hidden_size=hidden,
+            num_hidden_layers=layers,
+            num_attention_heads=heads,
+            num_key_value_heads=kv_heads,
+            head_dim=64,
+            intermediate_size=intermediate,
+            max_position_embeddings=2048,
+            rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+            rms_norm_eps=1e-5,
+            tie_word_embeddings=True,
+            bos_token_id=None,
+            eos_token_id=[0, 3],
+            pad_token_id=0,
+        )
+    )
 
 
 def batch(ids: np.ndarray, generator: np.random.Generator) -> torch.Tensor:
     """[BATCH, CONTEXT + 1] token ids from random places."""
     starts = generator.integers(0, len(ids) - CONTEXT - 1, BATCH)
-    return torch.from_numpy(np.stack([ids[s:s + CONTEXT + 1] for s in starts]).astype(np.int64))
+    return torch.from_numpy(np.stack([ids[s : s + CONTEXT + 1] for s in starts]).astype(np.int64))
 
 
 def loss_of(model: torch.nn.Module, x: torch.Tensor, teacher: torch.nn.Module | None) -> tuple[torch.Tensor, float]:
@@ -60,7 +74,7 @@ def held_out_loss(model: torch.nn.Module, ids: np.ndarray, windows: int = 64) ->
     starts = np.linspace(0, len(ids) - CONTEXT - 1, windows).astype(int)
     total = 0.0
     for s in starts:
-        x = torch.from_numpy(ids[s:s + CONTEXT + 1].astype(np.int64))[None]
+        x = torch.from_numpy(ids[s : s + CONTEXT + 1].astype(np.int64))[None]
         with torch.autocast("cpu", torch.bfloat16):
             total += F.cross_entropy(model(x[:, :-1], use_cache=False).logits[0].float(), x[0, 1:]).item()
     return total / windows
@@ -80,8 +94,10 @@ def main() -> None:
     print(f"{sum(p.numel() for p in model.parameters()) / 1e6:.1f} M parameters", flush=True)
     matrices = [p for n, p in model.named_parameters() if p.ndim == 2 and "embed" not in n]
     others = [p for n, p in model.named_parameters() if p.ndim < 2 or "embed" in n]
-    optimizers = [torch.optim.Muon(matrices, lr=args.lr, weight_decay=0.05, adjust_lr_fn="match_rms_adamw"),
-                  torch.optim.AdamW(others, lr=args.lr, betas=(0.9, 0.95), weight_decay=0.0)]
+    optimizers = [
+        torch.optim.Muon(matrices, lr=args.lr, weight_decay=0.05, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW(others, lr=args.lr, betas=(0.9, 0.95), weight_decay=0.0),
+    ]
     checkpoint, start = args.work / f"{args.name}.pt", 0
     if checkpoint.exists():
         state = torch.load(checkpoint, weights_only=True)
@@ -109,10 +125,23 @@ def main() -> None:
             rate = (step + 1 - start) * BATCH * CONTEXT / (time.time() - clock)
             print(f"step {step + 1}/{args.steps} loss {ema:.3f} {rate:.0f} tokens/s", flush=True)
         if (step + 1) % 250 == 0:
-            torch.save({"model": model.state_dict(), "optimizers": [o.state_dict() for o in optimizers], "step": step + 1}, checkpoint.with_suffix(".tmp"))
+            torch.save(
+                {"model": model.state_dict(), "optimizers": [o.state_dict() for o in optimizers], "step": step + 1},
+                checkpoint.with_suffix(".tmp"),
+            )
             checkpoint.with_suffix(".tmp").replace(checkpoint)
     held_loss = held_out_loss(model.eval(), held)
-    print(json.dumps({"name": args.name, "steps": args.steps, "tokens": args.steps * BATCH * CONTEXT, "train_loss": round(ema or 0, 3), "heldout_loss": round(held_loss, 3)}))
+    print(
+        json.dumps(
+            {
+                "name": args.name,
+                "steps": args.steps,
+                "tokens": args.steps * BATCH * CONTEXT,
+                "train_loss": round(ema or 0, 3),
+                "heldout_loss": round(held_loss, 3),
+            }
+        )
+    )
     model.to(torch.bfloat16).save_pretrained(args.work / args.name)
 
 

@@ -67,7 +67,7 @@ class SpeculationConfig(_Config):
         if self.tree is not None and self.tree < max(1, self.depth or 1):
             raise OptionError(f"tree={self.tree}: expected at least the depth ({self.depth or 1})")
         if self.tree is not None and self.rule == "block":
-            raise OptionError("rule=block, shape=tree, drafter=" + self.drafter + ": block verification judges chains only; use match or ratio")
+            raise OptionError(f"rule=block, shape=tree, drafter={self.drafter}: block verification judges chains only; use match or ratio")
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,3 +85,19 @@ class Settings(_Config):
     load: LoadConfig = field(default_factory=LoadConfig)
     speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
+
+
+@dataclass(frozen=True, slots=True)
+class DemoConfig(_Config):
+    """How much the demonstration measures: about two minutes on two cores."""
+
+    prompts: int = 4                      # of each class
+    repeats: int = 3
+    tokens: int = 128                     # most tokens of a text
+    temperatures: tuple[float, ...] = (0.0, 0.8)
+    seed: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("prompts", "repeats", "tokens"):
+            if getattr(self, name) < 1:
+                raise OptionError(f"{name}={getattr(self, name)}: expected an integer ≥ 1")

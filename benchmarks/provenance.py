@@ -1,0 +1,56 @@
+"""What stands beside every number: the machine, the versions and the command that made it."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shlex
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from draftproof.bench.machine import machine, versions
+
+
+def read_bandwidth(size: int = 256 << 20, repeats: int = 5) -> float:
+    """GB/s of summing a large tensor with torch's threads, best of `repeats`: what the memory gives while the benchmark runs."""
+    data = torch.ones(size // 4)
+    best = float("inf")
+    for _ in range(repeats):
+        start = time.perf_counter()
+        data.sum()
+        best = min(best, time.perf_counter() - start)
+    return size / best / 1e9
+
+
+def revision() -> str:
+    """The commit of this checkout, with a + if files differ from it; "unknown" outside a repository."""
+    def git(*words: str) -> str:
+        out = subprocess.run(["git", *words], cwd=Path(__file__).parent, capture_output=True, text=True, timeout=10, check=True)
+        return out.stdout.strip()
+
+    try:
+        return git("rev-parse", "--short=12", "HEAD") + ("+" if git("status", "--porcelain") else "")
+    except (OSError, subprocess.SubprocessError):
+        return "unknown"
+
+
+def digest(folder: str | Path) -> str:
+    """16 hex digits over the names and contents of a model folder's weights and configuration."""
+    total = hashlib.sha256()
+    for path in sorted(p for p in Path(folder).iterdir() if p.suffix in (".safetensors", ".json")):
+        total.update(path.name.encode() + b"\0" + path.read_bytes())
+    return total.hexdigest()[:16]
+
+
+def provenance() -> dict[str, Any]:
+    """`machine`, `versions` and `command` of a result. `load_average` tells whether others were using the machine."""
+    facts = machine()
+    facts["load_average"] = [round(x, 2) for x in os.getloadavg()] if hasattr(os, "getloadavg") else None
+    facts["read_gb_per_s"] = round(read_bandwidth(), 1)
+    return {"machine": facts, "versions": {**versions(), "revision": revision()},
+            "command": shlex.join([Path(sys.executable).name, *sys.argv]), "date": time.strftime("%Y-%m-%d")}

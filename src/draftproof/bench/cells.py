@@ -1,0 +1,129 @@
+"""Runs in pairs → cells of a table.
+
+Speed is compared inside a pair only: the same prompt, temperature and repeat, with speculation off and on, minutes of
+machine weather apart at most. A prompt's speed-up is the median over its repeats; a cell's is the median over its
+prompts, with a 95 % percentile-bootstrap interval over the prompts, which are the independent units (Efron & Tibshirani 1993).
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from statistics import median
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+OFF = "off"
+ALL = "all"
+RESAMPLES = 2000
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One request, timed from its start to its last token."""
+
+    arm: str                        # "off" or the drafter's name
+    drafter: str
+    depth: str                      # "auto" or a number
+    prompt: int
+    prompt_class: str
+    temperature: float
+    repeat: int
+    seconds: float
+    token_ids: tuple[int, ...]
+    metrics: dict[str, Any]
+
+    @property
+    def tokens_per_s(self) -> float:
+        return len(self.token_ids) / self.seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    median: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One row: an arm in a class of prompts at a temperature (None: all of them together)."""
+
+    arm: str
+    drafter: str
+    depth: str
+    prompt_class: str
+    temperature: float | None
+    tokens_per_s: Spread            # low and high: the 10th and 90th percentile over runs
+    speedup: Spread                 # low and high: 95 % interval of the median
+    acceptance_length: float
+    ttft_s: float
+    tpot_s: float
+    identical: bool
+    tokens: int                     # compared with off
+    concurrency: int = 1
+
+    def as_json(self) -> dict[str, Any]:
+        record = asdict(self)
+        record["class"] = record.pop("prompt_class")
+        return record
+
+
+def cells(runs: Sequence[Run]) -> list[Cell]:
+    """A cell per class, temperature and arm, then per arm over everything. Every run needs its pair among `runs`."""
+    pairs = {(r.prompt, r.temperature, r.repeat): r for r in runs if r.arm == OFF}
+    result = []
+    for name in [*_unique(r.prompt_class for r in runs), ALL]:
+        temperatures: list[float | None] = [None] if name == ALL else list(_unique(r.temperature for r in runs))
+        for temperature in temperatures:
+            for arm in _unique(r.arm for r in runs):
+                chosen = [r for r in runs if r.arm == arm and name in (ALL, r.prompt_class) and temperature in (None, r.temperature)]
+                if chosen:
+                    result.append(_cell(name, temperature, chosen, [pairs[r.prompt, r.temperature, r.repeat] for r in chosen]))
+    return result
+
+
+def _cell(name: str, temperature: float | None, runs: Sequence[Run], offs: Sequence[Run]) -> Cell:
+    ratios: dict[tuple[int, float], list[float]] = {}
+    for run, off in zip(runs, offs, strict=True):
+        ratios.setdefault((run.prompt, run.temperature), []).append(run.tokens_per_s / off.tokens_per_s)
+    by_prompt: dict[int, list[float]] = {}
+    for (prompt, _), values in ratios.items():
+        by_prompt.setdefault(prompt, []).append(median(values))
+    rates = sorted(r.tokens_per_s for r in runs)
+    rounds = sum(r.metrics["rounds"] for r in runs)
+    emitted = sum(r.metrics["rounds"] * (r.metrics["acceptance_length"] or 0) for r in runs)
+    return Cell(
+        arm=runs[0].arm, drafter=runs[0].drafter, depth=runs[0].depth, prompt_class=name, temperature=temperature,
+        tokens_per_s=Spread(median(rates), percentile(rates, 0.1), percentile(rates, 0.9)),
+        speedup=bootstrap_median([median(values) for values in by_prompt.values()]),
+        acceptance_length=emitted / rounds if rounds else 0.0,
+        ttft_s=_median_of(runs, "ttft_s"), tpot_s=_median_of(runs, "tpot_s"),
+        identical=all(run.token_ids == off.token_ids for run, off in zip(runs, offs, strict=True)),
+        tokens=sum(len(off.token_ids) for off in offs))
+
+
+def percentile(ordered: Sequence[float], share: float) -> float:
+    """The value at `share` of the way through sorted values, linear between neighbours."""
+    place = share * (len(ordered) - 1)
+    low = int(place)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (place - low) * (ordered[high] - ordered[low])
+
+
+def bootstrap_median(values: Sequence[float], resamples: int = RESAMPLES, seed: int = 0) -> Spread:
+    """The median of independent values with its 95 % percentile-bootstrap interval."""
+    rng = random.Random(seed)
+    medians = sorted(median(rng.choices(values, k=len(values))) for _ in range(resamples))
+    return Spread(median(values), percentile(medians, 0.025), percentile(medians, 0.975))
+
+
+def _median_of(runs: Iterable[Run], key: str) -> float:
+    values = [float(r.metrics[key]) for r in runs if r.metrics.get(key) is not None]
+    return median(values) if values else 0.0
+
+
+def _unique(items: Iterable[T]) -> list[T]:
+    return list(dict.fromkeys(items))

@@ -1,0 +1,69 @@
+"""The command line: parse, run one command, turn every error into one line and an exit code.
+
+    0 done · 1 failed · 2 wrong usage · 3 a threshold or parity check failed · 130 interrupted
+
+Results go to standard output, progress and logs to standard error.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+
+import click
+
+from . import __version__
+from .commands.chat import chat
+from .commands.demo import demo
+from .commands.doctor import doctor
+from .commands.generate import generate
+from .errors import DraftproofError
+
+COMMANDS = {"generate": generate, "chat": chat, "demo": demo, "doctor": doctor}
+
+
+@click.group(commands=COMMANDS, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})
+@click.version_option(__version__)
+def commands() -> None:
+    """Makes language models generate faster by guessing ahead, and proves that not one token changed."""
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    sys.exit(run(arguments))
+
+
+def run(arguments: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code. With DRAFTPROOF_DEBUG set, an unforeseen error keeps its traceback."""
+    if not sys.stderr.isatty():
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")      # other libraries' bars belong on a terminal too
+    try:
+        code = commands.main(arguments, prog_name="draftproof", standalone_mode=False)
+        sys.stdout.flush()
+        return code if isinstance(code, int) else 0
+    except click.exceptions.NoArgsIsHelpError as error:
+        click.echo(error.format_message(), err=True)
+        return 2
+    except click.ClickException as error:
+        return _complain(error.format_message(), 2)
+    except DraftproofError as error:
+        return _complain(str(error), error.exit_code)
+    except (KeyboardInterrupt, click.Abort):
+        return _complain("interrupted", 130)
+    except BrokenPipeError:
+        # The reader left, as `head` does. Nothing may be written to that pipe again, not even by the exit of Python.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except Exception as error:
+        if os.environ.get("DRAFTPROOF_DEBUG"):
+            raise
+        return _complain(f"unforeseen {type(error).__name__}: {error} (DRAFTPROOF_DEBUG=1 shows where)", 1)
+
+
+def _complain(message: str, code: int) -> int:
+    print("draftproof: " + " ".join(message.split()), file=sys.stderr)
+    return code
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,81 @@
+"""What commands say: results on standard output, everything else on standard error; colour only on a terminal (NO_COLOR honoured)."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import click
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from ..engine.port import Completion
+    from ..models.target import LoadFacts
+
+TABLE_WIDTH = 132                       # when nobody's terminal says otherwise
+TIERS = {0: "a table", 1: "own cache in pages", 2: "the model's own cache", 3: "recurrent state"}
+
+
+def note(message: str) -> None:
+    """One line on standard error."""
+    click.echo(message, err=True)
+
+
+def emit_json(document: Mapping[str, Any]) -> None:
+    """The result, as the last line of standard output. No NaN: what was not counted is null."""
+    click.echo(json.dumps(document, allow_nan=False))
+
+
+def console(error: bool = False) -> Console:
+    """Rich writes to a terminal in its width and colours, and plain wide text to anything else."""
+    from rich.console import Console
+
+    stream = sys.stderr if error else sys.stdout
+    return Console(file=stream, width=None if stream.isatty() else TABLE_WIDTH, highlight=False)
+
+
+def size(count: float) -> str:
+    """Bytes for people: 1.5 KB, 36.4 MB (powers of 1000)."""
+    for unit in ("B", "KB", "MB", "GB"):
+        if abs(count) < 1000:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1000
+    return f"{count:.1f} TB"
+
+
+def facts_lines(facts: LoadFacts, cache_tokens: int) -> list[str]:
+    """What a load decided and measured, one line each, every automatic choice with its reason."""
+    return [
+        f"target {facts.name}: {facts.parameters / 1e6:.1f} M parameters, {facts.dtype} on {facts.device}, threads {facts.threads}, "
+        f"tier {facts.tier} ({TIERS.get(facts.tier, 'unknown')})",
+        f"memory: weights {size(facts.weight_bytes)}, cache at most {size(facts.cache_bytes_per_token * cache_tokens)} "
+        f"({size(facts.cache_bytes_per_token)} a token, {cache_tokens} tokens)",
+        f"invisible to the bit: {facts.invisible_reason}",
+        *(f"{choice}: {reason}" for choice, reason in facts.reasons.items()),
+    ]
+
+
+def guarantee(speculation: Mapping[str, Any], facts: LoadFacts) -> str:
+    """What speculation did to the text, in words."""
+    if speculation["drafter"] == "none":
+        return "plain decoding, no drafter"
+    if speculation["rule"] != "match":
+        return f"the same distribution as plain decoding (rule {speculation['rule']}), not the same text"
+    if facts.invisible:
+        return "identical to plain decoding with this seed, bit for bit"
+    return f"the same choices as plain decoding with this seed, up to near ties ({facts.invisible_reason})"
+
+
+def summary(done: Completion, facts: LoadFacts) -> str:
+    """One line about a finished sample."""
+    metrics, speculation = done.metrics, done.speculation
+    parts = [f"{done.completion_tokens} tokens ({done.finish_reason})"]
+    if metrics.get("tokens_per_s") is not None:
+        parts.append(f"{metrics['tokens_per_s']:.1f} tokens/s")
+    if metrics.get("acceptance_length") is not None:
+        parts.append(f"acceptance length {metrics['acceptance_length']:.2f}")
+    parts += [f"drafter {speculation['drafter']}", f"depth {speculation['depth']}", f"seed {done.seed}", guarantee(speculation, facts)]
+    return " · ".join(parts)

@@ -1,0 +1,171 @@
+"""draftproof demo: the built-in models with speculation off, `ngram` and `model`, side by side, token by token.
+
+One table and one verdict in words. Ends with 3 if a single token differs from plain decoding.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from ..config import DemoConfig, EngineConfig, LoadConfig
+from ..errors import LoadError, ParityError
+from . import options as o
+from .console import console, emit_json, facts_lines, note
+
+if TYPE_CHECKING:
+    from ..bench.cells import Cell, Run, Spread
+    from ..bench.run import Arm, Prompt
+
+DRAFTERS = ("none", "ngram", "model")
+TRACE = Path("draftproof-demo.jsonl")
+QUICK = {"prompts": 2, "repeats": 1, "tokens": 64}
+NAMES = {"data": "data/repetition"}                 # of classes, as the table shows them
+
+
+@click.command(short_help="The built-in models, with and without speculation.")
+@click.option("--quick", is_flag=True, help="Fewer prompts and shorter texts: a smoke test, not a measurement.")
+@o.setting(DemoConfig, "prompts", type=int, metavar="N", help="Prompts of each class.")
+@o.setting(DemoConfig, "repeats", type=int, metavar="N", help="Runs of each prompt.")
+@o.setting(DemoConfig, "tokens", type=int, metavar="N", help="Most tokens of a text.")
+@o.setting(DemoConfig, "seed", type=int, metavar="S", help="The noise at temperature 0.8.")
+@click.option("--trace", "trace_file", type=click.Path(dir_okay=False, path_type=Path), default=TRACE, show_default=True, metavar="FILE",
+              help="Where the trace goes.")
+@o.load_options
+@o.json_option
+def demo(quick: bool, trace_file: Path, as_json: bool, **given: Any) -> int:
+    """Run the built-in models with speculation off, ngram and model, at temperature 0 and 0.8, and compare every token."""
+    plan = DemoConfig.of({**(QUICK if quick else {}), **o.pick(DemoConfig, given)})
+    load = LoadConfig.of(o.pick(LoadConfig, given))
+    o.check_trace(trace_file)
+    from ..bench.cells import ALL, OFF, cells
+    from ..bench.run import by_class
+
+    prompts = by_class(packaged_prompts(), plan.prompts)
+    with ExitStack() as stack:
+        arms = open_arms(stack, load, trace_file)
+        runs = list(watched(arms, prompts, plan))
+    rows = cells(runs)
+    if as_json:
+        emit_json(document(rows))
+    else:
+        print_table(rows)
+        click.echo(verdict(rows))
+    note(f"trace: {trace_file}")
+    differing = [row for row in rows if not row.identical and row.prompt_class != ALL and row.arm != OFF]
+    if differing:
+        where = ", ".join(f"{row.arm} on {row.prompt_class} at temperature {row.temperature:g}" for row in differing)
+        raise ParityError(f"not identical to speculation off: {where}")
+    return 0
+
+
+def packaged_prompts() -> list[dict[str, str]]:
+    """The held-out prompts beside the built-in weights, one JSON object a line with "class" and "prompt"."""
+    from ..models.load import WEIGHTS
+
+    file = WEIGHTS / "prompts.jsonl"
+    if not file.exists():
+        raise LoadError(f"the prompts of the demo are missing at {file}; reinstall the package")
+    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines() if line]
+
+
+def open_arms(stack: ExitStack, load: LoadConfig, trace_file: Path) -> list[Arm]:
+    """One engine per drafter over one loaded target, all writing one trace."""
+    from ..bench.cells import OFF
+    from ..bench.run import Arm
+    from ..engine.engine import Engine
+    from ..models.load import builtin, load_target
+    from ..trace.sinks import Jsonl
+
+    note("loading the built-in models and testing the target …")
+    target = load_target(builtin("target"), load)
+    for line in facts_lines(target.facts, load.cache_tokens):
+        note(line)
+    sink = Jsonl(trace_file)
+    stack.callback(sink.close)
+    arms = []
+    for drafter in DRAFTERS:
+        engine = stack.enter_context(Engine(target, drafter, load=load, config=EngineConfig(trace="summary"), sinks=[sink]))
+        arms.append(Arm(OFF if drafter == "none" else drafter, engine, drafter, "0" if drafter == "none" else "auto"))
+    return arms
+
+
+def watched(arms: Sequence[Arm], prompts: Sequence[Prompt], plan: DemoConfig) -> Iterator[Run]:
+    """Warm up, then measure, with progress on standard error: a bar on a terminal, a line per repeat elsewhere."""
+    from ..bench.run import measure
+
+    total = len(arms) * len(prompts) * len(plan.temperatures) * plan.repeats
+    note(f"{len(prompts)} prompts, repeats {plan.repeats}, at most {plan.tokens} tokens: {total} runs; warming up …")
+    for _ in measure(arms, prompts[:1], plan.temperatures, 1, min(plan.tokens, 32), plan.seed):
+        pass
+    runs = measure(arms, prompts, plan.temperatures, plan.repeats, plan.tokens, plan.seed)
+    if sys.stderr.isatty():
+        from rich.progress import track
+
+        yield from track(runs, "measuring", total, console=console(error=True), transient=True)
+    else:
+        for done, run in enumerate(runs, 1):
+            if done * plan.repeats % total == 0 or done == 1:
+                note(f"{done} of {total} runs")
+            yield run
+
+
+def document(rows: Sequence[Cell]) -> dict[str, Any]:
+    """The same document that every benchmark prints."""
+    from ..bench.machine import machine, versions
+
+    command = " ".join(["draftproof", *sys.argv[1:]])
+    return {"machine": machine(), "versions": versions(), "command": command, "cells": [row.as_json() for row in rows]}
+
+
+def print_table(rows: Sequence[Cell]) -> None:
+    from rich.table import Table
+
+    from ..bench.cells import OFF
+
+    table = Table(title="speculation off against every drafter; spread: 10th to 90th percentile; interval: 95 % over prompts",
+                  title_justify="left", title_style="")
+    for name in ("class", "temperature", "drafter"):
+        table.add_column(name, no_wrap=True)
+    for name in ("tokens/s (spread)", "speed-up (interval)", "acceptance length", "identical to off"):
+        table.add_column(name, justify="right", no_wrap=True)
+    before: tuple[str, float | None] | None = None
+    for row in rows:
+        if before not in (None, (row.prompt_class, row.temperature)):
+            table.add_section()
+        before = row.prompt_class, row.temperature
+        off = row.arm == OFF
+        table.add_row(NAMES.get(row.prompt_class, row.prompt_class), "all" if row.temperature is None else f"{row.temperature:g}", row.arm,
+                      spread(row.tokens_per_s, ".0f"), "" if off else spread(row.speedup, ".2f", "×"), f"{row.acceptance_length:.2f}",
+                      "" if off else f"{'yes' if row.identical else 'NO'} ({row.tokens} tokens)")
+    console().print(table)
+
+
+def spread(value: Spread, form: str, unit: str = "") -> str:
+    return f"{value.median:{form}}{unit} ({value.low:{form}}–{value.high:{form}})"
+
+
+def verdict(rows: Sequence[Cell]) -> str:
+    """One sentence on exactness, one on speed."""
+    from ..bench.cells import ALL, OFF
+
+    whole = [row for row in rows if row.prompt_class == ALL and row.arm != OFF]
+    tokens = sum(row.tokens for row in whole)
+    if not all(row.identical for row in whole):
+        return "Verdict: some tokens differ from plain decoding; speculation is not exact on this machine. Please report it with the trace."
+    exact = f"Verdict: all {tokens} tokens written with speculation are identical to plain decoding."
+    best = max(whole, key=lambda row: row.speedup.median)
+    others = "; ".join(f"{row.arm} {spread(row.speedup, '.2f', '×')}" for row in whole if row is not best)
+    if best.speedup.low > 1:
+        fastest = f"Over all classes {best.arm} is the fastest drafter, {spread(best.speedup, '.2f', '×')} the speed of off"
+    else:
+        fastest = f"No drafter is faster for certain over all classes; {best.arm} reaches {spread(best.speedup, '.2f', '×')}"
+    cell = max((row for row in rows if row.arm == best.arm and row.prompt_class != ALL), key=lambda row: row.speedup.median)
+    return (f"{exact} {fastest} ({others}); its best: {NAMES.get(cell.prompt_class, cell.prompt_class)} "
+            f"at temperature {cell.temperature:g}, {cell.speedup.median:.2f}×.")

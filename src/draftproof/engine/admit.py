@@ -1,0 +1,114 @@
+"""From what a caller asks to sequences that can run: every refusal happens here, before anything is queued."""
+
+from __future__ import annotations
+
+import secrets
+from collections import abc
+from dataclasses import dataclass, replace
+from time import perf_counter
+from typing import Any
+
+from ..core.verify import allowed
+from ..errors import OptionError, PromptError
+from ..models.target import Target
+from ..trace.report import Clock
+from ..types import RULES, Rule, Sampling
+from .sequence import Sequence
+from .text import Text
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """What a request asks of speculation; None is the engine's own."""
+
+    speculate: bool = True
+    depth: int | str | None = None
+    rule: Rule | None = None
+
+    @classmethod
+    def of(cls, options: abc.Mapping[str, Any] | None, drafter: tuple[str, str], tree: int | None) -> Wish:
+        """From `{"drafter", "depth", "rule"}`, each optional; drafter: the engine's own, its name and its spec.
+
+        Raises OptionError naming what cannot be honoured.
+        """
+        options = options or {}
+        unknown = set(options) - {"drafter", "depth", "rule"}
+        if unknown:
+            raise OptionError(f"unknown speculation option {sorted(unknown)[0]!r}; known: drafter, depth, rule")
+        named, depth, rule = options.get("drafter"), options.get("depth"), options.get("rule")
+        if named not in (None, "none", *drafter):
+            raise OptionError(f"speculation drafter={named!r}: this engine runs {drafter[1]!r}; expected that, or none")
+        if depth not in (None, "auto") and (not isinstance(depth, int) or isinstance(depth, bool) or depth < 0):
+            raise OptionError(f"speculation depth={depth!r}: expected auto or an integer ≥ 0")
+        if depth and depth != "auto" and "none" in (named, drafter[0]):
+            raise OptionError(f"speculation depth={depth} with drafter none: name a drafter, or leave the depth out")
+        if rule is not None and rule not in RULES:
+            raise OptionError(f"speculation rule={rule!r}: expected one of {', '.join(RULES)}")
+        if rule is not None:
+            allowed(rule, "tree" if tree else "chain", drafter[0])
+        return cls(named != "none", depth, rule)
+
+
+def encode(target: Target, prompt: str | abc.Sequence[int]) -> tuple[int, ...]:
+    """The prompt's ids, checked. Raises PromptError."""
+    if isinstance(prompt, str):
+        if target.tokenizer is None:
+            raise PromptError("the prompt is text, but the target has no tokenizer; give token ids (--prompt-ids)")
+        try:
+            prompt.encode()
+        except UnicodeEncodeError as error:
+            raise PromptError(f"the prompt is not valid Unicode ({error.reason}, character {error.start}); expected UTF-8 text") from error
+        ids = tuple(target.tokenizer.encode(prompt))
+    else:
+        ids = tuple(int(token) for token in prompt)
+    if not ids:
+        raise PromptError("the prompt is empty; expected at least one token")
+    wrong = next((token for token in ids if not 0 <= token < target.vocab_size), None)
+    if wrong is not None:
+        raise PromptError(f"the prompt holds token id {wrong}; expected ids in [0, {target.vocab_size})")
+    if len(ids) > target.context - 1:
+        raise PromptError(f"the prompt has {len(ids)} tokens; the target's context of {target.context} has room for {target.context - 1}: "
+                          "shorten it")
+    return ids
+
+
+def resolve(target: Target, sampling: Sampling) -> Sampling:
+    """Nothing left open: the model's own temperature and top-p, a seed, bad words as token ids. Raises OptionError."""
+    for name in ("logit_bias", "stop_token_ids"):
+        wrong = next((token for token in getattr(sampling, name) if not 0 <= token < target.vocab_size), None)
+        if wrong is not None:
+            raise OptionError(f"{name} names token id {wrong}; expected ids in [0, {target.vocab_size})")
+    banned = list(sampling.bad_word_ids)
+    wrong = next((token for ids in banned for token in ids if not 0 <= token < target.vocab_size), None)
+    if wrong is not None:
+        raise OptionError(f"bad_word_ids names token id {wrong}; expected ids in [0, {target.vocab_size})")
+    for name in ("stop", "bad_words"):
+        if getattr(sampling, name) and target.tokenizer is None:
+            instead = "stop_token_ids" if name == "stop" else "bad_word_ids"
+            raise OptionError(f"{name} is text, but the target has no tokenizer; use {instead}")
+    for word in sampling.bad_words:
+        assert target.tokenizer is not None, "refused above"
+        for form in (word, " " + word.lstrip()):
+            ids = tuple(target.tokenizer.encode_plain(form))
+            if ids and ids not in banned:
+                banned.append(ids)
+    temperature = target.defaults.get("temperature", 1.0) if sampling.temperature is None else sampling.temperature
+    top_p = target.defaults.get("top_p", 1.0) if sampling.top_p is None else sampling.top_p
+    seed = secrets.randbits(48) if sampling.seed is None else sampling.seed
+    return replace(sampling, temperature=temperature, top_p=top_p, bad_word_ids=tuple(banned), seed=seed)
+
+
+def sequences(target: Target, request: str, prompt: tuple[int, ...], sampling: Sampling, wish: Wish, rule: Rule, tenant: str,
+              prompt_class: str | None) -> list[Sequence]:
+    """One per sample of a request whose `sampling` is resolved."""
+    assert sampling.seed is not None, "resolved options have a seed"
+    eos = () if sampling.ignore_eos else target.eos_ids
+    now = perf_counter()
+    return [
+        Sequence(
+            id=request if sampling.n == 1 else f"{request}/{sample}", request=request, prompt=prompt, sampling=sampling,
+            seed=sampling.seed, sample=sample, end_ids=frozenset((*eos, *sampling.stop_token_ids)),
+            limit=min(len(prompt) + sampling.max_tokens, target.context), text=Text(target.tokenizer, prompt, sampling.stop),
+            clock=Clock(now), rule=wish.rule or rule, depth=wish.depth, speculate=wish.speculate, tenant=tenant, prompt_class=prompt_class)
+        for sample in range(sampling.n)
+    ]

@@ -1,0 +1,140 @@
+"""Which sequences are where: admission, prefill in chunks between rounds, rounds over all that run, and the way out."""
+
+from __future__ import annotations
+
+from collections import abc, deque
+from collections.abc import Iterator
+from time import perf_counter
+
+import torch
+
+from ..errors import CacheFull, DraftproofError
+from ..models.target import Target
+from ..types import Commit, FinishReason, Signals
+from .records import Recorder
+from .round import Rounds
+from .sequence import Sequence, Status
+from .speculation import Speculation
+
+
+class Batch:
+    """The sequences of one engine. Each step moves every one of them that it can."""
+
+    def __init__(self, target: Target, speculation: Speculation, recorder: Recorder, max_batch: int, prefill_chunk: int) -> None:
+        self.target, self.speculation, self.recorder = target, speculation, recorder
+        self.rounds = Rounds(target, speculation, recorder)
+        self.waiting: deque[Sequence] = deque()
+        self.live: list[Sequence] = []
+        self.ended: list[Sequence] = []           # done since the engine looked last
+        self._max_batch, self._chunk = max_batch, prefill_chunk
+
+    def __iter__(self) -> Iterator[Sequence]:
+        return iter((*self.live, *self.waiting))
+
+    def reach(self, seq: Sequence) -> int:
+        """Tokens whose keys the sequence may need at once: its longest text, and a tree beside it."""
+        return seq.limit + (self.speculation.tree or 0)
+
+    def step(self) -> list[tuple[Sequence, Commit]]:
+        """Admit what fits, prefill one chunk of each prompt, run one round; what was committed, in order."""
+        with torch.inference_mode():
+            self._admit()
+            running = [seq for seq in self.live if seq.status is Status.RUNNING and seq.finish is None]
+            done = self._prefill([seq for seq in self.live if seq.status is Status.PREFILL])
+            self._catch_up(running)
+            done += self._round(running)
+        for seq, _ in done:
+            if seq.finish is not None and not seq.done:
+                self.end(seq, seq.finish)
+        return done
+
+    def end(self, seq: Sequence, finish: FinishReason, error: BaseException | None = None) -> None:
+        """Give back what the sequence holds; its text stays."""
+        if seq in self.live:
+            self.live.remove(seq)
+        elif seq in self.waiting:
+            self.waiting.remove(seq)
+        self.speculation.leave(seq)
+        self.speculation.control.forget(seq)
+        if seq.slot is not None:
+            slot, seq.slot = seq.slot, None
+            self.target.close(slot)
+        seq.finish, seq.error, seq.signals = finish, error, None
+        seq.to(Status.DONE)
+        self.ended.append(seq)
+
+    def _admit(self) -> None:
+        """Waiting sequences take their slots in order, as long as there is room; what can never fit ends with an error."""
+        while self.waiting and len(self.live) < self._max_batch:
+            seq = self.waiting[0]
+            if self.live and not self.target.fits(self.reach(seq)):
+                return
+            try:
+                seq.slot = self.target.open(seq.prompt, seq.tenant, self.reach(seq) - seq.prompt_tokens)
+            except CacheFull as full:
+                if self.live:
+                    return
+                self.end(seq, "error", full)
+                continue
+            self.waiting.popleft()
+            self.live.append(seq)
+            seq.to(Status.PREFILL)
+            self.recorder.started(seq, seq.slot.length)
+
+    def _prefill(self, batch: list[Sequence]) -> list[tuple[Sequence, Commit]]:
+        """One chunk of every prompt, all in one pass; a prompt that is complete gets its first token."""
+        if not batch:
+            return []
+        start = perf_counter()
+        slots = [seq.slot for seq in batch if seq.slot is not None]
+        starts = [slot.length for slot in slots]
+        chunks = [torch.tensor(seq.prompt[at:at + self._chunk], device=self.target.device) for seq, at in zip(batch, starts, strict=True)]
+        scores = self.target.extend(slots, chunks)
+        spent, row = perf_counter() - start, 0
+        done: list[tuple[Sequence, Commit]] = []
+        for i, (seq, chunk, at) in enumerate(zip(batch, chunks, starts, strict=True)):
+            seq.prefill_passes += 1
+            seq.prefill_s += spent
+            if scores.taps:
+                seq.signals = _joined(seq.signals, Signals(at, {layer: rows[row:row + len(chunk)] for layer, rows in scores.taps.items()}))
+            row += len(chunk)
+            if at + len(chunk) == seq.prompt_tokens:
+                done += self._first_token(seq, scores.logits[i:i + 1])
+        return done
+
+    def _first_token(self, seq: Sequence, logits: torch.Tensor) -> list[tuple[Sequence, Commit]]:
+        seq.to(Status.RUNNING)
+        try:
+            commit = self.rounds.choose_first(seq, logits)
+        except DraftproofError as error:
+            self.end(seq, "error", error)
+            return []
+        self.speculation.begin(seq, seq.signals)
+        seq.signals = None
+        return [(seq, commit)]
+
+    def _catch_up(self, batch: abc.Sequence[Sequence]) -> None:
+        """After an interruption between commit and rewind a slot may lack tokens of its text: feed them again."""
+        for seq in batch:
+            slot = seq.slot
+            if slot is not None and slot.length < len(seq.tokens) - 1:
+                self.target.extend([slot], [torch.tensor(seq.tokens[slot.length:-1], device=self.target.device)])
+
+    def _round(self, batch: list[Sequence]) -> list[tuple[Sequence, Commit]]:
+        """One round; if a sequence's options leave it no token, it alone ends with that error and the others go on."""
+        if not batch:
+            return []
+        try:
+            return list(zip(batch, self.rounds.run(batch), strict=True))
+        except DraftproofError as error:
+            if len(batch) == 1:
+                self.end(batch[0], "error", error)
+                return []
+            return [done for seq in batch for done in self._round([seq])]
+
+
+def _joined(before: Signals | None, more: Signals) -> Signals:
+    """Hidden states of two chunks of one prompt, the second right after the first."""
+    if before is None:
+        return more
+    return Signals(before.start, {layer: torch.cat((before.taps[layer], rows)) for layer, rows in more.taps.items()})

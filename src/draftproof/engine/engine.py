@@ -1,0 +1,309 @@
+"""The local engine: what `port.Port` asks for, over one target, one drafter and one batch."""
+
+from __future__ import annotations
+
+from collections import abc, deque
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import fields, replace
+from math import ceil
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+
+from ..config import EngineConfig, LoadConfig, SpeculationConfig
+from ..core.tally import Tally
+from ..drafters.base import Drafter
+from ..errors import CacheFull, DraftproofError, Failure, OptionError
+from ..models.target import Target
+from ..trace.events import VERSION, TraceStarted
+from ..trace.report import metrics
+from ..trace.sinks import Sink
+from ..types import Commit, Rule, Sampling
+from .admit import Wish, encode, resolve, sequences
+from .batch import Batch
+from .port import Completion, TokenEvent
+from .records import Recorder
+from .sequence import Sequence
+from .setup import check_depth, control_of, draft_bytes, open_drafter, open_target
+from .speculation import Speculation
+
+
+class Request:
+    """One sample of a request on its way (`port.Handle`)."""
+
+    def __init__(self, engine: Engine, seq: Sequence) -> None:
+        self._engine, self._seq = engine, seq
+        self._final: Completion | None = None
+        self.inbox: deque[TokenEvent] | None = None      # tokens for a stream that has not read them yet
+
+    @property
+    def id(self) -> str:
+        return self._seq.id
+
+    @property
+    def sample(self) -> int:
+        return self._seq.sample
+
+    @property
+    def seed(self) -> int:
+        return self._seq.seed
+
+    @property
+    def done(self) -> bool:
+        return self._seq.done
+
+    @property
+    def error(self) -> BaseException | None:
+        """Why it ended with finish reason `error`."""
+        return self._seq.error
+
+    def completion(self) -> Completion:
+        """What there is of the text; complete, and not changing any more, once `done`."""
+        return self._read() if self._final is None else self._final
+
+    def settle(self) -> Completion:
+        """Keep the completion as it is now, whatever the engine does later."""
+        self._final = self._read()
+        return self._final
+
+    def _read(self) -> Completion:
+        seq = self._seq
+        return Completion(
+            text=seq.text.released, token_ids=tuple(seq.output), prompt_tokens=seq.prompt_tokens, finish_reason=seq.finish or "length",
+            seed=seq.seed, sample=seq.sample, metrics=self._engine._metrics(seq), speculation=self._engine._speculation_of(seq),
+            logprobs=None if seq.sampling.logprobs is None else tuple(seq.logprobs), trace=tuple(seq.records),
+            error=None if seq.error is None else str(seq.error))
+
+
+class Engine:
+    """Text from a target, faster with a drafter, and not one token different.
+
+    target: a folder, a hub id, a `Target`, or None for the built-in demo model. drafter: a spec such as "ngram:min=2" or a
+    `Drafter`. depth: tokens to guess per round, or "auto". tree: most nodes per round (None: chains). sinks: where trace
+    events go besides `Completion.trace`. Not thread-safe. Raises OptionError, SpecError or LoadError.
+    """
+
+    def __init__(self, target: str | Target | None = None, drafter: str | Drafter = "none", depth: str | int = "auto", *,
+                 tree: int | None = None, rule: Rule = "match", load: LoadConfig | None = None, config: EngineConfig | None = None,
+                 sinks: abc.Iterable[Sink] = ()) -> None:
+        self.load, self.config = load or LoadConfig(), config or EngineConfig()
+        if isinstance(depth, str) and depth != "auto":
+            raise OptionError(f"depth={depth!r}: expected auto or an integer ≥ 0")
+        spec = drafter if isinstance(drafter, str) else drafter.name
+        self.settings = SpeculationConfig(drafter=spec, depth=None if depth == "auto" else int(depth), tree=tree, rule=rule)
+        self.target = open_target(target, self.load)
+        check_depth(self.target, self.settings)
+        worker = open_drafter(drafter, self.target, self.settings, self.load)
+        self.speculation = Speculation(worker, control_of(self.settings), self.target.vocab_size, self.target.device, tree,
+                                       keep_law=self.config.trace == "full")
+        self._recorder = Recorder(self.config.trace, sinks, self.config.trace_alternatives)
+        self._batch = Batch(self.target, self.speculation, self._recorder, self.config.max_batch, self.load.prefill_chunk)
+        self._handles: dict[str, Request] = {}
+        self._count, self._done, self._total = 0, 0, Tally()
+        self._recorder.begin(self._header())
+
+    # Requests
+
+    def submit(self, prompt: str | abc.Sequence[int], sampling: Sampling | None = None, *, prompt_class: str | None = None,
+               tenant: str = "", speculation: Mapping[str, Any] | None = None) -> list[Request]:
+        """Queue a request; one handle per sample. Raises PromptError, OptionError or CacheFull, queueing nothing."""
+        ids = encode(self.target, prompt)
+        options = resolve(self.target, sampling or Sampling())
+        wish = Wish.of(speculation, (self.speculation.name, self.settings.drafter), self.settings.tree)
+        if len(self._batch.waiting) + options.n > self.config.max_waiting:
+            raise Failure(f"{len(self._batch.waiting)} requests are waiting, the limit is {self.config.max_waiting}; "
+                          "try again later, or raise max_waiting")
+        seqs = sequences(self.target, f"r{self._count}", ids, options, wish, self.settings.rule, tenant, prompt_class)
+        if not self._batch.live:
+            self._check_fits(seqs[0])
+        self._count += 1
+        self._batch.waiting.extend(seqs)
+        handles = [Request(self, seq) for seq in seqs]
+        self._handles.update((handle.id, handle) for handle in handles)
+        return handles
+
+    def step(self) -> list[TokenEvent]:
+        """Admit what fits, prefill one chunk of each waiting prompt, run one round; the tokens that arrived, in order."""
+        events = [event for seq, commit in self._batch.step() for event in self._deliver(seq, commit)]
+        self._settle()
+        return events
+
+    def cancel(self, request: str) -> None:
+        """End a request (all its samples) or one sample of it; an unknown or finished id is ignored."""
+        for seq in [s for s in self._batch if request in (s.id, s.request)]:
+            self._batch.end(seq, "cancelled")
+        self._settle()
+
+    def generate(self, prompt: str | abc.Sequence[int], sampling: Sampling | None = None, **options: Any) -> Completion:
+        """The whole text. options: fields of `Sampling`, or prompt_class, tenant, speculation. With n > 1 see `samples`."""
+        return self.generate_batch([prompt], sampling, **options)[0]
+
+    def generate_batch(self, prompts: abc.Sequence[str | abc.Sequence[int]], sampling: Sampling | abc.Sequence[Sampling] | None = None,
+                       **options: Any) -> list[Completion]:
+        """The whole texts of many prompts, in rounds they share; one `Sampling` for all, or one each."""
+        each = [sampling] * len(prompts) if sampling is None or isinstance(sampling, Sampling) else list(sampling)
+        if len(each) != len(prompts):
+            raise OptionError(f"{len(each)} sampling options for {len(prompts)} prompts; expected one for all, or one each")
+        groups: list[list[Request]] = []
+        try:
+            for prompt, wanted in zip(prompts, each, strict=True):
+                groups.append(self._submit(prompt, wanted, options))
+            while not all(handle.done for group in groups for handle in group):
+                self.step()
+        finally:
+            self._abandon(groups)
+        return [_gather(group) for group in groups]
+
+    def stream(self, prompt: str | abc.Sequence[int], sampling: Sampling | None = None, **options: Any) -> Iterator[TokenEvent]:
+        """Tokens as they arrive. A consumer that walks away cancels the request and leaves every cache valid."""
+        handles = self._submit(prompt, sampling, options)
+        try:
+            inbox: deque[TokenEvent] = deque()
+            for handle in handles:
+                handle.inbox = inbox
+            while True:
+                while inbox:
+                    yield inbox.popleft()
+                if all(handle.done for handle in handles):
+                    break
+                self.step()
+        finally:
+            self._abandon([handles])
+        _gather(handles)
+
+    # Steering and looking
+
+    def set_speculation(self, enabled: bool | None = None, depth_cap: int | None = None,
+                        drafter: str | Drafter | None = None) -> dict[str, Any]:
+        """Steer guessing from the next round on, also in the middle of texts; None leaves a setting as it is. Returns the new state.
+
+        depth_cap bounds every depth. A drafter that was out of service can be brought back by naming it. Raises OptionError
+        or SpecError, changing nothing.
+        """
+        if depth_cap is not None and depth_cap < 0:
+            raise OptionError(f"depth_cap={depth_cap}: expected an integer ≥ 0")
+        if drafter is not None:
+            before = self.settings
+            fixed = None if drafter == "none" else before.depth
+            self.settings = replace(before, drafter=drafter if isinstance(drafter, str) else drafter.name, depth=fixed)
+            try:
+                worker = open_drafter(drafter, self.target, self.settings, self.load)
+            except DraftproofError:
+                self.settings = before
+                raise
+            self.speculation.replace(worker, control_of(self.settings))
+        if depth_cap is not None:
+            self.speculation.depth_cap = depth_cap
+        if enabled is not None:
+            self.speculation.enabled = enabled
+            if not enabled:
+                self.speculation.leave_all()
+        return self._state(self.settings.rule, "auto" if self.settings.depth is None else self.settings.depth)
+
+    def stats(self) -> dict[str, Any]:
+        """Counts since the engine started: requests by state, the tally of all of them, the target's facts, speculation."""
+        tally = sum((seq.tally for seq in self._batch.live), self._total)
+        return {
+            "requests": {"waiting": len(self._batch.waiting), "running": len(self._batch.live), "done": self._done},
+            "uptime_s": self._recorder.at(), "completion_tokens": tally.completion_tokens, "metrics": tally.as_metrics(),
+            "speculation": self.set_speculation(), "target": self.target.facts.name,
+        }
+
+    def events(self, sink: Sink) -> Callable[[], None]:
+        """Send every trace event from now on to `sink`; the returned function ends that."""
+        return self._recorder.add(sink)
+
+    def close(self) -> None:
+        """Cancel everything, give all memory back, and flush the sinks (whoever opened a sink closes it)."""
+        for seq in list(self._batch):
+            self._batch.end(seq, "cancelled")
+        self._settle()
+        self.speculation.leave_all()
+        self._recorder.flush()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    # Inside
+
+    def _submit(self, prompt: str | abc.Sequence[int], sampling: Sampling | None, options: Mapping[str, Any]) -> list[Request]:
+        """`submit` with fields of `Sampling` among the options."""
+        ours = {name: options[name] for name in ("prompt_class", "tenant", "speculation") if name in options}
+        asked = {name: value for name, value in options.items() if name not in ours}
+        if asked:
+            sampling = Sampling.of(**{**({f.name: getattr(sampling, f.name) for f in fields(sampling)} if sampling else {}), **asked})
+        return self.submit(prompt, sampling, **ours)
+
+    def _abandon(self, groups: abc.Sequence[abc.Sequence[Request]]) -> None:
+        """Cancel whatever is not done, when its only reader is gone."""
+        for handle in (handle for group in groups for handle in group if not handle.done):
+            self.cancel(handle.id)
+
+    def _check_fits(self, seq: Sequence) -> None:
+        """With nothing else running: refuse what could never run. Raises OptionError or CacheFull."""
+        depth = seq.depth if isinstance(seq.depth, int) else self.settings.depth if seq.depth is None else None
+        needed = seq.prompt_tokens + (depth or 0) + 1
+        if depth and (needed > self.target.context or not self.target.fits(needed)):
+            raise OptionError(f"depth={depth} after a prompt of {seq.prompt_tokens} tokens needs {needed} tokens; the target's context is "
+                              f"{self.target.context}, its cache {self.load.cache_tokens}: lower the depth, or shorten the prompt")
+        reach = self._batch.reach(seq)
+        if not self.target.fits(reach):
+            raise CacheFull(f"a prompt of {seq.prompt_tokens} tokens with max_tokens={seq.sampling.max_tokens} may need {reach}, more than "
+                            f"the cache has ({self.load.cache_tokens}); lower max_tokens, shorten the prompt, or raise cache_tokens")
+
+    def _deliver(self, seq: Sequence, commit: Commit) -> list[TokenEvent]:
+        number = -1 if commit.roles[0] == "prefill" else seq.rounds - 1
+        last = len(commit.tokens) - 1
+        events = [TokenEvent(token, piece, role, number, seq.id, seq.sample, commit.finish if i == last else None)
+                  for i, (token, piece, role) in enumerate(zip(commit.tokens, seq.pieces, commit.roles, strict=True))]
+        inbox = self._handles[seq.id].inbox
+        if inbox is not None:
+            inbox.extend(events)
+        return events
+
+    def _settle(self) -> None:
+        """Close the books on the sequences that ended."""
+        for seq in self._batch.ended:
+            self._total = self._total + seq.tally
+            self._done += 1
+            self._recorder.done(seq, self._metrics(seq))
+            self._handles.pop(seq.id).settle()
+        self._batch.ended.clear()
+
+    def _metrics(self, seq: Sequence) -> dict[str, Any]:
+        size, per_token = draft_bytes(self.speculation.drafter), self.target.facts.cache_bytes_per_token
+        return metrics(seq.tally, seq.clock, size, ceil(size / per_token) if per_token else 0)
+
+    def _state(self, rule: str, depth: int | str) -> dict[str, Any]:
+        state, reason = self.speculation.state
+        return {"state": state, "drafter": self.speculation.name, "depth": depth if state != "none" else 0, "rule": rule, "reason": reason}
+
+    def _speculation_of(self, seq: Sequence) -> dict[str, Any]:
+        """The `speculation` of `generate --json`."""
+        depth = seq.depth if seq.depth is not None else "auto" if self.settings.depth is None else self.settings.depth
+        state = self._state(seq.rule, depth)
+        if state["state"] == "on" and not seq.speculate:
+            state.update(state="off", depth=0, reason="the request asked for no drafter")
+        return state
+
+    def _header(self) -> TraceStarted:
+        facts, full = self.target.facts, self.config.trace == "full"
+        tokenizer = self.target.tokenizer
+        machine = {"device": facts.device, "dtype": facts.dtype, "threads": facts.threads, "tier": facts.tier,
+                   "invisible": facts.invisible_reason, "torch": torch.__version__}
+        words = tuple(tokenizer.piece(i) for i in range(self.target.vocab_size)) if full and tokenizer is not None else None
+        return TraceStarted(VERSION, facts.name, self.settings.drafter, self.settings.rule,
+                            "auto" if self.settings.depth is None else str(self.settings.depth), machine, words)
+
+
+def _gather(handles: abc.Sequence[Request]) -> Completion:
+    """The first sample's completion, holding all of them if there are several. Raises what ended a sample in error."""
+    for handle in handles:
+        if handle.error is not None:
+            raise handle.error
+    texts = [handle.completion() for handle in handles]
+    return texts[0] if len(texts) == 1 else replace(texts[0], samples=tuple(texts))

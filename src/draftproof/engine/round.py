@@ -1,0 +1,194 @@
+"""One round: plan → propose → score → distribution → verify → commit → rewind → observe → trace."""
+
+from __future__ import annotations
+
+from collections import abc
+from dataclasses import replace
+from time import perf_counter
+
+import torch
+from torch import Tensor
+
+from ..core.noise import key, key_rows, uniform
+from ..core.probs import Rows, choose, distribution
+from ..core.tally import fates
+from ..core.tree import path
+from ..core.tree import positions as places
+from ..core.verify import joint, match
+from ..errors import CacheFull, DrafterError, OptionError
+from ..models.target import Slot, Target
+from ..trace.events import Alternative, Times
+from ..types import Commit, Draft, Fate, Scores, Signals, Verdict
+from .port import TokenLogprob
+from .records import Judged, Recorder
+from .sequence import Sequence
+from .speculation import Speculation
+
+FLOOR = -9999.0
+"""A log-probability of −inf, in a form that every JSON reader takes."""
+
+
+class Rounds:
+    """Runs rounds over batches of running sequences of one target."""
+
+    def __init__(self, target: Target, speculation: Speculation, recorder: Recorder) -> None:
+        self.target, self.speculation, self.recorder = target, speculation, recorder
+
+    def run(self, batch: abc.Sequence[Sequence]) -> list[Commit]:
+        """Advance every sequence by at least one token. If it raises, texts and caches still agree and no token is half in."""
+        start = perf_counter()
+        budgets = self.speculation.plan(batch)
+        drafts = self.speculation.propose(batch, budgets)
+        drafted = perf_counter()
+        try:
+            scores, drafts = self._score(batch, drafts)
+            scored = perf_counter()
+            nodes = [draft.tokens.tolist() for draft in drafts]
+            laws = distribution(scores.logits, [_options(*each) for each in zip(batch, drafts, nodes, strict=True)])
+            verdicts, coins = self._verify(batch, drafts, nodes, laws, scores.starts)
+            verified = perf_counter()
+            for seq, budget in zip(batch, budgets, strict=True):
+                seq.drafted(budget.depth)
+            commits = [seq.commit(verdict, tokens) for seq, verdict, tokens in zip(batch, verdicts, nodes, strict=True)]
+            for seq, commit in zip(batch, commits, strict=True):
+                self.target.rewind(_slot(seq), commit.kept[:len(commit.tokens) - 1])
+        except BaseException:
+            self._restore(batch)
+            raise
+        self.speculation.observe(batch, commits, [_signals(scores, i, commit) for i, commit in enumerate(commits)])
+        end = perf_counter()
+        times = Times(drafted - start, scored - drafted, verified - scored, end - verified)
+        judged = [Judged(seq, budgets[i], drafts[i], nodes[i], commits[i], _fates(drafts[i], verdicts[i], commits[i]), coins.get(i))
+                  for i, seq in enumerate(batch)]
+        for i, one in enumerate(judged):
+            self._count(one, scores.logits, scores.starts[i], end, times)
+        self.speculation.learn(batch, drafts, verdicts, times)
+        self.recorder.rounds(judged, laws, scores, times)
+        return commits
+
+    def choose_first(self, seq: Sequence, logits: Tensor) -> Commit:
+        """The prefill's token, from the logits [1, V] after the prompt."""
+        law = distribution(logits, [Rows(seq.sampling, seq.prompt, seq.output, ((),), seq.end_ids)])
+        token = int(choose(law, _choice_keys([seq], [Draft.empty()], logits.device)))
+        commit = seq.commit(Verdict((), token, "prefill"), ())
+        seq.tally.prefill(seq.prefill_passes)
+        seq.clock.delivered(perf_counter(), 1)
+        _note_logprobs(seq, logits, [0], commit.tokens)
+        self.recorder.prefill(seq, law)
+        return commit
+
+    def _score(self, batch: abc.Sequence[Sequence], drafts: list[Draft]) -> tuple[Scores, list[Draft]]:
+        slots = [_slot(seq) for seq in batch]
+        roots = torch.tensor([seq.tokens[-1] for seq in batch], device=self.target.device)
+        try:
+            return self.target.score(slots, roots, drafts), drafts
+        except CacheFull as full:
+            if not any(map(len, drafts)):
+                raise
+            self._restore(batch)
+            drafts = [Draft.empty(draft.drafter, f"no room to score it: {full}") for draft in drafts]
+            return self.target.score(slots, roots, drafts), drafts
+
+    def _verify(self, batch: abc.Sequence[Sequence], drafts: list[Draft], nodes: list[list[int]], laws: Tensor,
+                starts: abc.Sequence[int]) -> tuple[list[Verdict], dict[int, Tensor]]:
+        """A verdict per sequence, and the coins of those whose draft a joint rule judged.
+
+        Without a draft, at temperature 0 and under `match` the target chooses, with the shared noise. A draft that its rule
+        cannot judge is dropped and retires the drafter.
+        """
+        verdicts: dict[int, Verdict] = {}
+        coins: dict[int, Tensor] = {}
+        for i, (seq, draft) in enumerate(zip(batch, drafts, strict=True)):
+            if seq.rule != "match" and len(draft) and not seq.sampling.greedy:
+                try:
+                    verdicts[i], coins[i] = _joint(seq, draft, laws[starts[i]:starts[i + 1]])
+                except (DrafterError, OptionError) as error:
+                    self.speculation.retire(error)
+                    drafts[i], nodes[i] = Draft.empty(draft.drafter, self.speculation.failure), []
+        rest = [i for i in range(len(batch)) if i not in verdicts]
+        if rest:
+            rows = laws if len(rest) == len(batch) and starts[-1] == sum(len(d) + 1 for d in drafts) else torch.cat(
+                [laws[starts[i]:starts[i] + len(drafts[i]) + 1] for i in rest])
+            choices = choose(rows, _choice_keys([batch[i] for i in rest], [drafts[i] for i in rest], laws.device)).tolist()
+            at = 0
+            for i in rest:
+                verdicts[i] = match(drafts[i].parents, nodes[i], choices[at:at + len(nodes[i]) + 1])
+                at += len(nodes[i]) + 1
+        return [verdicts[i] for i in range(len(batch))], coins
+
+    def _restore(self, batch: abc.Sequence[Sequence]) -> None:
+        """After an interruption: forget the scored nodes; no slot holds more than its text but the last token."""
+        for seq in batch:
+            slot = _slot(seq)
+            self.target.rewind(slot, ())
+            self.target.truncate(slot, min(slot.length, len(seq.tokens) - 1))
+            self.speculation.leave(seq)
+
+    def _count(self, one: Judged, logits: Tensor, root: int, end: float, times: Times) -> None:
+        seq, kept, emitted = one.seq, one.commit.kept, one.commit.tokens
+        assert _slot(seq).length == len(seq.tokens) - 1, f"{seq.id}: {_slot(seq).length} keys for {len(seq.tokens)} tokens"
+        seq.tally.round(len(one.nodes), len(kept), one.fates.count("rejected"), len(emitted))
+        seq.clock.delivered(end, len(emitted))
+        seq.clock.spent(times)
+        seq.rounds += 1
+        _note_logprobs(seq, logits, [root, *(root + 1 + node for node in kept)][:len(emitted)], emitted)
+
+
+def _fates(draft: Draft, verdict: Verdict, commit: Commit) -> tuple[Fate, ...]:
+    """What became of each node; where the text stopped at a kept node, the refusals after it are behind the stop."""
+    if len(commit.tokens) == len(commit.kept):
+        verdict = replace(verdict, rejected=())
+    return fates(len(draft), verdict, commit.kept)
+
+
+def _slot(seq: Sequence) -> Slot:
+    assert seq.slot is not None, f"{seq.id} takes part in a round without a slot"
+    return seq.slot
+
+
+def _options(seq: Sequence, draft: Draft, nodes: list[int]) -> Rows:
+    """The options that act on a sequence's rows; the tokens on the way to each are only needed where options look back."""
+    if not len(draft) or not seq.sampling.needs_history:
+        paths: abc.Sequence[abc.Sequence[int]] = ((),) * (len(draft) + 1)
+    else:
+        paths = [(), *(tuple(nodes[n] for n in path(draft.parents, node)) for node in range(len(draft)))]
+    return Rows(seq.sampling, seq.prompt, seq.output, paths, seq.end_ids)
+
+
+def _choice_keys(batch: abc.Sequence[Sequence], drafts: abc.Sequence[Draft], device: torch.device) -> Tensor | None:
+    """Keys of the shared noise for every row; None if all sequences are greedy, which no noise can move."""
+    if all(seq.sampling.greedy for seq in batch):
+        return None
+    return key_rows([key(seq.seed, seq.sample, "text", at) for seq, draft in zip(batch, drafts, strict=True)
+                     for at in (len(seq.tokens), *(p + 1 for p in places(draft.parents, len(seq.tokens) - 1)))], device)
+
+
+def _joint(seq: Sequence, draft: Draft, logp: Tensor) -> tuple[Verdict, Tensor]:
+    """`ratio` or `block` on one draft, and its coins [n]; coins and residual noise are of this attempt at each position."""
+    at = places(draft.parents, len(seq.tokens) - 1)
+    coins = key_rows([key(seq.seed, seq.sample, "coin", p, seq.attempt(p)) for p in at], logp.device)
+    thrown = uniform(coins, torch.arange(len(at), device=logp.device)[:, None])[:, 0]     # siblings share a position, not a coin
+    residual = [key(seq.seed, seq.sample, "residual", p, seq.attempt(p)) for p in (len(seq.tokens), *(p + 1 for p in at))]
+    return joint(seq.rule, draft, logp, thrown, key_rows(residual, logp.device)), thrown
+
+
+def _signals(scores: Scores, i: int, commit: Commit) -> Signals | None:
+    """The hidden states of the root and of the nodes that entered the text, if a drafter asked for layers."""
+    if not scores.taps:
+        return None
+    root = scores.starts[i]
+    rows = [root, *(root + 1 + node for node in commit.kept)]
+    return Signals(commit.start - 1, {layer: hidden[rows] for layer, hidden in scores.taps.items()})
+
+
+def _note_logprobs(seq: Sequence, logits: Tensor, rows: abc.Sequence[int], tokens: abc.Sequence[int]) -> None:
+    """Raw log-softmax of the emitted tokens, before temperature and penalties; tokens[j] was chosen at rows[j]."""
+    if seq.sampling.logprobs is None:
+        return
+    own = logits[list(rows)]
+    logp = (own if own.dtype == torch.float64 else own.float()).log_softmax(-1)
+    values, ids = logp.topk(min(seq.sampling.logprobs, logp.shape[-1]), -1)
+    chosen = logp[range(len(tokens)), list(tokens)].tolist()
+    for token, value, top_values, top_ids in zip(tokens, chosen, values.tolist(), ids.tolist(), strict=True):
+        top = tuple(Alternative(i, max(v, FLOOR)) for i, v in zip(top_ids, top_values, strict=True))
+        seq.logprobs.append(TokenLogprob(token, max(value, FLOOR), top))

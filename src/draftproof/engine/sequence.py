@@ -1,0 +1,132 @@
+"""One sample of one request: its text and everything that follows it. `commit` is the only mutator of the text."""
+
+from __future__ import annotations
+
+from collections import abc
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+from ..core.tally import Tally
+from ..models.target import Slot
+from ..trace.events import Event
+from ..trace.report import Clock
+from ..types import Commit, FinishReason, Role, Rule, Sampling, Signals, Verdict
+from .port import TokenLogprob
+from .text import Text
+
+
+class Status(Enum):
+    WAITING = "waiting"       # admitted to the queue, no memory taken
+    PREFILL = "prefill"       # has a slot; part of the prompt is in it
+    RUNNING = "running"       # has its first token; takes part in rounds
+    DONE = "done"
+
+
+TRANSITIONS: dict[Status, frozenset[Status]] = {
+    Status.WAITING: frozenset({Status.PREFILL, Status.DONE}),
+    Status.PREFILL: frozenset({Status.RUNNING, Status.DONE}),
+    Status.RUNNING: frozenset({Status.DONE}),
+    Status.DONE: frozenset(),
+}
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """Also the view that drafters read (`types.SequenceView`). Options in `sampling` are resolved, never None."""
+
+    id: str
+    request: str
+    prompt: tuple[int, ...]
+    sampling: Sampling
+    seed: int
+    sample: int
+    end_ids: frozenset[int]
+    limit: int                                   # longest text: prompt + max_tokens, or the target's context
+    text: Text
+    clock: Clock
+    rule: Rule = "match"
+    depth: int | str | None = None               # of this request: a fixed depth, "auto", or None for the engine's
+    speculate: bool = True
+    tenant: str = ""
+    prompt_class: str | None = None
+    tokens: list[int] = field(default_factory=list)          # prompt first
+    output: list[int] = field(default_factory=list)
+    roles: list[Role] = field(default_factory=list)
+    status: Status = Status.WAITING
+    finish: FinishReason | None = None
+    error: BaseException | None = None
+    slot: Slot | None = None
+    state: Any = None                            # the drafter's
+    signals: Signals | None = None               # what the prefill left for it
+    tally: Tally = field(default_factory=Tally)
+    rounds: int = 0
+    prefill_s: float = 0.0
+    prefill_passes: int = 0
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    records: list[Event] = field(default_factory=list)
+    pieces: tuple[str, ...] = ()                 # the text that each token of the last commit made readable
+    attempts: dict[int, int] = field(default_factory=dict)   # position → rounds that have drafted it
+
+    def __post_init__(self) -> None:
+        self.tokens = list(self.prompt)
+
+    @property
+    def prompt_tokens(self) -> int:
+        return len(self.prompt)
+
+    @property
+    def done(self) -> bool:
+        return self.status is Status.DONE
+
+    @property
+    def room(self) -> int:
+        """The deepest draft whose tokens could all be emitted together with the target's own."""
+        return max(0, self.limit - len(self.tokens) - 1)
+
+    def to(self, status: Status) -> None:
+        assert status in TRANSITIONS[self.status], f"{self.id}: {self.status.value} → {status.value}"
+        self.status = status
+
+    def attempt(self, position: int) -> int:
+        return self.attempts.get(position, 0)
+
+    def drafted(self, depth: int) -> None:
+        """Note that a drafter has seen the noise of the next `depth` positions: a joint rule may not use it again."""
+        for position in range(len(self.tokens), len(self.tokens) + depth):
+            self.attempts[position] = self.attempts.get(position, 0) + 1
+
+    def commit(self, verdict: Verdict, nodes: abc.Sequence[int]) -> Commit:
+        """Append what stands of a draft whose node i is token nodes[i], then the verdict's own token, up to the first stop."""
+        assert self.status is Status.RUNNING, f"{self.id}: commit while {self.status.value}"
+        start = len(self.tokens)
+        kept: list[int] = []
+        pieces: list[str] = []
+        for node in verdict.accepted:
+            kept.append(node)
+            pieces.append(self._append(nodes[node], "accepted"))
+            if self.finish is not None:
+                break
+        else:
+            pieces.append(self._append(verdict.next_token, verdict.role))
+        self.pieces = tuple(pieces)
+        if self.attempts:
+            self.attempts = {at: n for at, n in self.attempts.items() if at >= len(self.tokens)}
+        roles = tuple(self.roles[start - len(self.prompt):])
+        return Commit(start, tuple(self.tokens[start:]), roles, tuple(kept), "".join(pieces), self.finish)
+
+    def _append(self, token: int, role: Role) -> str:
+        self.tokens.append(token)
+        self.output.append(token)
+        self.roles.append(role)
+        armed = len(self.output) > self.sampling.min_tokens
+        if token in self.end_ids and len(self.output) > self.sampling.min_tokens:
+            self.finish = "stop"
+            return self.text.end(self.output[:-1])
+        piece, stopped = self.text.push(token, armed)
+        if stopped:
+            self.finish = "stop"
+        elif len(self.tokens) >= self.limit:
+            self.finish = "length"
+            piece += self.text.end(self.output)
+        return piece

@@ -1,0 +1,63 @@
+"""What an engine is made of, and whether the parts fit each other."""
+
+from __future__ import annotations
+
+from ..config import LoadConfig, SpeculationConfig
+from ..core.verify import allowed
+from ..drafters.base import Drafter
+from ..errors import OptionError
+from ..models.target import Target
+from .control import AutoDepth, Control, FixedDepth
+
+
+def open_target(target: str | Target | None, load: LoadConfig) -> Target:
+    """A target from a folder or hub id; None is the built-in demo model. Raises LoadError."""
+    if target is not None and not isinstance(target, str):
+        return target
+    from ..models.load import builtin, load_target
+
+    return load_target(builtin("target") if target is None else target, load)
+
+
+def open_drafter(drafter: str | Drafter, target: Target, settings: SpeculationConfig, load: LoadConfig) -> Drafter | None:
+    """The drafter of a spec, checked against the target, the rule and the shape of drafts; None is no drafter.
+
+    Raises SpecError, LoadError, or OptionError naming the options that exclude each other.
+    """
+    if isinstance(drafter, str):
+        from ..drafters import build
+
+        drafter = build(drafter, target, settings.rule, load)
+    if drafter.name == "none":
+        return None
+    allowed(settings.rule, "tree" if settings.tree else "chain", drafter.name)
+    if settings.tree and not drafter.needs.tree:
+        raise OptionError(f"tree={settings.tree}: drafter {drafter.name} proposes chains only; leave the tree out, or use another drafter")
+    if settings.tree and not target.trees:
+        why = target.facts.reasons.get("tier", "its cache cannot branch")
+        raise OptionError(f"tree={settings.tree}: target {target.facts.name} scores chains only ({why}); leave the tree out")
+    if drafter.needs.taps:
+        set_taps = getattr(target, "set_taps", None)
+        if set_taps is None:
+            raise OptionError(f"drafter {drafter.name} reads hidden states {drafter.needs.taps}; target {target.facts.name} shows none")
+        set_taps(drafter.needs.taps)
+    return drafter
+
+
+def control_of(settings: SpeculationConfig) -> Control:
+    return AutoDepth(settings.max_depth, settings.tree) if settings.depth is None else FixedDepth(settings.depth)
+
+
+def check_depth(target: Target, settings: SpeculationConfig) -> None:
+    """Raises OptionError if a draft of the fixed depth could never be scored."""
+    nodes = max(settings.depth or 0, settings.tree or 0)
+    if (settings.depth or 0) > target.context - 2:
+        raise OptionError(f"depth={settings.depth}: the target's context of {target.context} leaves room for at most {target.context - 2}")
+    if nodes and not target.fits(nodes + 2):
+        name = "tree" if settings.tree else "depth"
+        raise OptionError(f"{name}={nodes}: so many drafted tokens do not fit the cache; lower it, or raise cache_tokens")
+
+
+def draft_bytes(drafter: Drafter | None) -> int:
+    """Bytes of a drafter's weights."""
+    return int(getattr(drafter, "weight_bytes", 0) or getattr(getattr(getattr(drafter, "lm", None), "facts", None), "weight_bytes", 0))

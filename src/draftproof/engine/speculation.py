@@ -1,0 +1,210 @@
+"""The guessing half of a round, and the fence around it: whatever a drafter does, the request lives on without it."""
+
+from __future__ import annotations
+
+import logging
+from collections import abc
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from ..core.noise import gumbel, key, key_rows
+from ..core.tree import depths as levels
+from ..drafters.base import Drafter
+from ..errors import DrafterError
+from ..trace.events import Times
+from ..types import Budget, Commit, Draft, SequenceView, Signals, Verdict
+from .control import Control
+from .sequence import Sequence
+
+log = logging.getLogger("draftproof.engine")
+
+
+@dataclass(slots=True)
+class RoundNoise:
+    """`drafters.base.Noise` for one round: each sequence's rule says from which stream its rows come."""
+
+    device: torch.device
+    keep_law: bool
+
+    def keys(self, seqs: abc.Sequence[SequenceView], positions: abc.Sequence[int]) -> Tensor:
+        return key_rows([_draft_key(seq, at) for seq, at in zip(seqs, positions, strict=True)], self.device)
+
+    def __call__(self, seqs: abc.Sequence[SequenceView], positions: abc.Sequence[int], token_ids: Tensor | None,
+                 vocab_size: int) -> Tensor:
+        width = vocab_size if token_ids is None else token_ids.shape[0]
+        if all(seq.sampling.greedy for seq in seqs):
+            return torch.zeros((), device=self.device).expand(len(seqs), width)
+        ids = torch.arange(vocab_size, device=self.device) if token_ids is None else token_ids.to(self.device)
+        noise = gumbel(self.keys(seqs, positions), ids)
+        quiet = [i for i, seq in enumerate(seqs) if seq.sampling.greedy]
+        if quiet:
+            noise[quiet] = 0
+        return noise
+
+
+def _draft_key(seq: SequenceView, position: int) -> tuple[int, int]:
+    assert isinstance(seq, Sequence), "drafters hand back the sequences they were given"
+    if seq.rule == "match":
+        return key(seq.seed, seq.sample, "text", position)
+    return key(seq.seed, seq.sample, "draft", position, seq.attempt(position))
+
+
+class Speculation:
+    """Plans budgets, asks the drafter and keeps its states. A drafter that breaks its contract is taken out of service."""
+
+    def __init__(self, drafter: Drafter | None, control: Control, vocab_size: int, device: torch.device, tree: int | None = None,
+                 max_depth: int = 16, keep_law: bool = False) -> None:
+        self.drafter, self.control, self.tree, self.max_depth, self.keep_law = drafter, control, tree, max_depth, keep_law
+        self.enabled = True
+        self.depth_cap: int | None = None        # the operator's, for fixed and automatic depths alike
+        self.failure = ""                        # why the drafter is out of service
+        self.reason = "no round yet"             # of the last budget
+        self._vocab_size, self._device = vocab_size, device
+        self._open: dict[str, Sequence] = {}     # sequences with a drafter state
+
+    @property
+    def name(self) -> str:
+        return "none" if self.drafter is None else self.drafter.name
+
+    @property
+    def state(self) -> tuple[str, str]:
+        """One of none, off, out of service, on; and why."""
+        if self.drafter is None:
+            return "none", "no drafter was given"
+        if self.failure:
+            return "out of service", self.failure
+        if not self.enabled:
+            return "off", "speculation is switched off"
+        return "on", self.reason
+
+    def plan(self, batch: abc.Sequence[Sequence]) -> list[Budget]:
+        """A budget per sequence. Deeper than the request's end, the context or the drafter reach is never granted."""
+        state, why = self.state
+        name = self.name
+        if state != "on" or self.drafter is None:
+            return [Budget(0, 0, name, why)] * len(batch)
+        limits = [self._limit(seq) for seq in batch]
+        chosen = self.control.depths(batch, [limit for limit, _ in limits])
+        budgets = []
+        for seq, (limit, bound), (depth, reason) in zip(batch, limits, chosen, strict=True):
+            if isinstance(seq.depth, int):
+                depth, reason = seq.depth, "fixed by the request"
+            if not seq.speculate:
+                depth, reason = 0, "the request asked for no drafter"
+            elif depth > limit:
+                depth, reason = limit, bound
+            nodes = max(depth, self.tree) if depth and self.tree and self.drafter.needs.tree else depth
+            budgets.append(Budget(depth, nodes, name, reason))
+        self.reason = budgets[-1].reason if budgets else self.reason
+        return budgets
+
+    def propose(self, batch: abc.Sequence[Sequence], budgets: abc.Sequence[Budget]) -> list[Draft]:
+        """A valid draft per sequence, empty where the budget is 0 or the drafter failed."""
+        drafts = [Draft.empty(self.name) for _ in batch]
+        asked = [i for i, budget in enumerate(budgets) if budget.depth]
+        if not asked or self.drafter is None:
+            return drafts
+        keep_law = self.keep_law or any(batch[i].rule != "match" and not batch[i].sampling.greedy for i in asked)
+        try:
+            for i in asked:
+                self._enter(batch[i], None)
+            found = self.drafter.propose([batch[i].state for i in asked], [budgets[i] for i in asked], RoundNoise(self._device, keep_law))
+            if len(found) != len(asked):
+                raise DrafterError(f"drafter {self.name} gave {len(found)} drafts for {len(asked)} sequences; expected one each")
+            for i, draft in zip(asked, found, strict=True):
+                drafts[i] = self._checked(draft, budgets[i])
+        except Exception as error:
+            self.retire(error)
+            drafts = [Draft.empty(self.name, self.failure if budget.depth else "") for budget in budgets]
+        return drafts
+
+    def observe(self, batch: abc.Sequence[Sequence], commits: abc.Sequence[Commit], signals: abc.Sequence[Signals | None]) -> None:
+        here = [i for i, seq in enumerate(batch) if seq.state is not None]
+        if not here or self.drafter is None:
+            return
+        try:
+            self.drafter.observe([batch[i].state for i in here], [commits[i] for i in here], [signals[i] for i in here])
+        except Exception as error:
+            self.retire(error)
+
+    def learn(self, batch: abc.Sequence[Sequence], drafts: abc.Sequence[Draft], verdicts: abc.Sequence[Verdict], times: Times) -> None:
+        if self.state[0] == "on":
+            self.control.learn(batch, drafts, verdicts, times)
+
+    def begin(self, seq: Sequence, signals: Signals | None) -> None:
+        """The prefill is over. Only a drafter that reads hidden states must follow from the start; others join when first asked."""
+        if self.drafter is None or not self.drafter.needs.taps or self.state[0] != "on" or not seq.speculate:
+            return
+        try:
+            self._enter(seq, signals)
+        except Exception as error:
+            self.retire(error)
+
+    def leave(self, seq: Sequence) -> None:
+        """Give the drafter's state of a sequence back."""
+        state, seq.state = seq.state, None
+        self._open.pop(seq.id, None)
+        if state is None or self.drafter is None:
+            return
+        try:
+            self.drafter.close(state)
+        except Exception as error:
+            self.retire(error)
+
+    def leave_all(self) -> None:
+        for seq in list(self._open.values()):
+            self.leave(seq)
+
+    def replace(self, drafter: Drafter | None, control: Control) -> None:
+        """Another drafter from the next round on; open texts are joined in the middle."""
+        self.leave_all()
+        self.drafter, self.control, self.failure, self.reason = drafter, control, "", "no round yet"
+
+    def retire(self, error: Exception) -> None:
+        """Take the drafter out of service for good, saying why."""
+        if self.failure:
+            return
+        what = str(error) if isinstance(error, DrafterError) else f"drafter {self.name} raised {type(error).__name__}: {error}"
+        self.failure = f"{what}; it is out of service and the text goes on without it"
+        log.warning(self.failure, exc_info=None if isinstance(error, DrafterError) else error)
+        self.leave_all()
+
+    def _enter(self, seq: Sequence, signals: Signals | None) -> None:
+        if seq.state is None and self.drafter is not None:
+            seq.state = self.drafter.open(seq, signals)
+            self._open[seq.id] = seq
+
+    def _limit(self, seq: Sequence) -> tuple[int, str]:
+        """The deepest draft allowed, and what bounds it."""
+        assert self.drafter is not None
+        bounds: list[tuple[int, str]] = [(seq.room, "the end of the text is near")]
+        if self.drafter.needs.context is not None:
+            bounds.append((max(0, self.drafter.needs.context - len(seq.tokens)), "the drafter's context ends"))
+        if self.depth_cap is not None:
+            bounds.append((self.depth_cap, "the operator's cap"))
+        return min(bounds)
+
+    def _checked(self, draft: Draft, budget: Budget) -> Draft:
+        """The draft, on its budget and inside the vocabulary; otherwise DrafterError saying what it broke."""
+        def need(ok: bool, found: str, expected: str) -> None:
+            if not ok:
+                raise DrafterError(f"drafter {self.name} proposed {found}; expected {expected}")
+
+        need(isinstance(draft, Draft), type(draft).__name__, "a Draft")
+        n, parents = len(draft.parents), draft.parents
+        if draft.drafter == "none":
+            draft = replace(draft, drafter=self.name)
+        if not n:
+            return draft
+        need(draft.tokens.ndim == 1 and draft.tokens.shape[0] == n and not draft.tokens.is_floating_point(),
+             f"tokens of shape {tuple(draft.tokens.shape)} and {draft.tokens.dtype}", f"{n} integers, one per parent")
+        need(n <= budget.nodes, f"{n} nodes", f"at most {budget.nodes}")
+        need(all(-1 <= parent < i for i, parent in enumerate(parents)), f"parents {parents}", "parents before children, −1 for the root")
+        depth = n if draft.is_chain else max(levels(parents))
+        need(depth <= budget.depth, f"a draft of depth {depth}", f"at most {budget.depth}")
+        low, high = torch.stack(draft.tokens.aminmax()).tolist()
+        need(0 <= low and high < self._vocab_size, f"token id {low if low < 0 else high}", f"ids in [0, {self._vocab_size})")
+        need(draft.law is None or len(draft.law.row) == n, "a law whose rows do not cover its nodes", "one row per node")
+        return draft

@@ -1,0 +1,76 @@
+"""Cells from runs: pairs only, the right medians, and one differing token is seen."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from statistics import median
+
+import pytest
+
+from draftproof.bench.cells import ALL, OFF, Run, bootstrap_median, cells, percentile
+from draftproof.bench.run import by_class
+from draftproof.errors import Failure
+
+METRICS = {"rounds": 4, "acceptance_length": 2.25, "ttft_s": 0.1, "tpot_s": 0.01}
+
+
+def runs() -> list[Run]:
+    """Two classes of two prompts, three repeats: `fast` is exactly twice as fast, whatever the weather of the repeat."""
+    rng, out = random.Random(0), []
+    for prompt in range(4):
+        for repeat in range(3):
+            seconds = rng.uniform(1, 2)
+            for arm, factor in ((OFF, 1.0), ("fast", 0.5)):
+                kind = "code" if prompt < 2 else "data"
+                out.append(Run(arm, arm, "auto", prompt, kind, 0.0, repeat, seconds * factor, tuple(range(10)), METRICS))
+    return out
+
+
+def test_pairs_cancel_the_weather() -> None:
+    table = {(c.prompt_class, c.arm): c for c in cells(runs())}
+    assert set(table) == {(name, arm) for name in ("code", "data", ALL) for arm in (OFF, "fast")}
+    for name in ("code", "data", ALL):
+        speedup = table[name, "fast"].speedup
+        assert speedup.median == pytest.approx(2.0) and speedup.low == pytest.approx(2.0) and speedup.high == pytest.approx(2.0)
+        assert table[name, OFF].speedup.median == 1.0
+        assert table[name, "fast"].acceptance_length == pytest.approx(2.25)
+        assert table[name, "fast"].identical
+
+
+def test_one_differing_token_is_seen_in_its_class_only() -> None:
+    changed = runs()
+    changed[1] = replace(changed[1], token_ids=(*range(9), 99))
+    assert {(c.prompt_class, c.arm) for c in cells(changed) if not c.identical} == {("code", "fast"), (ALL, "fast")}
+
+
+def test_a_shorter_text_is_not_identical() -> None:
+    changed = runs()
+    changed[1] = replace(changed[1], token_ids=tuple(range(9)))
+    assert any(not c.identical for c in cells(changed))
+
+
+def test_json_has_the_contract_keys() -> None:
+    record = cells(runs())[0].as_json()
+    assert {"arm", "drafter", "depth", "class", "concurrency", "tokens_per_s", "speedup", "acceptance_length", "ttft_s", "tpot_s",
+            "identical"} <= set(record)
+    assert set(record["tokens_per_s"]) == set(record["speedup"]) == {"median", "low", "high"}
+
+
+def test_percentile_and_interval() -> None:
+    assert [percentile([1, 2, 3, 4, 5], share) for share in (0, 0.25, 0.5, 0.9, 1)] == [1, 2, 3, pytest.approx(4.6), 5]
+    rng = random.Random(1)
+    covered = 0
+    for trial in range(60):
+        values = [rng.gauss(1.5, 0.3) for _ in range(24)]
+        interval = bootstrap_median(values, resamples=400, seed=trial)
+        assert interval.low <= interval.median <= interval.high and interval.median == median(values)
+        covered += interval.low <= 1.5 <= interval.high
+    assert covered >= 50        # 57 expected of 60; fewer than 50 has probability 0.002 for a true 95 % interval
+
+
+def test_prompts_by_class() -> None:
+    records = [{"class": name, "prompt": f"{name}{i}"} for i in range(3) for name in ("code", "data")]
+    assert [p.text for p in by_class(records, 2)] == ["code0", "code1", "data0", "data1"]
+    with pytest.raises(Failure, match="prompt 1"):
+        by_class([{"class": "code", "text": "x"}], 2)
