@@ -127,7 +127,7 @@ def data_exercise(words: list[str], rng: random.Random) -> tuple[str, str]:
     def cell(kind: str) -> object:
         return rng.choice(words) if kind == "w" else rng.randint(0, 999) if kind == "i" else round(rng.random() * 100, 1)
 
-    rows = [{k: cell(t) for k, t in zip(keys, kinds)} for _ in range(rng.randint(4, 9))]
+    rows = [{k: cell(t) for k, t in zip(keys, kinds, strict=True)} for _ in range(rng.randint(4, 9))]
     table = io.StringIO()
     writer = csv.DictWriter(table, keys, lineterminator="\n")
     writer.writeheader()
@@ -160,7 +160,7 @@ def prompts(texts: list[tuple[str, str]], words: list[str]) -> Iterator[dict[str
     """Held-out prompts by class: code, prose, data (repetition and edits)."""
     rng = random.Random(SEED + 1)
     for name, text in texts:
-        for kind, request, answer in exercises(text, words, rng, 0.9):
+        for kind, request, _ in exercises(text, words, rng, 0.9):
             if kind == "code":
                 if len(request) < 400:
                     yield {"class": "code", "prompt": f"{USER}{request}{ASSISTANT}", "source": name}

@@ -22,11 +22,11 @@ import torch
 from corpus import ASSISTANT, END, PACKAGES, STOP, USER, VOCABULARY
 from safetensors import safe_open
 from tokenizers import Tokenizer
-from transformers import AutoTokenizer, GenerationConfig, LlamaConfig, PreTrainedTokenizerFast
+from transformers import AutoTokenizer, GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 MODELS = ("target", "draft")
 CLASSES = ("code", "prose", "data")
-PER_CLASS, LONGEST = 16, 300                # prompts of a class; tokens of a prompt
+PER_CLASS, LONGEST, SHORTEST = 16, 300, 64  # prompts of a class; tokens of a prompt; tokens of its answer
 FILE_LIMIT, TOTAL_LIMIT = 45_000_000, 96_000_000      # bytes
 
 CHAT_TEMPLATE = (
@@ -88,14 +88,26 @@ def export_model(source: Path, folder: Path, backend: Tokenizer) -> int:
     return parameters
 
 
+def answers_at_length(target: LlamaForCausalLM, ids: list[int]) -> bool:
+    """Whether plain greedy decoding writes SHORTEST tokens before it ends the text."""
+    x = torch.tensor([ids])
+    out = target.generate(x, attention_mask=torch.ones_like(x), max_new_tokens=SHORTEST, do_sample=False, eos_token_id=[0, 3], pad_token_id=0)
+    return out.shape[1] - len(ids) == SHORTEST
+
+
 def export_prompts(work: Path, out: Path, backend: Tokenizer) -> dict[str, int]:
-    """At most PER_CLASS prompts of each class, none longer than LONGEST tokens, at most two from one file; in the classes' order."""
+    """At most PER_CLASS prompts of each class, none longer than LONGEST tokens, at most two from one file; in the classes' order.
+
+    Only prompts that the target answers at length (SHORTEST tokens of plain greedy text) can show a difference in speed.
+    """
+    target = LlamaForCausalLM.from_pretrained(work / "target", dtype=torch.float32).eval()
     chosen: dict[str, list[dict[str, str]]] = {c: [] for c in CLASSES}
     used: dict[tuple[str, str], int] = {}
     for line in (work / "prompts.jsonl").read_text("utf-8").splitlines():
         prompt = json.loads(line)
         kind, source = prompt["class"], (prompt["class"], prompt["source"])
-        if len(chosen[kind]) < PER_CLASS and used.get(source, 0) < 2 and 8 <= len(backend.encode(prompt["prompt"]).ids) <= LONGEST:
+        ids = backend.encode(prompt["prompt"]).ids
+        if len(chosen[kind]) < PER_CLASS and used.get(source, 0) < 2 and 8 <= len(ids) <= LONGEST and answers_at_length(target, ids):
             used[source] = used.get(source, 0) + 1
             chosen[kind].append({"class": kind, "prompt": prompt["prompt"]})
     if not all(chosen.values()):
@@ -124,19 +136,21 @@ and the tests have a real, trained pair on any machine. bfloat16 safetensors. Ma
 
 Losses are cross entropy in nats per token (guessing blindly is {blind:.2f}). The held-out loss is over 64 windows of 512
 tokens of files that no training text and no exercise came from. The draft model was distilled: half cross entropy on the
-text, half KL divergence from the target. Input and output embeddings are tied. Context: {context} positions, trained on 512.
+text, half KL divergence from the target. Input and output embeddings are tied. Context: {context} positions, trained on 512.{note}
 
 **Corpus.** {train:.1f} M tokens: Python files of the standard library of CPython and of these installed packages:
 {packages}.
 Besides whole files, exercises derived from them by rule: a docstring as a request and its function as the answer, renaming an
 identifier, and records rewritten between JSON lines, CSV and Python literals. The corpus itself is not part of the project.
-One file in 64 is held out ({heldout:.2f} M tokens); `prompts.jsonl` ({prompts}) comes from those alone.
+One file in 64 is held out ({heldout:.2f} M tokens); `prompts.jsonl` ({prompts}) comes from those alone, chosen
+among the prompts that the target answers with {shortest} tokens or more of plain greedy text.
 
 **Template.** `{user}request{assistant}answer{stop}`; `{end}` ends a document. Both end a text (ids 3 and 0). No BOS.
 
-**What they cannot do.** They write text that looks like Python and copy, rename and convert short records. They do not reason,
-know no facts, follow no instruction outside the exercises above and speak no language but the corpus's; their code is not to
-be run. They may repeat passages of the corpus, which is under the licences of CPython and of the packages named. Use them
+**What they cannot do.** They write text that looks like Python, often in loops at temperature 0. They copy short names and
+phrases but not reliably whole records, do not reason, know no facts, follow no instruction and speak no language but the
+corpus's; their code is not
+to be run. They may repeat passages of the corpus, which is under the licences of CPython and of the packages named. Use them
 to see and to test speculative decoding, for nothing else.
 """
 
@@ -156,6 +170,7 @@ def main() -> int:
     parser.add_argument("work", type=Path)
     parser.add_argument("--out", type=Path, default=Path(__file__).parents[2] / "src" / "draftproof" / "weights")
     parser.add_argument("--log", type=Path, help="folder of target.log and draft.log; default: WORK")
+    parser.add_argument("--note", default="", help="a remark on how the training really went, for the card")
     args = parser.parse_args()
     backend = check_tokenizer(args.work)
     args.out.mkdir(parents=True, exist_ok=True)
@@ -168,7 +183,7 @@ def main() -> int:
         vocabulary=VOCABULARY, blind=math.log(VOCABULARY), context=shapes["target"].max_position_embeddings, packages=", ".join(PACKAGES),
         rows="\n".join(card_row(n, shapes[n], parameters[n], facts[n]) for n in MODELS),
         prompts=", ".join(f"{n} {c}" for c, n in prompts.items()),
-        user=USER, assistant=ASSISTANT, stop=STOP, end=END, **tokens)
+        user=USER, assistant=ASSISTANT, stop=STOP, end=END, shortest=SHORTEST, note=args.note and f" {args.note}", **tokens)
     (args.out / "MODEL_CARD.md").write_text(card, "utf-8")
     sizes = [f.stat().st_size for f in args.out.rglob("*") if f.is_file()]
     if max(sizes) > FILE_LIMIT or sum(sizes) > TOTAL_LIMIT:
