@@ -91,7 +91,8 @@ def export_model(source: Path, folder: Path, backend: Tokenizer) -> int:
 def answers_at_length(target: LlamaForCausalLM, ids: list[int]) -> bool:
     """Whether plain greedy decoding writes SHORTEST tokens before it ends the text."""
     x = torch.tensor([ids])
-    out = target.generate(x, attention_mask=torch.ones_like(x), max_new_tokens=SHORTEST, do_sample=False, eos_token_id=[0, 3], pad_token_id=0)
+    greedy = {"max_new_tokens": SHORTEST, "do_sample": False, "eos_token_id": [0, 3], "pad_token_id": 0}
+    out = target.generate(x, attention_mask=torch.ones_like(x), **greedy)
     return out.shape[1] - len(ids) == SHORTEST
 
 

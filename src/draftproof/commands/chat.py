@@ -9,7 +9,7 @@ import click
 
 from ..errors import Failure, LoadError, PromptError
 from . import options as o
-from .console import facts_lines, note, summary
+from .console import load_lines, note, summary
 
 if TYPE_CHECKING:
     from ..engine.engine import Engine
@@ -32,7 +32,7 @@ def chat(target: str | None, system: str | None, **given: Any) -> None:
     o.check_target(target)
     o.check_drafter(settings.speculation.drafter)
     with o.open_engine(target, settings, given.get("trace_file")) as engine:
-        for line in facts_lines(engine.target.facts, settings.load.cache_tokens):
+        for line in load_lines(engine, settings.load.cache_tokens):
             note(line)
         if engine.target.tokenizer is None or not engine.target.tokenizer.has_chat_template:
             raise LoadError(f"{engine.target.facts.name} has no chat template; use generate, or a model with one")

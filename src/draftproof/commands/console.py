@@ -12,6 +12,7 @@ import click
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from ..engine.engine import Engine
     from ..engine.port import Completion
     from ..models.target import LoadFacts
 
@@ -56,6 +57,15 @@ def facts_lines(facts: LoadFacts, cache_tokens: int) -> list[str]:
         f"invisible to the bit: {facts.invisible_reason}",
         *(f"{choice}: {reason}" for choice, reason in facts.reasons.items()),
     ]
+
+
+def load_lines(engine: Engine, cache_tokens: int) -> list[str]:
+    """`facts_lines` of the target, and what is known of a drafter that is a model: its size, and how its tokens were compared."""
+    lines, drafter = facts_lines(engine.target.facts, cache_tokens), engine.speculation.drafter
+    lm = getattr(drafter, "lm", None)
+    if lm is not None:
+        lines.append(f"drafter {lm.facts.name}: {lm.facts.parameters / 1e6:.1f} M parameters, {lm.facts.dtype} on {lm.facts.device}")
+    return lines + [f"drafter {check.name}: {check.detail}" for check in getattr(drafter, "checks", ()) if check.name == "vocabulary" or not check.ok]
 
 
 def guarantee(speculation: Mapping[str, Any], facts: LoadFacts) -> str:

@@ -11,7 +11,7 @@ import click
 from ..errors import Failure, OptionError, PromptError
 from ..types import Sampling
 from . import options as o
-from .console import emit_json, facts_lines, note, summary
+from .console import emit_json, load_lines, note, summary
 
 if TYPE_CHECKING:
     from ..engine.engine import Engine
@@ -40,7 +40,7 @@ def generate(prompt: str | None, target: str | None, prompt_ids: tuple[int, ...]
     o.check_target(target)
     o.check_drafter(settings.speculation.drafter)
     with o.open_engine(target, settings, given.get("trace_file")) as engine:
-        for line in facts_lines(engine.target.facts, settings.load.cache_tokens):
+        for line in load_lines(engine, settings.load.cache_tokens):
             note(line)
         done = run(engine, text, sampling, stream=not (no_stream or as_json or sampling.n > 1))
         failed = [c for c in done if c.error]

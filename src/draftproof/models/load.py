@@ -225,7 +225,7 @@ def _threads(config: LoadConfig, device: torch.device, reasons: dict[str, str]) 
         torch.set_num_threads(config.threads)
         reasons["threads"] = f"{config.threads}: as asked"
     else:
-        reasons["threads"] = f"{torch.get_num_threads()}: what torch found to be the physical cores"
+        reasons["threads"] = f"{torch.get_num_threads()}: torch's own choice (the cores, or OMP_NUM_THREADS)"
     return torch.get_num_threads()
 
 

@@ -28,6 +28,7 @@ class Tokenizer:
     def __init__(self, hf: Any) -> None:
         if not getattr(hf, "is_fast", False):
             raise LoadError(f"{type(hf).__name__} is not a fast tokenizer; expected a tokenizer.json beside the model")
+        hf.model_max_length = 1 << 60                            # the engine measures prompts itself, against the model's context
         self.hf = hf
         self.backend = hf.backend_tokenizer
 
