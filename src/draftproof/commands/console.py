@@ -65,7 +65,8 @@ def load_lines(engine: Engine, cache_tokens: int) -> list[str]:
     lm = getattr(drafter, "lm", None)
     if lm is not None:
         lines.append(f"drafter {lm.facts.name}: {lm.facts.parameters / 1e6:.1f} M parameters, {lm.facts.dtype} on {lm.facts.device}")
-    return lines + [f"drafter {check.name}: {check.detail}" for check in getattr(drafter, "checks", ()) if check.name == "vocabulary" or not check.ok]
+    told = [check for check in getattr(drafter, "checks", ()) if check.name == "vocabulary" or not check.ok]
+    return lines + [f"drafter {check.name}: {check.detail}" for check in told]
 
 
 def guarantee(speculation: Mapping[str, Any], facts: LoadFacts) -> str:
