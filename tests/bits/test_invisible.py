@@ -1,7 +1,7 @@
 """Invisible to the bit, on the trained pair in bfloat16: the ids do not depend on speculation, batch, pages, or a switch.
 
 `DRAFTPROOF_BITS=full` runs 32 prompts × 256 tokens for every cell; otherwise a sample drawn by DRAFTPROOF_BITS_SEED. The
-reference is plain decoding, one sequence at a time. Depths 1…12 are dealt over the prompts; max_tokens differ, so that in
+reference is plain decoding, one sequence at a time. Every prompt has a depth of its own, 1…12; max_tokens differ, so that in
 batches of four sequences join and leave at any round; prompts of up to 300 tokens and 256 more cross page edges.
 """
 
@@ -30,6 +30,7 @@ FULL = os.environ.get("DRAFTPROOF_BITS") == "full"
 SEED = int(os.environ.get("DRAFTPROOF_BITS_SEED", "0"))
 PROMPTS, TOKENS = (32, 256) if FULL else (4, 96)
 DEPTHS = range(1, 13)
+NODES = 24
 
 
 @cache
@@ -86,29 +87,38 @@ def drafters(temperature: float) -> Iterator[tuple[str, Drafter | str, bool]]:
     yield "oracle behind decoys", oracle(temperature, decoys=2), True
 
 
+def depth_of(prompt: int) -> int:
+    """Neighbours in a batch get depths far apart; 12 prompts get them all."""
+    return DEPTHS[(5 * prompt + SEED) % len(DEPTHS)]
+
+
 def run(drafter: Drafter | str, tree: bool, temperature: float, batch: int, switch: bool) -> tuple[int, int, int]:
-    """(equal tokens, all tokens, accepted drafts), over all prompts; depths are dealt over groups of prompts."""
-    want, groups, equal, total, accepted = plain(temperature), list(range(len(prompts()))), 0, 0, 0
-    size = max(batch, -(-len(groups) // len(DEPTHS)))
-    offset = SEED
-    for start in range(0, len(groups), size):
-        depth = DEPTHS[(start // size + offset) % len(DEPTHS)]
-        some = groups[start : start + size]
-        settings: dict[str, object] = {} if drafter == "none" else {"depth": depth, "tree": 3 * depth if tree else None}
-        with Engine(target(), drafter, config=EngineConfig(max_batch=batch, trace="none"), **settings) as engine:  # type: ignore[arg-type]
-            handles = [engine.submit(prompts()[i], sampling(i, temperature))[0] for i in some]
-            steps = 0
-            while not all(handle.done for handle in handles):
-                if switch and steps % 16 == 8:
-                    engine.set_speculation(enabled=steps % 32 == 24)
-                engine.step()
-                steps += 1
-            for i, handle in zip(some, handles, strict=True):
-                got = handle.completion()
-                assert got.error is None and len(got.token_ids) == len(want[i])
-                equal += sum(a == b for a, b in zip(got.token_ids, want[i], strict=True))
-                total += len(want[i])
-                accepted += got.metrics["accepted"]
+    """(equal tokens, all tokens, accepted drafts), over all prompts, each at its own depth, `batch` of them at a time."""
+    want, equal, total, accepted = plain(temperature), 0, 0, 0
+    guessing = drafter != "none"
+    with Engine(
+        target(),
+        drafter,
+        max(DEPTHS) if guessing else "auto",
+        tree=NODES if tree else None,
+        config=EngineConfig(max_batch=batch, trace="none"),
+    ) as engine:
+        handles = [
+            engine.submit(prompt, sampling(i, temperature), speculation={"depth": depth_of(i)} if guessing else None)[0]
+            for i, prompt in enumerate(prompts())
+        ]
+        steps = 0
+        while not all(handle.done for handle in handles):
+            if switch and steps % 16 == 8:
+                engine.set_speculation(enabled=steps % 32 == 24)
+            engine.step()
+            steps += 1
+        for ids, handle in zip(want, handles, strict=True):
+            got = handle.completion()
+            assert got.error is None and len(got.token_ids) == len(ids)
+            equal += sum(a == b for a, b in zip(got.token_ids, ids, strict=True))
+            total += len(ids)
+            accepted += got.metrics["accepted"]
     target().check()  # type: ignore[attr-defined]
     return equal, total, accepted
 
