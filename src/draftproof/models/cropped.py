@@ -83,7 +83,7 @@ class CroppedTarget:
         for slot, ids in zip(slots, tokens, strict=True):
             last.append(self._run(slot, ids)[-1])
             slot.tokens += ids.tolist()
-            self._crop(slot, 0)
+            self._crop(slot)
         return Scores(torch.stack(last), tuple(range(len(slots) + 1)))
 
     @torch.inference_mode()
@@ -101,16 +101,13 @@ class CroppedTarget:
 
     def rewind(self, slot: CroppedSlot, kept: Sequence[int]) -> None:
         assert list(kept) == list(range(len(kept))), "kept nodes of a chain are its head"
-        dropped = len(slot.nodes) - len(kept)
         slot.tokens += slot.nodes[: len(kept)]
         slot.nodes = []
-        self._crop(slot, dropped)
+        self._crop(slot)
 
-    def _crop(self, slot: CroppedSlot, drop: int) -> None:
-        """Drop the last `drop` tokens; also called with 0, which trims what sliding layers recorded."""
-        held = slot.cache.get_seq_length()
-        drop = held - slot.length if held > slot.length else drop
-        slot.cache.crop(-drop)
+    def _crop(self, slot: CroppedSlot) -> None:
+        """Drop what the cache holds beyond the slot's tokens; even where that is nothing, it trims what sliding layers recorded."""
+        slot.cache.crop(slot.length - slot.cache.get_seq_length())
 
     def _run(self, slot: CroppedSlot, ids: Tensor) -> Tensor:
         """Logits [len(ids), V] after each of `ids`, appended to the slot's cache (one junk row more, where one would be alone)."""

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -292,8 +291,3 @@ def _eos_ids(model: Any, tokenizer: Tokenizer | None) -> tuple[int, ...]:
 
 def _first_line(error: BaseException) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0][:200]
-
-
-def versions() -> dict[str, str]:
-    """Versions that a result depends on."""
-    return {"torch": torch.__version__, "transformers": transformers.__version__}
