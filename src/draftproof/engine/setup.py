@@ -37,10 +37,7 @@ def open_drafter(drafter: str | Drafter, target: Target, settings: SpeculationCo
         why = target.facts.reasons.get("tier", "its cache cannot branch")
         raise OptionError(f"tree={settings.tree}: target {target.facts.name} scores chains only ({why}); leave the tree out")
     if drafter.needs.taps:
-        set_taps = getattr(target, "set_taps", None)
-        if set_taps is None:
-            raise OptionError(f"drafter {drafter.name} reads hidden states {drafter.needs.taps}; target {target.facts.name} shows none")
-        set_taps(drafter.needs.taps)
+        target.set_taps(drafter.needs.taps)
     return drafter
 
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 
 from ..types import Draft, Scores
+from .taps import Taps, stacked
 from .target import LoadFacts, TargetParts
 from .tokenizer import Tokenizer
 
@@ -55,6 +56,10 @@ class CroppedTarget:
         self.facts, self.parts, self.tokenizer, self.defaults, self.eos_ids = facts, parts, tokenizer, defaults, eos_ids
         self.device = next(model.parameters()).device
         self.slots: list[CroppedSlot] = []
+        self._taps = Taps(parts.layers)
+
+    def set_taps(self, layers: Sequence[int]) -> None:
+        self._taps.set(layers)
 
     def open(self, tokens: Sequence[int], tenant: str = "", room: int = 0) -> CroppedSlot:
         cache = DynamicCache(config=self.model.config)
@@ -79,25 +84,28 @@ class CroppedTarget:
 
     @torch.inference_mode()
     def extend(self, slots: Sequence[CroppedSlot], tokens: Sequence[Tensor]) -> Scores:
-        last = []
+        last, taps = [], []
         for slot, ids in zip(slots, tokens, strict=True):
             last.append(self._run(slot, ids)[-1])
+            taps.append(self._tapped(ids.shape[0]))
             slot.tokens += ids.tolist()
             self._crop(slot)
-        return Scores(torch.stack(last), tuple(range(len(slots) + 1)))
+        return Scores(torch.stack(last), tuple(range(len(slots) + 1)), stacked(taps))
 
     @torch.inference_mode()
     def score(self, slots: Sequence[CroppedSlot], roots: Tensor, drafts: Sequence[Draft]) -> Scores:
         rows: list[Tensor] = []
+        taps = []
         starts = [0]
         for i, (slot, draft) in enumerate(zip(slots, drafts, strict=True)):
             root = roots[i : i + 1]
             assert draft.is_chain, "a model's own cache scores chains; the engine asks for trees only where `trees` is true"
             rows.append(self._run(slot, torch.cat([root, draft.tokens])))
+            taps.append(self._tapped(len(draft) + 1))
             slot.tokens.append(int(root))
             slot.nodes = draft.tokens.tolist()
             starts.append(starts[-1] + len(draft) + 1)
-        return Scores(torch.cat(rows), tuple(starts))
+        return Scores(torch.cat(rows), tuple(starts), stacked(taps))
 
     def rewind(self, slot: CroppedSlot, kept: Sequence[int]) -> None:
         assert list(kept) == list(range(len(kept))), "kept nodes of a chain are its head"
@@ -108,6 +116,9 @@ class CroppedTarget:
     def _crop(self, slot: CroppedSlot) -> None:
         """Drop what the cache holds beyond the slot's tokens; even where that is nothing, it trims what sliding layers recorded."""
         slot.cache.crop(slot.length - slot.cache.get_seq_length())
+
+    def _tapped(self, rows: int) -> dict[int, Tensor]:
+        return {layer: hidden[:rows] for layer, hidden in self._taps.rows.items()}
 
     def _run(self, slot: CroppedSlot, ids: Tensor) -> Tensor:
         """Logits [len(ids), V] after each of `ids`, appended to the slot's cache (one junk row more, where one would be alone)."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,6 +26,7 @@ from .tokenizer import Tokenizer
 
 WEIGHTS = Path(__file__).parent.parent / "weights"
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3          # glibc's malloc.h
+FINAL_NORMS = ("norm", "ln_f", "final_layer_norm", "final_layernorm", "norm_f")  # what families call the norm before the output
 ROW_DEPENDENT_ROPE = {"dynamic", "longrope"}  # their angles depend on the longest row of the pass
 
 
@@ -264,12 +264,13 @@ def _context(text: Any) -> int:
 
 
 def _parts(model: Any) -> TargetParts:
-    layers: Sequence[nn.Module] = ()
-    for module in model.modules():
-        if isinstance(module, nn.ModuleList) and len(module) == model.config.get_text_config().num_hidden_layers:
-            layers = list(module)
-            break
-    return TargetParts(model.get_input_embeddings(), model.get_output_embeddings(), layers, model.config)
+    embed, output, count = model.get_input_embeddings(), model.get_output_embeddings(), model.config.get_text_config().num_hidden_layers
+    for body in model.modules():
+        for child in body.children():
+            if isinstance(child, nn.ModuleList) and len(child) == count:
+                norm = next((getattr(body, name) for name in FINAL_NORMS if isinstance(getattr(body, name, None), nn.Module)), None)
+                return TargetParts(embed, output, list(child), model.config, norm)
+    return TargetParts(embed, output, (), model.config)
 
 
 def _defaults(model: Any) -> dict[str, float]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +11,7 @@ from ..types import Draft, Scores
 from .attention import TILE
 from .cache import PagedSlot, PagePool
 from .passes import Pass, Path
+from .taps import Taps
 from .target import LoadFacts, TargetParts
 from .tokenizer import Tokenizer
 
@@ -41,8 +41,10 @@ class PagedTarget:
         self.device = next(model.parameters()).device
         self.pool = PagePool(page_tokens, cache_tokens, self.device)
         self.slots: list[PagedSlot] = []
-        self._taps: dict[int, Tensor] = {}
-        self._hooks: list[Any] = []
+        self._taps = Taps(parts.layers)
+
+    def set_taps(self, layers: Sequence[int]) -> None:
+        self._taps.set(layers)
 
     # Places
 
@@ -115,7 +117,7 @@ class PagedTarget:
             slot.tokens += ids.tolist()
             if slot.length >= (slot.shared + 1) * self.pool.page_tokens:
                 self.pool.publish(slot)
-        return Scores(logits, tuple(range(len(slots) + 1)), dict(self._taps))
+        return Scores(logits, tuple(range(len(slots) + 1)), dict(self._taps.rows))
 
     @torch.inference_mode()
     def score(self, slots: Sequence[PagedSlot], roots: Tensor, drafts: Sequence[Draft]) -> Scores:
@@ -128,7 +130,7 @@ class PagedTarget:
             slot.tokens.append(root)
             slot.nodes = draft.tokens.tolist()
             starts.append(starts[-1] + len(draft) + 1)
-        return Scores(logits, tuple(starts), {k: v[:rows] for k, v in self._taps.items()})
+        return Scores(logits, tuple(starts), {k: v[:rows] for k, v in self._taps.rows.items()})
 
     def rewind(self, slot: PagedSlot, kept: Sequence[int]) -> None:
         if kept and slot.tails:
@@ -225,21 +227,6 @@ class PagedTarget:
             mine = [r for r in rows if r not in served]
             served.update(mine)
             yield pages, rows, mine
-
-    # Hidden states
-
-    def set_taps(self, layers: Sequence[int]) -> None:
-        """Keep the output of these decoder layers (0 is the first) in `Scores.taps` from the next pass on."""
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks, self._taps = [], {}
-        for layer in layers:
-
-            def keep(_module: nn.Module, _inputs: Any, output: Any, layer: int = layer) -> None:
-                hidden = output[0] if isinstance(output, tuple) else output
-                self._taps[layer] = hidden.reshape(-1, hidden.shape[-1])
-
-            self._hooks.append(self.parts.layers[layer].register_forward_hook(keep))
 
     def check(self) -> None:
         """Audit the cache; for tests and idle moments."""

@@ -42,6 +42,7 @@ class TargetParts:
     output: torch.nn.Module | None = None
     layers: Sequence[torch.nn.Module] = ()
     config: Any = None
+    norm: torch.nn.Module | None = None  # the final norm: output(norm(output of the last layer)) are the logits
 
 
 class Slot(Protocol):
@@ -61,6 +62,10 @@ class Target(Protocol):
     trees: bool  # whether `score` takes trees
     defaults: dict[str, float]  # temperature, top_p, … of the model's generation config
     eos_ids: tuple[int, ...]
+
+    def set_taps(self, layers: Sequence[int]) -> None:
+        """From the next pass on `Scores.taps` holds the output of these decoder layers (0 is the first) for every row."""
+        ...
 
     def open(self, tokens: Sequence[int], tenant: str = "", room: int = 0) -> Slot:
         """A slot for a text that begins with `tokens` and may grow by `room` more. slot.length > 0 if a prefix was cached

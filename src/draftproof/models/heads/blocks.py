@@ -1,0 +1,83 @@
+"""The pieces that draft heads are made of: RMSNorm, rotary positions, the gated MLP. Names of parameters are Llama's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+
+class RMSNorm(nn.Module):
+    """x / rms(x) · weight, over the last dimension, in float32 inside (Zhang & Sennrich, arXiv 1910.07467)."""
+
+    def __init__(self, size: int, eps: float = 1e-5) -> None:
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.ones(size)), eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
+        return self.weight * normed.to(x.dtype)
+
+
+class GatedMlp(nn.Module):
+    """down(silu(gate(x)) · up(x))."""
+
+    def __init__(self, hidden: int, inner: int) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(hidden, inner, bias=False)
+        self.up_proj = nn.Linear(hidden, inner, bias=False)
+        self.down_proj = nn.Linear(inner, hidden, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.down_proj(functional.silu(self.gate_proj(x)) * self.up_proj(x))
+        return out
+
+
+class Rope(nn.Module):
+    """Rotary positions (Su et al., arXiv 2104.09864) from a config's own fields: theta, partial factor and scaling.
+
+    Reads `rope_parameters` (transformers 5) or `rope_theta`, `rope_scaling`, `partial_rotary_factor` (before). The base must be
+    the one of training, exactly: a wrong one costs the acceptance and nothing says so.
+    """
+
+    inv_freq: Tensor
+
+    def __init__(self, config: Mapping[str, Any], head_dim: int) -> None:
+        super().__init__()
+        rope = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
+        kind = str(rope.get("rope_type") or rope.get("type") or "default")
+        theta = float(rope.get("rope_theta") or config.get("rope_theta") or 10000.0)
+        factor = float(rope.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0)
+        self.rotary = int(head_dim * factor)
+        self.scale = 1.0
+        if kind == "default":
+            frequencies = 1.0 / theta ** (torch.arange(0, self.rotary, 2, dtype=torch.float64).float() / self.rotary)
+        else:
+            known = {**config, "head_dim": head_dim, "rope_theta": theta, "partial_rotary_factor": factor,
+                     "rope_scaling": {**rope, "rope_type": kind, "rope_theta": theta},
+                     "rope_parameters": {**rope, "rope_type": kind, "rope_theta": theta, "partial_rotary_factor": factor}}
+            like = SimpleNamespace(**known, standardize_rope_params=lambda: None)
+            frequencies, self.scale = ROPE_INIT_FUNCTIONS[kind](like, torch.device("cpu"))
+        self.register_buffer("inv_freq", frequencies, persistent=False)
+
+    def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """cos, sin [n, rotary] float32 of positions [n]."""
+        angles = positions[:, None].float() * self.inv_freq.float()
+        angles = torch.cat((angles, angles), -1)
+        return angles.cos() * self.scale, angles.sin() * self.scale
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """x [n, heads, D] turned by cos, sin [n, rotary]; dimensions behind `rotary` stay (half-split layout, as Llama's)."""
+    rotary = cos.shape[-1]
+    turned, rest = x[..., :rotary], x[..., rotary:]
+    first, second = turned.chunk(2, -1)
+    cos, sin = cos[:, None].to(x.dtype), sin[:, None].to(x.dtype)
+    turned = turned * cos + torch.cat((-second, first), -1) * sin
+    return torch.cat((turned, rest), -1) if rest.shape[-1] else turned

@@ -1,0 +1,85 @@
+"""A head's folder as published: its config and its tensors, and the rule that nothing in it is silently ignored."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+
+from ...errors import LoadError
+
+
+@dataclass(frozen=True, slots=True)
+class HeadFiles:
+    """config.json and every tensor of a head's folder, on the CPU, under the names they have in the file."""
+
+    path: Path
+    config: Mapping[str, Any]
+    tensors: Mapping[str, Tensor]
+
+
+def read_files(path: str | Path) -> HeadFiles:
+    """Read a folder with config.json and *.safetensors (one file or shards). Pickled weights are refused: they can run code.
+
+    Raises LoadError with what was found, what was expected and what to do.
+    """
+    folder = Path(path).expanduser()
+    if not folder.is_dir():
+        raise LoadError(f"{path} is no folder; expected one with config.json and safetensors weights")
+    config_file = folder / "config.json"
+    if not config_file.is_file():
+        raise LoadError(f"{folder} has no config.json; expected a head's folder as published")
+    try:
+        config = json.loads(config_file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise LoadError(f"{config_file} is no JSON ({error}); fetch the head again") from None
+    if not isinstance(config, dict):
+        raise LoadError(f"{config_file} holds a {type(config).__name__}; expected an object")
+    shards = sorted(folder.glob("*.safetensors"))
+    if not shards:
+        other = sorted(f.name for f in folder.iterdir() if f.suffix in (".bin", ".pt", ".pth", ".ckpt", ".pkl"))
+        raise LoadError(
+            f"{folder} has no safetensors weights (found: {', '.join(other) or 'none'}); pickled weights can run code and are not read; "
+            "convert them with safetensors.torch.save_file"
+        )
+    tensors: dict[str, Tensor] = {}
+    for shard in shards:
+        try:
+            with safe_open(shard, framework="pt") as file:
+                for name in file.keys():  # noqa: SIM118 (not a dict)
+                    if name in tensors:
+                        raise LoadError(f"{folder}: tensor {name} stands in two files; expected it once")
+                    tensors[name] = file.get_tensor(name)
+        except SafetensorError as error:
+            raise LoadError(f"{shard} cannot be read ({error}); the file is damaged or incomplete, fetch it again") from None
+    return HeadFiles(folder, config, tensors)
+
+
+def fill(module: nn.Module, tensors: Mapping[str, Tensor], source: str | Path, rename: Callable[[str], str] | None = None,
+         borrowed: Collection[str] = (), unused: Collection[str] = ()) -> None:
+    """Copy tensors into the module's parameters and buffers, converting the dtype.
+
+    rename maps a file's name to the module's. borrowed: names of the module that need not be in the file (the target has them).
+    unused: names of the file (after renaming) that may be left. Raises LoadError naming every tensor that nobody reads,
+    every parameter that stays empty, and every shape that differs.
+    """
+    named = {(rename(name) if rename else name): (name, tensor) for name, tensor in tensors.items()}
+    own = module.state_dict(keep_vars=True)
+    surplus = sorted(original for name, (original, _) in named.items() if name not in own and name not in unused)
+    missing = sorted(name for name in own if name not in named and name not in borrowed)
+    wrong = [f"{original} is {list(tensor.shape)}, expected {list(own[name].shape)}"
+             for name, (original, tensor) in named.items() if name in own and tensor.shape != own[name].shape]
+    found = [f"{what}: {', '.join(names[:8])}{' …' if len(names) > 8 else ''}"
+             for what, names in (("tensors that nothing reads", surplus), ("missing tensors", missing), ("wrong shapes", wrong)) if names]
+    if found:
+        raise LoadError(f"{source} does not fit {type(module).__name__}: {'; '.join(found)}")
+    with torch.no_grad():
+        for name, (_, tensor) in named.items():
+            if name in own:
+                own[name].copy_(tensor)
