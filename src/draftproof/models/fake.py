@@ -149,4 +149,5 @@ def _parts(table: Tensor, generator: torch.Generator) -> TargetParts:
     output.weight.data = rows.t().contiguous()
     config = SimpleNamespace(hidden_size=rows.shape[0], num_hidden_layers=LAYERS, vocab_size=vocab_size, model_type="table")
     config.get_text_config = lambda: config
-    return TargetParts(embed.requires_grad_(False), output.requires_grad_(False), [nn.Identity() for _ in range(LAYERS)], config, nn.Identity())
+    layers = [nn.Identity() for _ in range(LAYERS)]
+    return TargetParts(embed.requires_grad_(False), output.requires_grad_(False), layers, config, nn.Identity())

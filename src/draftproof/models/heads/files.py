@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from ...errors import LoadError
@@ -83,3 +85,15 @@ def fill(module: nn.Module, tensors: Mapping[str, Tensor], source: str | Path, r
         for name, (_, tensor) in named.items():
             if name in own:
                 own[name].copy_(tensor)
+
+
+def write_files(path: str | Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+    """Write a head's folder: the weights first, config.json last, each by rename, so that no half-written head is ever read."""
+    folder = Path(path)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").unlink(missing_ok=True)
+    weights, settings = folder / "model.safetensors", folder / "config.json"
+    save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, f"{weights}.part", metadata={"format": "pt"})
+    os.replace(f"{weights}.part", weights)
+    Path(f"{settings}.part").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    os.replace(f"{settings}.part", settings)

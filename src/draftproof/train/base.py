@@ -1,0 +1,38 @@
+"""What the training loop and a family of drafters agree on: one text with its hidden states in, a loss out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True, slots=True)
+class Features:
+    """One text, and what the target saw in it. Nothing here carries a gradient.
+
+    ids [n] int64 · mask [n] bool: whether token t belongs to an answer, so that a guess at it counts
+    taps: layer id (0 is the first) → output of that decoder layer [n, H], one row per token
+    """
+
+    ids: Tensor
+    mask: Tensor
+    taps: Mapping[int, Tensor]
+
+
+class Task(Protocol):
+    """A drafter in training. One file in train/ per family."""
+
+    module: nn.Module            # what the optimizer sees: its parameters with requires_grad
+    taps: tuple[int, ...]        # the layers it reads; the last layer's output among them if the loss needs the target's logits
+
+    def loss(self, batch: Sequence[Features]) -> tuple[Tensor, Mapping[str, float]]:
+        """A scalar loss (mean over the guesses that count) and figures to show, such as accuracy per depth."""
+        ...
+
+    def save(self, folder: Path) -> None:
+        """Write the drafter as `drafters` load it (models.heads.files.write_files)."""
+        ...
