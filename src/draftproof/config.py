@@ -32,6 +32,7 @@ class LoadConfig(_Config):
     threads: int | None = None            # None: the physical cores
     reproducible: bool = True             # rows independent of their neighbours where the machine allows it (Law 2)
     self_test: bool = True                # measure at load whether speculation is invisible to the bit
+    packed: bool = True                   # pack linear layers where that is faster; not for training, which needs plain matrices
     page_tokens: int = 256                # keys per cache page, the attention kernel's block
     prefill_chunk: int = 512              # tokens per prefill pass
     cache_tokens: int = 65_536            # most tokens whose keys are kept at a time

@@ -1,0 +1,1 @@
+"""Logs of traffic: reading them, and (without running the target) what a drafter would have guessed on them."""

@@ -1,0 +1,205 @@
+"""Traffic logs of every common form, read line by line: one `Exchange` a request, and a count of what could not be read.
+
+    minimal       {"prompt_token_ids": [...], "token_ids": [...], "max_tokens"?, "finish_reason"?, "class"?}
+    OpenAI pairs  {"request": {"messages" | "prompt", …}, "response": {"choices": [{"message" | "text"}]}}
+    OpenAI chat   {"messages": [{"role", "content"}, …]}           the last assistant message is the answer
+    ShareGPT      {"conversations": [{"from": "human" | "gpt", "value"}, …]}
+    plain         {"prompt", "completion"?} · {"text"} · a .txt file, one document per blank-line block
+    our traces    trace_started, request_started, … (level full has the ids)
+
+A file is streamed: memory does not grow with its length (of traces, requests that have not ended are held).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ..errors import Failure
+
+Message = Mapping[str, str]
+SHAREGPT_ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "chatgpt": "assistant",
+                  "model": "assistant", "system": "system", "tool": "tool"}
+SHOWN = 5       # complaints kept with their line numbers
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """One request and its answer, as far as the log has them: ids where it has ids, else messages or text.
+
+    Exactly one of prompt_ids, messages, prompt is set. answer_ids or answer may be set. `line` counts from 1.
+    """
+
+    line: int
+    prompt_ids: tuple[int, ...] | None = None
+    messages: tuple[Message, ...] | None = None
+    prompt: str | None = None
+    answer_ids: tuple[int, ...] | None = None
+    answer: str | None = None
+    prompt_class: str | None = None
+    max_tokens: int | None = None
+    finish_reason: str | None = None
+    sampling: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class Skipped:
+    """What a reader left out, and why."""
+
+    count: int = 0
+    shown: list[str] = field(default_factory=list)
+
+    def note(self, line: int, why: str) -> None:
+        self.count += 1
+        if len(self.shown) < SHOWN:
+            self.shown.append(f"line {line}: {why}")
+
+
+class NotReadable(ValueError):
+    """A record of no known form; the message says what was found."""
+
+
+def read_log(path: str | Path, skipped: Skipped | None = None) -> Iterator[Exchange]:
+    """Every exchange of a log, in its order. Unreadable lines are counted in `skipped`, with the first few reasons.
+
+    Raises Failure if the file is missing.
+    """
+    file = Path(path).expanduser()
+    if not file.is_file():
+        raise Failure(f"{path} does not exist; expected a log, one JSON object a line, or a .txt file")
+    skipped = Skipped() if skipped is None else skipped
+    with file.open("rb") as stream:
+        yield from _documents(stream) if file.suffix == ".txt" else _records(stream, skipped)
+
+
+def _records(stream: Iterable[bytes], skipped: Skipped) -> Iterator[Exchange]:
+    trace = _Trace()
+    for number, raw in enumerate(stream, 1):
+        if not raw.strip():
+            continue
+        try:
+            record = json.loads(raw.decode("utf-8"))
+        except UnicodeDecodeError:
+            skipped.note(number, "not UTF-8")
+            continue
+        except ValueError:
+            skipped.note(number, "not a JSON object (a line cut short?)")
+            continue
+        if isinstance(record, dict) and "event" in record:
+            yield from trace.read(number, record, skipped)
+            continue
+        try:
+            yield exchange(record, number)
+        except NotReadable as error:
+            skipped.note(number, str(error))
+
+
+def _documents(stream: Iterable[bytes]) -> Iterator[Exchange]:
+    block: list[str] = []
+    start = 1
+    for number, raw in enumerate(stream, 1):
+        text = raw.decode("utf-8", errors="replace")
+        if text.strip():
+            start = number if not block else start
+            block.append(text)
+        elif block:
+            yield Exchange(start, prompt="".join(block))
+            block = []
+    if block:
+        yield Exchange(start, prompt="".join(block))
+
+
+def exchange(record: Any, line: int) -> Exchange:
+    """One record of any form but a trace's. Raises NotReadable."""
+    if not isinstance(record, dict):
+        raise NotReadable(f"a JSON {type(record).__name__}; expected an object")
+    prompt_class = record.get("class") or record.get("prompt_class")
+    if "prompt_token_ids" in record:
+        return Exchange(line, prompt_ids=_ids(record, "prompt_token_ids"), answer_ids=_ids(record, "token_ids"), prompt_class=prompt_class,
+                        max_tokens=record.get("max_tokens"), finish_reason=record.get("finish_reason"))
+    if isinstance(record.get("request"), dict):
+        return _pair(record["request"], record.get("response"), line, prompt_class)
+    turns = record.get("messages") or record.get("conversations")
+    if turns is not None:
+        messages = _messages(turns)
+        answer = messages[-1]["content"] if messages[-1]["role"] == "assistant" else None
+        return Exchange(line, messages=messages if answer is None else messages[:-1], answer=answer, prompt_class=prompt_class)
+    for name in ("prompt", "text"):
+        if isinstance(record.get(name), str) and record[name]:
+            answer = record.get("completion") or record.get("response")
+            return Exchange(line, prompt=record[name], answer=answer if isinstance(answer, str) else None, prompt_class=prompt_class)
+    raise NotReadable(f"no known form: keys {', '.join(sorted(record)[:8]) or 'none'}")
+
+
+def _pair(request: Mapping[str, Any], response: Any, line: int, prompt_class: str | None) -> Exchange:
+    sampling = {k: v for k, v in request.items() if k not in ("messages", "prompt", "model", "stream")}
+    metadata = request.get("metadata")
+    prompt_class = prompt_class or (metadata.get("prompt_class") if isinstance(metadata, dict) else None)
+    choices = response.get("choices") if isinstance(response, dict) else None
+    choice = choices[0] if isinstance(choices, list) and choices and isinstance(choices[0], dict) else {}
+    message = choice.get("message")
+    answer = message.get("content") if isinstance(message, dict) else choice.get("text")
+    known: dict[str, Any] = dict(answer=answer if isinstance(answer, str) else None, prompt_class=prompt_class, sampling=sampling,
+                                 max_tokens=request.get("max_tokens") or request.get("max_completion_tokens"),
+                                 finish_reason=choice.get("finish_reason"))
+    if request.get("messages"):
+        return Exchange(line, messages=_messages(request["messages"]), **known)
+    prompt = request.get("prompt")
+    if isinstance(prompt, list) and all(isinstance(t, int) for t in prompt):
+        return Exchange(line, prompt_ids=tuple(prompt), **known)
+    if isinstance(prompt, str) and prompt:
+        return Exchange(line, prompt=prompt, **known)
+    raise NotReadable("a request without messages or prompt")
+
+
+def _messages(turns: Any) -> tuple[Message, ...]:
+    if not isinstance(turns, list) or not turns:
+        raise NotReadable("an empty conversation")
+    messages = []
+    for turn in turns:
+        if not isinstance(turn, dict):
+            raise NotReadable(f"a turn that is a {type(turn).__name__}")
+        role, content = turn.get("role") or turn.get("from"), turn.get("content", turn.get("value"))
+        if isinstance(content, list):                       # OpenAI's parts: the text of them
+            content = "".join(part.get("text", "") for part in content if isinstance(part, dict))
+        if role not in SHAREGPT_ROLES or not isinstance(content, str):
+            raise NotReadable(f"a turn with role {role!r} and content of type {type(content).__name__}")
+        messages.append({"role": SHAREGPT_ROLES[role], "content": content})
+    return tuple(messages)
+
+
+def _ids(record: Mapping[str, Any], name: str) -> tuple[int, ...]:
+    ids = record.get(name)
+    if not isinstance(ids, list) or not all(isinstance(t, int) and t >= 0 for t in ids):
+        raise NotReadable(f"{name} is no list of token ids")
+    return tuple(ids)
+
+
+class _Trace:
+    """Puts the events of one trace together again."""
+
+    def __init__(self) -> None:
+        self._open: dict[str, tuple[Exchange, list[int]]] = {}
+
+    def read(self, line: int, event: Mapping[str, Any], skipped: Skipped) -> Iterator[Exchange]:
+        kind, request = event["event"], str(event.get("request", ""))
+        if kind == "request_started":
+            if event.get("prompt_ids") is None:
+                skipped.note(line, "a traced request without prompt ids; record with trace level full")
+                return
+            sampling = {**event.get("sampling", {}), "seed": event.get("seed"), "sample": event.get("sample", 0)}
+            self._open[request] = Exchange(line, prompt_ids=tuple(event["prompt_ids"]), prompt_class=event.get("prompt_class"),
+                                           max_tokens=sampling.get("max_tokens"), sampling=sampling), []
+        elif request in self._open:
+            known, ids = self._open[request]
+            if kind == "prefill_done":
+                ids.append(event["token"]["token"])
+            elif kind == "round_done":
+                ids += [token["token"] for token in event["tokens"]]
+            elif kind == "request_done":
+                del self._open[request]
+                yield Exchange(known.line, prompt_ids=known.prompt_ids, answer_ids=tuple(ids), prompt_class=known.prompt_class,
+                               max_tokens=known.max_tokens, finish_reason=event.get("finish"), sampling=known.sampling)

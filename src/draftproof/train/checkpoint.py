@@ -1,0 +1,62 @@
+"""A training run on disk: parameters and optimizer state as safetensors, written by rename."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from ..errors import Failure
+
+
+def save(file: Path, step: int, module: nn.Module, optimizers: Sequence[torch.optim.Optimizer], notes: Mapping[str, Any]) -> None:
+    """Everything that the next step depends on, in one file."""
+    tensors = {f"module.{name}": p.detach().cpu().clone() for name, p in module.named_parameters() if p.requires_grad}
+    plain: dict[str, Any] = {}
+    for number, optimizer in enumerate(optimizers):
+        for index, state in optimizer.state_dict()["state"].items():
+            for name, value in state.items():
+                if isinstance(value, Tensor):
+                    tensors[f"optimizer.{number}.{index}.{name}"] = value.detach().cpu().clone()
+                else:
+                    plain[f"optimizer.{number}.{index}.{name}"] = value
+    part = file.with_suffix(".part")
+    save_file(tensors, part, metadata={"step": str(step), "plain": json.dumps(plain), "notes": json.dumps(dict(notes))})
+    os.replace(part, file)
+
+
+def load(file: Path, module: nn.Module, optimizers: Sequence[torch.optim.Optimizer], notes: Mapping[str, Any]) -> int:
+    """The step to go on with (0 without a checkpoint). Raises Failure if the file is of another run or damaged."""
+    if not file.exists():
+        return 0
+    try:
+        with safe_open(file, framework="pt") as opened:
+            metadata = opened.metadata()
+            tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 (not a dict)
+    except SafetensorError as error:
+        raise Failure(f"{file} is damaged ({error}); delete it to train from the beginning") from None
+    found = json.loads(metadata["notes"])
+    differing = [f"{name} was {found.get(name)!r}, is {value!r}" for name, value in notes.items() if found.get(name) != value]
+    if differing:
+        raise Failure(f"{file} belongs to another run ({'; '.join(differing)}); use another folder, the same options, or delete it")
+    with torch.no_grad():
+        for name, parameter in module.named_parameters():
+            if parameter.requires_grad:
+                parameter.copy_(tensors[f"module.{name}"])
+    states: dict[tuple[int, int], dict[str, Any]] = {}
+    for key, value in [*tensors.items(), *json.loads(metadata["plain"]).items()]:
+        if key.startswith("optimizer."):
+            _, number, index, name = key.split(".", 3)
+            states.setdefault((int(number), int(index)), {})[name] = value
+    for number, optimizer in enumerate(optimizers):
+        whole = optimizer.state_dict()
+        whole["state"] = {index: state for (owner, index), state in states.items() if owner == number}
+        optimizer.load_state_dict(whole)
+    return int(metadata["step"])

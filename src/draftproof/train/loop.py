@@ -1,0 +1,105 @@
+"""The training loop: deterministic in (seed, step), resumable to the bit, and watched by what is *served*, not by the loss alone."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from . import checkpoint
+from .base import Task
+from .corpus import Text
+from .features import Tapper
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """How long and how fast to learn."""
+
+    steps: int
+    batch: int = 8                    # texts per step
+    lr: float = 1e-3
+    warmup: int = 50
+    seed: int = 0
+    clip: float = 1.0
+    save_every: int = 100
+    look_every: int = 250             # steps between two looks at served acceptance
+
+
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """One line of progress. `served` is the acceptance length on held-out prompts, where it was looked at."""
+
+    step: int
+    steps: int
+    loss: float
+    figures: Mapping[str, float]
+    tokens_per_s: float
+    served: float | None = None
+
+
+def optimizers_of(module: nn.Module, lr: float) -> list[torch.optim.Optimizer]:
+    """Muon for the matrices between hidden states, AdamW for everything else (Jordan et al. 2024; torch's own)."""
+    trained = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
+    matrices = [p for name, p in trained if p.ndim == 2 and "embed" not in name and "lm_head" not in name and "markov" not in name]
+    others = [p for _, p in trained if not any(p is m for m in matrices)]
+    made: list[torch.optim.Optimizer] = []
+    if matrices:
+        made.append(torch.optim.Muon(matrices, lr=lr, weight_decay=0.01, adjust_lr_fn="match_rms_adamw"))
+    if others:
+        made.append(torch.optim.AdamW(others, lr=lr, betas=(0.9, 0.95), weight_decay=0.0))
+    return made
+
+
+def rate(step: int, plan: Plan) -> float:
+    """Share of the learning rate at a step: linear warm-up, then linear decay over the last half."""
+    return min(1.0, (step + 1) / max(1, plan.warmup), 2 * (plan.steps - step) / plan.steps)
+
+
+def batch_of(step: int, count: int, plan: Plan) -> list[int]:
+    """Which texts a step reads: every text once per epoch, in an order that depends on the seed and the epoch alone."""
+    places = (divmod(place, count) for place in range(step * plan.batch, (step + 1) * plan.batch))
+    return [_order(plan.seed, epoch, count)[within] for epoch, within in places]
+
+
+@lru_cache(maxsize=2)
+def _order(seed: int, epoch: int, count: int) -> tuple[int, ...]:
+    return tuple(random.Random(f"{seed} {epoch}").sample(range(count), count))
+
+
+def train(task: Task, texts: Sequence[Text], tapper: Tapper, plan: Plan, folder: Path, show: Callable[[Shown], None],
+          served: Callable[[], float] | None = None, notes: Mapping[str, object] | None = None) -> None:
+    """Train `task` to the end of the plan, going on from folder/checkpoint.safetensors. The result is in task.module."""
+    optimizers = optimizers_of(task.module, plan.lr)
+    whose = {"seed": plan.seed, "steps": plan.steps, "batch": plan.batch, "lr": plan.lr, "texts": len(texts), **(notes or {})}
+    file = folder / "checkpoint.safetensors"
+    start = checkpoint.load(file, task.module, optimizers, whose)
+    clock, tokens, smooth = time.perf_counter(), 0, 0.0
+    parameters = [p for p in task.module.parameters() if p.requires_grad]
+    for step in range(start, plan.steps):
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = plan.lr * rate(step, plan)
+        torch.manual_seed(plan.seed * 1_000_003 + step)     # anchors and the like: a resumed run draws what the other drew
+        batch = tapper.read([texts[i] for i in batch_of(step, len(texts), plan)])
+        loss, figures = task.loss(batch)
+        loss.backward()  # type: ignore[no-untyped-call]
+        torch.nn.utils.clip_grad_norm_(parameters, plan.clip)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        tokens += sum(features.ids.shape[0] for features in batch)
+        smooth = loss.item() if step == start else 0.95 * smooth + 0.05 * loss.item()
+        last = step + 1 == plan.steps
+        if (step + 1) % plan.save_every == 0 or last:
+            checkpoint.save(file, step + 1, task.module, optimizers, whose)
+        look = served is not None and ((step + 1) % plan.look_every == 0 or last)
+        if look or (step + 1) % 25 == 0 or last:
+            length = served() if look and served is not None else None
+            show(Shown(step + 1, plan.steps, smooth, figures, tokens / (time.perf_counter() - clock), length))
