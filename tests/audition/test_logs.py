@@ -26,7 +26,7 @@ CHAT = ({"role": "user", "content": "hi"},)
     ({"messages": [{"role": "user", "content": [{"type": "text", "text": "h"}, {"type": "text", "text": "i"}]}]},
      Exchange(1, messages=CHAT)),
     ({"prompt": "a", "completion": "b"}, Exchange(1, prompt="a", answer="b")),
-    ({"text": "a b"}, Exchange(1, prompt="a b")),
+    ({"text": "a b"}, Exchange(1, prompt="a b", document=True)),
     ({"request": {"messages": [{"role": "user", "content": "hi"}], "temperature": 0.5, "metadata": {"prompt_class": "chat"}},
       "response": {"choices": [{"message": {"content": "yes"}, "finish_reason": "stop"}]}},
      Exchange(1, messages=CHAT, answer="yes", prompt_class="chat", finish_reason="stop",

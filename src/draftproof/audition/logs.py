@@ -31,12 +31,14 @@ class Exchange:
     """One request and its answer, as far as the log has them: ids where it has ids, else messages or text.
 
     Exactly one of prompt_ids, messages, prompt is set. answer_ids or answer may be set. `line` counts from 1.
+    document: `prompt` is a whole text that nobody asked to continue.
     """
 
     line: int
     prompt_ids: tuple[int, ...] | None = None
     messages: tuple[Message, ...] | None = None
     prompt: str | None = None
+    document: bool = False
     answer_ids: tuple[int, ...] | None = None
     answer: str | None = None
     prompt_class: str | None = None
@@ -106,10 +108,10 @@ def _documents(stream: Iterable[bytes]) -> Iterator[Exchange]:
             start = number if not block else start
             block.append(text)
         elif block:
-            yield Exchange(start, prompt="".join(block))
+            yield Exchange(start, prompt="".join(block), document=True)
             block = []
     if block:
-        yield Exchange(start, prompt="".join(block))
+        yield Exchange(start, prompt="".join(block), document=True)
 
 
 def exchange(record: Any, line: int) -> Exchange:
@@ -130,7 +132,8 @@ def exchange(record: Any, line: int) -> Exchange:
     for name in ("prompt", "text"):
         if isinstance(record.get(name), str) and record[name]:
             answer = record.get("completion") or record.get("response")
-            return Exchange(line, prompt=record[name], answer=answer if isinstance(answer, str) else None, prompt_class=prompt_class)
+            return Exchange(line, prompt=record[name], answer=answer if isinstance(answer, str) else None, prompt_class=prompt_class,
+                            document=name == "text")
     raise NotReadable(f"no known form: keys {', '.join(sorted(record)[:8]) or 'none'}")
 
 

@@ -75,7 +75,7 @@ def regenerated(exchanges: Iterable[Exchange], engine: Engine, length: int, seed
                 progress: Callable[[int], None] | None = None) -> list[Text]:
     """Texts whose answers the target wrote, with the log's sampling where it names one. Goes on from `file`, and adds to it.
 
-    A document without an answer gives its first third as the prompt. Raises Failure if no text could be made.
+    A document gives its first third as the prompt. Raises Failure if no text could be made.
     """
     texts, done = _resume(file)
     engine_seed = random.Random(seed)
@@ -100,7 +100,7 @@ def regenerated(exchanges: Iterable[Exchange], engine: Engine, length: int, seed
             prompt = prompt_of(exchange, engine.target)
             if not prompt:
                 continue
-            if exchange.messages is None and exchange.answer is None and exchange.answer_ids is None:
+            if exchange.document:
                 prompt = prompt[:max(4, min(len(prompt), length) // 3)]
             waiting.append((index, prompt[-(length // 2):], exchange))
             if len(waiting) == ROUND:
