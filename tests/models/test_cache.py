@@ -84,7 +84,7 @@ def test_a_full_pool_refuses_and_changes_nothing() -> None:
 
 def test_growth_keeps_the_keys() -> None:
     p = pool(64)
-    keys, _ = p.storage(0, torch.zeros(1, 2, 1, 8), torch.zeros(1, 2, 1, 8))
+    keys, _ = p.storage(0, torch.zeros(1, 2, 8), torch.zeros(1, 2, 8))
     page = p.take()
     keys[page * P] = 3.0
     while p.allocated < 33:

@@ -66,14 +66,17 @@ def merge(out: Tensor, lse: Tensor, items: Items, sinks: Tensor | None) -> Tenso
     top = logs.amax(1)
     if sinks is not None:
         top = torch.maximum(top, sinks)
-    weights = torch.exp(logs - top[:, None])
-    parts = outs.float() * weights[..., None]
-    total, norm = parts[:, 0], weights[:, 0]
-    for j in range(1, parts.shape[1]):  # explicit order: adding 0 for an unseen page changes no bit
-        total, norm = total + parts[:, j], norm + weights[:, j]
+    weights = (logs - top[:, None]).exp_()
+    norm = weights[:, 0]
+    for j in range(1, weights.shape[1]):  # explicit order: adding 0 for an unseen page changes no bit
+        norm = norm + weights[:, j]
     if sinks is not None:
         norm = norm + torch.exp(sinks - top)
-    return (total / norm[..., None]).to(out.dtype)
+    parts = outs * weights.div_(norm[:, None])[..., None]  # float32, as the weights
+    total = parts[:, 0]
+    for j in range(1, parts.shape[1]):
+        total = total + parts[:, j]
+    return total.to(out.dtype)
 
 
 def paged_attention(
@@ -90,47 +93,70 @@ def paged_attention(
     draftproof_pool: PagePool | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """The function registered with transformers: query [1, H, rows, D], key and value [1, KV, rows, D] → [1, rows, H, D].
-
-    Writes the rows' keys into their pages, then attends along each path.
-    """
+    """The function registered with transformers: query [1, H, rows, D], key and value [1, KV, rows, D] → [1, rows, H, D]."""
     assert draftproof_pass is not None and draftproof_pool is not None, "the model must hand keyword arguments through to attention"
-    p, pool = draftproof_pass, draftproof_pool
-    heads, rows, dim = query.shape[1:]
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    scale = q.shape[-1] ** -0.5 if scaling is None else scaling
+    layer: int = module.layer_idx  # type: ignore[assignment]
+    return attend(layer, q, k, v, scale, sliding_window, draftproof_pass, draftproof_pool, softcap, s_aux)[None], None
+
+
+def attend(
+    layer: int,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scaling: float,
+    window: int | None,
+    p: Pass,
+    pool: PagePool,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Write the rows' keys into their pages, then attend along each path. query [rows, H, D], key and value [rows, KV, D] → [rows, H, D].
+
+    window: how many keys a row sees, itself included (None: all). softcap and sinks [H] as the functions above take them.
+    """
+    rows, heads, dim = query.shape
     kv_heads = key.shape[1]
     group = heads // kv_heads
-    keys, values = pool.storage(module.layer_idx, key, value)  # type: ignore[arg-type]
-    new_keys, new_values = key[0].transpose(0, 1), value[0].transpose(0, 1)
+    keys, values = pool.storage(layer, key, value)
     if p.write_from is not None:
-        new_keys, new_values = new_keys[p.write_from], new_values[p.write_from]
-    keys.index_copy_(0, p.write_to, new_keys)
-    values.index_copy_(0, p.write_to, new_values)
+        key, value = key[p.write_from], value[p.write_from]
+    if isinstance(p.write_to, slice):
+        keys[p.write_to], values[p.write_to] = key, value
+    else:
+        keys.index_copy_(0, p.write_to, key)
+        values.index_copy_(0, p.write_to, value)
 
-    items = p.items(sliding_window, group, query.dtype)
-    queries = query[0].transpose(0, 1)  # [rows, H, D]
+    items = p.items(window, group, query.dtype)
     if items.take is not None:
-        queries = queries[items.take]
-    queries = (
-        queries.reshape(items.paths, items.width, kv_heads, group, dim)
+        query = query[items.take]
+    query = (
+        query.reshape(items.paths, items.width, kv_heads, group, dim)
         .permute(0, 2, 3, 1, 4)
         .reshape(items.paths, kv_heads, group * items.width, dim)
     )
+    keys, values = (store.view(-1, p.page_tokens, kv_heads, store.shape[2]) for store in (keys, values))
+    flash = softcap is None and query.device.type == "cpu" and dim == values.shape[3]
+
+    def pages(query: Tensor, numbers: Tensor | slice, bias: Tensor) -> tuple[Tensor, Tensor]:
+        key, value = (store[numbers, : bias.shape[-1]].transpose(1, 2) for store in (keys, values))
+        return flash_page(query, key, value, bias, scaling) if flash else plain_page(query, key, value, bias, scaling, softcap)
+
+    asked = query
     if items.owner is not None:
-        queries = queries[items.owner]
-    size = p.page_tokens
-    read_keys = keys.view(-1, size, kv_heads, keys.shape[2])[items.pages].transpose(1, 2)
-    read_values = values.view(-1, size, kv_heads, values.shape[2])[items.pages].transpose(1, 2)
-    scale = dim**-0.5 if scaling is None else scaling
-    if softcap is None and query.device.type == "cpu" and dim == values.shape[2]:
-        out, lse = flash_page(queries, read_keys, read_values, items.bias, scale)
-    else:
-        out, lse = plain_page(queries, read_keys, read_values, items.bias, scale, softcap)
-    sinks = None if s_aux is None else s_aux.float().view(kv_heads, group, 1).expand(-1, -1, items.width).reshape(kv_heads, -1)
+        asked = query.expand(items.bias.shape[0], -1, -1, -1) if items.paths == 1 else query[items.owner]
+    out, lse = pages(asked, items.pages, items.bias)
+    if items.tail is not None:
+        bias, page = items.tail
+        last, last_lse = pages(query, page, bias)
+        out, lse = torch.cat([out, last]), torch.cat([lse, last_lse])
+    if sinks is not None:
+        sinks = sinks.float().view(kv_heads, group, 1).expand(-1, -1, items.width).reshape(kv_heads, -1)
     merged = merge(out, lse, items, sinks)
     merged = merged.view(items.paths, kv_heads, group, items.width, -1).permute(0, 3, 1, 2, 4).reshape(items.paths * items.width, heads, -1)
-    if items.back is not None:
-        merged = merged[items.back]
-    return merged[None], None
+    return merged if items.back is None else merged[items.back]
 
 
 AttentionInterface.register(NAME, paged_attention)

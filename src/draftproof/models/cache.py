@@ -85,12 +85,10 @@ class PagePool:
                 self.free.append(page)
 
     def storage(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Key and value storage of a layer, made at its first use from the shapes [1, kv_heads, rows, dim] it is given."""
+        """Key and value storage of a layer, made at its first use from the shapes [rows, kv_heads, dim] it is given."""
         if layer not in self.keys:
             for store, like in ((self.keys, key), (self.values, value)):
-                store[layer] = torch.zeros(
-                    self.allocated * self.page_tokens, like.shape[1], like.shape[3], dtype=like.dtype, device=like.device
-                )
+                store[layer] = torch.zeros(self.allocated * self.page_tokens, *like.shape[1:], dtype=like.dtype, device=like.device)
         return self.keys[layer], self.values[layer]
 
     def copy_head(self, source: int, target: int, tokens: int) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,11 @@ from ..config import LoadConfig
 from ..errors import LoadError
 from . import attention
 from .cropped import CroppedTarget
+from .fused import FusedPass, can_fuse, fuse
 from .packed import can_pack, pack
 from .paged import PagedTarget
 from .passes import Pass
+from .recurrent import RecurrentTarget
 from .selftest import invisible
 from .target import LoadFacts, Target, TargetParts
 from .tokenizer import Tokenizer
@@ -27,6 +30,7 @@ from .tokenizer import Tokenizer
 WEIGHTS = Path(__file__).parent.parent / "weights"
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3          # glibc's malloc.h
 FINAL_NORMS = ("norm", "ln_f", "final_layer_norm", "final_layernorm", "norm_f")  # what families call the norm before the output
+RECURRENT = {"linear_attention", "hybrid", "hybrid_sliding"}  # kinds of layers whose state has no positions
 ROW_DEPENDENT_ROPE = {"dynamic", "longrope"}  # their angles depend on the longest row of the pass
 
 
@@ -38,8 +42,8 @@ def builtin(name: str) -> Path:
     return folder
 
 
-def load_target(path: str | Path, config: LoadConfig | None = None) -> Target:
-    """Load a decoder-only model for scoring.
+def load_target(path: str | Path, config: LoadConfig | None = None, fused: bool = True) -> Target:
+    """Load a decoder-only model for scoring. `fused=False` keeps the transformers forward where the slim one would replace it.
 
     Only safetensors weights are read. Raises LoadError with what was found, what was expected and what to do.
     """
@@ -55,11 +59,13 @@ def load_target(path: str | Path, config: LoadConfig | None = None) -> Target:
     weight_bytes, parameters = _sizes(model)
     tokenizer = _tokenizer(path, config, reasons)
     tier = _tier(model, device, reasons)
+    able = False
     if device.type == "cpu":
-        able, why = can_pack(dtype)
+        able, why = can_pack(dtype) if config.packed else (False, "packing is off")
         reasons["linear layers"] = f"{'packed' if able else 'stock'}: {why}"
-        if able:
-            pack(model)
+    slim = fused and config.packed and _fuse(model, tier, able, reasons)
+    if able:
+        pack(model)
     text = model.config.get_text_config()
     facts = LoadFacts(
         name=str(path),
@@ -87,14 +93,24 @@ def load_target(path: str | Path, config: LoadConfig | None = None) -> Target:
         defaults=_defaults(model),
         eos_ids=_eos_ids(model, tokenizer),
     )
-    target: Target = PagedTarget(model, page_tokens=config.page_tokens, **shared) if tier == 1 else CroppedTarget(model, **shared)
+    target = _target(model, tier, config, FusedPass(model) if slim else None, shared)
     if config.self_test:
-        passed, reason = invisible(target, config.page_tokens, config.prefill_chunk)
+        measure = target.measure if isinstance(target, RecurrentTarget) else partial(invisible, target)
+        passed, reason = measure(config.page_tokens, config.prefill_chunk)
         rope = (getattr(text, "rope_parameters", None) or {}).get("rope_type", "default")
         if rope in ROW_DEPENDENT_ROPE and passed:
             passed, reason = False, f"no: {rope} rotary angles depend on the longest text of the pass"
-        target.facts = replace(facts, invisible=passed, invisible_reason=reason)
+        target.facts = replace(target.facts, invisible=passed, invisible_reason=reason)
     return target
+
+
+def _fuse(model: Any, tier: int, packed: bool, reasons: dict[str, str]) -> bool:
+    """Join the products of each block, where the blocks are known and attend through our pages."""
+    able, why = can_fuse(model) if tier == 1 else (False, "the model keeps its own cache")
+    reasons["forward pass"] = f"{'fused' if able else 'as transformers runs it'}: {why}"
+    if able:
+        fuse(model, packed)
+    return able
 
 
 def _read_config(path: str | Path, config: LoadConfig) -> Any:
@@ -140,17 +156,25 @@ def _load_model(path: str | Path, config: LoadConfig, model_config: Any, dtype: 
         raise LoadError(
             f"{path}: {len(missing)} weights are missing, first {missing[0]}; expected a complete checkpoint of {type(model).__name__}"
         )
-    if getattr(model, "_is_stateful", False):
-        raise LoadError(
-            f"{path} keeps a recurrent state ({model_config.model_type}) that cannot be rewound by position; "
-            "expected a model whose cache holds keys and values"
-        )
     return model
+
+
+def _target(model: Any, tier: int, config: LoadConfig, slim: FusedPass | None, shared: dict[str, Any]) -> Target:
+    if tier == 1:
+        return PagedTarget(model, page_tokens=config.page_tokens, fused=slim, **shared)
+    if tier == 2:
+        return CroppedTarget(model, **shared)
+    target = RecurrentTarget(model, **shared)
+    target.facts.reasons["recurrent state"] = target.check()
+    return target
 
 
 def _tier(model: Any, device: torch.device, reasons: dict[str, str]) -> int:
     kinds = set(getattr(model.config.get_text_config(), "layer_types", None) or ["full_attention"])
     foreign = kinds - {"full_attention", "sliding_attention"}
+    if getattr(model, "_is_stateful", False) or kinds & RECURRENT:
+        reasons["tier"] = "3, a recurrent state: copied before guesses are scored, put back after a rejection"
+        return 3
     if not getattr(model, "_supports_attention_backend", False):
         reasons["tier"] = f"2, the model's own cache: {type(model).__name__} takes no attention function from outside"
         return 2
@@ -254,7 +278,9 @@ def _sizes(model: nn.Module) -> tuple[int, int]:
 
 
 def _cache_bytes(text: Any, dtype: torch.dtype) -> int:
-    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    heads = getattr(text, "num_key_value_heads", None) or getattr(text, "num_attention_heads", 0)
+    if not heads:
+        return 0
     dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     return int(2 * text.num_hidden_layers * heads * dim * torch.empty(0, dtype=dtype).element_size())
 

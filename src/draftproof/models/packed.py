@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 PACK_ROWS = 8  # the row count that the blocked layout is chosen for
+BY_HAND = {"dt_proj"}  # layers of state-space models whose weight the model multiplies by itself
 
 
 class PackedLinear(nn.Module):
@@ -20,6 +21,7 @@ class PackedLinear(nn.Module):
         super().__init__()
         self.out_features, self.in_features = weight.shape
         self.weight_bytes = weight.numel() * weight.element_size()
+        self.weight = torch.empty_like(weight, device="meta")  # its dtype and shape, which some models ask for; no values
         self.packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous(), PACK_ROWS)
         self.bias = None if bias is None else bias.detach().clone()
 
@@ -46,7 +48,7 @@ def pack(module: nn.Module) -> int:
     """Replace every linear layer below `module` by its packed form, in place; returns the bytes of their weights."""
     total = 0
     for name, child in list(module.named_children()):
-        if isinstance(child, nn.Linear) and type(child) is nn.Linear:
+        if type(child) is nn.Linear and name not in BY_HAND:
             packed = PackedLinear(child.weight, child.bias)
         elif isinstance(child, Conv1D):
             packed = PackedLinear(child.weight.data.t(), child.bias.data)

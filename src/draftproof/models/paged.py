@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import accumulate
 
 import torch
 from torch import Tensor, nn
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 from ..types import Draft, Scores
 from .attention import TILE
 from .cache import PagedSlot, PagePool
+from .fused import FusedPass
 from .passes import Pass, Path
 from .taps import Taps
 from .target import LoadFacts, TargetParts
@@ -35,13 +37,16 @@ class PagedTarget:
         tokenizer: Tokenizer | None,
         defaults: dict[str, float],
         eos_ids: tuple[int, ...],
+        fused: FusedPass | None = None,
     ) -> None:
+        """fused: the slim forward pass that stands for the model's own."""
         self.model, self.vocab_size, self.context, self.whole_tiles = model, vocab_size, context, whole_tiles
         self.facts, self.parts, self.tokenizer, self.defaults, self.eos_ids = facts, parts, tokenizer, defaults, eos_ids
         self.device = next(model.parameters()).device
         self.pool = PagePool(page_tokens, cache_tokens, self.device)
         self.slots: list[PagedSlot] = []
-        self._taps = Taps(parts.layers)
+        self.fused = fused
+        self._taps: Taps | FusedPass = fused or Taps(parts.layers)
 
     def set_taps(self, layers: Sequence[int]) -> None:
         self._taps.set(layers)
@@ -63,7 +68,6 @@ class PagedTarget:
     def fits(self, tokens: int) -> bool:
         return -(-tokens // self.pool.page_tokens) <= self.pool.available()
 
-    @torch.inference_mode()
     def truncate(self, slot: PagedSlot, length: int) -> None:
         assert not slot.nodes and length <= slot.length, "a slot only shrinks, between passes"
         size = self.pool.page_tokens
@@ -76,7 +80,8 @@ class PagedTarget:
             slot.shared = held
             if length % size:
                 slot.pages.append(self.pool.take())
-                self.pool.copy_head(source, slot.pages[-1], length % size)
+                with torch.inference_mode():
+                    self.pool.copy_head(source, slot.pages[-1], length % size)
         del slot.tokens[length:]
 
     def close(self, slot: PagedSlot) -> None:
@@ -106,18 +111,22 @@ class PagedTarget:
     @torch.inference_mode()
     def extend(self, slots: Sequence[PagedSlot], tokens: Sequence[Tensor]) -> Scores:
         drafts = [Draft.chain(ids[1:]) for ids in tokens]
-        if self.whole_tiles and len(slots) == 1 and len(drafts[0]) == 0:
-            logits = self._run(slots, [Draft.chain(tokens[0].repeat(2)[1:])], torch.stack([ids[0] for ids in tokens]), [0, 0])[:1]
+        if len(slots) > 1:
+            ends = list(accumulate(ids.shape[0] for ids in tokens))
+            logits = self._run(slots, drafts, torch.stack([ids[0] for ids in tokens]), [end - 1 for end in ends])
+        elif not self.whole_tiles:
+            logits = self._run(slots, drafts, tokens[0][:1], [len(drafts[0])])
+        elif len(drafts[0]) == 0:  # a second row that nobody reads
+            logits = self._run(slots, [Draft.chain(tokens[0])], tokens[0], None)[:1]
         else:
-            ends = [sum(len(d) + 1 for d in drafts[: i + 1]) - 1 for i in range(len(drafts))]
-            keep = ends * 2 if self.whole_tiles and len(ends) == 1 else ends
-            logits = self._run(slots, drafts, torch.stack([ids[0] for ids in tokens]), keep)[: len(ends)]
+            logits = self._run(slots, drafts, tokens[0][:1], [len(drafts[0]) - 1, len(drafts[0])])[1:]
         for slot, ids in zip(slots, tokens, strict=True):
             slot.nodes = []
             slot.tokens += ids.tolist()
             if slot.length >= (slot.shared + 1) * self.pool.page_tokens:
                 self.pool.publish(slot)
-        return Scores(logits, tuple(range(len(slots) + 1)), dict(self._taps.rows))
+        rows = sum(map(len, tokens))
+        return Scores(logits, tuple(range(len(slots) + 1)), {k: v[:rows] for k, v in self._taps.rows.items()})
 
     @torch.inference_mode()
     def score(self, slots: Sequence[PagedSlot], roots: Tensor, drafts: Sequence[Draft]) -> Scores:
@@ -153,6 +162,8 @@ class PagedTarget:
         lengths = [slot.length for slot in slots]
         try:
             p = self._plan(slots, drafts, roots)
+            if self.fused is not None:
+                return self.fused(p, self.pool, keep)
             more = {} if keep is None else {"logits_to_keep": torch.tensor(keep, device=self.device)}
             out = self.model(
                 input_ids=p.ids, position_ids=p.positions, use_cache=False, draftproof_pass=p, draftproof_pool=self.pool, **more
@@ -167,6 +178,8 @@ class PagedTarget:
         return logits
 
     def _plan(self, slots: Sequence[PagedSlot], drafts: Sequence[Draft], roots: Tensor) -> Pass:
+        if len(slots) == 1 and drafts[0].is_chain:
+            return self._plan_chain(slots[0], drafts[0], roots)
         size = self.pool.page_tokens
         positions: list[int] = []
         paths: list[Path] = []
@@ -197,6 +210,24 @@ class PagedTarget:
             size,
             TILE if self.whole_tiles else 1,
         )
+
+    def _plan_chain(self, slot: PagedSlot, draft: Draft, root: Tensor) -> Pass:
+        """`_plan` for one chain, the shape of most passes."""
+        assert not slot.nodes and not slot.closed, "rewind before the next pass"
+        size, base, rows = self.pool.page_tokens, slot.length, len(draft) + 1
+        self._reach(slot, base + rows)
+        places = list(range(base, base + rows))
+        ids = torch.cat([root, draft.tokens]).to(self.device)[None]
+        readable = places if places[-1] < self.context else [min(t, self.context - 1) for t in places]
+        write_to: Tensor | slice
+        if base // size == places[-1] // size:
+            start = slot.pages[base // size] * size + base % size
+            write_to = slice(start, start + rows)
+        else:
+            write_to = torch.tensor([slot.pages[t // size] * size + t % size for t in places], device=self.device)
+        positions = torch.tensor([readable], device=self.device)
+        tile = TILE if self.whole_tiles else 1
+        return Pass(ids, positions, places, write_to, None, [Path(slot.pages, range(rows))], size, tile)
 
     def _tree_paths(self, slot: PagedSlot, draft: Draft, base: int, depth: int) -> Iterator[tuple[list[int], list[int], list[int]]]:
         """(page table, rows whose keys lie on the path, rows that attend through it) per leaf. Row 0 is the root, row 1+i node i.

@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+LEAST_KEYS, MOST_KEYS = 64, 256  # of a page: an attention call reads no fewer, and of pages with more keys always all
+
 
 @dataclass(frozen=True, slots=True)
 class Path:
@@ -27,32 +29,36 @@ class Items:
     """One attention call: every (path, page) pair is a batch item; shapes are padded so that kernels see whole tiles.
 
     take   [paths * width] row of the pass for each query place, or None if it is the identity
-    back   [rows] query place of each row, or None if it is the identity
+    back   [rows] query place of each row, a slice if they are consecutive, or None if it is the identity
     pages  [items] page ids, or a slice when they are consecutive; owner [items] path of each item, None if path i owns item i
     grid   [paths, most pages] item of each path's j-th page, −1 beyond its end (or None: one item per path)
-    bias   [items, 1, group * width, P] 0 where a query sees a key and −inf where not; all 0 where it sees none
+    bias   [items, 1, group * width, K] 0 where a query sees a key and −inf where not; all 0 where it sees none. K ≤ P: how many
+           keys of each page are read
     dead   [items, 1, group * width] queries that see no key of their item, or None
+    tail   [1, 1, group * width, K'] bias of one more item, of which fewer keys are read, and that item's page; or None
     """
 
     paths: int
     width: int
     take: Tensor | None
-    back: Tensor | None
+    back: Tensor | slice | None
     pages: Tensor | slice
     owner: Tensor | None
     grid: Tensor | None
     bias: Tensor
     dead: Tensor | None
+    tail: tuple[Tensor, slice] | None = None
 
 
 @dataclass(slots=True)
 class Pass:
-    """ids, positions [1, rows]; writes: storage rows of the keys, and which row of the pass each comes from (None: identity)."""
+    """ids, positions [1, rows]; writes: storage rows of the keys (a slice if consecutive), and which row of the pass each comes
+    from (None: identity)."""
 
     ids: Tensor
     positions: Tensor
     position_list: list[int]
-    write_to: Tensor
+    write_to: Tensor | slice
     write_from: Tensor | None
     paths: list[Path]
     page_tokens: int
@@ -63,11 +69,62 @@ class Pass:
         """The attention call for layers with this sliding window (None: full) and queries per key head; made once."""
         key = (window or 0, group, dtype)
         if key not in self.cache:
-            self.cache[key] = _items(self, window, group, dtype)
+            self.cache[key] = chain_items(self, group, dtype) if _one_chain(self, window) else general_items(self, window, group, dtype)
         return self.cache[key]
 
 
-def _items(p: Pass, window: int | None, group: int, dtype: torch.dtype) -> Items:
+def _one_chain(p: Pass, window: int | None) -> bool:
+    """Whether the rows are one chain within one page and no window hides a key from them: most passes are."""
+    at = p.position_list
+    return len(p.paths) == 1 and at[0] // p.page_tokens == at[-1] // p.page_tokens and (not window or at[-1] < window)
+
+
+def chain_items(p: Pass, group: int, dtype: torch.dtype) -> Items:
+    """`general_items` for one chain whose rows all see every page and lie in the last one."""
+    size, device, rows = p.page_tokens, p.ids.device, len(p.position_list)
+    last = p.position_list[0] // size
+    pages = p.paths[0].pages[: last + 1]
+    width = rows
+    while group * width % p.query_tile:
+        width += 1
+    places = [t - last * size for t in p.position_list]
+    places += places[:1] * (width - rows)
+    keys = _keys_read(places[rows - 1], size) if device.type == "cpu" else size
+    bias = torch.zeros(group * width, keys, dtype=dtype, device=device)
+    bias.masked_fill_(torch.arange(keys, device=device) > torch.tensor(places * group, device=device)[:, None], float("-inf"))
+    bias, tail = bias[None, None], None
+    if last:
+        before = bias.new_zeros(last, 1, group * width, size)
+        if keys < size:
+            bias, tail, pages = before, (bias, slice(pages[-1], pages[-1] + 1)), pages[:-1]
+        else:
+            bias = torch.cat([before, bias])
+    consecutive = all(b == a + 1 for a, b in zip(pages, pages[1:], strict=False))
+    return Items(
+        paths=1,
+        width=width,
+        take=None if width == rows else torch.tensor([*range(rows), *[0] * (width - rows)], device=device),
+        back=None if width == rows else slice(0, rows),
+        pages=slice(pages[0], pages[-1] + 1) if consecutive else torch.tensor(pages, device=device),
+        owner=torch.zeros(len(pages), dtype=torch.int64, device=device) if len(pages) > 1 else None,
+        grid=torch.arange(last + 1, device=device)[None] if last else None,
+        bias=bias,
+        dead=None,
+        tail=tail,
+    )
+
+
+def _keys_read(last: int, size: int) -> int:
+    """How many keys of a page to read for a row at place `last`. Powers of two up to 256 give the bits of the whole page, other
+    lengths do not (docs/log.md)."""
+    keys = LEAST_KEYS
+    while keys <= last:
+        keys *= 2
+    return keys if keys < size <= MOST_KEYS and size & (size - 1) == 0 else size
+
+
+def general_items(p: Pass, window: int | None, group: int, dtype: torch.dtype) -> Items:
+    """Any mixture of chains and trees, of pages and windows."""
     size, device = p.page_tokens, p.ids.device
     width = max(len(path.rows) for path in p.paths)
     while group * width % p.query_tile:

@@ -1,0 +1,198 @@
+"""A slim forward pass for models made of Llama's block: one product for q, k and v, one for gate and up, few operations between.
+
+    x ← x + o(attention(rotary(qkv(norm(x)))))        x ← x + down(act(gate(norm(x))) · up(norm(x)))
+
+A pass over a few rows is short enough for the interpreter's share to show: transformers' block runs about 60 small operations,
+this one about 30. What is computed, and in which order values are rounded, is the same; the models' own forward stays
+the plain twin (`load_target(…, fused=False)`), and a test compares the two.
+
+Which models: exact classes of `transformers`, layer by layer. A subclass, a quantised layer or a stranger runs as before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .attention import attend
+from .cache import PagePool
+from .packed import PackedLinear
+from .passes import Pass
+
+FAMILIES = {"llama": "Llama", "mistral": "Mistral", "ministral": "Ministral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
+MOVING_ROPE = {"dynamic", "longrope"}  # their angles depend on the longest row of the pass, so there is no table of them
+FIRST_ANGLES = 1024  # positions; the table doubles when a text outgrows it
+
+Linear = Callable[[Tensor, Tensor | None], nn.Module]
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x / rms(x) · weight over the last dimension, rounded where the transformers modules round (Zhang & Sennrich, arXiv 1910.07467)."""
+    wide = x.to(torch.float32, copy=True)
+    scale = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
+    wide.mul_(scale.mul_(scale).div_(x.shape[-1]).add_(eps).rsqrt_())
+    return wide.to(x.dtype).mul_(weight)
+
+
+class FusedLayer(nn.Module):
+    """One block with its products joined. Stands in the model's own list of layers and can be called as they are."""
+
+    def __init__(self, layer: Any, linear: Linear) -> None:
+        super().__init__()
+        attention, mlp = layer.self_attn, layer.mlp
+        self.layer_idx, self.head_dim, self.scaling = attention.layer_idx, attention.head_dim, attention.scaling
+        self.window = getattr(attention, "sliding_window", None)
+        if type(attention).__name__ == "MistralAttention":  # reads its window from the configuration
+            self.window = attention.config.sliding_window
+        self.heads = attention.q_proj.out_features // self.head_dim
+        self.kv_heads = attention.k_proj.out_features // self.head_dim
+        self.qkv = linear(*_joined([attention.q_proj, attention.k_proj, attention.v_proj]))
+        self.o = linear(attention.o_proj.weight, attention.o_proj.bias)
+        self.gate_up = linear(*_joined([mlp.gate_proj, mlp.up_proj]))
+        self.down = linear(mlp.down_proj.weight, mlp.down_proj.bias)
+        self.act = mlp.act_fn
+        self.input_norm, self.mlp_norm = layer.input_layernorm, layer.post_attention_layernorm
+        # bound once: finding and calling a module costs as much as a small operation
+        self._products = self.qkv.forward, self.o.forward, self.gate_up.forward, self.down.forward, self.act.forward
+        self._norms = [(norm.weight.detach(), norm.variance_epsilon) for norm in (self.input_norm, self.mlp_norm)]
+        self.head_norm: Tensor | None = None  # [heads + kv_heads, head_dim], Qwen 3's norm of each head
+        if hasattr(attention, "q_norm"):
+            q, k = attention.q_norm, attention.k_norm
+            self.head_eps = q.variance_epsilon
+            self.head_norm = torch.cat([q.weight.detach().expand(self.heads, -1), k.weight.detach().expand(self.kv_heads, -1)])
+
+    def run(self, x: Tensor, cos: Tensor, sin: Tensor, p: Pass, pool: PagePool) -> Tensor:
+        """x [rows, hidden], which is overwritten; cos, sin [rows, 1, head_dim], sin negative in its first half → [rows, hidden]."""
+        rows, turned = x.shape[0], self.heads + self.kv_heads
+        to_qkv, to_out, to_gate_up, to_down, act = self._products
+        before, after = self._norms
+        heads = to_qkv(rms_norm(x, *before)).view(rows, -1, self.head_dim)
+        qk = heads[:, :turned]
+        if self.head_norm is not None:
+            qk = rms_norm(qk, self.head_norm, self.head_eps)
+        turn = qk.roll(self.head_dim // 2, -1).mul_(sin)
+        qk = (qk * cos).add_(turn)
+        out = attend(self.layer_idx, qk[:, : self.heads], qk[:, self.heads :], heads[:, turned:], self.scaling, self.window, p, pool)
+        x.add_(to_out(out.reshape(rows, -1)))
+        gate, up = to_gate_up(rms_norm(x, *after)).chunk(2, -1)
+        return x.add_(to_down(act(gate).mul_(up)))
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        position_embeddings: tuple[Tensor, Tensor],
+        draftproof_pass: Pass,
+        draftproof_pool: PagePool,
+        **_: Any,
+    ) -> Tensor:
+        """As a transformers block is called: hidden_states [1, rows, hidden] and (cos, sin) [1, rows, head_dim] of the model's rotary."""
+        cos, sin = (angle[0][:, None] for angle in position_embeddings)
+        return self.run(hidden_states[0].clone(), cos, _signed(sin), draftproof_pass, draftproof_pool)[None]
+
+
+class FusedPass:
+    """The whole forward pass over a model whose layers are `FusedLayer`s. Keeps taps, as `Taps` does, without hooks."""
+
+    def __init__(self, model: Any) -> None:
+        self.embed, self.output = model.get_input_embeddings(), model.get_output_embeddings()
+        self.layers: list[FusedLayer] = list(model.model.layers)
+        self.norm, self.rotary = model.model.norm, model.model.rotary_emb
+        self.moving = self.rotary.rope_type in MOVING_ROPE
+        self.angles: Tensor | None = None  # [positions, 2, head_dim]: cos, and sin with its first half negated
+        self.taps: frozenset[int] = frozenset()
+        self.rows: dict[int, Tensor] = {}
+
+    def set(self, chosen: Sequence[int]) -> None:
+        """From the next pass on `rows` holds the outputs [rows, hidden] of these layers."""
+        for layer in chosen:
+            assert 0 <= layer < len(self.layers), f"layer {layer} of {len(self.layers)}"
+        self.taps, self.rows = frozenset(chosen), {}
+
+    def __call__(self, p: Pass, pool: PagePool, keep: Sequence[int] | None) -> Tensor:
+        """Logits [len(keep), V] of the rows in `keep`, or of all."""
+        x = self.embed(p.ids[0])
+        angles = self._angles_of(x, p)
+        cos, sin = angles[:, :1], angles[:, 1:]
+        for number, layer in enumerate(self.layers):
+            x = layer.run(x, cos, sin, p, pool)
+            if number in self.taps:
+                self.rows[number] = x.clone()
+        if keep is not None:
+            first, last = keep[0], keep[-1]
+            x = x[first : last + 1] if last - first == len(keep) - 1 else x[torch.tensor(keep, device=x.device)]
+        logits: Tensor = self.output(rms_norm(x, self.norm.weight, self.norm.variance_epsilon))
+        return logits
+
+    def _angles_of(self, like: Tensor, p: Pass) -> Tensor:
+        if self.moving:
+            return self._measure(like, p.positions)
+        need = max(p.position_list) + 1
+        if self.angles is None or self.angles.shape[0] < need:
+            held = max(FIRST_ANGLES, 1 << (need - 1).bit_length())
+            self.angles = self._measure(like, torch.arange(held, device=like.device)[None])
+        return self.angles[p.positions[0]]
+
+    def _measure(self, like: Tensor, positions: Tensor) -> Tensor:
+        """The model's own angles at positions [1, n], as they are used here: [n, 2, head_dim]."""
+        cos, sin = self.rotary(like, positions)
+        return torch.stack([cos[0], _signed(sin[0])], 1)
+
+
+def _signed(sin: Tensor) -> Tensor:
+    """rotate_half(x) · sin = roll(x) · signed(sin): the first half of the rotated vector is the negated second half of x."""
+    first, second = sin.chunk(2, -1)
+    return torch.cat([-first, second], -1)
+
+
+def _joined(parts: Sequence[nn.Linear]) -> tuple[Tensor, Tensor | None]:
+    """The weights, one below the other, and their biases (zeros where only some have one)."""
+    weight = torch.cat([part.weight.detach() for part in parts])
+    if all(part.bias is None for part in parts):
+        return weight, None
+    return weight, torch.cat([weight.new_zeros(part.out_features) if part.bias is None else part.bias.detach() for part in parts])
+
+
+def stock_linear(weight: Tensor, bias: Tensor | None) -> nn.Module:
+    """An ordinary linear layer around these tensors."""
+    layer = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
+    layer.weight = nn.Parameter(weight.detach(), requires_grad=False)
+    if bias is not None:
+        layer.bias = nn.Parameter(bias.detach(), requires_grad=False)
+    return layer
+
+
+def can_fuse(model: Any) -> tuple[bool, str]:
+    """Whether every layer is Llama's block as we know it, and why or why not."""
+    family = str(model.config.model_type)
+    if family not in FAMILIES:
+        return False, f"{type(model).__name__} is not one of the families whose block is known ({', '.join(FAMILIES)})"
+    home, prefix = f"transformers.models.{family}.modeling_{family}", FAMILIES[family]
+
+    def exact(module: Any, name: str) -> bool:
+        return type(module).__module__ == home and type(module).__name__ == prefix + name
+
+    known = exact(model, "ForCausalLM") and exact(model.model, "Model") and exact(model.model.norm, "RMSNorm")
+    for layer in model.model.layers if known else ():
+        attention, mlp = layer.self_attn, layer.mlp
+        norms = [layer.input_layernorm, layer.post_attention_layernorm]
+        norms += [attention.q_norm, attention.k_norm] if hasattr(attention, "q_norm") else []
+        linears = [attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj, mlp.gate_proj, mlp.up_proj, mlp.down_proj]
+        known = known and exact(layer, "DecoderLayer") and exact(attention, "Attention") and exact(mlp, "MLP")
+        known = known and all(exact(norm, "RMSNorm") for norm in norms) and all(type(linear) is nn.Linear for linear in linears)
+        known = known and attention.k_proj.out_features == attention.v_proj.out_features
+    if not known:
+        return False, f"{type(model).__name__} has layers of other classes than {home} ships"
+    rotary = model.model.rotary_emb
+    if not exact(rotary, "RotaryEmbedding") or 2 * rotary.inv_freq.shape[0] != model.model.layers[0].self_attn.head_dim:
+        return False, "its rotary positions do not cover the whole head"
+    return True, "one product for q, k and v, one for gate and up, and few operations between them"
+
+
+def fuse(model: Any, packed: bool) -> None:
+    """Replace the model's layers by fused ones, in place and one at a time, so that no more than one layer is held twice."""
+    layers = model.model.layers
+    for number in range(len(layers)):
+        layers[number] = FusedLayer(layers[number], PackedLinear if packed else stock_linear)

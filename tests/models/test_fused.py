@@ -1,0 +1,186 @@
+"""The slim forward pass against its plain twin, the transformers forward; the attention call of one chain against the general one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import families
+import pytest
+import torch
+
+from draftproof.config import LoadConfig
+from draftproof.models import load, passes
+from draftproof.models.fused import FusedLayer, can_fuse, rms_norm
+from draftproof.models.load import load_target
+from draftproof.models.paged import PagedTarget
+from draftproof.models.passes import Pass, chain_items, general_items
+from draftproof.types import Draft, Scores
+
+FUSED = ("llama", "mistral", "qwen2", "qwen3", "ministral", "biased llama")
+TEXT = 45
+OPTIONS = {
+    "biased llama": ("llama", {"attention_bias": True, "mlp_bias": True}),
+    "ministral": ("ministral", {"head_dim": 16, "sliding_window": 24}),
+}
+
+
+def save(family: str, folder: Path) -> None:
+    base, more = OPTIONS.get(family, (family, families.FAMILIES.get(family, {})))
+    before = families.FAMILIES.get(base)
+    families.FAMILIES[base] = more  # type: ignore[assignment]
+    try:
+        model = families.build(base)
+    finally:
+        if before is None:
+            del families.FAMILIES[base]
+        else:
+            families.FAMILIES[base] = before
+    with torch.no_grad():  # norms and biases that differ from their initial ones and zeros
+        for parameter in model.parameters():
+            if parameter.ndim == 1:
+                parameter.add_(torch.randn_like(parameter) * 0.2)
+    model.save_pretrained(folder)
+
+
+def pair(folder: Path, dtype: str, **more: object) -> tuple[PagedTarget, PagedTarget]:
+    """(fused, plain twin)."""
+    config = LoadConfig(dtype=dtype, device="cpu", page_tokens=16, self_test=False, threads=torch.get_num_threads(), **more)  # type: ignore[arg-type]
+    found = load_target(folder, config), load_target(folder, config, fused=False)
+    assert isinstance(found[0], PagedTarget) and isinstance(found[1], PagedTarget)
+    assert found[0].fused is not None and found[1].fused is None, found[0].facts.reasons
+    return found[0], found[1]
+
+
+def play(target: PagedTarget) -> list[Scores]:
+    """A prefill in chunks, a chain, a tree, a plain pass, and a batch of three."""
+    text = torch.arange(TEXT) * 37 % 199 + 1
+    target.set_taps([0, 2])
+    slot = target.open(text.tolist(), room=40)
+    found = [target.extend([slot], [text[:30]]), target.extend([slot], [text[30:31]]), target.extend([slot], [text[31:]])]
+    root = text[:1]
+    found.append(target.score([slot], root, [Draft.chain([5, 6, 7, 8])]))  # crosses the page edge at 48
+    target.rewind(slot, (0, 1))
+    found.append(target.score([slot], root, [Draft(torch.tensor([9, 8, 7, 6]), (-1, -1, 1, 0))]))
+    target.rewind(slot, (1, 2))
+    found.append(target.score([slot], root, [Draft.empty()]))
+    target.rewind(slot, ())
+    others = [target.open([1, 2], room=40) for _ in range(2)]
+    found.append(target.extend(others, [text[:3], text[:20]]))
+    drafts = [Draft.chain([3]), Draft.empty(), Draft.chain([4, 5])]
+    found.append(target.score([slot, *others], text[:3], drafts))
+    for each in (slot, *others):
+        target.rewind(each, ())
+        target.close(each)
+    target.check()
+    return found
+
+
+@pytest.mark.parametrize("dtype, tolerance", [("float32", 2e-5), ("bfloat16", 0.04)])
+@pytest.mark.parametrize("family", FUSED)
+def test_fused_pass_agrees_with_the_transformers_forward(family: str, dtype: str, tolerance: float, tmp_path: Path) -> None:
+    save(family, tmp_path)
+    fused, plain = pair(tmp_path, dtype)
+    assert all(isinstance(layer, FusedLayer) for layer in fused.parts.layers)
+    rows = [30, 1, 14, 5, 5, 1, 23, 6]
+    for count, ours, theirs in zip(rows, play(fused), play(plain), strict=True):
+        assert ours.taps[0].shape == (count, 64)
+        assert ours.starts == theirs.starts and ours.logits.shape == theirs.logits.shape
+        assert set(ours.taps) == set(theirs.taps) == {0, 2}
+        for a, b in [(ours.logits, theirs.logits), *((ours.taps[i], theirs.taps[i]) for i in (0, 2))]:
+            assert a.dtype == b.dtype and a.shape == b.shape
+            assert float((a.float() - b.float()).abs().max()) <= tolerance * float(b.float().abs().max())
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_fused_layers_take_the_place_of_the_models_own(packed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The transformers model, called as ever, runs through the fused layers; its weights are not held twice."""
+    monkeypatch.setattr(load, "can_pack", lambda dtype: (packed, "as the test wants"))
+    save("qwen3", tmp_path)
+    fused, plain = pair(tmp_path, "float32")
+    for number, layer in enumerate(fused.parts.layers):
+        held = {name for name, _ in layer.named_children()}
+        assert held == {"qkv", "o", "gate_up", "down", "act", "input_norm", "mlp_norm"}, number
+    text = torch.arange(12) + 3
+    want = plain.extend([plain.open([3])], [text]).logits
+    one = Pass(text[None], torch.arange(12)[None], list(range(12)), slice(16, 28), None, [passes.Path([1], range(12))], 16, 4)
+    got = fused.model(
+        input_ids=one.ids, position_ids=one.positions, use_cache=False, draftproof_pass=one, draftproof_pool=fused.pool
+    ).logits[0, -1:]
+    assert torch.allclose(got, want, rtol=1e-4, atol=1e-4)
+
+
+def test_rounded_where_transformers_rounds() -> None:
+    from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+    generator = torch.Generator().manual_seed(3)
+    for dtype in (torch.float32, torch.bfloat16):
+        norm = LlamaRMSNorm(96).to(dtype)
+        norm.weight.data += torch.randn(96, generator=generator).to(dtype)
+        x = torch.randn(400, 96, generator=generator).to(dtype)
+        before = x.clone()
+        got, want = rms_norm(x, norm.weight, norm.variance_epsilon), norm(x)
+        assert torch.equal(x, before), "the input is the residual and must stay"
+        assert torch.allclose(got, want, rtol=1e-6 if dtype == torch.float32 else 1e-2)
+        assert dtype == torch.float32 or float((got != want).float().mean()) < 1e-3
+
+
+@pytest.mark.parametrize("rows, start, group", [(1, 0, 1), (2, 5, 2), (5, 63, 2), (8, 100, 7), (3, 250, 3), (4, 256, 1), (6, 700, 2)])
+def test_one_chain_is_asked_for_as_the_general_call_asks(rows: int, start: int, group: int) -> None:
+    at, pages = list(range(start, start + rows)), [3, 4, 9]
+    p = Pass(torch.zeros(1, rows), torch.tensor([at]), at, slice(0, rows), None, [passes.Path(pages, range(rows))], 256, 4)
+    quick, general = chain_items(p, group, torch.float32), general_items(p, None, group, torch.float32)
+    last = quick.bias[-1:] if quick.tail is None else quick.tail[0]
+    read, before = last.shape[-1], general.bias[:-1]
+    assert read & (read - 1) == 0 and read >= 64 and read > at[-1] % 256
+    assert torch.equal(last, general.bias[-1:, ..., :read]) and bool((general.bias[-1:, ..., read:] == -torch.inf).all())
+    assert not len(before) or torch.equal(quick.bias[: len(before)], before)
+    places = torch.arange(1 * quick.width)
+    assert (quick.paths, quick.width, quick.dead, general.dead) == (1, general.width, None, None)
+    for a, b in ((quick.take, general.take), (quick.back, general.back)):
+        assert torch.equal(places[slice(None) if a is None else a], places[slice(None) if b is None else b])
+    storage = torch.arange(12)
+    read_pages = [storage[quick.pages]] + ([] if quick.tail is None else [storage[quick.tail[1]]])
+    assert torch.equal(torch.cat(read_pages), storage[general.pages])
+    assert (quick.grid is None) == (general.grid is None) and (quick.grid is None or torch.equal(quick.grid, general.grid))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_bits_do_not_depend_on_how_many_keys_of_a_page_are_read(dtype: torch.dtype) -> None:
+    """Why a chain may read half a page: a power of two of keys gives every query the bits that the whole page gives."""
+    from draftproof.models.attention import flash_page
+
+    generator = torch.Generator().manual_seed(4)
+    for trial in range(12):
+        dim, queries, last = (16, 64, 128)[trial % 3], (4, 8, 36)[trial % 3], (20, 63, 64, 100)[trial % 4]
+        query, key, value = (torch.randn(1, 3, n, dim, generator=generator).to(dtype) for n in (queries, 256, 256))
+        seen = torch.randint(0, last + 1, (queries, 1), generator=generator)
+        bias = torch.zeros(1, 1, queries, 256, dtype=dtype).masked_fill_(torch.arange(256) > seen, -torch.inf)
+        keys = passes._keys_read(last, 256)
+        assert last < keys <= max(64, 2 * last)
+        assert passes._keys_read(last, 100) == 100 and passes._keys_read(last, 512) == 512 and passes._keys_read(300, 512) == 512
+        want = flash_page(query, key, value, bias, 0.1)
+        got = flash_page(query, key[:, :, :keys], value[:, :, :keys], bias[..., :keys], 0.1)
+        assert torch.equal(got[0], want[0]) and torch.equal(got[1], want[1])
+
+
+def test_strangers_run_as_before(tmp_path: Path) -> None:
+    """A family that is not known, and a known one with a layer replaced by a subclass, keep the transformers forward."""
+    fits, why = can_fuse(families.build("granite"))
+    assert not fits and "Granite" in why
+    model = families.build("llama")
+    assert can_fuse(model)[0]
+    mlp = model.model.layers[1].mlp
+    mlp.__class__ = type("Patched", (type(mlp),), {})
+    assert not can_fuse(model)[0]
+    for family, expected in (("llama", "fused: "), ("olmo2", "as transformers runs it: ")):
+        families.save(family, tmp_path)
+        target = load_target(tmp_path, LoadConfig(self_test=False, threads=torch.get_num_threads()))
+        assert target.facts.reasons["forward pass"].startswith(expected)
+
+
+def test_self_test_passes_on_fused_models(tmp_path: Path) -> None:
+    for family in ("llama", "qwen3"):
+        save(family, tmp_path)
+        for dtype in ("float32", "bfloat16"):
+            facts = load_target(tmp_path, LoadConfig(dtype=dtype, page_tokens=64, threads=torch.get_num_threads())).facts
+            assert facts.invisible, (family, dtype, facts.invisible_reason)
