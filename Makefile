@@ -22,9 +22,9 @@ lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/mypy --strict src
 
-# One thread: tests are many small passes, and two threads that wait for each other crawl on a busy machine.
+# One thread a process, a process a core: tests are many small passes, and threads that wait for each other crawl on a busy machine.
 test: lint
-	OMP_NUM_THREADS=$(or $(OMP_NUM_THREADS),1) $(BIN)/python -m pytest -m "not slow and not gpu"
+	OMP_NUM_THREADS=$(or $(OMP_NUM_THREADS),1) $(BIN)/python -m pytest -n auto --dist worksteal -m "not slow and not gpu"
 
 check-bits: $(VENV)/.installed-dev
 	DRAFTPROOF_BITS=$(if $(SAMPLE),sample DRAFTPROOF_BITS_SEED=$(SAMPLE),full) $(BIN)/python -m pytest -m bits --timeout 3600 tests/bits

@@ -132,8 +132,8 @@ def test_token_id_outside_the_vocabulary(capsys: pytest.CaptureFixture[str], tin
     assert code == 2 and "99999" in line
 
 
-def test_wrong_pair(capsys: pytest.CaptureFixture[str], tiny_pair: Pair, other_draft: Path) -> None:
-    code, line = refused(capsys, "generate", "x", "--target", str(tiny_pair[0]), "--drafter", f"model:{other_draft}")
+def test_wrong_pair(capsys: pytest.CaptureFixture[str], tiny_pair: Pair, wordless_draft: Path) -> None:
+    code, line = refused(capsys, "generate", "x", "--target", str(tiny_pair[0]), "--drafter", f"model:{wordless_draft}")
     assert code == 1 and "vocabulary" in line
 
 
@@ -144,6 +144,17 @@ def other_draft(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     tokenizer = make_tokenizer(special=("<|end|>", "<|assistant|>", "<|user|>"))
     return make_model(tmp_path_factory.mktemp("other") / "draft", tokenizer, 32, 1, seed=3)
+
+
+@pytest.fixture(scope="session")
+def wordless_draft(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A drafter of another size without a tokenizer, so that nobody knows what its ids mean."""
+    from conftest import make_model, make_tokenizer
+
+    folder = make_model(tmp_path_factory.mktemp("wordless") / "draft", make_tokenizer(vocab_size=310), 32, 1, seed=3)
+    for file in folder.glob("*token*"):
+        file.unlink()
+    return folder
 
 
 def generate_json(capsys: pytest.CaptureFixture[str], pair: Pair, *more: str) -> dict:
@@ -214,13 +225,15 @@ def test_chat_refuses_bytes_that_are_no_text(capsys: pytest.CaptureFixture[str],
     assert code == 2 and "UTF-8" in line
 
 
-def test_doctor(capsys: pytest.CaptureFixture[str], tiny_pair: Pair, other_draft: Path) -> None:
+def test_doctor(capsys: pytest.CaptureFixture[str], tiny_pair: Pair, other_draft: Path, wordless_draft: Path) -> None:
     assert run(["doctor", "--target", str(tiny_pair[0]), "--drafter", f"model:{tiny_pair[1]}", "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
     assert document["passed"] and {check["name"] for check in document["checks"]} >= PAIR_CHECKS
-    assert run(["doctor", "--target", str(tiny_pair[0]), "--drafter", f"model:{other_draft}"]) == 1
+    assert run(["doctor", "--target", str(tiny_pair[0]), "--drafter", f"model:{other_draft}"]) == 0
+    assert "ok    vocabulary: another one than the target's; 300 of its 300 tokens are the target's too" in capsys.readouterr().out
+    assert run(["doctor", "--target", str(tiny_pair[0]), "--drafter", f"model:{wordless_draft}"]) == 1
     out = capsys.readouterr().out
-    assert "FAIL  vocabulary" in out and "<|user|>" in out and "cannot be used" in out
+    assert "FAIL  vocabulary" in out and "drafter has no tokenizer" in out and "cannot be used" in out
 
 
 def test_demo(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tiny_weights: Path, tmp_path: Path) -> None:

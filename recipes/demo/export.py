@@ -26,7 +26,7 @@ from transformers import AutoTokenizer, GenerationConfig, LlamaConfig, LlamaForC
 
 MODELS = ("target", "draft")
 CLASSES = ("code", "prose", "data")
-PER_CLASS, LONGEST, SHORTEST = 16, 300, 64  # prompts of a class; tokens of a prompt; tokens of its answer
+PER_CLASS, LONGEST, SHORTEST = 24, 300, 64  # prompts of a class; tokens of a prompt; tokens of its answer
 FILE_LIMIT, TOTAL_LIMIT = 45_000_000, 96_000_000      # bytes
 
 CHAT_TEMPLATE = (

@@ -17,10 +17,13 @@ from . import __version__
 from .commands.chat import chat
 from .commands.demo import demo
 from .commands.doctor import doctor
+from .commands.export import export
 from .commands.generate import generate
+from .commands.train import extract, train
 from .errors import DraftproofError
 
-COMMANDS = {"generate": generate, "chat": chat, "demo": demo, "doctor": doctor}
+COMMANDS = {"generate": generate, "chat": chat, "demo": demo, "doctor": doctor, "train": train, "extract": extract,
+            "export": export}
 
 
 @click.group(commands=COMMANDS, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})

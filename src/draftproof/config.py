@@ -77,6 +77,8 @@ class EngineConfig(_Config):
 
     max_batch: int = 16                   # sequences in one round
     max_waiting: int = 1024               # requests queued behind them
+    max_samples: int = 1024               # of one request
+    max_logprobs: int = 256               # likeliest tokens that are told per position
     trace: TraceLevel = "summary"
     trace_alternatives: int = 3           # per token at level full, of target and drafter
 
@@ -86,6 +88,38 @@ class Settings(_Config):
     load: LoadConfig = field(default_factory=LoadConfig)
     speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
+
+
+@dataclass(frozen=True, slots=True)
+class ServeConfig(_Config):
+    """The server's edge: where it listens, whom it lets in, and how much of anything it takes."""
+
+    host: str = "127.0.0.1"
+    port: int = 8000                      # 0: one that is free
+    hosts: tuple[str, ...] = ()           # names that may stand in a Host header, besides the loopback's and `host`
+    origins: tuple[str, ...] = ()         # web pages that may call
+    max_body_bytes: int = 4 << 20
+    max_queue: int = 256                  # requests that wait for the engine
+    max_per_tenant: int = 128             # requests of one key, running or waiting
+    deadline_s: float = 600.0             # for a whole request
+    drain_s: float = 60.0                 # to finish what runs, when told to stop
+    grammar_s: float = 5.0                # to compile a grammar
+    classes: int = 32                     # prompt classes that are counted apart; others count as "other"
+    chunks: str = "round"                 # what one piece of a stream holds: a round's tokens, "tokens:N", or "ms:T" of time
+    stall_s: float = 30.0                 # a step that takes longer says that the engine hangs
+
+    def __post_init__(self) -> None:
+        for name in ("max_body_bytes", "max_queue", "max_per_tenant", "classes"):
+            if getattr(self, name) < 1:
+                raise OptionError(f"{name}={getattr(self, name)}: expected an integer ≥ 1")
+        for name in ("deadline_s", "drain_s", "grammar_s", "stall_s"):
+            if not getattr(self, name) > 0:
+                raise OptionError(f"{name}={getattr(self, name)}: expected seconds > 0")
+        if not 0 <= self.port < 1 << 16:
+            raise OptionError(f"port={self.port}: expected 0 to 65535")
+        kind, _, size = self.chunks.partition(":")
+        if self.chunks != "round" and (kind not in ("tokens", "ms") or not size.isdecimal() or not int(size)):
+            raise OptionError(f"chunks={self.chunks!r}: expected round, tokens:N or ms:T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,3 +136,52 @@ class DemoConfig(_Config):
         for name in ("prompts", "repeats", "tokens"):
             if getattr(self, name) < 1:
                 raise OptionError(f"{name}={getattr(self, name)}: expected an integer ≥ 1")
+
+
+@dataclass(frozen=True, slots=True)
+class BenchConfig(_Config):
+    """How much a benchmark measures, and when it has measured enough."""
+
+    repeats: int = 2                      # at least
+    most_repeats: int = 5                 # at most
+    precision: float = 0.05               # half the 95 % interval of a speed-up, as a share of it, that is narrow enough
+    budget_s: float = 600.0               # no new repeat after so many seconds
+    tokens: int = 128                     # most tokens of an answer, where the workload does not say
+    temperature: float = 0.0
+    seed: int = 1
+    each: int | None = None               # items of every class; None: all of a given workload, 4 of the built-in one
+
+    def __post_init__(self) -> None:
+        for name in ("repeats", "most_repeats", "tokens"):
+            if getattr(self, name) < 1:
+                raise OptionError(f"{name}={getattr(self, name)}: expected an integer ≥ 1")
+        if self.most_repeats < self.repeats:
+            raise OptionError(f"most_repeats={self.most_repeats}: expected at least repeats ({self.repeats})")
+        for name in ("precision", "budget_s"):
+            if not getattr(self, name) > 0:
+                raise OptionError(f"{name}={getattr(self, name)}: expected a number > 0")
+        if self.temperature < 0:
+            raise OptionError(f"temperature={self.temperature}: expected a number ≥ 0")
+        if self.each is not None and self.each < 1:
+            raise OptionError(f"each={self.each}: expected an integer ≥ 1")
+
+
+@dataclass(frozen=True, slots=True)
+class ProveConfig(_Config):
+    """How long a proof looks, and what it forgives."""
+
+    prompts: int = 12                     # texts per temperature
+    tokens: int = 96                      # of each text
+    batch: int = 8                        # texts side by side in the control and in the second look
+    temperatures: tuple[float, ...] = (0.0, 0.8)
+    seed: int = 1
+    margin: float = 0.05                  # largest difference of task scores that counts as none
+    draws: int = 4000                     # texts per χ² test of the shipped noise
+    statistics_tokens: int = 1500         # fewest tokens for the martingale tests of rules ratio and block
+
+    def __post_init__(self) -> None:
+        for name in ("prompts", "tokens", "batch", "draws"):
+            if getattr(self, name) < 1:
+                raise OptionError(f"{name}={getattr(self, name)}: expected an integer ≥ 1")
+        if not 0 < self.margin < 1:
+            raise OptionError(f"margin={self.margin}: expected a share in (0, 1)")

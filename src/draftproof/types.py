@@ -21,8 +21,10 @@ from .errors import OptionError
 if TYPE_CHECKING:      # the command line reads these types, and their defaults, without waiting for torch
     from torch import Tensor
 
-Rule = Literal["match", "ratio", "block"]
-RULES: tuple[Rule, ...] = ("match", "ratio", "block")
+Rule = Literal["match", "ratio", "block", "lossy-typical"]
+RULES: tuple[Rule, ...] = ("match", "ratio", "block", "lossy-typical")
+LOSSY: frozenset[Rule] = frozenset({"lossy-typical"})
+"""Rules that keep neither the text nor its law. They run only when named, and whatever they touch says *lossy*."""
 
 Role = Literal["prefill", "accepted", "correction", "bonus", "plain"]
 """What an emitted token was: prefill's own, an accepted draft, the target's token after a rejection, the target's token
@@ -67,6 +69,8 @@ class Sampling:
     seed: int | None = None               # None: drawn, and reported
     n: int = 1                            # samples; sample i has noise index i
     logprobs: int | None = None           # None: none; k: the chosen token's and the k likeliest tokens'
+    grammar: Mapping[str, Any] | None = None   # structured output: {"json_schema": …}, {"json_object": True}, {"regex": …} or {"lark": …}
+    prediction: str | tuple[int, ...] = ()    # what the output will resemble, for drafter `prediction`; changes no token
 
     def __post_init__(self) -> None:
         def need(ok: bool, name: str, expected: str) -> None:
@@ -114,6 +118,18 @@ class Sampling:
         return bool(self.repetition_penalty != 1 or self.presence_penalty or self.frequency_penalty or self.bad_word_ids or self.min_tokens)
 
 
+class GrammarView(Protocol):
+    """What a drafter may ask of the grammar that a text must follow."""
+
+    def masks(self, paths: Sequence[Sequence[int]]) -> Tensor:
+        """bool [len(paths), V]: the tokens allowed after the text and each path."""
+        ...
+
+    def forced(self, most: int) -> list[int]:
+        """At most `most` tokens that come next whatever the model says."""
+        ...
+
+
 class SequenceView(Protocol):
     """What a drafter may read of a sequence. `tokens` is the whole text so far, prompt first."""
 
@@ -126,11 +142,15 @@ class SequenceView(Protocol):
     @property
     def sampling(self) -> Sampling: ...      # temperature and top_p are resolved, never None
     @property
+    def rule(self) -> Rule: ...              # by which its drafts are judged
+    @property
     def seed(self) -> int: ...
     @property
     def sample(self) -> int: ...             # noise index of this sample, 0 … n−1
     @property
     def tenant(self) -> str: ...
+    @property
+    def grammar(self) -> GrammarView | None: ...   # where the text stands in the grammar it must follow
     @property
     def end_ids(self) -> frozenset[int]: ...  # tokens that end the text (EOS and stop ids); empty with ignore_eos and no stop ids
 

@@ -14,7 +14,7 @@ from draftproof.core.probs import Rows, choose, distribution
 from draftproof.core.tree import depths, path
 from draftproof.core.verify import match
 from draftproof.models.target import Target
-from draftproof.types import Budget, Commit, Draft, Sampling, Verdict
+from draftproof.types import Budget, Commit, Draft, Rule, Sampling, Scores, Signals, Verdict
 
 
 @dataclass(eq=False)
@@ -29,6 +29,8 @@ class Text:
     id: str = "s"
     tenant: str = ""
     end_ids: frozenset[int] = frozenset()
+    grammar: Any = None
+    rule: Rule = "match"
 
     @classmethod
     def of(cls, prompt: Sequence[int], sampling: Sampling, **more: Any) -> Text:
@@ -105,14 +107,34 @@ def check_budget(draft: Draft, budget: Budget, vocab_size: int) -> None:
     assert draft.tokens.dtype == torch.int64
 
 
+def opened(target: Target, drafter: Any, texts: Sequence[Text]) -> tuple[list[Any], list[Any]]:
+    """A state and a slot per text; a drafter with taps gets the hidden states of every position but the last token's."""
+    target.set_taps(drafter.needs.taps)
+    states, slots = [], []
+    for text in texts:
+        slot, signals = target.open(text.tokens), None
+        start = slot.length
+        if len(text.tokens) - 1 > start:
+            taps = target.extend([slot], [torch.tensor(text.tokens[start:-1])]).taps
+            signals = Signals(start, dict(taps)) if taps else None
+        slots.append(slot)
+        states.append(drafter.open(text, signals))
+    return states, slots
+
+
+def signals_of(scores: Scores, i: int, commit: Commit) -> Signals | None:
+    """Rows of the root and of the nodes that entered the text."""
+    if not scores.taps:
+        return None
+    root = scores.starts[i]
+    rows = [root, *(root + 1 + node for node in commit.kept)]
+    return Signals(commit.start - 1, {layer: hidden[rows] for layer, hidden in scores.taps.items()})
+
+
 def speculate(target: Target, drafter: Any, texts: Sequence[Text], wish: BudgetOf, after: Callable[[list[Any]], None] | None = None) -> Log:
     """Rounds under `match` until every text is full; texts grow in place."""
     log = Log()
-    states = [drafter.open(text, None) for text in texts]
-    slots = [target.open(text.tokens) for text in texts]
-    for text, slot in zip(texts, slots, strict=True):
-        if len(text.tokens) - 1 > slot.length:
-            target.extend([slot], [torch.tensor(text.tokens[slot.length:-1])])
+    states, slots = opened(target, drafter, texts)
     while live := [i for i, text in enumerate(texts) if text.room]:
         budgets = []
         for i in live:
@@ -139,7 +161,7 @@ def speculate(target: Target, drafter: Any, texts: Sequence[Text], wish: BudgetO
             log.drafts.append(draft)
             log.verdicts.append(verdict)
             log.accepted += len(kept)
-        drafter.observe([states[i] for i in live], commits, [None] * len(live))
+        drafter.observe([states[i] for i in live], commits, [signals_of(scores, row, commit) for row, commit in enumerate(commits)])
         log.rounds += 1
         if after:
             after(states)

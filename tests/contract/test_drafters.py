@@ -10,17 +10,24 @@ from typing import Any
 
 import pytest
 import torch
-from contract.table_rounds import SharedNoise, Text, check_budget, chosen, plain, rows_of, speculate
+from contract.block_heads import BLOCK_HEADS
+from contract.chains import CHAINS
+from contract.eagle_heads import EAGLE_HEADS
+from contract.foreign import FOREIGN
+from contract.mtp_heads import MTP_HEADS
+from contract.table_rounds import SharedNoise, Text, check_budget, chosen, opened, plain, rows_of, speculate
+from contract.vector_heads import CONTRACT as VECTOR_HEADS
 
 from draftproof.core.probs import distribution
 from draftproof.core.tree import depths, path
-from draftproof.drafters.base import pick, ranking
+from draftproof.drafters.base import Needs, pick, ranking
+from draftproof.drafters.chain import ChainDrafter
 from draftproof.drafters.fixed import AlwaysWrong, NoDrafter, Oracle
 from draftproof.drafters.model import ModelDrafter
 from draftproof.drafters.ngram import NgramDrafter
 from draftproof.errors import CacheFull
 from draftproof.models.fake import TableTarget
-from draftproof.types import Budget, Commit, Sampling
+from draftproof.types import Budget, Commit, Sampling, Signals
 
 V = 13
 END = 5
@@ -40,6 +47,12 @@ DRAFTERS: dict[str, Callable[[TableTarget, NextToken], Any]] = {
     "oracle": lambda target, truth: Oracle(truth),
     "oracle-decoys": lambda target, truth: Oracle(truth, decoys=2),
     "oracle-often-wrong": lambda target, truth: Oracle(truth, wrong_at=lambda position: position % 3 == 0),
+    **CHAINS,
+    **VECTOR_HEADS,
+    **BLOCK_HEADS,
+    **MTP_HEADS,
+    **EAGLE_HEADS,
+    **FOREIGN,
 }
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -82,6 +95,11 @@ def truth_of(texts: Sequence[Sequence[int]]) -> NextToken:
     return lambda text: known.get(tuple(text), 0)
 
 
+def parts_of(drafter: Any) -> list[Any]:
+    """The drafters of a chain, or the drafter itself."""
+    return [one for part in drafter.parts for one in parts_of(part)] if isinstance(drafter, ChainDrafter) else [drafter]
+
+
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("name", DRAFTERS)
@@ -91,7 +109,8 @@ def test_the_text_is_plain_decodings(name: str, options: str, shape: str) -> Non
     wish = SHAPES[shape] if drafter.needs.tree else SHAPES["chain"]
     speculate(target, drafter, texts, wish)
     assert [text.tokens for text in texts] == expected
-    assert not target.open_slots and not getattr(drafter, "lm", target).open_slots
+    models = [part.lm for part in parts_of(drafter) if isinstance(part, ModelDrafter)]
+    assert not target.open_slots and not any(getattr(lm, "lm", lm).open_slots for lm in models)
 
 
 @pytest.mark.parametrize("name", DRAFTERS)
@@ -99,8 +118,9 @@ def test_a_batch_of_one_proposes_what_a_batch_of_four_does(name: str) -> None:
     target, texts = table(), make_texts(OPTIONS["sampled"])
     drafter = DRAFTERS[name](target, truth_of([plain(target, text) for text in texts]))
     budgets = [Budget(d, n, name, "") for d, n in ((4, 4), (0, 0), (2, 6), (5, 9))]
-    together = drafter.propose([drafter.open(text, None) for text in texts], budgets, SharedNoise())
-    alone = [drafter.propose([drafter.open(text, None)], [budget], SharedNoise())[0] for text, budget in zip(texts, budgets, strict=True)]
+    together = drafter.propose(opened(target, drafter, texts)[0], budgets, SharedNoise())
+    alone = [drafter.propose(opened(target, drafter, [text])[0], [budget], SharedNoise())[0]
+             for text, budget in zip(texts, budgets, strict=True)]
     assert [(d.tokens.tolist(), d.parents, d.reason) for d in together] == [(d.tokens.tolist(), d.parents, d.reason) for d in alone]
     assert not len(together[1])
 
@@ -110,14 +130,14 @@ def test_an_abandoned_draft_leaves_no_trace(name: str) -> None:
     """Proposing twice gives the same draft; closing with a draft out gives the memory back; a late observe is harmless."""
     target, texts = table(), make_texts(OPTIONS["sampled"], count=2)
     drafter = DRAFTERS[name](target, truth_of([plain(target, text) for text in texts]))
-    states = [drafter.open(text, None) for text in texts]
+    states, _ = opened(target, drafter, texts)
     budgets = [Budget(4, 4, name, ""), Budget(3, 3, name, "")]
     first, second = (drafter.propose(states, budgets, SharedNoise()) for _ in range(2))
     assert [d.tokens.tolist() for d in first] == [d.tokens.tolist() for d in second]
     texts[0].tokens += [0, 3]                       # the text went elsewhere, and nobody told the drafter
     moved = drafter.propose(states, budgets, SharedNoise())
     fresh = drafter.propose([drafter.open(texts[0], None)], budgets[:1], SharedNoise())
-    if not name.startswith("oracle"):
+    if not name.startswith("oracle") and not drafter.needs.taps:      # without the hidden states of its text a head is silent
         assert moved[0].tokens.tolist() == fresh[0].tokens.tolist()
     drafter.close(states[1])
     drafter.observe(states[1:], [Commit(len(texts[1].tokens), (0,), ("correction",), ())], [None])
@@ -169,6 +189,37 @@ def test_an_oracle_is_wrong_where_it_should_be() -> None:
     truth, start = truth_of([plain(target, text)]), len(text.tokens)
     log = speculate(target, Oracle(truth, wrong_at=lambda position: position == start + 2), [text], lambda i, round_: (5, 5))
     assert len(log.verdicts[0].accepted) == 2 and log.verdicts[0].role == "correction"
+
+
+class Listener(Oracle):
+    """Reads hidden states and keeps them all."""
+
+    needs = Needs(taps=(1, 6), tree=True)
+
+    def open(self, seq: Any, signals: Signals | None) -> Any:
+        state = super().open(seq, signals)
+        self.heard = {**getattr(self, "heard", {}), seq.id: [] if signals is None else [signals]}
+        return state
+
+    def observe(self, states: Sequence[Any], commits: Sequence[Commit], signals: Sequence[Signals | None]) -> None:
+        for state, commit, more in zip(states, commits, signals, strict=True):
+            assert more is not None and more.start == commit.start - 1 and more.taps[1].shape[0] == len(commit.kept) + 1
+            self.heard[state.seq.id].append(more)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_drafter_with_taps_hears_the_hidden_state_of_every_token_but_the_last(shape: str) -> None:
+    target, texts = table(), make_texts(OPTIONS["sampled"])
+    drafter = Listener(truth_of([plain(target, text) for text in texts]), wrong_at=lambda position: position % 3 == 0)
+    speculate(target, drafter, texts, SHAPES[shape])
+    for text in texts:
+        expected = torch.stack([target.hidden(text.tokens[:n]) for n in range(1, len(text.tokens))])
+        at = 0
+        for signals in drafter.heard[text.id]:
+            assert set(signals.taps) == {1, 6} and signals.start == at
+            at += signals.taps[1].shape[0]
+        heard = torch.cat([signals.taps[6] for signals in drafter.heard[text.id]])
+        assert torch.equal(heard, expected)
 
 
 # The draft model

@@ -6,8 +6,11 @@ import pytest
 
 from draftproof.config import LoadConfig
 from draftproof.drafters import DRAFTERS, Spec, build, parse_spec
+from draftproof.drafters.chain import ChainDrafter
 from draftproof.drafters.fixed import NoDrafter
 from draftproof.drafters.ngram import NgramDrafter
+from draftproof.drafters.prediction import PredictionDrafter
+from draftproof.drafters.suffix import SuffixDrafter
 from draftproof.errors import LoadError, SpecError
 from draftproof.models.fake import TableTarget
 
@@ -20,11 +23,18 @@ GOOD = {
     "model:/a/folder with:colons,and=signs": Spec("model", path="/a/folder with:colons,and=signs"),
     "model:c++/models": Spec("model", path="c++/models"),
     "model:org/name": Spec("model", path="org/name"),
+    "suffix:max=16,tokens=5000": Spec("suffix", options={"max": 16, "tokens": 5000}),
+    "custom:my.drafters:Mine": Spec("custom", path="my.drafters:Mine"),
+    "ngram+model:PATH": Spec("ngram+model", parts=(Spec("ngram"), Spec("model", path="PATH"))),
+    " model:c++/models+ngram:min=3 ": Spec("model+ngram", parts=(Spec("model", path="c++/models"), Spec("ngram", options={"min": 3}))),
+    "prediction+suffix+custom:a:B+eagle3": Spec("prediction+suffix+custom+eagle3", parts=(
+        Spec("prediction"), Spec("suffix"), Spec("custom", path="a:B"), Spec("eagle3"))),
+    "layer-skip:exit=4": Spec("layer-skip", options={"exit": 4}),
 }
 
 BAD = {
-    "": ("unknown drafter ''", "none, ngram, model"),
-    "eagel3:x": ("unknown drafter 'eagel3'", "none, ngram, model"),
+    "": ("unknown drafter ''", "none, ngram, suffix"),
+    "eagel3:x": ("unknown drafter 'eagel3'", "none, ngram, suffix"),
     "ngram:": ("nothing after the colon", "ngram:min=N,max=N"),
     "model:": ("nothing after the colon", "model:PATH"),
     "ngram:size=3": ("unknown option 'size' of drafter ngram", "min, max"),
@@ -36,8 +46,13 @@ BAD = {
     "ngram:max=33": ("max='33'", "an integer from 1 to 32"),
     "ngram:min=-1": ("min='-1'", "an integer from 1 to 32"),
     "ngram:min=2,min=3": ("option min", "twice"),
-    "ngram+model:PATH": ("chains of drafters are not available in this version", "ngram, model:PATH"),
-    "model:PATH+ngram:min=3": ("chains of drafters are not available in this version", "model:PATH, ngram:min=3"),
+    "ngram+none": ("none in a chain", "leave it out"),
+    "ngram+": ("unknown drafter 'ngram+'", "none, ngram"),
+    "ngram+eagel3:x": ("unknown drafter 'ngram+eagel3'", "none, ngram"),
+    "suffix+ngram:min=0": ("min='0'", "an integer from 1 to 32"),
+    "custom": ("spec custom:", "custom:pkg.mod:Class"),
+    "custom:my.drafters": ("spec custom:my.drafters", "custom:pkg.mod:Class"),
+    "custom:../evil.py:Class": ("spec custom:../evil.py:Class", "custom:pkg.mod:Class"),
 }
 
 
@@ -70,8 +85,17 @@ def test_build() -> None:
         build("model:/no/such/folder", target, "match", LoadConfig())
 
 
+def test_build_a_chain() -> None:
+    drafter = build("prediction+ngram:min=2+suffix:tokens=50", TableTarget(8), "match", LoadConfig())
+    assert isinstance(drafter, ChainDrafter) and drafter.name == "prediction+ngram+suffix"
+    first, rest = drafter.parts
+    assert isinstance(first, PredictionDrafter) and isinstance(rest, ChainDrafter)
+    assert isinstance(rest.parts[0], NgramDrafter) and rest.parts[0].min == 2
+    assert isinstance(rest.parts[1], SuffixDrafter) and rest.parts[1].tokens == 50
+
+
 def test_every_drafter_says_its_own_name() -> None:
     target = TableTarget(8)
     for name, kind in DRAFTERS.items():
-        if not kind.takes_path:
+        if not kind.takes_path and name != "layer-skip":       # which needs layers, and a table has none
             assert build(name, target, "match", LoadConfig()).name == name

@@ -45,6 +45,8 @@ class Exchange:
     max_tokens: int | None = None
     finish_reason: str | None = None
     sampling: Mapping[str, Any] = field(default_factory=dict)
+    tenant: str = ""
+    depths: tuple[tuple[int, int], ...] = ()      # of our traces: (position of a round's first token, depth it was granted)
 
 
 @dataclass(slots=True)
@@ -121,7 +123,8 @@ def exchange(record: Any, line: int) -> Exchange:
     prompt_class = record.get("class") or record.get("prompt_class")
     if "prompt_token_ids" in record:
         return Exchange(line, prompt_ids=_ids(record, "prompt_token_ids"), answer_ids=_ids(record, "token_ids"), prompt_class=prompt_class,
-                        max_tokens=record.get("max_tokens"), finish_reason=record.get("finish_reason"))
+                        max_tokens=record.get("max_tokens"), finish_reason=record.get("finish_reason"),
+                        sampling={"temperature": record["temperature"]} if isinstance(record.get("temperature"), int | float) else {})
     if isinstance(record.get("request"), dict):
         return _pair(record["request"], record.get("response"), line, prompt_class)
     turns = record.get("messages") or record.get("conversations")
@@ -185,7 +188,7 @@ class _Trace:
     """Puts the events of one trace together again."""
 
     def __init__(self) -> None:
-        self._open: dict[str, tuple[Exchange, list[int]]] = {}
+        self._open: dict[str, tuple[Exchange, list[int], list[tuple[int, int]]]] = {}
 
     def read(self, line: int, event: Mapping[str, Any], skipped: Skipped) -> Iterator[Exchange]:
         kind, request = event["event"], str(event.get("request", ""))
@@ -195,14 +198,16 @@ class _Trace:
                 return
             sampling = {**event.get("sampling", {}), "seed": event.get("seed"), "sample": event.get("sample", 0)}
             self._open[request] = Exchange(line, prompt_ids=tuple(event["prompt_ids"]), prompt_class=event.get("prompt_class"),
-                                           max_tokens=sampling.get("max_tokens"), sampling=sampling), []
+                                           max_tokens=sampling.get("max_tokens"), sampling=sampling, tenant=event.get("tenant", "")), [], []
         elif request in self._open:
-            known, ids = self._open[request]
+            known, ids, depths = self._open[request]
             if kind == "prefill_done":
                 ids.append(event["token"]["token"])
             elif kind == "round_done":
                 ids += [token["token"] for token in event["tokens"]]
+                depths.append((event["position"], event["depth"]))
             elif kind == "request_done":
                 del self._open[request]
                 yield Exchange(known.line, prompt_ids=known.prompt_ids, answer_ids=tuple(ids), prompt_class=known.prompt_class,
-                               max_tokens=known.max_tokens, finish_reason=event.get("finish"), sampling=known.sampling)
+                               max_tokens=known.max_tokens, finish_reason=event.get("finish"), sampling=known.sampling,
+                               tenant=known.tenant, depths=tuple(depths))

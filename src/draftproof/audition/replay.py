@@ -3,12 +3,15 @@
 Under rule `match` acceptance depends on the text and the drafter alone: a guess stands if it is the text's next token. So a
 drafter whose guess is a function of the text (and, at temperature > 0, of the seed in the log) is replayed *exactly*: the
 counts are those of the engine, round for round. Heads need hidden states; `states` brings those of the whole text.
+`copied` is the same for drafters that only copy, without a tensor; `replay` is its plain twin.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -16,7 +19,7 @@ from torch import Tensor
 from ..core.noise import gumbel, key, key_rows
 from ..core.tally import Tally
 from ..drafters.base import Drafter
-from ..types import Budget, Commit, Draft, Role, Sampling, SequenceView, Signals
+from ..types import Budget, Commit, Draft, Role, Rule, Sampling, SequenceView, Signals
 
 States = Callable[[Sequence[int]], Mapping[int, Tensor]]
 """Token ids of a text → layer id → hidden states [n, H] after each of them."""
@@ -26,7 +29,8 @@ States = Callable[[Sequence[int]], Mapping[int, Tensor]]
 class Story:
     """A text as it was written: its prompt, its answer (at least one token), and what it was asked with.
 
-    limit: the longest text that was allowed, prompt included; None means as long as it is.
+    limit: the longest text that was allowed, prompt included; None means as long as it is. depths: (position, depth) of the
+    rounds that wrote it, rising, where a trace has them.
     """
 
     prompt: tuple[int, ...]
@@ -37,6 +41,8 @@ class Story:
     limit: int | None = None
     prompt_class: str | None = None
     end_ids: frozenset[int] = frozenset()
+    tenant: str = ""
+    depths: tuple[tuple[int, int], ...] = ()
 
     def __post_init__(self) -> None:
         assert self.prompt and self.answer, "a story has a prompt and an answer"
@@ -71,6 +77,14 @@ class _Reader:
         return self.story.sample
 
     @property
+    def grammar(self) -> None:
+        return None
+
+    @property
+    def rule(self) -> Rule:
+        return "match"
+
+    @property
     def end_ids(self) -> frozenset[int]:
         return self.story.end_ids
 
@@ -102,15 +116,63 @@ class TextNoise:
         return noise
 
 
-def replay(drafter: Drafter, stories: Sequence[Story], depth: int, *, nodes: int | None = None, batch: int = 8, tenant: str = "",
+class Copier(Protocol):
+    """A drafter that says its chains as plain integers, too."""
+
+    def start(self, seq: SequenceView) -> Any: ...
+    def chain(self, state: Any, depth: int) -> Sequence[int]: ...
+    def leave(self, state: Any) -> None: ...
+
+
+def copied(drafter: Copier, story: Story, depth: int | None) -> Tally:
+    """`replay` of one story with chains, for a drafter that reads nothing but the text."""
+    reader = _Reader("replay", story, story.tenant, [*story.prompt, story.answer[0]])
+    tally, text, answer, n, at = reader.tally, reader.tokens, story.answer, len(story.answer), 1
+    last = (story.limit or len(story.prompt) + n) - len(story.prompt) - 1
+    state = None
+    tally.prefill()
+    while at < n:
+        room = min(granted(story, len(text)) if depth is None else depth, last - at)
+        if room > 0 and state is None:
+            state = drafter.start(reader)
+        guesses = drafter.chain(state, room) if room > 0 else ()
+        kept = 0
+        for guess in guesses[:n - at]:
+            if guess != answer[at + kept]:
+                break
+            kept += 1
+        emitted = min(kept + 1, n - at)
+        tally.round(len(guesses), kept, int(kept < len(guesses) and emitted > kept), emitted)
+        text += answer[at:at + emitted]
+        at += emitted
+    if state is not None:
+        drafter.leave(state)
+    return tally
+
+
+def asked(story: Story, depth: int | None) -> bool:
+    """Whether a drafter is ever asked for a guess on this story; otherwise it never hears of it."""
+    if len(story.answer) < 2:
+        return False
+    room = (story.limit or len(story.prompt) + len(story.answer)) - len(story.prompt) - 2
+    return room > 0 and (depth is not None or any(granted > 0 for _, granted in story.depths))
+
+
+def granted(story: Story, position: int) -> int:
+    """The depth of the round that wrote the token at `position`; 0 where the story does not say."""
+    place = bisect_right(story.depths, (position, 1 << 30))
+    return story.depths[place - 1][1] if place else 0
+
+
+def replay(drafter: Drafter, stories: Sequence[Story], depth: int | None, *, nodes: int | None = None, batch: int = 8, tenant: str = "",
            states: States | None = None, capped: bool = True, device: torch.device | None = None) -> list[Tally]:
     """Counts of every story with this drafter at a fixed depth, `batch` stories side by side, in their order.
 
-    nodes: most nodes per round, None for chains. capped: a draft is no longer than what may still be emitted (as our engine does;
+    depth: None takes those of the rounds that wrote the story. nodes: most nodes per round, None for chains. capped: a draft is no longer than what may still be emitted (as our engine does;
     others draft on). A drafter with memory across texts (suffix) meets them in order only with batch=1.
     """
     noise = TextNoise(device or torch.device("cpu"))
-    waiting = [_Reader(f"replay-{i}", story, tenant, [*story.prompt, story.answer[0]]) for i, story in enumerate(stories)]
+    waiting = [_Reader(f"replay-{i}", story, story.tenant or tenant, [*story.prompt, story.answer[0]]) for i, story in enumerate(stories)]
     tallies = [reader.tally for reader in waiting]
     waiting.reverse()
     live: list[_Reader] = []
@@ -120,7 +182,8 @@ def replay(drafter: Drafter, stories: Sequence[Story], depth: int, *, nodes: int
                 live.append(_opened(drafter, waiting.pop(), states))
             ended = [reader for reader in live if not reader.left]
             for reader in ended:
-                drafter.close(reader.state)
+                if reader.state is not None:
+                    drafter.close(reader.state)
             live = [reader for reader in live if reader.left]
             if live:
                 _round(drafter, live, depth, nodes, noise, capped)
@@ -129,19 +192,22 @@ def replay(drafter: Drafter, stories: Sequence[Story], depth: int, *, nodes: int
 
 def _opened(drafter: Drafter, reader: _Reader, states: States | None) -> _Reader:
     reader.tally.prefill()
-    if states is not None and drafter.needs.taps:
-        reader.taps = states([*reader.story.prompt, *reader.story.answer])
-    reader.state = drafter.open(reader, reader.signals(0, reader.prompt_tokens))
+    if drafter.needs.taps:                  # it follows from the start; others join when they are first asked, as in the engine
+        if states is not None:
+            reader.taps = states([*reader.story.prompt, *reader.story.answer])
+        reader.state = drafter.open(reader, reader.signals(0, reader.prompt_tokens))
     return reader
 
 
-def _round(drafter: Drafter, live: Sequence[_Reader], depth: int, nodes: int | None, noise: TextNoise, capped: bool) -> None:
+def _round(drafter: Drafter, live: Sequence[_Reader], depth: int | None, nodes: int | None, noise: TextNoise, capped: bool) -> None:
     budgets = [_budget(drafter, reader, depth, nodes, capped) for reader in live]
-    asked = [i for i, budget in enumerate(budgets) if budget.depth]
+    wanted = [i for i, budget in enumerate(budgets) if budget.depth]
     drafts = [Draft.empty(drafter.name) for _ in live]
-    if asked:
-        found = drafter.propose([live[i].state for i in asked], [budgets[i] for i in asked], noise)
-        for i, draft in zip(asked, found, strict=True):
+    if wanted:
+        for reader in (live[i] for i in wanted if live[i].state is None):
+            reader.state = drafter.open(reader, None)
+        found = drafter.propose([live[i].state for i in wanted], [budgets[i] for i in wanted], noise)
+        for i, draft in zip(wanted, found, strict=True):
             drafts[i] = draft
     commits, signals = [], []
     for reader, draft in zip(live, drafts, strict=True):
@@ -154,10 +220,13 @@ def _round(drafter: Drafter, live: Sequence[_Reader], depth: int, nodes: int | N
         reader.tally.round(len(draft), len(kept), rejected if len(emitted) > len(kept) else 0, len(emitted))
         commits.append(Commit(start, emitted, tuple(roles), kept))
         signals.append(reader.signals(start - 1, start + len(kept)))
-    drafter.observe([reader.state for reader in live], commits, signals)
+    here = [i for i, reader in enumerate(live) if reader.state is not None]
+    if here:
+        drafter.observe([live[i].state for i in here], [commits[i] for i in here], [signals[i] for i in here])
 
 
-def _budget(drafter: Drafter, reader: _Reader, depth: int, nodes: int | None, capped: bool) -> Budget:
+def _budget(drafter: Drafter, reader: _Reader, depth: int | None, nodes: int | None, capped: bool) -> Budget:
+    depth = granted(reader.story, len(reader.tokens)) if depth is None else depth
     if capped:
         limit = reader.story.limit or len(reader.story.prompt) + len(reader.story.answer)
         depth = max(0, min(depth, limit - len(reader.tokens) - 1))

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from ..types import LOSSY
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -62,6 +64,8 @@ def facts_lines(facts: LoadFacts, cache_tokens: int) -> list[str]:
 def load_lines(engine: Engine, cache_tokens: int) -> list[str]:
     """`facts_lines` of the target, and what is known of a drafter that is a model: its size, and how its tokens were compared."""
     lines, drafter = facts_lines(engine.target.facts, cache_tokens), engine.speculation.drafter
+    if engine.settings.rule in LOSSY:
+        lines.append(f"rule {engine.settings.rule}: lossy, what is written is neither the target's own text nor drawn from its law")
     lm = getattr(drafter, "lm", None)
     if lm is not None:
         lines.append(f"drafter {lm.facts.name}: {lm.facts.parameters / 1e6:.1f} M parameters, {lm.facts.dtype} on {lm.facts.device}")
@@ -73,6 +77,8 @@ def guarantee(speculation: Mapping[str, Any], facts: LoadFacts) -> str:
     """What speculation did to the text, in words."""
     if speculation["drafter"] == "none":
         return "plain decoding, no drafter"
+    if speculation["rule"] in LOSSY:
+        return f"lossy: the text is not the target's own (rule {speculation['rule']})"
     if speculation["rule"] != "match":
         return f"the same distribution as plain decoding (rule {speculation['rule']}), not the same text"
     if facts.invisible:

@@ -49,7 +49,9 @@ def pair_checks(target: Target, spec: str, config: LoadConfig) -> list[Check]:
     from dataclasses import replace
 
     from ..drafters import build, parse_spec
+    from ..drafters.translate import pair
     from ..drafters.vocabulary import Check, Words, compare
+    from ..errors import VocabularyMismatch
     from ..models.load import builtin, load_target
 
     template = target.tokenizer is not None and target.tokenizer.has_chat_template
@@ -60,7 +62,10 @@ def pair_checks(target: Target, spec: str, config: LoadConfig) -> list[Check]:
     parsed = parse_spec(spec)
     if parsed.name == "model":
         lm = load_target(parsed.path or builtin("draft"), replace(config, self_test=False))
-        return checks + compare(Words.of(target), Words.of(lm))
+        try:
+            return checks + pair(target, lm).checks
+        except VocabularyMismatch:
+            return checks + compare(Words.of(target), Words.of(lm))
     build(spec, target, "match", config)
     return [*checks, Check("drafter", True, f"{spec} has no weights and no vocabulary of its own")]
 

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 @o.sampling_options
 @o.setting(Sampling, "n", "--n", type=int, metavar="N", help="Samples; sample i has its own noise.")
 @o.setting(Sampling, "logprobs", type=int, metavar="K", help="Log-probability of each token and of the K likeliest (in --json).")
+@o.setting(Sampling, "prediction", type=o.TextFile(), help="What the text will resemble, such as a file to be edited.")
 @click.option("--prompt-ids", type=o.TokenIds(), help="Token ids instead of PROMPT.")
 @o.load_options
 @o.trace_options
@@ -37,18 +38,20 @@ def generate(prompt: str | None, target: str | None, prompt_ids: tuple[int, ...]
     if sampling.logprobs is not None and not as_json:
         raise OptionError("--logprobs without --json: log-probabilities are part of the JSON document only")
     text = read_prompt(prompt, prompt_ids)
+    o.check_prediction(sampling, settings.speculation.drafter)
     o.check_target(target)
     o.check_drafter(settings.speculation.drafter)
     with o.open_engine(target, settings, given.get("trace_file")) as engine:
         for line in load_lines(engine, settings.load.cache_tokens):
             note(line)
-        done = run(engine, text, sampling, stream=not (no_stream or as_json or sampling.n > 1))
+        streamed = not (no_stream or as_json or sampling.n > 1)
+        done = run(engine, text, sampling, stream=streamed)
         failed = [c for c in done if c.error]
         if failed:
             raise Failure(f"sample {failed[0].sample} failed: {failed[0].error}")
         if as_json:
             emit_json(document(done))
-        elif no_stream or sampling.n > 1:
+        elif not streamed:
             print_samples(done)
         for completion in done:
             note(summary(completion, engine.target.facts))

@@ -5,6 +5,7 @@ Defaults are read from the dataclasses, never repeated: an option that was not g
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -50,6 +51,28 @@ class Bias(click.ParamType[tuple[int, float]]):
             self.fail(f"{value!r}: expected a token id and a number, as in 42=-1.5", param, ctx)
 
 
+class Grammar(click.ParamType[dict[str, Any]]):
+    """json · schema:FILE · regex:TEXT · lark:FILE, as `Sampling.grammar` has it."""
+
+    name = "json|schema:FILE|regex:TEXT|lark:FILE"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> dict[str, Any]:
+        if isinstance(value, dict):
+            return value
+        kind, _, rest = str(value).partition(":")
+        if value == "json":
+            return {"json_object": True}
+        if kind == "regex" and rest:
+            return {"regex": rest}
+        if kind not in ("schema", "lark") or not rest:
+            self.fail(f"{value!r}: expected json, schema:FILE, regex:TEXT or lark:FILE", param, ctx)
+        try:
+            text = Path(rest).read_text(encoding="utf-8")
+            return {"lark": text} if kind == "lark" else {"json_schema": json.loads(text)}
+        except (OSError, ValueError) as error:
+            self.fail(f"{rest}: {error}; expected a file with a {'JSON schema' if kind == 'schema' else 'Lark grammar'}", param, ctx)
+
+
 class TokenIds(click.ParamType[tuple[int, ...]]):
     name = '"1 2 3"'
 
@@ -60,6 +83,18 @@ class TokenIds(click.ParamType[tuple[int, ...]]):
         if not words or not all(word.isdecimal() for word in words):
             self.fail(f"{value!r}: expected token ids ≥ 0, separated by spaces", param, ctx)
         return tuple(int(word) for word in words)
+
+
+class TextFile(click.ParamType[str]):
+    name = "FILE"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        try:
+            return Path(value).read_text(encoding="utf-8")
+        except OSError as error:
+            self.fail(f"{value}: {error.strerror}; expected a text file", param, ctx)
+        except UnicodeDecodeError as error:
+            self.fail(f"{value}: not valid UTF-8 at offset {error.start}; expected a text file", param, ctx)
 
 
 def setting(home: type, name: str, *declarations: str, help: str, **attributes: Any) -> Decorator[Any]:
@@ -90,11 +125,12 @@ load_options = stacked(
 )
 
 speculation_options = stacked(
-    setting(SpeculationConfig, "drafter", type=str, metavar="SPEC", help="none · ngram · ngram:min=2,max=4 · model · model:PATH"),
+    setting(SpeculationConfig, "drafter", type=str, metavar="SPEC", help="none · ngram · ngram:min=2,max=4 · suffix · model:PATH · A+B …"),
     setting(SpeculationConfig, "depth", type=Depth(), metavar="N|auto",
             help="How far to guess; a fixed depth is never lowered.  [default: auto]"),
     setting(SpeculationConfig, "tree", type=int, metavar="NODES", help="Guess a tree of at most so many tokens.  [default: chains]"),
-    setting(SpeculationConfig, "rule", type=click.Choice(RULES), help="match keeps every token; ratio and block keep the distribution."),
+    setting(SpeculationConfig, "rule", type=click.Choice(RULES),
+            help="match keeps every token; ratio and block keep the distribution; lossy-typical keeps neither."),
 )
 
 sampling_options = stacked(
@@ -112,6 +148,7 @@ sampling_options = stacked(
     setting(Sampling, "seed", type=int, metavar="S", help="The noise.  [default: drawn, and printed]"),
     setting(Sampling, "ignore_eos", "--ignore-eos", is_flag=True, flag_value=True, help="Go on after the model's end of text."),
     setting(Sampling, "stop", type=str, metavar="TEXT", multiple=True, help="Stop before this text; repeatable."),
+    setting(Sampling, "grammar", type=Grammar(), help="What the text must follow."),
     setting(Sampling, "stop_token_ids", "--stop-token-id", type=int, metavar="ID", multiple=True, help="Stop at this token; repeatable."),
 )
 
@@ -166,6 +203,12 @@ def check_drafter(spec: str | None) -> None:
     name, _, path = (spec or "").partition(":")
     if name == "model" and path:
         check_model(path, "--drafter model:")
+
+
+def check_prediction(sampling: Sampling, spec: str) -> None:
+    if sampling.prediction and "prediction" not in [part.strip() for part in spec.split("+")]:
+        raise OptionError(f"--prediction with --drafter {spec}, which does not read it: use --drafter prediction, or prediction+{spec}"
+                          if spec != "none" else "--prediction without a drafter that reads it: add --drafter prediction")
 
 
 def check_model(place: str, option: str) -> None:

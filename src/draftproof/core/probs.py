@@ -18,6 +18,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import chain
 from typing import NamedTuple
 
@@ -290,34 +291,65 @@ def choose(logp: Tensor, keys: Tensor | None) -> Tensor:
     return perturbed_top(logp, keys, 1)[1][:, 0]
 
 
-def perturbed_top(logp: Tensor, keys: Tensor | None, k: int, ids: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def perturbed_top(logp: Tensor, keys: Tensor | None, k: int, ids: Tensor | None = None,
+                  counts: Sequence[int] | None = None) -> tuple[Tensor, Tensor]:
     """The k best of log q + g in each row: values [N, k] and columns [N, k], best first, ties by the lowest column.
 
     These are k tokens drawn from q without replacement, in order (Gumbel top-k, Kool et al., arXiv 1903.06059).
-    logp [N, V] · keys int32 [N, 2], None for no noise · ids [V]: the target's ids of the columns, by which noise is keyed.
+    logp [N, V] · keys int32 [N, 2], None for no noise · ids [V]: the target's ids of the columns, by which noise is keyed ·
+    counts: how many rows, one after another, share each key; then keys [len(counts), 2], and their noise is drawn once.
     A row with fewer than k possible tokens ends in values of −inf, which stand for no token.
     """
     assert 1 <= k <= logp.shape[1], "k distinct tokens need as many columns"
     if keys is None:
         return _best(logp, k)
+    counts = (1,) * logp.shape[0] if counts is None else counts
     if logp.is_cuda or logp.shape[1] <= _DENSE:
         tokens = torch.arange(logp.shape[1], dtype=torch.int32, device=logp.device) if ids is None else ids
-        return _best(logp + gumbel(keys, tokens), k)
+        return _best(_plus(logp, gumbel(keys, tokens), counts), k)
+    drawn = [_Drawn(keys[i:i + 1], ids, logp.shape[1]) for i in range(len(counts))]
+    owners = [i for i, count in enumerate(counts) for _ in range(count)]
     if bool((logp[:, ::logp.shape[1] // 32] > -math.inf).all()):            # a sample looks unfiltered: only a hint, results are the same
-        best = [_pruned(logp[r:r + 1], keys[r:r + 1], k, ids) for r in range(logp.shape[0])]
+        best = [_pruned(logp[r:r + 1], drawn[i], k) for r, i in enumerate(owners)]
         return torch.cat([values for values, _ in best]), torch.cat([columns for _, columns in best])
     likely, columns = logp.topk(max(_SORTED, k))
-    values, columns = _best(likely + gumbel(keys, _names(columns, ids)), k, columns)
+    values, columns = _best(likely + gumbel(keys[owners], columns if ids is None else ids[columns]), k, columns)
     for r in (likely[:, -1] > -math.inf).nonzero()[:, 0].tolist():          # rows with more possible tokens than these
-        values[r:r + 1], columns[r:r + 1] = _pruned(logp[r:r + 1], keys[r:r + 1], k, ids)
+        values[r:r + 1], columns[r:r + 1] = _pruned(logp[r:r + 1], drawn[owners[r]], k)
     return values, columns
 
 
-def _names(columns: Tensor, ids: Tensor | None) -> Tensor:
-    return columns if ids is None else ids[columns]
+def _plus(logp: Tensor, noise: Tensor, counts: Sequence[int]) -> Tensor:
+    """logp [N, V] with the noise [len(counts), V] of each row's key."""
+    if len(set(counts)) == 1:
+        return (logp.view(len(counts), counts[0], -1) + noise[:, None]).flatten(0, 1)
+    return logp + noise.repeat_interleave(torch.tensor(counts, device=noise.device), 0, output_size=logp.shape[0])
 
 
-def _pruned(logp: Tensor, keys: Tensor, k: int, ids: Tensor | None) -> tuple[Tensor, Tensor]:
+@dataclass
+class _Drawn:
+    """The noise of one key [1, 2], for rows that share it. ids [size], or None for the columns' own numbers."""
+
+    key: Tensor
+    ids: Tensor | None
+    size: int
+
+    def gumbel(self, columns: Tensor | None = None) -> Tensor:
+        """Exact, for some columns or all."""
+        return gumbel(self.key, self._names if columns is None else columns if self.ids is None else self.ids[columns])
+
+    @cached_property
+    def bound(self) -> Tensor:
+        """−log u [1, size] float32: no smaller than the Gumbel noise, and nearly equal to it where u is small."""
+        u = bits(self.key, self._names).view(torch.uint32).to(torch.float32).add_(0.5).mul_(2.0**-32)
+        return u.log_().neg_()
+
+    @property
+    def _names(self) -> Tensor:
+        return torch.arange(self.size, dtype=torch.int32) if self.ids is None else self.ids
+
+
+def _pruned(logp: Tensor, drawn: _Drawn, k: int) -> tuple[Tensor, Tensor]:
     """One row: float64 logarithms only for those who can be among the k best.
 
     E = −log1p(−u) ≥ u, so log p − log u bounds every score from above, and nearly reaches it where u is small, which is
@@ -326,15 +358,13 @@ def _pruned(logp: Tensor, keys: Tensor, k: int, ids: Tensor | None) -> tuple[Ten
     finite = logp[0] > -math.inf
     if k <= int(finite.sum()) < logp.shape[1] // 8:
         possible = finite.nonzero()[:, 0]
-        return _best(logp[:, possible] + gumbel(keys, _names(possible, ids)), k, possible[None])
-    tokens = torch.arange(logp.shape[1], dtype=torch.int32) if ids is None else ids
-    u = bits(keys, tokens).view(torch.uint32).to(torch.float32).add_(0.5).mul_(2.0**-32)
-    bound, columns = (logp - u.log_()).topk(min(k + _SPARE, logp.shape[1]))
-    scores = logp.gather(1, columns) + gumbel(keys, _names(columns, ids))
+        return _best(logp[:, possible] + drawn.gumbel(possible), k, possible[None])
+    bound, columns = (logp + drawn.bound).topk(min(k + _SPARE, logp.shape[1]))
+    scores = logp.gather(1, columns) + drawn.gumbel(columns)
     values, best = _best(scores, k, columns)
     if bound.shape[1] == logp.shape[1] or bool(bound[0, -1] < values[0, -1] - _MARGIN):
         return values, best
-    return _best(logp + gumbel(keys, tokens), k)
+    return _best(logp + drawn.gumbel(), k)
 
 
 def _best(scores: Tensor, k: int, columns: Tensor | None = None) -> tuple[Tensor, Tensor]:

@@ -3,6 +3,7 @@
     match   the target chooses with noise that the drafter shares; the draft only has to guess the choice   chains, all trees
     ratio   accept with min(1, p/q), else draw from what q left over                                         chains, trees
     block   judge all prefixes of a chain jointly; never accepts less than ratio                             chains
+    lossy-typical   accept what the target finds typical: keeps nothing (core/typical.py), runs only by name   chains, all trees
 
 Under `match` every emitted token is the target's own choice. `ratio` and `block` keep the law of the text if the draft was
 drawn from q, its noise and the coins are fresh, and no token was withheld after its value was seen. Each of the two is a
@@ -18,10 +19,11 @@ import torch
 from torch import Tensor
 
 from ..errors import DrafterError, OptionError
-from ..types import Draft, DraftLaw, Rule, Verdict
+from ..types import LOSSY, Draft, DraftLaw, Rule, Verdict
 from .tree import Odds, draw_next, normalised, passes, quotient, tree_draw, tree_odds, walk
 
-__all__ = ["Odds", "Shape", "allowed", "block_draw", "block_odds", "dense_law", "joint", "match", "ratio_draw", "ratio_odds", "shape_of"]
+__all__ = ["Odds", "Shape", "allowed", "block_draw", "block_odds", "dense_law", "joint", "match", "ratio_draw", "ratio_odds", "shape_of",
+           "shares_noise"]
 
 Shape = Literal["chain", "tree", "merged tree"]
 """A merged tree has siblings that were not drawn together from one law: several drafters' guesses, or several sampled chains."""
@@ -30,6 +32,7 @@ RULE_SHAPES: dict[Rule, tuple[Shape, ...]] = {
     "match": ("chain", "tree", "merged tree"),
     "ratio": ("chain", "tree"),
     "block": ("chain",),
+    "lossy-typical": ("chain", "tree", "merged tree"),
 }
 
 
@@ -37,9 +40,14 @@ def allowed(rule: Rule, shape: Shape, drafter: str) -> None:
     """Raises OptionError, naming the three, unless `rule` is exact on drafts of this shape."""
     if shape not in RULE_SHAPES[rule]:
         shapes = " or ".join(RULE_SHAPES[rule])
-        rules = " or ".join(r for r, known in RULE_SHAPES.items() if shape in known)
+        rules = " or ".join(r for r, known in RULE_SHAPES.items() if shape in known and r not in LOSSY)
         raise OptionError(f"rule={rule}, shape={shape}, drafter={drafter}: rule {rule} would be biased there; "
                           f"it judges a {shapes}. Use rule {rules}, or a drafter that proposes a {shapes}")
+
+
+def shares_noise(rule: Rule) -> bool:
+    """Whether drafter and target draw with the same noise and no law of the draft is needed: `match`, and the lossy rule."""
+    return rule == "match" or rule in LOSSY
 
 
 def shape_of(draft: Draft) -> Shape:
@@ -137,7 +145,7 @@ def joint(rule: Rule, draft: Draft, logp: Tensor, coins: Tensor, keys: Tensor | 
     stream, None at temperature 0. Laws keep the precision of logp; what is decided from them is float64.
     Raises OptionError for a shape that the rule cannot judge, DrafterError for a false law.
     """
-    assert rule != "match", "match needs the target's choices, not its law"
+    assert not shares_noise(rule), f"{rule} needs the target's choices"
     allowed(rule, shape_of(draft), draft.drafter)
     p = logp.softmax(-1)
     q = None if draft.law is None else dense_law(draft.law, p.shape[1], p.dtype).to(p.device)

@@ -14,37 +14,78 @@ from ..errors import SpecError
 from ..models.target import Target
 from ..types import Rule
 from .base import Drafter, Named, Site
+from .chain import chained
+from .custom import CustomDrafter, check_place
+from .dflash import DFlashDrafter
+from .dspark import DSparkDrafter
+from .eagle import Eagle2Drafter, EagleDrafter
+from .eagle3 import Eagle3Drafter
 from .fixed import NoDrafter
+from .grammar import GrammarDrafter
+from .hydra import HydraDrafter
+from .layer_skip import LayerSkipDrafter
+from .medusa import MedusaDrafter
+from .mlp import MlpDrafter
 from .model import ModelDrafter
+from .mtp import MtpDrafter
 from .ngram import NgramDrafter
+from .pard import PardDrafter
+from .prediction import PredictionDrafter
+from .suffix import SuffixDrafter
 
 DRAFTERS: Mapping[str, type[Named]] = {
     "none": NoDrafter,
     "ngram": NgramDrafter,
+    "suffix": SuffixDrafter,
+    "prediction": PredictionDrafter,
+    "grammar": GrammarDrafter,
     "model": ModelDrafter,
+    "eagle": EagleDrafter,
+    "eagle2": Eagle2Drafter,
+    "eagle3": Eagle3Drafter,
+    "layer-skip": LayerSkipDrafter,
+    "medusa": MedusaDrafter,
+    "hydra": HydraDrafter,
+    "mlp": MlpDrafter,
+    "mtp": MtpDrafter,
+    "pard": PardDrafter,
+    "dflash": DFlashDrafter,
+    "dspark": DSparkDrafter,
+    "custom": CustomDrafter,
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Spec:
-    """A parsed drafter spec. path is None where none was given; options are checked against the drafter's own keys."""
+    """A parsed drafter spec. path is None where none was given; options are checked against the drafter's own keys. A chain
+    has the names of its parts, joined by +, and the specs of its parts."""
 
     name: str
     path: str | None = None
     options: Mapping[str, int] = field(default_factory=dict)
+    parts: tuple[Spec, ...] = ()
 
 
 def parse_spec(spec: str) -> Spec:
     """Read a drafter spec. Raises SpecError naming what was found, what is known, and what to write instead."""
-    chain = re.split(r"\+(?=(?:" + "|".join(DRAFTERS) + r")(?:[:+]|$))", spec)     # a path may hold a plus
-    if len(chain) > 1:
-        raise SpecError(f"drafter spec {spec!r}: chains of drafters are not available in this version; name one of: {', '.join(chain)}")
+    chain = re.split(r"\+(?=(?:" + "|".join(DRAFTERS) + r")(?:[:+]|$))", spec.strip())     # a path may hold a plus
+    parts = tuple(_parse_one(part) for part in chain)
+    if len(parts) == 1:
+        return parts[0]
+    if any(part.name == "none" for part in parts):
+        raise SpecError(f"drafter spec {spec!r}: none in a chain; expected drafters that guess: leave it out")
+    return Spec("+".join(part.name for part in parts), parts=parts)
+
+
+def _parse_one(spec: str) -> Spec:
     name, colon, argument = spec.strip().partition(":")
     if name not in DRAFTERS:
         raise SpecError(f"unknown drafter {name!r} in spec {spec!r}; known: {', '.join(DRAFTERS)}")
     kind = DRAFTERS[name]
     if colon and not argument:
         raise SpecError(f"drafter spec {spec!r}: nothing after the colon; expected {_form(name, kind)}")
+    if kind is CustomDrafter:
+        check_place(argument or None)
     if not argument:
         return Spec(name)
     if kind.takes_path:
@@ -78,5 +119,5 @@ def _form(name: str, kind: type[Named]) -> str:
 
 def build(spec: str, target: Target, rule: Rule, load_config: LoadConfig) -> Drafter:
     """The drafter that a spec names, ready for `target`. Raises SpecError, LoadError, or VocabularyMismatch."""
-    parsed = parse_spec(spec)
-    return DRAFTERS[parsed.name].from_spec(parsed.path, parsed.options, Site(target, rule, load_config))
+    parsed, site = parse_spec(spec), Site(target, rule, load_config)
+    return chained([DRAFTERS[part.name].from_spec(part.path, part.options, site) for part in parsed.parts or (parsed,)])

@@ -6,15 +6,18 @@ A drafter never sees the target's cache and never decides acceptance. Whatever i
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Generic, Protocol, Self, TypeVar
+from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
+import torch
 from torch import Tensor
 
 from ..config import LoadConfig
 from ..core.probs import Rows, distribution, perturbed_top
+from ..errors import OptionError
 from ..models.target import Target
 from ..types import Budget, Commit, Draft, Rule, Sampling, SequenceView, Signals
 
@@ -25,6 +28,7 @@ class Needs:
 
     taps: layer ids whose hidden states it reads · parts: of the target's parts, which ("embed", "output", "layers")
     law: whether it can give q · tree: whether it can fill a budget of more nodes than depth · context: longest text or None
+    prediction: whether it reads the text that a request predicts
     """
 
     taps: tuple[int, ...] = ()
@@ -32,6 +36,7 @@ class Needs:
     law: bool = False
     tree: bool = False
     context: int | None = None
+    prediction: bool = False
 
 
 class Noise(Protocol):
@@ -73,7 +78,10 @@ class Drafter(Protocol):
         ...
 
     def observe(self, states: Sequence[Any], commits: Sequence[Commit], signals: Sequence[Signals | None]) -> None:
-        """What entered each text; caches follow the text, never lead it. `state.seq.tokens` already holds it."""
+        """What entered each text; caches follow the text, never lead it. `state.seq.tokens` already holds it.
+
+        commit.kept counts nodes of the draft that was scored: in a chain of drafters that may not be this one's, so compare tokens.
+        """
         ...
 
     def close(self, state: Any) -> None:
@@ -90,8 +98,9 @@ class Site:
     load: LoadConfig
 
 
-class Named(Drafter, Protocol):
-    """A drafter that a spec can name. `keys`: its options and the integers that each may take, both ends included."""
+class Named(Protocol):
+    """What a name in a spec stands for: it makes a drafter, of its own class as a rule. `keys`: the options and the integers
+    that each may take, both ends included."""
 
     keys: ClassVar[Mapping[str, tuple[int, int]]]
     takes_path: ClassVar[bool]
@@ -102,7 +111,7 @@ class Named(Drafter, Protocol):
         ...
 
     @classmethod
-    def from_spec(cls, path: str | None, options: Mapping[str, int], site: Site) -> Self: ...
+    def from_spec(cls, path: str | None, options: Mapping[str, int], site: Site) -> Drafter: ...
 
 
 S = TypeVar("S", bound=State)
@@ -147,12 +156,14 @@ class PerSequence(ABC, Generic[S]):
 
 @dataclass(frozen=True, slots=True)
 class Picks:
-    """tokens [B, k] int64, best first · values [B, k] log q + noise, −inf where q excludes the token
-    logq [B, V], the law they were drawn from, None unless the noise asks for it (`keep_law`)."""
+    """tokens [N, k] int64, the target's ids, best first · values [N, k] log q + noise, −inf where q excludes the token
+    logq [N, V or Vd], the law they were drawn from, None unless the noise asks for it (`keep_law`) · ids [Vd]: its columns'
+    target ids, None for the target's whole vocabulary."""
 
     tokens: Tensor
     values: Tensor
     logq: Tensor | None
+    ids: Tensor | None = None
 
 
 def ranking(sampling: Sampling) -> Sampling:
@@ -161,19 +172,61 @@ def ranking(sampling: Sampling) -> Sampling:
     return replace(sampling, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0) if sampling.greedy else sampling
 
 
-def pick(logits: Tensor, groups: Sequence[Rows], seqs: Sequence[SequenceView], positions: Sequence[int], noise: Noise, k: int) -> Picks:
+def pick(logits: Tensor, groups: Sequence[Rows], seqs: Sequence[SequenceView], positions: Sequence[int], noise: Noise, k: int,
+         ids: Tensor | None = None, vocab_size: int = 0) -> Picks:
     """The k best tokens of each row by log q + g (Gumbel-top-k: without replacement, first drawn first; Kool et al., arXiv 1903.06059).
 
-    logits [B, V] over the target's ids; groups[i] has one row and the `ranking` options of seqs[i]; positions[i] is the
-    number of tokens before the one to pick. At temperature 0 nothing is added, and rows without any option stay raw logits.
+    logits [N, V] over the target's ids, groups[i] being the rows of seqs[i], one per path, with its `ranking` options, and
+    positions[i] the number of tokens before the ones to pick; the rows of a sequence share their noise, which is drawn once. At
+    temperature 0 nothing is added, and rows without any option stay raw logits. Reduced vocabularies: logits [N, Vd], ids int64
+    [Vd] the target's id of each column, vocab_size the target's; noise is keyed by the target's ids, and only options that name
+    ids make the rows as wide as the target's. A row whose options leave none of the drafter's tokens has values of −inf.
     """
-    quiet = [i for i, seq in enumerate(seqs) if seq.sampling.greedy]
-    greedy, k = len(quiet) == len(seqs), min(k, logits.shape[-1])
-    if greedy and not any(g.sampling.needs_history or g.sampling.logit_bias for g in groups):
-        logq = logits.float()
+    quiet = [seq.sampling.greedy for seq in seqs]
+    greedy, edited = all(quiet), any(g.sampling.needs_history or g.sampling.logit_bias or g.mask is not None for g in groups)
+    if ids is not None and edited:
+        logits, ids = _widened(logits, ids, vocab_size), None
+        logq = _each_distribution(logits, groups)
     else:
-        logq = distribution(logits, groups)
-    best, tokens = perturbed_top(logq, None if greedy else noise.keys(seqs, positions), k)
-    if quiet and not greedy:
-        best[quiet], tokens[quiet] = perturbed_top(logq[quiet], None, k)
-    return Picks(tokens, best, logq if noise.keep_law and not greedy else None)
+        logq = logits.float() if greedy and not edited else distribution(logits, groups)
+    k = min(k, logq.shape[-1])
+    counts = [len(g.paths) for g in groups]
+    best, columns = perturbed_top(logq, None if greedy else noise.keys(seqs, positions), k, ids, counts)
+    if any(quiet) and not greedy:
+        rows = [row for row, still in enumerate(still for still, count in zip(quiet, counts, strict=True) for _ in range(count)) if still]
+        best[rows], columns[rows] = perturbed_top(logq[rows], None, k)
+    return Picks(columns if ids is None else ids[columns], best, logq if noise.keep_law and not greedy else None, ids)
+
+
+def joined_laws(levels: Sequence[Picks], vocab_size: int) -> tuple[Tensor | None, Tensor | None]:
+    """The laws of all levels, one under the other, and their columns' ids. Of a reduced vocabulary, levels where some sequence's
+    options named ids are as wide as the target's; then all are made so."""
+    if levels[0].logq is None:
+        return None, None
+    ids = [p.ids for p in levels]
+    if all(i is None for i in ids) or all(i is not None for i in ids):
+        return torch.cat([p.logq for p in levels if p.logq is not None]), ids[0]
+    wide = []
+    for p in levels:
+        assert p.logq is not None
+        wide.append(p.logq if p.ids is None else p.logq.new_full((p.logq.shape[0], vocab_size), -math.inf).index_copy_(1, p.ids, p.logq))
+    return torch.cat(wide), None
+
+
+def _widened(logits: Tensor, ids: Tensor, vocab_size: int) -> Tensor:
+    """[N, Vd] as [N, V], −inf where the drafter has no token."""
+    wide = logits.new_full((logits.shape[0], vocab_size), -math.inf, dtype=torch.float32)
+    wide[:, ids] = logits.float()
+    return wide
+
+
+def _each_distribution(logits: Tensor, groups: Sequence[Rows]) -> Tensor:
+    """`distribution`, where a row without any token left is −inf: the target may have tokens there that the drafter has not."""
+    try:
+        return distribution(logits, groups)
+    except OptionError:
+        singles = [replace(g, paths=(path,), mask=None if g.mask is None else g.mask[i:i + 1])
+                   for g in groups for i, path in enumerate(g.paths)]
+        if len(singles) == 1:
+            return torch.full_like(logits, -math.inf)
+        return torch.cat([_each_distribution(logits[i:i + 1], [single]) for i, single in enumerate(singles)])

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import ClassVar, Self
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -22,12 +22,27 @@ from ..core.probs import Rows
 from ..errors import CacheFull
 from ..models.target import Slot, Target
 from ..types import Budget, Commit, Draft, DraftLaw, Sampling, SequenceView, Signals
-from .base import Needs, Noise, Picks, Site, pick, ranking
-from .vocabulary import Check, Words, require_same
+from .base import Drafter, Needs, Noise, Picks, Site, pick, ranking
+from .grow import CANDIDATES, Margins, evenly, gaps_of, spine, worthiest
+from .vocabulary import Check
 
-SIBLINGS = 7     # beside the best, how many a tree's level considers: the 8 best perturbed catch 0.93 of the target's choices at T=1
+SIBLINGS = CANDIDATES - 1       # beside the best, how many a tree's level considers
 
-SURE = 64.0      # margin of a token that has no rival
+
+@dataclass(frozen=True, slots=True)
+class Offered:
+    """A tree's candidates: tokens and gaps [levels][k], best first, beside a line of the best."""
+
+    tokens: list[list[int]]
+    gaps: list[list[float]]
+
+    def teach(self, margins: Margins, greedy: bool, committed: Sequence[int]) -> None:
+        """The text went on with these tokens: count which candidates on the way were the target's choice."""
+        for offered, gaps, token in zip(self.tokens, self.gaps, committed, strict=False):
+            rank = offered.index(token) if token in offered else None
+            margins.learn(greedy, gaps, rank)
+            if rank != 0:
+                return
 
 
 @dataclass(slots=True)
@@ -41,6 +56,7 @@ class ModelState:
     lasting: bool = False           # … and there never will be
     base: int = 0
     guess: Tensor | None = None
+    offered: Offered | None = None  # of a tree whose siblings were chosen after the noise
 
 
 @dataclass(slots=True)
@@ -67,7 +83,8 @@ class ModelDrafter:
     """A draft model behind the `Target` protocol. score: perturbed margin, how far log q + g of the token lies above the
     best other token of its row (a sibling's is negative): what the worth of a guess is judged by after the noise.
 
-    With more nodes than depth every level offers its next best perturbed tokens as siblings; only the best is extended.
+    With more nodes than depth levels offer their next best perturbed tokens as siblings, where these are worth most; only the
+    best is extended.
     """
 
     keys: ClassVar[Mapping[str, tuple[int, int]]] = {}
@@ -79,19 +96,19 @@ class ModelDrafter:
         self.vocab_size = vocab_size or lm.vocab_size
         self.needs = Needs(law=True, tree=True, context=lm.context)
         self.checks: list[Check] = []
+        self.margins = Margins()
 
     @classmethod
     def check(cls, options: Mapping[str, int]) -> None:
         """There are none."""
 
     @classmethod
-    def from_spec(cls, path: str | None, options: Mapping[str, int], site: Site) -> Self:
+    def from_spec(cls, path: str | None, options: Mapping[str, int], site: Site) -> Drafter:
         from ..models.load import builtin, load_target
+        from .translate import pair
 
         lm = load_target(path or builtin("draft"), replace(site.load, self_test=False))     # its bits are not the text's
-        drafter = cls(lm, site.target.vocab_size, site.load.prefill_chunk)
-        drafter.checks = require_same(Words.of(site.target), Words.of(lm))
-        return drafter
+        return pair(site.target, lm, site.load.prefill_chunk)
 
     def open(self, seq: SequenceView, signals: Signals | None) -> ModelState:
         state = ModelState(seq, ranking(seq.sampling))
@@ -109,6 +126,8 @@ class ModelDrafter:
         for state, commit in zip(states, commits, strict=True):
             stood = 0
             if state.guess is not None and commit.start == state.base:
+                if state.offered is not None:
+                    state.offered.teach(self.margins, state.seq.sampling.greedy, commit.tokens)
                 for guessed, token in zip(state.guess.tolist(), commit.tokens, strict=False):
                     if guessed != token:
                         break
@@ -173,7 +192,7 @@ class ModelDrafter:
     def _settle(self, state: ModelState, stood: int) -> None:
         """Take back a draft that is out, but for the `stood` first tokens of its spine. Without one, nothing to do."""
         if state.slot is not None and state.guess is not None:
-            state.guess = None
+            state.guess, state.offered = None, None
             self.lm.truncate(state.slot, min(state.base + stood, len(state.seq.tokens) - 1, state.slot.length))
 
     def _draft(self, lines: Sequence[_Line], noise: Noise) -> list[Picks]:
@@ -237,59 +256,14 @@ class ModelDrafter:
         drafts = []
         for line in lines:
             line.state.base, line.state.guess = len(line.state.seq.tokens), torch.cat(line.spine)
-            law = None if logq is None or line.state.seq.sampling.greedy else logq[line.rows]
+            greedy, count = line.state.seq.sampling.greedy, len(line.rows)
+            law = None if logq is None or greedy else DraftLaw(logq[line.rows], tuple(range(count)))
             mine, above = tokens[line.rows], values[line.rows].float()
-            if not line.spare:
-                row = tuple(range(len(line.rows)))
-                score = (above[:, 0] - above[:, 1]).clamp(max=SURE) if above.shape[1] > 1 else None
-                drafts.append(Draft.chain(line.state.guess, score=score, drafter=self.name, reason=line.reason,
-                                          law=None if law is None else DraftLaw(law, row)))
-                continue
-            extra = _evenly(line.depth, line.spare)[:len(line.rows)] if law is not None else _by_margin(above.tolist(), line.spare)
-            drafts.append(_tree(mine, above, extra, law, self.name, line.reason))
+            if not line.spare or law is not None:
+                extra = evenly(line.depth, line.spare)[:count]
+            else:
+                gaps = gaps_of(above)
+                extra = worthiest(gaps, line.spare, greedy, self.margins)
+                line.state.offered = Offered(mine.tolist(), gaps.tolist())
+            drafts.append(spine(mine, above, extra, law, self.name, line.reason))
         return drafts
-
-
-def _evenly(levels: int, spare: int) -> list[int]:
-    """Siblings per level where q is kept: fixed before anything is drawn. A sibling withheld because of the value it
-    turned out to have would no longer be a draw from q."""
-    return [spare // levels + (level < spare % levels) for level in range(levels)]
-
-
-def _by_margin(values: Sequence[Sequence[float]], spare: int) -> list[int]:
-    """Siblings per level where only the choice matters (`match`, and greedy): those closest below their level's best,
-    each discounted by the chance, estimated from the margins above it, that the walk gets to its level at all."""
-    worth: list[tuple[float, int]] = []
-    reach = 0.0
-    for level, row in enumerate(values):
-        worth += [(reach + value - row[0], level) for value in row[1:] if value > -math.inf]
-        margin = row[0] - row[1] if len(row) > 1 else math.inf
-        reach -= math.log1p(math.exp(-margin))
-    chosen = [0] * len(values)
-    for _, level in sorted(worth, key=lambda w: -w[0])[:spare]:
-        chosen[level] += 1
-    return chosen
-
-
-def _tree(tokens: Tensor, values: Tensor, extra: Sequence[int], law: Tensor | None, name: str, reason: str) -> Draft:
-    """tokens, values [levels, k], best first: the spine and extra[level] siblings beside it, in the order of their draw."""
-    ids, heights = tokens.tolist(), values.tolist()
-    flat: list[int] = []
-    parents: list[int] = []
-    score: list[float] = []
-    row: list[int] = []
-    spine = -1
-    for level, more in enumerate(extra):
-        first = len(flat)
-        for j in range(1 + min(more, len(ids[level]) - 1)):
-            height = heights[level][j]
-            if height == -math.inf:
-                break
-            rival = heights[level][0 if j else 1] if len(ids[level]) > 1 else -math.inf
-            flat.append(ids[level][j])
-            parents.append(spine)
-            score.append(min(height - rival, SURE))
-            row.append(level)
-        spine = first
-    return Draft(torch.tensor(flat, device=tokens.device), tuple(parents), score=torch.tensor(score, device=tokens.device), drafter=name,
-                 reason=reason, law=None if law is None else DraftLaw(law, tuple(row)))

@@ -99,6 +99,13 @@ class NgramDrafter(PerSequence[NgramState]):
         score = torch.tensor(scores, dtype=torch.float32)
         return Draft(torch.tensor(tokens), tuple(parents), score=score, drafter=self.name, reason=reason)
 
+    def chain(self, state: NgramState, depth: int) -> list[int]:
+        """The tokens that `guess` proposes for a chain of this depth."""
+        text = state.seq.tokens
+        self._index(state, text)
+        place = next(self._places(state, text, 1), None)
+        return [] if place is None else _continuation(text, place, min(depth, _agreement(text, place) + 1))
+
     def _index(self, state: NgramState, text: Sequence[int]) -> None:
         """Index every n-gram that ends before the last token: the suffix itself is no earlier occurrence."""
         start, stop = state.indexed, len(text) - 1

@@ -10,7 +10,7 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 from ..errors import VocabularyMismatch
 from ..models.target import Target
@@ -18,6 +18,11 @@ from ..models.tokenizer import Tokenizer
 
 SHOWN = 5          # differences that a message names
 PROBE = "def f(x):\n    return x  # ünï 1234"
+ROLES = ("bos_token", "eos_token", "pad_token", "unk_token")
+ANCHOR = "a"       # stands before a piece of text that must not be taken for the beginning of one
+
+Content = bytes | str
+"""What a token means: the bytes it writes in the middle of a text, or the name of a special token, which writes none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,15 +63,145 @@ class Words:
         return {str(token): i for i, token in decoder.items()}
 
     @cached_property
-    def model(self) -> Mapping[str, Any]:
-        """The trained part of a tokenizer.json: its type and, for BPE, its merges."""
-        found: Mapping[str, Any] = json.loads(self.tokenizer.backend.to_str())["model"] if self.tokenizer else {}
+    def file(self) -> Mapping[str, Any]:
+        """The tokenizer.json."""
+        found: Mapping[str, Any] = json.loads(self.tokenizer.backend.to_str()) if self.tokenizer else {}
         return found
+
+    @property
+    def model(self) -> Mapping[str, Any]:
+        """The trained part of it: its type and, for BPE, its merges."""
+        return self.file.get("model") or {}
+
+    @cached_property
+    def front(self) -> list[int]:
+        """What it puts before a text (BOS)."""
+        return _prefix(self.tokenizer) if self.tokenizer else []
+
+    def inside(self, text: str) -> list[int]:
+        """Ids of `text` where it stands in the middle of another: neither a BOS nor a space is put before it."""
+        assert self.tokenizer is not None, "text needs a tokenizer"
+        anchor, whole = self.tokenizer.encode_plain(ANCHOR), self.tokenizer.encode_plain(ANCHOR + text)
+        return whole[len(anchor):] if whole[:len(anchor)] == anchor else self.tokenizer.encode_plain(text)
 
     @property
     def merges(self) -> list[str] | None:
         found = self.model.get("merges")
         return None if found is None else [m if isinstance(m, str) else " ".join(m) for m in found]
+
+
+@dataclass(frozen=True)
+class Spelling:
+    """How a vocabulary writes: the content of every id, and ids for any bytes. Of ids with equal content (a byte and the
+    character it is) the one that encoding uses stands in `ids`.
+
+    byte-level: pieces are bytes in GPT-2's alphabet · metaspace: pieces are text, ▁ a space, <0x0A> a byte (SentencePiece).
+    """
+
+    words: Words
+    kind: Literal["byte-level", "metaspace"]
+    contents: Mapping[int, Content]
+    ids: Mapping[Content, int]
+
+    @classmethod
+    def of(cls, words: Words) -> Self | None:
+        """None if there is no tokenizer, or one whose pieces do not say which bytes they are."""
+        kind = _kind(words)
+        if kind is None or words.tokenizer is None:
+            return None
+        special = {*words.tokenizer.special_ids, *(i for i, t in words.tokenizer.hf.added_tokens_decoder.items() if t.special)}
+        contents: dict[int, Content] = {}
+        ids: dict[Content, int] = {}
+        for piece, i in sorted(words.pieces.items(), key=lambda entry: (_byte(entry[0]) is None, -entry[1])):
+            content = piece if i in special else piece.encode() if piece in words.added else _bytes_of(piece, kind)
+            if content and i < words.vocab_size:
+                contents[i], ids[content] = content, i
+        return cls(words, kind, contents, ids)
+
+    def spell(self, data: bytes) -> tuple[int, ...] | None:
+        """Ids that write exactly these bytes in the middle of a text, whole characters or not; None if none do."""
+        if data in self.ids:
+            return (self.ids[data],)
+        try:
+            text = "".join(CHARACTER[b] for b in data) if self.kind == "byte-level" else data.decode().replace(" ", "▁")
+        except UnicodeDecodeError:
+            text = ""
+        assert self.words.tokenizer is not None
+        found = tuple(token.id for token in self.words.tokenizer.backend.model.tokenize(text)) if text else ()
+        if self.written(found) == data:
+            return found
+        singles = [self.ids.get(bytes([b])) for b in data]
+        return None if None in singles else tuple(i for i in singles if i is not None)
+
+    def written(self, ids: Iterable[int]) -> bytes:
+        """The bytes of ids; special tokens and ids without a piece write nothing."""
+        contents = (self.contents.get(i) for i in ids)
+        return b"".join(content for content in contents if isinstance(content, bytes))
+
+
+def shared(target: Spelling, drafter: Spelling) -> list[tuple[int, int]]:
+    """(target's id, drafter's id) of every token that both have, by content and in the order of the target's ids."""
+    return sorted((i, drafter.ids[content]) for content, i in target.ids.items() if content in drafter.ids)
+
+
+def counterpart(special: str, mine: Words, other: Words) -> Content:
+    """What a special token of one side is for a reader of the other: its token of the same role, or else the name, spelled out."""
+    for role in ROLES:
+        theirs = _role(other, role)
+        if theirs is not None and _role(mine, role) == special:
+            return theirs
+    return special.encode()
+
+
+def _role(words: Words, role: str) -> str | None:
+    found = getattr(words.tokenizer.hf, role, None) if words.tokenizer else None
+    return None if found is None else str(found)
+
+
+def foreign(target: Words, drafter: Words) -> bool:
+    """Whether both have tokenizers, and those give ids another meaning."""
+    return target.tokenizer is not None and drafter.tokenizer is not None and any(c.fatal and not c.ok for c in compare(target, drafter))
+
+
+def _alphabet() -> dict[int, str]:
+    """Byte → its character in byte-level pieces: itself where it can be printed, else the next one from U+0100 on (GPT-2)."""
+    printed = {*range(33, 127), *range(161, 173), *range(174, 256)}
+    hidden = [b for b in range(256) if b not in printed]
+    return {b: chr(b) if b in printed else chr(256 + hidden.index(b)) for b in range(256)}
+
+
+CHARACTER = _alphabet()
+BYTE = {character: b for b, character in CHARACTER.items()}
+
+
+def _byte(piece: str) -> int | None:
+    """N of SentencePiece's <0xN>."""
+    return int(piece[3:5], 16) if len(piece) == 6 and piece.startswith("<0x") and piece.endswith(">") else None
+
+
+def _bytes_of(piece: str, kind: str) -> bytes:
+    if kind == "byte-level":
+        return bytes(BYTE[c] for c in piece) if all(c in BYTE for c in piece) else piece.encode()
+    byte = _byte(piece)
+    return piece.replace("▁", " ").encode() if byte is None else bytes([byte])
+
+
+def _kind(words: Words) -> Literal["byte-level", "metaspace"] | None:
+    if words.model.get("continuing_subword_prefix") or words.model.get("end_of_word_suffix"):
+        return None
+    parts = [*_stages(words.file.get("decoder")), *_stages(words.file.get("pre_tokenizer"))]
+    if any(part["type"] == "ByteLevel" for part in parts):
+        return "byte-level"
+    spaces = any(part["type"] == "Metaspace" or part["type"] == "Replace" and part["pattern"] == {"String": "▁"} for part in parts)
+    return "metaspace" if spaces else None
+
+
+def _stages(part: Mapping[str, Any] | None) -> list[Mapping[str, Any]]:
+    """A stage of a tokenizer.json, or those of a sequence."""
+    if part is None:
+        return []
+    inner = next((part[name] for name in ("decoders", "pretokenizers") if name in part), None)
+    return [part] if inner is None else [stage for each in inner for stage in _stages(each)]
 
 
 def compare(target: Words, drafter: Words) -> list[Check]:
@@ -148,15 +283,14 @@ def _first_difference(ours: Sequence[str], theirs: Sequence[str]) -> str:
 
 def _special(target: Words, drafter: Words) -> Check:
     """Which token plays which part. Pairs of a base and a chat model differ here and still work."""
-    parts = ("bos_token", "eos_token", "pad_token", "unk_token")
-    pairs = [(part, *(getattr(w.tokenizer.hf, part, None) if w.tokenizer else None for w in (target, drafter))) for part in parts]
+    pairs = [(role, _role(target, role), _role(drafter, role)) for role in ROLES]
     told = ", ".join(f"{part} is {a!r} in the target and {b!r} in the drafter" for part, a, b in pairs if a != b)
     return Check("special tokens", not told, told or _listed(f"{part} {a!r}" for part, a, _ in pairs if a is not None), fatal=False)
 
 
 def _front(target: Words, drafter: Words) -> Check:
     """What each puts before a text (BOS). The drafter reads the target's ids, so it sees the target's way."""
-    ours, theirs = (_prefix(w.tokenizer) if w.tokenizer else [] for w in (target, drafter))
+    ours, theirs = target.front, drafter.front
     if ours == theirs:
         return Check("BOS handling", True, f"both put {ours} before a text" if ours else "neither puts a token before a text", fatal=False)
     detail = f"the target puts {ours or 'nothing'} before a text, the drafter {theirs or 'nothing'}; the target's way is used"

@@ -9,7 +9,9 @@ from time import perf_counter
 from typing import Any
 
 from ..core.verify import allowed
+from ..drafters.base import Drafter
 from ..errors import OptionError, PromptError
+from ..models.grammar import grammar_of
 from ..models.target import Target
 from ..trace.report import Clock
 from ..types import RULES, Rule, Sampling
@@ -92,15 +94,39 @@ def resolve(target: Target, sampling: Sampling) -> Sampling:
             ids = tuple(target.tokenizer.encode_plain(form))
             if ids and ids not in banned:
                 banned.append(ids)
+    if sampling.grammar is not None and sampling.ignore_eos:
+        raise OptionError("grammar with ignore_eos: a text that follows a grammar ends with it; leave one of them out")
+    prediction = sampling.prediction
+    if isinstance(prediction, str):
+        if target.tokenizer is None:
+            raise OptionError("prediction is text, but the target has no tokenizer; give a tuple of token ids")
+        prediction = tuple(target.tokenizer.encode_plain(prediction))
+    wrong = next((token for token in prediction if not 0 <= token < target.vocab_size), None)
+    if wrong is not None:
+        raise OptionError(f"prediction holds token id {wrong}; expected ids in [0, {target.vocab_size})")
     temperature = target.defaults.get("temperature", 1.0) if sampling.temperature is None else sampling.temperature
     top_p = target.defaults.get("top_p", 1.0) if sampling.top_p is None else sampling.top_p
     seed = secrets.randbits(48) if sampling.seed is None else sampling.seed
-    return replace(sampling, temperature=temperature, top_p=top_p, bad_word_ids=tuple(banned), seed=seed)
+    return replace(sampling, temperature=temperature, top_p=top_p, bad_word_ids=tuple(banned), seed=seed, prediction=prediction)
+
+
+def check_limits(sampling: Sampling, most_samples: int, most_logprobs: int) -> None:
+    """Raises OptionError for a request that would take more than its share, whoever sends it."""
+    for name, most in (("n", most_samples), ("logprobs", most_logprobs)):
+        if (getattr(sampling, name) or 0) > most:
+            raise OptionError(f"{name}={getattr(sampling, name)}: expected at most {most}")
+
+
+def check_prediction(sampling: Sampling, wish: Wish, drafter: Drafter | None, spec: str) -> None:
+    """Raises OptionError if the request predicts its output and the engine's drafter would not read it."""
+    if sampling.prediction and wish.speculate and (drafter is None or not drafter.needs.prediction):
+        raise OptionError(f"prediction with drafter {spec!r}, which does not read it; expected drafter prediction, or a chain with "
+                          "it such as prediction+ngram: choose one, or leave the prediction out")
 
 
 def sequences(target: Target, request: str, prompt: tuple[int, ...], sampling: Sampling, wish: Wish, rule: Rule, tenant: str,
               prompt_class: str | None) -> list[Sequence]:
-    """One per sample of a request whose `sampling` is resolved."""
+    """One per sample of a request whose `sampling` is resolved. Raises OptionError for a grammar that does not compile."""
     assert sampling.seed is not None, "resolved options have a seed"
     eos = () if sampling.ignore_eos else target.eos_ids
     now = perf_counter()
@@ -109,6 +135,7 @@ def sequences(target: Target, request: str, prompt: tuple[int, ...], sampling: S
             id=request if sampling.n == 1 else f"{request}/{sample}", request=request, prompt=prompt, sampling=sampling,
             seed=sampling.seed, sample=sample, end_ids=frozenset((*eos, *sampling.stop_token_ids)),
             limit=min(len(prompt) + sampling.max_tokens, target.context), text=Text(target.tokenizer, prompt, sampling.stop),
-            clock=Clock(now), rule=wish.rule or rule, depth=wish.depth, speculate=wish.speculate, tenant=tenant, prompt_class=prompt_class)
+            clock=Clock(now), rule=wish.rule or rule, depth=wish.depth, speculate=wish.speculate, tenant=tenant, prompt_class=prompt_class,
+            grammar=None if sampling.grammar is None else grammar_of(target, sampling.grammar))
         for sample in range(sampling.n)
     ]

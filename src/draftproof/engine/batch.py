@@ -8,7 +8,7 @@ from time import perf_counter
 
 import torch
 
-from ..errors import CacheFull, DraftproofError
+from ..errors import CacheFull
 from ..models.target import Target
 from ..types import Commit, FinishReason, Signals
 from .records import Recorder
@@ -89,7 +89,10 @@ class Batch:
         slots = [seq.slot for seq in batch if seq.slot is not None]
         starts = [slot.length for slot in slots]
         chunks = [torch.tensor(seq.prompt[at:at + self._chunk], device=self.target.device) for seq, at in zip(batch, starts, strict=True)]
-        scores = self.target.extend(slots, chunks)
+        try:
+            scores = self.target.extend(slots, chunks)
+        except Exception as error:
+            return self._apart(batch, starts, error)
         spent, row = perf_counter() - start, 0
         done: list[tuple[Sequence, Commit]] = []
         for i, (seq, chunk, at) in enumerate(zip(batch, chunks, starts, strict=True)):
@@ -102,11 +105,21 @@ class Batch:
                 done += self._first_token(seq, scores.logits[i:i + 1])
         return done
 
+    def _apart(self, batch: list[Sequence], starts: list[int], error: Exception) -> list[tuple[Sequence, Commit]]:
+        """A prefill pass that failed, once more for each prompt by itself; the one that fails alone ends with its error."""
+        for seq, start in zip(batch, starts, strict=True):
+            if seq.slot is not None:
+                self.target.truncate(seq.slot, min(seq.slot.length, start))
+        if len(batch) == 1:
+            self.end(batch[0], "error", error)
+            return []
+        return [done for seq in batch for done in self._prefill([seq])]
+
     def _first_token(self, seq: Sequence, logits: torch.Tensor) -> list[tuple[Sequence, Commit]]:
         seq.to(Status.RUNNING)
         try:
             commit = self.rounds.choose_first(seq, logits)
-        except DraftproofError as error:
+        except Exception as error:
             self.end(seq, "error", error)
             return []
         self.speculation.begin(seq, seq.signals)
@@ -121,12 +134,13 @@ class Batch:
                 self.target.extend([slot], [torch.tensor(seq.tokens[slot.length:-1], device=self.target.device)])
 
     def _round(self, batch: list[Sequence]) -> list[tuple[Sequence, Commit]]:
-        """One round; if a sequence's options leave it no token, it alone ends with that error and the others go on."""
+        """One round. Where it fails (options that leave no token, a pass without memory) each sequence gets a round by itself:
+        the one that fails alone ends with its error, and the others go on."""
         if not batch:
             return []
         try:
             return list(zip(batch, self.rounds.run(batch), strict=True))
-        except DraftproofError as error:
+        except Exception as error:
             if len(batch) == 1:
                 self.end(batch[0], "error", error)
                 return []

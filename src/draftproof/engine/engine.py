@@ -20,7 +20,7 @@ from ..trace.events import VERSION, TraceStarted
 from ..trace.report import metrics
 from ..trace.sinks import Sink
 from ..types import Commit, Rule, Sampling
-from .admit import Wish, encode, resolve, sequences
+from .admit import Wish, check_limits, check_prediction, encode, resolve, sequences
 from .batch import Batch
 from .port import Completion, TokenEvent
 from .records import Recorder
@@ -110,7 +110,9 @@ class Engine:
         """Queue a request; one handle per sample. Raises PromptError, OptionError or CacheFull, queueing nothing."""
         ids = encode(self.target, prompt)
         options = resolve(self.target, sampling or Sampling())
+        check_limits(options, self.config.max_samples, self.config.max_logprobs)
         wish = Wish.of(speculation, (self.speculation.name, self.settings.drafter), self.settings.tree)
+        check_prediction(options, wish, self.speculation.drafter, self.settings.drafter)
         if len(self._batch.waiting) + options.n > self.config.max_waiting:
             raise Failure(f"{len(self._batch.waiting)} requests are waiting, the limit is {self.config.max_waiting}; "
                           "try again later, or raise max_waiting")
@@ -258,7 +260,8 @@ class Engine:
     def _deliver(self, seq: Sequence, commit: Commit) -> list[TokenEvent]:
         number = -1 if commit.roles[0] == "prefill" else seq.rounds - 1
         last = len(commit.tokens) - 1
-        events = [TokenEvent(token, piece, role, number, seq.id, seq.sample, commit.finish if i == last else None)
+        logprobs = [None] * (last + 1) if seq.sampling.logprobs is None else seq.logprobs[-1 - last:]
+        events = [TokenEvent(token, piece, role, number, seq.id, seq.sample, commit.finish if i == last else None, logprobs[i])
                   for i, (token, piece, role) in enumerate(zip(commit.tokens, seq.pieces, commit.roles, strict=True))]
         inbox = self._handles[seq.id].inbox
         if inbox is not None:

@@ -12,6 +12,15 @@ from ..types import FinishReason, Role, Sampling
 
 
 @dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """Raw log-softmax (natural logarithm), before temperature and penalties; in `top`, `probability` is a log-probability."""
+
+    token_id: int
+    logprob: float
+    top: tuple[Alternative, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class TokenEvent:
     """One token as it arrives. `text` is what it made readable: "" while a character or a stop string is unfinished.
 
@@ -25,15 +34,7 @@ class TokenEvent:
     request: str
     sample: int = 0
     finish: FinishReason | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class TokenLogprob:
-    """Raw log-softmax (natural logarithm), before temperature and penalties; in `top`, `probability` is a log-probability."""
-
-    token_id: int
-    logprob: float
-    top: tuple[Alternative, ...] = ()
+    logprob: TokenLogprob | None = None       # when the request asked for log-probabilities
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +70,8 @@ class Handle(Protocol):
     def seed(self) -> int: ...
     @property
     def done(self) -> bool: ...
+    @property
+    def error(self) -> BaseException | None: ...      # what ended it, with finish reason `error`
 
     def completion(self) -> Completion:
         """What there is of the text; complete once `done`."""

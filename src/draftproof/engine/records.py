@@ -85,7 +85,7 @@ class Recorder:
             return
         self._emit(seq, RequestStarted(
             seq.id, self.at(seq.clock.submitted), seq.prompt_tokens, cached_tokens, _json_options(seq.sampling), seq.seed, seq.sample,
-            seq.prompt_class, seq.tenant, seq.prompt if self.level == "full" else None))
+            seq.prompt_class, seq.tenant, seq.prompt if self.level == "full" else None, seq.rule))
 
     def prefill(self, seq: Sequence, law: Tensor) -> None:
         """After the commit of the first token; law [1, V] are log-probabilities."""
@@ -116,7 +116,8 @@ class Recorder:
                 tokens = [replace(token, **entry) for token, entry in zip(tokens, _logprob(one.seq, len(tokens)), strict=True)]
             self._emit(one.seq, RoundDone(
                 one.seq.id, one.seq.rounds - 1, self.at(one.seq.clock.last), len(judged), one.commit.start, one.budget.depth,
-                one.budget.drafter, one.budget.reason, one.draft.reason, tuple(nodes), tuple(tokens), one.commit.text, times))
+                one.draft.drafter if one.nodes else one.budget.drafter, one.budget.reason, one.draft.reason, tuple(nodes), tuple(tokens),
+                one.commit.text, times))
 
     def done(self, seq: Sequence, metrics: dict[str, Any]) -> None:
         if self.level == "none":
@@ -188,5 +189,6 @@ def _json_options(sampling: Sampling) -> dict[str, Any]:
     for name in ("bad_words", "stop", "stop_token_ids"):
         options[name] = list(options[name])
     options["bad_word_ids"] = [list(ids) for ids in sampling.bad_word_ids]
+    options["prediction"] = len(sampling.prediction)     # tokens; what they say is the request's own business, as its prompt is
     options["logit_bias"] = {str(token): max(min(float(bias), 1e9), -1e9) for token, bias in sampling.logit_bias.items()}
     return options

@@ -14,11 +14,12 @@ from ..core.probs import Rows, choose, distribution
 from ..core.tally import fates
 from ..core.tree import path
 from ..core.tree import positions as places
-from ..core.verify import joint, match
+from ..core.typical import typical
+from ..core.verify import joint, match, shares_noise
 from ..errors import CacheFull, DrafterError, OptionError
 from ..models.target import Slot, Target
 from ..trace.events import Alternative, Times
-from ..types import Commit, Draft, Fate, Scores, Signals, Verdict
+from ..types import LOSSY, Commit, Draft, Fate, Scores, Signals, Verdict
 from .port import TokenLogprob
 from .records import Judged, Recorder
 from .sequence import Sequence
@@ -44,7 +45,7 @@ class Rounds:
             scores, drafts = self._score(batch, drafts)
             scored = perf_counter()
             nodes = [draft.tokens.tolist() for draft in drafts]
-            laws = distribution(scores.logits, [_options(*each) for each in zip(batch, drafts, nodes, strict=True)])
+            laws = distribution(scores.logits, [_options(*each, scores.logits) for each in zip(batch, drafts, nodes, strict=True)])
             verdicts, coins = self._verify(batch, drafts, nodes, laws, scores.starts)
             verified = perf_counter()
             for seq, budget in zip(batch, budgets, strict=True):
@@ -68,7 +69,7 @@ class Rounds:
 
     def choose_first(self, seq: Sequence, logits: Tensor) -> Commit:
         """The prefill's token, from the logits [1, V] after the prompt."""
-        law = distribution(logits, [Rows(seq.sampling, seq.prompt, seq.output, ((),), seq.end_ids)])
+        law = distribution(logits, [Rows(seq.sampling, seq.prompt, seq.output, ((),), seq.end_ids, _mask(seq, ((),), logits))])
         token = int(choose(law, _choice_keys([seq], [Draft.empty()], logits.device)))
         commit = seq.commit(Verdict((), token, "prefill"), ())
         seq.tally.prefill(seq.prefill_passes)
@@ -99,7 +100,7 @@ class Rounds:
         verdicts: dict[int, Verdict] = {}
         coins: dict[int, Tensor] = {}
         for i, (seq, draft) in enumerate(zip(batch, drafts, strict=True)):
-            if seq.rule != "match" and len(draft) and not seq.sampling.greedy:
+            if not shares_noise(seq.rule) and len(draft) and not seq.sampling.greedy:
                 try:
                     verdicts[i], coins[i] = _joint(seq, draft, laws[starts[i]:starts[i + 1]])
                 except (DrafterError, OptionError) as error:
@@ -112,8 +113,12 @@ class Rounds:
             choices = choose(rows, _choice_keys([batch[i] for i in rest], [drafts[i] for i in rest], laws.device)).tolist()
             at = 0
             for i in rest:
-                verdicts[i] = match(drafts[i].parents, nodes[i], choices[at:at + len(nodes[i]) + 1])
-                at += len(nodes[i]) + 1
+                own = choices[at:at + len(nodes[i]) + 1]
+                if batch[i].rule in LOSSY:
+                    verdicts[i] = typical(drafts[i].parents, nodes[i], rows[at:at + len(own)], own)
+                else:
+                    verdicts[i] = match(drafts[i].parents, nodes[i], own)
+                at += len(own)
         return [verdicts[i] for i in range(len(batch))], coins
 
     def _restore(self, batch: abc.Sequence[Sequence]) -> None:
@@ -146,13 +151,18 @@ def _slot(seq: Sequence) -> Slot:
     return seq.slot
 
 
-def _options(seq: Sequence, draft: Draft, nodes: list[int]) -> Rows:
+def _options(seq: Sequence, draft: Draft, nodes: list[int], logits: Tensor) -> Rows:
     """The options that act on a sequence's rows; the tokens on the way to each are only needed where options look back."""
-    if not len(draft) or not seq.sampling.needs_history:
+    if not len(draft) or not (seq.sampling.needs_history or seq.grammar):
         paths: abc.Sequence[abc.Sequence[int]] = ((),) * (len(draft) + 1)
     else:
         paths = [(), *(tuple(nodes[n] for n in path(draft.parents, node)) for node in range(len(draft)))]
-    return Rows(seq.sampling, seq.prompt, seq.output, paths, seq.end_ids)
+    return Rows(seq.sampling, seq.prompt, seq.output, paths, seq.end_ids, _mask(seq, paths, logits))
+
+
+def _mask(seq: Sequence, paths: abc.Sequence[abc.Sequence[int]], logits: Tensor) -> Tensor | None:
+    """What the request's grammar allows after the text and each path."""
+    return None if seq.grammar is None else seq.grammar.masks(paths).to(logits.device)
 
 
 def _choice_keys(batch: abc.Sequence[Sequence], drafts: abc.Sequence[Draft], device: torch.device) -> Tensor | None:

@@ -8,6 +8,7 @@ from enum import Enum
 from typing import Any
 
 from ..core.tally import Tally
+from ..models.grammar import GrammarState
 from ..models.target import Slot
 from ..trace.events import Event
 from ..trace.report import Clock
@@ -57,6 +58,7 @@ class Sequence:
     finish: FinishReason | None = None
     error: BaseException | None = None
     slot: Slot | None = None
+    grammar: GrammarState | None = None          # where the text stands in the grammar it must follow
     state: Any = None                            # the drafter's
     signals: Signals | None = None               # what the prefill left for it
     tally: Tally = field(default_factory=Tally)
@@ -110,6 +112,8 @@ class Sequence:
         else:
             pieces.append(self._append(verdict.next_token, verdict.role))
         self.pieces = tuple(pieces)
+        if self.grammar is not None:
+            self.grammar.follow(self.output)
         if self.attempts:
             self.attempts = {at: n for at, n in self.attempts.items() if at >= len(self.tokens)}
         roles = tuple(self.roles[start - len(self.prompt):])

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..core.noise import gumbel, key, key_rows
 from ..core.tree import depths as levels
+from ..core.verify import shares_noise
 from ..drafters.base import Drafter
 from ..errors import DrafterError
 from ..trace.events import Times
@@ -46,7 +47,7 @@ class RoundNoise:
 
 def _draft_key(seq: SequenceView, position: int) -> tuple[int, int]:
     assert isinstance(seq, Sequence), "drafters hand back the sequences they were given"
-    if seq.rule == "match":
+    if shares_noise(seq.rule):
         return key(seq.seed, seq.sample, "text", position)
     return key(seq.seed, seq.sample, "draft", position, seq.attempt(position))
 
@@ -106,7 +107,7 @@ class Speculation:
         asked = [i for i, budget in enumerate(budgets) if budget.depth]
         if not asked or self.drafter is None:
             return drafts
-        keep_law = self.keep_law or any(batch[i].rule != "match" and not batch[i].sampling.greedy for i in asked)
+        keep_law = self.keep_law or any(not shares_noise(batch[i].rule) and not batch[i].sampling.greedy for i in asked)
         try:
             for i in asked:
                 self._enter(batch[i], None)

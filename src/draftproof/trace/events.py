@@ -83,6 +83,7 @@ class RequestStarted:
     prompt_class: str | None = None
     tenant: str = ""
     prompt_ids: tuple[int, ...] | None = None       # level full
+    rule: str = "match"                             # of this request; a name that begins with "lossy" is one that keeps no law
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,8 +26,10 @@ class Features:
 class Task(Protocol):
     """A drafter in training. One file in train/ per family."""
 
-    module: nn.Module            # what the optimizer sees: its parameters with requires_grad
-    taps: tuple[int, ...]        # the layers it reads; the last layer's output among them if the loss needs the target's logits
+    @property
+    def module(self) -> nn.Module: ...           # what the optimizer sees: its parameters with requires_grad
+    @property
+    def taps(self) -> tuple[int, ...]: ...       # the layers it reads; the last one's among them if the loss needs the target's logits
 
     def loss(self, batch: Sequence[Features]) -> tuple[Tensor, Mapping[str, float]]:
         """A scalar loss (mean over the guesses that count) and figures to show, such as accuracy per depth."""

@@ -18,7 +18,7 @@ from ..errors import Failure
 from ..models.target import Target
 from ..types import Sampling
 
-ROUND = 8           # prompts answered together
+ROUND = 16          # prompts answered together
 
 
 @dataclass(frozen=True, slots=True)

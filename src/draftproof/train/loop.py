@@ -44,10 +44,13 @@ class Shown:
     served: float | None = None
 
 
+TABLES = ("embed", "emb.", "head.", "outputs.", "markov")      # in the names of matrices with a row per token
+
+
 def optimizers_of(module: nn.Module, lr: float) -> list[torch.optim.Optimizer]:
     """Muon for the matrices between hidden states, AdamW for everything else (Jordan et al. 2024; torch's own)."""
     trained = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
-    matrices = [p for name, p in trained if p.ndim == 2 and "embed" not in name and "lm_head" not in name and "markov" not in name]
+    matrices = [p for name, p in trained if p.ndim == 2 and not any(table in name for table in TABLES)]
     others = [p for _, p in trained if not any(p is m for m in matrices)]
     made: list[torch.optim.Optimizer] = []
     if matrices:

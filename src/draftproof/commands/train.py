@@ -1,0 +1,189 @@
+"""draftproof train: from a log of traffic to a drafter that is accepted more when served. draftproof extract: hidden states to disk."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from ..config import LoadConfig
+from ..errors import OptionError
+from . import options as o
+from .console import emit_json, facts_lines, note
+
+if TYPE_CHECKING:
+    from ..models.target import Target
+    from ..train.base import Task
+    from ..train.corpus import Text
+    from ..train.gate import Served
+
+DATA = click.option("--data", type=click.Path(dir_okay=False, path_type=Path), required=True, metavar="LOG",
+                    help="Traffic: OpenAI chat or request/response pairs, ShareGPT, our traces, {prompt} or {text} lines, or a .txt file.")
+KINDS = ("eagle", "eagle3", "medusa", "hydra", "mlp", "mtp", "pard", "dflash", "dspark", "model")
+
+
+@click.command(short_help="Train a drafter on a log of traffic.")
+@click.argument("kind", type=click.Choice(KINDS))
+@o.target_option
+@DATA
+@click.option("--out", type=click.Path(file_okay=False, path_type=Path), required=True, metavar="DIR",
+              help="Where the drafter is published.")
+@click.option("--steps", type=click.IntRange(1), default=1000, show_default=True)
+@click.option("--batch", type=click.IntRange(1), default=8, show_default=True, help="Texts per step.")
+@click.option("--lr", type=float, default=1e-3, show_default=True)
+@click.option("--length", type=click.IntRange(16), default=512, show_default=True, help="Longest text in tokens.")
+@click.option("--seed", type=int, default=0, show_default=True)
+@click.option("--init", type=click.Path(exists=True, file_okay=False, path_type=Path), metavar="DIR", help="Go on from this drafter.")
+@click.option("--draft-vocab", type=click.IntRange(1), metavar="N", help="A vocabulary of the N tokens that the target writes most.")
+@click.option("--layers", type=click.IntRange(1), metavar="N")
+@click.option("--depth", type=click.IntRange(1), metavar="N", help="Tokens guessed, or steps unrolled.  [default: the family's]")
+@click.option("--mask-token", type=click.IntRange(0), metavar="ID", help="Of pard and dflash: a token that no text holds.")
+@click.option("--shared", is_flag=True, help="Of mlp: use the target's embedding and output matrix instead of own ones.")
+@click.option("--answers", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE",
+              help="Where the target's answers are kept; drafters trained on one log may share it.  [default: in OUT.training]")
+@click.option("--as-logged", is_flag=True, help="Learn from the logged answers instead of letting the target write them again.")
+@click.option("--mix", type=click.Path(dir_okay=False, path_type=Path), metavar="LOG", help="General data to mix in, as it is logged.")
+@click.option("--mix-share", type=click.FloatRange(0, 0.95), default=0.3, show_default=True)
+@click.option("--held-out", type=click.IntRange(1), default=16, show_default=True, help="Texts that only judge.")
+@click.option("--replaces", metavar="SPEC", help="The drafter it must beat when served.  [default: what is in --out, if anything]")
+@o.load_options
+@o.json_option
+def train(kind: str, target: str | None, data: Path, out: Path, as_json: bool, **given: Any) -> int:
+    """Train a drafter of KIND on --data and publish it in --out, unless it is served no better than what it replaces.
+
+    Killed at any moment, the same command goes on where it was. Working files are in OUT.training.
+    """
+    import torch
+
+    from ..train.families import Wish, begin
+    from ..train.features import Tapper
+    from ..train.gate import judge, serve
+    from ..train.loop import Plan, Shown
+    from ..train.loop import train as run
+
+    model = _open(target, given)
+    work = out.with_name(out.name + ".training")
+    work.mkdir(parents=True, exist_ok=True)
+    texts, held = _texts(model, data, work, given)
+    torch.manual_seed(given["seed"])          # a fresh drafter is the same one in a run that goes on
+    task = begin(kind, model, texts, Wish(given["init"], given["draft_vocab"], given["layers"], given["depth"], given["mask_token"],
+                                            given["shared"]))
+    size = sum(p.numel() for p in task.module.parameters() if p.requires_grad)
+    note(f"{kind}: {size / 1e6:.2f} M parameters to train, {len(texts)} texts to learn from, {len(held)} held out")
+    depth = given["depth"] or 4
+
+    def served(spec: str) -> Served:
+        return serve(model, spec, held, depth, min(96, given["length"] // 2), given["seed"] + 1)
+
+    looks: list[Served] = []
+
+    def look() -> float:
+        _save(task, work / "candidate")
+        looks.append(served(f"{kind}:{work / 'candidate'}"))
+        return looks[-1].length
+
+    def show(line: Shown) -> None:
+        figures = " ".join(f"{name} {value:.3f}" for name, value in line.figures.items())
+        reached = "" if line.served is None else f" · acceptance length when served {line.served:.2f}"
+        note(f"step {line.step}/{line.steps} loss {line.loss:.3f} {figures} · {line.tokens_per_s:.0f} tokens/s{reached}")
+
+    plan = Plan(given["steps"], given["batch"], given["lr"], seed=given["seed"])
+    run(task, texts, Tapper(model, task.taps), plan, work, show, served=look, notes={"kind": kind})
+    if not looks:                             # all steps were done by an earlier run
+        look()
+    new = looks[-1]
+    rival = given["replaces"] or (f"{kind}:{out}" if (out / "config.json").exists() else None)
+    verdict = judge(new, served(rival) if rival else None, rival or "nothing")
+    note(f"{'published in ' + str(out) if verdict.publish else 'not published'}: {verdict.reason}")
+    if verdict.publish:
+        publish(work / "candidate", out)
+    if as_json:
+        emit_json({"kind": kind, "published": verdict.publish, "reason": verdict.reason, "parameters": size,
+                   "acceptance_length": new.length, "rounds": new.rounds, "drafted": new.drafted, "accepted": new.accepted})
+    return 0 if verdict.publish else 3
+
+
+@click.command(short_help="Write the target's hidden states to disk, for other trainers.")
+@o.target_option
+@DATA
+@click.option("--layers", required=True, metavar="I,J,…", help="0-based decoder layers whose outputs are kept.")
+@click.option("--out", type=click.Path(file_okay=False, path_type=Path), required=True, metavar="DIR")
+@click.option("--length", type=click.IntRange(16), default=2048, show_default=True, help="Longest text in tokens.")
+@click.option("--shard-mb", type=click.IntRange(1), default=512, show_default=True)
+@o.load_options
+def extract(target: str | None, data: Path, layers: str, out: Path, length: int, shard_mb: int, **given: Any) -> None:
+    """Dump ids, answer masks and hidden states of every text of a log as safetensors shards with an index."""
+    from ..audition.logs import Skipped, read_log
+    from ..train.corpus import as_logged
+    from ..train.extract import extract as write
+
+    if not all(part.strip().isdecimal() for part in layers.split(",")):
+        raise OptionError(f"--layers {layers!r}: expected layer ids separated by commas, as in 1,4,6")
+    model, skipped = _open(target, given), Skipped()
+    index = write(model, as_logged(read_log(data, skipped), model, length), [int(part) for part in layers.split(",")], out, shard_mb << 20)
+    _complain(skipped)
+    note(f"{len(index['texts'])} texts in {index['shards']} shards: {out}")  # type: ignore[arg-type]
+
+
+def _open(target: str | None, given: dict[str, Any]) -> Target:
+    """The target with plain matrices, through which gradients can flow."""
+    from dataclasses import fields, replace
+
+    from ..engine.setup import open_target
+
+    own = {field.name: given[field.name] for field in fields(LoadConfig) if field.name in given}       # --depth is another's here
+    load = replace(o.settings_of(own).load, packed=False, self_test=False)
+    o.check_target(target)
+    model = open_target(target, load)
+    for line in facts_lines(model.facts, load.cache_tokens):
+        note(line)
+    return model
+
+
+def _texts(model: Target, data: Path, work: Path, given: dict[str, Any]) -> tuple[list[Text], list[Text]]:
+    """(texts to learn from, texts held out): the target's own answers unless told otherwise, with general data beside them."""
+    from ..audition.logs import Skipped, read_log
+    from ..engine.engine import Engine
+    from ..train.corpus import as_logged, mixed, regenerated, split
+
+    skipped = Skipped()
+    exchanges = read_log(data, skipped)
+    if given["as_logged"]:
+        texts = list(as_logged(exchanges, model, given["length"]))
+    else:
+        note("letting the target answer the prompts of the log …")
+        with Engine(model, "ngram") as engine:
+            texts = regenerated(exchanges, engine, given["length"], given["seed"], given["answers"] or work / "answers.jsonl",
+                                lambda done: note(f"{done} answers") if done % 200 == 0 else None)
+    _complain(skipped)
+    learn, held = split(texts, min(0.5, given["held_out"] / max(1, len(texts))), given["seed"])
+    if given["mix"] is not None:
+        learn = mixed(learn, list(as_logged(read_log(given["mix"]), model, given["length"])), given["mix_share"], given["seed"])
+    return learn, held
+
+
+def _complain(skipped: Any) -> None:
+    if skipped.count:
+        more = " …" if skipped.count > len(skipped.shown) else ""
+        note(f"{skipped.count} lines of the log could not be read: {'; '.join(skipped.shown)}{more}")
+
+
+def _save(task: Task, folder: Path) -> None:
+    """Write a drafter beside the old one and put it in its place: nobody ever loads half of it."""
+    part = folder.with_name(folder.name + ".part")
+    shutil.rmtree(part, ignore_errors=True)
+    task.save(part)
+    publish(part, folder)
+
+
+def publish(part: Path, folder: Path) -> None:
+    """Move `part` to `folder`; what stood there is gone only when the new one is in its place."""
+    old = folder.with_name(folder.name + ".old")
+    shutil.rmtree(old, ignore_errors=True)
+    if folder.exists():
+        os.replace(folder, old)
+    os.replace(part, folder)
+    shutil.rmtree(old, ignore_errors=True)

@@ -1,0 +1,204 @@
+"""`dflash`: a head that guesses a whole block in one pass from the target's hidden states (arXiv 2602.06036).
+
+What the target left behind is fused, projected and kept per layer as the text grows; a round costs one pass over one block
+per sequence, however deep the guess. Slots do not know of each other, so under `match` any of a slot's candidates may
+follow any of the one before, and a tree is a product of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Self
+
+import torch
+from torch import Tensor
+
+from ..models.heads.cache import HeadCache
+from ..models.heads.dflash import Blocks, DFlash
+from ..models.packed import can_pack, pack
+from ..types import Budget, Commit, Draft, Sampling, SequenceView, Signals
+from .base import Needs, Noise, Site, ranking
+from .grow import Growth, Margins
+from .slots import Line, Slots, chains, trees
+
+CHUNK = 1024        # hidden states that are fused in one pass
+
+
+@dataclass(slots=True)
+class BlockState:
+    """One sequence. The cache holds context keys of the positions from `first` on, without a gap."""
+
+    seq: SequenceView
+    options: Sampling
+    cache: HeadCache | None                 # None: closed
+    first: int = 0
+    tree: tuple[Growth, int] | None = None  # what grew for the text as it is, and which sequence of it this was
+    length: int = 0                         # tokens of that text
+
+    @property
+    def end(self) -> int:
+        return self.first + (self.cache.length if self.cache is not None else 0)
+
+
+class Block:
+    """`Slots` of a DFlash head: slots [B, reach, H] are independent of each other."""
+
+    tied = False
+
+    def __init__(self, head: DFlash, slots: Tensor) -> None:
+        self.head, self.slots = head, slots
+        self.base = head.logits(slots)
+
+    @property
+    def ids(self) -> Tensor | None:
+        return self.head.ids
+
+    def logits(self, level: int | Tensor, line: Tensor, came: Tensor, previous: Tensor | None) -> Tensor:
+        return self.base[line, level]
+
+    def beliefs(self) -> list[Tensor]:
+        return []
+
+
+class DFlashDrafter:
+    """`dflash:PATH`. score: perturbed margin, how far log q + g of a token lies above the best other of its slot; a sibling's is
+    negative."""
+
+    name = "dflash"
+    keys: ClassVar[Mapping[str, tuple[int, int]]] = {}
+    takes_path: ClassVar[bool] = True
+    kind: ClassVar[type[DFlash]] = DFlash
+
+    def __init__(self, head: DFlash, vocab_size: int) -> None:
+        """head: ready for its device; its linear layers are packed here where that pays. vocab_size: the target's."""
+        self.vocab_size = vocab_size
+        self.weight_bytes = sum(p.numel() * p.element_size() for p in head.parameters())
+        self.device, self.dtype = head.norm.weight.device, head.dtype
+        head.requires_grad_(False).eval()
+        if self.device.type == "cpu" and can_pack(self.dtype)[0]:
+            pack(head)
+        self.head = head
+        self.needs = Needs(taps=tuple(sorted(set(head.taps))), parts=("embed", "output"), law=True, tree=True, context=head.context)
+        self.margins = Margins()
+
+    @classmethod
+    def check(cls, options: Mapping[str, int]) -> None:
+        """There are none."""
+
+    @classmethod
+    def from_spec(cls, path: str | None, options: Mapping[str, int], site: Site) -> Self:
+        from ..models.heads.detect import require
+        from ..models.heads.files import read_files
+        from ..models.load import builtin
+
+        files = read_files(path or builtin(cls.name))
+        require(files, cls.name)
+        return cls(cls.kind.read(files, site.target.parts, site.target.vocab_size), site.target.vocab_size)
+
+    def open(self, seq: SequenceView, signals: Signals | None) -> BlockState:
+        shape = self.head.shape
+        state = BlockState(seq, ranking(seq.sampling), HeadCache(self.head.depth, shape.kv_heads, shape.head_dim, self.dtype, self.device))
+        if signals is not None:
+            self._take([state], [signals])
+        return state
+
+    def close(self, state: BlockState) -> None:
+        state.cache, state.tree = None, None
+
+    def observe(self, states: Sequence[BlockState], commits: Sequence[Commit], signals: Sequence[Signals | None]) -> None:
+        heard: list[BlockState] = []
+        said: list[Signals] = []
+        for state, commit, rows in zip(states, commits, signals, strict=True):
+            if state.cache is None:
+                continue
+            if state.tree is not None and commit.start == state.length:
+                growth, i = state.tree
+                growth.learn(i, commit.tokens)
+            state.tree = None
+            if rows is not None:
+                heard.append(state)
+                said.append(rows)
+        if heard:
+            self._take(heard, said)
+
+    @torch.inference_mode()
+    def propose(self, states: Sequence[BlockState], budgets: Sequence[Budget], noise: Noise) -> list[Draft]:
+        drafts = [Draft.empty(self.name) for _ in states]
+        lines: list[Line] = []
+        for place, (state, budget) in enumerate(zip(states, budgets, strict=True)):
+            state.tree = None
+            if not budget.depth:
+                continue
+            depth, reason = self._grant(state, budget.depth)
+            if not depth:
+                drafts[place] = Draft.empty(self.name, reason)
+                continue
+            lines.append(Line(state.seq, state.options, place, depth, max(budget.nodes - (budget.depth - depth), depth), reason))
+        growing = [line for line in lines if not noise.keep_law and line.nodes > line.depth]
+        for some in (growing, [line for line in lines if line not in growing] if growing else lines):
+            if some:
+                slots = self._pass([states[line.place] for line in some], max(line.depth for line in some))
+                for line, draft in zip(some, self._draw(some, states, slots, noise, some is growing), strict=True):
+                    drafts[line.place] = draft
+        return drafts
+
+    def _draw(self, lines: list[Line], states: Sequence[BlockState], slots: Slots, noise: Noise, tree: bool) -> list[Draft]:
+        if not tree:
+            return chains(lines, slots, noise, self.vocab_size, self.device, self.name)
+        drafts, growth = trees(lines, slots, noise, self.vocab_size, self.device, self.name, self.margins)
+        for i, line in enumerate(lines):
+            states[line.place].tree, states[line.place].length = (growth, i), len(line.seq.tokens)
+        return drafts
+
+    def _pass(self, states: Sequence[BlockState], depth: int) -> Slots:
+        """One pass over the blocks of these sequences."""
+        anchors, positions = torch.tensor([[state.seq.tokens[-1] for state in states], [len(state.seq.tokens) - 1 for state in states]],
+                                          device=self.device).unbind()
+        attend = Blocks(self.head, [state.cache for state in states if state.cache is not None])
+        return self._slots(self.head.hidden(anchors, positions, attend)[:, :depth], anchors)
+
+    def _slots(self, hidden: Tensor, anchors: Tensor) -> Slots:
+        return Block(self.head, hidden)
+
+    def _grant(self, state: BlockState, depth: int) -> tuple[int, str]:
+        """How deep this sequence may draft now (0: not at all), and why less than asked."""
+        length, reach, context = len(state.seq.tokens), self.head.reach, self.head.context
+        if state.cache is None:
+            return 0, "the sequence is closed"
+        if not state.cache.length or state.end != length - 1:
+            return 0, "the target's hidden states of the last tokens are not here yet"
+        if context is not None and context - length < min(depth, reach):
+            return max(0, context - length), f"the drafter's context ends at {context}"
+        return (reach, f"a block holds {reach} guesses") if reach < depth else (depth, "")
+
+    @torch.inference_mode()
+    def _take(self, states: Sequence[BlockState], signals: Sequence[Signals]) -> None:
+        """Hidden states that the target left: project what is new, of all sequences in one pass. After a gap the window begins anew."""
+        features: list[Tensor] = []
+        caches: list[HeadCache] = []
+        counts: list[int] = []
+        positions: list[int] = []
+        for state, said in zip(states, signals, strict=True):
+            if state.cache is None:
+                continue
+            if not state.cache.length or said.start > state.end:
+                state.cache.truncate(0)
+                state.first = said.start
+            rows = [said.taps[tap][state.end - said.start:] for tap in self.head.taps]
+            count = rows[0].shape[0]
+            if count:
+                features.append(torch.cat(rows, -1))
+                positions += range(state.end, state.end + count)
+                caches.append(state.cache)
+                counts.append(count)
+        if not features:
+            return
+        flat, places = features[0] if len(features) == 1 else torch.cat(features), torch.tensor(positions, device=self.device)
+        found = [self.head.keys(self.head.fuse(flat[at:at + CHUNK]), places[at:at + CHUNK]) for at in range(0, flat.shape[0], CHUNK)]
+        for layer, parts in enumerate(zip(*found, strict=True)):
+            keys, values = (torch.cat(part) if len(found) > 1 else part[0] for part in zip(*parts, strict=True))
+            for cache, k, v in zip(caches, torch.split(keys, counts), torch.split(values, counts), strict=True):
+                cache.write(layer, k, v)
+        for cache, count in zip(caches, counts, strict=True):
+            cache.advance(count)

@@ -1,0 +1,280 @@
+"""Trees that grow level by level under `match`, and the odds by which their nodes are judged.
+
+A node's candidates are its best tokens by log q + g, the noise being the target's own. What a candidate is worth is judged after
+the noise, by its rank and its *gap* to the best of them (the best's own: first minus second): the chance that it is the target's
+choice is counted, online, by rank and gap, from what the texts became. A path's worth is the product of its chances; the
+next level extends the worthiest candidates, and at the end the worthiest of all levels are kept (EAGLE-2's expand and
+re-rank, arXiv 2406.16858, with these chances in place of q).
+
+    tree = Growth(depths, nodes, greedy, ends, margins, widths)
+    front = tree.grow(tokens [B, F, K], values [B, F, K])      None when no deeper node could enter any tree
+    … the drafter runs its network on front.tokens [B, W], children of slots front.parents [B, W] of the frontier before …
+    drafts = tree.finish(name)
+
+A drafter that can only follow one line grows none, but gives it siblings: the `worthiest`. Where q is kept (`ratio`, `block`),
+nothing may be decided after the draw: `evenly` fixes the siblings. `spine` builds the tree of either.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from ..types import Draft, DraftLaw
+
+CANDIDATES = 8          # per node: the 8 best perturbed catch 0.93 of the target's choices at T = 1
+SURE = 64.0             # margin of a token that has no rival
+EDGES = (0.15, 0.4, 0.7, 1.1, 1.6, 2.2, 3.0, 4.0, 5.5, 8.0)
+PRIOR = 6.0             # observations that the guess at a chance is worth
+MEMORY = 4000.0         # observations of a cell after which old ones begin to fade
+
+
+class Margins:
+    """P(the candidate of this rank and gap is the target's choice), for texts at temperature 0 and for sampled ones. Starts
+    from a guess, and counts: `learn` once per node that the target has judged."""
+
+    def __init__(self) -> None:
+        middles = [(low + high) / 2 for low, high in zip((0.0, *EDGES), (*EDGES, 2 * EDGES[-1]), strict=True)]
+        guesses = [[_guess(rank, gap) for gap in middles] for rank in range(CANDIDATES)]
+        self.hits = [[[PRIOR * guess for guess in row] for row in guesses] for _ in range(2)]
+        self.seen = [[[PRIOR] * len(middles) for _ in guesses] for _ in range(2)]
+        self._table: tuple[Tensor, Tensor] | None = None
+
+    def table(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """log chance [2, ranks, bins], row 0 for sampled texts and row 1 for temperature 0, and the edges of the bins."""
+        if self._table is None or self._table[0].device != device:
+            chances = (torch.tensor(self.hits) / torch.tensor(self.seen)).clamp(1e-4, 0.999)
+            self._table = chances.log().to(device), torch.tensor(EDGES, device=device)
+        return self._table
+
+    def learn(self, greedy: bool, gaps: Sequence[float], chosen: int | None) -> None:
+        """One node: its candidates' gaps, best first, and which of them the target chose, None if none."""
+        hits, seen = self.hits[greedy], self.seen[greedy]
+        for rank, gap in enumerate(gaps[:CANDIDATES]):
+            if gap == math.inf:
+                break
+            cell = sum(edge < gap for edge in EDGES)
+            if seen[rank][cell] >= MEMORY:
+                hits[rank][cell] *= 0.5
+                seen[rank][cell] *= 0.5
+            seen[rank][cell] += 1
+            hits[rank][cell] += rank == chosen
+        self._table = None
+
+
+def _guess(rank: int, gap: float) -> float:
+    """Before anything is counted: what a fair head shows."""
+    if rank == 0:
+        return 0.95 / (1 + math.exp(-0.2 - 0.8 * gap))
+    return float(0.4 * math.exp(-0.7 * gap) / rank**0.6)
+
+
+@dataclass(frozen=True, slots=True)
+class Front:
+    """The nodes that the next level extends. tokens [B, W] · parents [B, W]: slot of the frontier before that each one hangs from."""
+
+    tokens: Tensor
+    parents: Tensor
+
+
+@dataclass(slots=True)
+class _Level:
+    """candidates of one level: tokens, gaps, worth (log) [B, F, K]; spots [B, F]: which candidate of the level above each slot is."""
+
+    tokens: Tensor
+    gaps: Tensor
+    worth: Tensor
+    spots: Tensor
+
+
+@dataclass(slots=True)
+class Growth:
+    """Trees of B sequences that grow together; no value is read on the host until `finish`, except on a CPU, to stop early.
+
+    depths, nodes [B]: their budgets · greedy [B]: texts at temperature 0 · ends: tokens that end a text, behind which nothing grows
+    widths [B]: how many nodes the next level may extend; a function of the own budget alone, so that company changes nothing
+    """
+
+    depths: Sequence[int]
+    nodes: Sequence[int]
+    greedy: Sequence[bool]
+    ends: Sequence[frozenset[int]]
+    margins: Margins
+    widths: Sequence[int]
+    levels: list[_Level] = field(default_factory=list)
+    _reach: Tensor | None = None        # [B, F] log chance that the walk comes to each slot of the frontier
+    _spots: Tensor | None = None
+    _kept: Tensor | None = None         # [B, n] worth of the best candidates so far, falling
+    _ends: Tensor | None = None         # [B, 1, 1, E]
+    _rows: Tensor | None = None         # [B, 1, K] rows of the table of chances
+
+    def grow(self, tokens: Tensor, values: Tensor) -> Front | None:
+        """Take a level's candidates [B, F, K], best first, −inf for none; say which to extend, None if no further level pays."""
+        batch, slots, count = tokens.shape
+        device = tokens.device
+        if self._reach is None or self._spots is None:
+            self._reach, self._spots = values.new_zeros(batch, 1), torch.zeros(batch, 1, dtype=torch.int64, device=device)
+        gaps = gaps_of(values)
+        worth = self._reach[..., None] + self._chances(gaps, count)
+        worth = worth.masked_fill(values == -math.inf, -math.inf)
+        self.levels.append(_Level(tokens, gaps, worth, self._spots))
+        if len(self.levels) >= max(self.depths):
+            return None
+        flat = self._open(tokens, worth).view(batch, -1)
+        self._reach, self._spots = _best(flat, max(self.widths))
+        if min(self.widths) < self._reach.shape[1]:
+            beyond = torch.arange(self._reach.shape[1], device=device) >= torch.tensor(self.widths, device=device)[:, None]
+            self._reach = self._reach.masked_fill(beyond, -math.inf)
+        if self._settled(worth):
+            return None
+        parents = self._spots // count
+        return Front(tokens.reshape(batch, -1).gather(1, self._spots), parents)
+
+    def _chances(self, gaps: Tensor, count: int) -> Tensor:
+        """log chance of each candidate, as far as it has been counted."""
+        table, edges = self.margins.table(gaps.device)
+        if self._rows is None:
+            kinds = torch.tensor(self.greedy, device=gaps.device).long() * CANDIDATES
+            self._rows = kinds[:, None, None] + torch.arange(count, device=gaps.device)
+        return table.flatten(0, 1)[self._rows, torch.bucketize(gaps, edges)]
+
+    def _open(self, tokens: Tensor, worth: Tensor) -> Tensor:
+        """The worth of candidates that may be extended; −inf for those that end the text."""
+        longest = max(map(len, self.ends))
+        if not longest:
+            return worth
+        if self._ends is None:
+            rows = [[*ends, *[-1] * (longest - len(ends))] for ends in self.ends]
+            self._ends = torch.tensor(rows, device=tokens.device)[:, None, None]
+        return worth.masked_fill((tokens[..., None] == self._ends).any(-1), -math.inf)
+
+    def _settled(self, worth: Tensor) -> bool:
+        """Whether every tree already has so many candidates worthier than the whole frontier that none below can enter."""
+        if worth.device.type != "cpu":          # elsewhere the question would wait for the device
+            return False
+        assert self._reach is not None
+        both = worth.flatten(1) if self._kept is None else torch.cat((self._kept, worth.flatten(1)), 1)
+        self._kept = both.topk(min(max(self.nodes), both.shape[1])).values
+        last = torch.tensor([n - 1 for n in self.nodes])[:, None]
+        if self._kept.shape[1] <= int(last.max()):
+            return bool((self._reach[:, 0] == -math.inf).all())
+        return bool((self._reach[:, :1] <= self._kept.gather(1, last)).all())
+
+    def finish(self, name: str) -> list[Draft]:
+        """The worthiest nodes of each tree. score: perturbed margin, as for chains; a sibling's is negative."""
+        worth = [level.worth.flatten(1).clone() for level in self.levels]
+        for at, rows in enumerate(worth):
+            for i, depth in enumerate(self.depths):
+                if at >= depth:
+                    rows[i] = -math.inf
+        merged = torch.cat(worth, 1)
+        best, order = _best(merged, max(self.nodes))
+        chosen, alive = order.tolist(), (best > -math.inf).sum(1).tolist()
+        tokens, gaps = (torch.cat([getattr(level, what).flatten(1) for level in self.levels], 1) for what in ("tokens", "gaps"))
+        return [self._draft(i, sorted(chosen[i][:min(n, alive[i])]), tokens[i], gaps[i], name) for i, n in enumerate(self.nodes)]
+
+    def _draft(self, i: int, chosen: list[int], tokens: Tensor, gaps: Tensor, name: str) -> Draft:
+        """One tree out of candidates numbered over all levels, in rising order, so that parents come first."""
+        spots = [level.spots[i].tolist() for level in self.levels]
+        count = self.levels[0].tokens.shape[2]
+        starts, parents, ranks = [0], [], []
+        place: dict[int, int] = {}
+        for level in self.levels:
+            starts.append(starts[-1] + level.tokens.shape[1] * count)
+        at = 0
+        for node, candidate in enumerate(chosen):
+            while candidate >= starts[at + 1]:
+                at += 1
+            slot, rank = divmod(candidate - starts[at], count)
+            parents.append(place[starts[at - 1] + spots[at][slot]] if at else -1)
+            place[candidate] = node
+            ranks.append(rank)
+        index = torch.tensor(chosen, dtype=torch.int64, device=tokens.device)
+        score = gaps[index].clamp(max=SURE)
+        sign = torch.tensor([-1.0 if rank else 1.0 for rank in ranks], device=tokens.device)
+        return Draft(tokens[index], tuple(parents), score=score * sign, drafter=name)
+
+    def learn(self, i: int, committed: Sequence[int]) -> None:
+        """The text of sequence i went on with these tokens: count which candidates on the way were the target's choice."""
+        slot = 0
+        for at, token in enumerate(committed[:len(self.levels)]):
+            level = self.levels[at]
+            offered = level.tokens[i, slot].tolist()
+            rank = offered.index(token) if token in offered else None
+            self.margins.learn(self.greedy[i], level.gaps[i, slot].tolist(), rank)
+            if rank is None or at + 1 == len(self.levels):
+                return
+            below = self.levels[at + 1].spots[i].tolist()
+            spot = slot * len(offered) + rank
+            if spot not in below:
+                return
+            slot = below.index(spot)
+
+
+def _best(worth: Tensor, n: int) -> tuple[Tensor, Tensor]:
+    """The n largest of each row and their places; equals in order of place, so that company cannot decide between them."""
+    values, places = worth.sort(dim=1, descending=True, stable=True)
+    return values[:, :n], places[:, :n]
+
+
+def evenly(levels: int, spare: int) -> list[int]:
+    """Siblings per level where q is kept: fixed before anything is drawn. A sibling withheld because of the value it
+    turned out to have would no longer be a draw from q."""
+    return [spare // levels + (level < spare % levels) for level in range(levels)]
+
+
+def worthiest(gaps: Tensor, spare: int, greedy: bool, margins: Margins) -> list[int]:
+    """Siblings per level beside a line of the best, where only the choice matters (`match`, and greedy): those likeliest to be
+    the target's choice, each discounted by the chance that the walk gets to its level at all.
+
+    gaps [levels, k]: as `gaps_of` gives them. The answer counts them, and a level's come in order of rank.
+    """
+    table, edges = margins.table(gaps.device)
+    ranks = torch.arange(gaps.shape[1], device=gaps.device).clamp(max=CANDIDATES - 1)
+    chances = table[int(greedy)][ranks, torch.bucketize(gaps, edges)]
+    reach = chances[:, 0].cumsum(0) - chances[:, 0]
+    worth = (reach[:, None] + chances[:, 1:]).masked_fill(gaps[:, 1:] == math.inf, -math.inf).flatten()
+    best = worth.sort(descending=True, stable=True)
+    levels = best.indices[:spare][best.values[:spare] > -math.inf] // max(1, gaps.shape[1] - 1)
+    counts: list[int] = torch.bincount(levels, minlength=gaps.shape[0]).tolist()
+    return counts
+
+
+def gaps_of(values: Tensor) -> Tensor:
+    """How far each candidate [..., K], best first, lies below the best of its node; the best's own: how far above the second.
+    inf where there is no candidate."""
+    gaps = values[..., :1] - values
+    gaps[..., 0] = gaps[..., 1] if values.shape[-1] > 1 else SURE
+    return gaps.nan_to_num(nan=math.inf)
+
+
+def spine(tokens: Tensor, values: Tensor, extra: Sequence[int], law: DraftLaw | None, name: str, reason: str) -> Draft:
+    """tokens, values [levels, k], best first: the line of the best, and extra[level] siblings beside it in the order of their draw.
+    law: rows per level; the draft's has one per node. score: perturbed margin."""
+    if not any(extra):
+        score = (values[:, 0] - values[:, 1]).float().clamp(max=SURE) if values.shape[1] > 1 else None
+        return Draft.chain(tokens[:, 0], score=score, law=law, drafter=name, reason=reason)
+    ids, heights = tokens.tolist(), values.tolist()
+    flat: list[int] = []
+    parents: list[int] = []
+    score_of: list[float] = []
+    row: list[int] = []
+    parent = -1
+    for level, more in enumerate(extra):
+        first = len(flat)
+        for j in range(1 + min(more, len(ids[level]) - 1)):
+            height = heights[level][j]
+            if height == -math.inf:
+                break
+            rival = heights[level][0 if j else 1] if len(ids[level]) > 1 else -math.inf
+            flat.append(ids[level][j])
+            parents.append(parent)
+            score_of.append(min(height - rival, SURE))
+            row.append(level)
+        parent = first
+    return Draft(torch.tensor(flat, device=tokens.device), tuple(parents), score=torch.tensor(score_of, device=tokens.device), drafter=name,
+                 reason=reason, law=None if law is None else DraftLaw(law.logq, tuple(row), law.ids))

@@ -1,0 +1,120 @@
+"""`hydra`: heads that read the target's last hidden state and every token since (arXiv 2402.05109). Those of Hydra++ read it
+through a decoder layer over the whole text, whose keys are kept per sequence and brought up to date when a guess is due."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar, Self, cast
+
+import torch
+from torch import Tensor
+
+from ..models.heads.cache import HeadCache, HeadPass
+from ..models.heads.detect import require
+from ..models.heads.files import read_files
+from ..models.heads.hydra import HydraHead
+from ..models.target import TargetParts
+from ..types import Sampling, SequenceView, Signals
+from .base import Site
+from .vector import Line, VectorDrafter, VectorState
+
+CHUNK = 1024        # hidden states of one sequence that wait for the prefix layer at most
+
+
+@dataclass(slots=True)
+class PrefixState(VectorState):
+    """Entry i of the cache is of position base + i; `row` is what the prefix layer says there, None while rows wait."""
+
+    cache: HeadCache | None = None
+    base: int = 0
+    waiting: list[Tensor] = field(default_factory=list)     # taps [n, H] of the positions up to `at`
+
+
+class HydraDrafter(VectorDrafter):
+    """`hydra:PATH`. Carried from level to level: the hidden state and the embeddings of all tokens since [B, n·H]."""
+
+    keys: ClassVar[Mapping[str, tuple[int, int]]] = {}
+    takes_path: ClassVar[bool] = True
+
+    def __init__(self, head: HydraHead, parts: TargetParts, vocab_size: int) -> None:
+        self.dtype = next(head.parameters()).dtype
+        super().__init__("hydra", head, parts, vocab_size)
+
+    @classmethod
+    def check(cls, options: Mapping[str, int]) -> None:
+        """There are none."""
+
+    @classmethod
+    def from_spec(cls, path: str | None, options: Mapping[str, int], site: Site) -> Self:
+        from ..models.load import builtin
+
+        files = read_files(path or builtin("hydra"))
+        require(files, "hydra")
+        return cls(HydraHead.read(files, site.target.parts, site.target.vocab_size), site.target.parts, site.target.vocab_size)
+
+    def begin(self, lines: Sequence[Line], depth: int) -> Tensor:
+        state: Tensor = self.head.start(self.hidden(lines))
+        return state
+
+    def step(self, level: int, carry: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        logits, read = self.head.step(level, carry, tokens)
+        return logits, read
+
+    def hidden(self, lines: Sequence[Line]) -> Tensor:
+        if self.head.prefix_embeding_layer is None:
+            hidden: Tensor = self.head.read_target(torch.stack([line.state.row for line in lines]))
+            return hidden
+        self._catch_up([line.state for line in lines if line.state.row is None])
+        return torch.stack([line.state.row for line in lines])
+
+    # Hydra++: the prefix layer's own cache.
+
+    def fresh_state(self, seq: SequenceView, options: Sampling) -> VectorState:
+        prefix = self.head.prefix_embeding_layer
+        if prefix is None:
+            return VectorState(seq, options)
+        return PrefixState(seq, options, cache=HeadCache(1, prefix.shape.kv_heads, prefix.shape.head_dim, self.dtype, self.device))
+
+    def close(self, state: VectorState) -> None:
+        super().close(state)
+        if isinstance(state, PrefixState):
+            state.cache = None
+            state.waiting.clear()
+
+    def take(self, state: VectorState, signals: Signals) -> None:
+        if not isinstance(state, PrefixState):
+            super().take(state, signals)
+            return
+        if state.cache is None:
+            return
+        rows = signals.taps[self.head.taps[0]]
+        if state.at < 0 or signals.start > state.at + 1:        # after a gap the window begins anew
+            state.cache.truncate(0)
+            state.waiting.clear()
+            state.base = signals.start
+        else:
+            rows = rows[state.at + 1 - signals.start:]
+        if rows.shape[0]:
+            state.waiting.append(rows)
+            state.at, state.row = max(state.at, signals.start + signals.taps[self.head.taps[0]].shape[0] - 1), None
+        if sum(part.shape[0] for part in state.waiting) > CHUNK:
+            self._catch_up([state])
+
+    @torch.inference_mode()
+    def _catch_up(self, states: Sequence[PrefixState]) -> None:
+        """Pass all waiting rows through the prefix layer, of all sequences at once."""
+        if not states:
+            return
+        caches = [cast(HeadCache, state.cache) for state in states]
+        taps = [torch.cat(state.waiting) for state in states]
+        counts = [rows.shape[0] for rows in taps]
+        places = [at for state, count in zip(states, counts, strict=True) for at in range(state.at + 1 - count, state.at + 1)]
+        attend = HeadPass(caches, counts)
+        out = self.head.prefix_embeding_layer(self.head.read_target(torch.cat(taps)), torch.tensor(places, device=self.device), attend)
+        attend.done()
+        end = 0
+        for state, count in zip(states, counts, strict=True):
+            end += count
+            state.row = out[end - 1].clone()
+            state.waiting.clear()

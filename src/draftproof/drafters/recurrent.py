@@ -1,0 +1,323 @@
+"""Drafters whose head reads the target's hidden states and goes on from its own: the part that EAGLE's generations share.
+
+The head has one entry per token of the text but the last: entry t reads the target's hidden state at t and token t + 1, and
+predicts token t + 2. What the target leaves behind waits until the next `propose`, which feeds all of it, of all sequences,
+in one pass; the last entry gives the first guess, and every further one reads the head's own output. Entries of guesses are
+forgotten, for those that stood come back with true features. One pass per level, of a chain or of a whole tree's frontier.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from ..core.probs import Rows
+from ..models.heads.cache import HeadCache, HeadPass
+from ..models.packed import can_pack, pack
+from ..types import Budget, Commit, Draft, DraftLaw, Sampling, SequenceView, Signals
+from .base import Needs, Noise, Picks, joined_laws, pick, ranking
+from .grow import CANDIDATES, Front, Growth, Margins, evenly, spine
+
+CHUNK = 1024        # rows of one sequence that wait, or are fed, at most in one pass
+WIDEST = 8          # nodes of one sequence that a level extends at most
+NOTHING = "the options leave none of the drafter's tokens"
+
+
+class RecurrentHead(Protocol):
+    """A head as `models.heads` writes it: sizes, and three functions over flat rows of all sequences."""
+
+    taps: tuple[int, ...]
+    depth: int                  # decoder layers
+    context: int | None
+
+    @property
+    def ids(self) -> Tensor | None: ...
+    @property
+    def kv_heads(self) -> int: ...
+    @property
+    def head_dim(self) -> int: ...
+    def fuse(self, features: Tensor) -> Tensor: ...
+    def step(self, tokens: Tensor, hidden: Tensor, positions: Tensor, attend: HeadPass) -> Tensor: ...
+    def logits(self, hidden: Tensor) -> Tensor: ...
+
+
+@dataclass(slots=True)
+class RecurrentState:
+    """One sequence. Entry i of the cache is of position base + i; `held` of them are true, what lies behind was guessed."""
+
+    seq: SequenceView
+    options: Sampling
+    cache: HeadCache | None                 # None: closed
+    base: int = 0
+    held: int = 0
+    waiting: list[Tensor] = field(default_factory=list)     # features [n, width] of the positions from base + held on
+    ahead: int = 0                          # how many rows these are
+    last: Tensor | None = None              # [H] output of the last true entry
+    tree: tuple[Growth, int] | None = None  # what grew for the text as it is, and which sequence of it this was
+    length: int = 0                         # tokens of that text
+
+
+@dataclass(slots=True)
+class _Line:
+    """One sequence within one `propose`."""
+
+    state: RecurrentState
+    cache: HeadCache
+    place: int                              # of its draft in the answer
+    budget: Budget
+    reason: str = ""
+    rows: list[int] = field(default_factory=list)         # its row of every level's picks, counted over the whole round
+    path: tuple[int, ...] = ()                            # the chain on the host, where it is read
+    extra: list[int] = field(default_factory=list)        # siblings beside each level of the chain
+
+    def group(self, paths: Sequence[Sequence[int]]) -> Rows:
+        options, text, prompt = self.state.options, self.state.seq.tokens, self.state.seq.prompt_tokens
+        if not options.needs_history:
+            return Rows(options, (), (), paths, self.state.seq.end_ids)
+        return Rows(options, text[:prompt], text[prompt:], paths, self.state.seq.end_ids)
+
+
+class RecurrentDrafter:
+    """score: perturbed margin, how far log q + g of a token lies above the best other candidate of its node; a sibling's is
+    negative."""
+
+    dynamic = True              # with more nodes than depth, grow the tree by worth; otherwise siblings beside a chain
+
+    def __init__(self, name: str, head: nn.Module, vocab_size: int) -> None:
+        """head: a `RecurrentHead`, ready for its device; its linear layers are packed here where that pays."""
+        self.name, self.vocab_size = name, vocab_size
+        self.weight_bytes = sum(p.numel() * p.element_size() for p in head.parameters())
+        first = next(head.parameters())
+        self.device, self.dtype = first.device, first.dtype
+        head.requires_grad_(False).eval()
+        if self.device.type == "cpu" and can_pack(self.dtype)[0]:
+            pack(head)
+        self.head: RecurrentHead = head  # type: ignore[assignment]
+        taps = tuple(sorted(set(self.head.taps)))
+        self.needs = Needs(taps=taps, parts=("embed", "output"), law=True, tree=True, context=self.head.context)
+        self.margins = Margins()
+
+    def open(self, seq: SequenceView, signals: Signals | None) -> RecurrentState:
+        cache = HeadCache(self.head.depth, self.head.kv_heads, self.head.head_dim, self.dtype, self.device)
+        state = RecurrentState(seq, ranking(seq.sampling), cache)
+        if signals is not None:
+            self._take(state, signals)
+        return state
+
+    def close(self, state: RecurrentState) -> None:
+        state.cache, state.tree, state.last = None, None, None
+        state.waiting.clear()
+
+    def observe(self, states: Sequence[RecurrentState], commits: Sequence[Commit], signals: Sequence[Signals | None]) -> None:
+        for state, commit, rows in zip(states, commits, signals, strict=True):
+            if state.cache is None:
+                continue
+            if state.tree is not None and commit.start == state.length:
+                growth, i = state.tree
+                growth.learn(i, commit.tokens)
+            state.tree = None
+            if rows is not None:
+                self._take(state, rows)
+
+    @torch.inference_mode()
+    def propose(self, states: Sequence[RecurrentState], budgets: Sequence[Budget], noise: Noise) -> list[Draft]:
+        drafts = [Draft.empty(self.name) for _ in states]
+        lines: list[_Line] = []
+        for place, (state, budget) in enumerate(zip(states, budgets, strict=True)):
+            state.tree = None
+            if not budget.depth:
+                continue
+            reason = self._silence(state)
+            if reason or state.cache is None:
+                drafts[place] = Draft.empty(self.name, reason)
+                continue
+            state.cache.truncate(state.held)
+            lines.append(_Line(state, state.cache, place, budget))
+        if not lines:
+            return drafts
+        while any(line.state.ahead and self._missing(line.state) for line in lines):
+            self._feed([line.state for line in lines])
+        trees = [line for line in lines if self.dynamic and not noise.keep_law and line.budget.nodes > line.budget.depth]
+        chains = [line for line in lines if line not in trees] if trees else lines
+        for some, draw in ((chains, self._chains), (trees, self._trees)):
+            for line, draft in zip(some, draw(some, noise) if some else [], strict=True):
+                drafts[line.place] = draft
+        return drafts
+
+    # The text's own entries.
+
+    def _take(self, state: RecurrentState, signals: Signals) -> None:
+        """Hidden states that the target left: keep what is new. After a gap the window begins anew."""
+        rows = torch.cat([signals.taps[tap] for tap in self.head.taps], -1)
+        end = state.base + state.held + state.ahead
+        if not state.held + state.ahead or signals.start > end:
+            state.base, state.held, state.ahead, state.last = signals.start, 0, 0, None
+            state.waiting.clear()
+            if state.cache is not None:
+                state.cache.truncate(0)
+        elif signals.start < end:
+            rows = rows[end - signals.start:]
+        if rows.shape[0]:
+            state.waiting.append(rows)
+            state.ahead += rows.shape[0]
+        while state.ahead > CHUNK and self._missing(state) >= CHUNK:
+            self._feed([state])
+
+    def _missing(self, state: RecurrentState) -> int:
+        """Entries that the text has and the cache has not."""
+        return len(state.seq.tokens) - 1 - state.base - state.held
+
+    def _silence(self, state: RecurrentState) -> str:
+        """Why this sequence cannot draft now, or nothing."""
+        if state.cache is None:
+            return "the sequence is closed"
+        if not state.held + state.ahead or self._missing(state) > state.ahead:
+            return "the target's hidden states of the last tokens are not here yet"
+        return ""
+
+    @torch.inference_mode()
+    def _feed(self, states: Sequence[RecurrentState]) -> None:
+        """Feed what the caches lack, at most a chunk of each sequence, in one pass."""
+        behind: list[RecurrentState] = []
+        features: list[Tensor] = []
+        counts: list[int] = []
+        tokens: list[int] = []
+        positions: list[int] = []
+        for state in states:
+            count = min(self._missing(state), state.ahead, CHUNK)
+            if count > 0 and state.cache is not None:
+                state.cache.truncate(state.held)
+                rows = state.waiting[0] if len(state.waiting) == 1 else torch.cat(state.waiting)
+                state.waiting = [rows[count:]] if count < rows.shape[0] else []
+                start = state.base + state.held
+                behind.append(state)
+                counts.append(count)
+                features.append(rows[:count])
+                tokens += state.seq.tokens[start + 1:start + 1 + count]
+                positions += range(start, start + count)
+        flat = features[0] if len(features) == 1 else torch.cat(features)
+        ids, places = torch.tensor([tokens, positions], device=self.device).unbind()
+        attend = HeadPass([state.cache for state in behind if state.cache is not None], counts)
+        out = self.head.step(ids, self.head.fuse(flat), places, attend)
+        attend.done()
+        end = 0
+        for state, count in zip(behind, counts, strict=True):
+            end += count
+            state.held += count
+            state.ahead -= count
+            state.last = out[end - 1].clone()
+
+    # Drafts.
+
+    def _chains(self, lines: Sequence[_Line], noise: Noise) -> list[Draft]:
+        """One pass per level over all sequences; siblings, if any, are fixed before anything is drawn."""
+        edited = any(line.state.options.needs_history or line.state.options.logit_bias for line in lines)
+        read = edited or self.device.type == "cpu"          # elsewhere a look at a token would wait for the device
+        for line in lines:
+            depth, nodes = line.budget.depth, line.budget.nodes
+            line.extra = evenly(depth, nodes - depth)
+        width = max(2, 1 + max(line.extra[0] for line in lines))
+        levels: list[Picks] = []
+        live, row = list(lines), 0
+        hidden = self._last(lines)
+        while live:
+            level = len(levels)
+            picks = pick(self.head.logits(hidden), [line.group((line.path,)) for line in live], [line.state.seq for line in live],
+                         [len(line.state.seq.tokens) + level for line in live], noise, width, self.head.ids, self.vocab_size)
+            levels.append(picks)
+            host = picks.tokens[:, 0].tolist() if read else [-1] * len(live)
+            dead = (picks.values[:, 0] == -math.inf).tolist() if edited else [False] * len(live)
+            going = []
+            for i, line in enumerate(live):
+                if dead[i]:
+                    line.reason = NOTHING
+                    continue
+                line.rows.append(row + i)
+                line.path += (host[i],)
+                deeper = level + 1 < line.budget.depth
+                if deeper and host[i] in line.state.seq.end_ids:
+                    line.reason = "the draft ends the text"
+                elif deeper:
+                    going.append(i)
+            row += len(live)
+            if len(going) < len(live):
+                hidden = hidden[going]
+            tokens, live = picks.tokens[:, 0] if len(going) == len(live) else picks.tokens[going, 0], [live[i] for i in going]
+            if live:
+                hidden = self._extend(live, tokens, hidden, level, 1, None)
+        return self._collect(lines, levels)
+
+    def _collect(self, lines: Sequence[_Line], levels: Sequence[Picks]) -> list[Draft]:
+        """Drafts out of the chains' picks."""
+        tokens, values = torch.cat([p.tokens for p in levels]), torch.cat([p.values for p in levels])
+        logq, ids = joined_laws(levels, self.vocab_size)
+        drafts = []
+        for line in lines:
+            law = None
+            if not line.rows:
+                drafts.append(Draft.empty(self.name, line.reason))
+                continue
+            if logq is not None and not line.state.seq.sampling.greedy:
+                law = DraftLaw(logq[line.rows], tuple(range(len(line.rows))), ids)
+            drafts.append(spine(tokens[line.rows], values[line.rows], line.extra[:len(line.rows)], law, self.name, line.reason))
+        return drafts
+
+    def _trees(self, lines: Sequence[_Line], noise: Noise) -> list[Draft]:
+        """One pass per level over the frontiers of all sequences; what is worth its node is known after the noise."""
+        deepest = max(line.budget.depth for line in lines)
+        history = any(line.state.options.needs_history for line in lines)
+        growth = Growth([line.budget.depth for line in lines], [line.budget.nodes for line in lines],
+                        [line.state.seq.sampling.greedy for line in lines], [line.state.seq.end_ids for line in lines], self.margins,
+                        [min(WIDEST, max(2, line.budget.nodes // line.budget.depth + 1)) for line in lines])
+        paths: list[list[tuple[int, ...]]] = [[()] for _ in lines]
+        hidden, slots = self._last(lines), 1
+        seen = torch.zeros(len(lines), 1, 0, dtype=torch.bool, device=self.device)
+        seqs = [line.state.seq for line in lines]
+        for level in range(deepest):
+            picks = pick(self.head.logits(hidden), [line.group(paths[i]) for i, line in enumerate(lines)], seqs,
+                         [len(seq.tokens) + level for seq in seqs], noise, CANDIDATES, self.head.ids, self.vocab_size)
+            shape = (len(lines), slots, -1)
+            front = growth.grow(picks.tokens.view(shape), picks.values.view(shape))
+            if front is None:
+                break
+            paths = _longer(paths, front) if history else [[()] * front.tokens.shape[1]] * len(lines)
+            hidden = hidden.view(shape).gather(1, front.parents[..., None].expand(-1, -1, hidden.shape[-1]))
+            slots, seen = front.tokens.shape[1], _sight(seen, front.parents)
+            hidden = self._extend(lines, front.tokens.flatten(), hidden.flatten(0, 1), level, slots, seen)
+        for i, line in enumerate(lines):
+            line.state.tree, line.state.length = (growth, i), len(line.state.seq.tokens)
+        return [draft if len(draft) else Draft.empty(self.name, NOTHING) for draft in growth.finish(self.name)]
+
+    def _last(self, lines: Sequence[_Line]) -> Tensor:
+        return torch.stack([line.state.last for line in lines if line.state.last is not None])
+
+    def _extend(self, lines: Sequence[_Line], tokens: Tensor, hidden: Tensor, level: int, slots: int, seen: Tensor | None) -> Tensor:
+        """Entries of a level's guesses, `slots` of each sequence. seen [B, slots, guesses so far]: in a tree, each one's
+        ancestors and itself."""
+        masks = None
+        if seen is not None:
+            held = [torch.ones(slots, line.state.held, dtype=torch.bool, device=self.device) for line in lines]
+            masks = [torch.cat((true, own), 1) for true, own in zip(held, seen, strict=True)]
+        at = [len(line.state.seq.tokens) - 1 + level for line in lines for _ in range(slots)]
+        attend = HeadPass([line.cache for line in lines], [slots] * len(lines), masks)
+        out = self.head.step(tokens, hidden, torch.tensor(at, device=self.device), attend)
+        attend.done()
+        return out
+
+
+def _sight(seen: Tensor, parents: Tensor) -> Tensor:
+    """seen [B, slots before, n] → [B, slots, n + slots]: what the parent sees, and oneself."""
+    batch, slots = parents.shape
+    above = seen.gather(1, parents[..., None].expand(-1, -1, seen.shape[2]))
+    return torch.cat((above, torch.eye(slots, dtype=torch.bool, device=seen.device).expand(batch, -1, -1)), 2)
+
+
+def _longer(paths: Sequence[Sequence[tuple[int, ...]]], front: Front) -> list[list[tuple[int, ...]]]:
+    """The tokens on the way to every slot of the new frontier, on the host, for options that look back."""
+    return [[(*above[parent], token) for parent, token in zip(parents, tokens, strict=True)]
+            for above, parents, tokens in zip(paths, front.parents.tolist(), front.tokens.tolist(), strict=True)]

@@ -1,0 +1,281 @@
+"""EAGLE-1 and EAGLE-2 heads (Li et al., arXiv 2401.15077 and 2406.16858), and the decoder layer that EAGLE-3 shares with them.
+
+    entry t:  x = fc([embed(token t+1), h_t])    y = layer(x)    logits for token t+2 = output(y)    next entry reads y for h
+
+h_t is what the target feeds to its output matrix after reading token t; embedding and output matrix are the target's.
+EAGLE-2 is the same network under a dynamic tree. Published keys: `fc.weight [H, 2H]`, `fc.bias`, `layers.0.self_attn.*`,
+`layers.0.mlp.*`, `layers.0.post_attention_layernorm.weight`, usually `embed_tokens.weight`; layer 0 has no input norm.
+A head has one *entry* per text token; `attend(layer, q, k, v)` is given by whoever runs it, to serve or to train.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from ...errors import LoadError
+from ..target import TargetParts
+from .blocks import GatedMlp, RMSNorm, Rope, rotate
+from .files import HeadFiles, fill, write_files
+
+Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+"""layer, q [R, heads, D], k and v [R, kv, D] → [R, heads · D]; q and k are rotated."""
+
+H = TypeVar("H", bound=nn.Module)
+
+HEADS, EPS = 32, 1e-6       # what a Llama config means where it is silent
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Sizes of a decoder layer. qk_norm: queries and keys are normed per head (Qwen3)."""
+
+    hidden: int
+    inner: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    eps: float = EPS
+    qk_norm: bool = False
+
+    @classmethod
+    def of(cls, tensors: Mapping[str, Tensor], config: Mapping[str, Any], source: str | Path) -> Self:
+        """From the tensors of `layers.0.`; the config is asked for what no tensor shows: the head count and the norm's epsilon."""
+        q, k, o, up = (needed(tensors, f"layers.0.{name}.weight", source)
+                       for name in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.o_proj", "mlp.up_proj"))
+        q_norm = tensors.get("layers.0.self_attn.q_norm.weight")
+        rows = q.shape[0]
+        dim = int(config.get("head_dim") or 0) or rows // int(config.get("num_attention_heads") or HEADS)
+        dim = dim if q_norm is None else q_norm.shape[0]
+        if dim < 2 or dim % 2 or rows % dim or k.shape[0] % dim or rows % max(k.shape[0], 1):
+            raise LoadError(f"{source}: queries of {rows} rows and keys of {k.shape[0]} do not divide into heads of {dim}; "
+                            "expected head_dim and num_attention_heads in config.json to fit the tensors")
+        activation = config.get("hidden_act") or "silu"
+        if activation not in ("silu", "swish"):
+            raise LoadError(f"{source}: hidden_act is {activation!r}; expected silu, with which draft heads are published")
+        eps = float(config.get("rms_norm_eps") or EPS)
+        return cls(o.shape[0], up.shape[0], rows // dim, k.shape[0] // dim, dim, eps, q_norm is not None)
+
+    @classmethod
+    def like(cls, parts: TargetParts, **sizes: Any) -> Self:
+        """The target's own sizes, but for those given."""
+        config = text_config(parts)
+        heads = int(sizes.get("heads") or getattr(config, "num_attention_heads", 0) or max(1, config.hidden_size // 64))
+        hidden = int(sizes.get("hidden") or config.hidden_size)
+        return cls(hidden, int(sizes.get("inner") or getattr(config, "intermediate_size", 0) or 3 * hidden), heads,
+                   int(sizes.get("kv_heads") or getattr(config, "num_key_value_heads", 0) or heads),
+                   int(sizes.get("head_dim") or getattr(config, "head_dim", 0) or hidden // heads),
+                   float(getattr(config, "rms_norm_eps", None) or EPS), bool(sizes.get("qk_norm")))
+
+    def config(self) -> dict[str, Any]:
+        return {"hidden_size": self.hidden, "intermediate_size": self.inner, "num_attention_heads": self.heads,
+                "num_key_value_heads": self.kv_heads, "head_dim": self.head_dim, "rms_norm_eps": self.eps, "hidden_act": "silu"}
+
+
+class HeadAttention(nn.Module):
+    """Rotary self-attention whose inputs may be wider than its output."""
+
+    def __init__(self, shape: Shape, width: int) -> None:
+        super().__init__()
+        self.shape = shape
+        self.q_proj = nn.Linear(width, shape.heads * shape.head_dim, bias=False)
+        self.k_proj = nn.Linear(width, shape.kv_heads * shape.head_dim, bias=False)
+        self.v_proj = nn.Linear(width, shape.kv_heads * shape.head_dim, bias=False)
+        self.o_proj = nn.Linear(shape.heads * shape.head_dim, shape.hidden, bias=False)
+        self.q_norm = RMSNorm(shape.head_dim, shape.eps) if shape.qk_norm else None
+        self.k_norm = RMSNorm(shape.head_dim, shape.eps) if shape.qk_norm else None
+
+    def forward(self, x: Tensor, turn: tuple[Tensor, Tensor], attend: Attend, layer: int) -> Tensor:
+        rows, dim = x.shape[0], self.shape.head_dim
+        q, k, v = (project(x).view(rows, -1, dim) for project in (self.q_proj, self.k_proj, self.v_proj))
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        turned = rotate(torch.cat((q, k), 1), *turn)
+        out: Tensor = self.o_proj(attend(layer, turned[:, :self.shape.heads], turned[:, self.shape.heads:], v))
+        return out
+
+
+class HeadLayer(nn.Module):
+    """A Llama decoder layer; without `input_norm`, as the first layer of EAGLE-1, its input goes into attention as it is."""
+
+    def __init__(self, shape: Shape, input_norm: bool = True) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(shape.hidden, shape.eps) if input_norm else None
+        self.self_attn = HeadAttention(shape, shape.hidden)
+        self.post_attention_layernorm = RMSNorm(shape.hidden, shape.eps)
+        self.mlp = GatedMlp(shape.hidden, shape.inner)
+
+    def forward(self, x: Tensor, turn: tuple[Tensor, Tensor], attend: Attend, layer: int) -> Tensor:
+        y = x + self.self_attn(x if self.input_layernorm is None else self.input_layernorm(x), turn, attend, layer)
+        out: Tensor = y + self.mlp(self.post_attention_layernorm(y))
+        return out
+
+
+class EagleHead(nn.Module):
+    """See the head of this file. `kv_heads`, `head_dim`, `depth` (layers), `taps`, `context` and `ids` are what a drafter asks."""
+
+    ids: Tensor | None = None           # the target's whole vocabulary
+
+    def __init__(self, parts: TargetParts, shape: Shape, layers: int, config: Mapping[str, Any], own_embed: bool = False,
+                 fc_bias: bool = True, first_norm: bool = False, input_norms: bool = False) -> None:
+        """config: rotary fields and max_position_embeddings. input_norms: embedding and hidden state are normed before fc (HASS)."""
+        super().__init__()
+        target = text_config(parts)
+        if parts.embed is None or parts.output is None or parts.norm is None or shape.hidden != target.hidden_size:
+            raise LoadError(f"an EAGLE head of width {shape.hidden} reads the target's embedding, final norm and output matrix; "
+                            f"expected a target that has them, of width {shape.hidden} (its own is {target.hidden_size})")
+        self.shape, self.config, self.depth = shape, kept(config), layers
+        self.taps: tuple[int, ...] = (int(target.num_hidden_layers) - 1,)
+        self.context: int | None = self.config.get("max_position_embeddings")
+        self._parts = (parts,)              # in a tuple, so that the target's weights are not this module's
+        self.fc = nn.Linear(2 * shape.hidden, shape.hidden, bias=fc_bias)
+        self.layers = nn.ModuleList(HeadLayer(shape, input_norm=i > 0 or first_norm) for i in range(layers))
+        self.embed_tokens = nn.Embedding(target.vocab_size, shape.hidden) if own_embed else None
+        self.embedding_layernorm = RMSNorm(shape.hidden, shape.eps) if input_norms else None
+        self.hidden_states_layernorm = RMSNorm(shape.hidden, shape.eps) if input_norms else None
+        self.rope = Rope(config, shape.head_dim)
+
+    @classmethod
+    def read(cls, files: HeadFiles, parts: TargetParts, vocab_size: int) -> Self:
+        """A published head. Raises LoadError where tensors are missing, unread, of other sizes, or of another vocabulary."""
+        source, tensors = files.path, {RENAMED.get(name, name): tensor for name, tensor in files.tensors.items()}
+        config = files.config["model"] if isinstance(files.config.get("model"), dict) else files.config
+        fc = needed(tensors, "fc.weight", source)
+        if fc.ndim != 2 or fc.shape[1] != 2 * fc.shape[0]:
+            raise LoadError(f"{source}: fc.weight is {list(fc.shape)}; expected [H, 2H], embedding and one hidden state: "
+                            "a head that reads several layers is eagle3")
+        require_vocabulary(tensors, config, vocab_size, source)
+        shape = Shape.of(tensors, config, source)
+        head = cls(parts, shape, count_layers(tensors), config, "embed_tokens.weight" in tensors, "fc.bias" in tensors,
+                   "layers.0.input_layernorm.weight" in tensors, "embedding_layernorm.weight" in tensors)
+        give_biases(head, tensors)
+        fill(head, tensors, source, unused=ROTARY)
+        return settle(head, parts)
+
+    @classmethod
+    def fresh(cls, parts: TargetParts, layers: int = 1, context: int | None = None, **sizes: Any) -> Self:
+        """Random weights. sizes: hidden, inner, heads, kv_heads, head_dim; the target's own where not given."""
+        return settle(cls(parts, Shape.like(parts, **sizes), layers, rope_fields(parts, context)), parts)
+
+    def save(self, folder: str | Path, dtype: torch.dtype | None = None) -> None:
+        """The official layout; config.json is a Llama config of so many layers, as EAGLE publishes it. dtype: None keeps it."""
+        target = text_config(self._parts[0])
+        write_files(folder, {"architectures": ["LlamaForCausalLM"], "model_type": "llama", **self.config, **self.shape.config(),
+                             "num_hidden_layers": self.depth, "vocab_size": int(target.vocab_size), "bias": self.fc.bias is not None},
+                    converted(self.state_dict(), dtype))
+
+    @property
+    def kv_heads(self) -> int:
+        return self.shape.kv_heads
+
+    @property
+    def head_dim(self) -> int:
+        return self.shape.head_dim
+
+    def fuse(self, features: Tensor) -> Tensor:
+        """The target's hidden states [R, H], one row per token of the text, as `step` reads them."""
+        norm = self._parts[0].norm
+        assert norm is not None, "refused at construction"
+        fused: Tensor = norm(features)
+        return fused
+
+    def step(self, tokens: Tensor, hidden: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        """tokens [R] and the hidden states before them [R, H] → hidden states [R, H]: for `logits`, and for the next step."""
+        embedded = embed(self._parts[0], self.embed_tokens, tokens)
+        if self.embedding_layernorm is not None and self.hidden_states_layernorm is not None:
+            embedded, hidden = self.embedding_layernorm(embedded), self.hidden_states_layernorm(hidden)
+        x: Tensor = self.fc(torch.cat((embedded, hidden), -1))
+        turn = self.rope(positions)
+        for i, layer in enumerate(self.layers):
+            x = layer(x, turn, attend, i)
+        return x
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[R, V] for the token after the one that `step` read."""
+        output = self._parts[0].output
+        assert output is not None, "refused at construction"
+        logits: Tensor = output(hidden)
+        return logits
+
+
+RENAMED = {"fusion_fc.weight": "fc.weight", "fusion_fc.bias": "fc.bias"}       # speculators, first generation
+ROTARY = frozenset(f"layers.{i}.self_attn.rotary_emb.inv_freq" for i in range(8))    # written by old transformers, computed here
+ROPE = ("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor", "max_position_embeddings")
+
+
+def kept(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a head's config that its tensors do not show."""
+    return {name: config[name] for name in ROPE if config.get(name) is not None}
+
+
+def text_config(parts: TargetParts) -> Any:
+    return parts.config.get_text_config()
+
+
+def needed(tensors: Mapping[str, Tensor], name: str, source: str | Path) -> Tensor:
+    if name not in tensors:
+        raise LoadError(f"{source}: tensor {name} is missing (found: {', '.join(sorted(tensors)[:6])} …); expected a complete head: "
+                        "fetch it again")
+    return tensors[name]
+
+
+def require_vocabulary(tensors: Mapping[str, Tensor], config: Mapping[str, Any], vocab_size: int, source: str | Path) -> None:
+    """Raises LoadError unless embedding, `t2d` and config speak of the target's vocabulary."""
+    sizes = {f"{name} has {tensors[name].shape[0]} rows": tensors[name].shape[0]
+             for name in ("embed_tokens.weight", "t2d") if name in tensors}
+    if config.get("vocab_size"):
+        sizes[f"vocab_size is {config['vocab_size']}"] = int(config["vocab_size"])
+    for what, size in sizes.items():
+        if size != vocab_size:
+            raise LoadError(f"{source}: {what}, the target has {vocab_size} tokens; expected a head of this target's vocabulary")
+
+
+def count_layers(tensors: Iterable[str]) -> int:
+    return 1 + max((int(name.split(".")[1]) for name in tensors if name.startswith("layers.") and name.split(".")[1].isdigit()), default=0)
+
+
+def converted(tensors: Mapping[str, Tensor], dtype: torch.dtype | None) -> dict[str, Tensor]:
+    return {name: tensor if dtype is None else tensor.to(dtype) for name, tensor in tensors.items()}
+
+
+def give_biases(module: nn.Module, names: Iterable[str]) -> None:
+    """Room for every bias that the file has and a linear layer of ours lacks."""
+    for name in names:
+        place, _, kind = name.rpartition(".")
+        linear = dict(module.named_modules()).get(place) if kind == "bias" else None
+        if isinstance(linear, nn.Linear) and linear.bias is None:
+            linear.bias = nn.Parameter(torch.zeros(linear.out_features))
+
+
+def embed(parts: TargetParts, own: nn.Embedding | None, tokens: Tensor) -> Tensor:
+    table = own if own is not None else parts.embed
+    assert table is not None, "refused at construction"
+    embedded: Tensor = table(tokens)
+    return embedded
+
+
+def settle(head: H, parts: TargetParts) -> H:
+    """The head where the target is and with parameters in its precision; rotary frequencies stay in float32."""
+    assert parts.embed is not None, "refused at construction"
+    weight = next(iter(parts.embed.parameters()))
+    for parameter in head.parameters():
+        parameter.data = parameter.data.to(weight.dtype)
+    return head.to(weight.device)
+
+
+def rope_fields(parts: TargetParts, context: int | None = None) -> dict[str, Any]:
+    """The rotary fields of the target's config, for a new head."""
+    config = text_config(parts)
+    found = {name: getattr(config, name, None) for name in ROPE}
+    rope = found.pop("rope_parameters") or {}
+    found["rope_theta"] = rope.get("rope_theta") or found["rope_theta"] or 10000.0
+    if rope.get("rope_type", "default") != "default":
+        found["rope_scaling"] = dict(rope)
+    if context is not None:
+        found["max_position_embeddings"] = context
+    return {name: value for name, value in found.items() if value is not None}

@@ -1,0 +1,166 @@
+"""A head in the layout and config that another engine reads. Tensors are renamed, never changed: a round trip is bit-equal.
+
+Where engines differ (read in vLLM 0.32, SGLang and TensorRT-LLM as of mid 2026):
+    tap ids     vLLM takes `eagle_aux_hidden_state_layer_ids` at the top as *entering layer k* (k = i + 1); SGLang and TensorRT-LLM take
+                it in `eagle_config` as *output of layer i*. vLLM would read the latter unshifted, so its config has no eagle_config.
+    first layer `midlayer.` is what all three accept; TensorRT-LLM and SGLang skip or refuse `layers.0.` in some versions.
+    dialects    only vLLM honours norm_before_residual, several layers, fc_norm and norm_output in all of the versions read.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from ...errors import LoadError
+from .detect import detect
+from .eagle3 import canonical, setting
+from .files import HeadFiles, read_files, write_files
+
+ENGINES = ("vllm", "sglang", "trtllm", "hf")
+Written = tuple[dict[str, Any], dict[str, Tensor], list[str]]      # config, tensors, notes
+
+
+def export_head(source: str | Path, engine: str, out: str | Path) -> list[str]:
+    """Write `source`, a head or a draft model, for `engine` into the folder `out`; returns what its user must know.
+
+    Raises LoadError if the engine cannot run such a head, naming what it lacks and what to do.
+    """
+    if engine not in ENGINES:
+        raise LoadError(f"unknown engine {engine!r}; expected one of {', '.join(ENGINES)}")
+    if Path(out).exists() and any(Path(out).iterdir()):
+        raise LoadError(f"{out} is not empty; expected a new folder")
+    files = read_files(source)
+    kind = detect(files)
+    if kind in ("model", "pard"):
+        shutil.copytree(files.path, out, dirs_exist_ok=True)
+        return [f"{kind}: copied as it is, every engine reads the layout of transformers",
+                *(["vLLM: method draft_model with parallel_drafting=true"] if kind == "pard" and engine == "vllm" else [])]
+    if engine == "hf":
+        write_files(out, files.config, files.tensors)
+        return [f"{kind}: as published; transformers itself runs no heads"]
+    write = WRITERS.get((kind, engine))
+    if write is None:
+        able = sorted({to for name, to in WRITERS if name == kind} | {"hf"})
+        raise LoadError(f"{engine} runs no {kind} head; {kind} can be exported to {', '.join(able)}")
+    config, tensors, notes = write(files)
+    write_files(out, config, tensors)
+    return notes
+
+
+def _eagle3_vllm(files: HeadFiles) -> Written:
+    tensors, config = _midlayer(files)
+    taps = _taps(files)
+    config.pop("eagle_config", None)
+    config.pop("eagle_aux_hidden_state_layer_ids", None)
+    if taps is not None:
+        config["eagle_aux_hidden_state_layer_ids"] = [tap + 1 for tap in taps]
+    return config, tensors, ["vLLM: --speculative-config '{\"method\": \"eagle3\", \"model\": DIR, \"num_speculative_tokens\": K}'"]
+
+
+def _eagle3_sglang(files: HeadFiles) -> Written:
+    _portable(files, "SGLang")
+    tensors, config = _midlayer(files)
+    return _zero_based(config, files), tensors, ["SGLang: --speculative-algorithm EAGLE3 --speculative-draft-model-path DIR"]
+
+
+def _eagle3_trtllm(files: HeadFiles) -> Written:
+    _portable(files, "TensorRT-LLM")
+    tensors, config = _midlayer(files)
+    taps = _taps(files)
+    notes = ["TensorRT-LLM: speculative_config: {decoding_type: Eagle3, speculative_model: DIR, max_draft_len: K}"]
+    if taps is not None:
+        notes.append(f"TensorRT-LLM: eagle3_layers_to_capture: {list(taps)}")
+    return _zero_based(config, files), tensors, notes
+
+
+def _medusa_vllm(files: HeadFiles) -> Written:
+    """`{i}.{l}.linear.*` and `{i}.{L}.weight` become `blocks.{i}.layers.{l}.*` and `lm_heads.{i}.weight`."""
+    if files.config.get("medusa_target_output"):
+        raise LoadError(f"{files.path} uses the target's own output matrix, which vLLM's Medusa does not; train one with matrices of its "
+                        "own (--draft-vocab N)")
+    tensors: dict[str, Tensor] = {}
+    for name, tensor in files.tensors.items():
+        short = name.removeprefix("medusa_head.")
+        short = re.sub(r"^(\d+)\.(\d+)\.linear\.", r"blocks.\1.layers.\2.", short)
+        tensors[re.sub(r"^(\d+)\.\d+\.weight$", r"lm_heads.\1.weight", short)] = tensor
+    heads = 1 + max(int(name.split(".")[1]) for name in tensors if name.startswith("blocks."))
+    layers = 1 + max(int(name.split(".")[3]) for name in tensors if name.startswith("blocks."))
+    rows, hidden = next(tensor.shape for name, tensor in tensors.items() if name.startswith("lm_head"))
+    config = {"vocab_size": rows, "hidden_size": hidden, **files.config, "model_type": "medusa", "architectures": ["MedusaModel"],
+              "num_heads": heads, "num_hidden_layers": layers, "truncated_vocab_size": rows, "original_lm_head": False,
+              "medusa_fc_bias": any(name.endswith(".bias") for name in tensors)}
+    for name in ("medusa_num_heads", "medusa_num_layers", "version"):
+        config.pop(name, None)
+    return config, tensors, ["vLLM up to 0.32: method medusa (removed in 0.33)"]
+
+
+def _as_published(note: str) -> Callable[[HeadFiles], Written]:
+    return lambda files: (dict(files.config), dict(files.tensors), [note])
+
+
+def _midlayer(files: HeadFiles) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Tensors in the official names and a flat Llama config."""
+    tensors = {canonical(name): tensor for name, tensor in files.tensors.items()}
+    several = any(name.startswith("layers.1.") for name in tensors)
+    if not several:
+        tensors = {re.sub(r"^layers\.0\.", "midlayer.", name): tensor for name, tensor in tensors.items()}
+    outer = {k: v for k, v in files.config.items() if k not in ("transformer_layer_config", "speculators_config", "auto_map")}
+    config = {**(files.config.get("transformer_layer_config") or {}), **outer}
+    config |= {"model_type": "llama", "architectures": ["LlamaForCausalLMEagle3"]}
+    for name in ("speculators_model_type", "speculators_version"):
+        config.pop(name, None)
+    for name in ("norm_before_residual", "norm_output", "fc_norm", "norm_before_fc"):
+        config[name] = bool(setting(files.config, name))
+    config.setdefault("vocab_size", tensors["t2d"].shape[0] if "t2d" in tensors else tensors["lm_head.weight"].shape[0])
+    config["draft_vocab_size"] = tensors["lm_head.weight"].shape[0]
+    return tensors, config
+
+
+def _taps(files: HeadFiles) -> tuple[int, ...] | None:
+    """0-based output ids as the config gives them, None if it gives none."""
+    nested: Mapping[str, Any] = files.config.get("eagle_config") or {}
+    if nested.get("eagle_aux_hidden_state_layer_ids"):
+        return tuple(nested["eagle_aux_hidden_state_layer_ids"])
+    if files.config.get("eagle_aux_hidden_state_layer_ids"):
+        return tuple(k - 1 for k in files.config["eagle_aux_hidden_state_layer_ids"])
+    if files.config.get("target_layer_ids"):
+        return tuple(files.config["target_layer_ids"])
+    return None
+
+
+def _zero_based(config: dict[str, Any], files: HeadFiles) -> dict[str, Any]:
+    taps = _taps(files)
+    config.pop("eagle_aux_hidden_state_layer_ids", None)
+    config.pop("eagle_config", None)
+    if taps is not None:
+        config["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": list(taps), "use_aux_hidden_state": True}
+    return config
+
+
+def _portable(files: HeadFiles, engine: str) -> None:
+    found = [name for name in ("norm_before_residual", "norm_output", "fc_norm", "norm_before_fc") if setting(files.config, name)]
+    if any(canonical(name).startswith("layers.1.") for name in files.tensors):
+        found.append("several layers")
+    if found:
+        raise LoadError(f"{files.path}: {', '.join(found)} cannot be relied on in {engine}; train a head of one layer without it, "
+                        "or serve this one with vLLM")
+
+
+WRITERS: Mapping[tuple[str, str], Callable[[HeadFiles], Written]] = {
+    ("eagle3", "vllm"): _eagle3_vllm,
+    ("eagle3", "sglang"): _eagle3_sglang,
+    ("eagle3", "trtllm"): _eagle3_trtllm,
+    ("eagle", "vllm"): _as_published("vLLM: method eagle"),
+    ("eagle", "sglang"): _as_published("SGLang: --speculative-algorithm EAGLE, a tree with --speculative-eagle-topk"),
+    ("medusa", "vllm"): _medusa_vllm,
+    ("dflash", "vllm"): _as_published("vLLM: method dflash"),
+    ("dflash", "sglang"): _as_published("SGLang: --speculative-algorithm DFLASH"),
+    ("dflash", "trtllm"): _as_published("TensorRT-LLM: decoding_type: DFlash"),
+    ("dspark", "vllm"): _as_published("vLLM: method dspark"),
+}

@@ -1,0 +1,305 @@
+"""How multi-token prediction weights are named in published checkpoints, and the way back into one.
+
+The weights live in the target's own checkpoint, beside the layers that generate, and `transformers` drops them at load:
+
+    deepseek      model.layers.{L + i}.{enorm, hnorm, eh_proj, shared_head.norm}, usually .embed_tokens and .shared_head.head (the
+                  target's again), and a decoder layer: DeepSeek-V3/R1, GLM-4.5 and later
+    qwen          mtp.{fc, pre_fc_norm_embedding, pre_fc_norm_hidden, norm} and mtp.layers.{i}.*: Qwen3-Next, Qwen3.5
+    mimo          model.mtp_layers.{i}.{input_proj, token_layernorm, hidden_layernorm, final_layernorm} and a decoder layer
+    speculators   mtp_layers.{i}.* with MiMo's names around Qwen's head: `speculators_model_type` mtp, a folder of its own
+
+Inside they are one thing: fusions.{i}.{token_norm, hidden_norm, proj} · blocks.{i}.* · norms.{i} · embed · heads.{i}.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers.utils import cached_file
+
+from ...errors import LoadError
+from .files import HeadFiles, read_files
+
+INDEX = "model.safetensors.index.json"
+EXPERT = re.compile(r"^(.*\.experts\.)(\d+)\.(gate_proj|up_proj|down_proj)\.weight$")
+SCALE, BLOCK = "_scale_inv", 128     # DeepSeek's FP8: a float per block of 128 × 128 beside `….weight`
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """One way to name a head, and what its family feeds.
+
+    layer: prefix of a layer's names, its number next · own: names inside a layer that are not its decoder block
+    shared: names that stand once for all layers · hidden_first: [hidden, embedding] instead of [embedding, hidden]
+    normed: the target's hidden states pass its final norm first · blank_first: the embedding beside position 0 is zero
+    """
+
+    name: str
+    layer: str
+    own: Mapping[str, str] = field(default_factory=dict)
+    shared: Mapping[str, str] = field(default_factory=dict)
+    hidden_first: bool = False
+    normed: bool = True
+    blank_first: bool = False
+
+    def ours(self, name: str, base: int) -> str:
+        """Our name of a published one; a name that belongs to no head stays as it is."""
+        for there, here in self.shared.items():
+            if name.startswith(there):
+                return here + name[len(there):]
+        number, dot, rest = name.removeprefix(self.layer).partition(".")
+        if not name.startswith(self.layer) or not dot or not number.isdigit():
+            return name
+        place = int(number) - base
+        for there, here in self.own.items():
+            if rest.startswith(there):
+                return here.format(i=place) + rest[len(there):]
+        return f"blocks.{place}.{rest}"
+
+    def theirs(self, name: str, base: int) -> str:
+        """The published name of one of ours; any other stays as it is."""
+        for there, here in self.shared.items():
+            if name.startswith(here):
+                return there + name[len(here):]
+        kind, _, rest = name.partition(".")
+        number = "0" if kind == "embed" else rest.partition(".")[0]
+        if kind not in ("embed", "fusions", "blocks", "norms", "heads") or not number.isdigit():
+            return name
+        prefix = f"{self.layer}{base + int(number)}."
+        for there, here in self.own.items():
+            if name.startswith(here.format(i=number)):
+                return prefix + there + name[len(here.format(i=number)):]
+        return prefix + name.removeprefix(f"blocks.{number}.")
+
+
+_MIMO_NAMES = {"input_proj.": "fusions.{i}.proj.", "token_layernorm.": "fusions.{i}.token_norm.",
+               "hidden_layernorm.": "fusions.{i}.hidden_norm.", "final_layernorm.": "norms.{i}."}
+LAYOUTS: Mapping[str, Layout] = {layout.name: layout for layout in (
+    Layout("qwen", "mtp.layers.", shared={
+        "mtp.fc.": "fusions.0.proj.", "mtp.pre_fc_norm_embedding.": "fusions.0.token_norm.",
+        "mtp.pre_fc_norm_hidden.": "fusions.0.hidden_norm.", "mtp.norm.": "norms.0."}),
+    Layout("deepseek", "model.layers.", own={
+        "enorm.": "fusions.{i}.token_norm.", "hnorm.": "fusions.{i}.hidden_norm.", "eh_proj.": "fusions.{i}.proj.",
+        "shared_head.norm.": "norms.{i}.", "shared_head.head.": "heads.{i}.", "embed_tokens.": "embed."}, blank_first=True),
+    Layout("mimo", "model.mtp_layers.", own=_MIMO_NAMES, hidden_first=True, normed=False, blank_first=True),
+    Layout("speculators", "mtp_layers.", own=_MIMO_NAMES),
+)}
+_MARKS = {"qwen": r"mtp\.", "mimo": r"model\.mtp_layers\.\d+\.", "speculators": r"mtp_layers\.\d+\.",
+          "deepseek": r"model\.layers\.\d+\.(?:eh_proj|enorm|hnorm)\."}
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """A head's tensors under our names, and how they were named: `base` is the number of its first layer in the file, and
+    `split` says whether every expert stood alone."""
+
+    layout: Layout
+    base: int
+    split: bool
+    tensors: Mapping[str, Tensor]
+
+    @property
+    def layers(self) -> int:
+        return 1 + max((int(name.split(".")[1]) for name in self.tensors if name.startswith("blocks.")), default=-1)
+
+    def published(self, layout: Layout, base: int, split: bool) -> dict[str, Tensor]:
+        """The tensors as `layout` names them."""
+        tensors = _split(self.tensors) if split else dict(self.tensors)
+        return {layout.theirs(name, base): tensor for name, tensor in tensors.items()}
+
+
+def understand(tensors: Mapping[str, Tensor], source: str | Path) -> Weights:
+    """A head's tensors under our names. Raises LoadError if they are no head's."""
+    layout, base, split = _recognise(tensors, source)
+    named: dict[str, Tensor] = {}
+    for name, tensor in _fuse(_dequantised(tensors), source).items():
+        ours = layout.ours(name, base)
+        if ours in named and not torch.equal(named[ours], tensor):
+            raise LoadError(f"{source}: {name} differs from its copy in an earlier layer; expected one embedding that all layers share")
+        named[ours] = tensor
+    return Weights(layout, base, split, named)
+
+
+def inside(name: str, layers: int) -> HeadFiles:
+    """The multi-token prediction tensors of a target's own checkpoint: a folder, or a hub id that has been loaded before.
+
+    Opens only these tensors. Raises LoadError if the checkpoint has none.
+    """
+    folder = _folder(name)
+    where = {tensor: file for tensor, file in _places(folder).items() if _is_head(tensor, layers)}
+    if not where:
+        raise LoadError(f"{name} has no multi-token prediction weights (no mtp.*, model.mtp_layers.* or model.layers.{layers}.* tensors; "
+                        "quantised repacks often drop them); expected the original checkpoint, or mtp:PATH with a head of its own")
+    return HeadFiles(folder, json.loads((folder / "config.json").read_text(encoding="utf-8")), _load(folder, where))
+
+
+def stitch(head: str | Path, target: str | Path, out: str | Path) -> list[str]:
+    """Copy the target's folder to `out` with the head's tensors in place of its own, named, shaped and typed as they were: what
+    engines load. A target without any gets them as a shard of their own. Returns the names written.
+
+    Raises LoadError if `out` is not empty, the shapes differ, or the target's head is quantised.
+    """
+    source, place = Path(target).expanduser(), Path(out).expanduser()
+    if place.exists() and any(place.iterdir()):
+        raise LoadError(f"{place} is not empty; expected a new folder for the stitched checkpoint")
+    where, depth = _places(source), _depth(source)
+    there = {name: file for name, file in where.items() if _is_head(name, depth)}
+    found = read_files(head)
+    weights = understand(found.tensors, head)
+    layout, base, split = _recognise(there, source) if there else (weights.layout, weights.base, weights.split)
+    if layout.name == "speculators":
+        layout = LAYOUTS["qwen"]
+    if not there and layout.name == "deepseek":
+        base = depth
+    tensors = weights.published(layout, base, split)
+    quantised = sorted(name for name in there if name.endswith((SCALE, ".weight_scale", ".qweight")))
+    if quantised:
+        raise LoadError(f"{source}: its head is quantised ({quantised[0]}); stitch into the checkpoint in its original precision")
+    place.mkdir(parents=True, exist_ok=True)
+    _write(source, place, where, tensors)
+    return sorted(tensors)
+
+
+def _write(source: Path, place: Path, where: Mapping[str, str], tensors: Mapping[str, Tensor]) -> None:
+    """config.json comes last, so that a copy that was cut short is no model."""
+    touched = {where[name] for name in tensors if name in where}
+    added = {name: tensor for name, tensor in tensors.items() if name not in where}
+    for file in sorted(source.iterdir()):
+        if file.is_file() and file.name not in touched | {"config.json", INDEX}:
+            shutil.copy2(file, place / file.name)
+    for shard in sorted(touched):
+        with safe_open(source / shard, framework="pt") as opened:
+            kept, metadata = {name: opened.get_tensor(name) for name in opened.keys()}, opened.metadata()  # noqa: SIM118 (not a dict)
+        for name, old in kept.items():
+            if name in tensors and tensors[name].shape != old.shape:
+                raise LoadError(f"{name}: the head's is {list(tensors[name].shape)}, the target's {list(old.shape)}; "
+                                "they belong to different models")
+            if name in tensors:
+                kept[name] = tensors[name].to(old.dtype).contiguous()
+        save_file(kept, place / shard, metadata=metadata)
+    index = source / INDEX
+    if added:
+        save_file({name: tensor.contiguous() for name, tensor in added.items()}, place / "model-mtp.safetensors", metadata={"format": "pt"})
+    if added or index.is_file():
+        known: dict[str, Any] = {"metadata": {}, "weight_map": dict(where)}
+        if index.is_file():
+            known = json.loads(index.read_text(encoding="utf-8"))
+        known["weight_map"] |= {name: "model-mtp.safetensors" for name in added}
+        if "total_size" in known.get("metadata", {}):
+            known["metadata"]["total_size"] += sum(t.numel() * t.element_size() for t in added.values())
+        (place / INDEX).write_text(json.dumps(known, indent=2) + "\n", encoding="utf-8")
+    shutil.copy2(source / "config.json", place / "config.json")
+
+
+def _recognise(names: Iterable[str], source: str | Path) -> tuple[Layout, int, bool]:
+    """Layout, number of the first layer, and whether experts stand alone."""
+    names = list(names)
+    kind = next((kind for kind, mark in _MARKS.items() if any(re.match(mark, name) for name in names)), None)
+    if kind is None:
+        raise LoadError(f"{source}: no multi-token prediction head among its tensors (found {', '.join(sorted(names)[:4]) or 'none'}); "
+                        "expected mtp.*, mtp_layers.*, model.mtp_layers.* or model.layers.N.eh_proj")
+    layout = LAYOUTS[kind]
+    numbers = [int(found[1]) for name in names if (found := re.match(re.escape(layout.layer) + r"(\d+)\.", name))]
+    return layout, min(numbers, default=0), any(EXPERT.match(name) for name in names)
+
+
+def _is_head(name: str, layers: int) -> bool:
+    """Whether a tensor of a target with so many layers belongs to its head."""
+    found = re.match(r"model\.layers\.(\d+)\.", name)
+    return int(found[1]) >= layers if found else name.startswith(("mtp.", "mtp_layers.", "model.mtp_layers."))
+
+
+def _dequantised(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """DeepSeek publishes FP8 weights with one scale per block (`….weight_scale_inv`); as bfloat16 they are ordinary ones."""
+    plain = dict(tensors)
+    for name, scale in tensors.items():
+        weight = tensors.get(name.removesuffix(SCALE)) if name.endswith(SCALE) else None
+        if weight is not None and scale.shape == tuple(-(-size // BLOCK) for size in weight.shape):
+            wide = scale.float().repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)[:weight.shape[0], :weight.shape[1]]
+            plain[name.removesuffix(SCALE)] = (weight.float() * wide).to(torch.bfloat16)
+            del plain[name]
+    return plain
+
+
+def _fuse(tensors: Mapping[str, Tensor], source: str | Path) -> dict[str, Tensor]:
+    """Experts that stand alone become what transformers computes with: gate_up_proj [E, 2I, H] and down_proj [E, H, I]."""
+    fused = {name: tensor for name, tensor in tensors.items() if not EXPERT.match(name)}
+    experts: dict[str, dict[int, dict[str, Tensor]]] = {}
+    for name, tensor in tensors.items():
+        if found := EXPERT.match(name):
+            experts.setdefault(found[1], {}).setdefault(int(found[2]), {})[found[3]] = tensor
+    for prefix, those in experts.items():
+        short = [i for i in range(1 + max(those)) if len(those.get(i, {})) != 3]
+        if short:
+            raise LoadError(f"{source}: {prefix}{short[0]} is incomplete; expected gate_proj, up_proj and down_proj of every expert")
+        ordered = [those[i] for i in range(len(those))]
+        fused[f"{prefix}gate_up_proj"] = torch.stack([torch.cat((one["gate_proj"], one["up_proj"])) for one in ordered])
+        fused[f"{prefix}down_proj"] = torch.stack([one["down_proj"] for one in ordered])
+    return fused
+
+
+def _split(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The way back: every expert by itself."""
+    alone: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        prefix, dot, kind = name.rpartition(".experts.")
+        if kind == "gate_up_proj":
+            for i, both in enumerate(tensor.unbind()):
+                gate, up = both.chunk(2)
+                alone |= {f"{prefix}{dot}{i}.gate_proj.weight": gate, f"{prefix}{dot}{i}.up_proj.weight": up}
+        elif kind == "down_proj":
+            alone |= {f"{prefix}{dot}{i}.down_proj.weight": down for i, down in enumerate(tensor.unbind())}
+        else:
+            alone[name] = tensor
+    return alone
+
+
+def _folder(name: str) -> Path:
+    if Path(name).is_dir():
+        return Path(name)
+    try:
+        found = cached_file(name, "config.json", local_files_only=True)
+    except (OSError, ValueError):
+        found = None
+    if found is None:
+        raise LoadError(f"{name} is neither a folder nor in the hub's cache; expected the target's checkpoint on this machine")
+    return Path(found).parent
+
+
+def _places(folder: Path) -> dict[str, str]:
+    """Tensor → file, from the index or, without one, from the files."""
+    index = folder / INDEX
+    if index.is_file():
+        return dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
+    where: dict[str, str] = {}
+    for shard in sorted(folder.glob("*.safetensors")):
+        with safe_open(shard, framework="pt") as file:
+            where |= dict.fromkeys(file.keys(), shard.name)
+    if not where:
+        raise LoadError(f"{folder} has no safetensors weights; expected a checkpoint as published")
+    return where
+
+
+def _depth(folder: Path) -> int:
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    return int((config.get("text_config") or config)["num_hidden_layers"])
+
+
+def _load(folder: Path, where: Mapping[str, str]) -> dict[str, Tensor]:
+    tensors: dict[str, Tensor] = {}
+    for shard in sorted(set(where.values())):
+        if not (folder / shard).is_file():
+            raise LoadError(f"{folder}: {shard}, which holds its multi-token prediction weights, is missing; fetch the checkpoint again")
+        with safe_open(folder / shard, framework="pt") as file:
+            tensors |= {name: file.get_tensor(name) for name, home in where.items() if home == shard}
+    return tensors

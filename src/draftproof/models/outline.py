@@ -1,0 +1,55 @@
+"""What a server's edge must know of a model that another engine runs: sizes, tokenizer, defaults, but no weights."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import cast
+
+import torch
+from transformers import AutoConfig, GenerationConfig
+
+from ..errors import LoadError
+from .target import LoadFacts, Target, TargetParts
+from .tokenizer import Tokenizer
+
+
+@dataclass(eq=False)
+class Outline:
+    """The fields of `Target` that are no computation."""
+
+    vocab_size: int
+    context: int
+    facts: LoadFacts
+    tokenizer: Tokenizer | None
+    defaults: dict[str, float]
+    eos_ids: tuple[int, ...]
+    device: torch.device
+    parts: TargetParts
+    trees: bool = False
+
+
+def outline(path: str | Path, context: int | None = None, device: str = "remote") -> Target:
+    """The outline of the model at `path` (a folder or hub id); context: the other engine's own limit, if it is lower.
+
+    Typed as a target for those who only read it: the methods of one are not there. Raises LoadError.
+    """
+    try:
+        config = AutoConfig.from_pretrained(str(path)).get_text_config()
+        tokenizer = Tokenizer.load(path)
+    except (OSError, ValueError, KeyError) as error:
+        raise LoadError(f"{path}: {str(error).splitlines()[0][:200]}; expected a model folder or hub id with config.json and a "
+                        "tokenizer, the same that the other engine serves") from error
+    try:
+        generation = GenerationConfig.from_pretrained(str(path))
+    except OSError:
+        generation = GenerationConfig()
+    defaults = {name: float(value) for name in ("temperature", "top_p") if (value := getattr(generation, name, None)) is not None}
+    ends = generation.eos_token_id if generation.eos_token_id is not None else getattr(config, "eos_token_id", None)
+    own = int(getattr(config, "max_position_embeddings", None) or 1 << 20)
+    facts = LoadFacts(name=str(path), device=device, dtype=str(getattr(config, "dtype", "")).removeprefix("torch."), tier=0, threads=0,
+                      weight_bytes=0, cache_bytes_per_token=0, invisible=False, invisible_reason="not promised: another engine runs it")
+    found = Outline(int(config.vocab_size), min(own, context or own), facts, tokenizer, defaults,
+                    () if ends is None else tuple(ends) if isinstance(ends, list | tuple) else (int(ends),), torch.device("cpu"),
+                    TargetParts())
+    return cast(Target, found)

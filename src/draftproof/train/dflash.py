@@ -1,0 +1,152 @@
+"""Training of block heads: blocks of masks behind random anchors of a text, against what the target says at every place.
+
+DFlash (arXiv 2602.06036): cross-entropy with weights that fall along the block, exp(−i/γ). D-PACE (arXiv 2605.18810) weighs a
+slot by the accepted length that hangs on it instead. DSpark (arXiv 2607.05147): 0.1 cross-entropy + 0.9 total variation, and
+the confidence head learns the chance of acceptance, 1 − total variation, by binary cross-entropy. Cross-entropies are taken
+against the target's distribution, not against one draw from it: the same in the mean, with less noise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from ..errors import LoadError
+from ..models.heads.dflash import Anchored, DFlash
+from ..models.heads.dspark import DSpark
+from .base import Features
+
+Weighing = Literal["decay", "d-pace"]
+
+
+def decay(slots: int, gamma: float) -> Tensor:
+    """exp(−i/γ), i = 0 … slots − 1: a slot counts only if all before it were right."""
+    return torch.exp(-torch.arange(slots, dtype=torch.float32) / gamma)
+
+
+def d_pace(loss: Tensor, valid: Tensor, alpha: float = 0.5) -> Tensor:
+    """Weights [A, S] out of cross-entropies [A, S]: q = exp(−loss), s = (1 − α) q + α, P_k = s_1 ⋯ s_k, weight_k = P_k + … + P_S, over
+    the valid slots: the smoothed accepted length that is still to be had from slot k on. No gradient."""
+    steps = ((1 - alpha) * torch.exp(-loss.detach()) + alpha) * valid
+    reached = steps.cumprod(-1)
+    return reached.flip(-1).cumsum(-1).flip(-1)
+
+
+def cross_entropy(logits: Tensor, wanted: Tensor) -> Tensor:
+    """−Σ p log q […] of logits and the target's logits […, V], in float32."""
+    return -(wanted.float().softmax(-1) * logits.float().log_softmax(-1)).sum(-1)
+
+
+def total_variation(logits: Tensor, wanted: Tensor) -> Tensor:
+    """½ Σ |p − q| […] = 1 − the chance that a draw from q is accepted."""
+    return 0.5 * (wanted.float().softmax(-1) - logits.float().softmax(-1)).abs().sum(-1)
+
+
+def anchors_of(mask: Tensor, count: int) -> Tensor:
+    """At most `count` random positions, rising, right before a token that counts; from torch's own generator."""
+    possible = mask[1:].nonzero()[:, 0].cpu()
+    return possible[torch.randperm(possible.shape[0])[:count]].sort().values.to(mask.device)
+
+
+def default_gamma(block: int) -> float:
+    """7 for blocks of 16, 4 for 7 or 8."""
+    return 7.0 if block > 8 else 4.0
+
+
+class DFlashTask:
+    """`train.base.Task` of a DFlash head, which learns in float32 and is saved in the precision it came in. anchors: blocks per text
+    and step."""
+
+    def __init__(self, head: DFlash, anchors: int = 32, gamma: float | None = None, weighing: Weighing = "decay") -> None:
+        parts = head.target
+        if parts.norm is None or parts.output is None or parts.embed is None:
+            raise LoadError("this target shows no final norm and output matrix, so its distribution cannot be had from its hidden states; "
+                            "expected a decoder whose last layer, norm and output matrix are known")
+        self.saved_as = head.dtype
+        self.module = self.head = head.float().requires_grad_(True)
+        self.anchors, self.weighing = anchors, weighing
+        self.last = int(parts.config.get_text_config().num_hidden_layers) - 1
+        self.taps = tuple(sorted({*head.taps, self.last}))
+        self.gamma = default_gamma(head.block) if gamma is None else gamma
+
+    def save(self, folder: Path) -> None:
+        self.head.save(folder, self.saved_as)
+
+    def loss(self, batch: Sequence[Features]) -> tuple[Tensor, Mapping[str, float]]:
+        """Mean over the slots that count, weighed; figures: accepted, how many slots in a row have the target's likeliest token,
+        and hit_i, the share of slots i that have it."""
+        total = torch.zeros((), device=self.head.norm.weight.device)
+        weight, seen, right, rows = total.clone(), 0, torch.zeros(self.head.reach), torch.zeros(self.head.reach)
+        accepted = 0.0
+        for text in batch:
+            found = self._text(text)
+            if found is None:
+                continue
+            loss, weights, valid, hits = found
+            total, weight = total + (loss * weights).sum(), weight + weights.sum()
+            seen, accepted = seen + valid.shape[0], accepted + float((hits & valid).int().cumprod(-1).sum())
+            right, rows = right + (hits & valid).sum(0).cpu(), rows + valid.sum(0).cpu()
+        figures = {"accepted": accepted / max(1, seen)}
+        figures |= {f"hit_{i + 1}": hit for i, hit in enumerate((right / rows.clamp(min=1)).tolist())}
+        return total / weight.clamp(min=1e-6), figures
+
+    def _text(self, text: Features) -> tuple[Tensor, Tensor, Tensor, Tensor] | None:
+        """Loss, weights, which slots count, and which have the target's likeliest token, [A, reach] each."""
+        head, size = self.head, text.ids.shape[0]
+        anchors = anchors_of(text.mask, self.anchors)
+        if not anchors.shape[0]:
+            return None
+        features = torch.cat([text.taps[tap] for tap in head.taps], -1)
+        context = head.keys(head.fuse(features), torch.arange(size, device=text.ids.device))
+        hidden = head.hidden(text.ids[anchors], anchors, Anchored(head, context, anchors))
+        before = anchors[:, None] + torch.arange(head.reach, device=anchors.device)           # slot i guesses the token behind before[:, i]
+        inside = before + 1 < size
+        before = before.clamp(max=size - 2)
+        valid = (inside & text.mask[before + 1]).int().cumprod(-1).bool()
+        with torch.no_grad():
+            wanted = self._wanted(text.taps[self.last][before])
+        logits, loss, entropy = self._losses(head.logits(hidden), wanted, hidden, text.ids[before])
+        weights = d_pace(entropy, valid) if self.weighing == "d-pace" else decay(head.reach, self.gamma).to(valid.device) * valid
+        return loss, weights, valid, logits.argmax(-1) == wanted.argmax(-1)
+
+    def _wanted(self, states: Tensor) -> Tensor:
+        """The target's logits over the head's tokens, of outputs of its last layer."""
+        parts = self.head.target
+        assert parts.norm is not None and parts.output is not None
+        logits: Tensor = parts.output(parts.norm(states))
+        return logits if self.head.ids is None else logits[..., self.head.ids]
+
+    def _losses(self, logits: Tensor, wanted: Tensor, hidden: Tensor, previous: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The final logits [A, S, V], the loss of every slot [A, S], and its cross-entropy."""
+        entropy = cross_entropy(logits, wanted)
+        return logits, entropy, entropy
+
+
+class DSparkTask(DFlashTask):
+    """`Task` of a DSpark head: slots are tied by the text's own tokens."""
+
+    CE, TV, CONFIDENCE = 0.1, 0.9, 1.0
+
+    def __init__(self, head: DSpark, anchors: int = 32, gamma: float | None = None, weighing: Weighing = "decay") -> None:
+        super().__init__(head, anchors, gamma, weighing)
+        self.spark = head
+
+    def _losses(self, logits: Tensor, wanted: Tensor, hidden: Tensor, previous: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        tied: list[Tensor] = []
+        state: Tensor | None = None
+        for slot in range(logits.shape[1]):
+            one, state = self.spark.tie(logits[:, slot], previous[:, slot], hidden[:, slot], state)
+            tied.append(one)
+        logits = torch.stack(tied, 1)
+        entropy, variation = cross_entropy(logits, wanted), total_variation(logits, wanted)
+        loss = self.CE * entropy + self.TV * variation
+        sure = self.spark.confidence(hidden, previous)
+        if sure is not None:
+            chance = (1 - variation.detach()).clamp(0, 1)
+            loss = loss + self.CONFIDENCE * functional.binary_cross_entropy_with_logits(sure.float(), chance, reduction="none")
+        return logits, loss, entropy

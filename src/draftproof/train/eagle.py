@@ -1,0 +1,81 @@
+"""Training an EAGLE-1 head (Li et al., arXiv 2401.15077): the hidden state after the next token by smooth L1, and the target's law
+over it by soft cross-entropy, a tenth of it; uniform noise on the hidden states, as the head will read its own errors.
+
+With `steps` > 1 it goes on from its own outputs like EAGLE-3's training-time test (HASS, arXiv 2408.15766).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from ..errors import LoadError
+from ..models.heads.eagle import EagleHead
+from ..models.target import TargetParts
+from .base import Features
+from .eagle3 import soft_cross_entropy, step_weights, target_logits, weighted_mean
+from .mtp import Unrolled
+
+NOISE = 0.2         # times 512 / length, as EAGLE draws it
+
+
+def hidden_loss(found: Tensor, wanted: Tensor) -> Tensor:
+    """Smooth L1 [R] between hidden states [R, H], mean over their entries."""
+    return functional.smooth_l1_loss(found.float(), wanted.float(), reduction="none").mean(-1)
+
+
+class EagleTask:
+    """A `train.base.Task`. The head is trained in float32 and saved in the target's precision."""
+
+    def __init__(self, head: EagleHead, parts: TargetParts, steps: int = 3, decay: float = 0.8, law_weight: float = 0.1,
+                 noise: float = NOISE) -> None:
+        weight = getattr(parts.output, "weight", None)
+        if weight is None:
+            raise LoadError("the target's output matrix is packed and has no gradient; load the target with packing off to train")
+        self.weight, self.bias = weight.detach(), getattr(parts.output, "bias", None)
+        self.module, self.parts, self.steps = head.float().requires_grad_(True), parts, steps
+        self.law_weight, self.noise = law_weight, noise
+        self.weights, self.taps = step_weights(steps, decay), head.taps
+        self.dtype = weight.dtype
+
+    def loss(self, batch: Sequence[Features]) -> tuple[Tensor, Mapping[str, float]]:
+        """hidden_loss + law_weight · soft cross-entropy, mean over the guesses of a step, steps weighted; accuracy per depth."""
+        sums: list[list[Tensor]] = [[] for _ in range(self.steps)]
+        counts, right = [0] * self.steps, [0] * self.steps
+        for text in batch:
+            for step, (losses, hits) in enumerate(self._one(text)):
+                sums[step].append(losses.sum())
+                counts[step] += losses.shape[0]
+                right[step] += int(hits.sum())
+        loss = weighted_mean(sums, counts, self.weights)
+        figures = {f"accuracy {step + 1}": right[step] / counts[step] for step in range(self.steps) if counts[step]}
+        return next(self.module.parameters()).sum() * 0.0 if loss is None else loss, figures      # no guess counts: nothing moves
+
+    def save(self, folder: Path) -> None:
+        self.module.save(folder, self.dtype)
+
+    def _one(self, text: Features) -> list[tuple[Tensor, Tensor]]:
+        head, ids, attend = self.module, text.ids, Unrolled()
+        length = ids.shape[0]
+        with torch.no_grad():
+            true = head.fuse(text.taps[head.taps[0]])
+            laws = torch.cat([logits.softmax(-1) for logits in target_logits(self.parts, text.taps[head.taps[0]])])
+            hidden = true.float() + (torch.rand_like(true, dtype=torch.float32) - 0.5) * 2 * self.noise * 512 / max(length, 512)
+        found = []
+        for step in range(min(self.steps, length - 2)):
+            rows = length - 2 - step
+            places = torch.arange(rows, device=ids.device) + step
+            hidden = head.step(ids[step + 1:step + 1 + rows], hidden[:rows], places, attend)
+            counts = text.mask[step + 2:].nonzero()[:, 0]
+            at = counts + step + 1
+            logits = self._logits(hidden[counts])
+            losses = hidden_loss(hidden[counts], true[at]) + self.law_weight * soft_cross_entropy(logits, laws[at])
+            found.append((losses, logits.argmax(-1) == laws[at].argmax(-1)))
+        return found
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        return functional.linear(hidden, self.weight.to(hidden.dtype), None if self.bias is None else self.bias.to(hidden.dtype))

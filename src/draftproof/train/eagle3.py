@@ -1,0 +1,123 @@
+"""Training an EAGLE-3 head by training-time test (Li et al., arXiv 2503.01840): it learns from its own outputs, as it is served.
+
+Step 0 of entry t reads the target's features at t and token t + 1 and is asked for token t + 2. Step i reads the head's own
+output of step i − 1 and token t + 1 + i, which is the text's (tokens of its own guessing hurt), at position t + i; its attention
+sees the true entries up to t and the entry's own chain. Labels are the target's laws over the draft vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ..errors import LoadError
+from ..models.heads.eagle3 import Eagle3Head
+from ..models.heads.vocabulary import mask, offsets
+from ..models.target import TargetParts
+from .base import Features
+from .mtp import Unrolled
+
+ROWS = 256      # rows of the target's logits at a time; at a vocabulary of 128k they are large
+
+
+def draft_vocabulary(counts: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    """d2t int64 [size] (offsets) and t2d bool [V] of the `size` tokens with the highest counts [V]; ties, and what never
+    occurs, by the lowest id. Count tokens that the target wrote: the vocabulary is fixed before training."""
+    if not 1 <= size <= counts.shape[0]:
+        raise LoadError(f"a draft vocabulary of {size} of {counts.shape[0]} tokens; expected from 1 to all of them")
+    ids = torch.sort(counts, descending=True, stable=True).indices[:size].sort().values
+    return offsets(ids), mask(ids, counts.shape[0])
+
+
+def target_logits(parts: TargetParts, last: Tensor) -> Iterator[Tensor]:
+    """Logits [≤ ROWS, V] float32, block by block, of outputs [N, H] of the target's last layer."""
+    assert parts.output is not None, "a target has an output matrix"
+    for start in range(0, last.shape[0], ROWS):
+        block = last[start:start + ROWS]
+        logits: Tensor = parts.output(block if parts.norm is None else parts.norm(block))
+        yield logits.float()
+
+
+@torch.no_grad()
+def labels(parts: TargetParts, last: Tensor, ids: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """What the target says after each token, seen through the draft vocabulary ids [Vd] (None: all).
+
+    Laws [N, Vd], renormalised · best [N], the draft token that is the target's likeliest · known [N] bool, whether there is one.
+    """
+    laws, best, known = [], [], []
+    for logits in target_logits(parts, last):
+        chosen = logits if ids is None else logits[:, ids]
+        laws.append(chosen.softmax(-1))
+        best.append(chosen.argmax(-1))
+        known.append(chosen.amax(-1) >= logits.amax(-1))
+    return torch.cat(laws), torch.cat(best), torch.cat(known)
+
+
+def soft_cross_entropy(logits: Tensor, laws: Tensor) -> Tensor:
+    """−Σ p log q [R] of the head's logits [R, Vd] and the target's laws [R, Vd]."""
+    return -(laws * logits.float().log_softmax(-1)).sum(-1)
+
+
+def step_weights(steps: int, decay: float) -> list[float]:
+    """decay^i over their sum."""
+    raw = [decay**step for step in range(steps)]
+    return [weight / sum(raw) for weight in raw]
+
+
+def weighted_mean(sums: Sequence[Sequence[Tensor]], counts: Sequence[int], weights: Sequence[float]) -> Tensor | None:
+    """Σ over steps of weight · mean over that step's guesses; sums[i] are its texts' sums, counts[i] how many guesses. None if none."""
+    parts = [weight * torch.stack(list(found)).sum() / count for found, count, weight in zip(sums, counts, weights, strict=True) if count]
+    return torch.stack(parts).sum() if parts else None
+
+
+class Eagle3Task:
+    """A `train.base.Task`. The head is trained in float32 and saved in the target's precision."""
+
+    def __init__(self, head: Eagle3Head, parts: TargetParts, steps: int = 5, decay: float = 0.8) -> None:
+        if parts.output is None or parts.embed is None:
+            raise LoadError("the target has no embedding or output matrix to learn from; expected a decoder-only language model")
+        self.module, self.parts, self.steps = head.float().requires_grad_(True), parts, steps
+        self.weights = step_weights(steps, decay)
+        self.last = int(parts.config.get_text_config().num_hidden_layers) - 1
+        self.taps: tuple[int, ...] = tuple(sorted({*head.taps, self.last}))
+        self.dtype = next(iter(parts.embed.parameters())).dtype
+
+    def loss(self, batch: Sequence[Features]) -> tuple[Tensor, Mapping[str, float]]:
+        """Soft cross-entropy, mean over the guesses of a step, steps weighted. Figures: how often the head's likeliest token is
+        the target's, per depth, given the text's own tokens before it."""
+        sums: list[list[Tensor]] = [[] for _ in range(self.steps)]
+        counts, right, asked = ([0] * self.steps for _ in range(3))
+        for text in batch:
+            for step, (losses, hits, wanted) in enumerate(self._one(text)):
+                sums[step].append(losses.sum())
+                counts[step] += losses.shape[0]
+                right[step] += int(hits.sum())
+                asked[step] += wanted
+        loss = weighted_mean(sums, counts, self.weights)
+        figures = {f"accuracy {step + 1}": right[step] / asked[step] for step in range(self.steps) if asked[step]}
+        return next(self.module.parameters()).sum() * 0.0 if loss is None else loss, figures      # no guess counts: nothing moves
+
+    def save(self, folder: Path) -> None:
+        self.module.save(folder, self.dtype)
+
+    def _one(self, text: Features) -> list[tuple[Tensor, Tensor, int]]:
+        """Per step: the loss of every guess that counts, whether its best token is the target's, and how many guesses the text asks
+        for, those included whose token the draft vocabulary lacks."""
+        head, ids, attend = self.module, text.ids, Unrolled()
+        length = ids.shape[0]
+        laws, best, known = labels(self.parts, text.taps[self.last], head.ids)
+        hidden = head.fuse(torch.cat([text.taps[tap] for tap in head.taps], -1).float())
+        found = []
+        for step in range(min(self.steps, length - 2)):
+            rows = length - 2 - step
+            places = torch.arange(rows, device=ids.device) + step
+            hidden = head.step(ids[step + 1:step + 1 + rows], hidden[:rows], places, attend)
+            wanted = text.mask[step + 2:]
+            counts = (wanted & known[step + 1:step + 1 + rows]).nonzero()[:, 0]
+            at = counts + step + 1
+            logits = head.logits(hidden[counts])
+            found.append((soft_cross_entropy(logits, laws[at]), logits.argmax(-1) == best[at], int(wanted.sum())))
+        return found

@@ -1,0 +1,116 @@
+"""Training a multi-token prediction head as it is served: several steps by recursion, the text's own tokens at every step
+(FastMTP, arXiv 2509.18362: three steps, weights falling by 0.6).
+
+Step k of row t reads the head's own output of step k − 1 and token t+k+1, and is asked for token t+k+2. Its attention is the
+served one: true rows up to t, then the row's own chain (training-time test, EAGLE-3, arXiv 2503.01840), where FastMTP lets a
+step see other rows' guesses, which no served draft ever does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from ..errors import LoadError
+from ..models.heads.mtp import MtpHead
+from .base import Features
+
+
+def step_weights(steps: int, decay: float) -> list[float]:
+    """decay^k over their sum, k from 0 (FastMTP, equation 2)."""
+    raw = [decay**step for step in range(steps)]
+    return [weight / sum(raw) for weight in raw]
+
+
+def cross_entropy(logits: Tensor, wanted: Tensor) -> Tensor:
+    """[R] from logits [R, V]: wanted are token ids [R], or probabilities [R, V]."""
+    if wanted.ndim == 1:
+        return functional.cross_entropy(logits, wanted, reduction="none")
+    return -(wanted * logits.log_softmax(-1)).sum(-1)
+
+
+@dataclass(frozen=True, slots=True)
+class Unrolled:
+    """Attention of all steps over one text. Row t of a layer's first pass sees rows up to t; of a later one, those and its own chain.
+    A later pass may be shorter. q [R, heads, D], k and v [R, kv, D] → [R, heads · D]."""
+
+    held: dict[int, list[tuple[Tensor, Tensor]]] = field(default_factory=dict)
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        rows, heads, dim = q.shape
+        group = heads // k.shape[1]
+        chain = self.held.setdefault(layer, [])
+        chain.append((k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)))
+        (keys, values), *later = [(k[:rows], v[:rows]) for k, v in chain]
+        seen = torch.ones(rows, rows, dtype=torch.bool, device=q.device).tril()
+        true = torch.einsum("qhd,khd->hqk", q, keys).masked_fill(~seen, float("-inf"))
+        own = [(q * k).sum(-1).t()[..., None] for k, _ in later]
+        weights = (torch.cat((true, *own), -1) * dim**-0.5).float().softmax(-1).to(v.dtype)
+        out = torch.einsum("hqk,khd->qhd", weights[..., :rows], values)
+        for place, (_, v) in enumerate(later):
+            out = out + weights[..., rows + place].t()[..., None] * v
+        return out.reshape(rows, heads * dim)
+
+
+class MtpTask:
+    """`soft`: the labels are the target's own distributions; otherwise the text's tokens, as FastMTP has them."""
+
+    def __init__(self, head: MtpHead, steps: int = 3, decay: float = 0.6, soft: bool = True) -> None:
+        weight = getattr(head.parts.output, "weight", None) if head.heads is None else head.heads[0].weight
+        if weight is None or weight.is_meta:
+            raise LoadError("the target's output matrix is packed and has no gradient; load the target with packing off to train")
+        self.module, self.taps = head.requires_grad_(True), head.taps
+        for shared in (head.embed, head.heads):
+            if shared is not None:
+                shared.requires_grad_(False)            # copies of the target's
+        self.steps, self.soft, self.weights = steps, soft, step_weights(steps, decay)
+
+    def loss(self, batch: Sequence[Features]) -> tuple[Tensor, Mapping[str, float]]:
+        """Cross-entropy, mean over the guesses of a step, steps weighted; accuracy against the text per depth."""
+        sums: list[list[Tensor]] = [[] for _ in range(self.steps)]
+        right, counts = [0.0] * self.steps, [0] * self.steps
+        for text in batch:
+            for step, (losses, hits) in enumerate(self._one(text)):
+                sums[step].append(losses.sum())
+                right[step] += float(hits.sum())
+                counts[step] += losses.shape[0]
+        parts = [self.weights[step] * torch.stack(sums[step]).sum() / counts[step] for step in range(self.steps) if counts[step]]
+        loss = torch.stack(parts).sum() if parts else next(self.module.parameters()).sum() * 0.0      # no guess counts: nothing moves
+        return loss, {f"accuracy {step + 1}": right[step] / counts[step] for step in range(self.steps) if counts[step]}
+
+    def save(self, folder: Path) -> None:
+        self.module.save(folder)
+
+    def _one(self, text: Features) -> list[tuple[Tensor, Tensor]]:
+        """Per step: the loss of every row that counts, and whether its best guess is the text's token."""
+        head, ids, length, attend = self.module, text.ids, text.ids.shape[0], Unrolled()
+        with torch.no_grad():
+            features = head.fuse(text.taps[self.taps[0]])
+        hidden, found = features, []
+        for step in range(min(self.steps, length - 2)):
+            rows = length - 2 - step
+            places = torch.arange(rows, device=ids.device) + step
+            hidden = head.step(ids[step + 1:step + 1 + rows], hidden[:rows], places, attend, step)
+            counts = text.mask[step + 2:].nonzero()[:, 0]
+            logits = self._logits(hidden[counts], step).float()
+            label = ids[step + 2:][counts]
+            found.append((cross_entropy(logits, self._target(text, counts + step + 1) if self.soft else label), logits.argmax(-1) == label))
+        return found
+
+    def _logits(self, hidden: Tensor, step: int) -> Tensor:
+        output = self.module.parts.output if self.module.heads is None else self.module.heads[step % self.module.layers]
+        weight, bias = output.weight, getattr(output, "bias", None)  # type: ignore[union-attr]
+        return functional.linear(hidden, weight.to(hidden.dtype), None if bias is None else bias.to(hidden.dtype))  # type: ignore[arg-type]
+
+    @torch.no_grad()
+    def _target(self, text: Features, positions: Tensor) -> Tensor:
+        """What the target says after each of these tokens: probabilities [R, V] float32."""
+        parts, tap = self.module.parts, text.taps[self.taps[0]][positions]
+        assert parts.output is not None, "refused at construction"
+        logits: Tensor = parts.output(tap if parts.norm is None else parts.norm(tap))
+        return logits.float().softmax(-1)

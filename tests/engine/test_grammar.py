@@ -1,0 +1,98 @@
+"""Structured output: what the grammar allows is written, and no drafter changes which of it."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+
+import pytest
+
+from draftproof.config import LoadConfig
+from draftproof.drafters.fixed import AlwaysWrong
+from draftproof.engine.engine import Engine
+from draftproof.errors import OptionError
+from draftproof.models.fake import TableTarget
+from draftproof.models.load import builtin, load_target
+from draftproof.models.target import Target
+from draftproof.types import Sampling
+
+pytest.importorskip("llguidance")
+SCHEMA = {"type": "object", "properties": {"identifier": {"type": "integer"}, "category": {"enum": ["alpha", "beta"]}},
+          "required": ["identifier", "category"], "additionalProperties": False}
+PROMPT = "<|user|>Write a record.<|assistant|>"
+SPECS = ("grammar", "ngram", "model", "grammar+ngram")
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    return load_target(builtin("target"), LoadConfig(self_test=False))
+
+
+@pytest.fixture(scope="module")
+def plain(target: Target) -> Iterator[Engine]:
+    with Engine(target) as engine:
+        yield engine
+
+
+def wish(temperature: float, **grammar: object) -> Sampling:
+    return Sampling(temperature=temperature, top_p=1.0, seed=3, max_tokens=60, grammar=grammar)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("spec", SPECS)
+def test_the_same_document_with_every_drafter(target: Target, plain: Engine, spec: str, temperature: float) -> None:
+    expected = plain.generate(PROMPT, wish(temperature, json_schema=SCHEMA))
+    with Engine(target, spec, 4) as engine:
+        found = engine.generate(PROMPT, wish(temperature, json_schema=SCHEMA))
+    assert found.token_ids == expected.token_ids and found.finish_reason == "stop"
+    record = json.loads(found.text)
+    assert set(record) == {"identifier", "category"} and record["category"] in ("alpha", "beta")
+
+
+def test_forced_tokens_are_guessed_and_stand(target: Target) -> None:
+    with Engine(target, "grammar", 8) as engine:
+        done = engine.generate(PROMPT, wish(0.0, lark='start: "the one and only answer"'))
+    assert done.text == "the one and only answer" and done.metrics["accepted"] > 0
+    assert done.metrics["rounds"] < len(done.token_ids) - 1
+
+
+def test_trees_and_joint_rules_follow_the_grammar(target: Target) -> None:
+    for shape in ({"tree": 12}, {"rule": "ratio"}, {"rule": "block"}):
+        with Engine(target, "model", 4, **shape) as engine:  # type: ignore[arg-type]
+            for seed in range(3):
+                options = Sampling(temperature=1.0, top_p=1.0, seed=seed, max_tokens=40, grammar={"regex": "(ab|ba){3,5}"})
+                text = engine.generate(PROMPT, options).text
+                assert re.fullmatch("(ab|ba){3,5}", text)
+
+
+def test_a_drafter_that_is_always_wrong_changes_nothing(target: Target, plain: Engine) -> None:
+    expected = plain.generate(PROMPT, wish(1.0, json_object=True))
+    with Engine(target, AlwaysWrong(target.vocab_size), 5) as engine:
+        assert engine.generate(PROMPT, wish(1.0, json_object=True)).token_ids == expected.token_ids
+
+
+def test_every_sample_has_its_own_state(target: Target) -> None:
+    with Engine(target, "grammar", 4) as engine:
+        handles = engine.submit(PROMPT, Sampling(temperature=1.0, seed=1, n=3, max_tokens=60, grammar={"json_schema": SCHEMA}))
+        while not all(handle.done for handle in handles):
+            engine.step()
+        assert all(json.loads(handle.completion().text)["category"] in ("alpha", "beta") for handle in handles)
+
+
+@pytest.mark.parametrize("grammar", [{"regex": "("}, {"shape": 1}, {"json_schema": {"type": "nonsense"}}, {}])
+def test_a_grammar_that_cannot_be_is_refused(plain: Engine, grammar: dict[str, object]) -> None:
+    with pytest.raises(OptionError, match="grammar"):
+        plain.generate(PROMPT, wish(0.0, **grammar))
+
+
+def test_what_a_grammar_needs_is_said(plain: Engine) -> None:
+    with pytest.raises(OptionError, match="ignore_eos"):
+        plain.generate(PROMPT, Sampling(grammar={"json_object": True}, ignore_eos=True))
+    with Engine(TableTarget(9)) as engine, pytest.raises(OptionError, match="tokenizer"):
+        engine.generate([1], Sampling(grammar={"json_object": True}))
+
+
+def test_without_a_grammar_the_drafter_is_silent(target: Target) -> None:
+    with Engine(target, "grammar", 4) as engine:
+        assert engine.generate(PROMPT, Sampling(temperature=0, max_tokens=6)).metrics["drafted"] == 0

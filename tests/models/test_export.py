@@ -1,0 +1,95 @@
+"""A head handed to another engine: bit-equal tensors, the tap numbering that engine counts in, refusals where it lacks something."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from draftproof.errors import LoadError
+from draftproof.models.fake import TableTarget
+from draftproof.models.heads.eagle3 import Eagle3Head
+from draftproof.models.heads.export import ENGINES, export_head
+from draftproof.models.heads.files import read_files
+from draftproof.models.heads.medusa import MedusaHead
+
+SIZES = {"heads": 2, "kv_heads": 1, "head_dim": 16, "inner": 48, "hidden": 32}
+TARGET = TableTarget(13, order=1)
+
+
+def eagle3(folder: Path, **more: object) -> Path:
+    torch.manual_seed(0)
+    Eagle3Head.fresh(TARGET.parts, torch.tensor([0, 1, 2, 4, 5, 7]), **SIZES, **more).save(folder)  # type: ignore[arg-type]
+    return folder
+
+
+def config_of(folder: Path) -> dict:
+    return json.loads((folder / "config.json").read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_round_trip_is_bit_equal(tmp_path: Path, engine: str) -> None:
+    source = eagle3(tmp_path / "head")
+    assert export_head(source, engine, tmp_path / "out")
+    before, after = (Eagle3Head.read(read_files(f), TARGET.parts, 13) for f in (source, tmp_path / "out"))
+    assert after.taps == before.taps and torch.equal(after.ids, before.ids)
+    state = before.state_dict()
+    assert all(torch.equal(tensor, state[name]) for name, tensor in after.state_dict().items())
+    assert export_head(tmp_path / "out", "hf", tmp_path / "again")
+    assert all(torch.equal(t, read_files(tmp_path / "out").tensors[n]) for n, t in read_files(tmp_path / "again").tensors.items())
+
+
+def test_each_engine_gets_the_taps_in_its_own_numbering(tmp_path: Path) -> None:
+    source = eagle3(tmp_path / "head")
+    taps = [1, 3, 4]                                # outputs of 0-based layers: 1, L // 2 − 1, L − 4 of 8
+    for engine in ENGINES[:3]:
+        export_head(source, engine, tmp_path / engine)
+    assert config_of(tmp_path / "vllm")["eagle_aux_hidden_state_layer_ids"] == [tap + 1 for tap in taps]
+    assert "eagle_config" not in config_of(tmp_path / "vllm")          # vLLM would read its ids unshifted
+    for engine in ("sglang", "trtllm"):
+        assert config_of(tmp_path / engine)["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == taps
+        assert "eagle_aux_hidden_state_layer_ids" not in config_of(tmp_path / engine)
+    for engine in ENGINES[:3]:
+        names = set(read_files(tmp_path / engine).tensors)
+        assert "midlayer.self_attn.q_proj.weight" in names and {"d2t", "t2d"} <= names
+
+
+@pytest.mark.parametrize("more, word", [({"norm_before_residual": True}, "norm_before_residual"), ({"layers": 2}, "several layers"),
+                                        ({"norms": "fc_norm"}, "fc_norm")])
+def test_what_an_engine_does_not_honour_is_refused(tmp_path: Path, more: dict, word: str) -> None:
+    source = eagle3(tmp_path / "head", **more)
+    for engine in ("sglang", "trtllm"):
+        with pytest.raises(LoadError, match=word):
+            export_head(source, engine, tmp_path / engine)
+    export_head(source, "vllm", tmp_path / "vllm")
+    assert Eagle3Head.read(read_files(tmp_path / "vllm"), TARGET.parts, 13).depth == more.get("layers", 1)
+
+
+def test_an_engine_that_runs_no_such_head_says_who_does(tmp_path: Path) -> None:
+    MedusaHead.fresh(TARGET.parts, 3, output="own").save(tmp_path / "head")
+    with pytest.raises(LoadError, match="sglang runs no medusa head.*hf, vllm"):
+        export_head(tmp_path / "head", "sglang", tmp_path / "out")
+
+
+def test_vllm_gets_medusa_in_its_own_names(tmp_path: Path) -> None:
+    MedusaHead.fresh(TARGET.parts, 3, output="own").save(tmp_path / "head")
+    export_head(tmp_path / "head", "vllm", tmp_path / "out")
+    assert {"blocks.2.layers.0.weight", "lm_heads.2.weight"} <= set(read_files(tmp_path / "out").tensors)
+    config = config_of(tmp_path / "out")
+    assert config["num_heads"] == 3 and config["architectures"] == ["MedusaModel"] and config["truncated_vocab_size"] == 13
+    before, after = (MedusaHead.read(read_files(tmp_path / f), TARGET.parts, 13) for f in ("head", "out"))
+    hidden = torch.randn(2, 14)
+    assert torch.equal(before(hidden), after(hidden))
+    MedusaHead.fresh(TARGET.parts, 3).save(tmp_path / "shared")
+    with pytest.raises(LoadError, match="target's own output matrix"):
+        export_head(tmp_path / "shared", "vllm", tmp_path / "no")
+
+
+def test_a_folder_in_use_is_left_alone(tmp_path: Path) -> None:
+    source = eagle3(tmp_path / "head")
+    with pytest.raises(LoadError, match="not empty"):
+        export_head(source, "vllm", source)
+    with pytest.raises(LoadError, match="unknown engine"):
+        export_head(source, "abacus", tmp_path / "x")

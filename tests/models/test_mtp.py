@@ -1,0 +1,222 @@
+"""Multi-token prediction heads as published: every layout against a reference, refusals, and the way back into a checkpoint."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models.mtp_layouts import CASES, CONFIGS, DEEPSEEK, Case, H, L, V, make, reference, target
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from draftproof.config import LoadConfig
+from draftproof.errors import LoadError
+from draftproof.models.heads.cache import HeadCache, HeadPass
+from draftproof.models.heads.files import HeadFiles, read_files
+from draftproof.models.heads.mtp import MtpHead
+from draftproof.models.heads.mtp_files import INDEX, inside, stitch
+from draftproof.models.load import load_target
+from draftproof.models.target import Target
+
+TOKENS, FURTHER = torch.tensor([3, 7, 60, 1, 22, 9]), torch.tensor([5, 41, 5])
+
+
+@pytest.fixture(scope="module")
+def targets(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Case], tuple[Path, Target, Any]]:
+    """Per family: the folder of a tiny target without any head, the target loaded, and the model."""
+    made: dict[str, tuple[Path, Target, Any]] = {}
+
+    def get(case: Case) -> tuple[Path, Target, Any]:
+        if case.family not in made:
+            folder, model = tmp_path_factory.mktemp(case.family), target(case)
+            model.save_pretrained(folder)
+            made[case.family] = (folder, load_target(folder, LoadConfig(device="cpu", self_test=False)), model)
+        return made[case.family]
+
+    return get
+
+
+def checkpoint(folder: Path, case: Case, tensors: Mapping[str, Tensor], out: Path) -> Path:
+    """The target's checkpoint as published, with the head beside the layers, in two shards and an index."""
+    body = load_file(folder / "model.safetensors")
+    out.mkdir()
+    shards = {"model-00001-of-00002.safetensors": body, "model-00002-of-00002.safetensors": dict(tensors)}
+    for name, those in shards.items():
+        save_file({key: tensor.contiguous() for key, tensor in those.items()}, out / name, metadata={"format": "pt"})
+    index = {"metadata": {"total_size": 1}, "weight_map": {key: name for name, those in shards.items() for key in those}}
+    (out / INDEX).write_text(json.dumps(index))
+    config = json.loads((folder / "config.json").read_text())
+    (out / "config.json").write_text(json.dumps({**config, **case.settings}))
+    return out
+
+
+def head_of(case: Case, tensors: Mapping[str, Tensor], targets: Any, tmp_path: Path) -> MtpHead:
+    folder, loaded, _ = targets(case)
+    if case.prefix.startswith("mtp_layers"):
+        settings = {"speculators_model_type": "mtp", "architectures": ["MTPDraftModel"],
+                    "transformer_layer_config": {"model_type": case.family, **CONFIGS[case.family]}}
+        files = HeadFiles(tmp_path, settings, tensors)
+    else:
+        files = inside(str(checkpoint(folder, case, tensors, tmp_path / "checkpoint")), L)
+    return MtpHead.read(files, loaded.parts, V)
+
+
+def serve(head: MtpHead, hidden: Tensor) -> Tensor:
+    """The rows as a drafter feeds them: the prompt's, then what a round kept, then one by one on the head's own output."""
+    cache, found = HeadCache(head.depth, head.kv_heads, head.head_dim, torch.float32, "cpu"), []
+
+    def step(tokens: Tensor, before: Tensor) -> Tensor:
+        attend = HeadPass([cache], [len(tokens)])
+        out = head.step(tokens, before, torch.arange(cache.length, cache.length + len(tokens)), attend)
+        attend.done()
+        found.append(head.logits(out))
+        return out
+
+    step(TOKENS[:4], head.fuse(hidden[:4]))
+    last = step(TOKENS[4:], head.fuse(hidden[4:]))[-1:]
+    for token in FURTHER:
+        last = step(token[None], last)
+    return torch.cat(found)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", CASES)
+def test_it_computes_what_the_reference_does(name: str, targets: Any, tmp_path: Path) -> None:
+    case, hidden = CASES[name], torch.randn(len(TOKENS), H, generator=torch.Generator().manual_seed(3))
+    tensors = make(case)
+    head = head_of(case, tensors, targets, tmp_path)
+    expected = reference(case, tensors, targets(case)[2], TOKENS, hidden, FURTHER)
+    torch.testing.assert_close(serve(head, hidden), expected, atol=1e-5, rtol=1e-4)
+    assert head.taps == (L - 1,) and head.context == 256
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_save_writes_the_published_layout_and_reads_back_equal(name: str, targets: Any, tmp_path: Path) -> None:
+    case = CASES[name]
+    tensors = make(case)
+    head = head_of(case, tensors, targets, tmp_path)
+    head.save(tmp_path / "alone")
+    written, again = read_files(tmp_path / "alone"), MtpHead.read(read_files(tmp_path / "alone"), targets(case)[1].parts, V)
+    if name == "speculators":
+        assert {key.split(".")[0] for key in written.tensors} == {"mtp"} and "mtp.fc.weight" in written.tensors
+    else:
+        assert {key: tensor.shape for key, tensor in written.tensors.items()} == case.keys()
+        assert all(torch.equal(tensor, tensors[key]) for key, tensor in written.tensors.items())
+    assert all(torch.equal(a, b) for a, b in zip(head.state_dict().values(), again.state_dict().values(), strict=True))
+
+
+@pytest.mark.parametrize("family", ["deepseek_v32", "glm_moe_dsa"])
+def test_an_indexer_is_left_out_and_every_key_read(family: str, targets: Any, tmp_path: Path) -> None:
+    case, hidden = CASES["deepseek"], torch.randn(len(TOKENS), H, generator=torch.Generator().manual_seed(3))
+    tensors = make(case)
+    extra = {f"{DEEPSEEK}self_attn.indexer.{name}.weight": torch.zeros(2, 2) for name in ("wq_b", "wk", "weights_proj")}
+    config = {**CONFIGS["deepseek_v3"], "model_type": family, "index_topk": 8, "index_head_dim": 8, "index_n_heads": 2}
+    head = MtpHead.read(HeadFiles(tmp_path, config, {**tensors, **extra}), targets(case)[1].parts, V)
+    with torch.no_grad():
+        expected = reference(case, tensors, targets(case)[2], TOKENS, hidden, FURTHER)
+        torch.testing.assert_close(serve(head, hidden), expected, atol=1e-5, rtol=1e-4)
+
+
+def test_fp8_blocks_are_read_with_their_scales(targets: Any, tmp_path: Path) -> None:
+    case, tensors = CASES["deepseek"], make(CASES["deepseek"])
+    name = f"{DEEPSEEK}self_attn.q_b_proj.weight"
+    scale = tensors[name].abs().max() / 400
+    small = (tensors[name] / scale).to(torch.float8_e4m3fn)
+    packed = {**tensors, name: small, f"{name}_scale_inv": scale.reshape(1, 1)}
+    config = {"model_type": "deepseek_v3", **CONFIGS["deepseek_v3"]}
+    head = MtpHead.read(HeadFiles(tmp_path, config, packed), targets(case)[1].parts, V)
+    torch.testing.assert_close(head.blocks[0].self_attn.q_b_proj.weight, small.float() * scale, atol=0, rtol=1e-2)   # type: ignore[union-attr, arg-type]
+
+
+def without(name: str) -> Callable[[dict[str, Tensor]], dict[str, Tensor]]:
+    return lambda tensors: {key: tensor for key, tensor in tensors.items() if name not in key}
+
+
+def more(name: str, *shape: int) -> Callable[[dict[str, Tensor]], dict[str, Tensor]]:
+    return lambda tensors: {**tensors, name: torch.zeros(shape)}
+
+
+REFUSED: dict[str, tuple[str, Callable[[dict[str, Tensor]], dict[str, Tensor]], tuple[str, ...]]] = {
+    "a missing tensor": ("qwen3.5", without("q_norm"), ("missing tensors", "mtp.layers.0.self_attn.q_norm.weight")),
+    "a missing norm": ("glm", without("shared_head.norm"), ("missing tensors", f"{DEEPSEEK}shared_head.norm.weight")),
+    "no projection": ("qwen3.5", without("mtp.fc"), ("no input projection", "quantised")),
+    "no layer": ("qwen3.5", without("mtp.layers"), ("no decoder layer",)),
+    "an unknown tensor": ("qwen3.5", more("mtp.layers.0.self_attn.sinks", 4), ("nothing reads", "mtp.layers.0.self_attn.sinks")),
+    "an embedding of its own": ("qwen3.5", more("mtp.embed_tokens.weight", V, H), ("nothing reads", "mtp.embed_tokens.weight")),
+    "another hidden size": ("qwen3.5", more("mtp.fc.weight", 40, 80), ("hidden size 40", "expected [32, 64]")),
+    "a foreign vocabulary": ("deepseek", more(f"{DEEPSEEK}shared_head.head.weight", 70, H), ("70 rows", "64 tokens", "vocabulary")),
+    "an expert's part": ("qwen3-next", without("experts.2.up_proj"), ("experts.2", "incomplete")),
+    "a packed weight": ("qwen3.5", lambda t: {**without("o_proj")(t), "mtp.layers.0.self_attn.o_proj.qweight": torch.zeros(2, 2)},
+                        ("nothing reads", "o_proj.qweight")),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_does_not_fit_is_refused(what: str, targets: Any, tmp_path: Path) -> None:
+    name, change, words = REFUSED[what]
+    with pytest.raises(LoadError) as refusal:
+        head_of(CASES[name], change(make(CASES[name])), targets, tmp_path)
+    assert all(word in str(refusal.value) for word in words), refusal.value
+
+
+def test_a_checkpoint_without_a_head_says_so(targets: Any) -> None:
+    folder = targets(CASES["qwen3.5"])[0]
+    with pytest.raises(LoadError, match=r"no multi-token prediction weights .*quantised repacks"):
+        inside(str(folder), L)
+
+
+def test_a_family_that_is_not_known_is_named(targets: Any, tmp_path: Path) -> None:
+    with pytest.raises(LoadError, match=r"'mamba2'.*deepseek_v3"):
+        MtpHead.read(HeadFiles(tmp_path, {"model_type": "mamba2"}, make(CASES["qwen3.5"])), targets(CASES["qwen3.5"])[1].parts, V)
+
+
+# Stitching
+
+
+@pytest.mark.parametrize("name", ["deepseek", "qwen3-next", "mimo"])
+def test_stitching_replaces_the_head_and_nothing_else(name: str, targets: Any, tmp_path: Path) -> None:
+    case = CASES[name]
+    folder = checkpoint(targets(case)[0], case, make(case), tmp_path / "checkpoint")
+    head = MtpHead.read(inside(str(folder), L), targets(case)[1].parts, V)
+    with torch.no_grad():
+        for parameter in head.parameters():
+            parameter.add_(0.5)
+    head.save(tmp_path / "head")
+    names = stitch(tmp_path / "head", folder, tmp_path / "out")
+    assert set(names) == set(case.keys())
+    old, new = ({k: v for shard in sorted(place.glob("*.safetensors")) for k, v in load_file(shard).items()}
+                for place in (folder, tmp_path / "out"))
+    assert list(old) == list(new)
+    assert json.loads((tmp_path / "out" / INDEX).read_text()) == json.loads((folder / INDEX).read_text())
+    assert all(torch.equal(old[key], new[key]) != (key in names) for key in old if "e_score" not in key)
+    again = MtpHead.read(inside(str(tmp_path / "out"), L), targets(case)[1].parts, V)
+    assert all(torch.equal(a, b) for a, b in zip(head.state_dict().values(), again.state_dict().values(), strict=True))
+
+
+def test_a_target_that_lost_its_head_gets_one(targets: Any, tmp_path: Path) -> None:
+    case = CASES["speculators"]
+    folder, loaded, _ = targets(case)
+    head = head_of(case, make(case), targets, tmp_path)
+    save_file(make(case), tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps({"transformer_layer_config": {"model_type": "qwen3", **CONFIGS["qwen3"]}}))
+    names = stitch(tmp_path, folder, tmp_path / "out")
+    assert all(name.startswith("mtp.") for name in names)
+    again = MtpHead.read(inside(str(tmp_path / "out"), L), loaded.parts, V)
+    assert all(torch.equal(a, b) for a, b in zip(head.state_dict().values(), again.state_dict().values(), strict=True))
+    load_target(tmp_path / "out", LoadConfig(device="cpu", self_test=False))
+
+
+def test_stitching_refuses_what_it_would_spoil(targets: Any, tmp_path: Path) -> None:
+    case = CASES["qwen3.5"]
+    folder = checkpoint(targets(case)[0], case, make(case), tmp_path / "checkpoint")
+    with pytest.raises(LoadError, match="not empty"):
+        stitch(folder, folder, folder)
+    (tmp_path / "head").mkdir()
+    (tmp_path / "head" / "config.json").write_text("{}")
+    save_file({"mtp.fc.weight": torch.zeros(2, 4)}, tmp_path / "head" / "model.safetensors")
+    with pytest.raises(LoadError, match=r"mtp.fc.weight: the head's is \[2, 4\]"):
+        stitch(tmp_path / "head", folder, tmp_path / "out")

@@ -1,0 +1,115 @@
+"""The command from end to end on a tiny target: every kind of drafter is trained, published, loaded and served."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from draftproof.cli import run
+from draftproof.config import LoadConfig
+from draftproof.engine.engine import Engine
+from draftproof.models.load import load_target
+from draftproof.types import Sampling
+
+V = 61
+KINDS = ("eagle", "eagle3", "medusa", "hydra", "mlp", "mtp", "dflash", "dspark", "pard", "model")
+MORE = {"eagle3": ["--draft-vocab", "40", "--depth", "3"], "medusa": ["--draft-vocab", "40"], "mlp": ["--shared"],
+        "pard": ["--mask-token", "60", "--depth", "3"]}
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.manual_seed(0)
+    folder = tmp_path_factory.mktemp("target")
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=V, hidden_size=32, intermediate_size=48, num_hidden_layers=6, num_attention_heads=2,
+                                         num_key_value_heads=1, max_position_embeddings=256, bos_token_id=None, eos_token_id=None,
+                                         tie_word_embeddings=False))
+    model.lm_head.weight.data *= 10
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def log(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    file = tmp_path_factory.mktemp("log") / "traffic.jsonl"
+    lines = [{"prompt_token_ids": [i % 7, 3, 5, i % 11], "token_ids": [1], "max_tokens": 24} for i in range(12)]
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    return file
+
+
+def command(kind: str, target: Path, log: Path, out: Path, *more: str) -> list[str]:
+    init = ["--init", str(target)] if kind in ("pard", "model") else []
+    return ["train", kind, "--target", str(target), "--data", str(log), "--out", str(out), "--batch", "2", "--length", "32",
+            "--held-out", "2", "--threads", "1", "--json", *init, *MORE.get(kind, []), *more]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_is_trained_published_and_served(kind: str, target: Path, log: Path, tmp_path: Path,
+                                                    capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / kind
+    assert run(command(kind, target, log, out, "--steps", "12", "--lr", "0.01")) in (0, 3)
+    result = json.loads(capsys.readouterr().out.strip().splitlines()[-1])
+    assert result["kind"] == kind and result["rounds"] > 0 and result["drafted"] > 0
+    folder = out if result["published"] else out.with_name(f"{kind}.training") / "candidate"
+    model = load_target(target, LoadConfig(threads=1, self_test=False))
+    sampling = Sampling(temperature=0, max_tokens=20, ignore_eos=True)
+    with Engine(model) as plain, Engine(model, f"{kind}:{folder}", 3) as engine:
+        assert engine.generate([1, 3, 5, 2], sampling).token_ids == plain.generate([1, 3, 5, 2], sampling).token_ids
+        assert engine.speculation.failure == ""
+
+
+def test_a_head_that_is_served_worse_is_not_published(target: Path, log: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "head"
+    assert run(command("eagle3", target, log, out, "--steps", "1", "--replaces", f"model:{target}")) == 3     # itself: guesses everything
+    assert not out.exists()
+    assert "not published" in capsys.readouterr().err
+
+
+def test_a_killed_command_ends_with_the_same_head(target: Path, log: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from draftproof.train import loop
+    from draftproof.train.features import Tapper
+
+    monkeypatch.setattr(loop.Plan, "__init__", _saving_often(loop.Plan.__init__))
+    wish = ["--steps", "12", "--lr", "0.01"]
+    assert run(command("eagle3", target, log, tmp_path / "whole", *wish)) == 0
+    read, count = Tapper.read, iter(range(1000))
+
+    def dies(self: Tapper, texts: object) -> object:
+        if next(count) == 7:
+            raise KeyboardInterrupt
+        return read(self, texts)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Tapper, "read", dies)
+    assert run(command("eagle3", target, log, tmp_path / "torn", *wish)) == 130
+    assert not (tmp_path / "torn").exists()
+    monkeypatch.setattr(Tapper, "read", read)
+    assert run(command("eagle3", target, log, tmp_path / "torn", *wish)) == 0
+    whole, torn = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("whole", "torn"))
+    assert whole == torn
+
+
+def _saving_often(init: object) -> object:
+    def made(self: object, *args: object, **kwargs: object) -> None:
+        init(self, *args, **{**kwargs, "save_every": 5})  # type: ignore[operator]
+
+    return made
+
+
+def test_wrong_wishes_are_one_line(target: Path, log: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    wish = ["train", "pard", "--target", str(target), "--data", str(log), "--out", str(tmp_path / "x"), "--threads", "1"]
+    assert run(wish) == 2
+    assert "--init" in capsys.readouterr().err
+    assert run(["train", "abacus", "--data", str(log), "--out", str(tmp_path / "x")]) == 2
+    assert run(["train", "eagle3", "--target", str(target), "--data", str(tmp_path / "none"), "--out", str(tmp_path / "x")]) == 1
+    assert "does not exist" in capsys.readouterr().err
+
+
+def test_extract_from_the_command_line(target: Path, log: Path, tmp_path: Path) -> None:
+    wish = ["extract", "--target", str(target), "--data", str(log), "--threads", "1", "--out", str(tmp_path / "states"), "--layers"]
+    assert run([*wish, "one"]) == 2
+    assert run([*wish, "1,5"]) == 0
+    assert json.loads((tmp_path / "states" / "index.json").read_text())["layers"] == [1, 5]
