@@ -32,7 +32,7 @@ pytestmark = pytest.mark.bits
 FULL = os.environ.get("DRAFTPROOF_BITS") == "full"
 SEED = int(os.environ.get("DRAFTPROOF_BITS_SEED", "0"))
 PROMPTS, TOKENS = (32, 256) if FULL else (4, 48)
-SAMPLED = 16                                        # drafters, chains and trees counted apart, in a sample
+SAMPLED = 12                                        # drafters, chains and trees counted apart, in a sample
 DEPTHS = range(1, 13)
 NODES = 24
 ORACLE = "oracle behind decoys"
@@ -168,6 +168,6 @@ def test_ids_do_not_depend_on_speculation(cell: Cell, capsys: pytest.CaptureFixt
         print(f"\n  {cell}: {equal} of {total} tokens equal, {accepted} drafts accepted", end="", flush=True)
     assert equal == total
     if cell.drafter == ORACLE:
-        assert accepted > total / 3, "the oracle was not believed; trees were not tested"
+        assert accepted > total / (6 if cell.switch else 3), "the oracle was not believed; trees were not tested"
     if cell.drafter == "none":
         assert accepted == 0

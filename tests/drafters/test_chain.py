@@ -184,7 +184,8 @@ def test_the_ways_of_a_tree(way: int, kept: int) -> None:
 
 def test_a_union_catches_more_than_either() -> None:
     def stood(*parts: Callable[[], Any]) -> float:
-        target, text = TableTarget(V, order=2, seed=1), Text.of([1, 2, 3], SAMPLED, seed=0)
+        """On a text that repeats itself enough for both to be worth asking."""
+        target, text = TableTarget(V, order=2, seed=1, sharpness=3.0), Text.of([1, 2, 3], SAMPLED, seed=0)
         log = speculate(target, chained([part() for part in parts]), [text], lambda i, round_: (4, 12))
         return log.accepted / log.rounds
 

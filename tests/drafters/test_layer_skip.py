@@ -69,11 +69,10 @@ def texts(target: PagedTarget, drafter: Any, batch: int, temperature: float, tre
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_invisible_to_the_bit(target: PagedTarget, temperature: float) -> None:
     plain = [done.token_ids for done in texts(target, "none", 1, temperature)]
-    for exit in (1, 2, LAYERS):
-        for batch, tree in ((1, None), (4, 9)):
-            done = list(texts(target, f"layer-skip:exit={exit}", batch, temperature, tree))
-            assert [d.token_ids for d in done] == plain, (exit, batch, tree)
-            assert sum(d.metrics["drafted"] for d in done) > 80
+    for exit, batch, tree in ((1, 4, 9), (2, 1, None), (LAYERS, 4, None)):
+        done = list(texts(target, f"layer-skip:exit={exit}", batch, temperature, tree))
+        assert [d.token_ids for d in done] == plain, (exit, batch, tree)
+        assert sum(d.metrics["drafted"] for d in done) > 80
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -82,10 +81,9 @@ def test_all_layers_accept_everything(family: str, temperature: float, tmp_path:
     """Only if the pass of the first layers is the model's own: embedding scale, windows, soft caps, final norm, output."""
     whole = load_target(save(tmp_path, family), LOAD)
     assert isinstance(whole, PagedTarget)
-    for batch in (1, 4):
-        for done in texts(whole, f"layer-skip:exit={LAYERS}", batch, temperature):
-            fates = [n.fate for e in done.trace if e.event == "round_done" for n in e.nodes]
-            assert fates and set(fates) == {"accepted"}
+    for done in texts(whole, f"layer-skip:exit={LAYERS}", 3, temperature):
+        fates = [n.fate for e in done.trace if e.event == "round_done" for n in e.nodes]
+        assert fates and set(fates) == {"accepted"}
 
 
 def test_without_the_slim_forward_it_is_the_same(folder: Path) -> None:

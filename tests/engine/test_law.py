@@ -37,7 +37,7 @@ def statistic(target: TableTarget, texts: list[tuple[int, ...]]) -> float:
 
 
 def texts(target: TableTarget, drafter: Drafter, rule: str, tree: int | None, depth: int = 2) -> list[tuple[int, ...]]:
-    config = EngineConfig(trace="none", max_batch=64, max_waiting=SAMPLES)
+    config = EngineConfig(trace="none", max_batch=64, max_waiting=SAMPLES, max_samples=SAMPLES)
     with Engine(target=target, drafter=drafter, depth=depth, tree=tree, rule=rule, config=config) as engine:  # type: ignore[arg-type]
         out = engine.generate([1], Sampling(temperature=1.0, top_p=1.0, seed=3, max_tokens=4, n=SAMPLES))
         assert engine.speculation.state[0] == "on", engine.speculation.failure
@@ -56,7 +56,7 @@ def test_a_sampled_draft_keeps_the_law(rule: str, tree: int | None) -> None:
 def test_the_statistic_can_fail() -> None:
     target = TableTarget(vocab_size=VOCABULARY, order=1, seed=1, sharpness=1.0)
     other = TableTarget(vocab_size=VOCABULARY, order=1, seed=2, sharpness=1.0)
-    config = EngineConfig(trace="none", max_batch=64, max_waiting=SAMPLES)
+    config = EngineConfig(trace="none", max_batch=64, max_waiting=SAMPLES, max_samples=SAMPLES)
     with Engine(target=other, config=config) as engine:
         out = engine.generate([1], Sampling(seed=3, max_tokens=4, n=2000))
     assert statistic(target, [sample.token_ids for sample in out.samples]) < FALSE_ALARM
