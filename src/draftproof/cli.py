@@ -14,16 +14,24 @@ from collections.abc import Sequence
 import click
 
 from . import __version__
+from .commands.advise import advise
+from .commands.audition import audition
+from .commands.bench import bench
 from .commands.chat import chat
 from .commands.demo import demo
 from .commands.doctor import doctor
 from .commands.export import export
 from .commands.generate import generate
+from .commands.profile import profile
+from .commands.prove import prove
+from .commands.serve import serve
+from .commands.switch import switch
 from .commands.train import extract, train
 from .errors import DraftproofError
 
 COMMANDS = {"generate": generate, "chat": chat, "demo": demo, "doctor": doctor, "train": train, "extract": extract,
-            "export": export}
+            "export": export, "serve": serve, "switch": switch,
+            "audition": audition, "advise": advise, "profile": profile, "bench": bench, "prove": prove}
 
 
 @click.group(commands=COMMANDS, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from draftproof.audition import logs
 from draftproof.audition.logs import Exchange, Skipped, read_log
 from draftproof.config import EngineConfig
 from draftproof.engine.engine import Engine
@@ -55,6 +56,17 @@ def test_a_text_file_is_its_blocks(tmp_path: Path) -> None:
     file = tmp_path / "log.txt"
     file.write_text("one\ntwo\n\n\nthree\n", encoding="utf-8")
     assert [(e.line, e.prompt) for e in read_log(file)] == [(1, "one\ntwo\n"), (5, "three\n")]
+
+
+def test_an_endless_line_is_skipped_without_being_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(logs, "LONGEST", 50)
+    file, skipped = tmp_path / "log.jsonl", Skipped()
+    file.write_text(json.dumps({"prompt": "x" * 120}) + "\n" + json.dumps({"prompt": "a"}) + "\n")
+    assert [(e.line, e.prompt) for e in read_log(file, skipped)] == [(2, "a")]
+    assert skipped.count == 1 and skipped.shown[0].startswith("line 1: longer than")
+    file = tmp_path / "log.txt"
+    file.write_text(("y" * 30 + "\n") * 4)
+    assert [(e.line, len(e.prompt or "")) for e in read_log(file)] == [(1, 62), (3, 62)]
 
 
 def test_a_missing_log_is_one_line(tmp_path: Path) -> None:

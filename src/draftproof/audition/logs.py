@@ -13,16 +13,17 @@ A file is streamed: memory does not grow with its length (of traces, requests th
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from ..errors import Failure
 
 Message = Mapping[str, str]
 SHAREGPT_ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "chatgpt": "assistant",
                   "model": "assistant", "system": "system", "tool": "tool"}
+LONGEST = 64 << 20      # bytes of a record; a longer line is skipped without being held
 SHOWN = 5       # complaints kept with their line numbers
 
 
@@ -79,10 +80,21 @@ def read_log(path: str | Path, skipped: Skipped | None = None) -> Iterator[Excha
         yield from _documents(stream) if file.suffix == ".txt" else _records(stream, skipped)
 
 
-def _records(stream: Iterable[bytes], skipped: Skipped) -> Iterator[Exchange]:
+def _lines(stream: IO[bytes]) -> Iterator[bytes]:
+    """Lines, of the longest ones only so much that they are seen to be too long."""
+    while raw := stream.readline(LONGEST + 1):
+        yield raw
+        while len(raw) > LONGEST and not raw.endswith(b"\n"):
+            raw = stream.readline(LONGEST + 1)
+
+
+def _records(stream: IO[bytes], skipped: Skipped) -> Iterator[Exchange]:
     trace = _Trace()
-    for number, raw in enumerate(stream, 1):
+    for number, raw in enumerate(_lines(stream), 1):
         if not raw.strip():
+            continue
+        if len(raw) > LONGEST:
+            skipped.note(number, f"longer than {LONGEST >> 20} MB")
             continue
         try:
             record = json.loads(raw.decode("utf-8"))
@@ -101,17 +113,18 @@ def _records(stream: Iterable[bytes], skipped: Skipped) -> Iterator[Exchange]:
             skipped.note(number, str(error))
 
 
-def _documents(stream: Iterable[bytes]) -> Iterator[Exchange]:
+def _documents(stream: IO[bytes]) -> Iterator[Exchange]:
     block: list[str] = []
-    start = 1
-    for number, raw in enumerate(stream, 1):
+    start, held = 1, 0
+    for number, raw in enumerate(_lines(stream), 1):
         text = raw.decode("utf-8", errors="replace")
         if text.strip():
             start = number if not block else start
             block.append(text)
-        elif block:
+            held += len(raw)
+        if block and (held > LONGEST or not text.strip()):
             yield Exchange(start, prompt="".join(block), document=True)
-            block = []
+            block, held = [], 0
     if block:
         yield Exchange(start, prompt="".join(block), document=True)
 

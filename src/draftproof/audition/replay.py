@@ -168,7 +168,8 @@ def replay(drafter: Drafter, stories: Sequence[Story], depth: int | None, *, nod
            states: States | None = None, capped: bool = True, device: torch.device | None = None) -> list[Tally]:
     """Counts of every story with this drafter at a fixed depth, `batch` stories side by side, in their order.
 
-    depth: None takes those of the rounds that wrote the story. nodes: most nodes per round, None for chains. capped: a draft is no longer than what may still be emitted (as our engine does;
+    depth: None takes those of the rounds that wrote the story.
+    nodes: most nodes per round, None for chains. capped: a draft is no longer than what may still be emitted (as our engine does;
     others draft on). A drafter with memory across texts (suffix) meets them in order only with batch=1.
     """
     noise = TextNoise(device or torch.device("cpu"))

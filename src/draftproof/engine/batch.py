@@ -37,6 +37,7 @@ class Batch:
 
     def step(self) -> list[tuple[Sequence, Commit]]:
         """Admit what fits, prefill one chunk of each prompt, run one round; what was committed, in order."""
+        self.target.set_taps(self.speculation.taps)
         with torch.inference_mode():
             self._admit()
             running = [seq for seq in self.live if seq.status is Status.RUNNING and seq.finish is None]
@@ -138,9 +139,12 @@ class Batch:
         the one that fails alone ends with its error, and the others go on."""
         if not batch:
             return []
+        lengths = [len(seq.tokens) for seq in batch]
         try:
             return list(zip(batch, self.rounds.run(batch), strict=True))
         except Exception as error:
+            if [len(seq.tokens) for seq in batch] != lengths:
+                raise                                        # tokens entered a text that no reader would hear of
             if len(batch) == 1:
                 self.end(batch[0], "error", error)
                 return []

@@ -36,8 +36,6 @@ def open_drafter(drafter: str | Drafter, target: Target, settings: SpeculationCo
     if settings.tree and not target.trees:
         why = target.facts.reasons.get("tier", "its cache cannot branch")
         raise OptionError(f"tree={settings.tree}: target {target.facts.name} scores chains only ({why}); leave the tree out")
-    if drafter.needs.taps:
-        target.set_taps(drafter.needs.taps)
     return drafter
 
 

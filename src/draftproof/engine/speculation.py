@@ -70,6 +70,11 @@ class Speculation:
         return "none" if self.drafter is None else self.drafter.name
 
     @property
+    def taps(self) -> tuple[int, ...]:
+        """The layers whose hidden states the drafter reads."""
+        return () if self.drafter is None or self.failure else self.drafter.needs.taps
+
+    @property
     def state(self) -> tuple[str, str]:
         """One of none, off, out of service, on; and why."""
         if self.drafter is None:

@@ -15,10 +15,14 @@ class Taps:
     def __init__(self, layers: Sequence[nn.Module]) -> None:
         self._layers = layers
         self._hooks: list[Any] = []
+        self._chosen: tuple[int, ...] = ()
         self.rows: dict[int, Tensor] = {}
 
     def set(self, chosen: Sequence[int]) -> None:
-        """Choose layers, instead of those before."""
+        """Choose layers, instead of those before; costs nothing if they are the same."""
+        if tuple(chosen) == self._chosen:
+            return
+        self._chosen = tuple(chosen)
         for hook in self._hooks:
             hook.remove()
         self._hooks, self.rows = [], {}

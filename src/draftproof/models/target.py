@@ -64,7 +64,8 @@ class Target(Protocol):
     eos_ids: tuple[int, ...]
 
     def set_taps(self, layers: Sequence[int]) -> None:
-        """From the next pass on `Scores.taps` holds the output of these decoder layers (0 is the first) for every row."""
+        """From the next pass on `Scores.taps` holds the output of these decoder layers (0 is the first) for every row. Cheap: an
+        engine says it before each of its steps, because several may share a target."""
         ...
 
     def open(self, tokens: Sequence[int], tenant: str = "", room: int = 0) -> Slot:

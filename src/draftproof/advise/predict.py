@@ -1,0 +1,158 @@
+"""Expected speed-up from counts and costs. Pure: numbers in, numbers and reasons out.
+
+A plain round emits one token per sequence in T₀ seconds, a round that drafts emits E of them in T; prefill P is paid once
+by both. For n tokens after the first of each of b requests side by side
+
+    S = (b·P + n·T₀) / (b·P + n·T / E)
+
+E comes from an audition, T₀ and T from rounds timed on this machine, T moved along its slope to the class's own draft lengths
+(arXiv 2211.17192, Theorem 3.8, with measured costs for γ·c + v + o).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..bench.cells import Spread
+
+MARGIN = 0.02           # a drafter that is expected to gain less is not worth its memory
+LITTLE = 1.15           # tokens per round below which hardly any guess stands
+OFF = "none"
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """A round of a whole batch, timed. drafter "none" and depth 0: without guesses.
+
+    seconds: mean and its 95 % interval · nodes: drafted tokens per sequence and round, and slope: seconds for one more
+    free_rows: rows per pass up to which a plain pass is not exceeded by a quarter, None if not known · prefill_s: of one request
+    """
+
+    drafter: str
+    depth: int
+    batch: int
+    seconds: Spread
+    nodes: float = 0.0
+    slope: float = 0.0
+    prefill_s: float = 0.0
+    free_rows: int | None = None
+
+    def at(self, nodes: float) -> float:
+        """Seconds of a round that drafts `nodes` tokens per sequence; never below half of what was timed."""
+        return max(self.seconds.median + self.slope * (nodes - self.nodes), 0.5 * self.seconds.median)
+
+
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """One cell of `advise --json`."""
+
+    prompt_class: str
+    concurrency: int
+    drafter: str
+    depth: int
+    speedup: Spread
+    reason: str
+    recommended: bool = False
+    notes: dict[str, Any] = field(default_factory=dict)
+
+    def as_json(self) -> dict[str, Any]:
+        return {"class": self.prompt_class, "concurrency": self.concurrency, "drafter": self.drafter, "depth": self.depth,
+                "expected_speedup": {"mid": self.speedup.median, "low": self.speedup.low, "high": self.speedup.high},
+                "reason": self.reason, "recommended": self.recommended, **self.notes}
+
+
+def forecast(cell: Mapping[str, Any], plain: Cost, cost: Cost) -> Forecast | None:
+    """What a drafter at a depth is expected to gain on the texts of an audition's cell; None if it counted no round."""
+    if not cell["rounds"]:
+        return None
+    length, nodes = float(cell["acceptance_length"]), cell["drafted"] / cell["rounds"]
+    tokens = max(1.0, cell["tokens"] / max(1, cell["requests"]) - 1)
+    prefill = plain.batch * plain.prefill_s
+    before, after = prefill + tokens * plain.seconds.median, prefill + tokens * cost.at(nodes) / length
+    mid, half = before / after, _log_half(cell, plain, cost)
+    round_ratio = cost.at(nodes) / plain.seconds.median
+    gains = mid >= 1 + MARGIN
+    return Forecast(
+        cell["class"], plain.batch, cell["drafter"], int(cell["depth"]), Spread(mid, mid * math.exp(-half), mid * math.exp(half)),
+        _reason(length, nodes, round_ratio, gains, plain, cost), notes={
+            "acceptance_length": length, "drafted_per_round": nodes, "round_cost": round_ratio, "figure": cell.get("figure", "exact")})
+
+
+def _log_half(cell: Mapping[str, Any], plain: Cost, cost: Cost) -> float:
+    """Half the width of the interval of log S: the sources are independent, so their squares add up."""
+    halves = [math.log(c.seconds.high / c.seconds.low) / 2 for c in (plain, cost) if c.seconds.low > 0]
+    spread = cell.get("acceptance_length_interval")
+    if spread:
+        halves.append(math.log(spread["high"] / spread["low"]) / 2)
+    return math.sqrt(sum(h * h for h in halves))
+
+
+def _reason(length: float, nodes: float, ratio: float, gains: bool, plain: Cost, cost: Cost) -> str:
+    said = f"{length:.2f} tokens a round, which takes {ratio:.2f}× a plain one"
+    if gains:
+        return said
+    rows, free = plain.batch * (1 + nodes), plain.free_rows
+    if length < LITTLE:
+        why = f"of {nodes:.1f} tokens guessed a round hardly any stands"
+    elif free is not None and rows > free:
+        why = f"verification is compute-bound beyond {free} rows, and this needs {rows:.0f}"
+    else:
+        why = "drafting takes more time than the accepted tokens save"
+    return f"{why} ({said})"
+
+
+def predict(cells: Iterable[Mapping[str, Any]], costs: Sequence[Cost]) -> list[Forecast]:
+    """A forecast for every cell of an audition at every batch that was timed with its drafter and depth; the best of each class
+    and batch is recommended, or "none" where nothing gains."""
+    plain = {cost.batch: cost for cost in costs if cost.drafter == OFF}
+    timed = {(cost.drafter, cost.depth, cost.batch): cost for cost in costs}
+    found: dict[tuple[str, int], list[Forecast]] = {}
+    for cell in cells:
+        for batch, off in plain.items():
+            cost = timed.get((cell["drafter"], cell["depth"], batch))
+            made = forecast(cell, off, cost) if cost is not None else None
+            if made is not None:
+                found.setdefault((made.prompt_class, batch), []).append(made)
+    return [one for key, group in found.items() for one in _chosen(key, group)]
+
+
+def _chosen(key: tuple[str, int], group: Sequence[Forecast]) -> list[Forecast]:
+    """The group with its winner marked; a row for off beside it, recommended if nothing gains enough."""
+    best = max(group, key=lambda one: one.speedup.median)
+    gains = best.speedup.median >= 1 + MARGIN
+    off = Forecast(key[0], key[1], OFF, 0, Spread(1.0, 1.0, 1.0),
+                   "speculation off" if gains else f"off: the best, {best.drafter} at depth {best.depth}, reaches "
+                   f"{best.speedup.median:.2f}×: {best.reason}", recommended=not gains)
+    return [*(_marked(one) if gains and one is best else one for one in group), off]
+
+
+def _marked(one: Forecast) -> Forecast:
+    return Forecast(one.prompt_class, one.concurrency, one.drafter, one.depth, one.speedup, one.reason, True, one.notes)
+
+
+def thresholds(forecasts: Sequence[Forecast]) -> dict[str, int | None]:
+    """Class → the most concurrent requests, of those looked at, up to which speculation pays at every load; None if at none."""
+    out: dict[str, int | None] = {}
+    for name in dict.fromkeys(f.prompt_class for f in forecasts):
+        out[name] = None
+        for one in sorted((f for f in forecasts if f.prompt_class == name and f.recommended), key=lambda f: f.concurrency):
+            if one.drafter == OFF:
+                break
+            out[name] = one.concurrency
+    return out
+
+
+def verdict(forecasts: Sequence[Forecast]) -> str:
+    """What to do, in words: per class and load the setting, then where it stops paying."""
+    said = []
+    for one in (f for f in forecasts if f.recommended):
+        where = f"{one.prompt_class} at {one.concurrency} concurrent"
+        if one.drafter == OFF:
+            said.append(f"{where}: {one.reason}")
+        else:
+            said.append(f"{where}: {one.drafter} at depth {one.depth}, {one.speedup.median:.2f}× "
+                        f"({one.speedup.low:.2f}–{one.speedup.high:.2f}), {one.reason}")
+    return "; ".join(said) if said else "nothing to say: the audition and the timed rounds have no drafter and depth in common"

@@ -1,0 +1,171 @@
+"""From a log's exchanges to texts that a drafter can be replayed on, and what is known of how they were written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import Failure
+from ..models.target import Target
+from ..models.tokenizer import Tokenizer
+from ..types import Sampling
+from .logs import Exchange, Skipped, read_log
+from .replay import States, Story
+
+GREEDY = Sampling(temperature=0.0, top_p=1.0)
+UNCLASSED = "unclassified"
+CHUNK = 512
+
+
+def no_tokenizer() -> Tokenizer | None:
+    return None
+
+
+@lru_cache(maxsize=2)
+def tokenizer_at(path: str) -> Tokenizer | None:
+    """The tokenizer of a model folder or hub id, without its weights; it goes to other processes as its path."""
+    return Tokenizer.load(path)
+
+
+@dataclass(frozen=True, slots=True)
+class Reader:
+    """What is known of the target: enough to make ids of text and to know where texts had to end.
+
+    tokenizer: called when the first text without ids comes; it may raise Failure or LoadError. context: the longest text, or None.
+    """
+
+    tokenizer: Callable[[], Tokenizer | None] = no_tokenizer
+    context: int | None = None
+    eos_ids: tuple[int, ...] = ()
+    vocab_size: int | None = None
+
+    @classmethod
+    def of(cls, target: Target) -> Reader:
+        return cls(lambda: target.tokenizer, target.context, tuple(target.eos_ids), target.vocab_size)
+
+    def stories(self, log: str | Path, skipped: Skipped) -> Iterator[Read]:
+        """Every request of a log that has an answer, in its order; what is left out is counted in `skipped`."""
+        for exchange in read_log(log, skipped):
+            read = self.story(exchange, skipped)
+            if read is not None:
+                yield read
+
+    def story(self, exchange: Exchange, skipped: Skipped) -> Read | None:
+        prompt, answer, made = self._ids(exchange)
+        if not prompt or not answer:
+            skipped.note(exchange.line, "a request without prompt or answer")
+            return None
+        if self.vocab_size is not None and max(max(prompt), max(answer)) >= self.vocab_size:
+            skipped.note(exchange.line, f"token id {max(max(prompt), max(answer))}; the target's ids are below {self.vocab_size}")
+            return None
+        sampling, known = _sampling(exchange)
+        seed = exchange.sampling.get("seed")
+        ends = () if sampling.ignore_eos else self.eos_ids
+        story = Story(prompt, answer, sampling, seed=seed if known and isinstance(seed, int) else 0, sample=_sample(exchange),
+                      limit=self._limit(exchange, len(prompt), len(answer)), prompt_class=exchange.prompt_class or UNCLASSED,
+                      end_ids=frozenset((*ends, *sampling.stop_token_ids)), tenant=exchange.tenant, depths=exchange.depths)
+        predicted = self._prediction(exchange)
+        if predicted:
+            story = replace(story, sampling=replace(sampling, prediction=predicted))
+        return Read(story, retokenised=made, known=known)
+
+    def _ids(self, exchange: Exchange) -> tuple[tuple[int, ...], tuple[int, ...], bool]:
+        """(prompt, answer, whether any of them had to be made from text)."""
+        if exchange.prompt_ids is not None and (exchange.answer_ids is not None or exchange.answer is None):
+            return exchange.prompt_ids, exchange.answer_ids or (), False
+        tokenizer = self.tokenizer()
+        if tokenizer is None:
+            raise Failure(f"line {exchange.line} of the log is text, and there is no tokenizer for it; "
+                          "expected token ids, or --target with the model that wrote it")
+        if exchange.prompt_ids is not None:
+            prompt = list(exchange.prompt_ids)
+        elif exchange.messages is not None:
+            prompt = tokenizer.chat(exchange.messages) if tokenizer.has_chat_template else \
+                tokenizer.encode("\n".join(message["content"] for message in exchange.messages) + "\n")
+        else:
+            prompt = tokenizer.encode(exchange.prompt or "")
+        if exchange.document and exchange.answer is None:        # nobody asked: its first third stands for a prompt
+            first = max(1, len(prompt) // 3)
+            return tuple(prompt[:first]), tuple(prompt[first:]), True
+        answer = exchange.answer_ids if exchange.answer_ids is not None else tokenizer.encode_plain(exchange.answer or "")
+        return tuple(prompt), tuple(answer), True
+
+    def _limit(self, exchange: Exchange, prompt: int, answer: int) -> int | None:
+        if exchange.finish_reason == "length" or exchange.max_tokens is None:
+            return None
+        limit = prompt + max(answer, exchange.max_tokens)
+        return limit if self.context is None else max(prompt + answer, min(limit, self.context))
+
+    def _prediction(self, exchange: Exchange) -> tuple[int, ...]:
+        """OpenAI's `prediction` of a request, as ids."""
+        asked = exchange.sampling.get("prediction")
+        content = asked.get("content") if isinstance(asked, Mapping) else None
+        if isinstance(content, list):
+            content = "".join(part.get("text", "") for part in content if isinstance(part, dict))
+        tokenizer = self.tokenizer() if isinstance(content, str) and content else None
+        return tuple(tokenizer.encode_plain(content)) if tokenizer is not None and isinstance(content, str) else ()
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """A story, whether its ids were made from text, and whether it is known how it was sampled (greedily, or with a seed of ours)."""
+
+    story: Story
+    retokenised: bool
+    known: bool
+
+
+def _sample(exchange: Exchange) -> int:
+    sample = exchange.sampling.get("sample", 0)
+    return sample if isinstance(sample, int) else 0
+
+
+def _sampling(exchange: Exchange) -> tuple[Sampling, bool]:
+    """(options to replay drafts with, whether they are those of the text). What is not known is replayed greedily."""
+    asked = exchange.sampling
+    if "sample" in asked and isinstance(asked.get("seed"), int):               # only our own traces say so
+        names = {f.name for f in fields(Sampling)} - {"prediction", "seed", "n", "grammar"}
+        known = {name: tuple(map(_tupled, value)) if isinstance(value, list) else value for name, value in asked.items() if name in names}
+        known["logit_bias"] = {int(token): bias for token, bias in asked.get("logit_bias", {}).items()}
+        return Sampling.of(**known), asked.get("grammar") is None
+    return GREEDY, asked.get("temperature") == 0
+
+
+def _tupled(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
+@dataclass(slots=True)
+class TargetStates:
+    """Hidden states of whole texts by prefill. Each text has a tenant of its own, so that no prefix comes without its states."""
+
+    target: Target
+    taps: tuple[int, ...]
+    count: int = field(default=0)
+
+    def __call__(self, ids: Sequence[int]) -> Mapping[int, Tensor]:
+        self.count += 1
+        target, tokens = self.target, torch.tensor(ids, device=self.target.device)
+        target.set_taps(self.taps)
+        slot = target.open(ids, f"audition {self.count}")
+        rows: dict[int, list[Tensor]] = {layer: [] for layer in self.taps}
+        try:
+            for start in range(0, len(ids), CHUNK):
+                part = tokens[start:start + CHUNK]
+                taps = target.extend([slot], [part]).taps
+                for layer in self.taps:
+                    rows[layer].append(taps[layer][:part.shape[0]].clone())
+        finally:
+            target.close(slot)
+        return {layer: torch.cat(parts) for layer, parts in rows.items()}
+
+
+def states_of(target: Target | None, taps: tuple[int, ...]) -> States | None:
+    """The states that a drafter wants, None if it wants none."""
+    return TargetStates(target, taps) if target is not None and taps else None

@@ -1,0 +1,157 @@
+"""Running an audition's shares: here one after the other, or in processes of their own; and going on from a partial result."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from queue import Empty
+from typing import IO, Any
+
+from ..errors import DraftproofError, Failure
+from .logs import Skipped
+from .run import Part, Result, Share, Work, log_size
+
+FORMAT = "draftproof-audition-1"
+POLL_S = 1.0
+Progress = Callable[[Part], None]
+
+
+def run(work: Work, processes: int = 1, partial: Path | None = None, progress: Progress | None = None) -> Result:
+    """Count every arm over the whole log. Raises Failure, OptionError or what a drafter raises.
+
+    processes: how many may work at a time, where no arm needs the target. partial: a file that keeps every block as it is
+    counted; a run that was killed goes on from it.
+    """
+    result, done = Result(work.arms), [set[int]() for _ in work.arms]
+    with _kept(partial, work) as (known, keep):
+        for part in known:
+            result.add(part)
+            done[part.arm].add(part.block)
+        together = processes > 1 and all(arm.copies for arm in work.arms)
+        shares = _shares(work, processes if together else 1, done)
+        for part in _parallel(work, shares, processes, result) if together else _serial(work, shares, result):
+            result.add(part)
+            keep(part)
+            if progress is not None:
+                progress(part)
+    return result
+
+
+def _shares(work: Work, processes: int, done: list[set[int]]) -> list[Share]:
+    each = -(-processes // len(work.arms))
+    return [Share(at, index, each, frozenset(done[at])) for at in range(len(work.arms)) for index in range(each)]
+
+
+def _serial(work: Work, shares: list[Share], result: Result) -> Iterator[Part]:
+    for share in shares:
+        skipped = Skipped()
+        yield from work.parts(share, skipped)
+        result.skipped = skipped
+
+
+def _parallel(work: Work, shares: list[Share], processes: int, result: Result) -> Iterator[Part]:
+    context = _processes()
+    queue: Any = context.Queue()
+    waiting, running, ended = list(reversed(shares)), dict[int, Any](), 0
+    try:
+        while ended < len(shares):
+            while waiting and len(running) < processes:
+                number, share = len(shares) - len(waiting), waiting.pop()
+                running[number] = context.Process(target=_worker, args=(work, share, number, queue), daemon=True)
+                running[number].start()
+            try:
+                kind, number, found = queue.get(timeout=POLL_S)
+            except Empty:
+                dead = [process.exitcode for process in running.values() if process.exitcode]
+                if dead:
+                    raise Failure(f"a worker of the audition ended with code {dead[0]} and without a word; "
+                                  "try again with --processes 1") from None
+                continue
+            if kind == "part":
+                yield found
+            elif kind == "error":
+                raise found
+            else:
+                result.skipped = found
+                running.pop(number).join()
+                ended += 1
+    finally:
+        for process in running.values():
+            process.terminate()
+            process.join()
+        queue.close()
+
+
+def _processes() -> Any:
+    """Never forks of this process: torch's threads do not survive that. A server that has imported everything is forked instead."""
+    if "forkserver" not in multiprocessing.get_all_start_methods():
+        return multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])
+    return context
+
+
+def _worker(work: Work, share: Share, number: int, queue: Any) -> None:
+    import torch
+
+    torch.set_num_threads(1)
+    skipped = Skipped()
+    try:
+        for part in work.parts(share, skipped):
+            queue.put(("part", number, part))
+    except DraftproofError as error:
+        queue.put(("error", number, error))
+    except Exception as error:
+        queue.put(("error", number, Failure(f"a worker of the audition failed: {type(error).__name__}: {error}")))
+    else:
+        queue.put(("end", number, skipped))
+
+
+@contextmanager
+def _kept(file: Path | None, work: Work) -> Iterator[tuple[list[Part], Callable[[Part], None]]]:
+    """(parts of an earlier run, how to keep another)."""
+    if file is None:
+        yield [], lambda part: None
+        return
+    header = {"format": FORMAT, "log": Path(work.log).name, "bytes": log_size(work.log),
+              "arms": [[a.spec, a.shown_depth] for a in work.arms]}
+    parts = _known(file, header)
+    with file.open("a", encoding="utf-8") as stream:
+        if stream.tell() == 0:
+            _line(stream, header)
+        yield parts, lambda part: _line(stream, part.as_json())
+
+
+def _line(stream: IO[str], record: dict[str, Any]) -> None:
+    stream.write(json.dumps(record) + "\n")
+    stream.flush()
+
+
+def _known(file: Path, header: dict[str, Any]) -> list[Part]:
+    """What a partial result has; a last line cut short by a kill is dropped from it. Raises Failure if it is of something else."""
+    if not file.exists():
+        return []
+    parts: list[Part] = []
+    whole = 0
+    with file.open("rb") as stream:
+        for number, line in enumerate(stream):
+            try:
+                record = json.loads(line)
+            except ValueError:
+                break
+            if not line.endswith(b"\n"):
+                break
+            if number == 0 and record != header:
+                raise Failure(f"{file} is no partial result of this audition (found {record}, expected {header}); "
+                              "delete it, or name another file")
+            if number:
+                parts.append(Part.from_json(record))
+            whole += len(line)
+    with file.open("rb+") as stream:
+        stream.truncate(whole)
+    return parts
+
+

@@ -1,0 +1,225 @@
+"""Load: jobs, the answers their clients saw, and the loop that keeps an engine or a server busy, closed or open."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+from ..core.tally import Tally
+from ..engine.port import Handle, Port
+from ..errors import CacheFull, Failure, UsageError
+from ..models.tokenizer import Tokenizer
+from ..trace.events import RoundDone
+from ..types import Sampling
+from .workload import Item, Message
+
+IDLE_S = 0.05                             # the longest sleep while nothing is to do
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """A closed loop keeps `concurrency` requests running; an open one sends `rate` a second, or at the recorded times (both None)."""
+
+    concurrency: int | None = None
+    rate: float | None = None
+
+    @property
+    def name(self) -> str:
+        return str(self.concurrency) if self.concurrency else f"{self.rate:g}/s" if self.rate else "recorded"
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One turn of one item, for one arm. The seed is the same in all arms."""
+
+    arm: str
+    load: Load
+    repeat: int
+    number: int                           # of the item in the workload
+    item: Item
+    seed: int
+    max_tokens: int
+    temperature: float
+    block: int = 0                        # jobs of one block ran together
+    answers: tuple[str, ...] = ()         # to the turns before
+
+    @property
+    def turn(self) -> int:
+        return len(self.answers)
+
+    @property
+    def messages(self) -> list[Message]:
+        """The conversation up to this turn."""
+        found = list(self.item.history)
+        for place, turn in enumerate(self.item.turns[:self.turn + 1]):
+            found.append({"role": "user", "content": str(turn)})
+            if place < self.turn:
+                found.append({"role": "assistant", "content": self.answers[place]})
+        return found
+
+    def following(self, answer: str) -> Job | None:
+        """The next turn, once this one is answered."""
+        more = self.turn + 1 < len(self.item.turns)
+        return replace(self, answers=(*self.answers, answer)) if more else None
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """One request as its client saw it. Times are seconds of one clock; chunks are (seconds since it was sent, tokens)."""
+
+    job: Job
+    sent_s: float
+    ended_s: float
+    chunks: tuple[tuple[float, int], ...] = ()
+    text: str = ""
+    token_ids: tuple[int, ...] | None = None     # None where a server does not tell
+    tokens: int = 0
+    prompt_tokens: int = 0
+    tally: Tally | None = None                   # None where nobody counted
+    steps: tuple[int, ...] = ()                  # tokens emitted by each round
+    draft_bytes: int = 0
+    kv_tokens_lost: int = 0
+    error: str | None = None
+    logprobs: tuple[tuple[str, float, dict[str, float]], ...] = field(default=(), repr=False)   # token, its own, the likeliest
+
+    @property
+    def e2e_s(self) -> float:
+        return self.ended_s - self.sent_s
+
+    @property
+    def ttft_s(self) -> float | None:
+        return self.chunks[0][0] if self.chunks else None
+
+    @property
+    def tpot_s(self) -> float | None:
+        """(t_last − t_first) / (n_last − n_first), n_first being the tokens of the first chunk."""
+        rest = sum(n for _, n in self.chunks[1:])
+        return (self.chunks[-1][0] - self.chunks[0][0]) / rest if rest else None
+
+    @property
+    def inter_chunk_s(self) -> list[float]:
+        return [after[0] - before[0] for before, after in zip(self.chunks, self.chunks[1:], strict=False)]
+
+    @property
+    def tokens_per_s(self) -> float:
+        """What one user gets: tokens over the time from sending to the last of them."""
+        return self.tokens / self.e2e_s if self.e2e_s > 0 else 0.0
+
+
+class Client(Protocol):
+    """Whoever answers jobs. Not thread-safe."""
+
+    def start(self, job: Job) -> None: ...
+
+    def poll(self, wait_s: float) -> list[Answer]:
+        """The jobs that ended; waits about so long at most if there are none."""
+        ...
+
+
+def play(client: Client, jobs: Sequence[Job], load: Load, clock: Callable[[], float] = time.perf_counter) -> Iterator[Answer]:
+    """Run all jobs under a load. In a closed loop the next turn of a conversation keeps its place; order is the workload's."""
+    began, waiting, running = clock(), deque(jobs), 0
+    while waiting or running:
+        now = clock() - began
+        while waiting and (running < load.concurrency if load.concurrency else (waiting[0].item.arrival_s or 0.0) <= now):
+            client.start(waiting.popleft())
+            running += 1
+        pause = IDLE_S
+        if waiting and not load.concurrency:
+            pause = min(pause, max(0.0, (waiting[0].item.arrival_s or 0.0) - now))
+        for answer in client.poll(pause):
+            running -= 1
+            yield answer
+            after = None if answer.error else answer.job.following(answer.text)
+            if after is not None:
+                client.start(after)
+                running += 1
+
+
+@dataclass(slots=True)
+class _Flight:
+    job: Job
+    handle: Handle
+    sent: float
+    chunks: list[tuple[float, int]] = field(default_factory=list)
+
+
+class Local:
+    """Jobs on an engine in this process."""
+
+    def __init__(self, engine: Port, tokenizer: Tokenizer | None, context: int, ready: Callable[[], None] = lambda: None,
+                 options: dict[str, Any] | None = None, clock: Callable[[], float] = time.perf_counter) -> None:
+        """context: the longest text; a longer prompt loses its beginning. ready: called before the first job after an idle time."""
+        self.engine, self.tokenizer, self.context, self.ready = engine, tokenizer, context, ready
+        self.options, self.clock = options or {}, clock
+        self.cut = 0                      # prompts that lost their beginning
+        self._flights: dict[str, _Flight] = {}
+        self._failed: list[Answer] = []
+
+    def start(self, job: Job) -> None:
+        if not self._flights:
+            self.ready()
+        asked = {"temperature": job.temperature, "top_p": 1.0, "seed": job.seed, **self.options, "max_tokens": job.max_tokens}
+        sampling = Sampling.of(**asked)
+        now = self.clock()
+        try:
+            # A tenant of its own: no arm or repeat finds the prompts, or the answers, of another in a cache or a store.
+            handle = self.engine.submit(self.prompt(job), sampling, prompt_class=job.item.prompt_class,
+                                        tenant=f"{job.arm}-{job.load.name}-{job.repeat}")[0]
+        except (UsageError, CacheFull) as error:
+            self._failed.append(Answer(job, now, now, error=str(error)))
+            return
+        self._flights[handle.id] = _Flight(job, handle, now)
+
+    def poll(self, wait_s: float) -> list[Answer]:
+        if not self._flights and not self._failed:
+            time.sleep(wait_s)
+            return []
+        done, self._failed = self._failed, []
+        if not self._flights:
+            return done
+        counts: dict[str, int] = {}
+        for event in self.engine.step():
+            counts[event.request] = counts.get(event.request, 0) + 1
+        now = self.clock()
+        for name, tokens in counts.items():
+            flight = self._flights[name]
+            flight.chunks.append((now - flight.sent, tokens))
+        for name in [name for name, flight in self._flights.items() if flight.handle.done]:
+            done.append(_answer(self._flights.pop(name), now))
+        return done
+
+    def prompt(self, job: Job) -> str | tuple[int, ...]:
+        """What the engine gets: ids as they are, text encoded, a conversation in the model's own template if it has one."""
+        turn = job.item.turns[job.turn]
+        if isinstance(turn, tuple):
+            return self._fitting(turn, job.max_tokens)
+        if self.tokenizer is None:
+            raise Failure("the target has no tokenizer and the workload is text; expected prompt_token_ids")
+        if not job.item.chat:
+            return self._fitting(tuple(self.tokenizer.encode(turn)), job.max_tokens)
+        if self.tokenizer.has_chat_template:
+            return self._fitting(tuple(self.tokenizer.chat(job.messages)), job.max_tokens)
+        text = "\n\n".join(message["content"] for message in job.messages)
+        return self._fitting(tuple(self.tokenizer.encode(text)), job.max_tokens)
+
+    def _fitting(self, ids: tuple[int, ...], answer: int) -> tuple[int, ...]:
+        room = max(1, self.context - answer - 1)
+        self.cut += len(ids) > room
+        return ids[-room:]
+
+
+def _answer(flight: _Flight, now: float) -> Answer:
+    done = flight.handle.completion()
+    rounds = [event for event in done.trace if isinstance(event, RoundDone)]
+    tally = Tally()
+    tally.prefill()
+    for event in rounds:
+        fates = [node.fate for node in event.nodes]
+        tally.round(len(fates), fates.count("accepted"), fates.count("rejected"), len(event.tokens))
+    return Answer(flight.job, flight.sent, now, tuple(flight.chunks), done.text, done.token_ids, len(done.token_ids), done.prompt_tokens,
+                  tally, tuple(len(event.tokens) for event in rounds), done.metrics["draft_bytes"], done.metrics["kv_tokens_lost"],
+                  done.error)

@@ -1,0 +1,70 @@
+"""Tail probabilities and tests that a proof needs, from torch alone. Each returns a probability; small means: this was no accident."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+
+def chi2_tail(statistic: float, freedom: int) -> float:
+    """P(χ² with `freedom` degrees ≥ statistic), the regularised upper incomplete gamma function."""
+    half = torch.tensor([freedom / 2, statistic / 2], dtype=torch.float64)
+    return float(torch.special.gammaincc(half[0], half[1]))
+
+
+def chi2_fit(counts: Sequence[int], law: Sequence[float]) -> float:
+    """Pearson's test of counts against a law; cells expecting fewer than 5 are pooled. 0 if something impossible was counted."""
+    total = sum(counts)
+    if any(count and not chance for count, chance in zip(counts, law, strict=True)):
+        return 0.0
+    cells = sorted((chance * total, count) for count, chance in zip(counts, law, strict=True) if chance)
+    pooled: list[tuple[float, int]] = []
+    expected, seen = 0.0, 0
+    for mean, count in cells:
+        expected, seen = expected + mean, seen + count
+        if expected >= 5:
+            pooled.append((expected, seen))
+            expected, seen = 0.0, 0
+    if expected and pooled:
+        pooled[-1] = pooled[-1][0] + expected, pooled[-1][1] + seen
+    if len(pooled) < 2:
+        return 1.0
+    return chi2_tail(sum((count - mean) ** 2 / mean for mean, count in pooled), len(pooled) - 1)
+
+
+def normal_tail(z: float) -> float:
+    """P(|N(0, 1)| ≥ |z|)."""
+    return math.erfc(abs(z) / math.sqrt(2))
+
+
+def uniform_fit(values: Sequence[float]) -> float:
+    """Kolmogorov–Smirnov test that values are uniform on (0, 1), by its limit law with Stephens' correction."""
+    n, ordered = len(values), sorted(values)
+    if not n:
+        return 1.0
+    distance = max(max((i + 1) / n - u, u - i / n) for i, u in enumerate(ordered))
+    x = (math.sqrt(n) + 0.12 + 0.11 / math.sqrt(n)) * distance
+    if x < 0.3:
+        return 1.0
+    tail = 2 * math.fsum(math.exp(-2 * k * k * x * x) * (1 if k % 2 else -1) for k in range(1, 101))
+    return min(1.0, max(0.0, tail))
+
+
+def mcnemar(gained: int, lost: int) -> float:
+    """Exact two-sided McNemar test: of the pairs that differ, is half gained and half lost? (Binomial.)"""
+    n = gained + lost
+    if not n:
+        return 1.0
+    tail = sum(math.comb(n, k) for k in range(min(gained, lost) + 1)) / float(2**n)
+    return min(1.0, 2 * tail)
+
+
+def paired_interval(gained: int, lost: int, pairs: int) -> tuple[float, float]:
+    """90 % interval of the difference of two paired shares, (gained − lost)/pairs: the one whose two ends TOST compares with a margin
+    at 5 % each. Half a pair is added to both counts, so that no difference seen still leaves room for one."""
+    b, c = gained + 0.5, lost + 0.5
+    difference = (gained - lost) / pairs
+    half = 1.6449 * math.sqrt(max(0.0, b + c - (b - c) ** 2 / pairs)) / pairs
+    return difference - half, difference + half

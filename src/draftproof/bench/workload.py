@@ -1,0 +1,161 @@
+"""What is asked: prompts with classes, Spec-Bench's and SPEED-Bench's questions, recorded traffic, random tokens.
+
+One JSON object a line; the keys tell the form:
+
+    prompts       {"prompt", "class"?, "max_tokens"?}  ·  {"prompt_token_ids", …}  ·  {"messages", …}
+    pairs         {"request": {"messages" | "prompt", "max_tokens"?}, …}         a recorded request; the response is not read
+    questions     {"question_id", "category", "turns": [text, …]}                Spec-Bench (github.com/hemingkx/Spec-Bench), SPEED-Bench
+
+`arrival_s` or `timestamp` (seconds, or ISO 8601) on every line makes it traffic that can be replayed as it came.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from ..errors import Failure
+
+Message = Mapping[str, str]
+Turn = str | tuple[int, ...]
+
+# Spec-Bench asks MT-Bench's eight categories too and reports them as one.
+MT_BENCH = ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities")
+SPEC_BENCH = ("mt_bench", "translation", "summarization", "qa", "math_reasoning", "rag")
+SYNTHETIC = "synthetic"
+WORDS = ("time year people way day man thing woman life child world school state family student group country problem hand part "
+         "place case week company system program question work government number night point home water room mother area").split()
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """One conversation of the workload: its turns are asked one after the other, each with the answers so far."""
+
+    name: str                             # question id, or line number
+    prompt_class: str
+    turns: tuple[Turn, ...]
+    chat: bool = False                    # turns are a user's messages; otherwise a bare prompt
+    history: tuple[Message, ...] = ()     # messages before the first turn
+    category: str = ""                    # as the file has it
+    max_tokens: int | None = None
+    arrival_s: float | None = None        # since the first arrival
+
+
+def read_items(path: str | Path, each: int | None = None) -> list[Item]:
+    """All items of a file, or the first `each` of every class. Raises Failure naming the line that has no known form."""
+    file = Path(path).expanduser()
+    if not file.is_file():
+        raise Failure(f"{path} does not exist; expected a workload, one JSON object a line")
+    items = []
+    with file.open(encoding="utf-8", errors="replace") as stream:
+        for number, line in enumerate(stream, 1):
+            if line.strip():
+                items.append(_item(line, f"{path}, line {number}", number))
+    if not items:
+        raise Failure(f"{path} is empty; expected a workload, one JSON object a line")
+    return first_of_each(_arrivals(_grouped(items), path), each)
+
+
+def first_of_each(items: Iterable[Item], each: int | None) -> list[Item]:
+    """The first `each` items of every class, in the order of the workload."""
+    seen: dict[str, int] = {}
+    chosen = []
+    for item in items:
+        seen[item.prompt_class] = seen.get(item.prompt_class, 0) + 1
+        if each is None or seen[item.prompt_class] <= each:
+            chosen.append(item)
+    return chosen
+
+
+def synthetic(count: int, input_tokens: int, output_tokens: int, seed: int, vocab_size: int | None = None) -> list[Item]:
+    """Random prompts of one length: ids below vocab_size, or words (about one token each) for a server whose vocabulary is unknown.
+
+    They measure kernels, not acceptance: no drafter guesses noise, and models answer noise with repetition.
+    """
+    rng = random.Random(seed)
+    items = []
+    for i in range(count):
+        turn: Turn = (" ".join(rng.choices(WORDS, k=input_tokens)) if vocab_size is None
+                      else tuple(rng.randrange(vocab_size) for _ in range(input_tokens)))
+        items.append(Item(f"{SYNTHETIC}-{i}", SYNTHETIC, (turn,), max_tokens=output_tokens))
+    return items
+
+
+def poisson(items: Sequence[Item], rate: float, seed: int) -> list[Item]:
+    """Arrivals at `rate` a second with exponential gaps, the first at 0: an open loop, which does not wait for answers."""
+    rng, at, out = random.Random(seed), 0.0, []
+    for item in items:
+        out.append(replace(item, arrival_s=at))
+        at += rng.expovariate(rate)
+    return out
+
+
+def _item(line: str, where: str, number: int) -> Item:
+    try:
+        record = json.loads(line)
+    except ValueError as error:
+        raise Failure(f"{where}: not JSON ({error}); expected one JSON object a line") from None
+    if not isinstance(record, dict):
+        raise Failure(f"{where}: found a JSON {type(record).__name__}; expected an object")
+    inner = record["request"] if isinstance(record.get("request"), dict) else {}
+    body = {**inner, **record}
+    category = str(body.get("class") or body.get("prompt_class") or body.get("category") or "all")
+    known: dict[str, Any] = dict(name=str(body.get("question_id", number)), prompt_class=category, category=category,
+                                 max_tokens=body.get("max_tokens") or body.get("max_completion_tokens"), arrival_s=_time(body, where))
+    if body.get("turns"):
+        return Item(turns=tuple(_text(turn, where) for turn in body["turns"]), chat=True, **known)
+    if body.get("messages"):
+        messages = [{"role": str(m.get("role")), "content": _text(m, where)} for m in body["messages"]]
+        while messages and messages[-1]["role"] == "assistant":
+            messages.pop()
+        if not messages:
+            raise Failure(f"{where}: only assistant messages; expected a user's message to answer")
+        return Item(turns=(messages[-1]["content"],), chat=True, history=tuple(messages[:-1]), **known)
+    prompt = body.get("prompt_token_ids") or body.get("prompt")
+    if isinstance(prompt, str):
+        return Item(turns=(prompt,), **known)
+    if isinstance(prompt, list) and prompt and all(isinstance(token, int) for token in prompt):
+        return Item(turns=(tuple(prompt),), **known)
+    raise Failure(f"{where}: found the keys {', '.join(record) or 'none'}; expected prompt, prompt_token_ids, messages, turns or request")
+
+
+def _text(turn: Any, where: str) -> str:
+    content = turn.get("content") if isinstance(turn, dict) else turn
+    if isinstance(content, list):                       # OpenAI's parts: the text of them
+        content = "".join(part.get("text", "") for part in content if isinstance(part, dict))
+    if not isinstance(content, str):
+        raise Failure(f"{where}: a turn of type {type(content).__name__}; expected text")
+    return content
+
+
+def _time(body: Mapping[str, Any], where: str) -> float | None:
+    stamp = body.get("arrival_s", body.get("timestamp"))
+    if stamp is None or isinstance(stamp, int | float):
+        return stamp
+    try:
+        return datetime.fromisoformat(str(stamp)).timestamp()
+    except ValueError:
+        raise Failure(f"{where}: timestamp {stamp!r}; expected seconds, or ISO 8601") from None
+
+
+def _grouped(items: list[Item]) -> list[Item]:
+    """Of Spec-Bench's file, and only there, MT-Bench's categories become one class."""
+    known = {*MT_BENCH, *SPEC_BENCH}
+    spec = all(item.chat and item.name.isdecimal() and 81 <= int(item.name) <= 560 and item.category in known for item in items)
+    return [replace(item, prompt_class="mt_bench") if spec and item.category in MT_BENCH else item for item in items]
+
+
+def _arrivals(items: list[Item], path: str | Path) -> list[Item]:
+    times = [item.arrival_s for item in items if item.arrival_s is not None]
+    if not times:
+        return items
+    if len(times) < len(items):
+        raise Failure(f"{path}: {len(times)} of {len(items)} lines have an arrival time; expected all of them, or none")
+    first = min(times)
+    return sorted((replace(item, arrival_s=item.arrival_s - first) for item in items if item.arrival_s is not None),
+                  key=lambda item: item.arrival_s or 0.0)

@@ -1,0 +1,176 @@
+"""draftproof audition: what drafters would have guessed on a log of traffic, without running the target a token at a time."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from ..config import LoadConfig
+from ..errors import Failure
+from . import options as o
+from .console import console, emit_json, facts_lines, note
+
+if TYPE_CHECKING:
+    from ..audition.counts import Counts
+    from ..audition.run import Part, Result, Work
+
+DRAFTERS, DEPTHS = ("ngram", "suffix"), (1, 2, 4, 8)
+SMALL = 8 << 20         # bytes of a log below which starting other processes takes longer than reading it
+EVERY_S = 5.0           # between lines of progress
+
+
+class Depths(click.ParamType[tuple["int | None", ...]]):
+    """One depth or several, separated by commas; None is that of each traced round."""
+
+    name = "N|traced"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int | None, ...]:
+        if isinstance(value, tuple):
+            return value
+        words = [word.strip() for word in str(value).split(",")]
+        if not all(word == "traced" or (word.isdecimal() and int(word) >= 1) for word in words):
+            self.fail(f"{value!r}: expected integers ≥ 1, as in 4 or 1,2,4, or traced", param, ctx)
+        return tuple(None if word == "traced" else int(word) for word in words)
+
+
+log_argument = click.argument("log", type=click.Path(exists=True, dir_okay=False, path_type=Path))
+drafters_option = click.option("--drafter", "specs", multiple=True, metavar="SPEC", default=DRAFTERS, show_default=True,
+                               help="A drafter to hear; repeatable.")
+depths_option = click.option("--depth", "depths", type=Depths(), multiple=True, default=(DEPTHS,), show_default="1,2,4,8",
+                             help="How far it guesses; repeatable. traced: as deep as the traced rounds did.")
+
+
+@click.command(short_help="What drafters would have guessed on a log of traffic.")
+@log_argument
+@o.target_option
+@drafters_option
+@depths_option
+@click.option("--processes", type=click.IntRange(1), metavar="N",
+              help="Work side by side, for ngram, suffix and prediction.  [default: chosen]")
+@click.option("--partial", "kept", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE",
+              help="Keep what is counted here; the same command, killed, goes on from it.")
+@click.option("--row-cost", type=click.FloatRange(0), default=0.05, show_default=True, metavar="C",
+              help="What a drafted token costs, drafting and scoring, in plain passes; the best depth follows from it.")
+@o.load_options
+@o.json_option
+def audition(log: Path, target: str | None, specs: tuple[str, ...], depths: tuple[tuple[int | None, ...], ...], processes: int | None,
+             kept: Path | None, row_cost: float, as_json: bool, **given: Any) -> int:
+    """Replay LOG through every drafter at every depth and count what stands. Reads ids, OpenAI pairs, chats, text, and our traces."""
+    from ..audition.counts import best_depths
+
+    work = prepare(log, target, specs, depths, given)
+    result = hear(work, processes, kept)
+    cells = result.cells()
+    best = best_depths(cells, row_cost)
+    if as_json:
+        emit_json({"log": result.log(), "cells": cells, "best": best, "row_cost": row_cost})
+    else:
+        print_cells(cells, best)
+    for line in remarks(result):
+        note(line)
+    return 0
+
+
+def arms_of(specs: Sequence[str], depths: Sequence[tuple[int | None, ...]]) -> list[tuple[str, int | None]]:
+    """Every drafter at every depth, each once."""
+    return [(spec, depth) for spec in dict.fromkeys(specs) for depth in dict.fromkeys(d for each in depths for d in each)]
+
+
+def prepare(log: Path, target: str | None, specs: Sequence[str], depths: Sequence[tuple[int | None, ...]],
+            given: Mapping[str, Any]) -> Work:
+    """The work, its target loaded only where a drafter needs it."""
+    from ..audition.run import Arm, Work
+    from ..audition.stories import Reader, tokenizer_at
+
+    arms = tuple(Arm(spec, depth) for spec, depth in arms_of(specs, depths))
+    o.check_target(target)
+    if all(arm.copies for arm in arms):
+        from ..models.load import builtin
+
+        return Work(str(log), arms, Reader(partial(tokenizer_at, str(builtin("target")) if target is None else target)))
+    from ..drafters import build
+    from ..engine.setup import open_target
+
+    load = LoadConfig.of({**o.pick(LoadConfig, given), "self_test": False})
+    model = open_target(target, load)
+    for line in facts_lines(model.facts, load.cache_tokens)[:1]:
+        note(line)
+    return Work(str(log), arms, Reader.of(model), model, lambda spec: build(spec, model, "match", load))
+
+
+def hear(work: Work, processes: int | None, kept: Path | None) -> Result:
+    """Run it, with progress on standard error. Raises Failure if the log holds nothing to replay."""
+    from ..audition.run import log_size
+    from ..audition.workers import run
+    from ..bench.machine import usable_cores
+
+    if processes is None:
+        processes = usable_cores() if log_size(work.log) >= SMALL else 1
+    start = shown = time.monotonic()
+    tokens = 0
+
+    def progress(part: Part) -> None:
+        nonlocal tokens, shown
+        tokens += part.tokens
+        now = time.monotonic()
+        if now - shown > EVERY_S:
+            shown = now
+            arm = work.arms[part.arm]
+            note(f"{arm.spec} at depth {arm.shown_depth}: block {part.block}; "
+                 f"{tokens} tokens replayed, {tokens / (now - start):.0f} a second")
+
+    result = run(work, processes, kept, progress)
+    if not result.requests:
+        why = "; ".join(result.skipped.shown) or "it is empty"
+        raise Failure(f"{work.log}: no request with a prompt and an answer ({why}); "
+                      "expected token ids, OpenAI pairs, chats, text or a trace of ours")
+    if tokens:
+        note(f"{tokens} tokens replayed in {time.monotonic() - start:.1f} s")
+    return result
+
+
+def remarks(result: Result) -> list[str]:
+    """Which figures are exact, and what was left out."""
+    lines = []
+    if result.retokenised:
+        lines.append(f"{result.retokenised} of {result.requests} requests had text where ids were expected; it was tokenised again, "
+                     "which may cut it otherwise than the model wrote it")
+    for at, arm in enumerate(result.arms):
+        counts = [found for (index, _), found in result.counts.items() if index == at]
+        whole: Counts = sum(counts[1:], counts[0])
+        if whole.figure != "exact":
+            lines.append(f"{arm.spec} at depth {arm.shown_depth}: exact for {whole.exact} of {whole.tally.requests} requests; "
+                         "the others were sampled with noise that the log does not have: theirs is the figure of greedy drafts")
+    skipped = result.skipped
+    if skipped.count:
+        lines.append(f"{skipped.count} records skipped: {'; '.join(skipped.shown)}{' …' if skipped.count > len(skipped.shown) else ''}")
+    return lines
+
+
+def print_cells(cells: Sequence[Mapping[str, Any]], best: Sequence[Mapping[str, Any]]) -> None:
+    from rich.table import Table
+
+    table = Table(title="tokens per round that a replay of the log counts; * the best depth at this row cost",
+                  title_justify="left", title_style="")
+    for name in ("class", "drafter"):
+        table.add_column(name, no_wrap=True)
+    for name in ("depth", "requests", "rounds", "drafted", "accepted", "acceptance length", "used", "hazard", "figure"):
+        table.add_column(name, justify="right", no_wrap=True)
+    top = {(b["class"], b["drafter"], b["depth"]) for b in best}
+    before = None
+    for cell in cells:
+        if before not in (None, cell["class"]):
+            table.add_section()
+        before = cell["class"]
+        mark = "*" if (cell["class"], cell["drafter"], cell["depth"]) in top else ""
+        used, interval, length = cell["draft_utilisation"], cell["acceptance_length_interval"], cell["acceptance_length"]
+        spread = "" if interval is None else f" ({interval['low']:.2f}–{interval['high']:.2f})"
+        plain = [str(cell[name]) for name in ("requests", "rounds", "drafted", "accepted")]
+        table.add_row(cell["class"], cell["drafter"], f"{cell['depth']}{mark}", *plain, "" if length is None else f"{length:.2f}{spread}",
+                      "" if used is None else f"{used:.0%}", " ".join(f"{h:.2f}" for h in cell["hazard"][:4]), cell["figure"])
+    console().print(table)

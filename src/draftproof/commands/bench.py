@@ -1,0 +1,285 @@
+"""draftproof bench: does guessing ahead pay, on which prompts, under which load? Off and every arm, interleaved."""
+
+from __future__ import annotations
+
+import re
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from ..config import BenchConfig, LoadConfig, SpeculationConfig
+from ..errors import OptionError, ParityError
+from . import options as o
+from .console import console, emit_json, facts_lines, note
+
+if TYPE_CHECKING:
+    from ..bench.load import Answer, Load
+    from ..bench.sweep import Arm, Plan
+    from ..bench.workload import Item
+    from ..models.target import Target
+
+BUILT_IN_EACH = 4                       # prompts of each class of the built-in workload
+
+
+class Numbers(click.ParamType[tuple[float, ...]]):
+    """Numbers > 0, separated by commas."""
+
+    name = "N,N,…"
+
+    def __init__(self, whole: bool) -> None:
+        self.whole = whole
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[float, ...]:
+        if isinstance(value, tuple):
+            return value
+        try:
+            found = tuple(int(word) if self.whole else float(word) for word in str(value).split(","))
+        except ValueError:
+            found = ()
+        if not found or min(found) <= 0:
+            self.fail(f"{value!r}: expected {'integers' if self.whole else 'numbers'} > 0, separated by commas", param, ctx)
+        return found
+
+
+out_file = click.Path(dir_okay=False, path_type=Path)
+
+
+@click.command(short_help="Measure speculation against off: an engine here, or any server.")
+@o.target_option
+@click.option("--drafter", "drafters", multiple=True, metavar="SPEC",
+              help="What guesses; repeatable.  [default: ngram, and model for the built-in target]")
+@click.option("--depth", "depths", type=o.Depth(), multiple=True, metavar="N|auto", help="How far; repeatable.  [default: auto]")
+@o.setting(SpeculationConfig, "tree", type=int, metavar="NODES", help="Guess trees of at most so many tokens.")
+@o.setting(SpeculationConfig, "rule", type=click.Choice(("match", "ratio", "block", "lossy-typical")), help="How drafts are judged.")
+@click.option("--url", "urls", multiple=True, metavar="[NAME=]URL", help="A server instead of an engine here; repeatable. Name one `off`.")
+@click.option("--model", metavar="NAME", help="The server's model.  [default: its first]")
+@click.option("--api-key-file", type=click.Path(exists=True, dir_okay=False, path_type=Path), metavar="FILE", help="Sent as bearer token.")
+@click.option("--workload", type=Path, metavar="FILE", help="Prompts, questions or traffic, JSON lines.  [default: the built-in prompts]")
+@click.option("--synthetic", metavar="IN,OUT,COUNT", help="Random prompts of IN tokens, OUT of answer.")
+@click.option("--concurrency", type=Numbers(True), metavar="N,N,…", help="Closed loop: so many requests at a time.  [default: 1]")
+@click.option("--rate", type=Numbers(False), metavar="X,X,…", help="Open loop: so many requests a second, whoever waits.")
+@click.option("--recorded", is_flag=True, help="Open loop: at the workload's own arrival times.")
+@o.setting(BenchConfig, "each", type=int, metavar="N", help="Items of every class.")
+@o.setting(BenchConfig, "repeats", type=int, metavar="N", help="Runs of everything, at least.")
+@o.setting(BenchConfig, "most_repeats", type=int, metavar="N", help="And at most.")
+@o.setting(BenchConfig, "precision", type=float, metavar="SHARE", help="Stop once every speed-up is known so well.")
+@o.setting(BenchConfig, "budget_s", type=float, metavar="S", help="No new repeat after so many seconds.")
+@o.setting(BenchConfig, "tokens", type=int, metavar="N", help="Most tokens of an answer.")
+@o.setting(BenchConfig, "temperature", type=float, metavar="T", help="0 is greedy.")
+@o.setting(BenchConfig, "seed", type=int, metavar="S", help="The noise.")
+@click.option("--ignore-eos", is_flag=True, help="Answers of full length.")
+@click.option("--csv", "csv_file", type=out_file, metavar="FILE", help="The cells, for a spreadsheet.")
+@click.option("--html", "html_file", type=out_file, metavar="FILE", help="One page with tables and plots.")
+@click.option("--png", "png_file", type=out_file, metavar="FILE", help="The plots.")
+@click.option("--answers", type=click.Path(file_okay=False, path_type=Path), metavar="FOLDER", help="Spec-Bench answer files, one per arm.")
+@o.load_options
+@o.json_option
+def bench(drafters: tuple[str, ...], depths: tuple[int | None, ...], urls: tuple[str, ...], as_json: bool, **given: Any) -> int:
+    """Measure every arm against off, interleaved, repeat by repeat, until the intervals are narrow or the time is up."""
+    config = BenchConfig.of(o.pick(BenchConfig, given))
+    check(drafters, depths, urls, given)
+    from ..bench.load import Load
+    from ..bench.sweep import Plan
+
+    loads = [Load(concurrency=int(n)) for n in given["concurrency"] or ()] + [Load(rate=x) for x in given["rate"] or ()]
+    loads += [Load()] if given["recorded"] else []
+    plan = Plan(tuple(loads) or (Load(1),), config.repeats, config.most_repeats, config.precision, config.budget_s, config.tokens,
+                config.temperature, config.seed)
+    with ExitStack() as stack:
+        arms, items, target = (server if urls else here)(stack, drafters, depths or (None,), urls, given, config, plan)
+        answers, counters = measure(arms, items, plan)
+        document = describe(answers, arms, plan, counters, target)
+    leave(document, answers, arms, given, target)
+    if as_json:
+        emit_json(document)
+    else:
+        print_tables(document)
+    if target is not None and target.facts.invisible:
+        differing = {c["arm"] for c in document["cells"] if c["identical"] is False}
+        if differing:
+            raise ParityError(f"not identical to speculation off, on a target that is invisible to the bit: {', '.join(sorted(differing))}")
+    return 0
+
+
+def check(drafters: Sequence[str], depths: Sequence[int | None], urls: Sequence[str], given: Mapping[str, Any]) -> None:
+    """What can be refused before anything is loaded."""
+    if urls and (given["target"] or given["tree"] or given["rule"]):
+        raise OptionError("--url with --target, --tree or --rule: a server has its own; leave them out, or leave --url out")
+    if urls and drafters and len(urls) > 1:
+        raise OptionError("--drafter with several --url: name drafters for one server (ours), or servers without drafters")
+    if urls and not (given["workload"] or given["synthetic"]):
+        raise OptionError("--url without a workload: add --workload FILE or --synthetic IN,OUT,COUNT")
+    if depths and not drafters and urls:
+        raise OptionError("--depth with --url: name a --drafter too; the depth goes into the request, as our server takes it")
+    if given["workload"] and given["synthetic"]:
+        raise OptionError("--workload and --synthetic: expected one workload")
+    if given["synthetic"] and not re.fullmatch(r"[1-9]\d*,[1-9]\d*,[1-9]\d*", given["synthetic"]):
+        raise OptionError(f"--synthetic {given['synthetic']}: expected three integers ≥ 1, as in 512,128,32")
+    o.check_target(given["target"])
+    for spec in drafters if not urls else ():
+        o.check_drafter(spec)
+    for name in ("csv_file", "html_file", "png_file"):
+        if given[name] is not None and not given[name].absolute().parent.is_dir():
+            raise OptionError(f"{given[name]}: the folder does not exist; create it, or name a file elsewhere")
+
+
+
+
+def here(stack: ExitStack, drafters: Sequence[str], depths: Sequence[int | None], urls: Sequence[str], given: Mapping[str, Any],
+         config: BenchConfig, plan: Plan) -> tuple[list[Arm], list[Item], Target | None]:
+    from ..bench.arms import local_arms
+    from ..drafters import parse_spec
+    from ..models.load import builtin, load_target
+
+    load = LoadConfig.of(o.pick(LoadConfig, given))
+    drafters = drafters or (("ngram",) if given["target"] else ("ngram", "model"))
+    for spec in drafters:
+        parse_spec(spec)                                # a wrong spec is told before a model is loaded
+    note("loading the target …")
+    target = load_target(given["target"] or builtin("target"), load)
+    for line in facts_lines(target.facts, load.cache_tokens):
+        note(line)
+    options = {"ignore_eos": True} if given["ignore_eos"] else {}
+    most = max([load.concurrency or 16 for load in plan.loads])
+    arms = local_arms(stack, target, drafters, depths, load, tree=given["tree"], rule=given["rule"] or "match", batch=most,
+                      options=options, greedy=plan.temperature == 0)
+    return arms, workload(given, config, plan, target.vocab_size), target
+
+
+def server(stack: ExitStack, drafters: Sequence[str], depths: Sequence[int | None], urls: Sequence[str], given: Mapping[str, Any],
+           config: BenchConfig, plan: Plan) -> tuple[list[Arm], list[Item], Target | None]:
+    from ..bench.arms import url_arms
+
+    key = given["api_key_file"].read_text(encoding="utf-8").strip() if given["api_key_file"] else None
+    extra = {"ignore_eos": True} if given["ignore_eos"] else {}
+    return url_arms(stack, urls, given["model"], key, drafters, depths, extra, plan.temperature == 0), workload(given, config, plan), None
+
+
+def workload(given: Mapping[str, Any], config: BenchConfig, plan: Plan, vocab_size: int | None = None) -> list[Item]:
+    from ..bench.workload import Item, first_of_each, read_items, synthetic
+    from .demo import packaged_prompts
+
+    if given["synthetic"]:
+        length, answer, count = map(int, given["synthetic"].split(","))
+        return synthetic(count, length, answer, plan.seed, vocab_size)
+    if given["workload"]:
+        return read_items(given["workload"], config.each)
+    items = [Item(str(i), record["class"], (record["prompt"],)) for i, record in enumerate(packaged_prompts(), 1)]
+    return first_of_each(items, config.each or BUILT_IN_EACH)
+
+
+def measure(arms: Sequence[Arm], items: Sequence[Item], plan: Plan) -> tuple[list[Answer], dict[str, Any]]:
+    """All answers, and what servers counted meanwhile."""
+    from ..bench.endpoint import Endpoint
+    from ..bench.sweep import expected, sweep, warm_up
+
+    note(f"{len(items)} items, arms {', '.join(arm.name for arm in arms)}, loads {', '.join(load.name for load in plan.loads)}: "
+         f"{expected(arms, items, plan)} answers or more; warming up …")
+    warm_up(arms, items, plan)
+    servers = {arm.name: arm.client for arm in arms if isinstance(arm.client, Endpoint)}
+    before = {name: client.counters() for name, client in servers.items()}
+    answers = list(watched(sweep(arms, items, plan), expected(arms, items, plan)))
+    return answers, {name: client.counters().since(before[name]).as_json() for name, client in servers.items()}
+
+
+def watched(answers: Iterator[Answer], total: int) -> Iterator[Answer]:
+    """Progress on standard error: a live line on a terminal, ten notes elsewhere."""
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+    live = sys.stderr.isatty()
+    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed} of {task.total}"), TimeElapsedColumn())
+    with Progress(*columns, console=console(error=True), transient=True, disable=not live) as progress:
+        task = progress.add_task("measuring", total=total)
+        for done, answer in enumerate(answers, 1):
+            job = answer.job
+            words = f"repeat {job.repeat + 1} · load {job.load.name} · {job.arm} · {answer.tokens_per_s:.0f} tokens/s"
+            progress.update(task, completed=done, total=max(total, done), description=words)
+            if not live and done % max(1, total // 10) == 0:
+                note(f"{done} of {max(total, done)} answers: {words}")
+            yield answer
+
+
+def describe(answers: Sequence[Answer], arms: Sequence[Arm], plan: Plan, counters: Mapping[str, Any],
+             target: Target | None) -> dict[str, Any]:
+    """The JSON document of `bench`."""
+    from ..bench.load import Local
+    from ..bench.machine import machine, versions
+    from ..bench.summary import is_spec_bench, rows, serving, spec_bench
+    from ..bench.workload import SYNTHETIC
+
+    loads: list[Load] = list(dict.fromkeys(a.job.load for a in answers))
+    notes = [f"{len(answers)} answers, {max(a.job.repeat for a in answers) + 1} repeats, temperature {plan.temperature:g}"]
+    if any(a.job.item.prompt_class == SYNTHETIC for a in answers):
+        notes.append("SYNTHETIC prompts of random tokens: they say nothing about acceptance on real text")
+    cut = sum(arm.client.cut for arm in arms if isinstance(arm.client, Local))
+    if cut:
+        notes.append(f"{cut} prompts were longer than the target's context and lost their beginning")
+    document: dict[str, Any] = {
+        "machine": machine(), "versions": versions(), "command": " ".join(["draftproof", *sys.argv[1:]]),
+        "note": "; ".join(notes), "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "cells": [row.as_json() for row in rows(answers, arms)],
+        "serving": [serving(answers, arm, load) | counters.get(arm.name, {}) for load in loads for arm in arms],
+        "memory": None if target is None else {
+            "weight_bytes": target.facts.weight_bytes, "cache_bytes_per_token": target.facts.cache_bytes_per_token,
+            "peak_bytes": peak_bytes()},
+    }
+    if is_spec_bench(answers):
+        document["spec_bench"] = {arm.name: spec_bench(answers, arm.name) for arm in arms}
+    return document
+
+
+def peak_bytes() -> int | None:
+    """The most memory this process ever held; None where the system does not say."""
+    try:
+        import resource
+    except ImportError:
+        return None
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def leave(document: Mapping[str, Any], answers: Sequence[Answer], arms: Sequence[Arm], given: Mapping[str, Any],
+          target: Target | None) -> None:
+    """The files that were asked for."""
+    from ..bench.report import plot, write_answers, write_csv, write_html
+    from ..bench.summary import answer_lines
+
+    if given["csv_file"]:
+        write_csv(document["cells"], given["csv_file"])
+    if given["html_file"]:
+        write_html(document, given["html_file"])
+    if given["png_file"]:
+        given["png_file"].write_bytes(plot(document["cells"]))
+    if given["answers"]:
+        given["answers"].mkdir(parents=True, exist_ok=True)
+        model = Path(target.facts.name).name if target else given["model"] or "server"
+        for arm in arms:
+            safe = re.sub(r"[^\w.@+-]+", "-", arm.name)
+            write_answers(answer_lines(answers, arm.name, model, time.time()), given["answers"] / f"{safe}.jsonl")
+
+
+def print_tables(document: Mapping[str, Any]) -> None:
+    from ..bench.report import lines_of, spec_bench_lines
+
+    head, lines = lines_of(document["cells"])
+    narrow = [i for i, name in enumerate(head) if not name.startswith("e2e") and any(line[i] for line in lines)]     # CSV and HTML have all
+    print_table(document["note"] + "; times are p50/p99", [head[i] for i in narrow], [[line[i] for i in narrow] for line in lines])
+    for arm, rows in document.get("spec_bench", {}).items():
+        print_table(f"Spec-Bench's own report: {arm}", *spec_bench_lines(rows))
+
+
+def print_table(title: str, head: Sequence[str], lines: Sequence[Sequence[str]]) -> None:
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left", title_style="")
+    for name in head:
+        table.add_column(name, justify="left" if name in ("class", "arm", "task") else "right", no_wrap=True)
+    for before, line in zip([lines[0], *lines], lines, strict=False):
+        if before[0] != line[0] and "class" in head:
+            table.add_section()
+        table.add_row(*line)
+    console().print(table)

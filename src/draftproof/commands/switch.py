@@ -1,0 +1,77 @@
+"""draftproof switch: turn a running server's speculation on or off, from the next round on."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+from urllib.error import HTTPError, URLError
+from urllib.request import Request, urlopen
+
+import click
+
+from ..errors import Failure, OptionError
+from .console import emit_json, note
+from .options import json_option
+
+KEY = "DRAFTPROOF_API_KEY"
+
+
+@click.command(short_help="Turn a running server's speculation on or off.")
+@click.argument("state", type=click.Choice(["on", "off", "status"]))
+@click.option("--url", default="http://127.0.0.1:8000", show_default=True, metavar="URL", help="Where the server listens.")
+@click.option("--depth-cap", type=click.IntRange(0, 1024), metavar="N", help="No draft deeper than this.")
+@click.option("--drafter", metavar="SPEC", help="Another drafter: none, the server's own, or one that needs no files.")
+@click.option("--api-key-file", "key_file", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE",
+              help=f"A file whose first line is the key.  [default: the variable {KEY}]")
+@json_option
+def switch(state: str, url: str, depth_cap: int | None, drafter: str | None, key_file: Path | None, as_json: bool) -> None:
+    """Turn a running server's speculation on or off. Texts that are being written go on, and do not change."""
+    wanted = {"enabled": state == "on", "depth_cap": depth_cap, "drafter": drafter}
+    body = None if state == "status" else {name: value for name, value in wanted.items() if value is not None}
+    if body is None and (depth_cap is not None or drafter is not None):
+        raise OptionError("switch status changes nothing: leave --depth-cap and --drafter out, or say on or off")
+    found = ask(url, body, key_of(key_file))
+    if as_json:
+        emit_json(found)
+    else:
+        click.echo(f"speculation {found['state']}: drafter {found['drafter']}, depth {found['depth']} ({found['reason']})")
+
+
+def key_of(file: Path | None) -> str | None:
+    """The key to send: the first in the file, its name and mark left out."""
+    if file is None:
+        return os.environ.get(KEY)
+    try:
+        lines = [line.split() for line in file.read_text(encoding="utf-8").splitlines() if line.strip() and not line.startswith("#")]
+    except (OSError, UnicodeDecodeError) as error:
+        raise OptionError(f"--api-key-file {file}: {error}; expected a text file with a key") from None
+    if not lines:
+        raise OptionError(f"--api-key-file {file}: found no key; expected one a line")
+    words = lines[0][:-1] if lines[0][-1] == "admin" and len(lines[0]) > 1 else lines[0]
+    return words[-1]
+
+
+def ask(url: str, body: dict[str, Any] | None, key: str | None) -> dict[str, Any]:
+    """GET the state, or PUT a change. Raises Failure with the server's own words."""
+    if not url.startswith(("http://", "https://")):
+        raise OptionError(f"--url {url}: expected http://HOST:PORT")
+    request = Request(url.rstrip("/") + "/draftproof/speculation", method="GET" if body is None else "PUT",
+                      data=None if body is None else json.dumps(body).encode(), headers={"Content-Type": "application/json"})
+    if key is not None:
+        request.add_header("Authorization", f"Bearer {key}")
+    try:
+        with urlopen(request, timeout=30) as reply:
+            found: dict[str, Any] = json.load(reply)
+            return found
+    except HTTPError as error:
+        with error:
+            said = error.read().decode(errors="replace")
+        try:
+            said = json.loads(said)["error"]["message"]
+        except (ValueError, KeyError, TypeError):
+            note(said[:300])
+        raise Failure(f"{url} answered {error.code}: {said[:300]}") from None
+    except (URLError, OSError, ValueError) as error:
+        raise Failure(f"{url}: {getattr(error, 'reason', error)}; is the server running there?") from None

@@ -1,0 +1,1 @@
+"""A server with the OpenAI API: control of speculation per request, and numbers that mean something."""

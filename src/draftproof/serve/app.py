@@ -1,0 +1,302 @@
+"""The routes. Each reads a body, asks `translate` what is meant, queues it with the worker and lets a `Reply` write the answer."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import secrets
+from collections.abc import AsyncIterator, Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from time import monotonic, time
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ValidationError
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from .. import __version__
+from ..config import ServeConfig
+from ..errors import OptionError
+from . import schema, translate
+from .gate import App, Gate, Key, Receive, Scope, Send
+from .metrics import Metrics, as_gauges
+from .openapi import described
+from .refusal import Refusal, of_error, of_validation
+from .reply import ChatReply, CompletionReply, Head, Reply, ResponsesReply
+from .stream import EventStream, Pacer, Reading, compact, unless_gone
+from .switching import state_of, switched
+from .translate import Headers, Order, Served
+from .worker import Ticket, Worker
+
+log = logging.getLogger("draftproof.serve")
+M = TypeVar("M", bound=BaseModel)
+
+ANSWER_S = 1.0          # how long a probe of the engine may take
+WATCH_S = 0.25          # between two looks of the watchdog
+Compile = Callable[[Mapping[str, Any]], object]
+
+
+class Server:
+    """What the routes share. `compile` checks a grammar; it runs in a thread, against the clock."""
+
+    def __init__(self, worker: Worker, served: Served, config: ServeConfig, compile: Compile) -> None:
+        self.worker, self.served, self.config, self._compile = worker, served, config, compile
+        self.metrics = Metrics(served.name, config.classes, self._gauges)
+        self.started = int(time())
+        self.state: dict[str, Any] = {"state": "none"}       # of speculation, as last seen
+        self._compilers = ThreadPoolExecutor(2, "draftproof-grammar")
+        self._compiling = 0
+        worker.opened.append(lambda engine: self._attach(engine))
+
+    def _attach(self, engine: Any) -> None:
+        engine.events(self.metrics)
+        self.state = engine.set_speculation()
+
+    def _gauges(self) -> dict[str, float]:
+        running, waiting = self.worker.load
+        return {"num_requests_running": running, "num_requests_waiting": waiting, "worker_restarts": self.worker.restarts,
+                "ready": float(self.worker.alive and not self.worker.draining), **as_gauges(self.state)}
+
+    # Texts
+
+    async def completions(self, request: Request) -> Response:
+        body = await read(request, schema.CompletionRequest)
+        return await self._run(request, body.model, lambda headers: translate.completion(body, headers), CompletionReply, "cmpl-")
+
+    async def chat(self, request: Request) -> Response:
+        body = await read(request, schema.ChatRequest)
+        return await self._run(request, body.model, lambda headers: translate.chat(body, headers, self.served), ChatReply, "chatcmpl-")
+
+    async def responses(self, request: Request) -> Response:
+        body = await read(request, schema.ResponsesRequest)
+        return await self._run(request, body.model, lambda headers: translate.responses(body, headers, self.served),
+                               ResponsesReply, "resp_")
+
+    async def _run(self, request: Request, model: str, order_of: Callable[[Headers], Order], kind: Callable[[Head], Reply],
+                   prefix: str) -> Response:
+        self._known(model)
+        headers = Headers.of(request.headers)
+        order = await asyncio.to_thread(order_of, headers)   # a template and a long prompt take their time
+        if order.choices > schema.MAX_N * 4:
+            raise Refusal(400, f"{order.choices} texts in one request; expected at most {schema.MAX_N * 4}", param="n")
+        await self._compiled(order)
+        head = Head(prefix + secrets.token_hex(12), int(time()), order, self.served)
+        reading = Reading(self.worker, [self._ticket(order, prompt, request) for prompt in order.prompts])
+        reading.begin()
+        answer: Response | None = None
+        try:
+            if order.stream:
+                if await unless_gone(reading.first(), request.receive):
+                    answer = EventStream(reading, kind(head), Pacer(self.config.chunks))
+            else:
+                groups = await unless_gone(reading.groups(), request.receive)
+                answer = None if groups is None else document(kind(head).whole(groups))
+        finally:
+            if answer is None:
+                reading.leave()
+        return answer or Response(status_code=499)           # nobody is there to read it
+
+    def _ticket(self, order: Order, prompt: str | tuple[int, ...], request: Request) -> Ticket:
+        return Ticket(prompt, order.sampling, order.speculation, order.prompt_class, request.state.tenant,
+                      monotonic() + self.config.deadline_s)
+
+    async def _compiled(self, order: Order) -> None:
+        """Compile the order's grammar outside the engine's thread. Raises Refusal if it takes too long."""
+        if order.sampling.grammar is None:
+            return
+        if self._compiling >= 8:
+            raise Refusal(503, "too many grammars are being compiled", "server_error", retry_after=1)
+        self._compiling += 1
+        work = asyncio.get_running_loop().run_in_executor(self._compilers, self._compile, order.sampling.grammar)
+        work.add_done_callback(self._compiled_one)
+        try:
+            await asyncio.wait_for(asyncio.shield(work), self.config.grammar_s)
+        except TimeoutError:
+            raise Refusal(400, f"the schema does not compile within {self.config.grammar_s:g} s; make it simpler",
+                          param="response_format") from None
+
+    def _compiled_one(self, work: asyncio.Future[Any]) -> None:
+        self._compiling -= 1
+        if not work.cancelled():
+            work.exception()                                 # read, so that a late failure is not reported as lost
+
+    def _known(self, model: str | None) -> None:
+        if model not in (None, self.served.name):
+            raise Refusal(404, f"model {model!r} is not served here; expected {self.served.name!r}", param="model", code="model_not_found")
+
+    # Looking
+
+    async def models(self, request: Request) -> Response:
+        return document({"object": "list", "data": [self._model()]})
+
+    async def model(self, request: Request) -> Response:
+        self._known(request.path_params["name"])
+        return document(self._model())
+
+    def _model(self) -> dict[str, Any]:
+        return {"id": self.served.name, "object": "model", "created": self.started, "owned_by": "draftproof", "root": self.served.name,
+                "parent": None, "max_model_len": self.served.context}
+
+    async def tokenize(self, request: Request) -> Response:
+        body = await read(request, schema.TokenizeRequest)
+        self._known(body.model)
+        tokenizer = self._tokenizer()
+        if (body.prompt is None) == (body.messages is None):
+            raise Refusal(400, "expected either prompt or messages", param="prompt")
+        if body.messages is not None:
+            ids = list(await asyncio.to_thread(translate.conversation, body.messages, self.served, ()))
+        else:
+            ids = await asyncio.to_thread(tokenizer.encode if body.add_special_tokens else tokenizer.encode_plain, body.prompt or "")
+        pieces = [tokenizer.piece(i) for i in ids] if body.return_token_strs else None
+        return document({"count": len(ids), "max_model_len": self.served.context, "tokens": ids, "token_strs": pieces})
+
+    async def detokenize(self, request: Request) -> Response:
+        body = await read(request, schema.DetokenizeRequest)
+        self._known(body.model)
+        wrong = next((token for token in body.tokens if token >= self.served.vocab_size), None)
+        if wrong is not None:
+            raise Refusal(400, f"tokens: id {wrong}; expected ids in [0, {self.served.vocab_size})", param="tokens")
+        return document({"prompt": self._tokenizer().decode(body.tokens, skip_special=False)})
+
+    def _tokenizer(self) -> Any:
+        if self.served.tokenizer is None:
+            raise Refusal(400, f"model {self.served.name} has no tokenizer")
+        return self.served.tokenizer
+
+    async def health(self, request: Request) -> Response:
+        return document({"status": "alive", "version": __version__})
+
+    async def ready(self, request: Request) -> Response:
+        """200 only if the engine answers now, or is in a step that is not too long yet."""
+        reason = await self._unready()
+        if reason is None:
+            return document({"status": "ready"})
+        raise Refusal(503, f"not ready: {reason}", "server_error", code="not_ready", retry_after=2)
+
+    async def _unready(self) -> str | None:
+        worker = self.worker
+        if worker.draining:
+            return "the server is stopping"
+        if not worker.alive:
+            return "the engine's thread is dead; it is being replaced"
+        try:
+            await asyncio.wait_for(asyncio.wrap_future(worker.probe()), ANSWER_S)
+        except TimeoutError:
+            stalled = worker.stalled_s
+            busy = worker.alive and 0 < stalled < self.config.stall_s
+            return None if busy else f"the engine has not answered for {max(stalled, ANSWER_S):.1f} s"
+        except Exception as error:
+            return str(of_error(error))
+        return None
+
+    async def openapi(self, request: Request) -> Response:
+        return document(described())
+
+    async def prometheus(self, request: Request) -> Response:
+        await self._look()
+        return Response(self.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    async def _look(self) -> None:
+        with contextlib.suppress(Exception):
+            self.state = await asyncio.wait_for(asyncio.wrap_future(self.worker.call(lambda engine: engine.set_speculation())), ANSWER_S)
+
+    # Steering
+
+    async def speculation(self, request: Request) -> Response:
+        await self._look()
+        return document(state_of(self.state, self.served))
+
+    async def switch(self, request: Request) -> Response:
+        if not request.state.admin:
+            raise Refusal(403, "this key may not steer speculation; use one that is marked admin", "permission_error")
+        body = await read(request, schema.SwitchRequest)
+        self.state = await switched(self.worker, self.served, body)
+        self.metrics.switches += 1
+        log.warning("tenant %s switched speculation: %s → %s", request.state.tenant or "(no key)", body.model_dump(exclude_none=True),
+                    self.state)
+        return document(state_of(self.state, self.served))
+
+    # The whole
+
+    def app(self, keys: tuple[Key, ...]) -> App:
+        """The ASGI application behind its gate. Raises OptionError if the address needs a key and there is none."""
+        async def failed(request: Request, error: Exception) -> Response:
+            return self._refuse(error)
+
+        async def unknown(request: Request, error: Exception) -> Response:
+            status = error.status_code if isinstance(error, HTTPException) else 500
+            return self._refuse(Refusal(status, f"{request.method} {request.url.path}: no such route", code="not_found"))
+
+        inner = Starlette(routes=self._routes(), lifespan=self._lifespan, exception_handlers={
+            Refusal: failed, ValidationError: failed, HTTPException: unknown})
+
+        async def guarded(scope: Scope, receive: Receive, send: Send) -> None:
+            """Handlers raise what they like; a client that left needs no answer."""
+            try:
+                await inner(scope, receive, send)
+            except ClientDisconnect:
+                pass
+
+        return Gate(guarded, self.config, keys, self._count)
+
+    def _routes(self) -> list[Route]:
+        def route(path: str, handler: Callable[[Request], Any], method: str = "GET") -> Route:
+            async def handled(request: Request) -> Response:
+                try:
+                    answer: Response = await handler(request)
+                    return answer
+                except (ClientDisconnect, asyncio.CancelledError):
+                    raise
+                except Exception as error:
+                    if not isinstance(error, Refusal | OptionError | ValidationError):
+                        log.warning("%s %s: %s", request.method, path, error, exc_info=error)
+                    return self._refuse(error)
+
+            return Route(path, handled, methods=[method])
+
+        return [
+            route("/v1/completions", self.completions, "POST"), route("/v1/chat/completions", self.chat, "POST"),
+            route("/v1/responses", self.responses, "POST"), route("/v1/models", self.models), route("/v1/models/{name:path}", self.model),
+            route("/tokenize", self.tokenize, "POST"), route("/detokenize", self.detokenize, "POST"), route("/health", self.health),
+            route("/ready", self.ready), route("/metrics", self.prometheus), route("/draftproof/speculation", self.speculation),
+            route("/draftproof/speculation", self.switch, "PUT"), route("/openapi.json", self.openapi),
+        ]
+
+    @contextlib.asynccontextmanager
+    async def _lifespan(self, app: Starlette) -> AsyncIterator[None]:
+        watch = asyncio.create_task(self._watch())
+        try:
+            yield
+        finally:
+            watch.cancel()
+            await asyncio.to_thread(self.worker.close)
+            self._compilers.shutdown(wait=False, cancel_futures=True)
+
+    async def _watch(self) -> None:
+        while True:
+            await asyncio.sleep(WATCH_S)
+            try:
+                await asyncio.to_thread(self.worker.watch)
+            except Exception:
+                log.exception("the watchdog could not restart the engine; it tries again")
+
+    def _refuse(self, error: BaseException) -> Response:
+        refusal = of_validation(error) if isinstance(error, ValidationError) else of_error(error)
+        self._count(refusal.status)
+        return Response(compact(refusal.body), refusal.status, refusal.headers, "application/json")
+
+    def _count(self, status: int) -> None:
+        self.metrics.refusals[status] += 1
+
+
+async def read(request: Request, model: type[M]) -> M:
+    """The body as `model`. Raises ValidationError or Refusal."""
+    return model.model_validate_json(await request.body())
+
+
+def document(value: Mapping[str, Any]) -> Response:
+    return Response(compact(value), media_type="application/json")

@@ -1,0 +1,180 @@
+"""Who may come in: keys, Host, Origin and the size of a body, decided on the raw request before anything else looks at it."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+import os
+import re
+from collections.abc import Awaitable, Callable, MutableMapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from starlette.middleware.cors import CORSMiddleware
+
+from ..config import ServeConfig
+from ..errors import OptionError
+from .refusal import Refusal
+
+Scope = MutableMapping[str, Any]
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+App = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+ENVIRONMENT = "DRAFTPROOF_API_KEYS"
+OUR_HEADERS = ("X-Draftproof-Speculation", "X-Draftproof-Class")
+OPEN_PATHS = ("/health",)
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """One API key, by its digest. The tenant is the name it was given, or else follows from the digest."""
+
+    digest: bytes
+    tenant: str
+    admin: bool
+
+    @classmethod
+    def of(cls, line: str, number: int) -> Key:
+        words = line.split()
+        admin = words[-1] == "admin" and len(words) > 1
+        words = words[:-1] if admin else words
+        if len(words) > 2 or len(words[-1]) < 8:
+            raise OptionError(f"api key {number}: expected [NAME] KEY [admin], the key of at least 8 characters without spaces")
+        digest = hashlib.sha256(words[-1].encode()).digest()
+        return cls(digest, words[0] if len(words) == 2 else digest.hex()[:12], admin)
+
+
+def read_keys(file: Path | None) -> tuple[Key, ...]:
+    """Keys from a file and from the environment variable DRAFTPROOF_API_KEYS: one a line (or between commas), `[NAME] KEY [admin]`.
+
+    If none is marked admin, every key may steer speculation. Raises OptionError.
+    """
+    lines: list[str] = []
+    if file is not None:
+        try:
+            lines += file.read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise OptionError(f"--api-key-file {file}: {error}; expected a text file with one key a line") from None
+    lines += re.split(r"[\n,]", os.environ.get(ENVIRONMENT, ""))
+    kept = [line.strip() for line in lines if line.strip() and not line.strip().startswith("#")]
+    keys = tuple(Key.of(line, number) for number, line in enumerate(kept, 1))
+    if file is not None and not keys:
+        raise OptionError(f"--api-key-file {file}: found no key; expected one a line")
+    if any(key.admin for key in keys):
+        return keys
+    return tuple(Key(key.digest, key.tenant, True) for key in keys)
+
+
+def check_address(config: ServeConfig, keys: Sequence[Key]) -> None:
+    """Raises OptionError for an address that strangers reach, without a key."""
+    if not keys and config.host not in LOOPBACK:
+        raise OptionError(f"host={config.host} without an API key: this would let anyone in; give --api-key-file (or {ENVIRONMENT}), "
+                          "or listen on 127.0.0.1")
+
+
+class Gate:
+    """An ASGI layer. It puts `tenant` and `admin` into scope["state"], and refuses the rest in OpenAI's form."""
+
+    def __init__(self, app: App, config: ServeConfig, keys: Sequence[Key], refused: Callable[[int], None]) -> None:
+        check_address(config, keys)
+        self._app, self._config, self._keys, self._refused = app, config, tuple(keys), refused
+        names = {*LOOPBACK, config.host, *config.hosts}
+        self._inner: App = CORSMiddleware(self._keyed, allow_origins=config.origins, allow_methods=("GET", "POST", "PUT"),
+                                          allow_headers=("Authorization", "Content-Type", "X-Api-Key", *OUR_HEADERS))
+        # Without a key, a page in the user's own browser could reach the server under a name of its choice (DNS rebinding).
+        self._hosts = None if keys and not config.hosts and config.host not in LOOPBACK else names
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self._app(scope, receive, send)
+        try:
+            headers = _headers(scope)
+            self._check_host(headers)
+            self._check_origin(headers)
+        except Refusal as refusal:
+            self._refused(refusal.status)
+            return await answer(send, refusal)
+        await self._inner(scope, receive, send)
+
+    async def _keyed(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Behind Host and Origin, and behind the answers to a browser's own questions (CORS), which carry no key."""
+        try:
+            headers = _headers(scope)
+            if scope["path"] not in OPEN_PATHS:
+                key = self._key(headers)
+                scope.setdefault("state", {}).update(tenant=key.tenant if key else "", admin=key.admin if key else True)
+            length = headers.get("content-length", "0")
+            if length.isdecimal() and int(length) > self._config.max_body_bytes:
+                raise self._too_large()
+        except Refusal as refusal:
+            self._refused(refusal.status)
+            return await answer(send, refusal)
+        await self._app(scope, self._limited(receive), send)
+
+    def _check_host(self, headers: MutableMapping[str, str]) -> None:
+        name = _hostname(headers.get("host", ""))
+        if self._hosts is not None and name not in self._hosts:
+            raise Refusal(403, f"Host {name!r} is not served here; start the server with --allow-host {name or 'NAME'}", "permission_error")
+
+    def _check_origin(self, headers: MutableMapping[str, str]) -> None:
+        origin = headers.get("origin")
+        if origin is None or origin in self._config.origins:
+            return
+        if origin == f"http://{headers.get('host', '')}":
+            return                                           # the server's own pages
+        raise Refusal(403, f"Origin {origin!r} may not call; start the server with --allow-origin {origin}", "permission_error")
+
+    def _key(self, headers: MutableMapping[str, str]) -> Key | None:
+        if not self._keys:
+            return None
+        kind, _, given = headers.get("authorization", "").partition(" ")
+        if kind.lower() != "bearer" or not given:
+            given = headers.get("x-api-key", "")
+        digest, found = hashlib.sha256(given.strip().encode("latin-1", "replace")).digest(), None
+        for key in self._keys:                               # all of them, each in constant time
+            if hmac.compare_digest(digest, key.digest):
+                found = key
+        if found is None:
+            raise Refusal(401, "no valid API key; send Authorization: Bearer KEY", "authentication_error", code="invalid_api_key")
+        return found
+
+    def _limited(self, receive: Receive) -> Receive:
+        """`receive` that stops a body which says less than it sends."""
+        seen = 0
+
+        async def limited() -> Message:
+            nonlocal seen
+            message = await receive()
+            seen += len(message.get("body", b""))
+            if seen > self._config.max_body_bytes:
+                raise self._too_large()
+            return message
+
+        return limited
+
+    def _too_large(self) -> Refusal:
+        return Refusal(413, f"the body is larger than {self._config.max_body_bytes} bytes", code="body_too_large")
+
+
+async def answer(send: Send, refusal: Refusal) -> None:
+    body = json.dumps(refusal.body).encode()
+    headers = {"content-type": "application/json", "content-length": str(len(body)), **refusal.headers}
+    await send({"type": "http.response.start", "status": refusal.status,
+                "headers": [(name.lower().encode(), value.encode()) for name, value in headers.items()]})
+    await send({"type": "http.response.body", "body": body})
+
+
+def _headers(scope: Scope) -> dict[str, str]:
+    return {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
+
+
+def _hostname(host: str) -> str:
+    """The name in a Host header, without port and brackets."""
+    if host.startswith("["):
+        return host[1:].partition("]")[0]
+    return host.partition(":")[0].lower()

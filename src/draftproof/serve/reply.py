@@ -1,0 +1,235 @@
+"""From what an engine says to what OpenAI's clients read: whole answers, and the chunks of a stream."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+from ..engine.port import Completion, TokenEvent, TokenLogprob
+from . import tools
+from .numbers import extras, usage
+from .translate import Order, Served
+
+Groups = Sequence[Sequence[Completion]]      # of each prompt, its samples
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """What every object of one answer repeats."""
+
+    id: str
+    created: int
+    order: Order
+    served: Served
+
+
+class Reply(Protocol):
+    """One answer in the form of one endpoint. A stream is `first`, then `chunks` for every piece, then `last`."""
+
+    done_mark: bool                          # whether the stream ends with data: [DONE]
+
+    def whole(self, groups: Groups) -> dict[str, Any]: ...
+    def first(self) -> list[dict[str, Any]]: ...
+    def chunks(self, choice: int, events: Sequence[TokenEvent]) -> list[dict[str, Any]]: ...
+    def last(self, groups: Groups) -> list[dict[str, Any]]: ...
+
+
+def finish_of(finish: str | None) -> str | None:
+    """OpenAI knows stop and length; a text that was cut off for another reason is cut at a length."""
+    return "length" if finish in ("cancelled", "error") else finish
+
+
+class CompletionReply:
+    done_mark = True
+
+    def __init__(self, head: Head) -> None:
+        self.head = head
+        self._offsets = [0] * head.order.choices
+
+    def whole(self, groups: Groups) -> dict[str, Any]:
+        samples = self.head.order.sampling.n
+        choices = [{"index": i * samples + done.sample, "text": done.text, "finish_reason": finish_of(done.finish_reason),
+                    "logprobs": None if done.logprobs is None else self._logprobs(i * samples + done.sample, done.logprobs)}
+                   for i, group in enumerate(groups) for done in group]
+        return {**self._object(choices), **_totals(self.head, groups)}
+
+    def first(self) -> list[dict[str, Any]]:
+        return []
+
+    def chunks(self, choice: int, events: Sequence[TokenEvent]) -> list[dict[str, Any]]:
+        text, finish = "".join(event.text for event in events), finish_of(events[-1].finish)
+        entries = [event.logprob for event in events if event.logprob is not None]
+        if not (text or finish or entries):
+            return []
+        logprobs = self._logprobs(choice, entries) if entries else None
+        return [self._object([{"index": choice, "text": text, "logprobs": logprobs, "finish_reason": finish}], streamed=True)]
+
+    def last(self, groups: Groups) -> list[dict[str, Any]]:
+        if not self.head.order.include_usage:
+            return []
+        return [{**self._object([]), **_totals(self.head, groups)}]
+
+    def _object(self, choices: list[dict[str, Any]], streamed: bool = False) -> dict[str, Any]:
+        out = {"id": self.head.id, "object": "text_completion", "created": self.head.created, "model": self.head.served.name,
+               "system_fingerprint": self.head.served.fingerprint, "choices": choices}
+        return {**out, "usage": None} if streamed and self.head.order.include_usage else out
+
+    def _logprobs(self, choice: int, entries: Sequence[TokenLogprob]) -> dict[str, Any]:
+        tokens = [_piece(self.head.served, entry.token_id) for entry in entries]
+        offsets = []
+        for token in tokens:
+            offsets.append(self._offsets[choice])
+            self._offsets[choice] += len(token)
+        top = [{_piece(self.head.served, each.token): each.probability for each in reversed(entry.top)} for entry in entries]
+        return {"tokens": tokens, "token_logprobs": [entry.logprob for entry in entries], "top_logprobs": top, "text_offset": offsets}
+
+
+@dataclass(slots=True)
+class _Held:
+    """What of one choice may still become a call; once it cannot, its text flows."""
+
+    text: str = ""
+    entries: list[TokenLogprob] = field(default_factory=list)
+    free: bool = False
+
+
+class ChatReply:
+    done_mark = True
+
+    def __init__(self, head: Head) -> None:
+        self.head = head
+        self._held = [_Held(free=not head.order.tools) for _ in range(head.order.choices)]
+
+    def whole(self, groups: Groups) -> dict[str, Any]:
+        choices = [self._choice(done) for group in groups for done in group]
+        return {**self._object("chat.completion", choices), **_totals(self.head, groups)}
+
+    def first(self) -> list[dict[str, Any]]:
+        return [self._chunk(choice, {"role": "assistant", "content": ""}) for choice in range(self.head.order.choices)]
+
+    def chunks(self, choice: int, events: Sequence[TokenEvent]) -> list[dict[str, Any]]:
+        held, finish = self._held[choice], finish_of(events[-1].finish)
+        held.text += "".join(event.text for event in events)
+        held.entries += [event.logprob for event in events if event.logprob is not None]
+        if not held.free and finish is None and tools.may_become_call(held.text):
+            return []
+        delta: dict[str, Any] = {"content": held.text} if held.text else {}
+        calls = None if held.free else tools.parse(held.text)
+        if calls:
+            delta = {"tool_calls": [{"index": i, **each} for i, each in enumerate(self._calls(choice, calls))]}
+            finish = "tool_calls"
+        entries, held.text, held.entries, held.free = held.entries, "", [], True
+        out = [self._chunk(choice, delta, entries)] if delta or entries else []
+        return [*out, self._chunk(choice, {}, finish=finish)] if finish else out
+
+    def last(self, groups: Groups) -> list[dict[str, Any]]:
+        if not self.head.order.include_usage:
+            return []
+        return [{**self._object("chat.completion.chunk", []), **_totals(self.head, groups)}]
+
+    def _choice(self, done: Completion) -> dict[str, Any]:
+        calls = tools.parse(done.text) if self.head.order.tools else None
+        message: dict[str, Any] = {"role": "assistant", "content": None if calls else done.text, "refusal": None}
+        if calls:
+            message["tool_calls"] = self._calls(done.sample, calls)
+        return {"index": done.sample, "message": message, "finish_reason": "tool_calls" if calls else finish_of(done.finish_reason),
+                "logprobs": None if done.logprobs is None else self._logprobs(done.logprobs)}
+
+    def _calls(self, choice: int, calls: Sequence[tools.Call]) -> list[dict[str, Any]]:
+        name = self.head.id.rpartition("-")[2]
+        return [{"id": f"call_{name}_{choice}_{i}", "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+                for i, call in enumerate(calls)]
+
+    def _chunk(self, choice: int, delta: dict[str, Any], entries: Sequence[TokenLogprob] = (), finish: str | None = None) -> dict[str, Any]:
+        body = {"index": choice, "delta": delta, "logprobs": self._logprobs(entries) if entries else None, "finish_reason": finish}
+        out = self._object("chat.completion.chunk", [body])
+        return {**out, "usage": None} if self.head.order.include_usage else out
+
+    def _object(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        return {"id": self.head.id, "object": kind, "created": self.head.created, "model": self.head.served.name,
+                "system_fingerprint": self.head.served.fingerprint, "choices": choices}
+
+    def _logprobs(self, entries: Sequence[TokenLogprob]) -> dict[str, Any]:
+        return {"content": [{**self._entry(entry.token_id, entry.logprob),
+                             "top_logprobs": [self._entry(each.token, each.probability) for each in entry.top]} for entry in entries],
+                "refusal": None}
+
+    def _entry(self, token: int, logprob: float) -> dict[str, Any]:
+        spelled = self.head.served.spell(token)
+        return {"token": _piece(self.head.served, token), "logprob": logprob, "bytes": None if spelled is None else list(spelled)}
+
+
+class ResponsesReply:
+    """The Responses API, text only: every event of a stream has a type and a number."""
+
+    done_mark = False
+
+    def __init__(self, head: Head) -> None:
+        self.head = head
+        self._number = 0
+        self._item = "msg_" + head.id.removeprefix("resp_")
+        self._text = ""
+
+    def whole(self, groups: Groups) -> dict[str, Any]:
+        done = groups[0][0]
+        cut = finish_of(done.finish_reason) == "length"
+        return {**self._response("incomplete" if cut else "completed", [self._message(done.text, "incomplete" if cut else "completed")]),
+                "incomplete_details": {"reason": "max_output_tokens"} if cut else None, "usage": self._usage(groups),
+                **extras(self.head.order, groups)}
+
+    def first(self) -> list[dict[str, Any]]:
+        empty = self._response("in_progress", [])
+        return [self._event("response.created", response=empty), self._event("response.in_progress", response=empty),
+                self._event("response.output_item.added", output_index=0, item=self._message(None, "in_progress")),
+                self._event("response.content_part.added", **self._place(), part=_part(""))]
+
+    def chunks(self, choice: int, events: Sequence[TokenEvent]) -> list[dict[str, Any]]:
+        text = "".join(event.text for event in events)
+        self._text += text
+        return [self._event("response.output_text.delta", **self._place(), delta=text, logprobs=[])] if text else []
+
+    def last(self, groups: Groups) -> list[dict[str, Any]]:
+        response = self.whole(groups)
+        end = "response.completed" if response["status"] == "completed" else "response.incomplete"
+        return [self._event("response.output_text.done", **self._place(), text=self._text, logprobs=[]),
+                self._event("response.content_part.done", **self._place(), part=_part(self._text)),
+                self._event("response.output_item.done", output_index=0, item=response["output"][0]),
+                self._event(end, response=response)]
+
+    def _place(self) -> dict[str, Any]:
+        return {"item_id": self._item, "output_index": 0, "content_index": 0}
+
+    def _event(self, kind: str, **fields: Any) -> dict[str, Any]:
+        self._number += 1
+        return {"type": kind, "sequence_number": self._number - 1, **fields}
+
+    def _message(self, text: str | None, status: Literal["in_progress", "completed", "incomplete"]) -> dict[str, Any]:
+        content = [] if text is None else [_part(text)]
+        return {"id": self._item, "type": "message", "role": "assistant", "status": status, "content": content}
+
+    def _response(self, status: str, output: list[dict[str, Any]]) -> dict[str, Any]:
+        sampling = self.head.order.sampling
+        return {"id": self.head.id, "object": "response", "created_at": self.head.created, "model": self.head.served.name,
+                "status": status, "output": output, "error": None, "incomplete_details": None, "instructions": None,
+                "metadata": self.head.order.metadata or {},
+                "parallel_tool_calls": False, "tool_choice": "none", "tools": [], "temperature": sampling.temperature,
+                "top_p": sampling.top_p, "max_output_tokens": sampling.max_tokens, "store": False, "usage": None}
+
+    def _usage(self, groups: Groups) -> dict[str, Any]:
+        counts = usage(self.head.order, groups)
+        return {"input_tokens": counts["prompt_tokens"], "input_tokens_details": counts["prompt_tokens_details"],
+                "output_tokens": counts["completion_tokens"], "output_tokens_details": {"reasoning_tokens": 0},
+                "total_tokens": counts["total_tokens"]}
+
+
+def _totals(head: Head, groups: Groups) -> dict[str, Any]:
+    return {"usage": usage(head.order, groups), **extras(head.order, groups)}
+
+
+def _part(text: str) -> dict[str, Any]:
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+
+
+def _piece(served: Served, token: int) -> str:
+    return served.tokenizer.piece(token) if served.tokenizer is not None else f"token_id:{token}"

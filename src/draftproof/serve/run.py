@@ -1,0 +1,77 @@
+"""From an engine to a listening server: the parts put together, the address told, and a way out that finishes what runs."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import uvicorn
+
+from .. import __version__
+from ..config import ServeConfig
+from ..drafters.vocabulary import Spelling, Words
+from ..engine.engine import Engine
+from ..models.grammar import grammar_of
+from ..models.target import Target
+from .app import Server
+from .gate import Key
+from .translate import Served
+from .worker import Worker
+
+
+def serve_engine(open_engine: Callable[[], Engine], name: str, target: Target, drafter: str, config: ServeConfig,
+                 max_batch: int = 16) -> Server:
+    """A server over local engines of `target`; the first is open when this returns. Raises what opening raises."""
+    worker = Worker(open_engine, config, max_batch)
+
+    def compile(grammar: Mapping[str, Any]) -> object:
+        return grammar_of(target, grammar)
+
+    server = Server(worker, describe(name, target, drafter), config, compile)
+    worker.start()
+    return server
+
+
+def describe(name: str, target: Target, drafter: str) -> Served:
+    facts = target.facts
+    mark = hashlib.sha256(f"{__version__} {facts.name} {facts.dtype} {facts.device} {facts.tier}".encode()).hexdigest()[:10]
+    return Served(name, target.tokenizer, target.context, target.vocab_size, speller(target), f"dp_{mark}", drafter)
+
+
+def speller(target: Target) -> Callable[[int], bytes | None]:
+    """Bytes of a token, whole characters or not; None where the tokenizer does not say."""
+    spelling = Spelling.of(Words.of(target)) if hasattr(target.tokenizer, "backend") else None
+
+    def spell(token: int) -> bytes | None:
+        if spelling is not None:
+            content = spelling.contents.get(token)
+            return content.encode() if isinstance(content, str) else content
+        return None if target.tokenizer is None else target.tokenizer.piece(token).encode()
+
+    return spell
+
+
+class Listener(uvicorn.Server):
+    """Tells its address when it listens. The first signal finishes what runs (`drain_s`), the second ends the process."""
+
+    def __init__(self, server: Server, keys: tuple[Key, ...], told: Callable[[str], None]) -> None:
+        config = server.config
+        super().__init__(uvicorn.Config(
+            server.app(keys), host=config.host, port=config.port, log_level="warning", access_log=False, lifespan="on", server_header=False,
+            timeout_graceful_shutdown=max(1, round(config.drain_s)), timeout_keep_alive=30, h11_max_incomplete_event_size=64 << 10,
+            proxy_headers=False))
+        self._server, self._told = server, told
+
+    async def startup(self, sockets: Any = None) -> None:
+        await super().startup(sockets)
+        if self.started and self.servers and self.servers[0].sockets:
+            host, port = self.servers[0].sockets[0].getsockname()[:2]
+            self._told(f"http://{f'[{host}]' if ':' in host else host}:{port}")
+
+    def handle_exit(self, sig: int, frame: Any) -> None:
+        if self.should_exit:
+            os._exit(128 + sig)
+        self.should_exit = True
+        self._server.worker.drain()

@@ -1,0 +1,244 @@
+"""What a client may send. Nothing is silently ignored: an unknown field is refused by its name, and everything has a limit.
+
+Field names and meanings are OpenAI's (Completions, Chat Completions, Responses); what vLLM's clients add to them (top_k, min_p,
+repetition_penalty, stop_token_ids, …) is taken too. `user` and `safety_identifier` are accepted and not used.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints
+
+MAX_N = 32
+MAX_TOKENS = 1 << 20
+MAX_PROMPTS = 32
+MAX_MESSAGES = 2048
+MAX_STOP, MAX_STOP_CHARS = 16, 256
+MAX_LOGPROBS = 20
+MAX_BIAS = 1024
+MAX_IDS = 1 << 20
+MAX_TOOLS = 64
+MAX_SCHEMA_CHARS, MAX_SCHEMA_DEPTH = 1 << 16, 32
+MAX_DEPTH = 64                          # of a draft
+
+
+def _small(value: dict[str, Any] | None) -> dict[str, Any] | None:
+    if value is not None:
+        if _levels(value) > MAX_SCHEMA_DEPTH:
+            raise ValueError(f"nested deeper than {MAX_SCHEMA_DEPTH} levels")
+        size = len(json.dumps(value))
+        if size > MAX_SCHEMA_CHARS:
+            raise ValueError(f"{size} characters of JSON; expected at most {MAX_SCHEMA_CHARS}")
+    return value
+
+
+def _levels(value: Any) -> int:
+    """Nesting of a JSON value, without recursion."""
+    deepest, heap = 0, [(value, 1)]
+    while heap:
+        item, level = heap.pop()
+        deepest = max(deepest, level)
+        if level <= MAX_SCHEMA_DEPTH and isinstance(item, dict | list):
+            heap += [(inner, level + 1) for inner in (item.values() if isinstance(item, dict) else item)]
+    return deepest
+
+
+JsonSchema = Annotated[dict[str, Any], AfterValidator(_small)]
+Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_.:/-]{1,256}$")]
+FunctionName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
+StopText = Annotated[str, StringConstraints(min_length=1, max_length=MAX_STOP_CHARS)]
+Short = Annotated[str, StringConstraints(max_length=512)]
+Id = Annotated[int, Field(ge=0, lt=1 << 31)]
+
+
+class Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+
+class Speculation(Strict):
+    """How this one request is guessed ahead. drafter: `none` (or `off`), or the server's own."""
+
+    drafter: Annotated[str, StringConstraints(max_length=1024)] | None = None
+    depth: Annotated[int, Field(ge=0, le=MAX_DEPTH)] | Literal["auto"] | None = None
+    rule: Literal["match", "ratio", "block", "lossy-typical"] | None = None
+
+
+class StreamOptions(Strict):
+    include_usage: bool | None = None
+    include_obfuscation: Literal[False] | None = None
+
+
+class TextPart(Strict):
+    type: Literal["text"]
+    text: str
+
+
+class Prediction(Strict):
+    type: Literal["content"]
+    content: str | list[TextPart]
+
+
+class SchemaFormat(Strict):
+    name: Short | None = None
+    description: str | None = None
+    schema_: JsonSchema = Field(alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(Strict):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: SchemaFormat | None = None
+
+
+class Common(Strict):
+    """What all three request forms share."""
+
+    model: Name
+    temperature: Annotated[float, Field(ge=0, le=100)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=-1, le=1 << 30)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    repetition_penalty: Annotated[float, Field(gt=0, le=100)] | None = None
+    presence_penalty: Annotated[float, Field(ge=-100, le=100)] | None = None
+    frequency_penalty: Annotated[float, Field(ge=-100, le=100)] | None = None
+    logit_bias: Annotated[dict[Annotated[str, StringConstraints(pattern=r"^[0-9]{1,9}$")], Annotated[float, Field(ge=-1e9, le=1e9)]],
+                          Field(max_length=MAX_BIAS)] | None = None
+    bad_words: Annotated[list[StopText], Field(max_length=MAX_STOP)] | None = None
+    min_tokens: Annotated[int, Field(ge=0, le=MAX_TOKENS)] | None = None
+    stop: StopText | Annotated[list[StopText], Field(max_length=MAX_STOP)] | None = None
+    stop_token_ids: Annotated[list[Id], Field(max_length=MAX_STOP)] | None = None
+    ignore_eos: bool | None = None
+    seed: Annotated[int, Field(ge=0, lt=1 << 63)] | None = None
+    stream: bool | None = None
+    user: Short | None = None
+    safety_identifier: Short | None = None
+    metadata: Annotated[dict[Short, Short], Field(max_length=16)] | None = None
+    service_tier: Literal["auto", "default"] | None = None
+    speculation: Speculation | None = None
+
+
+class CompletionRequest(Common):
+    prompt: (str | Annotated[list[str], Field(min_length=1, max_length=MAX_PROMPTS)] | Annotated[list[Id], Field(max_length=MAX_IDS)]
+             | Annotated[list[Annotated[list[Id], Field(max_length=MAX_IDS)]], Field(max_length=MAX_PROMPTS)])
+    max_tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS)] | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_N)] | None = None
+    logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    stream_options: StreamOptions | None = None
+    response_format: ResponseFormat | None = None
+    echo: Literal[False] | None = None
+    best_of: Literal[1] | None = None
+    suffix: Literal[""] | None = None
+
+
+class FunctionCall(Strict):
+    name: FunctionName
+    arguments: str
+
+
+class ToolCall(Strict):
+    id: Short
+    type: Literal["function"] = "function"
+    function: FunctionCall
+
+
+class Message(Strict):
+    """One turn. Text only: parts of other types (images, audio, files) are refused, and nothing is ever fetched."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | Annotated[list[TextPart], Field(max_length=MAX_MESSAGES)] | None = None
+    name: Short | None = None
+    tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_TOOLS)] | None = None
+    tool_call_id: Short | None = None
+    refusal: None = None
+
+
+class Function(Strict):
+    name: FunctionName
+    description: str | None = None
+    parameters: JsonSchema | None = None
+    strict: bool | None = None
+
+
+class Tool(Strict):
+    type: Literal["function"]
+    function: Function
+
+
+class ToolName(Strict):
+    name: FunctionName
+
+
+class NamedTool(Strict):
+    type: Literal["function"]
+    function: ToolName
+
+
+class ChatRequest(Common):
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
+    max_tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS)] | None = None
+    max_completion_tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS)] | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_N)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    stream_options: StreamOptions | None = None
+    response_format: ResponseFormat | None = None
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
+    prediction: Prediction | None = None
+    modalities: list[Literal["text"]] | None = None
+    store: Literal[False] | None = None
+
+
+class InputPart(Strict):
+    type: Literal["input_text", "output_text"]
+    text: str
+
+
+class InputMessage(Strict):
+    type: Literal["message"] = "message"
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | Annotated[list[InputPart], Field(max_length=MAX_MESSAGES)]
+
+
+class TextFormat(Strict):
+    type: Literal["text", "json_object", "json_schema"]
+    name: Short | None = None
+    description: str | None = None
+    schema_: JsonSchema | None = Field(None, alias="schema")
+    strict: bool | None = None
+
+
+class TextOptions(Strict):
+    format: TextFormat | None = None
+
+
+class ResponsesRequest(Common):
+    input: str | Annotated[list[InputMessage], Field(min_length=1, max_length=MAX_MESSAGES)]
+    instructions: str | None = None
+    max_output_tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS)] | None = None
+    text: TextOptions | None = None
+    store: Literal[False] | None = None
+
+
+class TokenizeRequest(Strict):
+    model: Name | None = None
+    prompt: str | None = None
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)] | None = None
+    add_special_tokens: bool = True
+    return_token_strs: bool = False
+
+
+class DetokenizeRequest(Strict):
+    model: Name | None = None
+    tokens: Annotated[list[Id], Field(max_length=MAX_IDS)]
+
+
+class SwitchRequest(Strict):
+    """PUT /draftproof/speculation. A drafter given here is the server's own, none, or one that needs no files."""
+
+    enabled: bool | None = None
+    depth_cap: Annotated[int, Field(ge=0, le=1024)] | None = None
+    drafter: Annotated[str, StringConstraints(max_length=1024)] | None = None

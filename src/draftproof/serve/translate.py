@@ -1,0 +1,229 @@
+"""From what a client asks to what an engine is told: prompt ids, `Sampling`, a wish about speculation. No clock, no queue, no socket."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import ValidationError
+
+from ..errors import DraftproofError
+from ..models.tokenizer import Tokenizer
+from ..types import Sampling
+from . import tools
+from .refusal import Refusal, of_validation
+from .schema import (
+    ChatRequest,
+    Common,
+    CompletionRequest,
+    Message,
+    ResponseFormat,
+    ResponsesRequest,
+    Speculation,
+    TextFormat,
+    TextPart,
+    Tool,
+)
+
+CLASS = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
+SAME = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "min_tokens", "ignore_eos", "seed")
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """The model behind the server, as far as its edge needs it. `spell` gives a token's bytes, None where they are not known."""
+
+    name: str
+    tokenizer: Tokenizer | None
+    context: int
+    vocab_size: int
+    spell: Callable[[int], bytes | None]
+    fingerprint: str
+    drafter: str = "none"                                   # the spec that the server was started with
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """One HTTP request, ready to run: every prompt is submitted by itself, with the same options."""
+
+    prompts: tuple[str | tuple[int, ...], ...]
+    sampling: Sampling
+    speculation: Mapping[str, Any] | None
+    prompt_class: str | None
+    stream: bool
+    include_usage: bool = False
+    tools: tuple[Tool, ...] = ()                            # those that may be called
+    metadata: Mapping[str, str] | None = None
+
+    @property
+    def choices(self) -> int:
+        return len(self.prompts) * self.sampling.n
+
+
+@dataclass(frozen=True, slots=True)
+class Headers:
+    """What a client says beside the body; the body has the last word."""
+
+    speculation: Mapping[str, Any] | None = None
+    prompt_class: str | None = None
+
+    @classmethod
+    def of(cls, headers: Mapping[str, str]) -> Headers:
+        """`X-Draftproof-Speculation: off` (or on, or a JSON object as in a body) and `X-Draftproof-Class: NAME`. Raises Refusal."""
+        said, prompt_class = headers.get("x-draftproof-speculation"), headers.get("x-draftproof-class")
+        wish: dict[str, Any] | None = None
+        if said in ("off", "none"):
+            wish = {"drafter": "none"}
+        elif said not in (None, "on"):
+            try:
+                wish = Speculation.model_validate_json(said or "").model_dump(exclude_none=True)
+            except ValidationError as error:
+                raise Refusal(400, f"header X-Draftproof-Speculation: {of_validation(error)}; expected off, on or a JSON object",
+                              param="X-Draftproof-Speculation") from None
+        return cls(wish, _class(prompt_class, "header X-Draftproof-Class"))
+
+
+def completion(request: CompletionRequest, headers: Headers) -> Order:
+    prompt = request.prompt
+    if isinstance(prompt, str):
+        prompts: tuple[str | tuple[int, ...], ...] = (prompt,)
+    elif prompt and isinstance(prompt[0], int):
+        prompts = (tuple(_ids(prompt)),)
+    else:
+        prompts = tuple(one if isinstance(one, str) else tuple(_ids(one)) for one in prompt)   # type: ignore[arg-type]
+    return _order(request, headers, prompts, max_tokens=request.max_tokens, n=request.n, logprobs=request.logprobs,
+                  grammar=_grammar(request.response_format), include_usage=_usage(request))
+
+
+def chat(request: ChatRequest, headers: Headers, served: Served) -> Order:
+    """Raises Refusal for a conversation that the model's template does not take."""
+    if request.top_logprobs is not None and not request.logprobs:
+        raise Refusal(400, "top_logprobs without logprobs: set logprobs to true", param="top_logprobs")
+    if request.max_tokens is not None and request.max_completion_tokens not in (None, request.max_tokens):
+        raise Refusal(400, "max_tokens and max_completion_tokens differ; give one of them", param="max_tokens")
+    may_call = tools.chosen(request.tools, request.tool_choice)
+    grammar = _grammar(request.response_format)
+    if may_call:
+        must = request.tool_choice not in (None, "auto")
+        answer = None if grammar is None else grammar.get("json_schema", ANY_OBJECT)
+        grammar = {"lark": tools.grammar(may_call, must, request.parallel_tool_calls is not False, answer)}
+    prediction = "" if request.prediction is None else _text(request.prediction.content)
+    return _order(
+        request, headers, (conversation(request.messages, served, may_call),), n=request.n,
+        max_tokens=request.max_completion_tokens or request.max_tokens,
+        logprobs=(request.top_logprobs or 0) if request.logprobs else None, grammar=grammar, include_usage=_usage(request),
+        prediction=prediction, may_call=tuple(may_call))
+
+
+def responses(request: ResponsesRequest, headers: Headers, served: Served) -> Order:
+    messages = [Message(role="system", content=request.instructions)] if request.instructions else []
+    if isinstance(request.input, str):
+        messages.append(Message(role="user", content=request.input))
+    else:
+        messages += [Message(role=one.role, content=one.content if isinstance(one.content, str) else "".join(p.text for p in one.content))
+                     for one in request.input]
+    form = request.text.format if request.text else None
+    return _order(request, headers, (conversation(messages, served, ()),), max_tokens=request.max_output_tokens, grammar=_grammar(form))
+
+
+def conversation(messages: Sequence[Message], served: Served, may_call: Sequence[Tool]) -> tuple[int, ...]:
+    """The ids of a conversation, by the model's own template. Raises Refusal."""
+    if served.tokenizer is None or not served.tokenizer.has_chat_template:
+        raise Refusal(400, f"model {served.name} has no chat template; use /v1/completions", param="messages")
+    turns = [_turn(message) for message in messages]
+    knows_tools = served.tokenizer.takes_tools
+    if may_call and not knows_tools:
+        first = next((turn for turn in turns if turn["role"] == "user"), turns[0])
+        first["content"] = tools.explained(may_call) + (first["content"] or "")
+    listed = [{"type": "function", "function": tool.function.model_dump(exclude_none=True)} for tool in may_call] if knows_tools else None
+    try:
+        return tuple(served.tokenizer.chat(turns, listed))
+    except DraftproofError:
+        raise
+    except Exception as error:
+        said = str(error).splitlines()[0][:300] if type(error).__module__.startswith("jinja2") else "it failed on it"
+        raise Refusal(400, f"the model's chat template does not take this conversation: {said}", param="messages") from error
+
+
+def _turn(message: Message) -> dict[str, Any]:
+    if message.content is None and not message.tool_calls:
+        raise Refusal(400, f"messages: a turn of the {message.role} without content", param="messages")
+    turn: dict[str, Any] = {"role": "system" if message.role == "developer" else message.role, "content": _text(message.content or "")}
+    if message.tool_calls:
+        turn["tool_calls"] = [{"id": call.id, "type": "function",
+                               "function": {"name": call.function.name, "arguments": _arguments(call.function.arguments)}}
+                              for call in message.tool_calls]
+    for name in ("name", "tool_call_id"):
+        if getattr(message, name) is not None:
+            turn[name] = getattr(message, name)
+    return turn
+
+
+def _arguments(text: str) -> Any:
+    """Templates want the arguments of an earlier call as an object; what is no JSON stays text."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return text
+
+
+def _order(request: Common, headers: Headers, prompts: tuple[str | tuple[int, ...], ...], *, max_tokens: int | None,
+           grammar: Mapping[str, Any] | None, n: int | None = None, logprobs: int | None = None, include_usage: bool = False,
+           prediction: str = "", may_call: tuple[Tool, ...] = ()) -> Order:
+    given: dict[str, Any] = {name: getattr(request, name) for name in SAME if getattr(request, name) is not None}
+    if max_tokens is not None:
+        given["max_tokens"] = max_tokens
+    if request.top_k is not None:
+        given["top_k"] = max(request.top_k, 0)                                       # −1 is off, too
+    if request.stop:
+        given["stop"] = (request.stop,) if isinstance(request.stop, str) else tuple(request.stop)
+    if request.logit_bias:
+        given["logit_bias"] = {int(token): bias for token, bias in request.logit_bias.items()}
+    sampling = Sampling(
+        **given, bad_words=tuple(request.bad_words or ()), stop_token_ids=tuple(request.stop_token_ids or ()), n=n or 1, logprobs=logprobs,
+        grammar=grammar, prediction=prediction)
+    said = (request.metadata or {}).get("prompt_class")
+    return Order(prompts, sampling, _wish(request.speculation, headers), _class(said, "metadata.prompt_class") or headers.prompt_class,
+                 bool(request.stream), include_usage, may_call, request.metadata)
+
+
+def _wish(body: Speculation | None, headers: Headers) -> Mapping[str, Any] | None:
+    wish = body.model_dump(exclude_none=True) if body is not None else headers.speculation
+    if wish and wish.get("drafter") == "off":
+        wish = {**wish, "drafter": "none"}
+    return wish or None
+
+
+def _grammar(form: ResponseFormat | TextFormat | None) -> dict[str, Any] | None:
+    if form is None or form.type == "text":
+        return None
+    if form.type == "json_object":
+        return {"json_object": True}
+    schema = form.schema_ if isinstance(form, TextFormat) else form.json_schema.schema_ if form.json_schema else None
+    if schema is None:
+        raise Refusal(400, "response_format json_schema without its schema", param="response_format")
+    return {"json_schema": schema}
+
+
+def _usage(request: CompletionRequest | ChatRequest) -> bool:
+    if request.stream_options is not None and not request.stream:
+        raise Refusal(400, "stream_options without stream: set stream to true", param="stream_options")
+    return bool(request.stream_options and request.stream_options.include_usage)
+
+
+def _class(said: str | None, place: str) -> str | None:
+    if said is not None and not CLASS.fullmatch(said):
+        raise Refusal(400, f"{place}: expected 1 to 64 letters, digits or any of _ . -", param="prompt_class")
+    return said
+
+
+def _text(content: str | Sequence[TextPart]) -> str:
+    return content if isinstance(content, str) else "".join(part.text for part in content)
+
+
+def _ids(values: Sequence[Any]) -> list[int]:
+    return [int(value) for value in values]

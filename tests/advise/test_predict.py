@@ -1,0 +1,156 @@
+"""Advice from counts and costs: the formula, the choice, the words, and its own check."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from draftproof.advise.check import check
+from draftproof.advise.measure import _cost, from_curve, measure
+from draftproof.advise.predict import Cost, Forecast, forecast, predict, thresholds, verdict
+from draftproof.bench.cells import Spread
+from draftproof.bench.profile import Point
+from draftproof.cli import run as command
+from draftproof.errors import Failure
+from draftproof.models.fake import TableTarget
+from draftproof.types import Sampling
+
+
+def cell(name: str = "code", depth: int = 4, length: float = 3.0, nodes: float = 4.0, half: float | None = None) -> dict[str, Any]:
+    return {"drafter": "ngram", "depth": depth, "class": name, "rounds": 100, "drafted": int(100 * nodes), "acceptance_length": length,
+            "tokens": 101 * 10, "requests": 10, "figure": "exact",
+            "acceptance_length_interval": None if half is None else {"low": length * (1 - half), "high": length * (1 + half)}}
+
+
+def cost(drafter: str, depth: int, batch: int, seconds: float, noise: float = 0.0, **more: Any) -> Cost:
+    return Cost(drafter, depth, batch, Spread(seconds, seconds * (1 - noise), seconds * (1 + noise)), **more)
+
+
+def test_the_formula() -> None:
+    one = forecast(cell(), cost("none", 0, 1, 1.0), cost("ngram", 4, 1, 1.5, nodes=4.0))
+    assert one is not None and one.speedup == Spread(2.0, 2.0, 2.0) and one.concurrency == 1
+    paid = forecast(cell(), cost("none", 0, 2, 1.0, prefill_s=50.0), cost("ngram", 4, 2, 1.5, nodes=4.0))
+    assert paid is not None and paid.speedup.median == pytest.approx((100 + 100) / (100 + 50))
+    shorter = forecast(cell(nodes=2.0), cost("none", 0, 1, 1.0), cost("ngram", 4, 1, 1.5, nodes=4.0, slope=0.125))
+    assert shorter is not None and shorter.speedup.median == pytest.approx(3 / 1.25)
+
+
+def test_a_class_without_rounds_has_no_forecast() -> None:
+    assert forecast({**cell(), "rounds": 0, "acceptance_length": None}, cost("none", 0, 1, 1.0), cost("ngram", 4, 1, 1.0)) is None
+
+
+def test_independent_sources_widen_the_interval_together() -> None:
+    one = forecast(cell(half=0.03), cost("none", 0, 1, 1.0, noise=0.04), cost("ngram", 4, 1, 1.5, nodes=4.0))
+    assert one is not None
+    assert math.log(one.speedup.high / one.speedup.median) == pytest.approx(0.05, rel=0.01)
+    assert one.speedup.low * one.speedup.high == pytest.approx(one.speedup.median ** 2)
+
+
+def advised() -> list[Forecast]:
+    cells = [cell("chat", 4, 1.4), cell("chat", 8, 1.5, 8.0), cell("code", 4, 3.0), cell("code", 8, 4.5, 8.0)]
+    costs = [cost("none", 0, b, 1.0 + b / 100, free_rows=40) for b in (1, 16)]
+    costs += [cost("ngram", d, b, (1.0 + b / 100) * (1 + d * b / 64), nodes=float(d)) for d in (4, 8) for b in (1, 16)]
+    return predict(cells, costs)
+
+
+def test_the_best_is_recommended_and_off_where_it_hurts() -> None:
+    chosen = {(f.prompt_class, f.concurrency): (f.drafter, f.depth) for f in advised() if f.recommended}
+    assert chosen == {("chat", 1): ("ngram", 8), ("chat", 16): ("none", 0), ("code", 1): ("ngram", 8), ("code", 16): ("ngram", 8)}
+    assert thresholds(advised()) == {"chat": 1, "code": 16}
+
+
+def test_reasons_are_words() -> None:
+    by = {(f.prompt_class, f.concurrency, f.depth): f.reason for f in advised()}
+    assert "verification is compute-bound beyond 40 rows, and this needs 80" in by["chat", 16, 4] and "off: the best" in by["chat", 16, 0]
+    assert "4.50 tokens a round, which takes 1.12×" in by["code", 1, 8]
+    said = verdict(advised())
+    assert "code at 1 concurrent: ngram at depth 8" in said and "chat at 16 concurrent: off" in said
+    little = forecast(cell(length=1.02), cost("none", 0, 1, 1.0), cost("ngram", 4, 1, 1.2, nodes=4.0))
+    slow = forecast(cell(length=1.5), cost("none", 0, 1, 1.0), cost("ngram", 4, 1, 2.0, nodes=4.0))
+    assert little is not None and "hardly any stands" in little.reason and slow is not None and "drafting takes more time" in slow.reason
+
+
+def test_costs_from_a_curve() -> None:
+    points = [Point(rows, context, batch, Spread(t, t, t)) for context in (16, 512) for batch in (1, 4)
+              for rows, t in ((1, 1.0), (4, 1.0), (8, 1.2), (16, 2.0))]
+    costs = {(c.drafter, c.batch): c for c in from_curve(points, [cell("a", 4, 3.0, 3.0), cell("b", 4, 2.0, 5.0)], 100, 0.05)}
+    assert costs["none", 4].seconds.median == 1.0 and costs["none", 4].free_rows == 32
+    mine = costs["ngram", 1]
+    assert mine.nodes == 4 and mine.seconds.median == pytest.approx(1.05 + 0.2) and mine.slope == pytest.approx(0.05)
+
+
+def test_rounds_of_the_engine_are_timed() -> None:
+    ticks = iter(range(10**9))
+    costs, weights = measure(TableTarget(7, order=2), [("ngram", 3)], [(1, 2, 3), (4, 5), (2, 1, 2, 1)], [1, 2],
+                             Sampling(temperature=0.0, max_tokens=40), rounds=8, clock=lambda: float(next(ticks)))
+    assert {(c.drafter, c.depth, c.batch) for c in costs} == {(d, n, b) for d, n in (("none", 0), ("ngram", 3)) for b in (1, 2)}
+    assert all(c.seconds.median == 1.0 for c in costs) and weights == {"none": 0, "ngram": 0}
+    assert all((c.nodes > 0) == (c.drafter == "ngram") for c in costs)
+
+
+def test_a_pause_of_the_machine_is_no_cost() -> None:
+    rounds = [(1.0, 0.0)] * 10 + [(1.5, 4.0)] * 20 + [(40.0, 4.0), (30.0, 0.0)]
+    one = _cost("ngram", 4, 1, rounds, 0.0)
+    assert one.seconds.median == pytest.approx((11 * 1.0 + 21 * 1.5) / 32) and one.nodes == pytest.approx(84 / 32)
+    assert one.slope == pytest.approx(0.125, rel=0.4) and one.seconds.high - one.seconds.low < 0.1
+
+
+def bench(**measured: tuple[float, float]) -> dict[str, Any]:
+    return {"cells": [{"arm": d, "drafter": d, "depth": str(depth), "class": "code", "concurrency": 1,
+                       "speedup": {"median": mid, "low": mid - half, "high": mid + half}}
+                      for (d, depth), (mid, half) in {("ngram", 4): measured["four"], ("ngram", 8): measured["eight"]}.items()]}
+
+
+def test_the_check_judges_narrow_cells_only() -> None:
+    forecasts = advised()
+    eight = next(f.speedup.median for f in forecasts if (f.prompt_class, f.concurrency, f.depth) == ("code", 1, 8))
+    found = check(forecasts, bench(four=(9.0, 3.0), eight=(eight * 1.05, 0.01)))
+    assert found["judged"] == 1 and found["within_10_percent"] == 1.0 and len(found["cells"]) == 2
+    (regret,) = found["regret"]
+    assert regret["depth"] == 8 and regret["slower_by"] == pytest.approx(1 - eight * 1.05 / 9.0)
+    wrong = check(forecasts, bench(four=(2.0, 0.01), eight=(eight * 1.5, 0.01)))
+    assert wrong["within_10_percent"] < 1 and wrong["regret"][0]["slower_by"] == 0
+    for document in ({}, {"cells": []}, {"cells": [{"class": "x", "drafter": "y", "depth": "1"}]}):
+        with pytest.raises(Failure):
+            check(forecasts, document)
+
+
+def log_of(folder: Path) -> Path:
+    log = folder / "log.jsonl"
+    log.write_text("".join(json.dumps({"prompt_token_ids": [5, 6, 7, i + 8], "token_ids": [5, 6, 7, 8] * 6, "max_tokens": 24,
+                                       "finish_reason": "length", "class": "ab"[i % 2]}) + "\n" for i in range(6)))
+    return log
+
+
+def test_the_command_times_the_engine(tiny_pair: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command(["advise", str(log_of(tmp_path)), "--target", str(tiny_pair[0]), "--drafter", "ngram", "--depth", "3",
+                    "--concurrency", "1,2", "--rounds", "4", "--json"]) == 0
+    document = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert {(c["class"], c["concurrency"], c["drafter"]) for c in document["cells"]} == {
+        (name, b, d) for name in ("a", "b", "all") for b in (1, 2) for d in ("ngram", "none")}
+    assert all({"mid", "low", "high"} == set(c["expected_speedup"]) and c["reason"] for c in document["cells"])
+    assert document["verdict"] and document["log"]["requests"] == 6
+    assert all(entry["total"] == entry["logits"] + entry["target_cache"] for entry in document["memory"])
+
+
+def test_the_command_reads_documents(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    heard, curve, measured = tmp_path / "audition.json", tmp_path / "profile.json", tmp_path / "bench.json"
+    assert command(["audition", str(log_of(tmp_path)), "--drafter", "ngram", "--depth", "4", "--json"]) == 0
+    heard.write_text("a line before\n" + capsys.readouterr().out)
+    curve.write_text(json.dumps({"curve": [{"rows": r, "context": 64, "batch": b, "seconds": {"median": t, "low": t, "high": t}}
+                                           for b in (1, 64) for r, t in ((1, 1.0), (8, 1.0 + b / 8))]}))
+    measured.write_text(json.dumps({"cells": [{"class": "all", "drafter": "ngram", "depth": "4", "concurrency": 1,
+                                               "speedup": {"median": 4.0, "low": 4.0, "high": 4.0}}]}))
+    arguments = ["advise", "--audition", str(heard), "--profile", str(curve), "--bench", str(measured)]
+    assert command([*arguments, "--json"]) == 0
+    document = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert document["thresholds"] == {"a": 1, "b": 1, "all": 1} and "compute-bound" in document["verdict"]
+    assert document["check"]["judged"] == 1
+    assert command(arguments) == 0 and "Verdict: " in capsys.readouterr().out
+    assert command(["advise", "--audition", str(heard)]) == 2 and "no LOG" in capsys.readouterr().err
+    heard.write_text("nothing")
+    assert command(arguments) == 1 and "no JSON document" in capsys.readouterr().err

@@ -1,0 +1,268 @@
+"""An audition counts what the engine counted, however it is cut into blocks, processes and sittings; and says what is exact."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from queue import Queue
+from typing import Any
+
+import pytest
+from vector_heads import VECTOR_HEADS
+
+from draftproof.audition import run as audition
+from draftproof.audition.counts import Counts, best_depths
+from draftproof.audition.replay import Story, copied, granted, replay
+from draftproof.audition.run import Arm, Work
+from draftproof.audition.stories import Reader
+from draftproof.audition.workers import _worker, run
+from draftproof.cli import run as command
+from draftproof.config import EngineConfig
+from draftproof.core.tally import Tally
+from draftproof.drafters.base import Drafter
+from draftproof.drafters.fixed import AlwaysWrong
+from draftproof.drafters.model import ModelDrafter
+from draftproof.drafters.ngram import NgramDrafter
+from draftproof.drafters.suffix import SuffixDrafter
+from draftproof.engine.engine import Engine
+from draftproof.errors import Failure, OptionError
+from draftproof.models.fake import TableTarget
+from draftproof.trace.sinks import Jsonl
+from draftproof.types import Sampling
+
+V = 9
+PROMPTS = [(1, 2, 3), (4, 5), (7, 1, 7, 1, 7), (2,), (8, 8, 3), (3, 1), (5, 5, 5), (6, 2)]
+
+
+def target() -> TableTarget:
+    return TableTarget(V, order=2, seed=1, sharpness=3.0, eos_ids=(0,))
+
+
+def drafter(name: str) -> Drafter:
+    return {"ngram": NgramDrafter, "suffix": SuffixDrafter, "wrong": lambda: AlwaysWrong(V),
+            "model": lambda: ModelDrafter(TableTarget(V, order=2, seed=1, sharpness=1.5), V)}[name]()
+
+
+def write(folder: Path, name: str, depth: int, temperature: float, traced: bool = False) -> tuple[Path, dict[str, Any]]:
+    """A log that the engine wrote, and the engine's own counts."""
+    log, trace = folder / "log.jsonl", folder / "trace.jsonl"
+    sink = Jsonl(trace)
+    with Engine(target(), drafter(name), depth if depth else "auto", config=EngineConfig(trace="full"), sinks=[sink]) as engine:
+        with log.open("w") as out:
+            for i, prompt in enumerate(PROMPTS):
+                done = engine.generate(prompt, Sampling(temperature=temperature, top_p=1.0, seed=i, max_tokens=40),
+                                       prompt_class="even" if i % 2 == 0 else "odd")
+                out.write(json.dumps({"prompt_token_ids": prompt, "token_ids": done.token_ids, "max_tokens": 40,
+                                      "finish_reason": done.finish_reason, "class": "even" if i % 2 == 0 else "odd"}) + "\n")
+        metrics = engine.stats()["metrics"]
+    sink.close()
+    return trace if traced else log, metrics
+
+
+def work(log: Path, name: str, depth: int | None) -> Work:
+    made = name in ("model", "wrong")
+    spec = "custom:a.b:C" if name == "wrong" else name
+    return Work(str(log), (Arm(spec, depth),), Reader.of(target()), target() if made else None, lambda spec: drafter(name))
+
+
+def counts(cell: dict[str, Any]) -> tuple[Any, ...]:
+    return cell["rounds"], cell["drafted"], cell["accepted"], cell["acceptance_length"], cell["hazard"]
+
+
+def same(cell: dict[str, Any], metrics: dict[str, Any]) -> bool:
+    return counts(cell) == counts(metrics)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("name, depth", [("ngram", 3), ("ngram", 7), ("suffix", 5), ("wrong", 2)])
+def test_a_minimal_log_gives_the_engines_counts(name: str, depth: int, temperature: float, tmp_path: Path) -> None:
+    log, metrics = write(tmp_path, name, depth, temperature)
+    result = run(work(log, name, depth))
+    cells = {cell["class"]: cell for cell in result.cells()}
+    assert set(cells) == {"even", "odd", "all"} and same(cells["all"], metrics)
+    assert cells["even"]["rounds"] + cells["odd"]["rounds"] == metrics["rounds"]
+    assert result.log()["requests"] == len(PROMPTS) and cells["all"]["figure"] == "exact"
+
+
+@pytest.mark.parametrize("name", ["ngram", "suffix", "model"])
+@pytest.mark.parametrize("depth", [4, 0])
+def test_our_traces_are_exact_at_any_temperature_and_depth(name: str, depth: int, tmp_path: Path) -> None:
+    """Depth 0 stands for a depth that changed from round to round."""
+    log, metrics = write(tmp_path, name, depth, 0.8, traced=True)
+    (whole,) = [cell for cell in run(work(log, name, depth or None)).cells() if cell["class"] == "all"]
+    assert same(whole, metrics) and whole["figure"] == "exact" and metrics["accepted"] > 5
+
+
+@pytest.mark.parametrize("name", ["medusa", "hydra-prefix", "mlp"])
+def test_heads_are_exact_with_the_states_of_a_prefill(name: str, tmp_path: Path) -> None:
+    model, trace = target(), tmp_path / "trace.jsonl"
+    sink = Jsonl(trace)
+    with Engine(model, VECTOR_HEADS[name](model, model), 3, config=EngineConfig(trace="full"), sinks=[sink]) as engine:
+        engine.generate_batch(PROMPTS, Sampling(temperature=0.8, top_p=1.0, seed=3, max_tokens=30))
+        metrics = engine.stats()["metrics"]
+    sink.close()
+    job = Work(str(trace), (Arm(f"{name.partition('-')[0]}:x", 3),), Reader.of(model), model, lambda spec: VECTOR_HEADS[name](model, model))
+    (whole,) = run(job).cells()
+    assert same(whole, metrics) and whole["figure"] == "exact" and metrics["accepted"] > 0 and not model.open_slots
+
+
+def test_a_sampled_log_without_its_noise_is_named_as_greedy(tmp_path: Path) -> None:
+    log, metrics = write(tmp_path, "model", 4, 0.8)
+    (whole,) = [cell for cell in run(work(log, "model", 4)).cells() if cell["class"] == "all"]
+    assert whole["figure"] == "greedy" and not same(whole, metrics)
+    greedy, metrics = write(tmp_path, "model", 4, 0.0)
+    (whole,) = [cell for cell in run(work(greedy, "model", 4)).cells() if cell["class"] == "all"]
+    assert same(whole, metrics)
+
+
+def test_the_lean_path_is_the_replay() -> None:
+    stories = [Story(p, tuple((7 * i + len(p) * j) % 5 for j in range(60)), Sampling(temperature=0), limit=limit, depths=((0, 3), (40, 1)))
+               for i, p in enumerate(PROMPTS) for limit in (None, 90)]
+    for depth in (1, 3, 9, None):
+        for kind in (NgramDrafter, SuffixDrafter):
+            lean = kind()
+            assert [copied(lean, story, depth) for story in stories] == replay(kind(), stories, depth, batch=1)
+    assert [granted(stories[0], at) for at in (0, 39, 40, 99)] == [3, 3, 1, 1]
+
+
+@pytest.fixture
+def blocks_of_two(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(audition, "BLOCK", 2)
+
+
+@pytest.mark.usefixtures("blocks_of_two")
+@pytest.mark.parametrize("name", ["ngram", "suffix"])
+def test_shares_add_up_to_the_whole(name: str, tmp_path: Path) -> None:
+    """Each half of a suffix store's work has learnt what the other counted."""
+    log, metrics = write(tmp_path, name, 5, 0.8)
+    job, result = work(log, name, 5), audition.Result((Arm(name, 5),))
+    for index in range(2):
+        for part in job.parts(audition.Share(0, index, 2), audition.Skipped()):
+            result.add(part)
+    assert same(result.cells()[-1], metrics)
+
+
+@pytest.mark.usefixtures("blocks_of_two")
+@pytest.mark.parametrize("name", ["ngram", "suffix", "wrong"])
+def test_a_killed_run_goes_on_where_it_was(name: str, tmp_path: Path) -> None:
+    log, metrics = write(tmp_path, name, 5, 0.8)
+    kept = tmp_path / "kept.jsonl"
+    job = work(log, name, 5)
+
+    def die(part: audition.Part) -> None:
+        if part.block == 1:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run(job, partial=kept, progress=die)
+    kept.write_bytes(kept.read_bytes() + b'{"arm": 0, "blo')
+    seen: list[int] = []
+    result = run(job, partial=kept, progress=lambda part: seen.append(part.block))
+    assert seen == [2, 3] and same(result.cells()[-1], metrics)
+    assert same(run(job, partial=kept).cells()[-1], metrics)
+    with pytest.raises(Failure, match="no partial result of this audition"):
+        run(work(log, name, 6), partial=kept)
+
+
+def test_processes_count_the_same(tmp_path: Path) -> None:
+    log, metrics = write(tmp_path, "suffix", 5, 0.8)
+    job = Work(str(log), (Arm("suffix", 5),), Reader())
+    assert run(job, processes=2).cells() == run(job).cells() and same(run(job).cells()[-1], metrics)
+
+
+def test_what_fails_in_a_worker_is_told(tmp_path: Path) -> None:
+    log, said = tmp_path / "log.jsonl", Queue[Any]()
+    log.write_text('{"prompt": "text without a tokenizer", "completion": "x"}\n')
+    _worker(Work(str(log), (Arm("ngram", 5),), Reader()), audition.Share(0), 3, said)
+    kind, number, error = said.get()
+    assert (kind, number) == ("error", 3) and isinstance(error, Failure) and "no tokenizer" in str(error)
+
+
+def test_the_command_prints_the_contracts_document(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    log, metrics = write(tmp_path, "ngram", 4, 0.8)
+    with log.open("a") as out:
+        out.write('{"prompt_token_ids": [1, 2\n{"prompt_token_ids": [1], "token_ids": []}\n')
+    assert command(["audition", str(log), "--drafter", "ngram", "--drafter", "suffix", "--depth", "4", "--depth", "2", "--json"]) == 0
+    said = capsys.readouterr()
+    document = json.loads(said.out.splitlines()[-1])
+    assert document["log"]["requests"] == 8 and document["log"]["skipped"] == 2 and document["log"]["retokenised"] == 0
+    assert len(document["cells"]) == 3 * 4 and "line 9" in said.err
+    keys = {"drafter", "depth", "class", "rounds", "drafted", "accepted", "acceptance_length", "hazard"}
+    assert all(keys <= set(c) for c in document["cells"])
+    (found,) = [c for c in document["cells"] if (c["drafter"], c["depth"], c["class"]) == ("ngram", 4, "all")]
+    assert same(found, metrics)
+    assert command(["audition", str(log), "--drafter", "ngram"]) == 0 and "acceptance length" in capsys.readouterr().out
+
+
+def test_text_is_tokenised_again_and_counted(tiny_pair: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    log = tmp_path / "log.jsonl"
+    pair = {"request": {"messages": [{"role": "user", "content": "count"}], "temperature": 0},
+            "response": {"choices": [{"message": {"content": "one two one two one two one two"}, "finish_reason": "stop"}]}}
+    log.write_text(json.dumps(pair) + "\n" + json.dumps({"text": "def f():\n    return 1\n" * 6}) + "\n")
+    arguments = ["audition", str(log), "--target", str(tiny_pair[0]), "--depth", "3", "--json"]
+    assert command([*arguments, "--drafter", "ngram", "--drafter", f"model:{tiny_pair[1]}"]) == 0
+    said = capsys.readouterr()
+    document = json.loads(said.out.splitlines()[-1])
+    assert document["log"]["retokenised"] == 2 and "tokenised again" in said.err
+    by = {c["drafter"]: c for c in document["cells"]}
+    assert by["ngram"]["figure"] == "exact" and by["ngram"]["accepted"] > 10
+    assert by[f"model:{tiny_pair[1]}"]["figure"] == "mixed"          # greedy request: exact; document: nobody knows
+
+
+@pytest.mark.parametrize("arguments, says", [
+    (["--drafter", "none"], "nothing to count"), (["--drafter", "ngrm"], "unknown drafter"), (["--depth", "0"], "integers ≥ 1"),
+    (["--depth", "traced", "--drafter", "ngram"], "expected a trace of ours")])
+def test_wrong_wishes_are_one_line(arguments: list[str], says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    log = tmp_path / "log.jsonl"
+    log.write_text('{"prompt_token_ids": [1, 2], "token_ids": [3, 4]}\n')
+    assert command(["audition", str(log), *arguments]) == 2 and says in capsys.readouterr().err
+
+
+def test_an_empty_log_says_why(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    log = tmp_path / "log.jsonl"
+    log.write_text("nothing\n")
+    assert command(["audition", str(log), "--drafter", "ngram"]) == 1 and "line 1: not a JSON object" in capsys.readouterr().err
+
+
+def test_the_interval_covers_a_ratio_over_requests() -> None:
+    import random
+
+    rng, covered = random.Random(3), 0
+    for _ in range(200):
+        counts = Counts()
+        for _ in range(40):
+            one = Tally()
+            one.prefill()
+            easy = rng.random() < 0.5
+            for _ in range(rng.randint(5, 15)):
+                stood = int(rng.random() < (0.9 if easy else 0.1))
+                one.round(1, stood, 1 - stood, 1 + stood)
+            counts.add(one, True, 3)
+        interval = counts.interval()
+        assert interval is not None
+        covered += interval[0] <= 1.5 <= interval[1]
+    assert 180 <= covered <= 199         # 190 expected
+    assert Counts.from_dict(json.loads(json.dumps(counts.as_dict()))) == counts and Counts().interval() is None
+
+
+def test_the_best_depth_follows_from_the_cost() -> None:
+    cells = [{"drafter": "d", "class": "c", "depth": k, "rounds": 100, "drafted": 100 * k,
+              "acceptance_length": 1 + sum(0.7 ** i for i in range(1, k + 1))}
+             for k in range(1, 9)]
+    assert best_depths(cells, 0.0)[0]["depth"] == 8 and best_depths(cells, 0.1)[0]["depth"] == 4 and best_depths(cells, 0.9)[0]["worth"] < 1
+
+
+def test_copying_drafters_are_heard_fast() -> None:
+    """Far from the speed that is promised on a quiet machine, but far above a replay that makes tensors for every round."""
+    stories = [Story((1, 2), tuple((i * i + i // 7) % 50 for i in range(2000)), Sampling(temperature=0))] * 5
+    drafter, start = NgramDrafter(), time.process_time()
+    for story in stories:
+        copied(drafter, story, 8)
+    assert 10_000 / (time.process_time() - start) > 25_000
+
+
+def test_depth_below_one_and_drafter_none_are_refused(tmp_path: Path) -> None:
+    for arm in (Arm("none", 3), Arm("ngram", 0)):
+        with pytest.raises(OptionError):
+            Work(str(tmp_path), (arm,), Reader())

@@ -1,0 +1,215 @@
+"""bench: workloads of every form, arms in turn, loads closed and open, and what is left behind."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+from collections import Counter
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+from engine.engine_support import table
+from engine.letters import Letters
+
+from draftproof.bench import report
+from draftproof.bench.arms import local_arms, url_arms
+from draftproof.bench.load import Answer, Job, Load, Local
+from draftproof.bench.summary import answer_lines, is_spec_bench, rows, serving, spec_bench
+from draftproof.bench.sweep import Arm, Plan, settled, speedup, sweep
+from draftproof.bench.workload import MT_BENCH, SPEC_BENCH, Item, poisson, read_items, synthetic
+from draftproof.cli import run
+from draftproof.config import LoadConfig
+from draftproof.errors import Failure
+
+QUESTIONS = [
+    {"question_id": 81, "category": "writing", "turns": ["ab ab", "ba"]},
+    {"question_id": 161, "category": "translation", "turns": ["abc"], "reference": ["x"]},
+    {"question_id": 481, "category": "rag", "turns": ["cab" * 30]},
+]
+
+
+class PlainLetters(Letters):
+    """Letters without a chat template; what is no letter is a space."""
+
+    has_chat_template = False
+
+    def encode(self, text: str) -> list[int]:
+        return super().encode("".join(c if c in "abcde " else " " for c in text))
+
+
+def lines(tmp_path: Path, *records: Any) -> Path:
+    file = tmp_path / "workload.jsonl"
+    file.write_text("\n".join(record if isinstance(record, str) else json.dumps(record) for record in records))
+    return file
+
+
+def answers(items: list[Item], plan: Plan, drafters: tuple[str, ...] = ("ngram",)) -> tuple[list[Answer], list[Arm]]:
+    target = table(tokenizer=PlainLetters(), context=80)
+    with ExitStack() as stack:
+        arms = local_arms(stack, target, drafters, [3], LoadConfig())
+        return list(sweep(arms, items, plan)), arms
+
+
+def test_every_form_is_read(tmp_path: Path) -> None:
+    items = read_items(lines(tmp_path, {"prompt": "x", "class": "code", "max_tokens": 9}, {"prompt_token_ids": [1, 2]},
+                             {"messages": [{"role": "system", "content": "s"}, {"role": "user", "content": [{"type": "text", "text": "q"}]},
+                                           {"role": "assistant", "content": "a"}]},
+                             {"request": {"prompt": "y", "max_tokens": 5}, "response": {}},
+                             {"question_id": "ab12", "category": "coding", "turns": [{"role": "user", "content": "t"}]}))
+    assert [item.turns for item in items] == [("x",), ((1, 2),), ("q",), ("y",), ("t",)]
+    assert [item.max_tokens for item in items] == [9, None, None, 5, None]
+    assert [item.chat for item in items] == [False, False, True, False, True] and items[2].history == ({"role": "system", "content": "s"},)
+    assert items[4].prompt_class == "coding", "only Spec-Bench's own file has its categories grouped"
+
+
+@pytest.mark.parametrize(("bad", "word"), [
+    ("{", "line 2: not JSON"), ("[1]", "a JSON list"), ({"x": 1}, "keys x"), ({"prompt": 7}, "expected"),
+    ({"prompt": "x", "timestamp": "late"}, "late"), ({"prompt": "x", "arrival_s": 1}, "1 of 2"),
+])
+def test_bad_lines_are_named(bad: Any, word: str, tmp_path: Path) -> None:
+    with pytest.raises(Failure, match=word):
+        read_items(lines(tmp_path, {"prompt": "fine"}, bad))
+
+
+def test_arrivals(tmp_path: Path) -> None:
+    items = read_items(lines(tmp_path, {"prompt": "b", "timestamp": "2026-01-01T00:00:03+00:00"},
+                             {"prompt": "a", "timestamp": "2026-01-01T00:00:01+00:00"}))
+    assert [(item.turns[0], item.arrival_s) for item in items] == [("a", 0.0), ("b", 2.0)]
+    assert poisson(items * 500, 10.0, 0)[-1].arrival_s == pytest.approx(100, rel=0.1)
+    assert len(synthetic(3, 7, 5, 0, 11)[0].turns[0]) == 7 and len(str(synthetic(1, 7, 5, 0)[0].turns[0]).split()) == 7
+
+
+def test_arms_take_turns_and_agree() -> None:
+    items = [Item(str(i), "ab"[i % 2], ((1, 2, 3, 1, 2, i),)) for i in range(4)]
+    plan = Plan((Load(1), Load(3)), repeats=2, most_repeats=2, tokens=12)
+    found, arms = answers(items, plan, ("ngram", "suffix"))
+    assert Counter(a.job.arm for a in found) == dict.fromkeys(("off", "ngram", "suffix"), 16)
+    firsts = [a.job.arm for a in found if a.job.load == Load(1)][::3]
+    assert set(firsts) == {"off", "ngram", "suffix"}, "the arm that goes first changes"
+    cells = [row.as_json() for row in rows(found, arms)]
+    assert [(c["concurrency"], c["class"]) for c in cells[::3]] == [(n, name) for n in (1, 3) for name in ("a", "b", "all")]
+    for cell in cells:
+        assert cell["identical"] is True and cell["failed"] == 0 and cell["tokens"] == cell["requests"] * 12
+        assert (cell["speedup"] is None) == (cell["arm"] == "off") and (cell["total_tokens_per_s"] is None) == (cell["class"] != "all")
+        assert cell["latency"]["ttft_s"]["p50"] <= cell["latency"]["ttft_s"]["p99"] <= cell["latency"]["e2e_s"]["p99"]
+    off = next(c for c in cells if c["arm"] == "off")
+    assert off["acceptance_length"] == 1.0 and off["draft_utilisation"] is None
+
+
+def test_open_loop_and_failures() -> None:
+    items = [Item(str(i), "a", ((1, 2, i),), arrival_s=i / 100) for i in range(4)]
+    found, _ = answers(items, Plan((Load(), Load(rate=200.0)), repeats=1, most_repeats=1, tokens=6))
+    assert len(found) == 16 and not any(a.error for a in found)
+    recorded = sorted((a.sent_s, a.job.number) for a in found if a.job.arm == "off" and a.job.load == Load())
+    assert [number for _, number in recorded] == [0, 1, 2, 3] and recorded[3][0] - recorded[0][0] >= 0.029
+    with pytest.raises(Failure, match="no arrival times"):
+        answers([Item("0", "a", ((1, 2),))], Plan((Load(),), repeats=1, most_repeats=1))
+    bad, _ = answers([Item("0", "a", ((1, 99),))], Plan(repeats=1, most_repeats=1))
+    assert all("token id 99" in str(a.error) for a in bad)
+
+
+def answer(arm: str, number: int, repeat: int, seconds: float, name: str = "a", text: str = "t", tokens: int = 10) -> Answer:
+    job = Job(arm, Load(1), repeat, number, Item(str(number), name, ("x",), category=name), 0, 10, 0.0, block=number * 10 + repeat)
+    return Answer(job, 0.0, seconds, ((seconds / 10, 1), (seconds, tokens - 1)), text, None, tokens, 3, steps=(3, 3, 3))
+
+
+def test_speed_up_is_paired_and_repeats_end_when_it_is_narrow() -> None:
+    found = [answer(arm, n, r, (1 + n) * (1 + r) * (0.5 if arm == "on" else 1.0))
+             for arm in ("off", "on") for n in range(5) for r in range(2)]
+    spread = speedup(found, "on")
+    assert spread is not None and (spread.low, spread.median, spread.high) == (2.0, 2.0, 2.0)
+    arms = [Arm("off", "none", "0", None), Arm("on", "x", "3", None)]        # type: ignore[arg-type]
+    assert settled(found, arms, 0.01)
+    assert not settled([*found, *(answer(arm, n, 0, 4.0 if arm == "on" else 1.0) for n in (7, 8) for arm in ("off", "on"))], arms, 0.01)
+    assert speedup([a for a in found if a.job.arm == "on"], "on") is None
+    ticks = iter(range(0, 10**6, 100))
+    once = list(sweep([Arm("off", "none", "0", Instant()), Arm("on", "x", "3", Instant())], [Item("0", "a", ("x",))],
+                      Plan(repeats=5, budget_s=1.0), clock=lambda: float(next(ticks))))
+    assert len(once) == 2, "no second repeat after the budget, the first is whole"
+
+
+class Instant:
+    def __init__(self) -> None:
+        self.jobs: list[Job] = []
+
+    def start(self, job: Job) -> None:
+        self.jobs.append(job)
+
+    def poll(self, wait_s: float) -> list[Answer]:
+        done = [Answer(job, 0.0, 1.0, ((1.0, 5),), "x", None, 5) for job in self.jobs]
+        self.jobs.clear()
+        return done
+
+
+def test_vllms_keys() -> None:
+    arms = [Arm("off", "none", "0", Instant())]
+    found = serving([answer("off", n, 0, 2.0) for n in range(3)], arms[0], Load(1))
+    assert found["completed"] == 3 and found["total_output_tokens"] == 30 and found["output_throughput"] == pytest.approx(5.0)
+    assert found["median_e2el_ms"] == 2000 and found["mean_ttft_ms"] == pytest.approx(200) and found["mean_tpot_ms"] == pytest.approx(200)
+    assert found["mean_itl_ms"] == pytest.approx(1800), "inter-chunk, not per token"
+
+
+def test_spec_benchs_own_arithmetic() -> None:
+    found = [answer("off", 0, 0, 2.0, "mt_bench"), answer("off", 1, 0, 5.0, "rag"), answer("on", 0, 0, 1.0, "mt_bench"),
+             answer("on", 1, 0, 5.0, "rag", tokens=20)]
+    table = {row["task"]: row for row in spec_bench(found, "on")}
+    assert list(table) == ["mt_bench", "rag", "overall"] and is_spec_bench(found)
+    assert table["overall"]["tokens_per_s"] == pytest.approx((10 + 4) / 2), "the mean over questions, not total over total"
+    assert table["overall"]["speedup"] == pytest.approx(7.0 / 3.5) and table["rag"]["mean_accepted_tokens"] == 3.0
+    line = answer_lines(found, "on", "m", 1.0)[1]
+    assert line["question_id"] == 1 and line["choices"][0]["new_tokens"] == [20] and line["choices"][0]["accept_lengths"] == [3, 3, 3]
+    assert set(line) == {"question_id", "category", "answer_id", "model_id", "choices", "tstamp"}
+
+
+def test_spec_benchs_file_end_to_end(tmp_path: Path) -> None:
+    items = read_items(lines(tmp_path, *QUESTIONS))
+    assert [item.prompt_class for item in items] == ["mt_bench", "translation", "rag"]
+    found, arms = answers(items, Plan(repeats=1, most_repeats=1, tokens=10))
+    assert len(found) == 8 and not any(a.error for a in found), "two turns of the first question"
+    assert isinstance(arms[0].client, Local) and arms[0].client.cut == 1, "the long prompt lost its beginning"
+    document = {"cells": [row.as_json() for row in rows(found, arms)], "machine": {}, "versions": {}, "command": "x", "note": "<b>",
+                "spec_bench": {"ngram": spec_bench(found, "ngram")}}
+    report.write_csv(document["cells"], tmp_path / "b.csv")
+    report.write_html(document, tmp_path / "b.html")
+    table = list(csv.DictReader((tmp_path / "b.csv").read_text().splitlines()))
+    assert len(table) == len(document["cells"]) and float(table[0]["ttft_s_p99"]) > 0
+    page = (tmp_path / "b.html").read_text()
+    assert "mean accepted tokens" in page and "&lt;b&gt;" in page and "http" not in page.replace("http-equiv", "")
+    spoken = answer_lines(found, "ngram", "m", 1.0)
+    assert [len(line["choices"][0]["turns"]) for line in spoken] == [2, 1, 1]
+
+
+@pytest.mark.skipif("DRAFTPROOF_SPEC_BENCH" not in os.environ, reason="DRAFTPROOF_SPEC_BENCH names Spec-Bench's question.jsonl")
+def test_the_real_spec_bench_file() -> None:
+    items = read_items(os.environ["DRAFTPROOF_SPEC_BENCH"])
+    assert Counter(item.prompt_class for item in items) == dict.fromkeys(SPEC_BENCH, 80) and sum(len(i.turns) for i in items) == 560
+    assert {item.category for item in items if item.prompt_class == "mt_bench"} == set(MT_BENCH)
+
+
+def test_the_plot() -> None:
+    pytest.importorskip("matplotlib")
+    items = [Item(str(i), "a", ((1, 2, 3, 1, 2, i),)) for i in range(2)]
+    found, arms = answers(items, Plan(repeats=1, most_repeats=1, tokens=8))
+    assert report.plot([row.as_json() for row in rows(found, arms)]).startswith(b"\x89PNG")
+
+
+def test_arms_of_servers() -> None:
+    with ExitStack() as stack:
+        arms = url_arms(stack, ["fast=http://h:1", "off=http://h:2/v1"], "m", None, (), (None,), {}, True)
+        assert [(arm.name, arm.client.root) for arm in arms] == [("off", "http://h:2"), ("fast", "http://h:1")]     # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(("arguments", "words"), [
+    (["bench", "--url", "http://h"], "--workload"), (["bench", "--url", "http://h", "--target", "x"], "--target"),
+    (["bench", "--synthetic", "5"], "three integers"), (["bench", "--concurrency", "0"], "expected integers > 0"),
+    (["bench", "--most-repeats", "1"], "at least repeats"), (["bench", "--target", "./none"], "no such folder"),
+    (["bench", "--csv", "no/such/x.csv"], "folder does not exist"), (["prove", "--level", "task"], "--tasks"),
+    (["prove", "--baseline-url", "http://h"], "--url"), (["prove", "--margin", "2"], "margin=2"),
+    (["prove", "--drafter", "none", "--depth", "3"], "name a drafter"), (["prove", "--rule", "lossy-typical"], "lossy-typical"),
+])
+def test_wrong_usage(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(arguments) == 2
+    assert words in capsys.readouterr().err

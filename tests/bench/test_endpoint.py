@@ -1,0 +1,122 @@
+"""Servers: what is sent, what is read from streams and counters, and both commands end to end against a tiny one."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from bench.endpoints import fake
+
+from draftproof.bench.endpoint import Endpoint, read_counters, tally_of
+from draftproof.bench.load import Job, Load, play
+from draftproof.bench.workload import Item
+from draftproof.cli import run
+
+
+def job(item: Item, tokens: int = 8) -> Job:
+    return Job("on", Load(2), 0, 0, item, 1, tokens, 0.0)
+
+
+def test_a_stream_becomes_an_answer() -> None:
+    with fake() as server:
+        client = Endpoint(server.url + "/v1/", extra={"ignore_eos": True, "top_logprobs": 2})
+        chat = Item("1", "chat", ("hi", "more"), chat=True)
+        found = list(play(client, [job(chat), job(Item("2", "ids", ((5, 6),)))], Load(2)))
+        client.close()
+        bodies = {str(body.get("prompt") or len(body["messages"])): body for body in server.bodies}
+    assert [a.text for a in found] == ["abcdefgh"] * 3 and not any(a.error for a in found)
+    assert all(a.tokens == 8 and sum(n for _, n in a.chunks) == 8 and len(a.chunks) == 4 for a in found)
+    assert bodies["[5, 6]"]["logprobs"] == 2 and bodies["1"]["top_logprobs"] == 2 and bodies["1"]["ignore_eos"] is True
+    assert bodies["3"]["messages"][1] == {"role": "assistant", "content": "abcdefgh"}, "the second turn has the first answer"
+    tally = found[0].tally
+    assert tally is not None and (tally.rounds_drafted, tally.drafted, tally.accepted) == (4, 8, 4)
+    assert tally.passed == [3, 1] and tally.reached == [4, 3] and found[0].steps == (1, 2, 2, 3)
+    assert len(found[0].logprobs) == 8
+
+
+def test_plain_rounds_are_what_is_left_of_the_tokens() -> None:
+    tally = tally_of({"num_spec_steps": 2, "num_accepted_draft_tokens": 3, "num_draft_tokens": 6, "acceptance_histogram": [0, 1, 1]}, 11)
+    assert (tally.rounds, tally.rounds_drafted, tally.emitted, tally.completion_tokens) == (7, 2, 10, 11)
+
+
+@pytest.mark.parametrize("engine", ["vllm:", "llamacpp:", "trtllm_", "draftproof:"])
+def test_counters_of_every_engine(engine: str) -> None:
+    text = (f'# TYPE x counter\n{engine}spec_decode_num_drafts_total{{engine="0"}} 10\n'
+            f'{engine}spec_decode_num_drafts_total{{engine="1"}} 30\n'
+            f"{engine}spec_decode_num_draft_tokens_total 120\n{engine}spec_decode_num_accepted_tokens_total 6e1\n"
+            f'{engine}spec_decode_num_accepted_tokens_per_pos_total{{position="0"}} 35\n')
+    now = read_counters(text).since(read_counters(text.replace("30", "0").replace("120", "60").replace("6e1", "20").replace("35", "5")))
+    assert now.as_json() == {
+        "metrics_of": engine[:-1], "spec_decode_num_drafts": 30, "spec_decode_draft_tokens": 60, "spec_decode_accepted_tokens": 40,
+        "spec_decode_acceptance_rate": pytest.approx(200 / 3), "spec_decode_acceptance_length": pytest.approx(1 + 4 / 3),
+        "spec_decode_per_position_acceptance_rates": [1.0]}
+
+
+def test_sglang_has_gauges() -> None:
+    found = read_counters("sglang:spec_accept_length{tp=\"0\"} 2.5\nsglang:spec_accept_rate 0.5\nsglang:num_running_reqs 3").as_json()
+    assert found == {"metrics_of": "sglang", "spec_decode_acceptance_length": 2.5, "spec_decode_acceptance_rate": 50.0}
+
+
+@pytest.fixture
+def workload(tmp_path: Path) -> Path:
+    file = tmp_path / "w.jsonl"
+    file.write_text("\n".join(json.dumps({"prompt": f"p{i}", "class": "ab"[i % 2], "answer": "c"}) for i in range(4)))
+    return file
+
+
+def last_line(capsys: pytest.CaptureFixture[str]) -> dict:
+    return json.loads(capsys.readouterr().out.splitlines()[-1])
+
+
+def test_bench_a_server_against_its_own_off(workload: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with fake() as server:
+        code = run(["bench", "--url", server.url, "--drafter", "ngram", "--depth", "3", "--workload", str(workload), "--tokens", "8",
+                    "--concurrency", "1,2", "--most-repeats", "2", "--json"])
+        asked = [body.get("speculation") for body in server.bodies]
+    assert code == 0 and {"drafter": "ngram", "depth": 3} in asked and {"drafter": "none"} in asked
+    document = last_line(capsys)
+    cell = next(c for c in document["cells"] if c["arm"] == "ngram" and c["class"] == "all" and c["concurrency"] == 2)
+    assert cell["identical"] is True and cell["requests"] == 8 and cell["failed"] == 0
+    assert cell["acceptance_length_drafted"] == pytest.approx(7 / 4), "a text of 8 tokens has room for 7 after the first"
+    assert cell["accepted_at"] == [0.75, 0.25] and cell["speedup"]["low"] <= cell["speedup"]["median"]
+    assert document["serving"][1]["spec_decode_per_position_acceptance_rates"] == [0.75, 0.25]
+    assert document["serving"][0]["metrics_of"] == "vllm" and document["serving"][0]["completed"] == 8
+
+
+def test_a_server_without_off_has_no_speed_up(workload: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with fake() as server:
+        assert run(["bench", "--url", f"fast={server.url}", "--workload", str(workload), "--tokens", "4", "--repeats", "1",
+                    "--most-repeats", "1", "--rate", "500", "--json"]) == 0
+        document = last_line(capsys)
+        assert {c["arm"] for c in document["cells"]} == {"fast"} and document["cells"][0]["speedup"] is None
+        assert document["cells"][0]["load"] == "500/s" and document["cells"][0]["identical"] is None
+        server.fail = True
+        assert run(["bench", "--url", server.url, "--workload", str(workload)]) == 1
+        assert "503" in capsys.readouterr().err
+    assert run(["bench", "--url", server.url, "--workload", str(workload)]) == 1, "nobody listens any more"
+
+
+@pytest.mark.parametrize(("wrong", "code", "word"), [(None, 0, ""), (("X", 0.01), 0, ""), (("X", 3.0), 3, "margin 3")])
+def test_prove_a_server(workload: Path, wrong: tuple[str, float] | None, code: int, word: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with fake() as server:
+        server.wrong, server.only = wrong, "p0"
+        arguments = ["prove", "--url", server.url, "--level", "run", "--workload", str(workload), "--tokens", "8", "--temperature", "0",
+                     "--json"]
+        assert run(arguments) == code
+    captured = capsys.readouterr()
+    document = json.loads(captured.out.splitlines()[-1])
+    assert document["passed"] is (code == 0) and word in " ".join(document["reasons"])
+    found = [d for c in document["levels"]["run"]["comparisons"] for d in c["divergences"]]
+    assert len(found) == (2 if wrong else 0) and all(d["at"] == 2 and d["token"] == "X" and d["expected"] == "c" for d in found)
+
+
+def test_prove_the_task_on_a_server(workload: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with fake() as server:
+        asked = ["prove", "--url", server.url, "--level", "task", "--tasks", str(workload), "--tokens", "4", "--temperature", "0", "--json"]
+        assert run(asked) == 0
+        assert last_line(capsys)["levels"]["task"]["identical"] == 4
+        server.wrong = ("X", 1.0)
+        assert run(asked) == 3
+        document = last_line(capsys)
+    assert document["levels"]["task"]["lost"] == 4 and "WORSE" in document["reasons"][0]

@@ -1,0 +1,131 @@
+"""prove's second and third level: a right engine passes, planted faults are found and named, scores are judged fairly."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from engine.engine_support import table
+from scipy import stats
+
+from draftproof.bench import prove_task as task
+from draftproof.bench.prove_rule import Check
+from draftproof.bench.prove_run import Comparison, Divergence, Subject, judge, margin_at, prove_run
+from draftproof.bench.statistics import chi2_fit, chi2_tail, mcnemar, uniform_fit
+from draftproof.config import LoadConfig, ProveConfig
+from draftproof.core import verify
+from draftproof.core.tree import Odds
+from draftproof.drafters.model import ModelDrafter
+from draftproof.engine import round as engine_round
+from draftproof.errors import Failure
+from draftproof.types import Sampling, Verdict
+
+CONFIG = ProveConfig(prompts=4, tokens=40, batch=4, statistics_tokens=800)
+PROMPTS = [(1, 2, 3, 1, 2, i) for i in range(4)]
+
+
+def subject(rule: Any = "match", **more: Any) -> Subject:
+    target = table()
+    drafter = ModelDrafter(table(seed=8))
+    return Subject(**{"target": target, "drafter": drafter, "depth": 3, "tree": None, "rule": rule, "load": LoadConfig(), **more})
+
+
+def outcomes(checks: list[Check]) -> str:
+    return "\n".join(f"{check.passed} {check.name}: {check.detail}" for check in checks)
+
+
+def test_a_right_engine_is_identical() -> None:
+    report = prove_run(subject(), PROMPTS, CONFIG)
+    assert report.as_json()["passed"], outcomes(report.checks)
+    assert len(report.comparisons) == 6 and all(c.identical == c.texts == 4 and c.tokens > 20 for c in report.comparisons)
+
+
+def test_a_token_that_was_not_earned_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    def eager(parents: Any, tokens: Any, choices: Any) -> Verdict:
+        verdict = verify.match(parents, tokens, choices)
+        return Verdict((*verdict.accepted, verdict.rejected[0]), choices[verdict.rejected[0] + 1], "bonus") if verdict.rejected else verdict
+
+    monkeypatch.setattr(engine_round, "match", eager)
+    report = prove_run(subject(), PROMPTS, CONFIG)
+    wrong = [check for check in report.checks if not check.passed]
+    assert wrong and "not a near tie" in wrong[0].detail and "margin" in wrong[0].detail
+    assert not report.comparisons[0].divergences, "the control has no drafter"
+
+
+def test_the_law_under_ratio_and_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = ProveConfig(prompts=4, tokens=40, batch=8, statistics_tokens=1000, temperatures=(1.0,))
+    for rule in ("ratio", "block"):
+        report = prove_run(subject(rule), PROMPTS, config)
+        assert report.as_json()["passed"], outcomes(report.checks)
+        assert report.statistics["temperature 1"]["tokens"] >= 1000
+    right = verify.tree_odds  # type: ignore[attr-defined]
+    monkeypatch.setattr(verify, "tree_odds", lambda p, q, tokens, parents: Odds(
+        torch.ones_like(right(p, q, tokens, parents).accept), right(p, q, tokens, parents).rest))
+    report = prove_run(subject("ratio"), PROMPTS, config)
+    found = {check.name.split(",")[0] for check in report.checks if not check.passed}
+    assert "martingale" in found, outcomes(report.checks)
+
+
+def test_margins() -> None:
+    target = table()
+    law = target.law((1, 2, 3))
+    best = law.topk(2)
+    margin, near = margin_at(target, (1, 2), (3,), Sampling(temperature=0), *best.indices.tolist())
+    assert margin == pytest.approx(float(best.values[0] - best.values[1])) and not near
+    target.table[2, 3] = target.table[2, 3].index_fill(0, best.indices, 0.0)
+    assert margin_at(target, (1, 2), (3,), Sampling(temperature=0), *best.indices.tolist()) == (0.0, True)
+
+
+def divergence(margin: float | None, near: bool) -> Divergence:
+    return Divergence("x", 0.0, 0, 5, "a", "b", margin, near)
+
+
+@pytest.mark.parametrize(("found", "invisible", "ok", "word"), [
+    ((), True, True, "identical"),
+    ((divergence(0.01, True),), False, True, "near ties"),
+    ((divergence(0.01, True),), True, False, "invisible"),
+    ((divergence(1.7, False),), False, False, "not a near tie"),
+    ((divergence(None, False),), False, False, "one text ended"),
+    (tuple(divergence(0.01, True) for _ in range(60)), False, False, "more often than the control"),
+])
+def test_what_counts_as_proved(found: tuple[Divergence, ...], invisible: bool, ok: bool, word: str) -> None:
+    checks: list[Check] = []
+    judge(checks, Comparison("control", 0.0, 100, 98, 10_000, (divergence(0.01, True),) * 2),
+          [Comparison("on", 0.0, 100, 100 - len(found), 10_000, found)], invisible, 0.0)
+    assert checks[0].passed is ok and word in checks[0].detail
+
+
+def test_statistics_agree_with_scipy() -> None:
+    assert chi2_tail(31.4, 7) == pytest.approx(stats.chi2.sf(31.4, 7), rel=1e-9)
+    assert mcnemar(3, 11) == pytest.approx(stats.binomtest(3, 14).pvalue)
+    values = torch.rand(500, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    for sample in (values, values**1.2):
+        assert uniform_fit(sample.tolist()) == pytest.approx(stats.kstest(sample.numpy(), "uniform").pvalue, rel=0.1)
+    assert chi2_fit([5, 95, 0], [0.05, 0.95, 0.0]) > 0.9 and chi2_fit([5, 94, 1], [0.05, 0.95, 0.0]) == 0.0
+
+
+@pytest.mark.parametrize(("pairs", "same", "passed", "word"), [
+    ([(True, True)] * 10, 10, True, "same text"),
+    ([(True, True)] * 400 + [(True, False)] * 4 + [(False, True)] * 4, 0, True, "equivalent"),
+    ([(True, True)] * 20 + [(False, True)] * 2, 0, False, "not shown"),
+    ([(True, True)] * 60 + [(False, True)] * 40, 0, False, "WORSE"),
+])
+def test_task_scores(pairs: list[tuple[bool, bool]], same: int, passed: bool, word: str) -> None:
+    report = task.judge(pairs, same, 0.05)
+    assert report.check.passed is passed and word in report.check.detail
+
+
+def test_tasks_are_read_and_scored(tmp_path: Path) -> None:
+    file = tmp_path / "tasks.jsonl"
+    file.write_text("\n".join(json.dumps(line) for line in [
+        {"prompt": "2+2?", "answer": "4"}, {"prompt": "capital?", "answer": "Paris"}, {"prompt": "code", "expect": r"return \d+"}]))
+    tasks = task.read_tasks(file)
+    assert [t.right(text) for t, text in zip(tasks, ["so 3, no, 4.0.", "it is paris", "return 7"], strict=True)] == [True] * 3
+    assert [t.right(text) for t, text in zip(tasks, ["4 or 5", "Rome", "return x"], strict=True)] == [False] * 3
+    for bad, word in (({"prompt": "x"}, "expect"), ({"prompt": "x", "expect": "("}, "regular expression")):
+        file.write_text(json.dumps(bad))
+        with pytest.raises(Failure, match=word):
+            task.read_tasks(file)

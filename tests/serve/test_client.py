@@ -1,0 +1,192 @@
+"""The official client against the built-in demo model: what its users do, through its own code."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from serve.serving import Running, alone, serving
+
+from draftproof import Sampling
+from draftproof.config import LoadConfig
+from draftproof.models.load import builtin, load_target
+from draftproof.serve.gate import read_keys
+
+openai = pytest.importorskip("openai")
+pytest.importorskip("llguidance")
+
+MODEL = "draftproof-demo"
+ASK: list[Any] = [{"role": "user", "content": "Write a function that adds two numbers."}]
+SCHEMA = {"type": "object",
+          "properties": {"identifier": {"type": "integer", "minimum": 0, "maximum": 99}, "category": {"enum": ["alpha", "beta"]}},
+          "required": ["identifier", "category"], "additionalProperties": False}
+WEATHER: Any = {"type": "function", "function": {"name": "weather", "description": "Of a city, today.", "parameters": {
+    "type": "object", "properties": {"city": {"enum": ["Bonn", "Oslo"]}, "days": {"$ref": "#/$defs/days"}}, "required": ["city", "days"],
+    "additionalProperties": False, "$defs": {"days": {"type": "integer", "minimum": 1, "maximum": 9}}}}}
+CLOCK: Any = {"type": "function", "function": {"name": "clock"}}
+GREEDY: dict[str, Any] = {"model": MODEL, "temperature": 0, "seed": 1}
+
+
+@pytest.fixture(scope="module")
+def running() -> Iterator[Running]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("DRAFTPROOF_API_KEYS", "tester the-secret-key")
+        keys = read_keys(None)
+    target = load_target(builtin("target"), LoadConfig(self_test=False))
+    with serving(target, "prediction+model", keys=keys, name=MODEL, depth=4) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def client(running: Running) -> Iterator[Any]:
+    with openai.OpenAI(base_url=running.url + "/v1", api_key="the-secret-key", max_retries=0, timeout=60) as client:
+        yield client
+
+
+def plain(running: Running, **options: Any) -> Any:
+    assert running.target.tokenizer is not None
+    return alone(running.target, running.target.tokenizer.chat(ASK), Sampling(**options))
+
+
+def test_models(client: Any) -> None:
+    assert [model.id for model in client.models.list()] == [MODEL] and client.models.retrieve(MODEL).owned_by == "draftproof"
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_chat(running: Running, client: Any, temperature: float) -> None:
+    want = plain(running, temperature=temperature, seed=7, max_tokens=30)
+    got = client.chat.completions.create(model=MODEL, messages=ASK, temperature=temperature, seed=7, max_completion_tokens=30)
+    assert got.choices[0].message.content == want.text and got.choices[0].finish_reason == want.finish_reason
+    assert got.usage.total_tokens == want.prompt_tokens + want.completion_tokens and got.object == "chat.completion"
+    assert got.metrics["speculative_decoding"]["num_draft_tokens"] > 0
+
+
+def test_chat_as_a_stream(running: Running, client: Any) -> None:
+    want = plain(running, temperature=0.9, seed=7, max_tokens=30)
+    chunks = list(client.chat.completions.create(model=MODEL, messages=ASK, temperature=0.9, seed=7, max_tokens=30, stream=True,
+                                                 stream_options={"include_usage": True}))
+    assert chunks[0].choices[0].delta.role == "assistant" and chunks[-1].choices == []
+    assert chunks[-2].choices[0].finish_reason == want.finish_reason
+    assert "".join(c.choices[0].delta.content or "" for c in chunks[:-1]) == want.text
+    assert chunks[-1].usage.completion_tokens == want.completion_tokens and all(c.usage is None for c in chunks[:-1])
+    assert chunks[-1].metrics["speculative_decoding"]["num_spec_steps"] > 0
+
+
+def test_samples_and_stops(running: Running, client: Any) -> None:
+    want = plain(running, temperature=1.0, seed=3, max_tokens=20, n=3, stop=("return", "("))
+    got = client.chat.completions.create(model=MODEL, messages=ASK, temperature=1.0, seed=3, max_tokens=20, n=3, stop=["return", "("])
+    assert [choice.message.content for choice in got.choices] == [sample.text for sample in want.samples]
+    assert [choice.finish_reason for choice in got.choices] == [sample.finish_reason for sample in want.samples]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_logprobs_are_the_targets(running: Running, client: Any, stream: bool) -> None:
+    want = plain(running, temperature=0, seed=1, max_tokens=12, logprobs=2).logprobs
+    got = client.chat.completions.create(messages=ASK, max_tokens=12, logprobs=True, top_logprobs=2, stream=stream, **GREEDY)
+    parts = got if stream else [got]
+    entries = [entry for part in parts if part.choices[0].logprobs for entry in part.choices[0].logprobs.content]
+    assert [entry.logprob for entry in entries] == [entry.logprob for entry in want]
+    assert [[top.logprob for top in entry.top_logprobs] for entry in entries] == [[a.probability for a in e.top] for e in want]
+    assert b"".join(bytes(entry.bytes) for entry in entries).decode() == plain(running, temperature=0, seed=1, max_tokens=12).text
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_json_schema(client: Any, stream: bool) -> None:
+    form = {"type": "json_schema", "json_schema": {"name": "record", "schema": SCHEMA, "strict": True}}
+    got = client.chat.completions.create(messages=ASK, max_tokens=200, response_format=form, stream=stream, **GREEDY)
+    text = "".join(c.choices[0].delta.content or "" for c in got) if stream else got.choices[0].message.content
+    assert set(json.loads(text)) == {"identifier", "category"}
+
+
+def test_a_json_object_and_bad_schemas(client: Any) -> None:
+    got = client.chat.completions.create(messages=ASK, max_tokens=200, response_format={"type": "json_object"}, **GREEDY)
+    text = got.choices[0].message.content
+    assert text.startswith("{") and (got.choices[0].finish_reason == "length" or isinstance(json.loads(text), dict))
+    deep: dict[str, Any] = {}
+    for _ in range(40):
+        deep = {"type": "object", "properties": {"a": deep}}
+    for schema in ({"type": "nonsense"}, {"pattern": "(", "type": "string"}, deep, {"enum": ["x" * 70_000]}):
+        with pytest.raises(openai.BadRequestError):
+            client.chat.completions.create(messages=ASK, max_tokens=5, **GREEDY, response_format={
+                "type": "json_schema", "json_schema": {"name": "bad", "schema": schema}})
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "weather"}}])
+@pytest.mark.parametrize("stream", [False, True])
+def test_tools(client: Any, choice: Any, stream: bool) -> None:
+    tools = [WEATHER] if choice == "required" else [CLOCK, WEATHER]
+    got = client.chat.completions.create(messages=ASK, max_tokens=200, tools=tools, tool_choice=choice, parallel_tool_calls=False,
+                                         stream=stream, **GREEDY)
+    if stream:
+        chunks = list(got)
+        calls = [call for c in chunks for call in c.choices[0].delta.tool_calls or []]
+        assert chunks[-1].choices[0].finish_reason == "tool_calls" and not any(c.choices[0].delta.content for c in chunks)
+    else:
+        calls = got.choices[0].message.tool_calls
+        assert got.choices[0].finish_reason == "tool_calls" and got.choices[0].message.content is None
+    assert [call.function.name for call in calls] == ["weather"] and calls[0].id.startswith("call_")
+    arguments = json.loads(calls[0].function.arguments)
+    assert arguments["city"] in ("Bonn", "Oslo") and 1 <= arguments["days"] <= 9
+
+
+def test_tools_that_may_be_left_alone(client: Any) -> None:
+    got = client.chat.completions.create(messages=ASK, max_tokens=20, tools=[WEATHER], **GREEDY)
+    pieces = client.chat.completions.create(messages=ASK, max_tokens=20, tools=[WEATHER], stream=True, **GREEDY)
+    assert got.choices[0].message.tool_calls is None and got.choices[0].message.content
+    assert "".join(c.choices[0].delta.content or "" for c in pieces) == got.choices[0].message.content
+
+
+def test_a_predicted_output(running: Running, client: Any) -> None:
+    want = plain(running, temperature=0, seed=1, max_tokens=40)
+    got = client.chat.completions.create(messages=ASK, max_tokens=40, prediction={"type": "content", "content": want.text}, **GREEDY)
+    assert got.choices[0].message.content == want.text and got.timings["draft_n_accepted"] > want.completion_tokens / 2
+
+
+def test_control_of_speculation(client: Any) -> None:
+    texts = {}
+    for wish in ({}, {"drafter": "none"}, {"depth": 2}, {"depth": 0}, {"depth": "auto"}):
+        got = client.chat.completions.create(messages=ASK, max_tokens=20, extra_body={"speculation": wish}, **GREEDY)
+        texts[str(wish)] = got.choices[0].message.content
+    assert len(set(texts.values())) == 1
+    with pytest.raises(openai.BadRequestError) as error:
+        client.chat.completions.create(messages=ASK, extra_body={"speculation": {"drafter": "medusa"}}, **GREEDY)
+    assert "medusa" in error.value.message and error.value.param == "drafter"
+
+
+def test_completions(running: Running, client: Any) -> None:
+    want = alone(running.target, "def add(", Sampling(temperature=0, seed=1, max_tokens=10))
+    assert client.completions.create(prompt="def add(", max_tokens=10, **GREEDY).choices[0].text == want.text
+    pieces = client.completions.create(prompt="def add(", max_tokens=10, stream=True, **GREEDY)
+    assert "".join(piece.choices[0].text for piece in pieces) == want.text
+
+
+def test_responses(running: Running, client: Any) -> None:
+    more: dict[str, Any] = {"temperature": 0, "max_output_tokens": 20, "extra_body": {"ignore_eos": True}}
+    want = plain(running, temperature=0, max_tokens=20, ignore_eos=True)
+    got = client.responses.create(model=MODEL, input=ASK[0]["content"], **more)
+    assert got.output_text == want.text and got.status == "incomplete" and got.usage.output_tokens == 20
+    events = list(client.responses.create(model=MODEL, input=ASK, stream=True, **more))
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    assert "".join(event.delta for event in events if event.type == "response.output_text.delta") == want.text
+    assert (events[0].type, events[-1].type) == ("response.created", "response.incomplete") and events[-1].response.output_text == want.text
+    record = client.responses.create(model=MODEL, input="A record.", temperature=0, max_output_tokens=200, text={"format": {
+        "type": "json_schema", "name": "record", "schema": SCHEMA}})
+    assert json.loads(record.output_text)["category"] in ("alpha", "beta")
+
+
+def test_errors(running: Running, client: Any) -> None:
+    with pytest.raises(openai.BadRequestError) as unknown:
+        client.chat.completions.create(messages=ASK, extra_body={"frobnicate": 1}, **GREEDY)
+    assert unknown.value.param == "frobnicate" and unknown.value.code == "unknown_parameter"
+    with pytest.raises(openai.NotFoundError):
+        client.chat.completions.create(model="gpt-5", messages=ASK)
+    with pytest.raises(openai.BadRequestError, match="roles user and assistant"):
+        client.chat.completions.create(messages=[{"role": "system", "content": "Be brief."}, *ASK], **GREEDY)
+    with pytest.raises(openai.BadRequestError) as long:
+        client.completions.create(prompt="word " * 3000, **GREEDY)
+    assert long.value.code == "context_length_exceeded"
+    with openai.OpenAI(base_url=running.url + "/v1", api_key="another-secret", max_retries=0) as stranger:
+        with pytest.raises(openai.AuthenticationError):
+            stranger.models.list()
