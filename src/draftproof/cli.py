@@ -27,10 +27,11 @@ from .commands.prove import prove
 from .commands.serve import serve
 from .commands.switch import switch
 from .commands.train import extract, train
+from .commands.view import view
 from .errors import DraftproofError
 
 COMMANDS = {"generate": generate, "chat": chat, "demo": demo, "doctor": doctor, "train": train, "extract": extract,
-            "export": export, "serve": serve, "switch": switch,
+            "export": export, "serve": serve, "switch": switch, "view": view,
             "audition": audition, "advise": advise, "profile": profile, "bench": bench, "prove": prove}
 
 

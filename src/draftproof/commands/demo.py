@@ -18,6 +18,7 @@ from ..config import DemoConfig, EngineConfig, LoadConfig
 from ..errors import LoadError, ParityError
 from . import options as o
 from .console import console, emit_json, facts_lines, note
+from .view import EMBEDDED_LIMIT, write_page
 
 if TYPE_CHECKING:
     from ..bench.cells import Cell, Run, Spread
@@ -51,13 +52,16 @@ def demo(quick: bool, trace_file: Path, as_json: bool, **given: Any) -> int:
     with ExitStack() as stack:
         arms = open_arms(stack, load, trace_file)
         runs = list(watched(arms, prompts, plan))
+        words = token_texts(arms[0])
     rows = cells(runs)
     if as_json:
         emit_json(document(rows))
     else:
         print_table(rows)
         click.echo(verdict(rows))
-    note(f"trace: {trace_file}")
+    page = trace_file.with_suffix(".html")
+    write_page(trace_file, page, EMBEDDED_LIMIT, words)
+    note(f"trace: {trace_file}\npage: {page}")
     differing = [row for row in rows if not row.identical and row.prompt_class != ALL and row.arm != OFF]
     if differing:
         where = ", ".join(f"{row.arm} on {row.prompt_class} at temperature {row.temperature:g}" for row in differing)
@@ -114,6 +118,15 @@ def watched(arms: Sequence[Arm], prompts: Sequence[Prompt], plan: DemoConfig) ->
             if done * plan.repeats % total == 0 or done == 1:
                 note(f"{done} of {total} runs")
             yield run
+
+
+def token_texts(arm: Arm) -> list[str]:
+    """The text of every token, which a trace of level summary leaves out and the page shows."""
+    from ..engine.engine import Engine
+
+    assert isinstance(arm.engine, Engine), "the demo's arms are local engines"
+    target = arm.engine.target
+    return [] if target.tokenizer is None else [target.tokenizer.piece(i) for i in range(target.vocab_size)]
 
 
 def document(rows: Sequence[Cell]) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -12,6 +13,7 @@ from ..errors import Failure, OptionError, PromptError
 from ..types import Sampling
 from . import options as o
 from .console import emit_json, load_lines, note, summary
+from .view import Lines
 
 if TYPE_CHECKING:
     from ..engine.engine import Engine
@@ -29,22 +31,27 @@ if TYPE_CHECKING:
 @click.option("--prompt-ids", type=o.TokenIds(), help="Token ids instead of PROMPT.")
 @o.load_options
 @o.trace_options
+@click.option("--show", is_flag=True, help="One line a round on standard error, as they run; the text follows.")
 @click.option("--no-stream", is_flag=True, help="Write the text when it is complete.")
 @o.json_option
 def generate(prompt: str | None, target: str | None, prompt_ids: tuple[int, ...] | None, no_stream: bool, as_json: bool,
-             **given: Any) -> None:
+             show: bool, **given: Any) -> None:
     """Generate text from PROMPT; - reads standard input as it is, newlines included."""
     sampling, settings = o.sampling_of(given), o.settings_of(given)
     if sampling.logprobs is not None and not as_json:
         raise OptionError("--logprobs without --json: log-probabilities are part of the JSON document only")
     text = read_prompt(prompt, prompt_ids)
     o.check_prediction(sampling, settings.speculation.drafter)
+    if show and not given.get("trace_file"):
+        settings = replace(settings, engine=replace(settings.engine, trace="summary"))
     o.check_target(target)
     o.check_drafter(settings.speculation.drafter)
     with o.open_engine(target, settings, given.get("trace_file")) as engine:
         for line in load_lines(engine, settings.load.cache_tokens):
             note(line)
-        streamed = not (no_stream or as_json or sampling.n > 1)
+        if show:
+            engine.events(Lines(sys.stderr))
+        streamed = not (no_stream or as_json or show or sampling.n > 1)
         done = run(engine, text, sampling, stream=streamed)
         failed = [c for c in done if c.error]
         if failed:

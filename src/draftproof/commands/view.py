@@ -1,0 +1,164 @@
+"""draftproof view: a trace as a page, as one HTML file, as lines on a terminal, or for Perfetto."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from ..errors import Failure, OptionError
+from ..view import bundle, perfetto, server, terminal
+from .console import note
+
+if TYPE_CHECKING:
+    from ..trace.events import Event
+
+EMBEDDED_LIMIT = 1_700_000              # bytes of a packed trace, so that the demo's page stays under 2 MB
+
+
+@click.command(short_help="Show a trace: the page, an HTML file, lines on a terminal.")
+@click.argument("trace", type=click.Path(dir_okay=False, path_type=Path))
+@click.option("--html", "html_file", type=click.Path(dir_okay=False, path_type=Path), metavar="OUT",
+              help="Write one self-contained HTML file.")
+@click.option("--terminal", "on_terminal", is_flag=True, help="Print one line a round.")
+@click.option("--perfetto", "perfetto_file", type=click.Path(dir_okay=False, path_type=Path), metavar="OUT",
+              help="Write Chrome's trace format, for ui.perfetto.dev.")
+@click.option("--port", type=click.IntRange(0, 65535), metavar="N", help="Port of the page on 127.0.0.1.  [default: a free one]")
+@click.option("--no-open", is_flag=True, help="Serve the page without opening a browser.")
+def view(trace: Path, html_file: Path | None, on_terminal: bool, perfetto_file: Path | None, port: int | None, no_open: bool) -> None:
+    """Show TRACE, a file that --trace FILE wrote. Without an option a local server shows the page until interrupted."""
+    if not trace.is_file():
+        raise OptionError(f"{trace}: no such file; expected a trace, as `draftproof generate --trace FILE` writes it")
+    outputs = [name for name, given in (("--html", html_file), ("--terminal", on_terminal), ("--perfetto", perfetto_file)) if given]
+    if outputs and (port is not None or no_open):
+        raise OptionError(f"{' and '.join(outputs)} with --port or --no-open: those are for the page that is served")
+    for file in (html_file, perfetto_file):
+        if file is not None and not file.absolute().parent.is_dir():
+            raise OptionError(f"{file}: the folder does not exist; create it, or name a file elsewhere")
+    if html_file is not None:
+        write_page(trace, html_file)
+        click.echo(html_file)
+    if perfetto_file is not None:
+        write_perfetto(trace, perfetto_file)
+        click.echo(perfetto_file)
+    if on_terminal:
+        print_lines(trace)
+    if not outputs:
+        serve_page(trace, port or 0, not no_open)
+
+
+def checked(trace: Path) -> Iterator[Event]:
+    """The events of a trace. Raises Failure on what is none, an empty file and a foreign beginning included."""
+    from ..trace.events import TraceStarted
+    from ..trace.sinks import read_trace
+
+    begun = False
+    for event in read_trace(trace):
+        if not begun and not isinstance(event, TraceStarted):
+            raise Failure(f"{trace}: the first record is {event.event}, expected trace_started; is the beginning of the file missing?")
+        begun = True
+        yield event
+    if not begun:
+        raise Failure(f"{trace}: no record in it; expected a trace, as `draftproof generate --trace FILE` writes it")
+
+
+def write_page(trace: Path, out: Path, limit: int | None = None, vocabulary: list[str] | None = None) -> None:
+    """One HTML file with the trace inside; with a limit (bytes, packed) only as many whole requests as fit, which the page says.
+
+    vocabulary: token texts for a trace of level summary, which has none.
+    """
+    for _ in checked(trace):
+        pass
+    told = ""
+    with open(trace, encoding="utf-8") as file:
+        lines = with_words(file, vocabulary)
+        if limit is None:
+            data, whole = "".join(lines).encode(), True
+        else:
+            data, whole = bundle.first_requests(lines, limit)
+    if not whole:
+        told = f"This page holds the first requests of {trace.name}; the file has the rest: draftproof view {trace.name}"
+    try:
+        out.write_text(bundle.page(data, trace.name, told), encoding="utf-8")
+    except OSError as error:
+        raise Failure(f"{out}: {error.strerror}; expected a writable file") from error
+
+
+def with_words(lines: Iterator[str], vocabulary: list[str] | None) -> Iterator[str]:
+    """The lines of a trace, the first header with token texts if it had none."""
+    for line in lines:
+        if vocabulary and line.startswith('{"event":"trace_started"'):
+            header: dict[str, Any] = json.loads(line)
+            header["vocabulary"] = header.get("vocabulary") or vocabulary
+            line = json.dumps(header, ensure_ascii=False, separators=(",", ":")) + "\n"
+            vocabulary = None
+        yield line
+
+
+def write_perfetto(trace: Path, out: Path) -> None:
+    """Chrome's trace format; gzipped when the name ends with .gz, which Perfetto opens too."""
+    try:
+        with (gzip.open(out, "wt", encoding="utf-8") if out.suffix == ".gz" else open(out, "w", encoding="utf-8")) as file:
+            perfetto.write(checked(trace), file)
+    except OSError as error:
+        raise Failure(f"{out}: {error.strerror}; expected a writable file") from error
+
+
+def print_lines(trace: Path) -> None:
+    width, colour = terminal_form(sys.stdout)
+    for event in checked(trace):
+        for line in terminal.lines(event, width, colour):
+            click.echo(line, color=colour)
+
+
+def terminal_form(stream: Any) -> tuple[int, bool]:
+    """Columns and whether there is colour: 80 and none unless a terminal says otherwise; NO_COLOR and a dumb terminal have none."""
+    if not stream.isatty():
+        return 80, False
+    try:
+        width = os.get_terminal_size(stream.fileno()).columns
+    except OSError:
+        width = 80
+    return width or 80, not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+
+
+class Lines:
+    """A trace sink that prints each event's lines as it comes: `generate --show`."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream, (self._width, self._colour) = stream, terminal_form(stream)
+
+    def write(self, event: Event) -> None:
+        for line in terminal.lines(event, self._width, self._colour):
+            click.echo(line, file=self._stream, color=self._colour)
+
+    def flush(self) -> None:
+        self._stream.flush()
+
+    def close(self) -> None:
+        pass
+
+
+def serve_page(trace: Path, port: int, opens: bool) -> None:
+    name = "trace.jsonl"
+    try:
+        http = server.serve({name: trace}, port)
+    except OSError as error:
+        raise Failure(f"port {port} on {server.HOST}: {error.strerror}; choose another with --port, or leave it out") from error
+    address = f"http://{server.HOST}:{http.server_address[1]}/?trace={name}"
+    click.echo(address)
+    if opens:
+        import webbrowser
+
+        webbrowser.open(address)
+    note("Ctrl+C ends it.")
+    try:
+        http.serve_forever()
+    finally:
+        http.server_close()

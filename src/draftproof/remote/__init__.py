@@ -1,0 +1,1 @@
+"""Other engines: their configuration from ours, and vLLM behind our own server."""

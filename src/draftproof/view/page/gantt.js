@@ -1,0 +1,104 @@
+// Where every millisecond went: the rounds of a text on one time line, and plain decoding of the same text below.
+
+import { button, h, integer, number, panel, seconds, table } from './dom.js';
+import { plainPass, speedOf } from './status.js';
+
+const PHASES = ['draft', 'score', 'verify', 'other'];
+
+/** First of `rounds` whose end lies at or behind `at`. */
+function behind(trace, rounds, at) {
+  let low = 0, high = rounds.length;
+  while (low < high) {
+    const middle = (low + high) >> 1;
+    if (trace.at.at(rounds[middle]) < at) low = middle + 1; else high = middle;
+  }
+  return low;
+}
+
+function paintLanes(canvas, ctx, span, plain) {
+  const { trace, request, cursor } = ctx, ratio = window.devicePixelRatio || 1, width = canvas.clientWidth || 600, height = 190;
+  canvas.width = width * ratio;
+  canvas.height = height * ratio;
+  const pen = canvas.getContext('2d'), style = getComputedStyle(canvas), colour = (name) => style.getPropertyValue(`--${name}`).trim();
+  pen.scale(ratio, ratio);
+  pen.font = '12px system-ui';
+  pen.clearRect(0, 0, width, height);
+  const left = 62, x = (t) => left + (t - span[0]) / (span[1] - span[0]) * (width - left - 4);
+  const lane = { draft: 8, score: 36, verify: 64, other: 92, plain: 132 };
+  pen.fillStyle = colour('ink');
+  for (const [name, y] of Object.entries(lane)) pen.fillText(name, 2, y + 15);
+  const block = (name, y, from, to) => {
+    const a = Math.max(left, x(from)), b = Math.min(width, x(to));
+    if (b < left || a > width) return;
+    pen.fillStyle = colour(name);
+    pen.fillRect(a, y, Math.max(0.6, b - a), 20);
+  };
+  const rounds = request.rounds;
+  let painted = 0;
+  for (let n = behind(trace, rounds, request.at + span[0]); n < rounds.length; n++) {
+    const i = rounds[n], parts = PHASES.map((name) => trace[name].at(i));
+    let t = trace.at.at(i) - request.at - parts.reduce((a, b) => a + b, 0);
+    if (t > span[1] || painted++ > 40000) break;
+    parts.forEach((length, k) => { block(PHASES[k], lane[PHASES[k]], t, t + length); t += length; });
+  }
+  for (const [from, to] of plain(span)) block('plain', lane.plain, from, to);
+  const now = cursor > 0 && rounds[cursor - 1] !== undefined ? trace.at.at(rounds[cursor - 1]) - request.at : null;
+  pen.fillStyle = colour('ink');
+  if (now !== null && now >= span[0] && now <= span[1]) pen.fillRect(x(now), 4, 2, 152);
+  const step = 10 ** Math.floor(Math.log10((span[1] - span[0]) / 3));
+  for (let t = Math.ceil(span[0] / step) * step; t <= span[1]; t += step) {
+    pen.fillRect(x(t), 160, 1, 5);
+    if (Math.round(t / step) % Math.max(1, Math.ceil((span[1] - span[0]) / step / (width / 90))) === 0 && x(t) < width - 30) pen.fillText(seconds(t), x(t) - 12, 180);
+  }
+}
+
+export const ganttView = {
+  id: 'gantt', title: 'Gantt',
+  draw(ctx) {
+    const { trace, request } = ctx, speed = speedOf(trace, request), pass = plainPass(trace, request), clock = request.clock;
+    const length = Math.max(1e-6, (clock.last ?? request.at) - request.at), measured = speed.pair;
+    const plainLength = measured ? measured.off.clock.last - measured.off.at : (clock.first === null ? 0 : clock.first - request.at) + (pass ?? 0) * request.tally.emitted;
+    const whole = [0, Math.max(length, plainLength)];
+    let span = [...whole];
+    const plain = function* plain(view) {
+      if (measured) {
+        const off = measured.off;
+        for (let n = behind(trace, off.rounds, off.at + view[0]), k = 0; n < off.rounds.length && k < 40000; n++, k++) {
+          const i = off.rounds[n], end = trace.at.at(i) - off.at;
+          if (end - trace.score.at(i) > view[1]) return;
+          yield [end - trace.score.at(i), end];
+        }
+      } else if (pass) {
+        const begin = (clock.first ?? request.at) - request.at;
+        for (let n = Math.max(0, Math.floor((view[0] - begin) / pass)), k = 0; n < request.tally.emitted && k < 40000; n++, k++) {
+          if (begin + n * pass > view[1]) return;
+          yield [begin + n * pass, begin + (n + 0.9) * pass];
+        }
+      }
+    };
+    const canvas = h('canvas', { class: 'gantt', tabindex: '0', role: 'img', 'aria-label': `time line: ${seconds(length)} with speculation, ${seconds(plainLength)} ${measured ? 'measured' : 'estimated'} without; plus and minus zoom, arrow keys move; the table below says the same` });
+    let last = ctx;
+    const paint = (next) => { last = next; paintLanes(canvas, next, span, plain); };
+    const zoom = (factor, shift = 0) => {
+      const size = Math.max(1e-5, Math.min(whole[1], (span[1] - span[0]) * factor)), middle = (span[0] + span[1]) / 2 + shift * (span[1] - span[0]);
+      const from = Math.max(0, Math.min(whole[1] - size, middle - size / 2));
+      span = [from, from + size];
+      paint(last);
+    };
+    canvas.addEventListener('keydown', (event) => {
+      const act = { '+': [0.5], '=': [0.5], '-': [2], ArrowLeft: [1, -0.25], ArrowRight: [1, 0.25] }[event.key];
+      if (act) { event.preventDefault(); event.stopPropagation(); zoom(...act); }
+    });
+    this.follow = (next) => requestAnimationFrame(() => paint(next));
+    this.follow(ctx);
+    const parts = PHASES.map((name) => clock[name]), sum = parts.reduce((a, b) => a + b, 0);
+    return [panel('Where the time went',
+      h('p', null, `With speculation ${seconds(length)}; plain decoding of the same text ${seconds(plainLength)} (${measured ? 'measured: the run without guesses in this trace' : 'estimated: one plain pass per token'}).`),
+      h('div', { class: 'bar' }, button('Zoom in', () => zoom(0.5)), button('Zoom out', () => zoom(2)), button('←', () => zoom(1, -0.25), { 'aria-label': 'earlier' }), button('→', () => zoom(1, 0.25), { 'aria-label': 'later' }), button('All', () => zoom(1e9))),
+      canvas,
+      table('time of the rounds', ['phase', 'seconds', 'share', 'per round'], [
+        ...PHASES.map((name, k) => [name, number(parts[k], 4), sum ? `${(100 * parts[k] / sum).toFixed(1)} %` : '–', seconds(request.tally.rounds ? parts[k] / request.tally.rounds : null)]),
+        ['all rounds', number(sum, 4), '100 %', seconds(request.tally.rounds ? sum / request.tally.rounds : null)]]),
+      h('p', { class: 'quiet' }, `${integer(request.tally.rounds)} rounds. A pass that several texts share is shown in full for each of them.`))];
+  },
+};

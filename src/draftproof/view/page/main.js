@@ -1,0 +1,234 @@
+// The page: where the trace comes from, which view is shown, and the address that leads back to it.
+
+import { acceptanceView } from './acceptance.js';
+import { Chat } from './chat.js';
+import { compareView } from './compare.js';
+import { button, choice, h, label, panel } from './dom.js';
+import { ganttView } from './gantt.js';
+import { learnPage } from './learn.js';
+import { Live } from './live.js';
+import { paysView } from './pays.js';
+import { raceView } from './race.js';
+import { Replay } from './replay.js';
+import { roundsView } from './rounds.js';
+import { statusView } from './status.js';
+import { textView } from './text.js';
+import { Trace, TraceError, requestName } from './trace.js';
+import { treeView } from './tree.js';
+import { verificationView } from './verification.js';
+
+const learnView = {
+  id: 'learn', title: 'Learn',
+  draw(ctx) {
+    const place = h('div', null, 'Loading …');
+    lesson().then((trace) => place.replaceChildren(...learnPage(trace).flat()), (error) => place.replaceChildren(h('p', { role: 'alert' }, error.message)));
+    return [place];
+  },
+};
+const VIEWS = [statusView, textView, roundsView, treeView, verificationView, ganttView, acceptanceView, paysView, raceView, compareView, learnView];
+const state = { view: statusView, trace: null, request: null, token: 0, source: 'none', lesson: null };
+const main = document.querySelector('main'), nav = document.querySelector('nav'), notice = document.querySelector('#notice'), head = document.querySelector('#controls'), talk = document.querySelector('#talk');
+const replay = new Replay((cursor) => { follow(cursor); address(); });
+let chat = null, live = null, drawn = 0;
+
+/** Bytes that stand in the page itself, packed; null where there are none. */
+function embedded(id) {
+  const block = document.querySelector(`#${id}`);
+  if (!block) return null;
+  const bytes = Uint8Array.from(atob(block.textContent.trim()), (char) => char.charCodeAt(0));
+  return new Blob([bytes]).stream().pipeThrough(new DecompressionStream('gzip'));
+}
+
+async function fetched(name) {
+  const answer = await fetch(name);
+  if (!answer.ok) throw new TraceError(`The trace ${name} could not be loaded: the server answered ${answer.status}.`);
+  return answer.body;
+}
+
+async function lesson() {
+  state.lesson ??= await new Trace('demo').read(embedded('learn-data') ?? await fetched('learn.jsonl'));
+  return state.lesson;
+}
+
+const link = (view, changes = {}) => {
+  const now = { r: state.request?.index ?? 0, round: Math.max(0, replay.cursor - 1), token: 0, ...changes };
+  return `#/${view}?${new URLSearchParams(now)}`;
+};
+
+function context() {
+  return { trace: state.trace, request: state.request, cursor: replay.cursor, token: state.token, state, link, redraw: draw, load: open, complain,
+    go: (view, changes) => { location.hash = link(view, changes); } };
+}
+
+function complain(text) {
+  notice.hidden = !text;
+  notice.replaceChildren(...(text ? [text, button('Dismiss', () => complain(''))] : []));
+}
+
+function tell(error) {
+  if (!(error instanceof TraceError)) console.warn(error);
+  complain(error instanceof TraceError ? error.message : `This could not be shown: ${error.message}`);
+}
+
+function draw() {
+  state.view.leave?.();
+  for (const view of VIEWS) view.follow = view.leave = undefined;
+  for (const item of nav.querySelectorAll('a')) {
+    item.href = link(item.dataset.view);
+    if (item.dataset.view !== state.view.id) { item.removeAttribute('aria-current'); continue; }
+    item.setAttribute('aria-current', 'page');
+    nav.scrollLeft = item.offsetLeft - nav.offsetLeft - 40;
+  }
+  talk.hidden = !chat || state.view !== statusView;
+  document.title = `${state.view.title} – Draftproof`;
+  drawn = performance.now();
+  if (!state.request && state.view !== learnView) return welcome();
+  try {
+    main.replaceChildren(...state.view.draw(context()).flat(3).filter(Boolean));
+  } catch (error) {
+    main.replaceChildren(panel('This view cannot show this trace', h('p', null, label(error.message, 300))));
+    tell(error);
+  }
+  return undefined;
+}
+
+function welcome() {
+  const file = h('input', { type: 'file', accept: '.jsonl,.json,.gz', id: 'first-file', 'aria-label': 'trace file', on: { change: () => file.files.length && show(file.files[0]) } });
+  main.replaceChildren(panel('No trace yet', h('p', null, chat ? 'Send a message; its rounds appear here as they run.' : 'Open a trace, drop one onto this page, or begin with the explainer.'),
+    h('p', null, file), h('p', null, h('a', { href: '#/learn' }, 'How guessing ahead works'))));
+}
+
+function follow(cursor) {
+  state.token = 0;
+  state.view.follow?.({ ...context(), cursor });
+}
+
+let addressed = 0;
+function address() {
+  clearTimeout(addressed);               // browsers limit how often an address may change
+  addressed = setTimeout(() => history.replaceState(null, '', link(state.view.id, { token: state.token })), 250);
+}
+
+function route() {
+  const [, name, query] = /^#\/([a-z]*)\??(.*)$/.exec(location.hash) ?? [], asked = new URLSearchParams(query);
+  const view = VIEWS.find((one) => one.id === name) ?? statusView, number = (key) => { const n = Number(asked.get(key)); return Number.isInteger(n) && n >= 0 ? n : 0; };
+  const request = state.trace?.requests[asked.has('r') ? number('r') : state.request?.index ?? 0] ?? state.trace?.requests[0] ?? null;
+  const same = view === state.view && request === state.request && view.follow;
+  if (view !== state.view) { state.view.leave?.(); state.view.leave = undefined; }
+  state.view = view;
+  if (request !== state.request) replay.play(false);
+  state.request = request;
+  state.token = number('token');
+  if (request) {
+    const fallback = view === textView || view === raceView ? request.rounds.length : Math.min(1, request.rounds.length);
+    replay.set(state.trace, request, asked.has('round') && (asked.get('round') !== '0' || view !== textView) ? number('round') + 1 : fallback);
+  }
+  controls();
+  if (same) state.view.follow(context()); else draw();
+}
+
+function controls() {
+  document.querySelector('footer').hidden = !state.request || state.view === learnView;
+  const requests = state.trace?.requests ?? [];
+  const pick = requests.length ? choice('request', requests.slice(0, 2000).map((one, i) => [i, label(requestName(one), 80)]), state.request?.index ?? 0, (value) => { location.hash = link(state.view.id, { r: value, round: 0 }); }) : null;
+  head.replaceChildren(h('span', { class: 'file' }, state.trace ? label(state.trace.name, 60) : ''), ...(pick ? [h('label', null, 'Request ', pick)] : []),
+    button('Open …', () => opener.click(), { id: 'open' }), button('Light / dark', theme, { id: 'theme' }));
+}
+
+const opener = h('input', { type: 'file', accept: '.jsonl,.json,.gz', hidden: true, id: 'file', 'aria-label': 'trace file', on: { change: () => opener.files.length && show(opener.files[0]) } });
+
+function theme() {
+  const dark = document.documentElement.dataset.theme ? document.documentElement.dataset.theme === 'dark' : matchMedia('(prefers-color-scheme: dark)').matches;
+  document.documentElement.dataset.theme = dark ? 'light' : 'dark';
+  if (state.view.follow) state.view.follow(context());
+}
+
+/** A file as a trace, not yet shown. */
+async function open(file, trace = new Trace(file.name), progress = undefined) {
+  const packed = /\.gz$/.test(file.name), stream = packed ? file.stream().pipeThrough(new DecompressionStream('gzip')) : file.stream();
+  return trace.read(stream, progress);
+}
+
+async function show(file) { await load(file.name, (trace, progress) => open(file, trace, progress)); }
+
+/** Read a trace and show it as soon as its first request is there. */
+async function load(name, read) {
+  complain('');
+  live?.stop();
+  const trace = new Trace(name), before = { trace: state.trace, request: state.request };
+  const progress = () => {
+    main.setAttribute('aria-busy', 'true');
+    if (!trace.requests[0]?.rounds.length || performance.now() - drawn < 1000) return;
+    if (state.trace !== trace) { state.trace = trace; state.request = null; route(); } else if (!state.view.follow) draw();
+    complain(`Reading: ${Math.round(trace.bytes / 1e6)} MB, ${trace.roundCount.toLocaleString('en-US')} rounds so far.`);
+  };
+  try {
+    await read(trace, progress);
+    Object.assign(state, { trace, request: null, second: null });
+    complain(trace.damage ?? '');
+    route();
+  } catch (error) {
+    Object.assign(state, before);
+    route();
+    tell(error);
+  } finally {
+    main.removeAttribute('aria-busy');
+    performance.mark('draftproof-loaded');
+  }
+}
+
+/** A running server behind this page, if there is one. */
+async function connect(key = '') {
+  const trace = new Trace('live');
+  let settled = 0;
+  const changed = () => {
+    const newest = trace.requests.at(-1);
+    state.trace = trace;
+    if (newest && newest !== state.request && (!state.request || !location.hash.includes('r='))) { state.request = newest; replay.set(trace, newest, newest.rounds.length); draw(); controls(); return; }
+    if (!state.request) return;
+    replay.set(trace, state.request, state.request.rounds.length);
+    if (state.view === roundsView && state.view.follow) state.view.follow(context());
+    else if (performance.now() - drawn > 250 && (main === document.activeElement || !main.contains(document.activeElement))) draw();
+    clearTimeout(settled);
+    settled = setTimeout(() => { controls(); draw(); }, 400);       // what came last is shown too
+  };
+  live = new Live(trace, changed, complain, key);
+  const answer = await live.open();
+  if (answer === 'key') return askKey();
+  if (answer !== 'open') return draw();
+  state.source = 'live';
+  chat = new Chat(key, () => setTimeout(() => { location.hash = link('race', { r: trace.requests.length - 1, round: 0 }); }, 500));
+  talk.replaceChildren(chat.panel);
+  window.addEventListener('pagehide', () => live.stop());
+  return draw();
+}
+
+function askKey() {
+  const field = h('input', { type: 'password', autocomplete: 'off', id: 'key', 'aria-label': 'API key' });
+  main.replaceChildren(panel('This server asks for its API key', h('form', { class: 'bar', on: { submit: (event) => { event.preventDefault(); connect(field.value); } } }, field, h('button', { type: 'submit' }, 'Connect'))));
+}
+
+function keys(event) {
+  if (event.target.closest('input, select, textarea') || event.ctrlKey || event.metaKey || event.altKey) return;
+  if (event.key === ' ' && !event.target.closest('button, a')) { event.preventDefault(); if (state.request) replay.play(!replay.playing); }
+  if (event.key === 'ArrowRight' && state.request) replay.step(1);
+  if (event.key === 'ArrowLeft' && state.request) replay.step(-1);
+}
+
+function begin() {
+  nav.append(...VIEWS.map((view) => h('a', { href: `#/${view.id}`, data: { view: view.id } }, view.title)));
+  document.querySelector('footer').append(replay.bar);
+  document.body.append(opener);
+  window.addEventListener('hashchange', route);
+  document.addEventListener('keydown', keys);
+  document.addEventListener('dragover', (event) => { event.preventDefault(); document.body.classList.add('drop'); });
+  document.addEventListener('dragleave', (event) => { if (!event.relatedTarget) document.body.classList.remove('drop'); });
+  document.addEventListener('drop', (event) => { event.preventDefault(); document.body.classList.remove('drop'); if (event.dataTransfer.files.length) show(event.dataTransfer.files[0]); });
+  const block = document.querySelector('#trace-data'), asked = new URLSearchParams(location.search).get('trace');
+  route();
+  if (block) load(block.dataset.name, (trace, progress) => trace.read(embedded('trace-data'), progress)).then(() => { if (block.dataset.note) complain(block.dataset.note); });
+  else if (asked && /^[\w.-]+$/.test(asked)) load(asked, async (trace, progress) => trace.read(await fetched(asked), progress));
+  else if (location.protocol.startsWith('http')) connect();
+}
+
+begin();

@@ -1,0 +1,58 @@
+// Token texts of a request. A character that spans tokens is shown with the token that completes it.
+
+const BROKEN = '\ufffd';
+
+/**
+ * The texts of tokens whose joint text is known, plus what is left over for the tokens that follow.
+ * `pieces` are the tokens' own texts; broken ones wait (shown as "") until the text shows what they were part of.
+ */
+export function assign(pieces, text) {
+  const out = pieces.map(() => '');
+  let cursor = 0;
+  pieces.forEach((piece, i) => {
+    if (!piece.includes(BROKEN)) {
+      const found = text.startsWith(piece, cursor) ? cursor : text.indexOf(piece, cursor);
+      if (piece && found >= cursor && found - cursor <= 16) {
+        if (found > cursor && i) out[i - 1] += text.slice(cursor, found);
+        else if (found > cursor) out[i] = text.slice(cursor, found);
+        cursor = found + piece.length;
+      }
+      out[i] += piece;
+      return;
+    }
+    const next = pieces.slice(i + 1).find((later) => later && !later.includes(BROKEN));
+    const last = i + 1 === pieces.length || !pieces[i + 1].includes(BROKEN);
+    if (!last) return;
+    const until = next === undefined ? text.length : text.indexOf(next, cursor);
+    if (until > cursor) { out[i] = text.slice(cursor, until); cursor = until; }
+  });
+  return out;
+}
+
+/** The shown text of each emitted token of a round; null where the trace has no vocabulary, as at level summary. */
+export function roundWords(trace, record) {
+  if (!trace.vocabulary) return null;
+  return assign(record.tokens.map((token) => trace.piece(token.token)), record.text);
+}
+
+/** For each emitted token the drafted node at its place that the walk judged: [{token, node, siblings}]. */
+export function walk(record) {
+  const children = new Map();
+  record.nodes.forEach((node, i) => {
+    if (!children.has(node.parent)) children.set(node.parent, []);
+    children.get(node.parent).push(i);
+  });
+  let at = -1;
+  return record.tokens.map((token) => {
+    const siblings = at === null ? [] : children.get(at) ?? [];
+    const node = siblings.find((i) => record.nodes[i].fate === 'accepted' && record.nodes[i].token === token.token);
+    at = node ?? null;
+    return { token, node: node ?? null, siblings };
+  });
+}
+
+export const ROLE_NAMES = {
+  prefill: 'prefill: the first token, from reading the prompt', accepted: 'accepted: guessed, and the target agreed',
+  correction: 'correction: the target’s token after a rejected guess', bonus: 'bonus: the target’s token after all guesses stood',
+  plain: 'plain: no guess was made', rejected: 'rejected: the first guess that failed', discarded: 'discarded: behind it, never judged',
+};

@@ -1,0 +1,135 @@
+"""One plan in seven dialects: compared with golden files, word for word. DRAFTPROOF_GOLDEN=write writes them anew."""
+
+from __future__ import annotations
+
+import json
+import os
+import runpy
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from draftproof.cli import commands
+from draftproof.config import SpeculationConfig
+from draftproof.errors import OptionError
+from draftproof.models.load import builtin
+from draftproof.remote.dialects import DIALECTS, export_config
+from draftproof.remote.plan import DEPTH, Plan, Schedule
+
+GOLDEN = Path(__file__).parent / "golden"
+CASES: dict[str, dict[str, Any]] = {
+    "off": {"drafter": "none"},
+    "ngram": {"drafter": "ngram:min=2,max=3", "depth": 5},
+    "suffix": {"drafter": "suffix", "depth": 8},
+    "model": {"drafter": "model:org/draft", "depth": 3},
+    "model-by-batch": {"drafter": "model:org/draft", "schedule": "1:5,8:3,32:0"},
+    "pard": {"drafter": "pard:org/pard", "depth": 6},
+    "eagle": {"drafter": "eagle:org/eagle", "depth": 4, "rule": "ratio"},
+    "eagle2-tree": {"drafter": "eagle2:org/eagle", "depth": 5, "tree": 24},
+    "eagle3": {"drafter": "eagle3:org/eagle3", "depth": 4},
+    "eagle3-block": {"drafter": "eagle3:org/eagle3", "depth": 4, "rule": "block"},
+    "eagle3-tree": {"drafter": "eagle3:org/eagle3", "depth": 4, "tree": 15},
+    "mtp": {"drafter": "mtp:org/mtp", "depth": 2},
+    "medusa": {"drafter": "medusa:org/medusa", "depth": 3},
+    "dflash": {"drafter": "dflash:org/dflash", "depth": 7},
+    "dspark": {"drafter": "dspark:org/dspark", "depth": 7},
+    "layer-skip": {"drafter": "layer-skip:exit=4", "depth": 3},
+    "chain": {"drafter": "ngram+eagle3:org/eagle3", "depth": 4},
+}
+
+
+def plan(drafter: str, schedule: str | None = None, target: str = "org/target", **settings: Any) -> Plan:
+    return Plan.of(target, SpeculationConfig(drafter=drafter, **settings), None if schedule is None else Schedule.of(schedule))
+
+
+@pytest.mark.parametrize("engine", DIALECTS)
+def test_golden(engine: str) -> None:
+    found: dict[str, Any] = {}
+    for name, case in CASES.items():
+        try:
+            found[name] = export_config(plan(**case), engine).as_dict()
+        except OptionError as error:
+            found[name] = {"refused": str(error)}
+    text = json.dumps(found, indent=1, ensure_ascii=False) + "\n"
+    file = GOLDEN / f"{engine}.json"
+    if os.environ.get("DRAFTPROOF_GOLDEN") == "write":
+        file.write_text(text, encoding="utf-8")
+    assert text == file.read_text(encoding="utf-8")
+
+
+def flags(engine: str, **case: Any) -> dict[str, str]:
+    words = list(export_config(plan(**case), engine).command)
+    return {word: after for word, after in zip(words, [*words[1:], ""], strict=True) if word.startswith("--")}
+
+
+@pytest.mark.parametrize("k", [1, 4, 7])
+def test_who_counts_the_root(k: int) -> None:
+    case: dict[str, Any] = {"drafter": "eagle3:org/head", "depth": k}
+    assert json.loads(flags("vllm", **case)["--speculative-config"])["num_speculative_tokens"] == k
+    sglang = flags("sglang", **case)
+    assert (sglang["--speculative-num-steps"], sglang["--speculative-num-draft-tokens"]) == (str(k), str(k + 1))
+    assert f"max_draft_len: {k}\n" in export_config(plan(**case), "trtllm").files["spec.yaml"]
+    assert flags("max", **case)["--num-speculative-tokens"] == str(k)
+
+
+def test_taps_are_counted_as_each_engine_counts(tmp_path: Path) -> None:
+    ours, entered = tmp_path / "ours", tmp_path / "entered"
+    for folder, config in ((ours, {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 4, 8]}}),
+                           (entered, {"eagle_aux_hidden_state_layer_ids": [2, 5, 9]})):
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps(config))
+        yaml = export_config(plan(f"eagle3:{folder}", depth=3), "trtllm").files["spec.yaml"]
+        assert "eagle3_layers_to_capture: [1, 4, 8]" in yaml
+    assert any("layers entered" in note for note in export_config(plan(f"eagle3:{ours}"), "vllm").notes)
+    assert not any("layers entered" in note for note in export_config(plan(f"eagle3:{entered}"), "vllm").notes)
+
+
+def test_what_cannot_be_expressed_is_said() -> None:
+    done = export_config(plan("model:org/draft", rule="match"), "vllm")
+    assert any("depth auto" in note and str(DEPTH) in note for note in done.notes) and any("rule match" in note for note in done.notes)
+    with pytest.raises(OptionError, match="one drafter at a time.*export one of ngram, model"):
+        export_config(plan("ngram+model:org/draft"), "sglang")
+    with pytest.raises(OptionError, match="medusa heads were removed in 0.33"):
+        export_config(plan("medusa:org/head"), "vllm")
+    with pytest.raises(OptionError, match="lossy-typical"):
+        export_config(plan("ngram", rule="lossy-typical"), "vllm")
+    for wrong in ("2:3", "1:3,1:2", "1", "1:x", "1:4,8:2,4:1"):
+        with pytest.raises(OptionError, match="depth by batch"):
+            Schedule.of(wrong)
+
+
+def test_two_vocabularies(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"vocab_size": 7}')
+    case = {"drafter": f"model:{tmp_path}", "target": str(builtin("target"))}
+    assert json.loads(flags("vllm", **case)["--speculative-config"])["use_heterogeneous_vocab"] is True
+    assert "assistant_tokenizer" in export_config(plan(**case), "transformers").files["run.py"]
+
+
+def test_the_command(tmp_path: Path) -> None:
+    run = CliRunner().invoke
+    arguments = ["export", "config", "--drafter", "ngram", "--depth", "3"]
+    done = run(commands, [*arguments, "--to", "vllm", "--json", "--", "--tensor-parallel-size", "2"])
+    assert done.exit_code == 0, done.output
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["engine"] == "vllm" and found["command"][-2:] == ["--tensor-parallel-size", "2"] and "0.33" in found["version"]
+    done = run(commands, [*arguments, "--to", "trtllm", "--out", str(tmp_path / "new")])
+    assert done.exit_code == 0 and "decoding_type" in (tmp_path / "new" / "spec.yaml").read_text()
+    assert os.access(tmp_path / "new" / "run.sh", os.X_OK)
+    with pytest.raises(OptionError, match="not empty"):
+        run(commands, [*arguments, "--to", "trtllm", "--out", str(tmp_path / "new")], catch_exceptions=False)
+
+
+def test_transformers_accepts_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    texts = []
+    for i, drafter in enumerate(("none", "ngram:max=3", "model", "layer-skip:exit=4")):
+        settings = {} if drafter == "none" else {"depth": 3}
+        export_config(plan(drafter, target=str(builtin("target")), **settings), "transformers").write(tmp_path / str(i))
+        monkeypatch.setattr(sys, "argv", ["run.py", "def add(a, b):\n    return", "12"])
+        runpy.run_path(str(tmp_path / str(i) / "run.py"))
+        said = capsys.readouterr()
+        assert "not valid" not in said.err and "ignored" not in said.err
+        texts.append(said.out)
+    assert texts[0].strip() and len(set(texts)) == 1

@@ -1,0 +1,203 @@
+"""The page's plain relatives: one HTML file, lines on a terminal, Perfetto's format, the loopback server, the command."""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import json
+import re
+import shutil
+import subprocess
+import threading
+import unicodedata
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import pytest
+from traces import HOSTILE, engines, hostile
+
+from draftproof.cli import run
+from draftproof.commands.view import terminal_form, write_page
+from draftproof.trace.sinks import read_trace
+from draftproof.view import bundle, perfetto, server, terminal
+
+
+@pytest.fixture(scope="module")
+def trace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("view") / "engines.jsonl"
+    engines(path)
+    return path
+
+
+def embedded(page: str, element: str) -> bytes:
+    found = re.search(f'id="{element}"[^>]*>([^<]*)<', page)
+    assert found
+    return gzip.decompress(base64.b64decode(found[1]))
+
+
+def test_one_file_holds_the_trace_and_may_run_nothing_else(trace: Path, tmp_path: Path) -> None:
+    out = tmp_path / "page.html"
+    write_page(trace, out)
+    page = out.read_text()
+    assert embedded(page, "trace-data") == trace.read_bytes()
+    assert embedded(page, "learn-data") == bundle.LESSON.read_bytes()
+    policy = re.search(r'Content-Security-Policy" content="([^"]*)"', page)
+    assert policy and "unsafe" not in policy[1] and "default-src 'none'" in policy[1]
+    scripts = re.findall(r'<script type="module">(.*?)</script>', page, re.DOTALL)
+    assert len(scripts) == 1 and bundle.digest(scripts[0]) in policy[1]
+    style = re.search(r"<style>(.*?)</style>", page, re.DOTALL)
+    assert style and bundle.digest(style[1]) in policy[1]
+    assert not re.search(r'(src|href)="(?!#|data:)', page), "the file asks for another"
+
+
+def test_the_page_is_small_and_asks_for_nothing_foreign() -> None:
+    files = [file.read_text(encoding="utf-8") for file in bundle.files()]
+    assert sum(len(text.encode()) for text in files) < 300_000
+    for text in files:
+        assert not re.search(r"https?://(?!www\.w3\.org/2000/svg)", text) and "innerHTML" not in text and "eval(" not in text
+
+
+def test_modules_can_be_joined() -> None:
+    joined = bundle.joined("main.js")
+    assert not re.search(r"^(import|export) ", joined, re.MULTILINE)
+    names = re.findall(r"^(?:async )?(?:function\*?|const|let|class) (\w+)", joined, re.MULTILINE)
+    assert len(names) > 50 and len(names) == len(set(names)), "two modules use one top-level name"
+    listed = {file.name for file in bundle.PAGE.glob("*.js")}
+    missing = [name for name in listed if bundle.source(name).strip().splitlines()[-1].removeprefix("export ") not in joined]
+    assert not missing, "modules that are no part of the page"
+
+
+def test_a_limit_keeps_whole_requests(trace: Path) -> None:
+    lines = trace.read_text().splitlines(keepends=True) * 40
+    data, whole = bundle.first_requests(lines, 100_000)
+    assert not whole and 0 < len(data) < 40 * trace.stat().st_size and b"request_done" in data.splitlines()[-1]
+    assert len(bundle.packed("id", data, "name")) < 200_000
+    assert bundle.first_requests(lines, 10**9) == (40 * trace.read_bytes(), True)
+
+
+def test_terminal_lines_fit_and_obey_nobody(tmp_path: Path, trace: Path) -> None:
+    path = hostile(tmp_path / "hostile.jsonl")
+    for file in (path, trace):
+        lines = [line for event in read_trace(file) for line in terminal.lines(event)]
+        assert len(lines) > 10
+        for line in lines:
+            assert terminal.columns(line) <= 80
+            assert not any(unicodedata.category(char) in ("Cc", "Cf", "Zl") for char in line), line
+    drawn = "".join(lines)
+    assert all(glyph in drawn for glyph in "■×→+")
+
+
+def test_terminal_colour_is_only_paint() -> None:
+    assert terminal.paint("■", "accepted", False) == "■"
+    assert re.sub(r"\x1b\[[0-9;]*m", "", terminal.paint("■", "accepted", True)) == "■"
+    assert terminal.fit("abcdef", 4) == "abc…" and terminal.fit("abcd", 4) == "abcd" and terminal.fit("漢字漢字", 5) == "漢字…"
+    with open(__file__) as file:
+        assert terminal_form(file) == (80, False)
+
+
+def test_perfetto_has_every_phase_once(trace: Path, tmp_path: Path) -> None:
+    out = tmp_path / "p.json"
+    with out.open("w") as file:
+        spans = perfetto.write(read_trace(trace), file)
+    records = json.loads(out.read_text())["traceEvents"]
+    events = list(read_trace(trace))
+    rounds = [event for event in events if event.event == "round_done"]
+    assert spans == 4 * len(rounds) + sum(event.event == "prefill_done" for event in events)
+    total = sum(record["dur"] for record in records if record["ph"] == "X" and record["name"] == "score")
+    assert total == pytest.approx(1e6 * sum(event.times.score_s for event in rounds))
+    assert len({record["pid"] for record in records}) == sum(event.event == "request_started" for event in events)
+
+
+def test_the_server_serves_named_files_to_loopback_names_only(trace: Path) -> None:
+    http = server.serve({"trace.jsonl": trace})
+    threading.Thread(target=http.serve_forever, daemon=True).start()
+    try:
+        base = f"http://127.0.0.1:{http.server_address[1]}"
+        with urllib.request.urlopen(base + "/?trace=trace.jsonl") as answer:
+            assert b"Draftproof" in answer.read() and "script-src 'self'" in answer.headers["Content-Security-Policy"]
+        with urllib.request.urlopen(base + "/trace.jsonl") as answer:
+            assert answer.read() == trace.read_bytes() and answer.headers["X-Content-Type-Options"] == "nosniff"
+        for path, host, code in (("/../bundle.py", None, 404), ("/bundle.py", None, 404), ("/", "evil.example", 421),
+                                 ("/%2e%2e/server.py", None, 404)):
+            with pytest.raises(urllib.error.HTTPError) as refused:
+                urllib.request.urlopen(urllib.request.Request(base + path, headers={"Host": host} if host else {}))
+            assert refused.value.code == code
+            refused.value.close()
+    finally:
+        http.shutdown()
+        http.server_close()
+
+
+@pytest.mark.parametrize(("content", "told"), [
+    ("", "no record"), ("{}\n", "line 1"), ('{"event":"round_done"}\n', "line 1"), ("\x00\x01\n", "line 1"),
+    ('{"event":"trace_started","version":99,"target":"t","drafter":"d","rule":"match","depth":"1"}\n', "upgrade"),
+    ('{"event":"request_started","request":"r0","at_s":0.0,"prompt_tokens":1,"cached_tokens":0,"sampling":{},"seed":1,"sample":0}\n',
+     "beginning"),
+])
+def test_what_is_no_trace_is_told(content: str, told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "bad.jsonl"
+    path.write_text(content)
+    for option in (["--terminal"], ["--html", str(tmp_path / "out.html")], ["--perfetto", str(tmp_path / "out.json")]):
+        assert run(["view", str(path), *option]) == 1
+        assert told in capsys.readouterr().err
+    assert not (tmp_path / "out.html").exists()
+
+
+def test_the_command(trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["view", str(trace), "--terminal", "--html", str(tmp_path / "a.html"), "--perfetto", str(tmp_path / "a.json.gz")]) == 0
+    assert "×" in capsys.readouterr().out
+    assert json.loads(gzip.decompress((tmp_path / "a.json.gz").read_bytes()))["traceEvents"]
+    assert run(["view", str(tmp_path / "none.jsonl")]) == 2
+    assert run(["view", str(trace), "--terminal", "--port", "1"]) == 2
+    assert run(["view", str(trace), "--html", str(tmp_path / "no" / "a.html")]) == 2
+    capsys.readouterr()
+
+
+def test_words_are_added_once_and_only_where_missing(trace: Path, tmp_path: Path) -> None:
+    out = tmp_path / "a.html"
+    write_page(trace, out, vocabulary=HOSTILE)
+    headers = [json.loads(line) for line in embedded(out.read_text(), "trace-data").decode().split("\n") if "trace_started" in line[:30]]
+    assert headers[0]["vocabulary"] == HOSTILE and not any(header.get("vocabulary") for header in headers[1:])
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="no node: the browser tests run the same modules")
+def test_formulas_and_noise_equal_the_engine_s() -> None:
+    import torch
+
+    from draftproof.core import budget
+    from draftproof.core.noise import gumbel, key, key_rows
+
+    program = """
+    import { breakEven, expectedTokens, speedup } from './budget.js';
+    import { gumbel, noiseBits, noiseKey } from './noise.js';
+    import { assign } from './words.js';
+    const out = { vectors: [[0n, 0, 0], [1n, 0, 7]].map(([s, i, p]) => [0, 1, 128255].map((t) => noiseBits(noiseKey(s, i, p), t))),
+      noise: [0, 1, 500, 128255].map((t) => gumbel(noiseKey(2n ** 63n - 1n, 3, 131071), t)),
+      even: breakEven(4, 0.1, 1.2, 0.05), tokens: expectedTokens([0.9, 0.8, 0.5]), gain: speedup(3, 4, 0.1, 1.1, 0.02),
+      words: [assign(['a', '\\ufffd', '\\ufffd', 'b'], 'a\\u{1F680}b'), assign([' x', 'y'], ' xy'), assign(['\\ufffd'], '')] };
+    console.log(JSON.stringify(out));
+    """
+    done = subprocess.run(["node", "--input-type=module", "-e", program], cwd=bundle.PAGE, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["vectors"] == [[0xFE97ADB4, 0xD015AA68, 0x3201C35D], [0xBFC6FC35, 0x95CD37C7, 0x327EDF60]]
+    mine = gumbel(key_rows([key(2**63 - 1, 3, "text", 131071)], "cpu"), torch.tensor([0, 1, 500, 128255]))[0]
+    assert found["noise"] == pytest.approx(mine.tolist(), rel=1e-6)
+    assert found["even"] == pytest.approx(budget.break_even(4, 0.1, 1.2, 0.05))
+    assert found["gain"] == pytest.approx(budget.speedup(3, 4, 0.1, 1.1, 0.02))
+    assert found["tokens"] == pytest.approx(budget.expected_tokens([0.9, 0.8, 0.5]))
+    assert found["words"] == [["a", "", "🚀", "b"], [" x", "y"], [""]]
+
+
+def test_generate_shows_rounds_as_they_run(tiny_pair: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
+    target, drafter = tiny_pair
+    arguments = ["generate", "def add(", "--target", str(target), "--drafter", f"model:{drafter}", "--depth", "3", "--max-tokens", "12",
+                 "--temperature", "0.8", "--seed", "1", "--dtype", "float32"]
+    assert run(arguments) == 0
+    text = capsys.readouterr().out
+    assert run([*arguments, "--show"]) == 0
+    shown = capsys.readouterr()
+    assert shown.out == text, "showing changes nothing of the result"
+    lines = [line for line in shown.err.splitlines() if re.match(r" +\d+ [■×·→+o… ]{14} ", line)]
+    assert len(lines) >= 3 and all(terminal.columns(line) <= 80 for line in lines) and "\x1b" not in shown.err
