@@ -15,7 +15,7 @@ help:
 	@echo "make test-browser the page in headless Chromium, which it installs on Debian if it is missing (root)"
 	@echo "make test-vllm    the tests against a real vLLM (its CPU build, in $(VLLM)); about 15 minutes on 2 cores"
 	@echo "make lint         ruff and mypy only"
-	@echo "make check-bits   speculation is invisible to the bit, at length (SAMPLE=7: a sample with that seed)"
+	@echo "make check-bits   speculation is invisible to the bit, at length (SAMPLE=7: a sample with that seed; ALL=1: every drafter)"
 	@echo "make benchmark    speed against transformers on an inflated pair; about 20 minutes on 2 cores"
 	@echo "make soak         the server under 64 streaming clients for 10 minutes"
 	@echo "make fuzz         5000 strange requests to the server, and options crossed at length"
@@ -39,7 +39,8 @@ test-vllm: $(VENV)/.installed-dev $(VLLM)/.installed
 	DRAFTPROOF_VLLM_PYTHON=$(CURDIR)/$(VLLM)/bin/python OMP_NUM_THREADS=$(or $(OMP_NUM_THREADS),1) $(BIN)/python -m pytest -m vllm tests/vllm
 
 check-bits: $(VENV)/.installed-dev
-	DRAFTPROOF_BITS=$(if $(SAMPLE),sample DRAFTPROOF_BITS_SEED=$(SAMPLE),full) $(BIN)/python -m pytest -m bits --timeout 3600 tests/bits
+	OMP_NUM_THREADS=$(or $(OMP_NUM_THREADS),1) DRAFTPROOF_BITS=$(if $(SAMPLE),sample DRAFTPROOF_BITS_SEED=$(SAMPLE),$(if $(ALL),all,full)) \
+		$(BIN)/python -m pytest -n auto --dist worksteal -m bits --timeout 3600 -rP tests/bits
 
 benchmark: $(VENV)/.installed
 	$(BIN)/python benchmarks/engine.py

@@ -49,6 +49,9 @@ class ConstantTarget:
         self.facts = LoadFacts(name=f"constant-{vocab_size}", device="cpu", dtype=str(dtype), tier=0, threads=torch.get_num_threads(),
                                weight_bytes=0, cache_bytes_per_token=0, invisible=True, invisible_reason="yes: all rows are equal")
 
+    def set_taps(self, layers: Sequence[int]) -> None:
+        """It has no layers, and no drafter here asks for any."""
+
     def open(self, tokens: Sequence[int], tenant: str = "", room: int = 0) -> LengthSlot:
         return LengthSlot()
 
