@@ -37,7 +37,7 @@ def make_model(folder: Path, tokenizer: object, hidden: int, layers: int, seed: 
 
     size = len(tokenizer)  # type: ignore[arg-type]
     config = LlamaConfig(vocab_size=size, hidden_size=hidden, intermediate_size=2 * hidden, num_hidden_layers=layers, num_attention_heads=4,
-                         num_key_value_heads=2, max_position_embeddings=512, tie_word_embeddings=False, bos_token_id=None,
+                         num_key_value_heads=2, max_position_embeddings=8192, tie_word_embeddings=False, bos_token_id=None,
                          eos_token_id=0, pad_token_id=None, initializer_range=0.3, dtype="float32")
     state = torch.random.get_rng_state()
     torch.manual_seed(seed)

@@ -123,8 +123,8 @@ def test_unknown_drafter(capsys: pytest.CaptureFixture[str], tiny_pair: Pair) ->
 
 
 def test_prompt_longer_than_the_context(capsys: pytest.CaptureFixture[str], tiny_pair: Pair) -> None:
-    code, line = refused(capsys, "generate", "--prompt-ids", "5 " * 600, "--target", str(tiny_pair[0]))
-    assert code == 2 and "512" in line
+    code, line = refused(capsys, "generate", "--prompt-ids", "5 " * 9000, "--target", str(tiny_pair[0]))
+    assert code == 2 and "8192" in line
 
 
 def test_token_id_outside_the_vocabulary(capsys: pytest.CaptureFixture[str], tiny_pair: Pair) -> None:
@@ -280,7 +280,7 @@ def tiny_weights(tmp_path_factory: pytest.TempPathFactory, tiny_pair: Pair) -> P
 
 def start(pair: Pair) -> subprocess.Popen[bytes]:
     command = [sys.executable, "-m", "draftproof.cli", "generate", "def add(left", "--target", str(pair[0])]
-    command += ["--max-tokens", "400", "--ignore-eos"]
+    command += ["--max-tokens", "8000", "--ignore-eos"]                       # seconds of text, so that there is a middle
     return subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
 
