@@ -281,7 +281,9 @@ def tiny_weights(tmp_path_factory: pytest.TempPathFactory, tiny_pair: Pair) -> P
 def start(pair: Pair) -> subprocess.Popen[bytes]:
     command = [sys.executable, "-m", "draftproof.cli", "generate", "def add(left", "--target", str(pair[0])]
     command += ["--max-tokens", "8000", "--ignore-eos"]                       # seconds of text, so that there is a middle
-    return subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    # What a shell runs in the background ignores SIGINT, and so would this child.
+    return subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))
 
 
 def test_interrupt_in_the_middle(tiny_pair: Pair) -> None:
