@@ -7,7 +7,7 @@ INSTALL = $(BIN)/python -m pip install --quiet $(PIP_FLAGS) -c constraints.txt
 
 VLLM := .venv-vllm
 
-.PHONY: help demo test test-browser test-vllm lint check-bits benchmark soak fuzz clean
+.PHONY: help demo test test-browser test-vllm lint check-bits benchmark benchmark-view soak fuzz clean
 
 help:
 	@echo "make demo         install, then run the built-in models with and without speculation"
@@ -17,8 +17,9 @@ help:
 	@echo "make lint         ruff and mypy only"
 	@echo "make check-bits   speculation is invisible to the bit, at length (SAMPLE=7: a sample with that seed; ALL=1: every drafter)"
 	@echo "make benchmark    speed against transformers on an inflated pair; about 20 minutes on 2 cores"
+	@echo "make benchmark-view  the page on a trace of 100,000 rounds, in headless Chromium"
 	@echo "make soak         the server under 64 streaming clients for 10 minutes"
-	@echo "make fuzz         5000 strange requests to the server, and options crossed at length"
+	@echo "make fuzz         5000 requests that the API describes or forbids, every option crossed, and nonsense"
 	@echo "make clean        remove .venv and the caches"
 
 demo: $(VENV)/.installed
@@ -45,11 +46,15 @@ check-bits: $(VENV)/.installed-dev
 benchmark: $(VENV)/.installed
 	$(BIN)/python benchmarks/engine.py
 
+benchmark-view: $(VENV)/.installed-browser
+	$(BIN)/python benchmarks/view.py
+
 soak: $(VENV)/.installed-dev
 	$(BIN)/python benchmarks/soak.py
 
 fuzz: $(VENV)/.installed-dev
-	DRAFTPROOF_FUZZ=5000 $(BIN)/python -m pytest tests/serve/test_fuzz.py
+	OMP_NUM_THREADS=$(or $(OMP_NUM_THREADS),1) DRAFTPROOF_FUZZ=5000 \
+		$(BIN)/python -m pytest -n auto --dist worksteal -rP --show-capture=stdout tests/serve/test_fuzz.py
 
 clean:
 	rm -rf $(VENV) $(VLLM) .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from draftproof.core import noise
-from draftproof.core.probs import Rows, choose, distribution, perturbed_top
+from draftproof.core.choice import choose, perturbed_top
+from draftproof.core.probs import Rows, distribution
 from draftproof.types import Sampling
 
 VOCABULARIES = (4_096, 32_000, 128_256)

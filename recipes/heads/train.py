@@ -14,10 +14,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-STEPS = 800
+STEPS = 450
 # Token 128 is the byte C0, which no UTF-8 text holds: it serves as a mask.
 RECIPES = {  # name → options of `draftproof train`, steps as a share of STEPS
-    "eagle3": (["--draft-vocab", "2048", "--depth", "5", "--lr", "2e-3"], 1.0),
+    "eagle3": (["--draft-vocab", "2048", "--depth", "4", "--lr", "2e-3"], 1.0),
     "medusa": (["--depth", "5", "--layers", "2", "--lr", "1e-2"], 1.0),
     "mlp": (["--shared", "--depth", "5", "--lr", "1e-2"], 1.0),
     "mtp": (["--depth", "4", "--lr", "2e-3"], 1.0),
@@ -35,7 +35,7 @@ def main() -> None:
     for name in args.names or RECIPES:
         options, share = RECIPES[name]
         command = [sys.executable, "-m", "draftproof.cli", "train", name, "--data", str(args.work / "traffic.jsonl"),
-                   "--answers", str(args.work / "answers.jsonl"), "--out", str(args.work / name), "--length", "384",
+                   "--answers", str(args.work / "answers.jsonl"), "--out", str(args.work / name), "--length", "384", "--batch", "4",
                    "--steps", str(max(1, round(STEPS * share * args.scale))), "--json", *options]
         if name == "pard":
             from draftproof.models.load import builtin

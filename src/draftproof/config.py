@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, Self
@@ -81,6 +82,16 @@ class EngineConfig(_Config):
     max_logprobs: int = 256               # likeliest tokens that are told per position
     trace: TraceLevel = "summary"
     trace_alternatives: int = 3           # per token at level full, of target and drafter
+    profile_s: float = 1.0                # with depth auto and a drafter: seconds at most to time the target's passes before serving
+    least_acceptance: float = 0.0         # auto drafts nothing where the first guess stands less often (probes go on)
+    free_memory: float = 0.03             # share of the device's memory: with less free, drafters give theirs back and pause
+
+    def __post_init__(self) -> None:
+        for name in ("least_acceptance", "free_memory"):
+            if not 0 <= getattr(self, name) < 1:
+                raise OptionError(f"{name}={getattr(self, name)}: expected a share from 0 to below 1 (0 is off)")
+        if not self.profile_s >= 0:
+            raise OptionError(f"profile_s={self.profile_s}: expected seconds ≥ 0 (0: none)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +99,70 @@ class Settings(_Config):
     load: LoadConfig = field(default_factory=LoadConfig)
     speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
+
+
+@dataclass(frozen=True, slots=True)
+class AbSide:
+    """One side of `AbConfig.arms` as it was written: a drafter spec (`none` for off) and what stands behind it."""
+
+    drafter: str
+    options: Mapping[str, str]
+
+    @classmethod
+    def of(cls, text: str) -> AbSide:
+        words, options = text.split(), {}
+        while words and (found := re.fullmatch(r"(depth|rule)=(\S+)", words[-1])):
+            options[found[1]] = found[2]
+            words.pop()
+        spec = " ".join(words)
+        if not spec or spec in ("off", "none") and options:
+            raise OptionError(f"ab arms: found {text.strip()!r}; expected a drafter spec with depth=… and rule=… behind it, or off")
+        return cls("none" if spec == "off" else spec, options)
+
+
+@dataclass(frozen=True, slots=True)
+class AbConfig(_Config):
+    """Two ways to speculate, side by side on a server's own traffic (docs/ab.md)."""
+
+    arms: str                             # "CANDIDATE vs CONTROL": a drafter spec or off each, and depth=… and rule=… behind it
+    share: float | Literal["shadow"] = 0.5   # of requests that the candidate writes; shadow: none, it replays what control wrote
+    stages: tuple[float, ...] = ()        # the shares of a roll-out, rising; the limits below hold only there
+    replay: float | None = None           # share of answers written again with both arms; None: all with shadow, else a tenth
+    minimum: int = 200                    # requests of each arm before the next stage
+    wait_s: float = 60.0                  # a stage lasts at least so long
+    ratio: float = 1.25                   # candidate's median or 90th percentile over control's that is too much
+    errors: float = 0.01                  # failed requests, as a share, beyond control's that are too many
+    alpha: float = 0.01                   # chance at most that a harmless candidate is turned back, over all stages
+    experiment: str = ""                  # its name, which is part of the hash; empty: the arms
+
+    def __post_init__(self) -> None:
+        def need(ok: bool, name: str, expected: str) -> None:
+            if not ok:
+                raise OptionError(f"ab {name}={getattr(self, name)!r}: expected {expected}")
+
+        need(self.arms.count(" vs ") == 1, "arms", "CANDIDATE vs CONTROL, as in 'ngram vs off'")
+        need(self.share == "shadow" or 0 <= self.share <= 1, "share", "shadow, or a share from 0 to 1")
+        need(all(0 < share <= 1 for share in self.stages) and list(self.stages) == sorted(set(self.stages)), "stages",
+             "rising shares above 0, at most 1")
+        need(not self.stages or self.share != "shadow", "stages", "none with share shadow")
+        need(self.replay is None or 0 <= self.replay <= 1, "replay", "a share from 0 to 1")
+        need(self.minimum >= 1, "minimum", "an integer ≥ 1")
+        need(self.wait_s >= 0, "wait_s", "seconds ≥ 0")
+        need(self.ratio > 1, "ratio", "a number > 1")
+        need(0 <= self.errors < 1, "errors", "a share from 0 to below 1")
+        need(0 < self.alpha < 1, "alpha", "a probability in (0, 1)")
+        assert self.sides, "or an error says why not"
+
+    @property
+    def sides(self) -> tuple[AbSide, AbSide]:
+        """Candidate and control. Raises OptionError."""
+        candidate, control = self.arms.split(" vs ")
+        return AbSide.of(candidate), AbSide.of(control)
+
+    @property
+    def drafters(self) -> tuple[str, ...]:
+        """Those that must be loaded."""
+        return tuple(dict.fromkeys(side.drafter for side in self.sides if side.drafter != "none"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,9 +182,13 @@ class ServeConfig(_Config):
     classes: int = 32                     # prompt classes that are counted apart; others count as "other"
     chunks: str = "round"                 # what one piece of a stream holds: a round's tokens, "tokens:N", or "ms:T" of time
     stall_s: float = 30.0                 # a step that takes longer says that the engine hangs
+    events: int = 8192                    # trace events that are kept for pages which follow
+    event_bytes: int = 8 << 20            # at most about so many bytes of them
+    otel: bool = False                    # an OpenTelemetry span per request; the OTEL_* variables say where to
+    ab: AbConfig | None = None            # two ways to speculate that share the traffic
 
     def __post_init__(self) -> None:
-        for name in ("max_body_bytes", "max_queue", "max_per_tenant", "classes"):
+        for name in ("max_body_bytes", "max_queue", "max_per_tenant", "classes", "events", "event_bytes"):
             if getattr(self, name) < 1:
                 raise OptionError(f"{name}={getattr(self, name)}: expected an integer ≥ 1")
         for name in ("deadline_s", "drain_s", "grammar_s", "stall_s"):

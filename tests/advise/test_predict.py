@@ -10,11 +10,13 @@ from typing import Any
 import pytest
 
 from draftproof.advise.check import check
-from draftproof.advise.measure import _cost, from_curve, measure
+from draftproof.advise.measure import _cost, along, beginnings, from_curve, measure
 from draftproof.advise.predict import Cost, Forecast, forecast, predict, thresholds, verdict
 from draftproof.bench.cells import Spread
 from draftproof.bench.profile import Point
 from draftproof.cli import run as command
+from draftproof.drafters.ngram import NgramDrafter
+from draftproof.engine.engine import Engine
 from draftproof.errors import Failure
 from draftproof.models.fake import TableTarget
 from draftproof.types import Sampling
@@ -33,8 +35,12 @@ def cost(drafter: str, depth: int, batch: int, seconds: float, noise: float = 0.
 def test_the_formula() -> None:
     one = forecast(cell(), cost("none", 0, 1, 1.0), cost("ngram", 4, 1, 1.5, nodes=4.0))
     assert one is not None and one.speedup == Spread(2.0, 2.0, 2.0) and one.concurrency == 1
-    paid = forecast(cell(), cost("none", 0, 2, 1.0, prefill_s=50.0), cost("ngram", 4, 2, 1.5, nodes=4.0))
-    assert paid is not None and paid.speedup.median == pytest.approx((100 + 100) / (100 + 50))
+    paid = forecast(cell(), cost("none", 0, 2, 1.0, start_s=50.0), cost("ngram", 4, 2, 1.5, nodes=4.0, start_s=60.0))
+    assert paid is not None and paid.speedup.median == pytest.approx((100 + 100) / (120 + 50))
+    longer = {**cell(), "prompt_tokens": 30.0}
+    start = {"start_s": 10.0, "prompt_tokens": 10.0}
+    paid = forecast(longer, cost("none", 0, 1, 1.0, **start), cost("ngram", 4, 1, 1.5, nodes=4.0, **start))
+    assert paid is not None and paid.speedup.median == pytest.approx((30 + 100) / (30 + 50))
     shorter = forecast(cell(nodes=2.0), cost("none", 0, 1, 1.0), cost("ngram", 4, 1, 1.5, nodes=4.0, slope=0.125))
     assert shorter is not None and shorter.speedup.median == pytest.approx(3 / 1.25)
 
@@ -84,19 +90,50 @@ def test_costs_from_a_curve() -> None:
 
 
 def test_rounds_of_the_engine_are_timed() -> None:
+    """Every look at the clock is a second later, and a step takes one."""
     ticks = iter(range(10**9))
-    costs, weights = measure(TableTarget(7, order=2), [("ngram", 3)], [(1, 2, 3), (4, 5), (2, 1, 2, 1)], [1, 2],
+    texts = [((1, 2, 3), (4, 5) * 6), ((4, 5), (1, 2) * 6), ((2, 1, 2, 1), (3,) * 12)]
+    costs, weights = measure(TableTarget(7, order=2), [("ngram", 3), ("ngram", 2)], texts, [1, 2],
                              Sampling(temperature=0.0, max_tokens=40), rounds=8, clock=lambda: float(next(ticks)))
-    assert {(c.drafter, c.depth, c.batch) for c in costs} == {(d, n, b) for d, n in (("none", 0), ("ngram", 3)) for b in (1, 2)}
+    arms = ("none", 0), ("ngram", 3), ("ngram", 2)
+    assert {(c.drafter, c.depth, c.batch) for c in costs} == {(*arm, batch) for arm in arms for batch in (1, 2)}
     assert all(c.seconds.median == 1.0 for c in costs) and weights == {"none": 0, "ngram": 0}
     assert all((c.nodes > 0) == (c.drafter == "ngram") for c in costs)
+    assert all(c.start_s == 1.0 and c.prompt_tokens == 3.0 for c in costs), "a step that reads, then the first round"
+
+
+def test_a_drafter_that_reads_the_prompt_is_charged_for_it() -> None:
+    """Its first round takes longer than the others: that is no round's cost, and every request's."""
+    now = [0.0]
+
+    class Slow(NgramDrafter):
+        name = "slow"
+
+        def start(self, seq: Any) -> Any:
+            now[0] += 5.0
+            return super().start(seq)
+
+    def clock() -> float:
+        now[0] += 1.0
+        return now[0]
+
+    engines = {"none": Engine(TableTarget(7, order=2)), "slow": Engine(TableTarget(7, order=2), Slow(), 3)}
+    found = beginnings(engines, [(1, 2, 1), (4, 5)], Sampling(temperature=0.0, max_tokens=9), clock)
+    assert found == {"none": 2.0, "slow": 7.0}
+
+
+def test_rounds_are_timed_along_the_answers() -> None:
+    assert along([((1,), (2, 3, 4))] * 3, 9) == [[1], [1, 2], [1, 2, 3]] and along([((1, 2, 3), (4,))], 2) == [[2, 3]]
 
 
 def test_a_pause_of_the_machine_is_no_cost() -> None:
     rounds = [(1.0, 0.0)] * 10 + [(1.5, 4.0)] * 20 + [(40.0, 4.0), (30.0, 0.0)]
-    one = _cost("ngram", 4, 1, rounds, 0.0)
+    one = _cost("ngram", 4, 1, rounds, 7.0)
     assert one.seconds.median == pytest.approx((11 * 1.0 + 21 * 1.5) / 32) and one.nodes == pytest.approx(84 / 32)
-    assert one.slope == pytest.approx(0.125, rel=0.4) and one.seconds.high - one.seconds.low < 0.1
+    assert one.slope == pytest.approx(0.125) and one.seconds.high - one.seconds.low < 0.1
+    assert one.at(0) == pytest.approx(1.0) and one.at(4) == pytest.approx(1.5), "both kinds of rounds are on the line"
+    always = _cost("model", 4, 1, [(1.5, 4.0)] * 20, 0.9)
+    assert always.seconds.median == 1.5 and always.at(0) == pytest.approx(0.9), "where it always drafts, a plain round stands in"
 
 
 def bench(**measured: tuple[float, float]) -> dict[str, Any]:

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import json
+import random
+import tracemalloc
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from draftproof.audition import logs
 from draftproof.audition.logs import Exchange, Skipped, read_log
+from draftproof.audition.stories import Reader, tokenizer_at
 from draftproof.config import EngineConfig
 from draftproof.engine.engine import Engine
 from draftproof.errors import Failure
@@ -94,3 +99,92 @@ def test_a_summary_trace_has_no_prompts_and_says_so(tmp_path: Path) -> None:
     sink.close()
     skipped = Skipped()
     assert list(read_log(file, skipped)) == [] and "trace level full" in skipped.shown[0]
+
+
+TINY = Path(__file__).parents[2] / "src" / "draftproof" / "weights" / "target"
+STARTED = {"event": "request_started", "request": "r", "prompt_ids": [1, 2], "sampling": {"temperature": 0.5, "max_tokens": 4}, "seed": 1}
+GOOD = [
+    {"prompt_token_ids": [1, 2, 3], "token_ids": [4, 5], "max_tokens": 9, "class": "c", "temperature": 0.7,
+     "logprobs": [{"token_id": 4, "logprob": -0.5, "top": [{"token_id": 4, "logprob": -0.5}]}, {"token_id": 5, "logprob": -1.0}]},
+    {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes, yes"}]},
+    {"conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "yes"}]},
+    {"request": {"messages": [{"role": "user", "content": "hi"}], "temperature": 0.5, "metadata": {"prompt_class": "chat"},
+                 "prediction": {"type": "content", "content": "yes"}},
+     "response": {"choices": [{"message": {"content": "yes"}, "finish_reason": "stop", "logprobs": {"content": [
+         {"token": "yes", "logprob": -0.1, "top_logprobs": [{"token": "yes", "logprob": -0.1}]}]}}]}},
+    {"request": {"prompt": [5, 6, 7], "max_tokens": 5}, "response": {"choices": [{"text": "b"}]}},
+    {"text": "a b c d e f"}, {"prompt": "a", "completion": "b"}, STARTED,
+    {"event": "prefill_done", "request": "r", "token": {"token": 5}},
+    {"event": "round_done", "request": "r", "position": 3, "depth": 2, "tokens": [{"token": 6}]},
+    {"event": "request_done", "request": "r", "finish": "stop"},
+]
+JUNK = [None, True, -1, 1.5, 1e999, 2**70, "", "x", "\ud800", "\x1b[31m", [], [[]], {}, {"a": 1}, [None], ["x"], [1, "x"], [2**40]]
+
+
+def spoilt(value: Any, dice: random.Random) -> Any:
+    """The same, with one thing in it replaced, dropped or doubled."""
+    if isinstance(value, dict) and value and dice.random() < 0.8:
+        name = dice.choice(list(value))
+        what = dice.random()
+        if what < 0.15:
+            return {k: v for k, v in value.items() if k != name}
+        return {**value, name: spoilt(value[name], dice)} if what < 0.75 else {**value, name: dice.choice(JUNK)}
+    if isinstance(value, list) and value and dice.random() < 0.7:
+        at = dice.randrange(len(value))
+        return [*value[:at], spoilt(value[at], dice), *value[at + 1:]]
+    return dice.choice(JUNK)
+
+
+def test_spoilt_records_are_skipped_and_never_raise(tmp_path: Path) -> None:
+    """3,000 records, each with something wrong in it, all the way to stories; every one is read, or counted with its line."""
+    dice, file, skipped = random.Random(1), tmp_path / "log.jsonl", Skipped()
+    with file.open("w") as out:
+        for _ in range(3000):
+            out.write(json.dumps(spoilt(dice.choice(GOOD), dice)) + "\n")
+    reader = Reader(partial(tokenizer_at, str(TINY)), vocab_size=4096)
+    read = list(reader.stories(file, skipped))
+    assert len(read) > 200 and skipped.count > 500 and len(skipped.shown) == logs.SHOWN
+    assert all(line.startswith("line ") and line.isprintable() for line in skipped.shown)
+    assert all(story.story.prompt_class.isprintable() for story in read if story.story.prompt_class)
+
+
+def test_bytes_of_any_kind_never_raise(tmp_path: Path) -> None:
+    dice, file, skipped = random.Random(2), tmp_path / "log.jsonl", Skipped()
+    lines = []
+    for _ in range(600):
+        raw = bytearray(json.dumps(dice.choice(GOOD)).encode(dice.choice(["utf-8", "utf-8", "utf-16", "latin-1"])))
+        for _ in range(dice.randrange(3)):
+            at = dice.randrange(len(raw))
+            raw[at:at + dice.randrange(9)] = dice.randbytes(dice.randrange(6)) or b"\0"
+        lines.append(bytes(raw[:dice.randrange(len(raw))] if dice.random() < 0.2 else raw))
+    file.write_bytes(b"\xef\xbb\xbf" + b"\r\n".join([json.dumps(GOOD[0]).encode(), *lines, b"[" * 100_000]))
+    found = list(read_log(file, skipped))
+    assert found[0].prompt_ids == (1, 2, 3), "a byte order mark is no error"
+    assert len(found) > 50 and skipped.count > 50
+
+
+def test_requests_that_never_end_are_not_held_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(logs, "OPEN", 3)
+    file, skipped = tmp_path / "trace.jsonl", Skipped()
+    file.write_text("".join(json.dumps({**STARTED, "request": str(i)}) + "\n" for i in range(10)) + "".join(
+        json.dumps({**GOOD[at], "request": "9"}) + "\n" for at in (8, 9, 10)))
+    (found,) = read_log(file, skipped)
+    assert found.answer_ids == (5, 6) and skipped.count == 7 and skipped.shown[0].startswith("line 1: a traced request without an end")
+
+
+def test_memory_does_not_grow_with_the_log(tmp_path: Path) -> None:
+    """8 MB with bad lines among them, against 2 MB of the same: what Python holds at most is the same."""
+    peaks = []
+    for times in (1, 4):
+        file, skipped = tmp_path / "log.jsonl", Skipped()
+        with file.open("wb") as out:
+            for i in range(2500 * times):
+                out.write(json.dumps({"prompt_token_ids": [i % 50] * 150, "token_ids": [7, 8] * 60}).encode() + b"\n")
+                if i % 3 == 0:
+                    out.write(b'{"prompt_token_ids": [1, 2,\n' if i % 2 else b"\xff\xfe\n")
+        tracemalloc.start()
+        assert sum(1 for _ in Reader().stories(file, skipped)) == 2500 * times
+        peaks.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+        assert skipped.count == -(-2500 * times // 3)
+    assert peaks[1] < 1.2 * peaks[0] + 100_000

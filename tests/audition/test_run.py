@@ -18,6 +18,7 @@ from draftproof.audition.run import Arm, Work
 from draftproof.audition.stories import Reader
 from draftproof.audition.workers import _worker, run
 from draftproof.cli import run as command
+from draftproof.commands.audition import _begin
 from draftproof.config import EngineConfig
 from draftproof.core.tally import Tally
 from draftproof.drafters.base import Drafter
@@ -45,14 +46,21 @@ def drafter(name: str) -> Drafter:
 
 
 def write(folder: Path, name: str, depth: int, temperature: float, traced: bool = False) -> tuple[Path, dict[str, Any]]:
-    """A log that the engine wrote, and the engine's own counts."""
+    """A log that the engine wrote, and the engine's own counts. depth 0: one that changes from round to round."""
     log, trace = folder / "log.jsonl", folder / "trace.jsonl"
     sink = Jsonl(trace)
-    with Engine(target(), drafter(name), depth if depth else "auto", config=EngineConfig(trace="full"), sinks=[sink]) as engine:
+    with Engine(target(), drafter(name), depth or 6, config=EngineConfig(trace="full"), sinks=[sink]) as engine:
         with log.open("w") as out:
             for i, prompt in enumerate(PROMPTS):
-                done = engine.generate(prompt, Sampling(temperature=temperature, top_p=1.0, seed=i, max_tokens=40),
-                                       prompt_class="even" if i % 2 == 0 else "odd")
+                (handle,) = engine.submit(prompt, Sampling(temperature=temperature, top_p=1.0, seed=i, max_tokens=40),
+                                          prompt_class="even" if i % 2 == 0 else "odd")
+                steps = 0
+                while not handle.done:
+                    if not depth:
+                        engine.set_speculation(depth_cap=(6, 0, 2, 5, 1)[steps % 5])
+                    engine.step()
+                    steps += 1
+                done = handle.completion()
                 out.write(json.dumps({"prompt_token_ids": prompt, "token_ids": done.token_ids, "max_tokens": 40,
                                       "finish_reason": done.finish_reason, "class": "even" if i % 2 == 0 else "odd"}) + "\n")
         metrics = engine.stats()["metrics"]
@@ -119,10 +127,12 @@ def test_a_sampled_log_without_its_noise_is_named_as_greedy(tmp_path: Path) -> N
 def test_the_lean_path_is_the_replay() -> None:
     stories = [Story(p, tuple((7 * i + len(p) * j) % 5 for j in range(60)), Sampling(temperature=0), limit=limit, depths=((0, 3), (40, 1)))
                for i, p in enumerate(PROMPTS) for limit in (None, 90)]
-    for depth in (1, 3, 9, None):
+    for depths in ((1, 3, 9), (9,), (2, 1), (None,)):
         for kind in (NgramDrafter, SuffixDrafter):
             lean = kind()
-            assert [copied(lean, story, depth) for story in stories] == replay(kind(), stories, depth, batch=1)
+            found = list(zip(*(copied(lean, story, depths) for story in stories), strict=True))
+            for depth, tallies in zip(depths, found, strict=True):
+                assert list(tallies) == replay(kind(), stories, depth, batch=1)
     assert [granted(stories[0], at) for at in (0, 39, 40, 99)] == [3, 3, 1, 1]
 
 
@@ -138,7 +148,7 @@ def test_shares_add_up_to_the_whole(name: str, tmp_path: Path) -> None:
     log, metrics = write(tmp_path, name, 5, 0.8)
     job, result = work(log, name, 5), audition.Result((Arm(name, 5),))
     for index in range(2):
-        for part in job.parts(audition.Share(0, index, 2), audition.Skipped()):
+        for part in job.parts(audition.Share((0,), index, 2), audition.Skipped()):
             result.add(part)
     assert same(result.cells()[-1], metrics)
 
@@ -171,10 +181,30 @@ def test_processes_count_the_same(tmp_path: Path) -> None:
     assert run(job, processes=2).cells() == run(job).cells() and same(run(job).cells()[-1], metrics)
 
 
+def test_processes_load_early_where_they_will_be_wanted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun: list[int] = []
+    monkeypatch.setattr("draftproof.audition.processes.begin", lambda: begun.append(1))
+    log = tmp_path / "log.jsonl"
+    log.write_text("x" * 99)
+    cases = [(("ngram", "suffix:max=8"), 2, 1000, 1), (("ngram",), None, 1000, 1), (("ngram",), None, 9, 2), (("ngram",), 1, 9, 2),
+             (("ngram", "model"), 2, 9, 2), (("ngram+model",), 2, 9, 2)]
+    for specs, processes, small, expected in cases:
+        monkeypatch.setattr("draftproof.commands.audition.SMALL", small)
+        _begin(log, specs, processes)
+        assert len(begun) == expected
+
+
+def test_the_command_with_processes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    log, metrics = write(tmp_path, "suffix", 4, 0.8)
+    assert command(["audition", str(log), "--drafter", "suffix", "--depth", "4,2", "--processes", "2", "--json"]) == 0
+    cells = [c for c in json.loads(capsys.readouterr().out.splitlines()[-1])["cells"] if c["class"] == "all"]
+    assert [c["depth"] for c in cells] == [4, 2] and same(cells[0], metrics)
+
+
 def test_what_fails_in_a_worker_is_told(tmp_path: Path) -> None:
     log, said = tmp_path / "log.jsonl", Queue[Any]()
     log.write_text('{"prompt": "text without a tokenizer", "completion": "x"}\n')
-    _worker(Work(str(log), (Arm("ngram", 5),), Reader()), audition.Share(0), 3, said)
+    _worker(Work(str(log), (Arm("ngram", 5),), Reader()), audition.Share((0,)), 3, said)
     kind, number, error = said.get()
     assert (kind, number) == ("error", 3) and isinstance(error, Failure) and "no tokenizer" in str(error)
 
@@ -239,11 +269,11 @@ def test_the_interval_covers_a_ratio_over_requests() -> None:
                 stood = int(rng.random() < (0.9 if easy else 0.1))
                 one.round(1, stood, 1 - stood, 1 + stood)
             counts.add(one, True, 3)
-        interval = counts.interval()
+        interval = counts.spread.interval()
         assert interval is not None
         covered += interval[0] <= 1.5 <= interval[1]
     assert 180 <= covered <= 199         # 190 expected
-    assert Counts.from_dict(json.loads(json.dumps(counts.as_dict()))) == counts and Counts().interval() is None
+    assert Counts.from_dict(json.loads(json.dumps(counts.as_dict()))) == counts and Counts().spread.interval() is None
 
 
 def test_the_best_depth_follows_from_the_cost() -> None:
@@ -258,7 +288,7 @@ def test_copying_drafters_are_heard_fast() -> None:
     stories = [Story((1, 2), tuple((i * i + i // 7) % 50 for i in range(2000)), Sampling(temperature=0))] * 5
     drafter, start = NgramDrafter(), time.process_time()
     for story in stories:
-        copied(drafter, story, 8)
+        copied(drafter, story, (8,))
     assert 10_000 / (time.process_time() - start) > 25_000
 
 

@@ -8,6 +8,7 @@ import os
 from collections import Counter
 from contextlib import ExitStack
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import pytest
@@ -182,11 +183,57 @@ def test_spec_benchs_file_end_to_end(tmp_path: Path) -> None:
     assert [len(line["choices"][0]["turns"]) for line in spoken] == [2, 1, 1]
 
 
-@pytest.mark.skipif("DRAFTPROOF_SPEC_BENCH" not in os.environ, reason="DRAFTPROOF_SPEC_BENCH names Spec-Bench's question.jsonl")
+def its_own_report(method: Path, base: Path, task: str) -> tuple[float, float, float]:
+    """(mean accepted tokens, tokens per second, speed-up) of a task, as Spec-Bench's evaluation script gets them from answer files."""
+    speeds, steps = {}, []
+    for file in (method, base):
+        speeds[file] = []
+        for record in map(json.loads, file.read_text().splitlines()):
+            if task not in ("overall", "mt_bench" if record["category"] in MT_BENCH else record["category"]):
+                continue
+            first = record["choices"][0]
+            speeds[file].append(sum(first["new_tokens"]) / sum(first["wall_time"]))
+            steps += first["accept_lengths"] if file == method else []
+    mine, off = fmean(speeds[method]), fmean(speeds[base])
+    return fmean(steps), mine, mine / off
+
+
+def asked_through_the_command(file: Path, each: int, target: Path, folder: Path, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+    """The whole file, or some of every task, and its report checked against its own arithmetic."""
+    assert run(["bench", "--target", str(target), "--drafter", "ngram", "--depth", "3", "--workload", str(file), "--each", str(each),
+                "--tokens", "12", "--repeats", "1", "--most-repeats", "1", "--ignore-eos", "--answers", str(folder), "--json"]) == 0
+    document: dict[str, Any] = json.loads(capsys.readouterr().out.splitlines()[-1])
+    for row in document["spec_bench"]["ngram"]:
+        expected = its_own_report(folder / "ngram.jsonl", folder / "off.jsonl", row["task"])
+        assert (row["mean_accepted_tokens"], row["tokens_per_s"], row["speedup"]) == pytest.approx(expected)
+    assert not any(cell["failed"] for cell in document["cells"]) and all(cell["identical"] for cell in document["cells"])
+    return document
+
+
+def test_spec_bench_through_the_command(tiny_pair: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    document = asked_through_the_command(lines(tmp_path, *QUESTIONS), 1, tiny_pair[0], tmp_path / "answers", capsys)
+    assert [row["task"] for row in document["spec_bench"]["ngram"]] == ["mt_bench", "translation", "rag", "overall"]
+
+
+SPEC_BENCH_FILE = pytest.mark.skipif("DRAFTPROOF_SPEC_BENCH" not in os.environ,
+                                     reason="DRAFTPROOF_SPEC_BENCH names Spec-Bench's question.jsonl")
+
+
+@SPEC_BENCH_FILE
 def test_the_real_spec_bench_file() -> None:
     items = read_items(os.environ["DRAFTPROOF_SPEC_BENCH"])
     assert Counter(item.prompt_class for item in items) == dict.fromkeys(SPEC_BENCH, 80) and sum(len(i.turns) for i in items) == 560
     assert {item.category for item in items if item.prompt_class == "mt_bench"} == set(MT_BENCH)
+
+
+@SPEC_BENCH_FILE
+def test_the_real_spec_bench_file_end_to_end(tiny_pair: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A few questions of every task (DRAFTPROOF_SPEC_BENCH_EACH, 80 are all of them)."""
+    each = int(os.environ.get("DRAFTPROOF_SPEC_BENCH_EACH", 2))
+    file = Path(os.environ["DRAFTPROOF_SPEC_BENCH"])
+    document = asked_through_the_command(file, each, tiny_pair[0], tmp_path / "answers", capsys)
+    rows = document["spec_bench"]["ngram"]
+    assert [row["task"] for row in rows] == [*SPEC_BENCH, "overall"] and [row["questions"] for row in rows] == [each] * 6 + [6 * each]
 
 
 def test_the_plot() -> None:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from contract.test_drafters import DRAFTERS, V
 from engine.engine_support import table
 from scipy import stats
 
@@ -16,11 +19,12 @@ from draftproof.bench.prove_rule import Check
 from draftproof.bench.prove_run import Comparison, Divergence, Subject, judge, margin_at, prove_run
 from draftproof.bench.statistics import chi2_fit, chi2_tail, mcnemar, uniform_fit
 from draftproof.config import LoadConfig, ProveConfig
-from draftproof.core import verify
+from draftproof.core import noise, verify
 from draftproof.core.tree import Odds
 from draftproof.drafters.model import ModelDrafter
 from draftproof.engine import round as engine_round
 from draftproof.errors import Failure
+from draftproof.models.fake import TableTarget
 from draftproof.types import Sampling, Verdict
 
 CONFIG = ProveConfig(prompts=4, tokens=40, batch=4, statistics_tokens=800)
@@ -55,6 +59,67 @@ def test_a_token_that_was_not_earned_is_found(monkeypatch: pytest.MonkeyPatch) -
     assert not report.comparisons[0].divergences, "the control has no drafter"
 
 
+@pytest.mark.parametrize("name", [name for name in DRAFTERS if not re.match("none|oracle|always-wrong|junk", name)])
+def test_every_drafter_passes(name: str) -> None:
+    """With random weights hardly a guess may stand; then the report says that nothing was put to the proof, and nothing else."""
+    target = TableTarget(V, order=2, seed=1)
+    one = subject(target=target, drafter=DRAFTERS[name](target, lambda text: 0))
+    report = prove_run(one, [(1, 2, 3, 1, 2, 3, 1, 2), (6,), (4, 4, 4, 0)], ProveConfig(prompts=3, tokens=20, batch=3))
+    assert all(c.identical == c.texts for c in report.comparisons), outcomes(report.checks)
+    assert all(check.passed or "nothing was put to the proof" in check.detail for check in report.checks), outcomes(report.checks)
+
+
+def stale_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The target's own token is read one row too early after accepted guesses."""
+    def late(parents: Any, tokens: Any, choices: Any) -> Verdict:
+        verdict = verify.match(parents, tokens, choices)
+        return replace(verdict, next_token=choices[verdict.accepted[-1]]) if verdict.accepted else verdict
+
+    monkeypatch.setattr(engine_round, "match", late)
+
+
+def refused_keys_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The cache keeps what was drafted last, though it was refused."""
+    right = TableTarget.rewind
+
+    def sticky(self: TableTarget, slot: Any, kept: Any) -> None:
+        refused = [token for token, _ in slot.nodes[len(kept):]]
+        right(self, slot, kept)
+        slot.tokens[-1:] = refused[-1:] or slot.tokens[-1:]
+
+    monkeypatch.setattr(TableTarget, "rewind", sticky)
+
+
+def other_noise(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where guesses are scored, the target chooses with the noise of the next position."""
+    def shifted(seed: int, sample: int, stream: str, position: int, attempt: int = 0) -> tuple[int, int]:
+        return noise.key(seed, sample, stream, position + (DRAFTING[0] and stream == "text"), attempt)
+
+    monkeypatch.setattr(engine_round, "key", shifted)
+    right = ModelDrafter.propose
+
+    def noted(self: ModelDrafter, states: Any, budgets: Any, its: Any) -> Any:
+        DRAFTING[0] = True
+        return right(self, states, budgets, its)
+
+    monkeypatch.setattr(ModelDrafter, "propose", noted)
+
+
+DRAFTING = [False]
+PLANTED = {"stale row": (stale_row, 0.0), "refused keys stay": (refused_keys_stay, 0.0), "other noise": (other_noise, 0.8)}
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_planted_faults_are_found_and_told_from_rounding(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    plant, temperature = PLANTED[name]
+    DRAFTING[0] = False
+    plant(monkeypatch)
+    report = prove_run(subject(), PROMPTS, replace(CONFIG, temperatures=(temperature,)))
+    wrong = [check for check in report.checks if not check.passed]
+    assert wrong and "not a near tie" in wrong[0].detail and "where plain decoding wrote" in wrong[0].detail, outcomes(report.checks)
+    assert not report.comparisons[0].divergences and report.comparisons[1].divergences, "the control has no drafter"
+
+
 def test_the_law_under_ratio_and_block(monkeypatch: pytest.MonkeyPatch) -> None:
     config = ProveConfig(prompts=4, tokens=40, batch=8, statistics_tokens=1000, temperatures=(1.0,))
     for rule in ("ratio", "block"):
@@ -73,10 +138,10 @@ def test_margins() -> None:
     target = table()
     law = target.law((1, 2, 3))
     best = law.topk(2)
-    margin, near = margin_at(target, (1, 2), (3,), Sampling(temperature=0), *best.indices.tolist())
-    assert margin == pytest.approx(float(best.values[0] - best.values[1])) and not near
+    margin, ulps, near = margin_at(target, (1, 2), (3,), Sampling(temperature=0), *best.indices.tolist())
+    assert margin == pytest.approx(float(best.values[0] - best.values[1])) and not near and ulps > 4
     target.table[2, 3] = target.table[2, 3].index_fill(0, best.indices, 0.0)
-    assert margin_at(target, (1, 2), (3,), Sampling(temperature=0), *best.indices.tolist()) == (0.0, True)
+    assert margin_at(target, (1, 2), (3,), Sampling(temperature=0), *best.indices.tolist()) == (0.0, 0.0, True)
 
 
 def divergence(margin: float | None, near: bool) -> Divergence:

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from draftproof.core import noise as hashed
-from draftproof.core.probs import Rows, choose, distribution
+from draftproof.core.choice import choose
+from draftproof.core.probs import Rows, distribution
 from draftproof.core.tree import depths, path
 from draftproof.core.verify import match
 from draftproof.models.target import Target

@@ -28,7 +28,7 @@ from scipy.stats import chi2
 from test_match_pathwise import check_pathwise
 
 from draftproof.core import noise
-from draftproof.core.probs import choose
+from draftproof.core.choice import choose
 from draftproof.core.tree import Odds
 from draftproof.core.verify import block_odds, match, ratio_draw, ratio_odds
 from draftproof.types import Verdict

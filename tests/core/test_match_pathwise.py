@@ -10,7 +10,7 @@ import torch
 
 from draftproof.core import noise
 from draftproof.core.budget import match_acceptance
-from draftproof.core.probs import choose
+from draftproof.core.choice import choose
 from draftproof.core.verify import match
 from draftproof.types import Verdict
 

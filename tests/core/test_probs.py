@@ -11,8 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from draftproof.core import noise, probs
-from draftproof.core.probs import Rows, choose, distribution, perturbed_top
+from draftproof.core import choice, noise, probs
+from draftproof.core.choice import choose, likeliest, perturbed_top
+from draftproof.core.probs import Rows, distribution, laws
 from draftproof.errors import Failure, OptionError
 from draftproof.types import Sampling
 
@@ -288,7 +289,7 @@ def test_sparse_dense_and_pruned_choices_agree_with_the_plain_twin(s: Sampling, 
         for ids in (None, names):
             values, columns = top_plain(logp, keys, k, range(v) if ids is None else ids.tolist())
             for dense in (0, 16_384, v):
-                monkeypatch.setattr(probs, "_DENSE", max(dense, 128))
+                monkeypatch.setattr(choice, "_DENSE", max(dense, 128))
                 got, where = perturbed_top(logp, keys, k, ids)
                 assert got.tolist() == values
                 real = got > -math.inf
@@ -304,8 +305,8 @@ def test_pruning_is_never_too_bold(monkeypatch: pytest.MonkeyPatch) -> None:
     logp[:, 100:104] = torch.randn(400, 4, generator=generator)
     keys = noise.key_rows([noise.key(1, 0, "text", i) for i in range(400)], "cpu")
     exact = (logp + noise.gumbel(keys, torch.arange(600))).argmax(-1)
-    monkeypatch.setattr(probs, "_DENSE", 128)
-    monkeypatch.setattr(probs, "_SPARE", 1)
+    monkeypatch.setattr(choice, "_DENSE", 128)
+    monkeypatch.setattr(choice, "_SPARE", 1)
     assert torch.equal(choose(logp, keys), exact)
 
 
@@ -342,3 +343,34 @@ def test_the_choice_follows_the_law() -> None:
 
     assert alarm(p) > 1e-6
     assert alarm(p + torch.tensor([0.02, -0.02, 0, 0, 0])) < 1e-6
+
+
+@pytest.mark.parametrize("v, k", [(50, 7), (4096, 128), (16_384, 128), (32_000, 40), (33_001, 128)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_likeliest_are_those_of_a_whole_sort(v: int, k: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(v)
+    x = torch.randn(3, v, dtype=dtype)
+    x[1] = (x[1] * 2).round()                                          # many ties
+    x[2, torch.randperm(v)[k // 2:]] = -math.inf                       # fewer possible tokens than are asked for
+    values, columns = likeliest(x, k)
+    for row in range(3):
+        order = sorted(range(v), key=lambda c: (-x[row, c].item(), c))[:k]
+        assert values[row].tolist() == x[row, order].tolist()
+        if row < 2 and v < 20_000:                                     # in longer rows, ties at the very end may lie in other tiles
+            assert columns[row].tolist() == order
+        assert len(set(columns[row].tolist())) == k
+
+
+@pytest.mark.parametrize("s", [*FILTERS[2:], Sampling(temperature=0.0)], ids=str)
+@pytest.mark.parametrize("v", [300, 4096, 32_000])
+def test_the_few_columns_hold_every_possible_token_and_change_no_choice(s: Sampling, v: int) -> None:
+    torch.manual_seed(v)
+    logp, few = laws(torch.randn(4, v) * 4, [of(s, 4)])
+    if few is None:
+        pytest.skip("nothing is known about these rows")
+    assert int((logp.gather(1, few) > -math.inf).sum()) == int((logp > -math.inf).sum())
+    for keys in (None, noise.key_rows([noise.key(i, 0, "text", 9, 0) for i in range(4)], "cpu")):
+        for k in (1, min(3, few.shape[1])):
+            known, blind = perturbed_top(logp, keys, k, few=few), perturbed_top(logp, keys, k)
+            possible = blind[0] > -math.inf
+            assert torch.equal(known[0], blind[0]) and torch.equal(known[1][possible], blind[1][possible])

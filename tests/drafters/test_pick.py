@@ -11,7 +11,7 @@ import torch
 from contract.table_rounds import SharedNoise, Text, rows_of
 from torch import Tensor
 
-from draftproof.core import probs
+from draftproof.core import choice
 from draftproof.drafters.base import pick, ranking
 from draftproof.types import Sampling
 
@@ -40,7 +40,7 @@ def asked(options: str, counts: Sequence[int]) -> tuple[list[Text], list[Any]]:
 @pytest.mark.parametrize("options", OPTIONS)
 def test_rows_get_the_bits_they_get_alone(options: str, counts: tuple[int, ...], dense: int, ids: Tensor | None,
                                           monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(probs, "_DENSE", dense)
+    monkeypatch.setattr(choice, "_DENSE", dense)
     texts, groups = asked(options, counts)
     width = V if ids is None else ids.shape[0]
     logits = 3 * torch.randn(sum(counts), width, generator=torch.Generator().manual_seed(1))
@@ -58,13 +58,13 @@ def test_rows_get_the_bits_they_get_alone(options: str, counts: tuple[int, ...],
 
 def test_the_noise_of_a_sequence_is_drawn_once(monkeypatch: pytest.MonkeyPatch) -> None:
     drawn: list[int] = []
-    right = probs.gumbel
+    right = choice.gumbel
 
     def counted(keys: Tensor, tokens: Tensor) -> Tensor:
         drawn.append(keys.shape[0])
         return right(keys, tokens)
 
-    monkeypatch.setattr(probs, "gumbel", counted)
+    monkeypatch.setattr(choice, "gumbel", counted)
     texts, groups = asked("sampled", (4, 4, 4))
     pick(torch.randn(12, V), groups, texts, [3, 3, 3], SharedNoise(), 8)
     assert drawn == [3]

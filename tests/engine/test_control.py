@@ -1,99 +1,267 @@
-"""The controller: what it may grant, what it learns, and that it never costs a token."""
+"""The controller in worlds whose best answer is known: what it loses against plain decoding and against the best fixed depth, and
+that it never costs a token. No clock: seconds are computed."""
 
 from __future__ import annotations
 
-import random
+import math
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from engine.engine_support import OPTIONS, alone, check_counts, foresight, table
+from engine.worlds import Arm, World, best_fixed, flat, pass_seconds
 
-from draftproof import Draft, Engine, Sampling, Verdict
+from draftproof import Engine, EngineConfig, Sampling
+from draftproof.drafters.chain import ChainDrafter
 from draftproof.drafters.fixed import AlwaysWrong, Oracle
-from draftproof.engine.control import AutoDepth, Costs, Hazards
-from draftproof.trace.events import Times
+from draftproof.drafters.ngram import NgramDrafter
+from draftproof.engine.control import AutoDepth, Choice
+from draftproof.engine.costs import DraftCosts, PassCosts
+from draftproof.engine.survival import Hazards, Kind, Survival
+
+CHEAP, DEAR = Arm(call=0.002, level=0.0, token=0.001, lag=0.0, has=0.25), Arm(call=0.05, level=0.25, token=0.02, lag=0.004)
+CLASSES = {"a": (0.05,), "b": (0.9,), "c": (0.5, 0.6)}
 
 
-class World:
-    """Plays rounds for a controller: known costs and a known chance of each guess, no clock."""
-
-    def __init__(self, control: AutoDepth, draft_s: float, base_s: float, row_s: float, batch: int = 1) -> None:
-        self.control, self.draft_s, self.base_s, self.row_s = control, draft_s, base_s, row_s
-        self.batch: Any = [SimpleNamespace(id=f"r{i}") for i in range(batch)]
-        self.seconds, self.tokens, self.dice = 0.0, 0, random.Random(4)
-
-    def play(self, rounds: int, chance: float) -> list[int]:
-        """Every guess is right with `chance`; returns the depths of the first sequence."""
-        chosen = []
-        for _ in range(rounds):
-            depths = [depth for depth, reason in self.control.depths(self.batch, [16] * len(self.batch)) if reason]
-            drafts, verdicts = [], []
-            for depth in depths:
-                accepted = 0
-                while accepted < depth and self.dice.random() < chance:
-                    accepted += 1
-                drafts.append(Draft.chain([1] * depth))
-                verdicts.append(Verdict(tuple(range(accepted)), 1, "bonus", (accepted,) if accepted < depth else ()))
-                self.tokens += accepted + 1
-            rows = sum(depth + 1 for depth in depths)
-            times = Times(max(depths) * self.draft_s, self.base_s + rows * self.row_s, 0.0, 0.0)
-            self.seconds += times.draft_s + times.score_s
-            self.control.learn(self.batch, drafts, verdicts, times)
-            chosen.append(depths[0])
-        return chosen
-
-    def rate(self, rounds: int, chance: float) -> float:
-        seconds, tokens = self.seconds, self.tokens
-        self.play(rounds, chance)
-        return (self.tokens - tokens) / (self.seconds - seconds)
+def by_class(arm: str, kind: str, at: int) -> tuple[float, ...]:
+    return CLASSES[kind]
 
 
-def fixed_rate(depth: int, chance: float, draft_s: float, base_s: float, row_s: float) -> float:
-    tokens = sum(chance**k for k in range(depth + 1))
-    return tokens / (depth * draft_s + base_s + (depth + 1) * row_s)
+def drifting(arm: str, kind: str, at: int) -> tuple[float, ...]:
+    return (0.9,) if at // 300 % 2 else (0.03,)
 
 
-@pytest.mark.parametrize("draft_s", [0.0, 0.1, 0.5])
-@pytest.mark.parametrize("chance", [0.05, 0.4, 0.7, 0.9])
-def test_auto_comes_near_the_best_fixed_depth(chance: float, draft_s: float) -> None:
-    world = World(AutoDepth(12), draft_s, 1.0, 0.03)
-    world.play(100, chance)
-    best = max(fixed_rate(depth, chance, draft_s, 1.0, 0.03) for depth in range(13))
-    assert world.rate(1500, chance) > 0.94 * best
+WORLDS: dict[str, tuple[dict[str, Any], float, float]] = {      # settings, least auto / off, least auto / best fixed depth
+    "always wrong": (dict(chance=flat(0.0)), 0.98, 0.98),
+    "always wrong, 16": (dict(chance=flat(0.0), batch=16), 0.98, 0.98),
+    "always wrong and dear, 16": (dict(chance=flat(0.0), batch=16, arms={"": DEAR}), 0.98, 0.98),
+    "perfect": (dict(chance=flat(1.0)), 4.5, 0.98),
+    "perfect, 16": (dict(chance=flat(1.0), batch=16), 3.0, 0.97),
+    "middling": (dict(chance=flat(0.6)), 1.4, 0.97),
+    "middling, 16": (dict(chance=flat(0.6), batch=16), 1.2, 0.97),
+    "hardly worth it": (dict(chance=flat(0.2), arms={"": Arm(level=0.17)}), 0.98, 0.97),
+    "mixed classes": (dict(chance=by_class, classes=("a", "b", "c")), 1.3, 1.05),
+    "mixed classes, 16": (dict(chance=by_class, classes=("a", "b", "c"), batch=16), 1.1, 1.0),
+    "rows are dear beyond 24, 16": (dict(chance=flat(0.7), batch=16, knee=24), 1.03, 1.03),
+    "rows are dear beyond 8, 4": (dict(chance=flat(0.7), batch=4, knee=8), 1.3, 0.97),
+    "drifts": (dict(chance=drifting), 1.4, 1.1),
+    "seldom a guess, 16": (dict(chance=flat(0.9, 0.8), batch=16, arms={"": CHEAP}), 1.2, 0.95),
+}
 
 
-def test_auto_stops_drafting_when_it_does_not_pay_and_comes_back_when_it_does() -> None:
-    world = World(AutoDepth(8), 0.4, 1.0, 0.02)
-    world.play(60, 0.02)
-    idle = world.play(200, 0.02)
-    assert sum(depth > 0 for depth in idle) <= 12, "seldom probes"
-    back = world.play(600, 0.95)
-    assert sum(depth >= 3 for depth in back[-50:]) > 40
+@pytest.mark.parametrize("noise", [0.0, 0.15])
+@pytest.mark.parametrize("name", WORLDS)
+def test_regret(name: str, noise: float) -> None:
+    settings, least, least_of_best = WORLDS[name]
+    rounds = 900 if settings.get("batch", 1) == 1 else 200
+    off, best = best_fixed(rounds, depths=(0, 1, 2, 4, 8), **settings)
+    world = World(noise=noise, **settings)
+    control = world.auto()
+    first = world.rate(control, 60)
+    found = world.rate(control, rounds)
+    assert first > 0.9 * off, "the beginning: a few first trials, and not of all texts at once"
+    assert found > least * off, f"{found / off:.3f} of plain decoding"
+    assert found > least_of_best * best, f"{found / best:.3f} of the best fixed depth"
 
 
-def test_auto_drafts_less_where_rows_are_dear() -> None:
-    lonely, crowd = World(AutoDepth(8), 0.05, 1.0, 0.01), World(AutoDepth(8), 0.05, 0.05, 0.1, batch=8)
-    lonely.play(60, 0.6)
-    crowd.play(60, 0.6)
-    assert sum(lonely.play(40, 0.6)) > 2 * sum(crowd.play(40, 0.6))
+@pytest.mark.parametrize("batch", [1, 8])
+def test_of_a_chain_the_part_that_pays_is_asked(batch: int) -> None:
+    """A knows something a third of the time and costs nothing; B is good and dear: A alone is best. Where B is cheap, both."""
+    chances = {"A+B": (0.7, 0.65), "A": (0.9, 0.8), "B": (0.6,)}
+    dear = {"A+B": Arm(0.03, 0.15, 0.01, 0.003), "A": Arm(0.002, 0, 0.001, 0, has=0.3), "B": Arm(0.03, 0.2, 0.01, 0.003)}
+    settings: dict[str, Any] = dict(chance=lambda arm, kind, at: chances[arm], arms=dear, batch=batch, noise=0.1)
+    rounds = 900 if batch == 1 else 250
+    off, best = best_fixed(rounds, list(dear), depths=(0, 2, 4, 8), **settings)
+    world = World(**settings)
+    control = world.auto()
+    world.play(control, 60)
+    assert world.rate(control, rounds) > 0.96 * best > 1.3 * off
+    assert control._plan is not None and control._plan.arm is not None and control._plan.arm.name == "A"
+    cheap = dict(dear, **{"A+B": Arm(0.003, 0.01, 0.001, 0)})
+    world = World(**{**settings, "arms": cheap})
+    control = world.auto()
+    world.play(control, 300)
+    assert control._plan is not None and control._plan.arm is not None and control._plan.arm.name is None
+    assert {choice.drafter for choice in control._choices} == {None}
 
 
-def test_hazards_and_costs() -> None:
+def test_what_is_off_is_asked_seldom_and_comes_back() -> None:
+    world = World(chance=lambda arm, kind, at: (0.95,) if at >= 400 else (0.0,), arms={"": Arm(level=0.3)})
+    control = world.auto()
+    world.play(control, 60)
+    before, asked = world.seconds, world.asked
+    world.play(control, 300)
+    assert 2 <= world.asked - asked <= 0.01 * (world.seconds - before) / 0.3 + 2, "a hundredth of the time"
+    back = world.play(control, 400)
+    late = [sum(depths) for depths in back[-100:]]
+    assert sum(depth >= 3 for depth in late) > 90
+
+
+def test_of_a_crowd_only_some_are_asked_in_a_trial() -> None:
+    world = World(chance=flat(0.0), batch=16)
+    control = world.auto()
+    for depths in world.play(control, 100):
+        assert sum(depth > 0 for depth in depths) <= 4
+
+
+@pytest.mark.xfail(reason="long answers are not asked often enough yet", strict=False)
+def test_texts_that_would_have_to_be_read_first_are_left_out_where_that_does_not_pay_off() -> None:
+    """Reading a prompt takes as long as ten passes; an answer of 12 tokens cannot save so much, one of 400 can."""
+    short = World(chance=flat(0.7), arms={"": Arm(level=0.05, lag=0.05)}, prompt=200, length=12)
+    long = World(chance=flat(0.7), arms={"": Arm(level=0.05, lag=0.05)}, prompt=200, length=400)
+    for world in (short, long):
+        control = world.auto()
+        world.play(control, 150)
+        before = world.asked
+        world.play(control, 300)
+        assert world.asked - before < 20 if world is short else world.asked - before > 200
+    off, _ = best_fixed(450, depths=(0,), chance=flat(0.7), prompt=200, length=12)
+    assert short.tokens / short.seconds > 0.9 * off
+
+
+def test_every_decision_has_a_reason() -> None:
+    world = World(chance=by_class, classes=("a", "b", "c"), batch=6)
+    control = world.auto()
+    reasons = set()
+    for _ in range(300):
+        world.play(control, 1)
+        reasons |= {choice.reason for choice in control._choices}
+    assert any("tokens expected" in r and "× the plain rate" in r for r in reasons)
+    assert any("too few of this text's guesses stand" in r for r in reasons) and any("tried first" in r for r in reasons)
+
+
+def test_below_the_least_acceptance_nothing_is_drafted() -> None:
+    world = World(chance=flat(0.4), arms={"": Arm(level=0.01)})
+    free, bound = world.auto(), World(chance=flat(0.4), arms={"": Arm(level=0.01)})
+    control = bound.auto(least=0.6)
+    world.play(free, 200)
+    bound.play(control, 200)
+    assert world.asked > 150 and bound.asked < 100
+    assert any("least_acceptance is 60%" in choice.reason for choice in control._choices)
+
+
+def test_a_plain_pass_is_timed_again_while_guessing_pays() -> None:
+    world = World(chance=flat(0.8))
+    control = world.auto()
+    world.play(control, 60)
+    zero = [at for at, depths in enumerate(world.play(control, 500)) if depths == [0] and len(world.live[0].tokens) < 190]
+    assert 2 <= len(zero) <= 12
+
+
+def test_without_a_profile_costs_are_learnt_while_serving() -> None:
+    off, best = best_fixed(600, depths=(0, 2, 4, 8), chance=flat(0.7), batch=4)
+    world = World(chance=flat(0.7), batch=4)
+    control = world.auto(profiled=False)
+    assert world.play(control, 1) == [[0, 0, 0, 0]]
+    world.play(control, 150)
+    assert world.rate(control, 400) > 0.95 * best > 1.2 * off
+
+
+# Costs
+
+
+def test_pass_costs_follow_rows_batch_and_context() -> None:
+    passes = PassCosts()
+    for _ in range(3):
+        for batch in (1, 4, 16):
+            for each in (1, 2, 3, 5, 9):
+                passes.learn(batch, batch * each, batch * 64, pass_seconds(batch, batch * each, batch * 64, 48))
+        for each in (1, 9):
+            passes.learn(1, each, 1024, pass_seconds(1, each, 1024, 48))
+    for batch, rows, keys in ((1, 4, 64), (1, 7, 800), (4, 10, 256), (16, 40, 1024), (16, 128, 1024)):
+        curve = passes.curve(batch, keys, rows)
+        assert float(curve[rows - 1]) == pytest.approx(pass_seconds(batch, rows, keys, 48), rel=0.15), (batch, rows, keys)
+        assert list(curve) == sorted(curve)
+    flat_part, steep = passes.curve(16, 1024, 144)[[15, 47]], passes.curve(16, 1024, 144)[[47, 143]]
+    assert steep[1] - steep[0] > 5 * (flat_part[1] - flat_part[0]), "the knee"
+
+
+def test_weather_moves_all_costs_and_no_decision() -> None:
+    passes = PassCosts()
+    for _ in range(10):
+        for rows in (1, 5, 9):
+            passes.learn(1, rows, 100, pass_seconds(1, rows, 100))
+    before = passes.curve(1, 100, 9)
+    for _ in range(100):
+        passes.learn(1, 5, 100, 2 * pass_seconds(1, 5, 100))              # everything is twice as slow, but only one shape is seen
+    after = passes.curve(1, 100, 9)
+    assert passes.weather == pytest.approx(math.log(2), abs=0.15)
+    assert after[4] / after[0] == pytest.approx(before[4] / before[0], rel=0.1)
+    passes.learn(1, 5, 100, 500.0)
+    assert passes.curve(1, 100, 9)[4] / after[4] < 1.1, "a pause is not a cost"
+    passes.learn(1, 5, 100, 0.0)                                           # a clock that did not move
+
+
+def test_draft_costs() -> None:
+    costs = DraftCosts()
+    for _ in range(20):
+        for levels, tokens, unread in ((2, 2, 10), (4, 16, 20), (6, 6, 0), (1, 1, 300)):
+            costs.learn(levels, tokens, unread, 0.1 + 0.2 * levels + 0.01 * tokens + 0.002 * unread)
+    assert costs.seconds(5, 10, 50) == pytest.approx(0.1 + 1.0 + 0.1 + 0.1, rel=0.1)
+    assert costs.levels(3) == [0.0, *(pytest.approx(costs.seconds(n, 0, 0)) for n in (1, 2, 3))]
+
+
+# Survival
+
+
+def seq(name: str, kind: str | None = None, greedy: bool = True) -> Any:
+    return SimpleNamespace(id=name, prompt_class=kind, sampling=SimpleNamespace(greedy=greedy))
+
+
+def test_hazards() -> None:
     hazards = Hazards(3, 1.0)
     for _ in range(50):
-        hazards.learn(1, True)
-        hazards.learn(3, False)
+        hazards.learn(3, 3, 1)
+        hazards.learn(3, 3, 3)
     first, second, third = hazards.means()
     assert first > 0.98 and second == pytest.approx(0.5, abs=0.02) and third > 0.95
-    costs = Costs(0.05)
-    for _ in range(30):
-        costs.learn(1, 1.0)
-        costs.learn(5, 1.4)
-    curve = costs.curve(range(1, 10))
-    assert curve == sorted(curve) and curve[0] == pytest.approx(1.0, abs=0.05) and 1.15 < curve[2] < 1.3 and 1.6 < curve[8] < 2
-    costs.learn(5, 90.0)
-    assert costs.curve(range(5, 6))[0] < 1.8, "one pause is not a cost"
+    for _ in range(100):
+        hazards.learn(3, 0, 0)
+    assert hazards.offers() == pytest.approx(0.5, abs=0.01) and next(hazards.means()) == first, "no draft is no refusal"
+    for _ in range(100):
+        hazards.learn(3, 1, 1)                                             # a draft that ends early has not stood further on
+    assert list(hazards.means())[1] < 0.3
+
+
+def test_survival_per_class_sequence_and_position() -> None:
+    survival = Survival(4)
+    for at in range(60):
+        survival.learn(seq(f"code{at}", "code"), at, 4, 4, 4)
+        survival.learn(seq(f"prose{at}", "prose"), at, 4, 4, 0)
+        survival.learn(seq(f"sampled{at}", "code", False), at, 4, 4, 1)
+    new = [seq("n1", "code"), seq("n2", "prose"), seq("n3", "code", False), seq("n4", "unheard of")]
+    (code, prose, sampled, other), shares = survival.of(new, 60, [4, 4, 4, 2])
+    assert code[3] > 0.8 and prose[0] < 0.15 and sampled[0] > 0.85 and sampled[1] < 0.25
+    assert prose[0] < other[0] < code[0] and len(other) == 2 and shares[0] == pytest.approx([1.0] * 4, abs=0.02)
+    mine = seq("mine", "prose")
+    for at in range(60, 70):
+        survival.learn(mine, at, 4, 4, 4)
+    (own,), _ = survival.of([mine], 70, [4])
+    (later,), _ = survival.of([mine], 500, [4])
+    assert own[0] > 0.6, "its own guesses count more than its class's"
+    assert later[0] < own[0], "for a while"
+    survival.forget(mine)
+    assert survival.of([mine], 70, [4])[0][0][0] < own[0]
+
+
+def test_a_change_is_believed_at_once() -> None:
+    kind = Kind(2)
+    for _ in range(500):
+        kind.learn(2, 2, 0)
+    assert next(kind.long.means()) < 0.01
+    for _ in range(4):
+        kind.learn(2, 2, 2)
+    assert next(kind.long.means()) > 0.4
+
+
+def test_many_classes_take_bounded_memory() -> None:
+    survival = Survival(2)
+    for at in range(1000):
+        survival.learn(seq("one", f"class {at}"), at, 2, 2, 1)
+    assert len(survival._kinds) <= 65
+
+
+# In the engine
 
 
 def test_a_fixed_depth_is_only_lowered_by_the_end_of_the_text() -> None:
@@ -108,14 +276,46 @@ def test_a_fixed_depth_is_only_lowered_by_the_end_of_the_text() -> None:
             emitted += len(event.tokens)
 
 
-def test_auto_says_why_and_keeps_the_text() -> None:
+@pytest.mark.parametrize("profile_s", [0.0, 1.0])
+def test_auto_says_why_and_keeps_the_text(profile_s: float) -> None:
     target = table()
     want = alone(target, [1, 2], OPTIONS["ignore_eos"])
-    for drafter in (AlwaysWrong(11), Oracle(foresight([[1, 2, *want.token_ids]]))):
+    oracle = Oracle(foresight([[1, 2, *want.token_ids]]))
+    for drafter in (AlwaysWrong(11), oracle, ChainDrafter(NgramDrafter(1, 2), oracle)):
         for tree in (None, 10):
-            with Engine(target=target, drafter=drafter, tree=tree) as engine:
+            with Engine(target=target, drafter=drafter, tree=tree, config=EngineConfig(profile_s=profile_s)) as engine:
+                assert engine._passes.known == bool(profile_s) and not target.open_slots
                 out = engine.generate([1, 2], OPTIONS["ignore_eos"])
             assert out.token_ids == want.token_ids
             check_counts(out)
             reasons = [event.reason for event in out.trace if event.event == "round_done"]
             assert all(reasons) and any(reason.startswith("auto: ") for reason in reasons)
+            assert any(event.nodes for event in out.trace if event.event == "round_done")
+
+
+class Scripted(AutoDepth):
+    """Asks every part of a chain in turn."""
+
+    def depths(self, batch: Any, rooms: Any, whole: Any) -> list[Choice]:
+        return [Choice(3, "in turn", self.arms[(self.rounds + i) % len(self.arms)].name) for i in range(len(batch))]
+
+
+def test_the_part_of_a_chain_that_was_chosen_is_the_one_that_guesses() -> None:
+    target = table()
+    options = Sampling(seed=1, max_tokens=60, ignore_eos=True, temperature=0)
+    want = [alone(target, [1, 2, i], options).token_ids for i in range(3)]
+    ahead = foresight([[1, 2, i, *text] for i, text in enumerate(want)])
+    chain = ChainDrafter(AlwaysWrong(11, ahead), ChainDrafter(NgramDrafter(1, 2), Oracle(ahead)))
+    with Engine(target=target, drafter=chain, config=EngineConfig(profile_s=0)) as engine:
+        names = [arm.name for arm in engine.speculation.control.arms]  # type: ignore[attr-defined]
+        assert names == [None, "always-wrong", "ngram", "oracle"]
+        engine.speculation.control = Scripted(8, parts=names[1:])
+        outs = engine.generate_batch([[1, 2, i] for i in range(3)], options)
+        arms = {arm.name: arm for arm in engine.speculation.control.arms}
+    assert [out.token_ids for out in outs] == want
+    rounds = [event for out in outs for event in out.trace if event.event == "round_done" and event.nodes]
+    for event in rounds:
+        if event.drafter in ("always-wrong", "oracle"):
+            assert (len(event.tokens) > 1) == (event.drafter == "oracle")
+    assert {"always-wrong", "oracle"} <= {event.drafter for event in rounds}
+    assert next(arms["oracle"].survival.common.means()) > 0.9 and next(arms["always-wrong"].survival.common.means()) < 0.2

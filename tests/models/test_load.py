@@ -66,6 +66,20 @@ def test_facts_carry_reasons(tmp_path: Path) -> None:
     assert asked.dtype == "bfloat16" and "as asked" in asked.reasons["dtype"]
 
 
+@pytest.mark.parametrize(("saved", "quick", "chosen"), [
+    ("bfloat16", True, "bfloat16"), ("bfloat16", False, "float32"), ("float16", True, "bfloat16"), ("float16", False, "float32"),
+    ("float32", False, "float32")])
+def test_half_precision_is_computed_in_what_the_processor_has_instructions_for(
+        saved: str, quick: bool, chosen: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    families.save("llama", tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "dtype": saved}))
+    monkeypatch.setattr("draftproof.models.load.can_pack", lambda dtype: (quick and dtype == torch.bfloat16, "as the test says"))
+    target = load_target(tmp_path, LoadConfig(self_test=False, packed=False))
+    assert (target.facts.dtype, target.parts.saved_as) == (chosen, getattr(torch, saved))
+    assert ("no instructions" in target.facts.reasons["dtype"]) == (not quick and saved != "float32")
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("heads", [(4, 4), (28, 4), (6, 3)])
 def test_invisible_to_the_bit_with_1_7_and_2_queries_per_key_head(heads: tuple[int, int], dtype: str, tmp_path: Path) -> None:

@@ -101,7 +101,9 @@ def test_openais_client_streams(site: tuple[str, FakeVllm, FakeVllm]) -> None:
     (["--engine", "vllm", "--url", "http://127.0.0.1:1"], "say which drafter they run"),
     (["--engine", "vllm", "--drafter", "ngram", "--url", "127.0.0.1:1"], "expected http://HOST:PORT"),
     (["--engine", "vllm", "--drafter", "ngram", "--tree", "12"], "vLLM drafts chains only"),
-    (["--engine", "vllm", "--ab", "0.5"], "there is nothing to compare"),
+    (["--engine", "vllm", "--ab", "0.5"], "expected CANDIDATE vs CONTROL"),
+    (["--engine", "vllm", "--drafter", "ngram", "--ab", "suffix vs off", "--url", "http://127.0.0.1:1"], "the vLLM servers run 'ngram'"),
+    (["--engine", "vllm", "--ab", "ngram vs off", "--url", "http://127.0.0.1:1"], "off is a plain replica, and there is none"),
     (["--engine", "vllm", "--drafter", "ngram", "--vllm-python", "nowhere/python"], "expected the Python interpreter"),
     (["--engine", "vllm", "--drafter", "ngram", "--replicas", "0", "--plain-replicas", "0"], "no vLLM server to run"),
 ])

@@ -129,7 +129,6 @@ def test_what_cannot_be_done_is_said(make: Make) -> None:
         "min_p": lambda: engine.submit(PROMPT, options(min_p=0.1)),
         "bad_word_ids": lambda: engine.submit(PROMPT, options(bad_word_ids=((4,),))),
         "prediction": lambda: engine.submit(PROMPT, options(prediction=(4, 5))),
-        "ab=": lambda: Setting(ab_plain=1.0),
     }.items():
         with pytest.raises(OptionError, match=name.replace("(", r"\(")):
             call()
@@ -233,9 +232,10 @@ def test_a_refusal_is_told(make: Make) -> None:
 
 def test_two_arms(make: Make) -> None:
     spec, plain = FakeVllm(3), FakeVllm(0)
-    engine = make(spec, plain, setting=Setting("ngram", 3, "ratio", ab_plain=0.25))
-    run(engine, *[handle for _ in range(40) for handle in engine.submit(PROMPT, options(max_tokens=6))])
-    assert abs(len(plain.bodies) - 10) <= 2
+    engine = make(spec, plain, setting=Setting("ngram", 3, "ratio"))
+    wishes = [{"drafter": "none"} if i % 4 == 0 else None for i in range(40)]
+    run(engine, *[handle for wish in wishes for handle in engine.submit(PROMPT, options(max_tokens=6), speculation=wish)])
+    assert len(plain.bodies) == 10
     arms = engine.set_speculation()["arms"]
-    assert arms["plain"]["requests"] == len(plain.bodies) and arms["speculative"]["tokens"] == 6 * len(spec.bodies)
-    assert arms["plain"]["tpot_s"] > 0
+    assert arms["off"]["requests"] == 10 and arms["speculative"]["tokens"] == 6 * len(spec.bodies)
+    assert arms["off"]["tpot_s"] > 0

@@ -14,9 +14,11 @@ from engine.engine_support import table
 from engine.letters import PIECES, Letters
 
 from draftproof import Engine, EngineConfig, Sampling
-from draftproof.config import ServeConfig
+from draftproof.config import ServeConfig, TraceLevel
 from draftproof.engine.port import Completion
+from draftproof.models.fake import TableTarget
 from draftproof.models.target import Target
+from draftproof.models.tokenizer import Tokenizer
 from draftproof.serve.app import Server
 from draftproof.serve.gate import Key
 from draftproof.serve.run import Listener, serve_engine
@@ -74,10 +76,12 @@ class Running:
 
 @contextmanager
 def serving(target: Target, drafter: Any = "none", *, config: ServeConfig | None = None, keys: tuple[Key, ...] = (), name: str = "letters",
-            wrap: Callable[[Engine], Any] = lambda engine: engine, max_batch: int = 16, **more: Any) -> Iterator[Running]:
+            wrap: Callable[[Engine], Any] = lambda engine: engine, max_batch: int = 16, trace: TraceLevel = "summary",
+            **more: Any) -> Iterator[Running]:
     """A server that listens on a free port. wrap: what may stand between the worker and each engine that is opened."""
     def opened() -> Any:
-        return wrap(Engine(target, drafter() if callable(drafter) else drafter, config=EngineConfig(max_batch=max_batch), **more))
+        settings = EngineConfig(max_batch=max_batch, trace=trace)
+        return wrap(Engine(target, drafter() if callable(drafter) else drafter, config=settings, **more))
 
     spec = drafter if isinstance(drafter, str) else "custom"
     server = serve_engine(opened, name, target, spec, config or ServeConfig(port=0), max_batch)
@@ -97,6 +101,14 @@ def serving(target: Target, drafter: Any = "none", *, config: ServeConfig | None
 
 def letters(**more: Any) -> Target:
     return table(seed=3, tokenizer=ChatLetters(), **more)  # type: ignore[return-value]
+
+
+def words(**more: Any) -> Target:
+    """A table over a byte-level tokenizer: any text can be a prompt or a turn, and grammars hold."""
+    from conftest import make_tokenizer
+
+    tokenizer = Tokenizer(make_tokenizer(vocab_size=303))    # and one more place: a width that heads divide
+    return TableTarget(tokenizer.vocab_size, order=1, seed=3, eos_ids=(0,), tokenizer=tokenizer, **more)  # type: ignore[return-value]
 
 
 def alone(target: Target, prompt: str | Sequence[int], sampling: Sampling, **more: Any) -> Completion:

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import threading
+import time
 from collections.abc import Iterator
-from typing import Any
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Literal
 
 import pytest
-from serve.serving import Running, alone, serving
+from pydantic import BaseModel, ConfigDict
+from serve.serving import Running, alone, letters, serving, words
+from serve.test_faults import Around
+from serve.test_http import until
 
 from draftproof import Sampling
-from draftproof.config import LoadConfig
+from draftproof.config import LoadConfig, ServeConfig
 from draftproof.models.load import builtin, load_target
 from draftproof.serve.gate import read_keys
 
@@ -190,3 +197,111 @@ def test_errors(running: Running, client: Any) -> None:
     with openai.OpenAI(base_url=running.url + "/v1", api_key="another-secret", max_retries=0) as stranger:
         with pytest.raises(openai.AuthenticationError):
             stranger.models.list()
+
+
+# The same client against a table, where texts cost nothing: what depends on the server alone
+
+
+@pytest.fixture(scope="module")
+def table() -> Iterator[Running]:
+    with serving(words(), "prediction", name=MODEL, config=ServeConfig(port=0), depth=4) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def quick(table: Running) -> Iterator[Any]:
+    with openai.OpenAI(base_url=table.url + "/v1", api_key="any", max_retries=0, timeout=60) as client:
+        yield client
+
+
+class Record(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    side: Literal["left", "right"]
+    size: Literal[1, 2, 3]
+
+
+WARM: dict[str, Any] = {"model": MODEL, "temperature": 1.0, "seed": 1}
+
+
+def test_a_typed_answer(quick: Any) -> None:
+    got = quick.chat.completions.parse(messages=ASK, response_format=Record, max_tokens=200, **WARM)
+    assert got.choices[0].message.parsed.side in ("left", "right")
+    with quick.chat.completions.stream(messages=ASK, response_format=Record, max_tokens=200, **WARM) as stream:
+        for _ in stream:
+            pass
+        assert stream.get_final_completion().choices[0].message.parsed == got.choices[0].message.parsed
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_prediction_is_accounted_for(table: Running, quick: Any, stream: bool) -> None:
+    """What OpenAI reports of Predicted Outputs, with the drafter that uses nothing else."""
+    assert table.target.tokenizer is not None
+    want = alone(table.target, table.target.tokenizer.chat(ASK), Sampling(temperature=0, seed=1, max_tokens=40, ignore_eos=True))
+    ask = {"messages": ASK, "max_tokens": 40, "stream": stream, "extra_body": {"ignore_eos": True}, **GREEDY}
+    if stream:
+        ask["stream_options"] = {"include_usage": True}
+    got = quick.chat.completions.create(prediction={"type": "content", "content": want.text}, **ask)
+    parts = list(got) if stream else [got]
+    text = "".join(c.choices[0].delta.content or "" for c in parts if c.choices) if stream else got.choices[0].message.content
+    details = parts[-1].usage.completion_tokens_details
+    drafts = parts[-1].metrics["speculative_decoding"]
+    assert text == want.text and details.accepted_prediction_tokens == drafts["num_accepted_draft_tokens"] > 5
+    assert details.accepted_prediction_tokens + details.rejected_prediction_tokens == drafts["num_draft_tokens"]
+    without = quick.chat.completions.create(**ask)
+    assert (list(without)[-1] if stream else without).usage.completion_tokens_details is None
+
+
+def test_a_call_and_its_result_go_back_into_the_conversation(quick: Any) -> None:
+    first = quick.chat.completions.create(messages=ASK, max_tokens=200, tools=[WEATHER], tool_choice="required", parallel_tool_calls=False,
+                                          **WARM)
+    call = first.choices[0].message.tool_calls[0]
+    talk = [*ASK, first.choices[0].message, {"role": "tool", "tool_call_id": call.id, "content": "rain"}]
+    assert quick.chat.completions.create(messages=talk, max_tokens=5, tools=[WEATHER], tool_choice="none", **WARM).usage.completion_tokens
+
+
+def test_many_at_once(table: Running) -> None:
+    async def ask() -> list[Any]:
+        async with openai.AsyncOpenAI(base_url=table.url + "/v1", api_key="any", max_retries=0, timeout=60) as client:
+            return await asyncio.gather(*(client.completions.create(model=MODEL, prompt="def", seed=i, max_tokens=20) for i in range(12)))
+
+    for i, got in enumerate(asyncio.run(ask())):
+        assert got.choices[0].text == alone(table.target, "def", Sampling(seed=i, max_tokens=20)).text
+
+
+def test_a_stream_that_is_closed_ends_the_text(table: Running, quick: Any) -> None:
+    with quick.completions.create(prompt="def", max_tokens=4000, stream=True, extra_body={"ignore_eos": True}, **GREEDY) as stream:
+        next(iter(stream))
+    until(lambda: table.idle and not table.target.open_slots)  # type: ignore[attr-defined]
+
+
+def test_errors_of_a_busy_and_of_a_failing_server() -> None:
+    """Each arrives as the class of error that OpenAI's users catch, and those that say when to come back are tried again."""
+    hold, slow = threading.Event(), ServeConfig(port=0, max_per_tenant=2, max_queue=1, deadline_s=1.0)
+    with serving(letters(), wrap=lambda engine: Around(engine, lambda: hold.wait(20) and None), max_batch=1, config=slow) as running:
+        with openai.OpenAI(base_url=running.url + "/v1", api_key="any", max_retries=0, timeout=60) as client, ThreadPoolExecutor(2) as pool:
+            ask = {"model": "letters", "prompt": "ab", "max_tokens": 3}
+            first = pool.submit(client.completions.create, **ask)
+            until(lambda: running.server.worker.load == (1, 0))
+            second = pool.submit(client.completions.create, **ask)
+            until(lambda: running.server.worker.load == (1, 1))
+            with pytest.raises(openai.InternalServerError) as full:
+                client.completions.create(**ask)
+            assert full.value.status_code == 503 and int(full.value.response.headers["retry-after"]) >= 1
+            running.server.worker.config = ServeConfig(max_per_tenant=2)
+            with pytest.raises(openai.RateLimitError) as many:
+                client.completions.create(**ask)
+            assert many.value.code == "rate_limit_exceeded" and int(many.value.response.headers["retry-after"]) >= 1
+            patient = pool.submit(client.with_options(max_retries=5).completions.create, **ask)
+            hold.set()
+            outcomes = [each.exception(30) for each in (first, second)]
+            assert all(error is None or isinstance(error, openai.InternalServerError) for error in outcomes), "in time, or 504"
+            assert patient.result(30).usage.completion_tokens
+
+
+def test_an_error_inside_a_stream_is_raised() -> None:
+    late = ServeConfig(port=0, deadline_s=0.5)
+    with serving(letters(), wrap=lambda engine: Around(engine, lambda: time.sleep(0.02)), config=late) as slow:
+        with openai.OpenAI(base_url=slow.url + "/v1", api_key="any", max_retries=0, timeout=60) as client:
+            with pytest.raises(openai.APIError, match="not finished within"):
+                list(client.completions.create(model="letters", prompt="ab", max_tokens=4000, stream=True, extra_body={"ignore_eos": True}))

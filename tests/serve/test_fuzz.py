@@ -1,6 +1,7 @@
-"""Requests that nobody thought of: crossed options whose texts are known, and bodies that are half nonsense.
+"""Requests that nobody thought of: options crossed whose texts are known, what the API's own description allows and forbids, and
+bodies that are half nonsense.
 
-DRAFTPROOF_FUZZ=5000 tries so many (`make fuzz`); otherwise a sample. DRAFTPROOF_FUZZ_SEED chooses another.
+DRAFTPROOF_FUZZ=5000 tries so many, and crosses everything (`make fuzz`); otherwise a sample. DRAFTPROOF_FUZZ_SEED chooses another.
 """
 
 from __future__ import annotations
@@ -8,82 +9,204 @@ from __future__ import annotations
 import json
 import os
 import random
+from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import fields
+from itertools import islice
 from typing import Any
 
 import pytest
-from serve.serving import Running, alone, letters, serving
+import schemathesis
+from bits.lineup import LINEUP
+from hypothesis import HealthCheck, Phase, given, seed, settings
+from hypothesis import strategies as st
+from serve.crossing import DRAFTERS, OPTIONS, Case, cases, expected, told
+from serve.serving import Running, letters, serving, words
+from serve.test_http import until
 
-from draftproof import Sampling
-from draftproof.config import LoadConfig
+from draftproof import Engine, Sampling
+from draftproof.config import LoadConfig, ServeConfig
 from draftproof.models.load import builtin, load_target
+from draftproof.serve.openapi import BODIES, PLAIN
+from draftproof.serve.run import serve_engine
+from draftproof.serve.stream import compact
+from draftproof.types import RULES
 
 CASES = int(os.environ.get("DRAFTPROOF_FUZZ", "0"))
 SEED = int(os.environ.get("DRAFTPROOF_FUZZ_SEED", "1"))
+LONG = pytest.mark.timeout(14400 if CASES else 180)
 
-DRAFTERS = ("none", "ngram:min=1,max=3", "suffix", "model", "grammar+ngram", "prediction+model")
-RULES = ("match", "ratio", "block")
-OPTIONS: tuple[dict[str, Any], ...] = (
-    {"temperature": 0}, {"temperature": 1.0}, {"temperature": 0.7, "top_p": 0.8}, {"temperature": 1.2, "top_k": 12}, {"min_p": 0.1},
-    {"repetition_penalty": 1.3}, {"presence_penalty": 0.7, "frequency_penalty": 0.3}, {"logit_bias": {"12": 3.0, "300": -1e9}},
-    {"min_tokens": 10}, {"stop": ["(", "\n\n"]}, {"stop_token_ids": [10, 11]}, {"bad_words": ["self"]}, {"logprobs": 3}, {"n": 2},
-    {"ignore_eos": True},
-)
-SCHEMA = {"type": "object", "properties": {"name": {"enum": ["left", "right"]}, "size": {"type": "integer"}}, "required": ["name", "size"],
-          "additionalProperties": False}
-FORMS: tuple[dict[str, Any] | None, ...] = (None, None, {"type": "json_object"},
-                                            {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}})
+
+# Options, crossed
+
+
+def crossed(running: Running, chosen: list[Case]) -> Counter[str]:
+    """Requests in fours. Every text under `match` is the plain one, whole or streamed; under the others it obeys the options."""
+    seen: Counter[str] = Counter()
+    with ThreadPoolExecutor(4) as pool:
+        for at in range(0, len(chosen), 4):
+            group = chosen[at:at + 4]
+            for case, texts in zip(group, pool.map(lambda case: told(running, case), group), strict=True):
+                until(lambda: running.idle)
+                check(running, case, texts)
+                seen.update((case.rule, case.form, case.route, "equal" if case.equal else "allowed"))
+    assert running.server.worker.restarts == 0
+    return seen
+
+
+def check(running: Running, case: Case, texts: list[str]) -> None:
+    if case.equal:
+        assert texts == expected(running, case), case
+    for text in texts:
+        # A tool's call is JSON of strings; stop texts and bad words act on what the model wrote.
+        written = "".join(map(str, json.loads(text)[0])) if case.form.endswith("call") and text.startswith('[["f"') else text
+        assert not [stop for stop in case.options.get("stop", ()) if stop in written], (text, case)
+        if case.form == "json schema" and text.endswith("}"):
+            assert json.loads(text)["name"] in ("left", "right"), (text, case)
+
+
+@LONG
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_options_crossed(drafter: str) -> None:
+    """Over a table, every drafter. In the long run every option meets every rule, structure and way of reading."""
+    dice, target = random.Random(f"{SEED} {drafter}"), words()
+    made = DRAFTERS[drafter](target)
+    tree = dice.choice((None, 8)) if not isinstance(made, str) and made.needs.tree else None
+    with serving(target, lambda: DRAFTERS[drafter](target), tree=tree) as running:
+        chosen = [case for case in cases(dice, drafter) if tree is None or case.rule != "block"]
+        few = [next(case for case in chosen if case.rule == rule) for rule in ("match", dice.choice(("ratio", "lossy-typical")))]
+        print(drafter, tree, crossed(running, chosen[:CASES // 8] if CASES else few))
+        if tree is not None:
+            refused = running.post("/v1/completions", {"prompt": "a", "speculation": {"rule": "block"}})
+            assert refused.status_code == 400 and "block" in refused.json()["error"]["message"]
+    assert not target.open_slots  # type: ignore[attr-defined]
+
+
+@LONG
+@pytest.mark.parametrize("drafter", LINEUP if CASES else random.Random(SEED).sample(list(LINEUP), 1))
+def test_options_crossed_on_the_demo_model(drafter: str) -> None:
+    target = load_target(builtin("target"), LoadConfig(self_test=False))
+    with serving(target, lambda: LINEUP[drafter](target), name="letters") as running:
+        print(drafter, crossed(running, list(islice(cases(random.Random(f"{SEED} {drafter}"), drafter), 24 if CASES else 2))))
+
+
+def test_every_option_is_crossed() -> None:
+    """A new option of a request must be put into OPTIONS, a new rule is there by itself."""
+    drawn = list(cases(random.Random(SEED), "prediction"))
+    named = {name for case in drawn for name in case.options}
+    assert {field.name for field in fields(Sampling)} == named | {"bad_word_ids", "grammar"}, "ids are not part of the API"
+    pairs = {(i, case.rule, case.form, case.stream) for case in drawn for i, option in enumerate(OPTIONS)
+             if all(case.options.get(name) == value for name, value in option.items())}
+    assert {(rule, stream) for _, rule, _, stream in pairs} == {(rule, stream) for rule in RULES for stream in (False, True)}
+    assert len({(i, rule, stream) for i, rule, form, stream in pairs if form == "text"}) == len(OPTIONS) * len(RULES) * 2
+
+
+def test_an_event_is_one_line_to_every_client() -> None:
+    """Found by the test above: a model may write any character, and many clients take U+0085, U+2028 and U+2029 for line ends."""
+    every = "".join(map(chr, range(0x3000)))
+    data = compact({"text": every})
+    assert len(data.decode().splitlines()) == 1 and json.loads(data) == {"text": every}
+
+
+# The API's own description
 
 
 @pytest.fixture(scope="module")
-def running() -> Iterator[Running]:
+def described() -> Iterator[Any]:
+    """The application as it is, without a socket: `schemathesis` reads its /openapi.json, and calls it."""
     pytest.importorskip("llguidance")
-    with serving(load_target(builtin("target"), LoadConfig(self_test=False)), "none", name="letters") as server:
-        yield server
+    target = words(context=128)
+    server = serve_engine(lambda: Engine(target, "ngram:min=1,max=2"), "letters", target, "ngram:min=1,max=2",
+                          ServeConfig(hosts=("testserver",)))
+    inner = server.app(())
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        assert scope["type"] == "http", "this module starts and stops the engine itself"
+        await inner(scope, receive, send)
+
+    yield schemathesis.openapi.from_asgi("/openapi.json", app), server
+    server.worker.close()
+    assert not target.open_slots  # type: ignore[attr-defined]
 
 
-def expected(running: Running, prompt: str, body: dict[str, Any], seed: int) -> list[str]:
-    form = body.get("response_format")
-    grammar = None if form is None else {"json_object": True} if form["type"] == "json_object" else {"json_schema": SCHEMA}
-    options = {**body, "seed": seed, "grammar": grammar}
-    for name in ("response_format", "prompt", "speculation", "stream"):
-        options.pop(name, None)
-    for name in ("stop", "stop_token_ids", "bad_words"):
-        options[name] = tuple(options.get(name, ()))
-    options["logit_bias"] = {int(token): bias for token, bias in options.get("logit_bias", {}).items()}
-    done = alone(running.target, prompt, Sampling.of(**options))
-    return [sample.text for sample in done.samples or (done,)]
+WEIGHTS = {path: 8 if path.startswith("/v1/") else 3 for path, _ in BODIES}
+CALLS = [*((path, method.upper(), WEIGHTS[path]) for path, method in BODIES), *((path, "GET", 1) for path in PLAIN)]
+WHOLE = sum(2 * weight for _, _, weight in CALLS)
 
 
-@pytest.mark.timeout(7200 if CASES else 180)
-@pytest.mark.parametrize("drafter", DRAFTERS)
-def test_options_crossed(running: Running, drafter: str) -> None:
-    """Every text under `match` is the plain one, whole or streamed; under the joint rules it is one that the options allow."""
-    dice = random.Random(f"{SEED} {drafter}")
-    with running.client() as client:
-        assert client.put("/draftproof/speculation", json={"drafter": drafter}).status_code == 200
-    for _ in range(max(5, CASES // 50)):
-        rule, stream, form = dice.choice(RULES), dice.random() < 0.5, dice.choice(FORMS)
-        body: dict[str, Any] = {"max_tokens": dice.randint(10, 24), "top_p": 1.0}
-        for option in dice.sample(OPTIONS, dice.randint(1, 3)):
-            body.update(option)
-        if form is not None:
-            body.update(response_format=form, max_tokens=60, ignore_eos=False)
-            body.pop("stop_token_ids", None)
-        body["speculation"] = {"rule": rule} if drafter == "none" else {"rule": rule, "depth": dice.choice(("auto", 0, 1, 3, 6))}
-        body["prompt"], body["seed"] = dice.choice(("def total(values):", "<|user|>Write a record.<|assistant|>")), dice.randrange(99)
-        if stream:
-            texts = [""] * body.get("n", 1)
-            for chunk in running.stream(**body):
-                assert "error" not in chunk, (chunk, body)
-                for choice in chunk["choices"]:
-                    texts[choice["index"]] += choice["text"]
-        else:
-            texts = [choice["text"] for choice in running.complete(**body)["choices"]]
-        if rule == "match" or body.get("temperature") == 0:
-            assert texts == expected(running, body["prompt"], body, body["seed"]), body
-        if form is not None and form["type"] == "json_schema" and not {"stop", "logit_bias", "bad_words", "min_tokens"} & set(body):
-            assert all(json.loads(text)["name"] in ("left", "right") for text in texts if text.endswith("}")), (texts, body)
+@LONG
+@pytest.mark.parametrize("mode", ["positive", "negative"])
+@pytest.mark.parametrize(("path", "method", "weight"), CALLS, ids=lambda value: str(value))
+def test_what_is_described_is_no_internal_error(described: Any, path: str, method: str, weight: int, mode: str) -> None:
+    """positive: as the description allows it; negative: as it does not. Anything but an error of the server's is an answer."""
+    api, server = described
+    operation, seen = api[path][method], Counter[int]()
+    many = -(-CASES * weight // WHOLE) if CASES else max(1, weight // 3)
+
+    @seed(SEED)
+    @settings(max_examples=many, deadline=None, database=None, suppress_health_check=list(HealthCheck), phases=[Phase.generate])
+    @given(case=operation.as_strategy(generation_mode=schemathesis.GenerationMode(mode)), headers=st.booleans(), mend=st.booleans())
+    def ask(case: Any, headers: bool, mend: bool) -> None:
+        case.body = whole(case.body)
+        if mend and isinstance(case.body, dict):
+            mended(case.body)
+        if not headers and case.headers is not None:
+            case.headers.clear()                             # most of them are wrong, and nothing behind them is reached
+        reply = case.call(timeout=600)
+        seen[reply.status_code] += 1
+        assert reply.status_code < 500, (reply.text, case.body, case.headers)
+        assert reply.status_code < 400 or reply.json()["error"]["message"]
+
+    ask()
+    print(method, path, mode, dict(seen))
+    assert server.worker.restarts == 0 and server.worker.load == (0, 0)
+    if CASES and mode == "positive" and path.startswith("/v1/") and method == "POST":
+        assert seen[200] > many / 4, "much of what is allowed must be reached"
+
+
+def mended(body: dict[str, Any]) -> None:
+    """What the description cannot say: fields that go together, and texts that are none. What is no such thing stays as it is."""
+    if body.get("prompt") == "":
+        body["prompt"] = "ab"
+    messages = body.get("messages", body.get("input"))
+    for message in messages if isinstance(messages, list) else ():
+        if isinstance(message, dict) and message.get("content", None) in (None, [], ""):
+            message["content"] = "ab"
+    if not body.get("tools"):
+        body.pop("tool_choice", None)
+    if body.get("stream_options") is not None:
+        body["stream"] = True
+    if body.get("top_logprobs") is not None:
+        body["logprobs"] = True
+    for name in ("min_tokens", "prediction"):
+        body.pop(name, None)
+    if isinstance(body.get("speculation"), dict):
+        body["speculation"].pop("drafter", None)
+    if isinstance(body.get("logit_bias"), dict):
+        body["logit_bias"] = {str(int(token) % 300) if token.isdecimal() else token: bias for token, bias in body["logit_bias"].items()}
+
+
+def whole(value: Any) -> Any:
+    """To JSON Schema 1.0 is an integer. To the server it is not, so that little would be tried behind the first such number."""
+    if isinstance(value, float) and value.is_integer() and abs(value) < 2**63:
+        return int(value)
+    if isinstance(value, dict):
+        return {name: whole(each) for name, each in value.items()}
+    return [whole(each) for each in value] if isinstance(value, list) else value
+
+
+def test_a_drafter_that_cannot_be_had_is_refused() -> None:
+    """Found by the test above: known by name, and not built in for this model. No path is told."""
+    with serving(words(), "ngram") as running, running.client() as client:
+        for drafter in ("hydra", "eagle2"):
+            reply = client.put("/draftproof/speculation", json={"drafter": drafter})
+            error = reply.json()["error"]
+            assert (reply.status_code, error["param"]) == (400, "drafter") and "/" not in error["message"], error
+        assert client.get("/draftproof/speculation").json()["drafter"] == "ngram"
+
+
+# Bodies that are half nonsense
 
 
 @pytest.fixture(scope="module")

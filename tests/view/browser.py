@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import threading
 import time
@@ -54,8 +55,10 @@ class Page:
         return str(self.js("return document.body.innerText"))
 
     def metrics(self) -> dict[str, Any]:
-        return dict(self.js("return Object.fromEntries([...document.querySelectorAll('[data-metric]')]"
-                            ".map((e) => [e.dataset.metric, JSON.parse(e.dataset.value)]))"))
+        """Every number by its name; read here, as a browser rounds seeds beyond 2**53."""
+        shown = self.js("return Object.fromEntries([...document.querySelectorAll('[data-metric]')]"
+                        ".map((e) => [e.dataset.metric, e.dataset.value]))")
+        return {name: json.loads(value) for name, value in shown.items()}
 
     def keys(self, *keys: str) -> None:
         from selenium.webdriver import ActionChains

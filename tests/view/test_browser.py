@@ -94,10 +94,11 @@ def test_numbers_are_the_report_s(page: Page, at: Callable[[str], str], folder: 
         page.show("status", r=index_of(folder, name))
         shown, request = page.metrics(), completion.trace[0].request  # type: ignore[union-attr]
         expected = report(folder / "engines.jsonl", request).metrics()
-        assert set(shown) - {"completion_tokens"} == set(expected) == set(completion.metrics)
+        assert set(shown) - {"prompt_tokens", "completion_tokens", "seed", "depth"} == set(expected) == set(completion.metrics)
         assert {key: shown[key] for key in expected} == expected, name
         assert {key: shown[key] for key in counted} == {key: completion.metrics[key] for key in counted}
-        assert shown["completion_tokens"] == completion.completion_tokens
+        assert (shown["prompt_tokens"], shown["completion_tokens"]) == (completion.prompt_tokens, completion.completion_tokens)
+        assert (shown["seed"], shown["depth"]) == (completion.seed, completion.speculation["depth"])
 
 
 def test_copies_are_mostly_accepted(page: Page, at: Callable[[str], str], folder: Path) -> None:

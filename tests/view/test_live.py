@@ -1,4 +1,4 @@
-"""The page against a server that behaves as `serve` does: events with ids, a lost connection, a chat that is stopped."""
+"""The page against a server that misbehaves: a connection that breaks, events that are lost, answers that would be markup."""
 
 from __future__ import annotations
 
@@ -17,17 +17,23 @@ import pytest
 from browser import Page, chromium
 from traces import engines
 
+from draftproof.trace.events import PrefillDone, RequestDone, RequestStarted, TokenRecord, TraceStarted
+from draftproof.trace.sinks import to_json
 from draftproof.view import server
 from draftproof.view.bundle import PAGE, files
 
 pytestmark = pytest.mark.browser
+BASE = 1_763_000_000_000_000            # ids begin at the clock
+STATE = {"state": "on", "enabled": True, "drafter": "ngram", "depth": 3, "reason": "<i>because</i>", "configured": "ngram", "model": "fake",
+         "others": {"suffix": {"state": "on", "reason": ""}}, "depth_cap": None}
 
 
 class Fake:
     """What the handler shares with the test."""
 
-    def __init__(self, lines: list[str]) -> None:
-        self.lines, self.asked, self.bodies, self.left = lines, list[int](), list[dict[str, Any]](), threading.Event()
+    def __init__(self, lines: list[str], breaks: int, loses: int) -> None:
+        self.lines, self.breaks, self.loses = lines, breaks, loses
+        self.asked, self.bodies, self.left = list[int](), list[dict[str, Any]](), threading.Event()
         self.open = threading.Event()                 # set: the stream may end
 
 
@@ -38,18 +44,26 @@ class LiveHandler(server.Handler):
         super().__init__(places, *rest)
 
     def do_GET(self) -> None:
+        if self.path == "/draftproof/speculation":
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(json.dumps(STATE).encode())
+            return
         if not self.path.startswith("/draftproof/events"):
             super().do_GET()
             return
-        since = int(parse_qs(urlsplit(self.path).query)["since"][0])
+        since = max(0, int(parse_qs(urlsplit(self.path).query)["since"][0]) - BASE)
         self.fake.asked.append(since)
         self.send_response(200)
         self.send_header("Content-Type", "text/event-stream")
         self.end_headers()
-        stop = len(self.fake.lines) // 2 if len(self.fake.asked) == 1 else len(self.fake.lines)      # the first connection breaks
+        stop = self.fake.breaks if len(self.fake.asked) == 1 else len(self.fake.lines)
         self.wfile.write(b": ping\n\n")
+        if since and self.fake.loses:
+            since += self.fake.loses
+            self.wfile.write(f"event: gap\nid: {BASE + since}\ndata: {{}}\n\n".encode())
         for number in range(since, stop):
-            self.wfile.write(f"id: {number + 1}\ndata: {self.fake.lines[number]}\n\n".encode())
+            self.wfile.write(f"id: {BASE + number + 1}\ndata: {self.fake.lines[number]}\n\n".encode())
         self.wfile.flush()
         if stop == len(self.fake.lines):
             self.fake.open.wait(30)
@@ -70,8 +84,9 @@ class LiveHandler(server.Handler):
 
 
 @contextmanager
-def live(lines: list[str]) -> Iterator[tuple[str, Fake]]:
-    fake = Fake(lines)
+def live(lines: list[str], breaks: int | None = None, loses: int = 0) -> Iterator[tuple[str, Fake]]:
+    """breaks: after so many lines the first connection ends; loses: so many are then not to be had any more."""
+    fake = Fake(lines, len(lines) // 2 if breaks is None else breaks, loses)
     http = ThreadingHTTPServer((server.HOST, 0), partial(LiveHandler, fake))
     http.daemon_threads = True
     threading.Thread(target=http.serve_forever, daemon=True).start()
@@ -97,7 +112,7 @@ def test_events_arrive_once_each_over_a_lost_connection(page: Page, tmp_path: Pa
         page.open(address)
         page.until(f"document.querySelectorAll('select[aria-label=request] option').length === {started}")
         page.until("document.querySelector('#notice').hidden")
-        assert fake.asked[0] == 0 and fake.asked[1] == len(lines) // 2
+        assert fake.asked == [0, len(lines) // 2]
         tokens = [option.split(" · ")[-1] for option in page.js(
             "return [...document.querySelectorAll('select[aria-label=request] option')].map((o) => o.textContent)")]
         page.show("status", r=started - 1)
@@ -106,20 +121,56 @@ def test_events_arrive_once_each_over_a_lost_connection(page: Page, tmp_path: Pa
             name: done[name] for name in ("rounds", "drafted", "accepted")}, tokens
 
 
-def test_the_chat_sends_what_was_chosen_and_stops(page: Page, tmp_path: Path) -> None:
+def test_numbers_of_a_text_whose_rounds_were_lost_are_the_engine_s(page: Page, tmp_path: Path) -> None:
+    done = engines(tmp_path / "t.jsonl")
+    lines = (tmp_path / "t.jsonl").read_text().splitlines()
+    guessed = [i for i, line in enumerate(lines) if '"fate"' in line]
+    with live(lines, breaks=guessed[3], loses=3) as (address, fake):
+        page.open(address)
+        page.until("document.querySelector('#notice').hidden && document.querySelectorAll('select[aria-label=request] option').length > 2")
+        assert len(fake.asked) == 2
+        broken, counted = 0, ("rounds", "drafted", "accepted", "hazard")
+        for number in range(page.js("return document.querySelectorAll('select[aria-label=request] option').length")):
+            page.show("status", r=number)
+            shown = page.metrics()
+            if "did not reach this page" in page.text():
+                broken += 1
+                assert any(all(shown[name] == one.metrics[name] for name in counted) for one in done.values())
+        assert broken == 1
+
+
+def test_what_a_model_writes_is_text_and_the_boxes_are_sent(page: Page, tmp_path: Path) -> None:
     engines(tmp_path / "t.jsonl")
     with live((tmp_path / "t.jsonl").read_text().splitlines()) as (address, fake):
         page.open(address)
         page.until("document.querySelector('#chat-send') !== null")
+        assert "<i>because</i>" in page.js("return document.querySelector('#server-state').textContent")
+        drafters = page.js("return [...document.querySelector('select[aria-label=drafter]').options].map((o) => o.value)")
+        assert drafters == ["", "suffix", "none"]
         page.js("""document.querySelector('textarea[name=prompt]').value = 'hello';
-            document.querySelector('input[name=drafter]').value = 'ngram'; document.querySelector('input[name=depth]').value = '3';
+            document.querySelector('select[aria-label=drafter]').value = 'suffix'; document.querySelector('input[name=depth]').value = '3';
             document.querySelector('input[name=seed]').value = '5'; document.querySelector('#chat-send').click()""")
         page.until("document.querySelector('#chat-answer').textContent.includes('<b>word3</b>')")
         body = fake.bodies[0]
-        assert body["speculation"] == {"drafter": "ngram", "depth": 3} and body["seed"] == 5 and body["stream"] is True
-        assert body["messages"] == [{"role": "user", "content": "hello"}]
-        assert page.js("return document.querySelectorAll('#talk b').length") == 0
+        assert body["speculation"] == {"drafter": "suffix", "depth": 3} and body["seed"] == 5 and body["stream"] is True
+        assert body["messages"] == [{"role": "user", "content": "hello"}] and body["model"] == "fake" and body["temperature"] == 0.8
+        assert page.js("return document.querySelectorAll('#talk b, #talk i').length") == 0
         page.js("document.querySelector('#chat-stop').click()")
         assert fake.left.wait(10), "the server was not told"
-        page.until("document.querySelector('#chat-answer').textContent.includes('[stopped]')")
+        page.until("document.querySelector('#chat-answer').textContent.includes('Stopped')")
+        assert page.errors() == []
+
+
+def test_a_page_that_is_open_for_long_stays_small(page: Page) -> None:
+    """5,000 requests and more: the old ones are let go, and the newest is shown with its numbers."""
+    lines = [to_json(TraceStarted(1, "t", "none", "match", "auto"))]
+    for number in range(5200):
+        name, at, first = f"r{number}", float(number), TokenRecord(1, "prefill")
+        lines += [to_json(RequestStarted(name, at, 3, 0, {}, number, 0)), to_json(PrefillDone(name, at, 0.1, 1, first, "a")),
+                  to_json(RequestDone(name, at + 0.5, "length", 1, {"draft_bytes": 0, "kv_tokens_lost": 0}))]
+    with live(lines, breaks=1 + 3 * 5100) as (address, _):
+        page.open(address)
+        page.until("document.querySelector('[data-metric=seed]')?.dataset.value === '5199'", 60)
+        page.until("document.querySelectorAll('select[aria-label=request] option').length === 100")
+        assert page.js("return document.querySelector('select[aria-label=request]').selectedOptions[0].textContent").startswith("r5199 ")
         assert page.errors() == []

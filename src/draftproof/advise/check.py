@@ -30,6 +30,7 @@ def check(forecasts: Sequence[Forecast], document: Mapping[str, Any]) -> dict[st
         mid = float(speedup["median"])
         rows.append({"class": one.prompt_class, "concurrency": one.concurrency, "drafter": one.drafter, "depth": one.depth,
                      "temperature": cell.get("temperature"), "predicted": one.speedup.median, "measured": mid,
+                     "measured_low": float(speedup["low"]), "measured_high": float(speedup["high"]),
                      "error": one.speedup.median / mid - 1, "narrow": (speedup["high"] - speedup["low"]) / 2 <= NARROW * mid})
     if not rows:
         raise Failure("the benchmark and the forecasts have no class, concurrency, drafter and depth in common; "

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import replace
+from itertools import count, islice
 from statistics import mean, median
 from typing import Any
 
-import torch
-
 from ..bench.cells import Spread
-from ..bench.profile import CHUNK, FREE, Plan, Point, curve, free_rows
+from ..bench.profile import FREE, Plan, Point, curve, free_rows
 from ..config import EngineConfig, LoadConfig
 from ..core.budget import Memory, memory
 from ..engine.engine import Engine
+from ..engine.port import Handle
 from ..engine.setup import draft_bytes
 from ..models.target import Target
 from ..trace.events import PrefillDone, RoundDone
@@ -25,23 +25,29 @@ from ..types import Sampling
 from .predict import OFF, Cost
 
 TURNS = 4               # how often the arms take turns
-PREFILLS = 9            # prompts whose reading is timed
-
+STARTS, STARTS_S = 9, 20.0      # texts whose beginning is timed, and seconds after which no further one is
+ALONG = 3               # rounds are timed at the beginning of answers, and after one and two thirds of them
+FEW = 3                 # rounds of a kind below which their median is not believed
+Clock = Callable[[], float]
+Ids = Sequence[int]
 
 Rounds = list[tuple[float, float]]
 """(seconds, drafted tokens per sequence) of each round."""
 
+Steps = Generator[tuple[float, list[RoundDone]], None, None]
 
-def measure(target: Target, arms: Sequence[tuple[str, int]], prompts: Sequence[Sequence[int]], batches: Sequence[int], sampling: Sampling,
+
+def measure(target: Target, arms: Sequence[tuple[str, int]], texts: Sequence[tuple[Ids, Ids]], batches: Sequence[int], sampling: Sampling,
             rounds: int = 48, load: LoadConfig | None = None, progress: Callable[[str], None] | None = None,
-            clock: Callable[[], float] = time.perf_counter) -> tuple[list[Cost], dict[str, int]]:
+            clock: Clock = time.perf_counter) -> tuple[list[Cost], dict[str, int]]:
     """Costs of a plain round and of each (spec, depth) at each batch, and the bytes of every drafter's weights.
 
-    prompts: ids to go on from; they are used over and over. rounds: timed per arm and batch, at least a few.
+    texts: prompts and their answers, from which rounds go on; they are used over and over. rounds: timed per arm and batch, at
+    least a few.
     """
     config = EngineConfig(max_batch=max(batches))
     timed: dict[tuple[str, int, int], Rounds] = {}
-    prefill_s = prefill_seconds(target, prompts, clock)
+    places = along(texts, target.context - sampling.max_tokens - 1)
     with ExitStack() as stack:
         engines = {(OFF, 0): stack.enter_context(Engine(target, config=config, load=load))}
         for spec, depth in arms:
@@ -55,80 +61,126 @@ def measure(target: Target, arms: Sequence[tuple[str, int]], prompts: Sequence[S
                 for place in range(len(order)):
                     key = order[(turn + place) % len(order)]
                     into = timed.setdefault((*key, batch), []) if turn else Rounds()          # the first turn warms up
-                    drafter = engines[key].speculation.drafter
-                    target.set_taps(drafter.needs.taps if drafter is not None else ())
-                    _run(engines[key], prompts, batch, sampling, -(-rounds // TURNS) if turn else 3, turn, into, clock)
+                    _run(engines[key], places, batch, sampling, -(-rounds // TURNS) if turn else 3, turn, into, clock)
+        if progress:
+            progress("timing beginnings")
+        firsts = dict(reversed(order))                                                    # of each drafter, the depth named first
+        begun = beginnings({spec: engines[spec, depth] for spec, depth in firsts.items()}, [prompt for prompt, _ in texts], sampling, clock)
     target.set_taps(())
-    context = min(int(median(map(len, prompts))), target.context // 2)
-    deepest = max((depth for _, depth in arms), default=0)
-    free = {batch: _free_rows(target, context, batch, deepest + 1, clock) for batch in batches}
-    return [replace(_cost(*key, found, prefill_s), free_rows=free[key[2]]) for key, found in timed.items() if found], weights
+    plain = {batch: median(seconds for seconds, _ in timed[OFF, 0, batch]) for batch in batches}
+    costs = [_cost(*key, found, plain[key[2]]) for key, found in timed.items() if found]
+    round_s = {cost.drafter: cost.seconds.median for cost in costs if (cost.batch, cost.depth) == (min(batches), firsts[cost.drafter])}
+    free = _free_rows(target, int(median(map(len, places))), batches, max((depth for _, depth in arms), default=0) + 1, clock)
+    starts = {spec: _line([(length, seconds - round_s[spec]) for length, seconds in found]) for spec, found in begun.items()}
+    return [replace(cost, free_rows=free[cost.batch], start_s=starts[cost.drafter][0], token_s=starts[cost.drafter][1]) for cost in costs], weights
 
 
-def _free_rows(target: Target, context: int, batch: int, widest: int, clock: Callable[[], float]) -> int | None:
-    """Rows of a pass over `batch` texts up to which it costs at most a quarter more; None if every width that is needed is free."""
-    widths = tuple(range(1, widest + 1))
-    points = list(curve(target, Plan(widths, (context,), (batch,), repeats=5), clock=clock))
-    free = free_rows(points, context, batch)
-    return None if free is None or free == max(p.rows for p in points) else free * batch
+def along(texts: Sequence[tuple[Ids, Ids]], longest: int) -> list[Ids]:
+    """Each text up to where rounds are timed: some at the beginning of their answers, some further on."""
+    places = [[*prompt, *answer[:len(answer) * (i % ALONG) // ALONG]] for i, (prompt, answer) in enumerate(texts)]
+    return [place[-max(1, longest):] for place in places]
 
 
-def _run(engine: Engine, prompts: Sequence[Sequence[int]], batch: int, sampling: Sampling, rounds: int, turn: int, into: Rounds,
-         clock: Callable[[], float]) -> None:
-    """Time `rounds` rounds in which all of a batch took part and nothing was prefilled."""
-    heard = Sink()
-    stop = engine.events(heard)
+def _free_rows(target: Target, context: int, batches: Sequence[int], widest: int, clock: Clock) -> dict[int, int | None]:
+    """Rows of a pass over each number of texts up to which it costs at most a quarter more; None if every width that is needed is free."""
+    found: dict[int, int | None] = {}
+    for batch in batches:
+        widths = tuple(range(1, widest + 1))
+        points = list(curve(target, Plan(widths, (min(context, target.context // 2),), (batch,), repeats=5), clock=clock))
+        free = free_rows(points, points[0].context, batch) if points else None
+        found[batch] = None if free is None or free == max(p.rows for p in points) else free * batch
+    return found
+
+
+def _run(engine: Engine, places: Sequence[Ids], batch: int, sampling: Sampling, rounds: int, turn: int, into: Rounds, clock: Clock) -> None:
+    """Time `rounds` rounds in which all of a batch took part, nothing was prefilled, and no drafter read a text for the first time. Texts
+    come from the cache where they can: reading them is timed elsewhere."""
     wanted, at, tries = len(into) + rounds, turn * batch, 0
+    while len(into) < wanted and tries < 8:
+        tries += 1
+        group = [places[(at + i) % len(places)] for i in range(batch)]
+        at += batch
+        with closing(_steps(engine, group, sampling, "advise", clock)) as steps:
+            whole = ((seconds, done) for seconds, done in steps if len(done) == batch)
+            for seconds, done in islice(whole, 1, 1 + wanted - len(into)):
+                into.append((seconds, sum(len(event.nodes) for event in done) / batch))
+
+
+def _steps(engine: Engine, group: Sequence[Ids], sampling: Sampling, tenant: str, clock: Clock) -> Steps:
+    """(seconds, rounds that it did; none where something was prefilled) of each step until the texts end or nobody asks."""
+    heard, handles = Sink(), list[Handle]()
+    stop = engine.events(heard)
     try:
-        while len(into) < wanted and tries < 8:
-            tries += 1
-            handles = [engine.submit(prompts[(at + i) % len(prompts)], sampling)[0] for i in range(batch)]
-            at += batch
-            while not all(handle.done for handle in handles) and len(into) < wanted:
-                heard.events.clear()
-                before = clock()
-                engine.step()
-                seconds = clock() - before
-                done = [event for event in heard.events if isinstance(event, RoundDone)]
-                if len(done) == batch and not any(isinstance(event, PrefillDone) for event in heard.events):
-                    into.append((seconds, sum(len(event.nodes) for event in done) / batch))
-            for handle in handles:
-                engine.cancel(handle.id)
+        handles += [engine.submit(text, sampling, tenant=tenant)[0] for text in group]
+        while not all(handle.done for handle in handles):
+            heard.events.clear()
+            before = clock()
+            engine.step()
+            seconds = clock() - before
+            reading = any(isinstance(event, PrefillDone) for event in heard.events)
+            yield seconds, [] if reading else [event for event in heard.events if isinstance(event, RoundDone)]
     finally:
+        for handle in handles:
+            engine.cancel(handle.id)
         stop()
 
 
-def prefill_seconds(target: Target, prompts: Sequence[Sequence[int]], clock: Callable[[], float] = time.perf_counter) -> float:
-    """Median seconds to read a prompt, none of it cached."""
-    times = []
-    with torch.inference_mode():
-        for number, prompt in enumerate(prompts[:PREFILLS]):
-            ids = torch.tensor(prompt, device=target.device)
-            before = clock()
-            slot = target.open(prompt, f"advise {number}")
-            for start in range(0, len(prompt), CHUNK):
-                logits = target.extend([slot], [ids[start:start + CHUNK]]).logits
-            logits.max().item()
-            times.append(clock() - before)
-            target.close(slot)
-    return median(times) if times else 0.0
+def beginnings(engines: Mapping[str, Engine], prompts: Sequence[Ids], sampling: Sampling,
+               clock: Clock = time.perf_counter) -> dict[str, list[tuple[int, float]]]:
+    """Per drafter: length of a prompt that nobody has read, seconds from there to the end of the first round. The drafter reads, too."""
+    found: dict[str, list[tuple[int, float]]] = {spec: [] for spec in engines}
+    began, number = clock(), count()
+    for prompt in prompts[:STARTS]:
+        for spec, engine in engines.items():
+            text = prompt[-max(1, engine.target.context - sampling.max_tokens - 1):]
+            with closing(_steps(engine, [text], sampling, f"advise {next(number)}", clock)) as steps:
+                found[spec].append((len(text), _to_first_round(steps)))
+        if clock() - began > STARTS_S and len(found[OFF]) >= FEW:
+            break
+    return found
 
 
-def _cost(drafter: str, depth: int, batch: int, found: Rounds, prefill_s: float) -> Cost:
-    """Medians of rounds with and without a draft, weighted by how many there are: a pause of the machine is in neither.
+def _line(points: Sequence[tuple[int, float]]) -> tuple[float, float]:
+    """(seconds at 0 tokens, seconds per token) by medians of the shorter and of the longer half; both at least 0."""
+    ordered, half = sorted(points), (len(points) + 1) // 2
+    low, high = ([median(side) for side in zip(*group, strict=True)] for group in (ordered[:half], ordered[-half:]))
+    middle_x, middle_y = (median(side) for side in zip(*ordered, strict=True))
+    slope = (high[1] - low[1]) / (high[0] - low[0]) if high[0] > low[0] else 0.0
+    slope = min(max(0.0, slope), max(0.0, middle_y) / middle_x)
+    return max(0.0, middle_y - slope * middle_x), slope
+
+
+def _to_first_round(steps: Iterable[tuple[float, list[RoundDone]]]) -> float:
+    spent = 0.0
+    for seconds, done in steps:
+        spent += seconds
+        if done:
+            break
+    return spent
+
+
+def _groups(found: Rounds) -> list[Rounds]:
+    """Rounds without a draft, and rounds with one."""
+    return [[one for one in found if bool(one[1]) is drafted] for drafted in (False, True)]
+
+
+def _cost(drafter: str, depth: int, batch: int, found: Rounds, plain: float) -> Cost:
+    """A round's cost on the line through rounds without and with a draft, at the drafted tokens of all of them: by medians, so that a
+    pause of the machine is in neither. plain: a round of an engine without a drafter, which stands in where this one always drafts.
 
     The interval is that of a median, 1.2533 times as wide as a mean's, with the deviation read off absolute residuals.
     """
-    groups = [[one for one in found if bool(one[1]) is drafted] for drafted in (False, True)]
-    middles = [median(seconds for seconds, _ in group) if group else 0.0 for group in groups]
-    middle, centre = sum(len(g) * m for g, m in zip(groups, middles, strict=True)) / len(found), mean(nodes for _, nodes in found)
-    clipped = [(min(seconds, 2 * middles[bool(nodes)]), nodes) for seconds, nodes in found]
-    residual = median(abs(seconds - middles[bool(nodes)]) for seconds, nodes in found)
+    without, drafted = _groups(found)
+    zero = median(seconds for seconds, _ in without) if len(without) >= FEW else plain
+    nodes, slope = mean(nodes for _, nodes in found), 0.0
+    if drafted:
+        typical, each = (median(side) for side in zip(*drafted, strict=True))
+        slope = max(0.0, (typical - zero) / each)
+        zero = typical - slope * each
+    middle = zero + slope * nodes
+    residual = median(abs(seconds - zero - slope * n) for seconds, n in found)
     half = min(1.96 * 1.2533 * 1.4826 * residual / math.sqrt(len(found)), 0.5 * middle)
-    spread = sum((nodes - centre) ** 2 for _, nodes in clipped)
-    rise = sum((nodes - centre) * (seconds - middle) for seconds, nodes in clipped)
-    return Cost(drafter, depth, batch, Spread(middle, middle - half, middle + half), centre, max(0.0, rise / spread) if spread else 0.0,
-                prefill_s)
+    return Cost(drafter, depth, batch, Spread(middle, middle - half, middle + half), nodes, slope)
 
 
 def from_curve(points: Sequence[Point], cells: Sequence[dict[str, Any]], context: int, draft_cost: float) -> list[Cost]:

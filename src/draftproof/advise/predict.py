@@ -1,12 +1,14 @@
 """Expected speed-up from counts and costs. Pure: numbers in, numbers and reasons out.
 
-A plain round emits one token per sequence in T₀ seconds, a round that drafts emits E of them in T; prefill P is paid once
-by both. For n tokens after the first of each of b requests side by side
+A plain round emits one token per sequence in T₀ seconds, a round that drafts emits E of them in T. Before its first round a request
+takes P₀ seconds of reading, and P with a drafter that reads too; the requests beside it wait for that. So for n tokens after the first
+of each of b requests side by side
 
-    S = (b·P + n·T₀) / (b·P + n·T / E)
+    S = (b·P₀ + n·T₀) / (b·P + n·T / E)
 
-E comes from an audition, T₀ and T from rounds timed on this machine, T moved along its slope to the class's own draft lengths
-(arXiv 2211.17192, Theorem 3.8, with measured costs for γ·c + v + o).
+E comes from an audition, the rest from rounds timed on this machine (arXiv 2211.17192, Theorem 3.8, with measured costs for γ·c + v + o).
+P follows the length of prompts, and T the draft lengths. Requests of all classes run side by side: of b, b − 1 have the prompts, the draft
+lengths and the rounds of the whole log, and in a request's time so many more of them begin as it has more rounds than they.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..bench.cells import Spread
+from ..bench.cells import ALL, Spread
 
 MARGIN = 0.02           # a drafter that is expected to gain less is not worth its memory
 LITTLE = 1.15           # tokens per round below which hardly any guess stands
@@ -27,8 +29,9 @@ OFF = "none"
 class Cost:
     """A round of a whole batch, timed. drafter "none" and depth 0: without guesses.
 
-    seconds: mean and its 95 % interval · nodes: drafted tokens per sequence and round, and slope: seconds for one more
-    free_rows: rows per pass up to which a plain pass is not exceeded by a quarter, None if not known · prefill_s: of one request
+    seconds: a typical round's and its 95 % interval · nodes: drafted tokens per sequence and round, and slope: seconds for one more
+    start_s, token_s: of one request before its first round, and for each token of its prompt · free_rows: rows per pass up to which a
+    plain pass is not exceeded by a quarter, None if not known
     """
 
     drafter: str
@@ -37,12 +40,17 @@ class Cost:
     seconds: Spread
     nodes: float = 0.0
     slope: float = 0.0
-    prefill_s: float = 0.0
+    start_s: float = 0.0
+    token_s: float = 0.0
     free_rows: int | None = None
 
     def at(self, nodes: float) -> float:
         """Seconds of a round that drafts `nodes` tokens per sequence; never below half of what was timed."""
         return max(self.seconds.median + self.slope * (nodes - self.nodes), 0.5 * self.seconds.median)
+
+    def start(self, prompt_tokens: float | None) -> float:
+        """Seconds before the first round of a request with a prompt of this length."""
+        return self.start_s + self.token_s * (prompt_tokens or 0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,21 +72,38 @@ class Forecast:
                 "reason": self.reason, "recommended": self.recommended, **self.notes}
 
 
-def forecast(cell: Mapping[str, Any], plain: Cost, cost: Cost) -> Forecast | None:
-    """What a drafter at a depth is expected to gain on the texts of an audition's cell; None if it counted no round."""
+def forecast(cell: Mapping[str, Any], plain: Cost, cost: Cost, crowd: Mapping[str, Any] | None = None) -> Forecast | None:
+    """What a drafter at a depth is expected to gain on the texts of an audition's cell; None if it counted no round.
+
+    crowd: the cell of the requests that run beside; None: they are like these.
+    """
     if not cell["rounds"]:
         return None
     length, nodes = float(cell["acceptance_length"]), cell["drafted"] / cell["rounds"]
-    tokens = max(1.0, cell["tokens"] / max(1, cell["requests"]) - 1)
-    prefill = plain.batch * plain.prefill_s
-    before, after = prefill + tokens * plain.seconds.median, prefill + tokens * cost.at(nodes) / length
+    beside = cell if crowd is None or not crowd["rounds"] else crowd
+    share = (plain.batch - 1) / plain.batch
+    around = nodes + share * (beside["drafted"] / beside["rounds"] - nodes)       # drafted per sequence in a round of the whole batch
+    own, other = _tokens(cell), _tokens(beside)
+    before = _seconds(plain, cell, beside, own, own / other, 0.0)
+    after = _seconds(cost, cell, beside, own / length, own / length / (other / float(beside["acceptance_length"])), around)
     mid, half = before / after, _log_half(cell, plain, cost)
-    round_ratio = cost.at(nodes) / plain.seconds.median
+    round_ratio = cost.at(around) / plain.seconds.median
     gains = mid >= 1 + MARGIN
     return Forecast(
         cell["class"], plain.batch, cell["drafter"], int(cell["depth"]), Spread(mid, mid * math.exp(-half), mid * math.exp(half)),
         _reason(length, nodes, round_ratio, gains, plain, cost), notes={
             "acceptance_length": length, "drafted_per_round": nodes, "round_cost": round_ratio, "figure": cell.get("figure", "exact")})
+
+
+def _tokens(cell: Mapping[str, Any]) -> float:
+    """Of an answer, after the first."""
+    return float(max(1.0, cell["tokens"] / max(1, cell["requests"]) - 1))
+
+
+def _seconds(cost: Cost, cell: Mapping[str, Any], beside: Mapping[str, Any], rounds: float, longer: float, nodes: float) -> float:
+    """Of a request with so many rounds, in which `longer` times as many others begin as have a place beside it."""
+    waiting = (cost.batch - 1) * longer * cost.start(beside.get("prompt_tokens"))
+    return cost.start(cell.get("prompt_tokens")) + waiting + rounds * cost.at(nodes)
 
 
 def _log_half(cell: Mapping[str, Any], plain: Cost, cost: Cost) -> float:
@@ -110,10 +135,12 @@ def predict(cells: Iterable[Mapping[str, Any]], costs: Sequence[Cost]) -> list[F
     plain = {cost.batch: cost for cost in costs if cost.drafter == OFF}
     timed = {(cost.drafter, cost.depth, cost.batch): cost for cost in costs}
     found: dict[tuple[str, int], list[Forecast]] = {}
+    cells = list(cells)
+    crowds = {(cell["drafter"], cell["depth"]): cell for cell in cells if cell["class"] == ALL}
     for cell in cells:
         for batch, off in plain.items():
             cost = timed.get((cell["drafter"], cell["depth"], batch))
-            made = forecast(cell, off, cost) if cost is not None else None
+            made = forecast(cell, off, cost, crowds.get((cell["drafter"], cell["depth"]))) if cost is not None else None
             if made is not None:
                 found.setdefault((made.prompt_class, batch), []).append(made)
     return [one for key, group in found.items() for one in _chosen(key, group)]

@@ -16,9 +16,12 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ..core.noise import gumbel, key, key_rows
+from ..core.noise import key, key_rows
 from ..core.tally import Tally
 from ..drafters.base import Drafter
+from ..drafters.occurrences import TextIndex
+from ..drafters.suffix import SuffixState
+from ..engine.speculation import RoundNoise
 from ..types import Budget, Commit, Draft, Role, Rule, Sampling, SequenceView, Signals
 
 States = Callable[[Sequence[int]], Mapping[int, Tensor]]
@@ -49,8 +52,8 @@ class Story:
 
 
 @dataclass(slots=True, eq=False)
-class _Reader:
-    """The text up to where the replay is (`types.SequenceView`)."""
+class Reading:
+    """A story up to where its replay is (`types.SequenceView`)."""
 
     id: str
     story: Story
@@ -97,65 +100,105 @@ class _Reader:
         return Signals(start, {layer: rows[start:stop] for layer, rows in self.taps.items()}) if self.taps else None
 
 
-@dataclass(frozen=True, slots=True)
-class TextNoise:
-    """`drafters.base.Noise` of rule `match`: the noise that the texts were written with."""
+class TextNoise(RoundNoise):
+    """The noise that the texts were written with under rule `match`: for sequences that no engine runs."""
 
-    device: torch.device
-    keep_law: bool = False
+    def __init__(self, device: torch.device, keep_law: bool = False) -> None:
+        super().__init__(device, keep_law)
 
     def keys(self, seqs: Sequence[SequenceView], positions: Sequence[int]) -> Tensor:
         return key_rows([key(seq.seed, seq.sample, "text", at) for seq, at in zip(seqs, positions, strict=True)], self.device)
 
-    def __call__(self, seqs: Sequence[SequenceView], positions: Sequence[int], token_ids: Tensor | None, vocab_size: int) -> Tensor:
-        ids = torch.arange(vocab_size, device=self.device) if token_ids is None else token_ids.to(self.device)
-        noise = gumbel(self.keys(seqs, positions), ids)
-        for row, seq in enumerate(seqs):
-            if seq.sampling.greedy:
-                noise[row] = 0
-        return noise
-
 
 class Copier(Protocol):
-    """A drafter that says its chains as plain integers, too."""
+    """A drafter that says its chains as plain integers, too. A shorter chain is the beginning of a longer one at the same place."""
 
     def start(self, seq: SequenceView) -> Any: ...
     def chain(self, state: Any, depth: int) -> Sequence[int]: ...
     def leave(self, state: Any) -> None: ...
 
 
-def copied(drafter: Copier, story: Story, depth: int | None) -> Tally:
-    """`replay` of one story with chains, for a drafter that reads nothing but the text."""
-    reader = _Reader("replay", story, story.tenant, [*story.prompt, story.answer[0]])
-    tally, text, answer, n, at = reader.tally, reader.tokens, story.answer, len(story.answer), 1
-    last = (story.limit or len(story.prompt) + n) - len(story.prompt) - 1
-    state = None
-    tally.prefill()
+class KnownText(TextIndex):
+    """The index of a text whose end is known, read all at once; it answers as if the text were as long as `extend` was told."""
+
+    def __init__(self, levels: int, text: Sequence[int]) -> None:
+        super().__init__(levels)
+        self._extend_all(text)
+        self.length = 0
+
+    def extend(self, text: Sequence[int]) -> None:
+        self.length = len(text)
+
+    @property
+    def grams(self) -> list[int]:
+        return [mine[self.length - 1] for level, mine in enumerate(self._hashes) if self.length >> level]
+
+    def known(self, grams: Sequence[int]) -> int:
+        return next((level for level in range(len(grams)) if self.length not in self._before[level]), len(grams))
+
+    def places(self, level: int, gram: int, limit: int) -> list[int]:
+        found: list[int] = []
+        before, end = self._before[level], self._before[level].get(self.length)
+        while end is not None and len(found) < limit:
+            found.append(end)
+            end = before.get(end)
+        return found
+
+
+def copied(drafter: Copier, story: Story, depths: Sequence[int | None]) -> list[Tally]:
+    """`replay` of one story with chains, at several depths, for a drafter that reads nothing but the text.
+
+    All depths see the same text, so wherever a round of any of them begins the drafter is asked once, for the longest chain. What it
+    remembers of the story it learns at the end. None, the traced depth, stands alone.
+    """
+    assert None not in depths or set(depths) == {None}
+    reader = Reading("replay", story, story.tenant, [*story.prompt, story.answer[0]])
+    text, answer, n, before = reader.tokens, story.answer, len(story.answer), len(story.prompt)
+    traced, last, state = None in depths, room(story), None
+    limits = [depth or 0 for depth in depths]
+    deepest, tallies, nexts, at = max(limits), [Tally() for _ in depths], [1] * len(depths), 1
+    for tally in tallies:
+        tally.prefill()
     while at < n:
-        room = min(granted(story, len(text)) if depth is None else depth, last - at)
-        if room > 0 and state is None:
+        text += answer[len(text) - before:at]
+        if traced:
+            limits = [granted(story, len(text))] * len(depths)
+            deepest = limits[0]
+        most = min(deepest, last - at)
+        if most > 0 and state is None:
             state = drafter.start(reader)
-        guesses = drafter.chain(state, room) if room > 0 else ()
-        kept = 0
+            if isinstance(state, SuffixState):
+                state.index = KnownText(state.index.levels, (*story.prompt, *answer))
+        guesses, stands, following = drafter.chain(state, most) if most > 0 else (), 0, n
         for guess in guesses[:n - at]:
-            if guess != answer[at + kept]:
+            if guess != answer[at + stands]:
                 break
-            kept += 1
-        emitted = min(kept + 1, n - at)
-        tally.round(len(guesses), kept, int(kept < len(guesses) and emitted > kept), emitted)
-        text += answer[at:at + emitted]
-        at += emitted
+            stands += 1
+        for i, place in enumerate(nexts):
+            if place == at:
+                drafted = min(len(guesses), limits[i])
+                kept = min(stands, drafted)
+                emitted = min(kept + 1, n - at)
+                tallies[i].round(drafted, kept, int(kept < drafted and emitted > kept), emitted)
+                place = nexts[i] = at + emitted
+            following = min(following, place)
+        at = following
     if state is not None:
+        text += answer[len(text) - before:]
         drafter.leave(state)
-    return tally
+    return tallies
+
+
+def room(story: Story) -> int:
+    """How many tokens of the answer a draft may reach to: all that may be emitted, less the target's own last one."""
+    return (story.limit or len(story.prompt) + len(story.answer)) - len(story.prompt) - 1
 
 
 def asked(story: Story, depth: int | None) -> bool:
     """Whether a drafter is ever asked for a guess on this story; otherwise it never hears of it."""
     if len(story.answer) < 2:
         return False
-    room = (story.limit or len(story.prompt) + len(story.answer)) - len(story.prompt) - 2
-    return room > 0 and (depth is not None or any(granted > 0 for _, granted in story.depths))
+    return room(story) > 1 and (depth is not None or any(granted > 0 for _, granted in story.depths))
 
 
 def granted(story: Story, position: int) -> int:
@@ -173,14 +216,14 @@ def replay(drafter: Drafter, stories: Sequence[Story], depth: int | None, *, nod
     others draft on). A drafter with memory across texts (suffix) meets them in order only with batch=1.
     """
     noise = TextNoise(device or torch.device("cpu"))
-    waiting = [_Reader(f"replay-{i}", story, story.tenant or tenant, [*story.prompt, story.answer[0]]) for i, story in enumerate(stories)]
+    waiting = [Reading(f"replay-{i}", story, story.tenant or tenant, [*story.prompt, story.answer[0]]) for i, story in enumerate(stories)]
     tallies = [reader.tally for reader in waiting]
     waiting.reverse()
-    live: list[_Reader] = []
+    live: list[Reading] = []
     with torch.inference_mode():
         while live or waiting:
             while waiting and len(live) < batch:
-                live.append(_opened(drafter, waiting.pop(), states))
+                live.append(opened(drafter, waiting.pop(), states))
             ended = [reader for reader in live if not reader.left]
             for reader in ended:
                 if reader.state is not None:
@@ -191,7 +234,8 @@ def replay(drafter: Drafter, stories: Sequence[Story], depth: int | None, *, nod
     return tallies
 
 
-def _opened(drafter: Drafter, reader: _Reader, states: States | None) -> _Reader:
+def opened(drafter: Drafter, reader: Reading, states: States | None) -> Reading:
+    """The reading, its drafter told where it reads hidden states from the start."""
     reader.tally.prefill()
     if drafter.needs.taps:                  # it follows from the start; others join when they are first asked, as in the engine
         if states is not None:
@@ -200,7 +244,7 @@ def _opened(drafter: Drafter, reader: _Reader, states: States | None) -> _Reader
     return reader
 
 
-def _round(drafter: Drafter, live: Sequence[_Reader], depth: int | None, nodes: int | None, noise: TextNoise, capped: bool) -> None:
+def _round(drafter: Drafter, live: Sequence[Reading], depth: int | None, nodes: int | None, noise: TextNoise, capped: bool) -> None:
     budgets = [_budget(drafter, reader, depth, nodes, capped) for reader in live]
     wanted = [i for i, budget in enumerate(budgets) if budget.depth]
     drafts = [Draft.empty(drafter.name) for _ in live]
@@ -226,7 +270,7 @@ def _round(drafter: Drafter, live: Sequence[_Reader], depth: int | None, nodes: 
         drafter.observe([live[i].state for i in here], [commits[i] for i in here], [signals[i] for i in here])
 
 
-def _budget(drafter: Drafter, reader: _Reader, depth: int | None, nodes: int | None, capped: bool) -> Budget:
+def _budget(drafter: Drafter, reader: Reading, depth: int | None, nodes: int | None, capped: bool) -> Budget:
     depth = granted(reader.story, len(reader.tokens)) if depth is None else depth
     if capped:
         limit = reader.story.limit or len(reader.story.prompt) + len(reader.story.answer)

@@ -7,7 +7,7 @@ counts a later block lets its store *learn* the earlier ones first, which is fas
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,9 @@ from typing import Any
 from ..core.tally import Tally
 from ..drafters import parse_spec
 from ..drafters.base import Drafter, PerSequence
+from ..drafters.model import ModelDrafter
 from ..drafters.ngram import NgramDrafter
+from ..drafters.pard import PardDrafter
 from ..drafters.prediction import PredictionDrafter
 from ..drafters.suffix import SuffixDrafter
 from ..errors import OptionError
@@ -23,11 +25,14 @@ from ..models.target import Target
 from ..types import Rule
 from .counts import ALL, Counts
 from .logs import Skipped
-from .replay import Story, asked, copied, replay
-from .stories import UNCLASSED, Read, Reader, states_of
+from .replay import Story, asked, copied, replay, room
+from .sampled import chances, expected_rounds
+from .stories import GREEDY, UNCLASSED, Read, Reader, states_of
 
 BLOCK = 64              # requests that are counted, and kept in a partial result, together
 BATCH = 8               # texts side by side, for drafters that are models
+CLASSES = 256           # of prompts that are counted apart; further ones count as `OTHER`
+OTHER = "other"
 RULE: Rule = "match"
 COPIERS: dict[str, type[Any]] = {"ngram": NgramDrafter, "suffix": SuffixDrafter, "prediction": PredictionDrafter}
 """Drafters that read nothing but the text and the request: they need no target, and may work in other processes."""
@@ -61,12 +66,15 @@ class Arm:
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """The blocks of one arm that one worker counts: every `of`-th from `index` on, but for those already done."""
+    """The blocks of some arms that one worker counts: every `of`-th from `index` on, but for the (arm, block) that are done.
 
-    arm: int
+    The arms have one drafter, at several depths: they are counted together.
+    """
+
+    arms: tuple[int, ...]
     index: int = 0
     of: int = 1
-    done: frozenset[int] = frozenset()
+    done: frozenset[tuple[int, int]] = frozenset()
 
 
 @dataclass(slots=True)
@@ -79,9 +87,9 @@ class Part:
     retokenised: int = 0
     classes: dict[str, Counts] = field(default_factory=dict)
 
-    def add(self, read: Read, tally: Tally, exact: bool) -> None:
+    def add(self, read: Read, tally: Tally, exact: bool, rounds: tuple[float, float] | None = None) -> None:
         counts = self.classes.setdefault(read.story.prompt_class or ALL, Counts())
-        counts.add(tally, exact or read.known, len(read.story.prompt))
+        counts.add(tally, exact or read.known, len(read.story.prompt), rounds)
         self.tokens += len(read.story.answer)
         self.retokenised += read.retokenised
 
@@ -117,19 +125,25 @@ class Work:
             if arm.depth is not None and arm.depth < 1:
                 raise OptionError(f"depth {arm.depth}: expected an integer ≥ 1; at depth 0 nothing is guessed")
 
+    def groups(self) -> list[tuple[int, ...]]:
+        """Arms that are counted together: of one drafter, unless what it remembers depends on how deep it was asked to guess."""
+        found: dict[tuple[str, int | None], list[int]] = {}
+        for at, arm in enumerate(self.arms):
+            apart = at if arm.remembers and not arm.copies else -1 if arm.depth is None else None
+            found.setdefault((arm.spec, apart), []).append(at)
+        return [tuple(group) for group in found.values()]
+
     def parts(self, share: Share, skipped: Skipped) -> Iterator[Part]:
         """Count the blocks of a share, one after the other."""
-        arm = self.arms[share.arm]
-        drafter = self._drafter(arm)
-        learn = getattr(drafter, "learn", None) if arm.copies else None
+        first = self.arms[share.arms[0]]
+        drafter = self._drafter(first)
+        learn = getattr(drafter, "learn", None) if first.copies else None
         for number, block in enumerate(_blocks(self.reader.stories(self.log, skipped))):
-            mine = number % share.of == share.index and number not in share.done
-            if mine or (arm.remembers and learn is None):
-                part = self._count(arm, drafter, Part(share.arm, number), block)
-                if mine:
-                    yield part
-            elif arm.remembers and learn is not None:
-                for read in (read for read in block if asked(read.story, arm.depth)):
+            due = [at for at in share.arms if number % share.of == share.index and (at, number) not in share.done]
+            if due or (first.remembers and learn is None):
+                yield from (part for part in self._count(due or share.arms, drafter, number, block) if part.arm in due)
+            elif first.remembers and learn is not None:
+                for read in (read for read in block if asked(read.story, first.depth)):
                     learn((*read.story.prompt, *read.story.answer), len(read.story.prompt), read.story.tenant)
 
     def _drafter(self, arm: Arm) -> Drafter:
@@ -140,19 +154,47 @@ class Work:
         assert self.make is not None, "a drafter that is a model comes with its target"
         return self.make(arm.spec)
 
-    def _count(self, arm: Arm, drafter: Drafter, part: Part, block: Sequence[Read]) -> Part:
-        stories = [read.story for read in block]
-        if arm.depth is None:
+    def _count(self, arms: Sequence[int], drafter: Drafter, number: int, block: Sequence[Read]) -> list[Part]:
+        stories, depths = [read.story for read in block], [self.arms[at].depth for at in arms]
+        if None in depths:
             _check_traced(stories)
-        copier: Any = drafter if arm.copies and hasattr(drafter, "chain") else None
+        copier: Any = drafter if self.arms[arms[0]].copies and hasattr(drafter, "chain") else None
         if copier is not None:
-            tallies = [copied(copier, story, arm.depth) for story in stories]
+            tallies = list(zip(*(copied(copier, story, depths) for story in stories), strict=True))
         else:
-            tallies = replay(drafter, stories, arm.depth, batch=1 if arm.remembers else self.batch,
-                             states=states_of(self.target, drafter.needs.taps), device=self.target.device if self.target else None)
-        for read, tally in zip(block, tallies, strict=True):
-            part.add(read, tally, follows_text(drafter))
-        return part
+            device = self.target.device if self.target else None
+            batch = 1 if self.arms[arms[0]].remembers else self.batch
+            states = states_of(self.target, drafter.needs.taps)
+            tallies = [tuple(replay(drafter, stories, depth, batch=batch, states=states, device=device)) for depth in depths]
+        rounds = self._rounds(drafter, block, depths)
+        parts = []
+        for at, mine, expected in zip(arms, tallies, rounds, strict=True):
+            part = Part(at, number)
+            for read, tally, bounds in zip(block, mine, expected, strict=True):
+                part.add(read, tally, follows_text(drafter), bounds)
+            parts.append(part)
+        return parts
+
+    def _rounds(self, drafter: Drafter, block: Sequence[Read], depths: Sequence[int | None]) -> list[list[tuple[float, float] | None]]:
+        """Per depth and request: fewest and most rounds that sampled drafts can be expected to take; None where the log does not say."""
+        found: list[list[tuple[float, float] | None]] = [[None] * len(block) for _ in depths]
+        fit = [i for i, read in enumerate(block) if read.asked is not None]
+        if not fit or self.target is None or follows_text(drafter) or not drafter.needs.law:
+            return found
+        stories = [replace(block[i].story, sampling=block[i].asked or GREEDY) for i in fit]
+        likely = chances(drafter, stories, [block[i].seen for i in fit], self.target.vocab_size, batch=self.batch,
+                         states=states_of(self.target, drafter.needs.taps), device=self.target.device)
+        for depth, bounds in zip(depths, found, strict=True):
+            if depth is not None and (depth == 1 or law_follows_text(drafter)):
+                for i, story, each in zip(fit, stories, likely, strict=True):
+                    bounds[i] = expected_rounds(each, depth, room(story))
+        return found
+
+
+def law_follows_text(drafter: Drafter) -> bool:
+    """Whether its law at a place is a function of the text before it, however long ago the round began. Heads go on from their own
+    states, and block drafters from masks, so theirs is known at a round's first guess only."""
+    return isinstance(drafter, ModelDrafter) and not isinstance(drafter, PardDrafter)
 
 
 def follows_text(drafter: Drafter) -> bool:
@@ -181,9 +223,13 @@ class Result:
     tokens: int = 0
     retokenised: int = 0
     skipped: Skipped = field(default_factory=Skipped)
+    names: set[str] = field(default_factory=set)
 
     def add(self, part: Part) -> None:
         for name, counts in part.classes.items():
+            if name not in self.names:
+                name = OTHER if len(self.names) >= CLASSES else name
+                self.names.add(name)
             known = self.counts.get((part.arm, name))
             self.counts[part.arm, name] = counts if known is None else known + counts
         if part.arm == 0:
@@ -193,7 +239,7 @@ class Result:
 
     def cells(self) -> list[dict[str, Any]]:
         """A cell per arm and class, then one per arm over all; a log without classes has only the latter."""
-        names = sorted({name for _, name in self.counts})
+        names = sorted(self.names)
         cells = [] if names in ([], [UNCLASSED]) else [
             self.counts[at, name].as_cell(arm.spec, arm.shown_depth, name)
             for name in names for at, arm in enumerate(self.arms) if (at, name) in self.counts]

@@ -11,16 +11,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import Failure
+from ..errors import Failure, OptionError
 from ..models.target import Target
 from ..models.tokenizer import Tokenizer
 from ..types import Sampling
-from .logs import Exchange, Skipped, read_log
+from .logprobs import Pieces, Seen, in_ids
+from .logs import Exchange, Message, NotReadable, Skipped, read_log
 from .replay import States, Story
 
 GREEDY = Sampling(temperature=0.0, top_p=1.0)
 UNCLASSED = "unclassified"
 CHUNK = 512
+NEUTRAL = {"repetition_penalty": 1, "presence_penalty": 0, "frequency_penalty": 0, "top_k": -1}     # off, as engines write it
+CONSTRAINED = ("response_format", "grammar", "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar",
+               "bad_words", "min_tokens", "ignore_eos", "tool_choice")
 
 
 def no_tokenizer() -> Tokenizer | None:
@@ -57,14 +61,20 @@ class Reader:
                 yield read
 
     def story(self, exchange: Exchange, skipped: Skipped) -> Read | None:
-        prompt, answer, made = self._ids(exchange)
+        """None, and a note in `skipped`, where it cannot be replayed: no prompt, no answer, foreign ids, options that are none."""
+        seen = self._seen(exchange)
+        try:
+            prompt, answer, made = self._ids(exchange, seen)
+            sampling, known = _sampling(exchange)
+        except NotReadable as error:
+            skipped.note(exchange.line, str(error))
+            return None
         if not prompt or not answer:
             skipped.note(exchange.line, "a request without prompt or answer")
             return None
         if self.vocab_size is not None and max(max(prompt), max(answer)) >= self.vocab_size:
             skipped.note(exchange.line, f"token id {max(max(prompt), max(answer))}; the target's ids are below {self.vocab_size}")
             return None
-        sampling, known = _sampling(exchange)
         seed = exchange.sampling.get("seed")
         ends = () if sampling.ignore_eos else self.eos_ids
         story = Story(prompt, answer, sampling, seed=seed if known and isinstance(seed, int) else 0, sample=_sample(exchange),
@@ -73,12 +83,20 @@ class Reader:
         predicted = self._prediction(exchange)
         if predicted:
             story = replace(story, sampling=replace(sampling, prediction=predicted))
-        return Read(story, retokenised=made, known=known)
+        aligned = not known and seen is not None and tuple(place.token for place in seen) == answer
+        asked = _asked(exchange) if aligned else None
+        return Read(story, retokenised=made, known=known, asked=asked, seen=() if asked is None or seen is None else seen)
 
-    def _ids(self, exchange: Exchange) -> tuple[tuple[int, ...], tuple[int, ...], bool]:
+    def _ids(self, exchange: Exchange, seen: Sequence[Seen] | None) -> tuple[tuple[int, ...], tuple[int, ...], bool]:
         """(prompt, answer, whether any of them had to be made from text)."""
-        if exchange.prompt_ids is not None and (exchange.answer_ids is not None or exchange.answer is None):
-            return exchange.prompt_ids, exchange.answer_ids or (), False
+        told = exchange.answer_ids
+        if told is None and seen is not None:                    # tokens of the answer, if they spell all of it
+            told = tuple(place.token for place in seen)
+            tokenizer = self.tokenizer()
+            if tokenizer is not None and exchange.answer is not None and tokenizer.decode(told) != exchange.answer:
+                told = None
+        if exchange.prompt_ids is not None and (told is not None or exchange.answer is None):
+            return exchange.prompt_ids, told or (), False
         tokenizer = self.tokenizer()
         if tokenizer is None:
             raise Failure(f"line {exchange.line} of the log is text, and there is no tokenizer for it; "
@@ -86,15 +104,24 @@ class Reader:
         if exchange.prompt_ids is not None:
             prompt = list(exchange.prompt_ids)
         elif exchange.messages is not None:
-            prompt = tokenizer.chat(exchange.messages) if tokenizer.has_chat_template else \
-                tokenizer.encode("\n".join(message["content"] for message in exchange.messages) + "\n")
+            prompt = _conversation(tokenizer, exchange.messages)
         else:
             prompt = tokenizer.encode(exchange.prompt or "")
         if exchange.document and exchange.answer is None:        # nobody asked: its first third stands for a prompt
             first = max(1, len(prompt) // 3)
             return tuple(prompt[:first]), tuple(prompt[first:]), True
-        answer = exchange.answer_ids if exchange.answer_ids is not None else tokenizer.encode_plain(exchange.answer or "")
-        return tuple(prompt), tuple(answer), True
+        return tuple(prompt), told if told is not None else tuple(tokenizer.encode_plain(exchange.answer or "")), True
+
+    def _seen(self, exchange: Exchange) -> tuple[Seen, ...] | None:
+        """The log-probabilities of an answer in ids, if the log has them and they are its tokens'."""
+        if exchange.places is None:
+            return None
+        named = all(isinstance(place.token, int) for place in exchange.places)
+        tokenizer = self.tokenizer() if not named else None
+        seen = in_ids(exchange.places, None if tokenizer is None else Pieces.of(tokenizer))
+        if seen is None or (exchange.answer_ids is not None and tuple(place.token for place in seen) != exchange.answer_ids):
+            return None
+        return seen
 
     def _limit(self, exchange: Exchange, prompt: int, answer: int) -> int | None:
         if exchange.finish_reason == "length" or exchange.max_tokens is None:
@@ -114,11 +141,26 @@ class Reader:
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """A story, whether its ids were made from text, and whether it is known how it was sampled (greedily, or with a seed of ours)."""
+    """A story, whether its ids were made from text, and whether it is known how it was sampled (greedily, or with a seed of ours).
+
+    asked, seen: where that is not known, but the log has the options and the likeliest tokens of every place of the answer.
+    """
 
     story: Story
     retokenised: bool
     known: bool
+    asked: Sampling | None = None
+    seen: tuple[Seen, ...] = ()
+
+
+def _conversation(tokenizer: Tokenizer, messages: Sequence[Message]) -> list[int]:
+    """Raises NotReadable where the model's template refuses it."""
+    if not tokenizer.has_chat_template:
+        return tokenizer.encode("\n".join(message["content"] for message in messages) + "\n")
+    try:
+        return tokenizer.chat(messages)
+    except Exception as error:                  # a template is a program of its own
+        raise NotReadable(f"the chat template refuses the conversation ({type(error).__name__}: {str(error)[:80]!r})") from None
 
 
 def _sample(exchange: Exchange) -> int:
@@ -127,14 +169,35 @@ def _sample(exchange: Exchange) -> int:
 
 
 def _sampling(exchange: Exchange) -> tuple[Sampling, bool]:
-    """(options to replay drafts with, whether they are those of the text). What is not known is replayed greedily."""
+    """(options to replay drafts with, whether they are those of the text). What is not known is replayed greedily.
+
+    Raises NotReadable for a trace's options that are none.
+    """
     asked = exchange.sampling
-    if "sample" in asked and isinstance(asked.get("seed"), int):               # only our own traces say so
-        names = {f.name for f in fields(Sampling)} - {"prediction", "seed", "n", "grammar"}
-        known = {name: tuple(map(_tupled, value)) if isinstance(value, list) else value for name, value in asked.items() if name in names}
+    if "sample" not in asked or not isinstance(asked.get("seed"), int):        # only our own traces say so
+        return GREEDY, asked.get("temperature") == 0
+    names = {f.name for f in fields(Sampling)} - {"prediction", "seed", "n", "grammar"}
+    known = {name: tuple(map(_tupled, value)) if isinstance(value, list) else value for name, value in asked.items() if name in names}
+    try:
         known["logit_bias"] = {int(token): bias for token, bias in asked.get("logit_bias", {}).items()}
         return Sampling.of(**known), asked.get("grammar") is None
-    return GREEDY, asked.get("temperature") == 0
+    except (OptionError, TypeError, ValueError, AttributeError) as error:
+        raise NotReadable(f"options of a request that are none ({str(error)[:80]!r})") from None
+
+
+def _asked(exchange: Exchange) -> Sampling | None:
+    """The options by which a sampled answer was drawn; None where the log does not say, or where they are more than filters."""
+    found = {name: value for name, value in exchange.sampling.items() if value is not None and value != NEUTRAL.get(name)}
+    constrained = any(found.get(name) not in (None, False, (), [], {}, "auto", "none", {"type": "text"}) for name in CONSTRAINED)
+    if constrained or found.get("logit_bias") or {"repetition_penalty", "presence_penalty", "frequency_penalty"} & found.keys():
+        return None
+    temperature = found.get("temperature")
+    if not isinstance(temperature, int | float) or temperature <= 0:
+        return None
+    try:
+        return Sampling(temperature=temperature, top_k=found.get("top_k", 0), top_p=found.get("top_p", 1.0), min_p=found.get("min_p", 0.0))
+    except (OptionError, TypeError):
+        return None
 
 
 def _tupled(value: Any) -> Any:

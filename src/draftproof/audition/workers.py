@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,9 +11,10 @@ from typing import IO, Any
 
 from ..errors import DraftproofError, Failure
 from .logs import Skipped
+from .processes import context
 from .run import Part, Result, Share, Work, log_size
 
-FORMAT = "draftproof-audition-1"
+FORMAT = "draftproof-audition-2"
 POLL_S = 1.0
 Progress = Callable[[Part], None]
 
@@ -25,11 +25,11 @@ def run(work: Work, processes: int = 1, partial: Path | None = None, progress: P
     processes: how many may work at a time, where no arm needs the target. partial: a file that keeps every block as it is
     counted; a run that was killed goes on from it.
     """
-    result, done = Result(work.arms), [set[int]() for _ in work.arms]
+    result, done = Result(work.arms), set[tuple[int, int]]()
     with _kept(partial, work) as (known, keep):
         for part in known:
             result.add(part)
-            done[part.arm].add(part.block)
+            done.add((part.arm, part.block))
         together = processes > 1 and all(arm.copies for arm in work.arms)
         shares = _shares(work, processes if together else 1, done)
         for part in _parallel(work, shares, processes, result) if together else _serial(work, shares, result):
@@ -40,9 +40,9 @@ def run(work: Work, processes: int = 1, partial: Path | None = None, progress: P
     return result
 
 
-def _shares(work: Work, processes: int, done: list[set[int]]) -> list[Share]:
-    each = -(-processes // len(work.arms))
-    return [Share(at, index, each, frozenset(done[at])) for at in range(len(work.arms)) for index in range(each)]
+def _shares(work: Work, processes: int, done: set[tuple[int, int]]) -> list[Share]:
+    """As many of every group of arms as there are processes, so that all work to the end, however unlike the drafters are."""
+    return [Share(group, index, processes, frozenset(done)) for group in work.groups() for index in range(processes)]
 
 
 def _serial(work: Work, shares: list[Share], result: Result) -> Iterator[Part]:
@@ -53,14 +53,14 @@ def _serial(work: Work, shares: list[Share], result: Result) -> Iterator[Part]:
 
 
 def _parallel(work: Work, shares: list[Share], processes: int, result: Result) -> Iterator[Part]:
-    context = _processes()
-    queue: Any = context.Queue()
+    place = context()
+    queue: Any = place.Queue()
     waiting, running, ended = list(reversed(shares)), dict[int, Any](), 0
     try:
         while ended < len(shares):
             while waiting and len(running) < processes:
                 number, share = len(shares) - len(waiting), waiting.pop()
-                running[number] = context.Process(target=_worker, args=(work, share, number, queue), daemon=True)
+                running[number] = place.Process(target=_worker, args=(work, share, number, queue), daemon=True)
                 running[number].start()
             try:
                 kind, number, found = queue.get(timeout=POLL_S)
@@ -83,15 +83,6 @@ def _parallel(work: Work, shares: list[Share], processes: int, result: Result) -
             process.terminate()
             process.join()
         queue.close()
-
-
-def _processes() -> Any:
-    """Never forks of this process: torch's threads do not survive that. A server that has imported everything is forked instead."""
-    if "forkserver" not in multiprocessing.get_all_start_methods():
-        return multiprocessing.get_context("spawn")
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__])
-    return context
 
 
 def _worker(work: Work, share: Share, number: int, queue: Any) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -38,18 +38,8 @@ def _local(stack: ExitStack, target: Target, name: str, drafter: str, depth: int
     engine = stack.enter_context(Engine(target, drafter, "auto" if depth is None else depth, tree=tree, rule=rule, load=load,
                                         config=EngineConfig(max_batch=batch, trace="summary")))
     shown = "0" if drafter == NONE else "auto" if depth is None else str(depth)
-    client = Local(engine, target.tokenizer, target.context, taps_of(engine, target), dict(options or {}))
+    client = Local(engine, target.tokenizer, target.context, dict(options or {}))
     return Arm(name, drafter, shown, client, comparable)
-
-
-def taps_of(engine: Engine, target: Target) -> Callable[[], None]:
-    """Arms share the target; before one runs, the target keeps the hidden states that its drafter reads, and no others."""
-
-    def ready() -> None:
-        drafter = engine.speculation.drafter
-        target.set_taps(() if drafter is None else drafter.needs.taps)
-
-    return ready
 
 
 def url_arms(stack: ExitStack, urls: Sequence[str], model: str | None, api_key: str | None, drafters: Sequence[str],

@@ -150,18 +150,16 @@ class _Flight:
 class Local:
     """Jobs on an engine in this process."""
 
-    def __init__(self, engine: Port, tokenizer: Tokenizer | None, context: int, ready: Callable[[], None] = lambda: None,
-                 options: dict[str, Any] | None = None, clock: Callable[[], float] = time.perf_counter) -> None:
-        """context: the longest text; a longer prompt loses its beginning. ready: called before the first job after an idle time."""
-        self.engine, self.tokenizer, self.context, self.ready = engine, tokenizer, context, ready
+    def __init__(self, engine: Port, tokenizer: Tokenizer | None, context: int, options: dict[str, Any] | None = None,
+                 clock: Callable[[], float] = time.perf_counter) -> None:
+        """context: the longest text; a longer prompt loses its beginning."""
+        self.engine, self.tokenizer, self.context = engine, tokenizer, context
         self.options, self.clock = options or {}, clock
         self.cut = 0                      # prompts that lost their beginning
         self._flights: dict[str, _Flight] = {}
         self._failed: list[Answer] = []
 
     def start(self, job: Job) -> None:
-        if not self._flights:
-            self.ready()
         asked = {"temperature": job.temperature, "top_p": 1.0, "seed": job.seed, **self.options, "max_tokens": job.max_tokens}
         sampling = Sampling.of(**asked)
         now = self.clock()
@@ -193,23 +191,24 @@ class Local:
         return done
 
     def prompt(self, job: Job) -> str | tuple[int, ...]:
-        """What the engine gets: ids as they are, text encoded, a conversation in the model's own template if it has one."""
-        turn = job.item.turns[job.turn]
-        if isinstance(turn, tuple):
-            return self._fitting(turn, job.max_tokens)
-        if self.tokenizer is None:
-            raise Failure("the target has no tokenizer and the workload is text; expected prompt_token_ids")
-        if not job.item.chat:
-            return self._fitting(tuple(self.tokenizer.encode(turn)), job.max_tokens)
-        if self.tokenizer.has_chat_template:
-            return self._fitting(tuple(self.tokenizer.chat(job.messages)), job.max_tokens)
-        text = "\n\n".join(message["content"] for message in job.messages)
-        return self._fitting(tuple(self.tokenizer.encode(text)), job.max_tokens)
-
-    def _fitting(self, ids: tuple[int, ...], answer: int) -> tuple[int, ...]:
-        room = max(1, self.context - answer - 1)
+        """What the engine gets; of a prompt that leaves no room for the answer, its end."""
+        ids, room = prompt_ids(job, self.tokenizer), max(1, self.context - job.max_tokens - 1)
         self.cut += len(ids) > room
         return ids[-room:]
+
+
+def prompt_ids(job: Job, tokenizer: Tokenizer | None) -> tuple[int, ...]:
+    """Ids as they are, text encoded, a conversation in the model's own template if it has one. Raises Failure without a tokenizer."""
+    turn = job.item.turns[job.turn]
+    if isinstance(turn, tuple):
+        return turn
+    if tokenizer is None:
+        raise Failure("the target has no tokenizer and the workload is text; expected prompt_token_ids")
+    if not job.item.chat:
+        return tuple(tokenizer.encode(turn))
+    if tokenizer.has_chat_template:
+        return tuple(tokenizer.chat(job.messages))
+    return tuple(tokenizer.encode("\n\n".join(message["content"] for message in job.messages)))
 
 
 def _answer(flight: _Flight, now: float) -> Answer:

@@ -19,6 +19,7 @@ import torch
 from ..errors import Failure, OptionError
 from ..models.target import Target
 from ..types import Draft
+from ..view import style
 from .cells import Spread, percentile
 
 ROWS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32)
@@ -167,24 +168,28 @@ def points_of(record: dict[str, Any]) -> list[Point]:
 
 
 def plot(record: dict[str, Any], file: Path) -> None:
-    """Draw the curve as a picture. Raises Failure if matplotlib is missing."""
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise Failure(f"a picture needs matplotlib ({error}); install draftproof[report], or leave --png out") from error
+    """Draw the curve as a picture, PNG or SVG. Raises Failure if matplotlib is missing."""
     points = points_of(record)
-    figure = Figure(figsize=(8, 5), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
-    for context, batch in dict.fromkeys((p.context, p.batch) for p in points):
-        mine = [p for p in points if (p.context, p.batch) == (context, batch)]
-        axes.plot([p.rows for p in mine], [p.seconds.median * 1e3 for p in mine], marker="o", label=f"context {context}, batch {batch}")
-        axes.fill_between([p.rows for p in mine], [p.seconds.low * 1e3 for p in mine], [p.seconds.high * 1e3 for p in mine], alpha=0.15)
-    limits = [p["limit_s"] for p in record["roofline"]["passes"] if p["limit_s"] is not None]
-    if limits:
-        axes.axhline(min(limits) * 1e3, linestyle="--", color="grey", label="reading the weights once, at the measured bandwidth")
-    axes.set(xlabel="rows per sequence (1 + drafted tokens)", ylabel="milliseconds per pass", ylim=(0, None),
-             title=f"{Path(record['target']['name']).name} on {record['target']['device']}, {record['target']['dtype']}")
-    axes.legend(fontsize="small")
-    figure.savefig(file, dpi=120)
+    try:
+        with style.sheet() as colours:
+            figure = style.figure(5.0)
+            axes = figure.subplots()
+            lines = list(dict.fromkeys((p.context, p.batch) for p in points))
+            for (context, batch), look in zip(lines, style.looks(colours, len(lines)), strict=True):
+                mine = [p for p in points if (p.context, p.batch) == (context, batch)]
+                rows = [p.rows for p in mine]
+                axes.plot(rows, [p.seconds.median * 1e3 for p in mine], label=f"context {context}, batch {batch}", **look)
+                axes.fill_between(rows, [p.seconds.low * 1e3 for p in mine], [p.seconds.high * 1e3 for p in mine], alpha=0.15,
+                                  color=look["color"], linewidth=0)
+            limits = [p["limit_s"] for p in record["roofline"]["passes"] if p["limit_s"] is not None]
+            if limits:
+                axes.axhline(min(limits) * 1e3, linestyle="--", color=colours["plain"],
+                             label="reading the weights once, at the measured bandwidth")
+            axes.set(xlabel="rows per sequence (1 + drafted tokens)", ylabel="milliseconds per pass", ylim=(0, None))
+            axes.grid(True)
+            axes.legend()
+            where = f"{Path(record['target']['name']).name} on {record['target']['device']}, {record['target']['dtype']}"
+            style.title(axes, "A pass by its number of rows", where, colours)
+            style.save(figure, file, "svg" if file.suffix == ".svg" else "png")
+    except ImportError as error:
+        raise Failure(str(error)) from error

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from ..config import EngineConfig
-from ..core import noise, probs, tree, verify
+from ..core import choice, noise, tree, verify
 from ..drafters.model import ModelDrafter
 from ..engine.engine import Engine
 from ..models.fake import TableTarget
@@ -301,9 +301,9 @@ def noise_law(draws: int) -> Iterator[Check]:
     """argmax(log p + g) draws from p; and the streams do not know each other (pairs of choices are independent)."""
     p = [0.55, 0.25, 0.15, 0.05]
     logp = torch.tensor(p, dtype=torch.float64).log().float().expand(draws, -1)
-    picks = {stream: probs.choose(logp, noise.key_rows([noise.key(seed, 0, stream, 3, attempt) for seed in range(draws)], "cpu")).tolist()
+    picks = {stream: choice.choose(logp, noise.key_rows([noise.key(seed, 0, stream, 3, attempt) for seed in range(draws)], "cpu")).tolist()
              for stream, attempt in (("text", 0), ("draft", 1), ("coin", 1), ("residual", 1))}
-    again = probs.choose(logp, noise.key_rows([noise.key(seed, 0, "draft", 3, 2) for seed in range(draws)], "cpu")).tolist()
+    again = choice.choose(logp, noise.key_rows([noise.key(seed, 0, "draft", 3, 2) for seed in range(draws)], "cpu")).tolist()
     worst = min((chi2_fit([picks[s].count(x) for x in range(4)], p), s) for s in picks)
     yield Check("noise law", worst[0] > ALARM, f"χ² of {draws} choices per stream against their law: smallest p-value {worst[0]:.1e} "
                 f"({worst[1]})")

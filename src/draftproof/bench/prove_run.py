@@ -21,10 +21,10 @@ from ..config import EngineConfig, LoadConfig, ProveConfig, TraceLevel
 from ..core.noise import gumbel, key, key_rows
 from ..core.probs import Rows, distribution
 from ..engine.engine import Engine
+from ..errors import Failure
 from ..models.target import Target
 from ..trace.events import RoundDone
 from ..types import Draft, Rule, Sampling
-from .arms import taps_of
 from .prove_rule import ALARM, Check
 from .statistics import normal_tail, uniform_fit
 
@@ -33,7 +33,9 @@ Ids = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Divergence:
-    """Where two texts first differ. margin: how far apart both tokens stand there, in nats after the request's options and noise."""
+    """Where two texts first differ. margin: how far apart both tokens stand there, in nats after the request's options and noise (of
+    another engine: first minus second logit); ulps: the same in units of the logits' rounding, and gap: how far the lower of both
+    tokens lies below the best, where it was looked at."""
 
     comparison: str
     temperature: float
@@ -43,6 +45,8 @@ class Divergence:
     expected: str
     margin: float | None                  # None where one text ended and the other went on
     near_tie: bool
+    ulps: float | None = None
+    gap: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,11 +112,10 @@ def texts(subject: Subject, drafter: str, prompts: Sequence[Ids], options: Seque
                                                  "rule": subject.rule}
     config = EngineConfig(max_batch=batch, trace=level)
     with Engine(subject.target, drafter, load=subject.load, config=config, **settings) as engine:
-        taps_of(engine, subject.target)()
         outs = engine.generate_batch(list(prompts), list(options), tenant=f"proof-{drafter}-{batch}")
     errors = [out.error for out in outs if out.error]
     if errors:
-        raise RuntimeError(f"{drafter}: {errors[0]}")
+        raise Failure(f"{drafter}: {errors[0]}")
     rounds = [event for out in outs for event in out.trace if isinstance(event, RoundDone)]
     return [out.token_ids for out in outs], rounds, sum(out.metrics["accepted"] for out in outs)
 
@@ -172,11 +175,11 @@ def compare(target: Target, name: str, prompts: Sequence[Ids], options: Sequence
         if mine == own:
             same += 1
             continue
-        margin, near = None, False
+        margin, ulps, near = None, None, False
         if at < min(len(mine), len(own)):
-            margin, near = margin_at(target, prompt, own[:at], sampling, mine[at], own[at])
+            margin, ulps, near = margin_at(target, prompt, own[:at], sampling, mine[at], own[at])
         differences.append(Divergence(name, float(sampling.temperature or 0), i, at, _piece(target, mine, at), _piece(target, own, at),
-                                      margin, near))
+                                      margin, near, ulps))
     return Comparison(name, float(options[0].temperature or 0), len(plain), same, tokens, tuple(differences))
 
 
@@ -186,9 +189,9 @@ def _piece(target: Target, ids: Ids, at: int) -> str:
     return target.tokenizer.piece(ids[at]) if target.tokenizer else f"#{ids[at]}"
 
 
-def margin_at(target: Target, prompt: Ids, before: Ids, sampling: Sampling, one: int, other: int) -> tuple[float, bool]:
-    """(how far apart two tokens stand after this text, with the options and noise that chose between them; whether rounding of a
-    couple of ulps of the logits can have decided). At a near tie both stand at the top as well."""
+def margin_at(target: Target, prompt: Ids, before: Ids, sampling: Sampling, one: int, other: int) -> tuple[float, float, bool]:
+    """(how far apart two tokens stand after this text, with the options and noise that chose between them; the same in ulps of the
+    logits; whether rounding of a couple of them can have decided). At a near tie both stand at the top as well."""
     logits = last_logits(target, [*prompt, *before])
     law = distribution(logits, [Rows(sampling, prompt, before, ((),), frozenset(target.eos_ids))])[0].double()
     if not sampling.greedy:
@@ -200,7 +203,7 @@ def margin_at(target: Target, prompt: Ids, before: Ids, sampling: Sampling, one:
     top = float(law.max()) - min(float(law[one]), float(law[other]))
     kind = getattr(torch, target.facts.dtype.removeprefix("torch."), torch.float32)
     ulp = torch.finfo(kind).eps * float(logits.abs().max().clamp_min(1)) / max(sampling.temperature or 1.0, 1e-3)
-    return margin, top <= 4 * ulp
+    return margin, margin / ulp, top <= 4 * ulp
 
 
 def last_logits(target: Target, text: Sequence[int]) -> Tensor:

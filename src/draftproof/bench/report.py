@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import Failure
+from ..view import style
 from .cells import ALL
 
 Cell = Mapping[str, Any]
@@ -111,38 +112,44 @@ def write_html(document: Mapping[str, Any], file: Path) -> None:
 
 def plot(cells: Sequence[Cell]) -> bytes:
     """PNG: speed-up over off by load, total against per-user speed, acceptance by position. Raises Failure without matplotlib."""
+    stream = io.BytesIO()
     try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise Failure("plots need matplotlib; install draftproof[report]") from None
-    figure = Figure(figsize=(14, 4.2), layout="constrained")
+        with style.sheet() as colours:
+            figure = style.figure(4.2, 14.0)
+            draw(figure, colours, cells)
+            style.save(figure, stream, "png")
+    except ImportError as error:
+        raise Failure(str(error)) from None
+    return stream.getvalue()
+
+
+def draw(figure: Any, colours: Mapping[str, str], cells: Sequence[Cell]) -> None:
     speed, pareto, depth = figure.subplots(1, 3)
     whole = [cell for cell in cells if cell["class"] == ALL]
     loads = list(dict.fromkeys(cell["load"] for cell in whole))
-    for arm in dict.fromkeys(cell["arm"] for cell in whole):
+    arms = list(dict.fromkeys(cell["arm"] for cell in whole))
+    for arm, look in zip(arms, style.looks(colours, len(arms)), strict=True):
         mine = [cell for cell in whole if cell["arm"] == arm]
         known = [cell for cell in mine if cell["speedup"]]
         if known:
             middle = [cell["speedup"]["median"] for cell in known]
             ends = [[m - cell["speedup"]["low"] for m, cell in zip(middle, known, strict=True)],
                     [cell["speedup"]["high"] - m for m, cell in zip(middle, known, strict=True)]]
-            speed.errorbar([loads.index(cell["load"]) for cell in known], middle, yerr=ends, marker="o", capsize=3, label=arm)
+            speed.errorbar([loads.index(cell["load"]) for cell in known], middle, yerr=ends, capsize=3, label=arm, **look)
         total = [cell for cell in mine if cell["total_tokens_per_s"]]
         pareto.plot([cell["tokens_per_s"]["median"] for cell in total], [cell["total_tokens_per_s"]["median"] for cell in total],
-                    marker="o", label=arm)
+                    label=arm, **look)
         for cell in mine[:1]:
             if cell["accepted_at"]:
-                depth.plot(range(1, len(cell["accepted_at"]) + 1), cell["accepted_at"], marker="o", label=arm)
-    speed.axhline(1, color="grey", linewidth=1)
+                depth.plot(range(1, len(cell["accepted_at"]) + 1), cell["accepted_at"], label=arm, **look)
+    speed.axhline(1, color=colours["correction"], linewidth=1)
     speed.set(title="speed-up over off (95 %)", xlabel="load", xticks=range(len(loads)), xticklabels=loads)
     pareto.set(title="whole load against one user", xlabel="tokens/s per user", ylabel="tokens/s total")
     depth.set(title="accepted at position, per draft", xlabel="position", ylim=(0, 1))
     for axes in (speed, pareto, depth):
+        axes.grid(True)
         if axes.get_legend_handles_labels()[0]:
             axes.legend(fontsize=8)
-    stream = io.BytesIO()
-    figure.savefig(stream, format="png", dpi=120)
-    return stream.getvalue()
 
 
 def write_answers(lines: Sequence[Mapping[str, Any]], file: Path) -> None:

@@ -119,13 +119,13 @@ def _timed(log: Path | None, place: str | Target | None, cells: Sequence[Mapping
     load = LoadConfig.of({**o.pick(LoadConfig, given), "self_test": False})
     model = open_target(place, load)
     longest = model.context // 2
-    prompts = [read.story.prompt[-longest:] for read in islice(Reader.of(model).stories(log, Skipped()), PROMPTS)]
+    texts = [(read.story.prompt[-longest:], read.story.answer) for read in islice(Reader.of(model).stories(log, Skipped()), PROMPTS)]
     arms = list(dict.fromkeys((cell["drafter"], cell["depth"]) for cell in cells if cell["rounds"]))
-    if not prompts or not arms:
+    if not texts or not arms:
         raise Failure(f"{log}: nothing to time, the log has no prompt that this target can go on from or the audition counted no round")
     sampling = Sampling(temperature=given["temperature"], max_tokens=min(128, max(2, model.context - longest - 1)), seed=1)
-    costs, weights = measure(model, arms, prompts, given["concurrency"], sampling, given["rounds"], load, note)
-    context = max(map(len, prompts)) + sampling.max_tokens
+    costs, weights = measure(model, arms, texts, given["concurrency"], sampling, given["rounds"], load, note)
+    context = max(len(prompt) for prompt, _ in texts) + sampling.max_tokens
     plan = [{"drafter": spec, "depth": depth, "concurrency": batch, **_memory(memory_plan(model, weights[spec], depth, batch, context))}
             for spec, depth in arms for batch in given["concurrency"]]
     return costs, plan

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 DRAFTERS, DEPTHS = ("ngram", "suffix"), (1, 2, 4, 8)
 SMALL = 8 << 20         # bytes of a log below which starting other processes takes longer than reading it
 EVERY_S = 5.0           # between lines of progress
+COPY = ("ngram", "suffix", "prediction")        # drafters that need no target
 
 
 class Depths(click.ParamType[tuple["int | None", ...]]):
@@ -63,7 +64,7 @@ def audition(log: Path, target: str | None, specs: tuple[str, ...], depths: tupl
     """Replay LOG through every drafter at every depth and count what stands. Reads ids, OpenAI pairs, chats, text, and our traces."""
     from ..audition.counts import best_depths
 
-    work = prepare(log, target, specs, depths, given)
+    work = prepare(log, target, specs, depths, given, processes)
     result = hear(work, processes, kept)
     cells = result.cells()
     best = best_depths(cells, row_cost)
@@ -76,14 +77,23 @@ def audition(log: Path, target: str | None, specs: tuple[str, ...], depths: tupl
     return 0
 
 
+def _begin(log: Path, specs: Sequence[str], processes: int | None) -> None:
+    """Where processes will be wanted, let them load while we do."""
+    if processes != 1 and (processes is not None or log.stat().st_size >= SMALL) and {s.partition(":")[0] for s in specs} <= set(COPY):
+        from ..audition.processes import begin
+
+        begin()
+
+
 def arms_of(specs: Sequence[str], depths: Sequence[tuple[int | None, ...]]) -> list[tuple[str, int | None]]:
     """Every drafter at every depth, each once."""
     return [(spec, depth) for spec in dict.fromkeys(specs) for depth in dict.fromkeys(d for each in depths for d in each)]
 
 
 def prepare(log: Path, target: str | None, specs: Sequence[str], depths: Sequence[tuple[int | None, ...]],
-            given: Mapping[str, Any]) -> Work:
+            given: Mapping[str, Any], processes: int | None = None) -> Work:
     """The work, its target loaded only where a drafter needs it."""
+    _begin(log, specs, processes)
     from ..audition.run import Arm, Work
     from ..audition.stories import Reader, tokenizer_at
 
@@ -144,8 +154,11 @@ def remarks(result: Result) -> list[str]:
         counts = [found for (index, _), found in result.counts.items() if index == at]
         whole: Counts = sum(counts[1:], counts[0])
         if whole.figure != "exact":
+            bounds = whole.sampled()
+            more = "" if bounds is None else (f"; sampled drafts, on the {bounds['requests']} requests whose likeliest tokens the log has: "
+                                              f"{bounds['low']:.2f} to {bounds['high']:.2f} tokens a round")
             lines.append(f"{arm.spec} at depth {arm.shown_depth}: exact for {whole.exact} of {whole.tally.requests} requests; "
-                         "the others were sampled with noise that the log does not have: theirs is the figure of greedy drafts")
+                         f"the others were sampled with noise that the log does not have: theirs is the figure of greedy drafts{more}")
     skipped = result.skipped
     if skipped.count:
         lines.append(f"{skipped.count} records skipped: {'; '.join(skipped.shown)}{' …' if skipped.count > len(skipped.shown) else ''}")
@@ -153,13 +166,16 @@ def remarks(result: Result) -> list[str]:
 
 
 def print_cells(cells: Sequence[Mapping[str, Any]], best: Sequence[Mapping[str, Any]]) -> None:
+    from rich.markup import escape
     from rich.table import Table
 
     table = Table(title="tokens per round that a replay of the log counts; * the best depth at this row cost",
                   title_justify="left", title_style="")
     for name in ("class", "drafter"):
         table.add_column(name, no_wrap=True)
-    for name in ("depth", "requests", "rounds", "drafted", "accepted", "acceptance length", "used", "hazard", "figure"):
+    sampled = any(cell["sampled"] for cell in cells)
+    for name in ("depth", "requests", "rounds", "drafted", "accepted", "acceptance length", "used", "hazard", "figure",
+                 *(["sampled drafts"] if sampled else [])):
         table.add_column(name, justify="right", no_wrap=True)
     top = {(b["class"], b["drafter"], b["depth"]) for b in best}
     before = None
@@ -171,6 +187,9 @@ def print_cells(cells: Sequence[Mapping[str, Any]], best: Sequence[Mapping[str, 
         used, interval, length = cell["draft_utilisation"], cell["acceptance_length_interval"], cell["acceptance_length"]
         spread = "" if interval is None else f" ({interval['low']:.2f}–{interval['high']:.2f})"
         plain = [str(cell[name]) for name in ("requests", "rounds", "drafted", "accepted")]
-        table.add_row(cell["class"], cell["drafter"], f"{cell['depth']}{mark}", *plain, "" if length is None else f"{length:.2f}{spread}",
-                      "" if used is None else f"{used:.0%}", " ".join(f"{h:.2f}" for h in cell["hazard"][:4]), cell["figure"])
+        bounds = cell["sampled"]
+        between = [f"{bounds['low']:.2f}–{bounds['high']:.2f}" if bounds else ""] if sampled else []
+        table.add_row(escape(cell["class"]), escape(cell["drafter"]), f"{cell['depth']}{mark}", *plain,
+                      "" if length is None else f"{length:.2f}{spread}", "" if used is None else f"{used:.0%}",
+                      " ".join(f"{h:.2f}" for h in cell["hazard"][:4]), cell["figure"], *between)
     console().print(table)

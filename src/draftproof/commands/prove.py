@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from ..bench.workload import Item
 
 LEVELS = ("rule", "run", "task")
+PEERS = ("transformers",)
 WORDS = {"rule": "the rule, on this installation", "run": "the run: this target, this drafter, these options", "task": "the task"}
 Level = dict[str, Any]
 
@@ -37,6 +38,8 @@ Level = dict[str, Any]
 @o.setting(SpeculationConfig, "depth", type=o.Depth(), metavar="N|auto", help="How far.  [default: auto]")
 @o.setting(SpeculationConfig, "tree", type=int, metavar="NODES", help="Guess trees of at most so many tokens.")
 @o.setting(SpeculationConfig, "rule", type=click.Choice(("match", "ratio", "block")), help="How drafts are judged.")
+@click.option("--peer", type=click.Choice(PEERS),
+              help="Put another engine's own guessing to the proof: transformers' generate, assisted against plain, greedy.")
 @click.option("--url", metavar="URL", help="A server that guesses, instead of an engine here.")
 @click.option("--baseline-url", metavar="URL",
               help="The same model without guessing.  [default: --url, asked not to guess, as our server can]")
@@ -59,15 +62,17 @@ def prove(levels: tuple[str, ...], temperature: tuple[float, ...], html_file: Pa
     """Prove parity on three levels, and say in words what was shown and what was not."""
     config = ProveConfig.of({**o.pick(ProveConfig, given), **({"temperatures": temperature} if temperature else {})})
     wanted = levels or LEVELS
-    check(wanted, given, html_file)
+    check(wanted, {**given, "temperature": temperature}, html_file)
     found: dict[str, Level] = {}
-    if "rule" in wanted and not given["url"]:
+    if given["peer"]:
+        with_peer(found, wanted, given, config)
+    elif "rule" in wanted and not given["url"]:
         from ..bench.prove_rule import prove_rule
 
         found["rule"] = level_of(prove_rule(config.draws, note))
     elif "rule" in wanted:
         found["rule"] = skipped("a server's code cannot be enumerated from outside; run prove where it is installed")
-    if {"run", "task"} & set(wanted):
+    if {"run", "task"} & set(wanted) and not given["peer"]:
         with ExitStack() as stack:
             found |= (server if given["url"] else here)(stack, wanted, given, config)
     document = document_of({name: found[name] for name in LEVELS if name in found})
@@ -86,6 +91,8 @@ def check(wanted: Sequence[str], given: Mapping[str, Any], html_file: Path | Non
     """What can be refused before anything is loaded."""
     if given["url"] and (given["target"] or given["tree"] or given["rule"]):
         raise OptionError("--url with --target, --tree or --rule: a server has its own; leave them out, or leave --url out")
+    if given["peer"]:
+        check_peer(wanted, given)
     if given["baseline_url"] and not given["url"]:
         raise OptionError("--baseline-url without --url: name the server that guesses too")
     if given["url"] and not (given["workload"] or wanted == ("task",)):
@@ -101,6 +108,25 @@ def check(wanted: Sequence[str], given: Mapping[str, Any], html_file: Path | Non
             raise OptionError("--drafter none: there is nothing to prove; name a drafter")
     o.check_target(given["target"])
     o.check_drafter(given["drafter"])
+
+
+def check_peer(wanted: Sequence[str], given: Mapping[str, Any]) -> None:
+    """What makes no sense of another engine."""
+    for name in ("url", "baseline_url", "tree", "rule", "tasks"):
+        if given[name]:
+            raise OptionError(f"--{name.replace('_', '-')} with --peer {given['peer']}: it has its own engine, and drafts chains greedily; "
+                              "leave it out")
+    if any(given["temperature"]):
+        raise OptionError(f"--temperature {max(given['temperature']):g} with --peer {given['peer']}: sampled texts of an engine that "
+                          "does not share its noise cannot be compared; leave it out, or give 0")
+    if "run" not in wanted:
+        raise OptionError(f"--level {wanted[0]} with --peer {given['peer']}: only its runs can be looked at; use --level run")
+    name = (given["drafter"] or drafter_for(given["target"])).partition(":")[0]
+    if name not in ("model", "ngram"):
+        raise OptionError(f"--drafter {given['drafter']} with --peer {given['peer']}: expected model:PATH (assisted generation) or ngram "
+                          "(prompt lookup)")
+    if given["depth"] == 0:
+        raise OptionError("--depth 0: there is nothing to prove; expected an integer ≥ 1, or auto")
 
 
 def drafter_for(target: str | None) -> str:
@@ -131,8 +157,8 @@ def here(stack: ExitStack, wanted: Sequence[str], given: Mapping[str, Any], conf
         ids = [client.prompt(job_of(item, config)) for item in items]            # type: ignore[attr-defined]
         subject = Subject(target, drafter, given["depth"], given["tree"], rule, load)
         found["run"] = prove_run(subject, ids, config, note).as_json() | {
-            "target": target.facts.name, "drafter": drafter, "depth": given["depth"] or "auto", "rule": rule,
-            "invisible": target.facts.invisible_reason}
+            "engine": "draftproof", "target": target.facts.name, "drafter": drafter, "depth": given["depth"] or "auto", "rule": rule,
+            "dtype": target.facts.dtype, "invisible": target.facts.invisible_reason}
     if "task" in wanted:
         found["task"] = skipped("no scored prompts were given (--tasks FILE)")
         if tasks:
@@ -140,6 +166,28 @@ def here(stack: ExitStack, wanted: Sequence[str], given: Mapping[str, Any], conf
             found["task"] = prove_task(arms[0].client, arms[1].client, tasks, config.tokens, config.temperatures[0], config.seed,
                                        config.margin).as_json()
     return found
+
+
+def with_peer(found: dict[str, Level], wanted: Sequence[str], given: Mapping[str, Any], config: ProveConfig) -> None:
+    """Level run on transformers' own generation; the others are told why they were not looked at."""
+    from ..bench.load import prompt_ids
+    from ..bench.machine import versions
+    from ..bench.prove_peer import prove_peer
+    from ..models.load import builtin
+    from ..models.peer import TransformersPeer, assistant_place
+
+    for name in LEVELS:
+        if name in wanted and name != "run":
+            found[name] = skipped(f"of {given['peer']} only the run can be looked at")
+    drafter = given["drafter"] or drafter_for(given["target"])
+    load = LoadConfig.of(o.pick(LoadConfig, given))
+    note("loading the models …")
+    peer = TransformersPeer(given["target"] or builtin("target"), assistant_place(drafter), given["depth"], load)
+    room = max(1, peer.context - config.tokens - 1)
+    ids = [prompt_ids(job_of(item, config), peer.tokenizer)[-room:] for item in prompts(given, config)]
+    found["run"] = prove_peer(peer, ids, config, note).as_json() | {
+        "engine": f"transformers {versions()['transformers']}", "target": peer.name, "drafter": drafter, "depth": given["depth"] or "auto",
+        "rule": "greedy", "dtype": str(peer.dtype).removeprefix("torch.")}
 
 
 def server(stack: ExitStack, wanted: Sequence[str], given: Mapping[str, Any], config: ProveConfig) -> dict[str, Level]:
@@ -208,8 +256,9 @@ def document_of(levels: Mapping[str, Level]) -> dict[str, Any]:
     looked = [level["passed"] for level in levels.values() if level["passed"] is not None]
     if not looked:
         reasons.append("no level was looked at")
-    return {"passed": bool(looked) and all(looked), "levels": {name: levels.get(name, skipped("not asked for")) for name in LEVELS},
-            "reasons": reasons, "machine": machine(), "versions": versions(), "command": " ".join(["draftproof", *sys.argv[1:]])}
+    return {"passed": bool(looked) and all(looked), "reasons": reasons, "failures": failures(levels),
+            "levels": {name: levels.get(name, skipped("not asked for")) for name in LEVELS},
+            "machine": machine(), "versions": versions(), "command": " ".join(["draftproof", *sys.argv[1:]])}
 
 
 def verdict(level: Level) -> str:
@@ -221,24 +270,37 @@ def in_words(document: Mapping[str, Any]) -> str:
     for name, level in document["levels"].items():
         lines.append(f"{WORDS[name]}: {verdict(level)}")
         lines += [f"  {'ok  ' if c['passed'] else 'FAIL'}  {c['name']}: {c['detail']}" for c in level["checks"]]
-    lines += failure_lines(document)
+        lines += [f"        {c['identical']} of {c['texts']} texts identical, temperature {c['temperature']:g}: {c['name']}"
+                  for c in level.get("comparisons", ())]
+    rows = failure_rows(document)
+    lines += [f"first divergences ({' · '.join(HEAD)}):", *("  " + " · ".join(row) for row in rows)] if rows else []
     lines.append("Verdict: proved, as far as the levels above looked." if document["passed"] else "Verdict: NOT proved.")
     return "\n".join(lines)
 
 
-def failure_lines(document: Mapping[str, Any]) -> list[str]:
-    """The table of failure cases: every first divergence, with its configuration and margin."""
-    rows = divergences(document)
-    return ["first divergences (comparison · temperature · prompt · token · wrote, not · margin):",
-            *("  " + " · ".join(row) for row in rows)] if rows else []
+def failures(levels: Mapping[str, Level]) -> list[dict[str, Any]]:
+    """The table of failure cases: every first divergence, with the model, the sampling configuration and the margin."""
+    run = levels.get("run", {})
+    setting = {"model": run.get("target", ""), **{name: run.get(name) for name in ("engine", "dtype", "drafter", "depth", "rule")}}
+    return [setting | divergence for comparison in run.get("comparisons", ()) for divergence in comparison["divergences"]]
 
 
-def divergences(document: Mapping[str, Any]) -> list[tuple[str, ...]]:
-    run = document["levels"]["run"]
-    return [(f"{run.get('target', '')}: {d['comparison']}", f"{d['temperature']:g}", str(d["prompt"] + 1), str(d["at"] + 1),
-             f"{d['token']!r}, not {d['expected']!r}",
-             ("unknown" if d["margin"] is None else f"{d['margin']:.3g}") + (" (near tie)" if d["near_tie"] else ""))
-            for comparison in run.get("comparisons", ()) for d in comparison["divergences"]]
+HEAD = ("model", "configuration", "comparison", "prompt", "token", "wrote", "margin", "verdict")
+
+
+def failure_rows(document: Mapping[str, Any]) -> list[tuple[str, ...]]:
+    """The same for people, in the columns of HEAD."""
+    rows: list[tuple[str, ...]] = []
+    for case in document["failures"]:
+        words = (case["dtype"], f"{case['drafter']} at depth {case['depth']}" if case["depth"] else case["drafter"],
+                 case["rule"] and f"rule {case['rule']}", f"temperature {case['temperature']:g}")
+        margin = "unknown" if case["margin"] is None else f"{case['margin']:.3g}"
+        margin += "" if case["ulps"] is None else f" = {case['ulps']:.3g} ulp"
+        margin += "" if case["gap"] is None else f", gap {case['gap']:.3g} ulp"
+        rows.append((Path(case["model"]).name, ", ".join(filter(None, words)), case["comparison"], str(case["prompt"] + 1),
+                     str(case["at"] + 1), f"{case['token']!r}, not {case['expected']!r}", margin,
+                     "near tie" if case["near_tie"] else "ERROR"))
+    return rows
 
 
 def write_html(document: Mapping[str, Any], file: Path) -> None:
@@ -252,8 +314,8 @@ def write_html(document: Mapping[str, Any], file: Path) -> None:
         if level["checks"]:
             body += html_table(("check", "outcome", "what was found"),
                                [(c["name"], "ok" if c["passed"] else "FAIL", c["detail"]) for c in level["checks"]])
-    rows = divergences(document)
+    rows = failure_rows(document)
     if rows:
-        body += "<h2>First divergences</h2>" + html_table(("comparison", "temperature", "prompt", "token", "wrote", "margin (nats)"), rows)
+        body += "<h2>First divergences, by model and sampling configuration</h2>" + html_table(HEAD, rows)
     facts = json.dumps({name: document[name] for name in ("machine", "versions", "command")}, indent=1)
     file.write_text(page("draftproof prove", f"{body}<h2>Where this was proved</h2><pre>{escape(facts)}</pre>"), encoding="utf-8")

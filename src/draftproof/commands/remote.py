@@ -19,6 +19,7 @@ import click
 from ..config import ServeConfig, Settings
 from ..errors import OptionError
 from . import options as o
+from .ab import for_remote
 from .console import note
 
 if TYPE_CHECKING:
@@ -42,7 +43,7 @@ sys.argv[0] = "vllm"
 from vllm.entrypoints.cli.main import main
 main()
 """
-ONLY_REMOTE = ("urls", "plain_urls", "replicas", "plain_replicas", "ab_plain", "vllm_python", "log_dir", "extra")
+ONLY_REMOTE = ("urls", "plain_urls", "replicas", "plain_replicas", "vllm_python", "log_dir", "extra")
 
 remote_options = o.stacked(
     click.option("--engine", type=click.Choice(("local", "vllm")), default="local", show_default=True, help="Who runs the target."),
@@ -51,7 +52,6 @@ remote_options = o.stacked(
     click.option("--replicas", type=click.IntRange(0), metavar="N", help="vllm: servers to start.  [default: 1 without --url]"),
     click.option("--plain-replicas", type=click.IntRange(0), metavar="N",
                  help="vllm: servers to start without a drafter, for requests and times with speculation off.  [default: 1 without --url]"),
-    click.option("--ab", "ab_plain", type=float, metavar="SHARE", help="vllm: send this share of requests to plain servers, to compare."),
     click.option("--vllm-python", type=click.Path(path_type=Path), metavar="FILE",
                  help=f"vllm: the interpreter of its environment.  [default: {PYTHON}, this one, or vllm on the path]"),
     click.option("--log-dir", type=click.Path(file_okay=False, path_type=Path), metavar="DIR", help="vllm: where its logs go."),
@@ -82,13 +82,13 @@ def serve_vllm(target: str | None, settings: Settings, config: ServeConfig, name
     plan = Plan.of(model, settings.speculation, extra=tuple(given["extra"]))
     if plan.tree:
         raise OptionError(f"tree={plan.tree}: vLLM drafts chains only; leave the tree out")
-    if given["ab_plain"] and plan.name == "none":
-        raise OptionError("--ab without a drafter: there is nothing to compare")
     rule: Rule = "block" if plan.rule == "block" else "ratio"
     # Whoever is told to end must end its servers, too; uvicorn raises the signal again when it is done.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     with ExitStack() as stack:
         fleet = _fleet(plan, given, stack)
+        if config.ab is not None:
+            config = replace(config, ab=for_remote(config.ab, settings.speculation, plan.name, fleet.has(plain=True)))
         speculating, notes = speculative(plan)
         for line in [*plan.general_notes(), *notes]:
             note(line)
@@ -97,8 +97,7 @@ def serve_vllm(target: str | None, settings: Settings, config: ServeConfig, name
         fleet.wait(note)
         contexts = [replica.context for replica in fleet.replicas if replica.context]
         edge = outline(model, min(contexts, default=None))
-        setting = Setting(plan.name if speculating else "none", plan.k if speculating else 0, rule, given["ab_plain"] or 0.0,
-                          settings.engine.trace)
+        setting = Setting(plan.name if speculating else "none", plan.k if speculating else 0, rule, settings.engine.trace)
         sinks: list[Sink] = []
         if given.get("trace_file") is not None:
             sinks.append(Jsonl(given["trace_file"]))

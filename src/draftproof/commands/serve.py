@@ -12,6 +12,7 @@ import click
 from ..config import EngineConfig, ServeConfig
 from ..errors import OptionError
 from . import options as o
+from .ab import ab_config, ab_options, others_of, with_drafter
 from .console import load_lines, note
 from .remote import check_local, remote_options, serve_vllm
 
@@ -24,7 +25,7 @@ DEMO = "draftproof-demo"
 @o.setting(ServeConfig, "host", metavar="NAME", help="Where to listen. Beyond the loopback an API key is needed.")
 @o.setting(ServeConfig, "port", type=int, metavar="N", help="0 takes one that is free.")
 @click.option("--api-key-file", "key_file", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE",
-              help="One key a line, [NAME] KEY [admin]; DRAFTPROOF_API_KEYS may hold some, too.")
+              help="One key a line, [NAME] KEY [admin] [trace]; DRAFTPROOF_API_KEYS may hold some, too.")
 @o.setting(ServeConfig, "hosts", "--allow-host", multiple=True, metavar="NAME", help="A name that a Host header may have; repeatable.")
 @o.setting(ServeConfig, "origins", "--allow-origin", multiple=True, metavar="URL", help="A web page that may call; repeatable.")
 @click.option("--served-model-name", "name", metavar="NAME", help="What clients call the model.  [default: as --target]")
@@ -34,6 +35,8 @@ DEMO = "draftproof-demo"
 @o.setting(ServeConfig, "deadline_s", "--deadline", type=float, metavar="S", help="Seconds for a whole request.")
 @o.setting(ServeConfig, "drain_s", "--drain", type=float, metavar="S", help="Seconds to finish what runs when told to stop.")
 @o.setting(ServeConfig, "chunks", metavar="round|tokens:N|ms:T", help="What a piece of a stream holds; fixed sizes hide acceptance.")
+@o.setting(ServeConfig, "otel", is_flag=True, help="Send OpenTelemetry spans; OTEL_* variables say where.")
+@ab_options
 @o.load_options
 @o.trace_options
 @remote_options
@@ -42,8 +45,10 @@ def serve(target: str | None, key_file: Path | None, name: str | None, engine: s
 
     Two signals to know: one SIGTERM (or Ctrl-C) finishes what runs, a second one stops at once.
     """
+    ab = ab_config(given)
+    given = with_drafter(given, ab)
     settings = o.settings_of(given)
-    config = ServeConfig.of(o.pick(ServeConfig, given))
+    config = ServeConfig.of({**o.pick(ServeConfig, given), "ab": ab})
     o.check_target(target)
     o.check_drafter(settings.speculation.drafter)
     try:
@@ -52,8 +57,14 @@ def serve(target: str | None, key_file: Path | None, name: str | None, engine: s
         keys = read_keys(key_file)
         check_address(config, keys)
         from ..serve.run import Listener, serve_engine
+
+        if config.otel:
+            from ..serve.otel import exporters
+
+            exporters()                             # a wrong name is told before a model is loaded
     except ImportError as error:
-        raise OptionError(f"serve needs {error.name}: pip install 'draftproof[serve]'") from None
+        extra = "otel" if str(error.name).startswith("opentelemetry") else "serve"
+        raise OptionError(f"serve needs {error.name}: pip install 'draftproof[{extra}]'") from None
     if engine == "vllm":
         return serve_vllm(target, settings, config, name or target or DEMO, given, lambda server: Listener(
             server, keys, lambda address: click.echo(f"draftproof serves {server.served.name} on {address}")).run())
@@ -67,6 +78,7 @@ def serve(target: str | None, key_file: Path | None, name: str | None, engine: s
     engine_config = replace(settings.engine, trace=level, **o.pick(EngineConfig, {"max_batch": given["max_batch"]}))
     wanted = settings.speculation
     parse_spec(wanted.drafter)                      # a wrong spec is told before a model is loaded
+    others = others_of(ab, wanted.drafter)
     with ExitStack() as stack:
         sinks: list[Sink] = []
         if given.get("trace_file") is not None:
@@ -76,7 +88,7 @@ def serve(target: str | None, key_file: Path | None, name: str | None, engine: s
 
         def open_engine() -> Engine:
             return Engine(loaded, wanted.drafter, "auto" if wanted.depth is None else wanted.depth, tree=wanted.tree, rule=wanted.rule,
-                          load=settings.load, config=engine_config, sinks=sinks)
+                          load=settings.load, config=engine_config, sinks=sinks, others=others)
 
         first = open_engine()
         for line in load_lines(first, settings.load.cache_tokens):

@@ -49,7 +49,9 @@ def key_of(file: Path | None) -> str | None:
         raise OptionError(f"--api-key-file {file}: {error}; expected a text file with a key") from None
     if not lines:
         raise OptionError(f"--api-key-file {file}: found no key; expected one a line")
-    words = lines[0][:-1] if lines[0][-1] == "admin" and len(lines[0]) > 1 else lines[0]
+    words = lines[0]
+    while len(words) > 1 and words[-1] in ("admin", "trace"):
+        words.pop()
     return words[-1]
 
 

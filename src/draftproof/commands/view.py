@@ -1,4 +1,4 @@
-"""draftproof view: a trace as a page, as one HTML file, as lines on a terminal, or for Perfetto."""
+"""draftproof view: a trace as a page, as one HTML file, as charts, as lines on a terminal, or for Perfetto."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ import json
 import os
 import sys
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -15,42 +17,94 @@ import click
 from ..errors import Failure, OptionError
 from ..view import bundle, perfetto, server, terminal
 from .console import note
+from .view_charts import CHARTS, Wish, draw
 
 if TYPE_CHECKING:
     from ..trace.events import Event
 
 EMBEDDED_LIMIT = 1_700_000              # bytes of a packed trace, so that the demo's page stays under 2 MB
+MOST_NOTES = 8
 
 
-@click.command(short_help="Show a trace: the page, an HTML file, lines on a terminal.")
+@click.command(short_help="Show a trace: the page, an HTML file, charts, lines on a terminal.")
 @click.argument("trace", type=click.Path(dir_okay=False, path_type=Path))
+@click.option("--import", "engine", type=click.Choice(("auto", "vllm", "llamacpp")),
+              help="TRACE holds answers of another engine.  [default: auto, where it is no trace]")
+@click.option("--trace", "trace_file", type=click.Path(dir_okay=False, path_type=Path), metavar="OUT",
+              help="Write what was imported as a trace.")
 @click.option("--html", "html_file", type=click.Path(dir_okay=False, path_type=Path), metavar="OUT",
               help="Write one self-contained HTML file.")
 @click.option("--terminal", "on_terminal", is_flag=True, help="Print one line a round.")
 @click.option("--perfetto", "perfetto_file", type=click.Path(dir_okay=False, path_type=Path), metavar="OUT",
               help="Write Chrome's trace format, for ui.perfetto.dev.")
+@click.option("--chart", metavar="NAMES", help=f"Draw {', '.join(CHARTS)} (several with commas), or all.")
+@click.option("--out", type=click.Path(path_type=Path), metavar="PATH", help="Of --chart: FILE.svg, FILE.png, or a folder.")
+@click.option("--theme", type=click.Choice(("light", "dark")), help="Of --chart.  [default: light]")
+@click.option("--request", metavar="ID|N", help="Of --chart: this request only.  [default: the first with guesses, or all]")
+@click.option("--round", type=click.IntRange(0), metavar="N", help="Of --chart: the round of a tree, the first one of a time line.")
+@click.option("--token", type=click.IntRange(0), metavar="N", help="Of --chart verification: which token of the round, from 0.")
+@click.option("--with", "other", type=click.Path(exists=True, dir_okay=False, path_type=Path), metavar="OTHER",
+              help="Of --chart compare: the second trace.")
 @click.option("--port", type=click.IntRange(0, 65535), metavar="N", help="Port of the page on 127.0.0.1.  [default: a free one]")
 @click.option("--no-open", is_flag=True, help="Serve the page without opening a browser.")
-def view(trace: Path, html_file: Path | None, on_terminal: bool, perfetto_file: Path | None, port: int | None, no_open: bool) -> None:
-    """Show TRACE, a file that --trace FILE wrote. Without an option a local server shows the page until interrupted."""
+def view(trace: Path, engine: str | None, trace_file: Path | None, html_file: Path | None, on_terminal: bool, perfetto_file: Path | None,
+         chart: str | None, out: Path | None, port: int | None, no_open: bool, **picked: Any) -> None:
+    """Show TRACE, a file that --trace FILE wrote. Without an option a local server shows the page until interrupted.
+
+    TRACE may also hold answers of vLLM or llama.cpp: whatever they tell of their rounds is shown in the same way.
+    """
     if not trace.is_file():
         raise OptionError(f"{trace}: no such file; expected a trace, as `draftproof generate --trace FILE` writes it")
-    outputs = [name for name, given in (("--html", html_file), ("--terminal", on_terminal), ("--perfetto", perfetto_file)) if given]
+    wish = Wish.of(chart, out, **picked)
+    outputs = [name for name, given in (("--trace", trace_file), ("--html", html_file), ("--terminal", on_terminal),
+                                        ("--perfetto", perfetto_file), ("--chart", wish)) if given]
     if outputs and (port is not None or no_open):
         raise OptionError(f"{' and '.join(outputs)} with --port or --no-open: those are for the page that is served")
-    for file in (html_file, perfetto_file):
+    for file in (html_file, perfetto_file, trace_file):
         if file is not None and not file.absolute().parent.is_dir():
             raise OptionError(f"{file}: the folder does not exist; create it, or name a file elsewhere")
-    if html_file is not None:
-        write_page(trace, html_file)
-        click.echo(html_file)
-    if perfetto_file is not None:
-        write_perfetto(trace, perfetto_file)
-        click.echo(perfetto_file)
-    if on_terminal:
-        print_lines(trace)
-    if not outputs:
-        serve_page(trace, port or 0, not no_open)
+    with ExitStack() as stack:
+        trace = as_trace(trace, engine, trace_file, stack)
+        if html_file is not None:
+            write_page(trace, html_file)
+            click.echo(html_file)
+        if perfetto_file is not None:
+            write_perfetto(trace, perfetto_file)
+            click.echo(perfetto_file)
+        if wish is not None:
+            for file in draw(wish, checked, trace):
+                click.echo(file)
+        if on_terminal:
+            print_lines(trace)
+        if not outputs:
+            serve_page(trace, port or 0, not no_open)
+
+
+def as_trace(file: Path, engine: str | None, out: Path | None, stack: ExitStack) -> Path:
+    """The file itself if it is a trace; else what its answers tell, as a trace in `out` or in a folder that `stack` removes."""
+    from ..remote import answers, imports
+
+    if engine is None and not answers.is_answer(file):
+        if out is not None:
+            raise OptionError(f"--trace {out}: {file} holds no answers of another engine; nothing is imported")
+        return file
+    if out is not None and out.exists() and out.samefile(file):
+        raise OptionError(f"--trace {out}: that is the file to import; name another")
+    found = imports.load(file, engine or "auto")
+    for text in found.notes[:MOST_NOTES]:
+        note(text)
+    if len(found.notes) > MOST_NOTES:
+        note(f"… and {len(found.notes) - MOST_NOTES} more of these")
+    from ..trace.sinks import Jsonl
+
+    place = out or Path(stack.enter_context(TemporaryDirectory(prefix="draftproof-"))) / f"{file.stem}.jsonl"
+    sink = Jsonl(place)
+    for event in found.events:
+        sink.write(event)
+    sink.close()
+    if out is not None:
+        click.echo(out)
+    return place
 
 
 def checked(trace: Path) -> Iterator[Event]:

@@ -81,36 +81,46 @@ def best_depth(survival: Sequence[float], draft_cost: Sequence[float], score_cos
 
 
 def best_batch(survivals: Sequence[Sequence[float]], draft_cost: Sequence[float], score_cost: Sequence[float],
-               overhead: float = 0.0) -> tuple[list[int], float]:
+               overhead: float = 0.0, shares: Sequence[Sequence[float]] | None = None, others: int = 0) -> tuple[list[int], float]:
     """Depths for a whole batch, and its tokens per second: the global top-B of all survival products, best B.
 
     Units as in `best_depth`; draft_cost[d] is that of a batch whose deepest draft has d tokens, score_cost[r−1] that of r rows
-    in all. For every limit d on the depth the rows are granted by falling survival, so depths are prefixes by themselves.
+    in all, which must not fall. For every limit d on the depth the rows are granted by falling survival, so depths are prefixes.
+    shares[i][k−1]: chance that there will be a k-th token to score (1 without); rows are then expected ones. others: sequences of
+    the same pass that are offered nothing here; their rows and tokens count.
     """
-    batch = len(survivals)
-    falling = [list(accumulate(s, min)) for s in survivals]
-    offers = sorted(((-chance, depth, i) for i, chances in enumerate(falling) for depth, chance in enumerate(chances, 1)))
-    best: list[int] = [0] * batch
+    batch = others + len(survivals)
+    offers = sorted((-chance, depth, i, 1.0 if shares is None else shares[i][depth - 1])
+                    for i, chances in enumerate(survivals) for depth, chance in enumerate(accumulate(chances, min), 1))
+    rest = [0.0, *accumulate(-chance for chance, _, _, _ in reversed(offers))]       # tokens that the last 0, 1, … offers could bring
+    best: list[int] = [0] * len(survivals)
     best_rate = batch / (draft_cost[0] + score_cost[batch - 1])
     for limit in range(1, min(max(map(len, survivals), default=0) + 1, len(draft_cost))):
-        tokens, rows, depths, wins, fixed = float(batch), batch, [0] * batch, 0, draft_cost[limit] + overhead
-        order: list[int] = []
-        for chance, depth, i in offers:
+        tokens, rows, wins, fixed = float(batch), float(batch), 0, draft_cost[limit] + overhead
+        for place, (chance, depth, _, share) in enumerate(offers, 1):
             if depth > limit:
                 continue
-            if rows == len(score_cost):
+            if rows + share > len(score_cost):
                 break
             tokens -= chance
-            rows += 1
-            order.append(i)
-            rate = tokens / (fixed + score_cost[rows - 1])
-            if rate > best_rate:
-                best_rate, wins = rate, len(order)
+            rows += share
+            cost = fixed + between(score_cost, rows)
+            if tokens > best_rate * cost:
+                best_rate, wins = tokens / cost, place
+            elif tokens + rest[len(offers) - place] <= best_rate * cost:
+                break                                                        # costs do not fall, so nothing behind can win
         if wins:
-            for i in order[:wins]:
-                depths[i] += 1
-            best = depths
+            best = [0] * len(survivals)
+            for _, depth, i, _ in offers[:wins]:
+                best[i] += depth <= limit
     return best, best_rate
+
+
+def between(score_cost: Sequence[float], rows: float) -> float:
+    """score_cost at a number of rows that need not be whole, an expectation, by the straight line between its neighbours."""
+    low = int(rows)
+    value = score_cost[low - 1]
+    return value if rows == low else value + (rows - low) * (score_cost[low] - value)
 
 
 def overlap(p: Tensor, q: Tensor) -> Tensor:

@@ -18,7 +18,6 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import chain
 from typing import NamedTuple
 
@@ -27,16 +26,12 @@ from torch import Tensor
 
 from ..errors import Failure, OptionError
 from ..types import Sampling
-from .noise import bits, gumbel
+from .choice import likeliest, ordered
 
 _SORTED = 128        # likeliest tokens looked at before a whole row is sorted; a nucleus is rarely larger
-_DENSE = 16_384      # up to this vocabulary, noise for all of it costs no more than finding who needs it
 _FLOOR = -10.0       # then: tokens at least e**−10 as likely as the likeliest; then the whole row
 _COLD = 1e-30        # the lowest temperature above 0 that float32 can divide by on every device
 _SLACK = {torch.float32: 1e-6, torch.float64: 1e-12}
-_SPARE = 15          # candidates beyond k that `_pruned` looks at
-_MARGIN = 1e-3       # far above the float32 error of the bound in `_pruned`
-_LOW = 0xFFFFFFFF
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +75,11 @@ def distribution(logits: Tensor, groups: Sequence[Rows]) -> Tensor:
     logits [N, V], the rows of the groups one after another; float64 stays float64, everything else becomes float32.
     Raises OptionError when the options, or the grammar, exclude every token of a row, or name a token that does not exist.
     """
+    return laws(logits, groups)[0]
+
+
+def laws(logits: Tensor, groups: Sequence[Rows]) -> tuple[Tensor, Tensor | None]:
+    """`distribution`, and columns int64 [N, C] that hold all possible tokens of their row where filters left few; else None."""
     assert logits.shape[0] == sum(len(g.paths) for g in groups), "one path per row of logits"
     x = logits if logits.dtype in _SLACK else logits.float()
     batches: dict[_Filters, list[int]] = {}
@@ -100,8 +100,8 @@ def distribution(logits: Tensor, groups: Sequence[Rows]) -> Tensor:
     out = torch.empty_like(x)
     for filters, members in batches.items():
         rows = torch.tensor(members, device=x.device)
-        out[rows] = _law(x[rows], top[rows], filters)
-    return out
+        out[rows] = _law(x[rows], top[rows], filters)[0]
+    return out, None
 
 
 def _refuse(logits: Tensor, top: Tensor, groups: Sequence[Rows]) -> None:
@@ -176,56 +176,54 @@ def _penalise(block: Tensor, g: Rows) -> None:
     Counts are completed before they act, so a drafted row gets the very bits it gets once its path is text.
     """
     s, (m, vocabulary), device = g.sampling, block.shape, block.device
-    written = Counter(g.output)
     repeated = s.repetition_penalty != 1
-    drafted = [t for t in dict.fromkeys(chain.from_iterable(g.paths)) if t < vocabulary]
-    place = {t: i for i, t in enumerate(drafted)}
-    ids = drafted + [t for t in written if t < vocabulary and t not in place]
-    counted = len(ids)
-    if repeated:
-        ids += [t for t in set(g.prompt).difference(written, drafted) if t < vocabulary]
+    written, prompt = Counter(g.output), frozenset(g.prompt) if repeated else frozenset()
+    ids = [t for t in {t: None for t in chain(chain.from_iterable(g.paths), written, prompt)} if 0 <= t < vocabulary]
     if not ids:
         return
+    place = {t: i for i, t in enumerate(ids)}
+    count = torch.tensor([written.get(t, 0) for t in ids], dtype=block.dtype, device=device).repeat(m, 1)
     steps = [(row, place[t]) for row, path in enumerate(g.paths) for t in path if t in place]
-    rows, spots = torch.tensor(steps, dtype=torch.int64, device=device).view(-1, 2).unbind(1)
-    columns = torch.tensor(ids, device=device)
-    x = block[:, columns]
+    if steps:
+        rows, spots = torch.tensor(steps, device=device).unbind(1)
+        count.index_put_((rows, spots), torch.ones((), dtype=block.dtype, device=device), accumulate=True)
+    own, columns = count > 0, torch.tensor(ids, device=device)
+    x = block.index_select(1, columns)
     if repeated:
-        seen = torch.ones(m, len(ids), dtype=torch.bool, device=device)
-        seen[:, :len(drafted)] = torch.tensor([t in written or t in g.prompt for t in drafted], dtype=torch.bool, device=device)
-        seen[rows, spots] = True
+        seen = own | torch.tensor([t in prompt for t in ids], device=device) if prompt else own
         x = torch.where(seen, torch.where(x > 0, x / s.repetition_penalty, x * s.repetition_penalty), x)
     if s.presence_penalty or s.frequency_penalty:
-        count = torch.tensor([written.get(t, 0) for t in ids[:counted]], dtype=x.dtype, device=device).repeat(m, 1)
-        count.index_put_((rows, spots), torch.ones((), dtype=x.dtype, device=device), accumulate=True)
-        x[:, :counted] -= count * s.frequency_penalty + (count > 0) * s.presence_penalty
-    block[:, columns] = x
+        x -= count * s.frequency_penalty + own * s.presence_penalty
+    block.index_copy_(1, columns, x)
 
 
 # Temperature and filters.
 
 
-def _law(x: Tensor, top: Tensor, f: _Filters) -> Tensor:
-    """Log-probabilities of rows [G, V] that share their filters; top [G, 1] is each row's largest logit."""
+def _law(x: Tensor, top: Tensor, f: _Filters) -> tuple[Tensor, Tensor | None]:
+    """`laws` of rows [G, V] that share their filters; top [G, 1] is each row's largest logit."""
     if f.temperature == 0:
-        return torch.full_like(x, -math.inf).scatter_(1, x.argmax(-1, keepdim=True), 0.0)
+        winners = x.argmax(-1, keepdim=True)
+        return torch.full_like(x, -math.inf).scatter_(1, winners, 0.0), winners
     if not f.active:
-        return _log_softmax(x, top, f.temperature)
+        return _log_softmax(x, top, f.temperature), None
     out = torch.full_like(x, -math.inf)
     # The mass of the whole row; −log of it stands at the likeliest token, whose own weight is 1.
     total = None if f.top_k or f.top_p == 1 else _log_softmax(x, top, f.temperature).amax(-1, keepdim=True).double().neg_().exp_()
     width = max(_SORTED, f.top_k + f.top_k // 4 + 64)
     if x.is_cuda or width >= x.shape[1] // 2:
         values, columns = torch.sort(x, dim=-1, stable=True, descending=True)
-        return _write(out, values, columns, top, total, f)[0]
-    out, enough = _write(out, *_likeliest(x, width), top, total, f)
-    for r in (~enough).nonzero()[:, 0].tolist():
+        return _write(out, values, columns, top, total, f)[0], None
+    values, columns = likeliest(x, width)
+    out, enough = _write(out, values, columns, top, total, f)
+    lacking = (~enough).nonzero()[:, 0].tolist()
+    for r in lacking:
         one = slice(r, r + 1)
         for floor in (_FLOOR, -math.inf):                # at last the whole row, which is always enough
             ranked = _above(x[one], top[one] + floor * f.temperature)
             if bool(_write(out[one].fill_(-math.inf), *ranked, top[one], None if total is None else total[one], f)[1]):
                 break
-    return out
+    return out, None if lacking else columns
 
 
 def _log_softmax(x: Tensor, top: Tensor, temperature: float) -> Tensor:
@@ -234,26 +232,12 @@ def _log_softmax(x: Tensor, top: Tensor, temperature: float) -> Tensor:
     return torch.log_softmax((x - top).div_(max(temperature, _COLD)), -1)   # shifted first: no overflow, and precise where the mass is
 
 
-def _likeliest(x: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    """The `width` largest values of each row and their columns, descending, ties by id (topk leaves their order open)."""
-    values, columns = x.topk(width)
-    columns, order = columns.sort(dim=-1)
-    order = values.gather(1, order).sort(dim=-1, stable=True, descending=True).indices
-    return values, columns.gather(1, order)
-
-
 def _above(x: Tensor, bound: Tensor) -> tuple[Tensor, Tensor]:
     """All values of one row [1, V] above the bound and their columns, descending, ties by id."""
     columns = (x[0] > bound[0]).nonzero()[:, 0]
     values = x[0, columns]
-    order = torch.sort(~_ordered(values), stable=True).indices if x.dtype == torch.float32 else torch.sort(-values, stable=True).indices
+    order = torch.sort(~ordered(values), stable=True).indices if x.dtype == torch.float32 else torch.sort(-values, stable=True).indices
     return values[order][None], columns[order][None]      # integers, for a long row is then sorted by radix
-
-
-def _ordered(x: Tensor) -> Tensor:
-    """int32 that compares as the float32 it came from."""
-    i = (x + 0.0).view(torch.int32)     # −0.0 becomes 0.0
-    return i ^ ((i >> 31) & 0x7FFFFFFF)
 
 
 def _write(out: Tensor, values: Tensor, columns: Tensor, top: Tensor, total: Tensor | None, f: _Filters) -> tuple[Tensor, Tensor]:
@@ -281,102 +265,3 @@ def _write(out: Tensor, values: Tensor, columns: Tensor, top: Tensor, total: Ten
         enough = complete | (values.gather(1, end) > last)                  # the cut lies among the ranked, not behind them
     logp = (z - cumulated.gather(1, end).log()).masked_fill_(~keep, -math.inf)
     return out.scatter_(1, columns, logp.to(out.dtype)), enough[:, 0]
-
-
-# The choice under noise.
-
-
-def choose(logp: Tensor, keys: Tensor | None) -> Tensor:
-    """argmax(log p − log E) of each row, int64 [N]; ties go to the lowest id. keys int32 [N, 2], or None for no noise."""
-    return perturbed_top(logp, keys, 1)[1][:, 0]
-
-
-def perturbed_top(logp: Tensor, keys: Tensor | None, k: int, ids: Tensor | None = None,
-                  counts: Sequence[int] | None = None) -> tuple[Tensor, Tensor]:
-    """The k best of log q + g in each row: values [N, k] and columns [N, k], best first, ties by the lowest column.
-
-    These are k tokens drawn from q without replacement, in order (Gumbel top-k, Kool et al., arXiv 1903.06059).
-    logp [N, V] · keys int32 [N, 2], None for no noise · ids [V]: the target's ids of the columns, by which noise is keyed ·
-    counts: how many rows, one after another, share each key; then keys [len(counts), 2], and their noise is drawn once.
-    A row with fewer than k possible tokens ends in values of −inf, which stand for no token.
-    """
-    assert 1 <= k <= logp.shape[1], "k distinct tokens need as many columns"
-    if keys is None:
-        return _best(logp, k)
-    counts = (1,) * logp.shape[0] if counts is None else counts
-    if logp.is_cuda or logp.shape[1] <= _DENSE:
-        tokens = torch.arange(logp.shape[1], dtype=torch.int32, device=logp.device) if ids is None else ids
-        return _best(_plus(logp, gumbel(keys, tokens), counts), k)
-    drawn = [_Drawn(keys[i:i + 1], ids, logp.shape[1]) for i in range(len(counts))]
-    owners = [i for i, count in enumerate(counts) for _ in range(count)]
-    if bool((logp[:, ::logp.shape[1] // 32] > -math.inf).all()):            # a sample looks unfiltered: only a hint, results are the same
-        best = [_pruned(logp[r:r + 1], drawn[i], k) for r, i in enumerate(owners)]
-        return torch.cat([values for values, _ in best]), torch.cat([columns for _, columns in best])
-    likely, columns = logp.topk(max(_SORTED, k))
-    values, columns = _best(likely + gumbel(keys[owners], columns if ids is None else ids[columns]), k, columns)
-    for r in (likely[:, -1] > -math.inf).nonzero()[:, 0].tolist():          # rows with more possible tokens than these
-        values[r:r + 1], columns[r:r + 1] = _pruned(logp[r:r + 1], drawn[owners[r]], k)
-    return values, columns
-
-
-def _plus(logp: Tensor, noise: Tensor, counts: Sequence[int]) -> Tensor:
-    """logp [N, V] with the noise [len(counts), V] of each row's key."""
-    if len(set(counts)) == 1:
-        return (logp.view(len(counts), counts[0], -1) + noise[:, None]).flatten(0, 1)
-    return logp + noise.repeat_interleave(torch.tensor(counts, device=noise.device), 0, output_size=logp.shape[0])
-
-
-@dataclass
-class _Drawn:
-    """The noise of one key [1, 2], for rows that share it. ids [size], or None for the columns' own numbers."""
-
-    key: Tensor
-    ids: Tensor | None
-    size: int
-
-    def gumbel(self, columns: Tensor | None = None) -> Tensor:
-        """Exact, for some columns or all."""
-        return gumbel(self.key, self._names if columns is None else columns if self.ids is None else self.ids[columns])
-
-    @cached_property
-    def bound(self) -> Tensor:
-        """−log u [1, size] float32: no smaller than the Gumbel noise, and nearly equal to it where u is small."""
-        u = bits(self.key, self._names).view(torch.uint32).to(torch.float32).add_(0.5).mul_(2.0**-32)
-        return u.log_().neg_()
-
-    @property
-    def _names(self) -> Tensor:
-        return torch.arange(self.size, dtype=torch.int32) if self.ids is None else self.ids
-
-
-def _pruned(logp: Tensor, drawn: _Drawn, k: int) -> tuple[Tensor, Tensor]:
-    """One row: float64 logarithms only for those who can be among the k best.
-
-    E = −log1p(−u) ≥ u, so log p − log u bounds every score from above, and nearly reaches it where u is small, which is
-    where winners are. Whoever's bound stays below the k-th best exact score found so far is out.
-    """
-    finite = logp[0] > -math.inf
-    if k <= int(finite.sum()) < logp.shape[1] // 8:
-        possible = finite.nonzero()[:, 0]
-        return _best(logp[:, possible] + drawn.gumbel(possible), k, possible[None])
-    bound, columns = (logp + drawn.bound).topk(min(k + _SPARE, logp.shape[1]))
-    scores = logp.gather(1, columns) + drawn.gumbel(columns)
-    values, best = _best(scores, k, columns)
-    if bound.shape[1] == logp.shape[1] or bool(bound[0, -1] < values[0, -1] - _MARGIN):
-        return values, best
-    return _best(logp + drawn.gumbel(), k)
-
-
-def _best(scores: Tensor, k: int, columns: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """The k largest scores [N, C] and their columns (the positions themselves, unless given), ties by the lowest column."""
-    if columns is None:
-        if k == 1:
-            spots = scores.argmax(-1, keepdim=True)
-            return scores.gather(1, spots), spots
-        columns = torch.arange(scores.shape[1], device=scores.device).expand_as(scores)
-    if scores.dtype == torch.float32:                                       # one integer holds value and column: no ties are left
-        spots = ((_ordered(scores).long() << 32) | (_LOW - columns)).topk(k).indices
-    else:
-        order = columns.argsort(dim=-1)
-        spots = order.gather(1, scores.gather(1, order).sort(dim=-1, stable=True, descending=True).indices[:, :k])
-    return scores.gather(1, spots), columns.gather(1, spots)

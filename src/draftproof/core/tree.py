@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..errors import DrafterError
 from ..types import Role, Verdict
-from .probs import choose
+from .choice import choose
 
 
 def children(parents: Sequence[int]) -> list[list[int]]:

@@ -10,13 +10,14 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Generic, Protocol, TypeVar
+from typing import Any, ClassVar, Generic, Protocol, Self, TypeVar
 
 import torch
 from torch import Tensor
 
 from ..config import LoadConfig
-from ..core.probs import Rows, distribution, perturbed_top
+from ..core.choice import perturbed_top
+from ..core.probs import Rows, laws
 from ..errors import OptionError
 from ..models.target import Target
 from ..types import Budget, Commit, Draft, Rule, Sampling, SequenceView, Signals
@@ -114,6 +115,26 @@ class Named(Protocol):
     def from_spec(cls, path: str | None, options: Mapping[str, int], site: Site) -> Drafter: ...
 
 
+class NoOptions:
+    """The part of `Named` about options, for a drafter that has none."""
+
+    keys: ClassVar[Mapping[str, tuple[int, int]]] = {}
+
+    @classmethod
+    def check(cls, options: Mapping[str, int]) -> None:
+        """There are none."""
+
+
+class Plain(NoOptions):
+    """`Named` for a drafter whose name says everything: no options, no path."""
+
+    takes_path: ClassVar[bool] = False
+
+    @classmethod
+    def from_spec(cls, path: str | None, options: Mapping[str, int], site: Site) -> Self:
+        return cls()
+
+
 S = TypeVar("S", bound=State)
 
 
@@ -186,12 +207,12 @@ def pick(logits: Tensor, groups: Sequence[Rows], seqs: Sequence[SequenceView], p
     greedy, edited = all(quiet), any(g.sampling.needs_history or g.sampling.logit_bias or g.mask is not None for g in groups)
     if ids is not None and edited:
         logits, ids = _widened(logits, ids, vocab_size), None
-        logq = _each_distribution(logits, groups)
+        logq, few = _each_law(logits, groups)
     else:
-        logq = logits.float() if greedy and not edited else distribution(logits, groups)
+        logq, few = (logits.float(), None) if greedy and not edited else laws(logits, groups)
     k = min(k, logq.shape[-1])
     counts = [len(g.paths) for g in groups]
-    best, columns = perturbed_top(logq, None if greedy else noise.keys(seqs, positions), k, ids, counts)
+    best, columns = perturbed_top(logq, None if greedy else noise.keys(seqs, positions), k, ids, counts, few)
     if any(quiet) and not greedy:
         rows = [row for row, still in enumerate(still for still, count in zip(quiet, counts, strict=True) for _ in range(count)) if still]
         best[rows], columns[rows] = perturbed_top(logq[rows], None, k)
@@ -220,13 +241,13 @@ def _widened(logits: Tensor, ids: Tensor, vocab_size: int) -> Tensor:
     return wide
 
 
-def _each_distribution(logits: Tensor, groups: Sequence[Rows]) -> Tensor:
-    """`distribution`, where a row without any token left is −inf: the target may have tokens there that the drafter has not."""
+def _each_law(logits: Tensor, groups: Sequence[Rows]) -> tuple[Tensor, Tensor | None]:
+    """`laws`, where a row without any token left is −inf: the target may have tokens there that the drafter has not."""
     try:
-        return distribution(logits, groups)
+        return laws(logits, groups)
     except OptionError:
         singles = [replace(g, paths=(path,), mask=None if g.mask is None else g.mask[i:i + 1])
                    for g in groups for i, path in enumerate(g.paths)]
         if len(singles) == 1:
-            return torch.full_like(logits, -math.inf)
-        return torch.cat([_each_distribution(logits[i:i + 1], [single]) for i, single in enumerate(singles)])
+            return torch.full_like(logits, -math.inf), None
+        return torch.cat([_each_law(logits[i:i + 1], [single])[0] for i, single in enumerate(singles)]), None

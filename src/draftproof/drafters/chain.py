@@ -138,6 +138,15 @@ class ChainDrafter:
     def propose(self, states: Sequence[ChainState], budgets: Sequence[Budget], noise: Noise) -> list[Draft]:
         drafts = [Draft.empty(self.name) for _ in states]
         asked = [i for i, budget in enumerate(budgets) if budget.depth]
+        alone = {i: which for i in asked if (which := self._alone(budgets[i].drafter)) is not None}
+        for which in sorted(set(alone.values())):
+            here = [i for i in asked if alone.get(i) == which]
+            for i in here:
+                states[i].out = None
+            own = [(i, states[i].seq, states[i].rest if which else states[i].first, budgets[i]) for i in here]
+            for i, draft in self._ask(which, own, noise).items():
+                drafts[i] = draft
+        asked = [i for i in asked if i not in alone]
         joined = {i: self._joins(states[i], budgets[i]) for i in asked}
         firsts = self._ask(0, [(i, states[i].seq, states[i].first, budgets[i]) for i in asked], noise)
         wanted: list[tuple[int, SequenceView, Any, Budget]] = []
@@ -165,6 +174,12 @@ class ChainDrafter:
             else:
                 drafts[i] = replace(draft, reason=_both(firsts[i], draft))
         return drafts
+
+    def _alone(self, name: str) -> int | None:
+        """Which part a budget's drafter stands for, by itself or as a part of it; None: the chain."""
+        if name == self.name:
+            return None
+        return next((which for which, part in enumerate(self.parts) if name in _names(part)), None)
 
     def _choose(self, state: ChainState, draft: Draft, joined: bool) -> int:
         """The way to use the first's draft: 0 is all of it."""
@@ -238,6 +253,11 @@ def _union(first: Draft, rest: Draft) -> Draft:
     known = first.score is not None and rest.score is not None
     score = torch.tensor(scores, device=rest.tokens.device) if known else None
     return Draft(ids, tuple(parents), score=score, drafter=f"{first.drafter}+{rest.drafter}")
+
+
+def _names(drafter: Drafter) -> set[str]:
+    """Of a drafter and all its parts."""
+    return {drafter.name, *(name for part in getattr(drafter, "parts", ()) for name in _names(part))}
 
 
 def _both(first: Draft, rest: Draft) -> str:

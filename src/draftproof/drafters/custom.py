@@ -12,21 +12,16 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from ..errors import SpecError
-from .base import Drafter, Needs, Site
+from .base import Drafter, Needs, NoOptions, Site
 
 PLACE = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
 METHODS = {"open": "seq, signals", "propose": "states, budgets, noise", "observe": "states, commits, signals", "close": "state"}
 
 
-class CustomDrafter:
+class CustomDrafter(NoOptions):
     """Makes a drafter of the class that a spec names."""
 
-    keys: ClassVar[Mapping[str, tuple[int, int]]] = {}
     takes_path: ClassVar[bool] = True
-
-    @classmethod
-    def check(cls, options: Mapping[str, int]) -> None:
-        """There are none."""
 
     @classmethod
     def from_spec(cls, path: str | None, options: Mapping[str, int], site: Site) -> Drafter:

@@ -18,7 +18,7 @@ from ..models.heads.cache import HeadCache
 from ..models.heads.dflash import Blocks, DFlash
 from ..models.packed import can_pack, pack
 from ..types import Budget, Commit, Draft, Sampling, SequenceView, Signals
-from .base import Needs, Noise, Site, ranking
+from .base import Needs, Noise, NoOptions, Site, ranking
 from .grow import Growth, Margins
 from .slots import Line, Slots, chains, trees
 
@@ -61,12 +61,11 @@ class Block:
         return []
 
 
-class DFlashDrafter:
+class DFlashDrafter(NoOptions):
     """`dflash:PATH`. score: perturbed margin, how far log q + g of a token lies above the best other of its slot; a sibling's is
     negative."""
 
     name = "dflash"
-    keys: ClassVar[Mapping[str, tuple[int, int]]] = {}
     takes_path: ClassVar[bool] = True
     kind: ClassVar[type[DFlash]] = DFlash
 
@@ -81,10 +80,6 @@ class DFlashDrafter:
         self.head = head
         self.needs = Needs(taps=tuple(sorted(set(head.taps))), parts=("embed", "output"), law=True, tree=True, context=head.context)
         self.margins = Margins()
-
-    @classmethod
-    def check(cls, options: Mapping[str, int]) -> None:
-        """There are none."""
 
     @classmethod
     def from_spec(cls, path: str | None, options: Mapping[str, int], site: Site) -> Self:

@@ -9,24 +9,19 @@ from typing import ClassVar, Self
 from ..models.heads.detect import require
 from ..models.heads.eagle import EagleHead
 from ..models.heads.files import read_files
-from .base import Site
+from .base import NoOptions, Site
 from .recurrent import RecurrentDrafter
 
 
-class EagleDrafter(RecurrentDrafter):
+class EagleDrafter(NoOptions, RecurrentDrafter):
     """`eagle:PATH`. With more nodes than depth every level has its siblings, chosen before anything is known."""
 
     name = "eagle"
     dynamic = False
-    keys: ClassVar[Mapping[str, tuple[int, int]]] = {}
     takes_path: ClassVar[bool] = True
 
     def __init__(self, head: EagleHead, vocab_size: int) -> None:
         super().__init__(type(self).name, head, vocab_size)
-
-    @classmethod
-    def check(cls, options: Mapping[str, int]) -> None:
-        """There are none."""
 
     @classmethod
     def from_spec(cls, path: str | None, options: Mapping[str, int], site: Site) -> Self:

@@ -8,23 +8,18 @@ from typing import ClassVar, Self
 from ..models.heads.detect import require
 from ..models.heads.eagle3 import Eagle3Head
 from ..models.heads.files import read_files
-from .base import Site
+from .base import NoOptions, Site
 from .recurrent import RecurrentDrafter
 
 
-class Eagle3Drafter(RecurrentDrafter):
+class Eagle3Drafter(NoOptions, RecurrentDrafter):
     """`eagle3:PATH`. With more nodes than depth the tree grows where guesses are worth most, judged after the noise."""
 
     name = "eagle3"
-    keys: ClassVar[Mapping[str, tuple[int, int]]] = {}
     takes_path: ClassVar[bool] = True
 
     def __init__(self, head: Eagle3Head, vocab_size: int) -> None:
         super().__init__(type(self).name, head, vocab_size)
-
-    @classmethod
-    def check(cls, options: Mapping[str, int]) -> None:
-        """There are none."""
 
     @classmethod
     def from_spec(cls, path: str | None, options: Mapping[str, int], site: Site) -> Self:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Self
 
 import torch
 
 from ..types import Budget, Draft, SequenceView
-from .base import Needs, PerSequence, Site
+from .base import Needs, PerSequence, Plain
 
 NextToken = Callable[[Sequence[int]], int]
 """Text → the token that the target will choose after it."""
@@ -22,20 +21,10 @@ class TextState:
     seq: SequenceView
 
 
-class NoDrafter(PerSequence[TextState]):
+class NoDrafter(Plain, PerSequence[TextState]):
     """Never guesses; plain decoding."""
 
     name = "none"
-    keys: ClassVar[Mapping[str, tuple[int, int]]] = {}
-    takes_path: ClassVar[bool] = False
-
-    @classmethod
-    def check(cls, options: Mapping[str, int]) -> None:
-        """There are none."""
-
-    @classmethod
-    def from_spec(cls, path: str | None, options: Mapping[str, int], site: Site) -> Self:
-        return cls()
 
     def start(self, seq: SequenceView) -> TextState:
         return TextState(seq)

@@ -6,28 +6,15 @@ forced, the tokenizer's own way of writing them is guessed.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import ClassVar, Self
-
 from ..types import Budget, Draft, SequenceView
-from .base import PerSequence, Site
+from .base import PerSequence, Plain
 from .fixed import TextState
 
 
-class GrammarDrafter(PerSequence[TextState]):
+class GrammarDrafter(Plain, PerSequence[TextState]):
     """Proposes the tokens that the request's grammar forces next; silent where it leaves a choice, or without a grammar."""
 
     name = "grammar"
-    keys: ClassVar[Mapping[str, tuple[int, int]]] = {}
-    takes_path: ClassVar[bool] = False
-
-    @classmethod
-    def check(cls, options: Mapping[str, int]) -> None:
-        """There are none."""
-
-    @classmethod
-    def from_spec(cls, path: str | None, options: Mapping[str, int], site: Site) -> Self:
-        return cls()
 
     def start(self, seq: SequenceView) -> TextState:
         return TextState(seq)

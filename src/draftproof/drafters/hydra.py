@@ -16,7 +16,7 @@ from ..models.heads.files import read_files
 from ..models.heads.hydra import HydraHead
 from ..models.target import TargetParts
 from ..types import Sampling, SequenceView, Signals
-from .base import Site
+from .base import NoOptions, Site
 from .vector import Line, VectorDrafter, VectorState
 
 CHUNK = 1024        # hidden states of one sequence that wait for the prefix layer at most
@@ -31,19 +31,14 @@ class PrefixState(VectorState):
     waiting: list[Tensor] = field(default_factory=list)     # taps [n, H] of the positions up to `at`
 
 
-class HydraDrafter(VectorDrafter):
+class HydraDrafter(NoOptions, VectorDrafter):
     """`hydra:PATH`. Carried from level to level: the hidden state and the embeddings of all tokens since [B, n·H]."""
 
-    keys: ClassVar[Mapping[str, tuple[int, int]]] = {}
     takes_path: ClassVar[bool] = True
 
     def __init__(self, head: HydraHead, parts: TargetParts, vocab_size: int) -> None:
         self.dtype = next(head.parameters()).dtype
         super().__init__("hydra", head, parts, vocab_size)
-
-    @classmethod
-    def check(cls, options: Mapping[str, int]) -> None:
-        """There are none."""
 
     @classmethod
     def from_spec(cls, path: str | None, options: Mapping[str, int], site: Site) -> Self:

@@ -13,24 +13,19 @@ from ..models.heads.files import read_files
 from ..models.heads.medusa import MedusaHead
 from ..models.target import TargetParts
 from ..types import Draft
-from .base import Noise, Picks, Site, pick
+from .base import Noise, NoOptions, Picks, Site, pick
 from .grow import CANDIDATES
 from .vector import Line, Path, VectorDrafter
 
 
-class MedusaDrafter(VectorDrafter):
+class MedusaDrafter(NoOptions, VectorDrafter):
     """`medusa:PATH`. Carried from level to level: the logits of all depths [B, depth, V]."""
 
-    keys: ClassVar[Mapping[str, tuple[int, int]]] = {}
     takes_path: ClassVar[bool] = True
     widest = 8          # further nodes cost nothing here
 
     def __init__(self, head: MedusaHead, parts: TargetParts, vocab_size: int) -> None:
         super().__init__("medusa", head, parts, vocab_size)
-
-    @classmethod
-    def check(cls, options: Mapping[str, int]) -> None:
-        """There are none."""
 
     @classmethod
     def from_spec(cls, path: str | None, options: Mapping[str, int], site: Site) -> Self:

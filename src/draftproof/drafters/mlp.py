@@ -11,22 +11,17 @@ from ..models.heads.detect import require
 from ..models.heads.files import read_files
 from ..models.heads.mlp import MlpHead
 from ..models.target import TargetParts
-from .base import Site
+from .base import NoOptions, Site
 from .vector import Line, VectorDrafter
 
 
-class MlpDrafter(VectorDrafter):
+class MlpDrafter(NoOptions, VectorDrafter):
     """`mlp:PATH`. Carried from level to level: the state vector."""
 
-    keys: ClassVar[Mapping[str, tuple[int, int]]] = {}
     takes_path: ClassVar[bool] = True
 
     def __init__(self, head: MlpHead, parts: TargetParts, vocab_size: int) -> None:
         super().__init__("mlp", head, parts, vocab_size)
-
-    @classmethod
-    def check(cls, options: Mapping[str, int]) -> None:
-        """There are none."""
 
     @classmethod
     def from_spec(cls, path: str | None, options: Mapping[str, int], site: Site) -> Self:

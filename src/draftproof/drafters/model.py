@@ -22,7 +22,7 @@ from ..core.probs import Rows
 from ..errors import CacheFull
 from ..models.target import Slot, Target
 from ..types import Budget, Commit, Draft, DraftLaw, Sampling, SequenceView, Signals
-from .base import Drafter, Needs, Noise, Picks, Site, pick, ranking
+from .base import Drafter, Needs, Noise, NoOptions, Picks, Site, pick, ranking
 from .grow import CANDIDATES, Margins, evenly, gaps_of, spine, worthiest
 from .vocabulary import Check
 
@@ -79,7 +79,7 @@ class _Line:
         return Rows(self.state.options, self.prompt, self.output, (self.path,), self.state.seq.end_ids)
 
 
-class ModelDrafter:
+class ModelDrafter(NoOptions):
     """A draft model behind the `Target` protocol. score: perturbed margin, how far log q + g of the token lies above the
     best other token of its row (a sibling's is negative): what the worth of a guess is judged by after the noise.
 
@@ -87,7 +87,6 @@ class ModelDrafter:
     best is extended.
     """
 
-    keys: ClassVar[Mapping[str, tuple[int, int]]] = {}
     takes_path: ClassVar[bool] = True
 
     def __init__(self, lm: Target, vocab_size: int | None = None, prefill_chunk: int = 512, name: str = "model") -> None:
@@ -97,10 +96,6 @@ class ModelDrafter:
         self.needs = Needs(law=True, tree=True, context=lm.context)
         self.checks: list[Check] = []
         self.margins = Margins()
-
-    @classmethod
-    def check(cls, options: Mapping[str, int]) -> None:
-        """There are none."""
 
     @classmethod
     def from_spec(cls, path: str | None, options: Mapping[str, int], site: Site) -> Drafter:

@@ -13,24 +13,19 @@ from ..models.heads.files import HeadFiles, read_files
 from ..models.heads.mtp import MtpHead
 from ..models.heads.mtp_files import inside
 from ..models.heads.mtp_layers import Layered
-from .base import Site
+from .base import NoOptions, Site
 from .recurrent import RecurrentDrafter
 from .recurrent import _Line as Line
 
 
-class MtpDrafter(RecurrentDrafter):
+class MtpDrafter(NoOptions, RecurrentDrafter):
     """`mtp` or `mtp:PATH`. With more nodes than depth the tree grows where guesses are worth most, judged after the noise."""
 
-    keys: ClassVar[Mapping[str, tuple[int, int]]] = {}
     takes_path: ClassVar[bool] = True
 
     def __init__(self, head: MtpHead, vocab_size: int) -> None:
         self._layered = Layered(head) if head.layers > 1 else None
         super().__init__("mtp", self._layered or head, vocab_size)
-
-    @classmethod
-    def check(cls, options: Mapping[str, int]) -> None:
-        """There are none."""
 
     @classmethod
     def from_spec(cls, path: str | None, options: Mapping[str, int], site: Site) -> Self:

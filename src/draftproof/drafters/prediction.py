@@ -4,14 +4,13 @@ Predicted Outputs). Guesses follow it for as long as the output does, and find t
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Self
 
 import torch
 
 from ..types import Budget, Draft, SequenceView
-from .base import Needs, PerSequence, Site
+from .base import Needs, PerSequence, Plain
 from .occurrences import TextIndex, gram_lengths
 
 LEVELS = len(gram_lengths(32))
@@ -36,7 +35,7 @@ class PredictionState:
     begun: bool = False       # a difference was seen: no longer at the beginning
 
 
-class PredictionDrafter(PerSequence[PredictionState]):
+class PredictionDrafter(Plain, PerSequence[PredictionState]):
     """Follows the request's `prediction`, from its beginning, to the full depth while the output agrees with it; chains.
 
     After a difference the place is found again by the last tokens of the output: the longest agreement anywhere in the
@@ -47,16 +46,6 @@ class PredictionDrafter(PerSequence[PredictionState]):
 
     name = "prediction"
     needs = Needs(prediction=True)
-    keys: ClassVar[Mapping[str, tuple[int, int]]] = {}
-    takes_path: ClassVar[bool] = False
-
-    @classmethod
-    def check(cls, options: Mapping[str, int]) -> None:
-        """There are none."""
-
-    @classmethod
-    def from_spec(cls, path: str | None, options: Mapping[str, int], site: Site) -> Self:
-        return cls()
 
     def start(self, seq: SequenceView) -> PredictionState:
         predicted = seq.sampling.prediction

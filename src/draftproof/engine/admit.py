@@ -26,10 +26,13 @@ class Wish:
     speculate: bool = True
     depth: int | str | None = None
     rule: Rule | None = None
+    lane: int = 0                                # of the engine's drafters, the one that was named
 
     @classmethod
-    def of(cls, options: abc.Mapping[str, Any] | None, drafter: tuple[str, str], tree: int | None) -> Wish:
-        """From `{"drafter", "depth", "rule"}`, each optional; drafter: the engine's own, its name and its spec.
+    def of(cls, options: abc.Mapping[str, Any] | None, drafter: tuple[str, str], tree: int | None,
+           others: abc.Sequence[tuple[str, str]] = ()) -> Wish:
+        """From `{"drafter", "depth", "rule"}`, each optional; drafter: the engine's own, its name and its spec; others: those it runs
+        beside it.
 
         Raises OptionError naming what cannot be honoured.
         """
@@ -38,17 +41,20 @@ class Wish:
         if unknown:
             raise OptionError(f"unknown speculation option {sorted(unknown)[0]!r}; known: drafter, depth, rule")
         named, depth, rule = options.get("drafter"), options.get("depth"), options.get("rule")
-        if named not in (None, "none", *drafter):
-            raise OptionError(f"speculation drafter={named!r}: this engine runs {drafter[1]!r}; expected that, or none")
+        known = (drafter, *others)
+        lane = next((i for place in (1, 0) for i, names in enumerate(known) if named == names[place]), 0)
+        if named not in (None, "none", *known[lane]):
+            runs = ", ".join(repr(spec) for _, spec in known)
+            raise OptionError(f"speculation drafter={named!r}: this engine runs {runs}; expected that, or none")
         if depth not in (None, "auto") and (not isinstance(depth, int) or isinstance(depth, bool) or depth < 0):
             raise OptionError(f"speculation depth={depth!r}: expected auto or an integer ≥ 0")
-        if depth and depth != "auto" and "none" in (named, drafter[0]):
+        if depth and depth != "auto" and "none" in (named, known[lane][0]):
             raise OptionError(f"speculation depth={depth} with drafter none: name a drafter, or leave the depth out")
         if rule is not None and rule not in RULES:
             raise OptionError(f"speculation rule={rule!r}: expected one of {', '.join(RULES)}")
         if rule is not None:
-            allowed(rule, "tree" if tree else "chain", drafter[0])
-        return cls(named != "none", depth, rule)
+            allowed(rule, "tree" if tree else "chain", known[lane][0])
+        return cls(named != "none", depth, rule, lane)
 
 
 def encode(target: Target, prompt: str | abc.Sequence[int]) -> tuple[int, ...]:
@@ -135,7 +141,7 @@ def sequences(target: Target, request: str, prompt: tuple[int, ...], sampling: S
             id=request if sampling.n == 1 else f"{request}/{sample}", request=request, prompt=prompt, sampling=sampling,
             seed=sampling.seed, sample=sample, end_ids=frozenset((*eos, *sampling.stop_token_ids)),
             limit=min(len(prompt) + sampling.max_tokens, target.context), text=Text(target.tokenizer, prompt, sampling.stop),
-            clock=Clock(now), rule=wish.rule or rule, depth=wish.depth, speculate=wish.speculate, tenant=tenant, prompt_class=prompt_class,
-            grammar=None if sampling.grammar is None else grammar_of(target, sampling.grammar))
+            clock=Clock(now), rule=wish.rule or rule, depth=wish.depth, speculate=wish.speculate, lane=wish.lane, tenant=tenant,
+            prompt_class=prompt_class, grammar=None if sampling.grammar is None else grammar_of(target, sampling.grammar))
         for sample in range(sampling.n)
     ]

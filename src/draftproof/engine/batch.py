@@ -11,16 +11,16 @@ import torch
 from ..errors import CacheFull
 from ..models.target import Target
 from ..types import Commit, FinishReason, Signals
+from .lanes import Lanes
 from .records import Recorder
 from .round import Rounds
 from .sequence import Sequence, Status
-from .speculation import Speculation
 
 
 class Batch:
     """The sequences of one engine. Each step moves every one of them that it can."""
 
-    def __init__(self, target: Target, speculation: Speculation, recorder: Recorder, max_batch: int, prefill_chunk: int) -> None:
+    def __init__(self, target: Target, speculation: Lanes, recorder: Recorder, max_batch: int, prefill_chunk: int) -> None:
         self.target, self.speculation, self.recorder = target, speculation, recorder
         self.rounds = Rounds(target, speculation, recorder)
         self.waiting: deque[Sequence] = deque()
@@ -56,7 +56,7 @@ class Batch:
         elif seq in self.waiting:
             self.waiting.remove(seq)
         self.speculation.leave(seq)
-        self.speculation.control.forget(seq)
+        self.speculation.forget(seq)
         if seq.slot is not None:
             slot, seq.slot = seq.slot, None
             self.target.close(slot)

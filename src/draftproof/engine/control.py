@@ -1,29 +1,44 @@
-"""How far to guess this round. Only past rounds decide, never the values of the tokens about to be offered: a depth that
-looked at them would bias the rules `ratio` and `block`.
+"""How far to guess this round, and with which part of a chain. Only past rounds decide, never the values of the tokens about to be
+offered: a depth that looked at them would bias the rules `ratio` and `block`.
+
+`AutoDepth` takes what it expects to give the most tokens per second over the whole batch, from survivals (`survival.py`) and costs
+(`costs.py`). What it cannot know without trying it tries out of a budget: a share of the time, per drafter. So what all trials
+cost together is bounded whatever the drafter does; trials near the break-even are cheap and therefore frequent.
 """
 
 from __future__ import annotations
 
 from collections import abc
-from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Protocol
+from math import exp, inf, isqrt
+from typing import NamedTuple, Protocol
 
-from ..core.budget import best_batch, monotone, survival
+import numpy as np
+
+from ..core.budget import best_batch, between
 from ..core.tree import depths as levels
 from ..trace.events import Times
-from ..types import Draft, Verdict
+from ..types import Budget, Draft, Verdict
+from .costs import DraftCosts, PassCosts, Vector
 from .sequence import Sequence
+from .survival import Hazards, Survival
+
+
+class Choice(NamedTuple):
+    depth: int
+    reason: str                      # in words
+    drafter: str | None = None       # of a chain, the part to be asked; None: the drafter as it is
 
 
 class Control(Protocol):
     """Chooses depths; what the request, the context and the drafter forbid is cut off afterwards."""
 
-    def depths(self, batch: abc.Sequence[Sequence], rooms: abc.Sequence[int]) -> list[tuple[int, str]]:
-        """A depth and its reason in words per sequence; rooms[i] is the deepest draft that sequence i may have."""
+    def depths(self, batch: abc.Sequence[Sequence], rooms: abc.Sequence[int], whole: abc.Sequence[Sequence]) -> list[Choice]:
+        """A choice per sequence; rooms[i] is the deepest draft that sequence i may have; whole: all that share the pass."""
         ...
 
-    def learn(self, batch: abc.Sequence[Sequence], drafts: abc.Sequence[Draft], verdicts: abc.Sequence[Verdict], times: Times) -> None:
+    def learn(self, batch: abc.Sequence[Sequence], budgets: abc.Sequence[Budget], drafts: abc.Sequence[Draft],
+              verdicts: abc.Sequence[Verdict], times: Times) -> None:
         """What a round showed and took."""
         ...
 
@@ -38,199 +53,325 @@ class FixedDepth:
     def __init__(self, depth: int) -> None:
         self.depth = depth
 
-    def depths(self, batch: abc.Sequence[Sequence], rooms: abc.Sequence[int]) -> list[tuple[int, str]]:
-        return [(self.depth, "fixed")] * len(batch)
+    def depths(self, batch: abc.Sequence[Sequence], rooms: abc.Sequence[int], whole: abc.Sequence[Sequence]) -> list[Choice]:
+        return [Choice(self.depth, "fixed")] * len(batch)
 
-    def learn(self, batch: abc.Sequence[Sequence], drafts: abc.Sequence[Draft], verdicts: abc.Sequence[Verdict], times: Times) -> None:
+    def learn(self, batch: abc.Sequence[Sequence], budgets: abc.Sequence[Budget], drafts: abc.Sequence[Draft],
+              verdicts: abc.Sequence[Verdict], times: Times) -> None:
         pass
 
     def forget(self, seq: Sequence) -> None:
         pass
 
 
-class Hazards:
-    """P(token k accepted | the walk reached it) for every depth k, as decayed counts under a Beta prior.
-
-    An unseen depth is believed to be like the one before it.
-    """
-
-    FIRST, WEIGHT = 0.6, 2.0
-
-    def __init__(self, depth: int, decay: float) -> None:
-        self._passed, self._reached, self._decay = [0.0] * depth, [0.0] * depth, decay
-
-    def learn(self, accepted: int, refused: bool) -> None:
-        for k in range(min(accepted + refused, len(self._reached))):
-            self._reached[k] = self._reached[k] * self._decay + 1
-            self._passed[k] = self._passed[k] * self._decay + (k < accepted)
-
-    def means(self, prior: abc.Sequence[float] | None = None, weight: float = WEIGHT) -> list[float]:
-        """Posterior means; `prior` [depth] stands in for the depth before."""
-        before, out = self.FIRST, []
-        for k, (passed, reached) in enumerate(zip(self._passed, self._reached, strict=True)):
-            before = (passed + weight * (before if prior is None else prior[k])) / (reached + weight)
-            out.append(before)
-        return out
-
-
-class Costs:
-    """Seconds as a function of a count (rows, tokens), learnt while running: a moving average where it was measured, and a
-    line through all measurements elsewhere. `slope` is the believed rise per unit, relative to the value at the first unit.
-    """
-
-    RATE, FADE, CLIP = 0.25, 0.98, 2.0
-
-    def __init__(self, slope: float) -> None:
-        self._slope = slope
-        self._seen: dict[int, tuple[float, float]] = {}      # count → average, weight
-
-    def learn(self, count: int, seconds: float) -> None:
-        for at, (value, weight) in self._seen.items():
-            self._seen[at] = value, weight * self.FADE
-        old, weight = self._seen.get(count, (seconds, 0.0))
-        seconds = min(seconds, self.CLIP * old)              # a pause of the machine is not a cost
-        self._seen[count] = old + max(self.RATE, 1 / (weight + 1)) * (seconds - old), weight + 1
-
-    def age(self, count: int) -> float:
-        """How much is known about this very count: 0 nothing, 1 one recent measurement."""
-        return self._seen.get(count, (0.0, 0.0))[1]
-
-    def curve(self, counts: Iterator[int] | range) -> list[float]:
-        """Estimates, non-decreasing. At least one measurement is needed."""
-        total = sum(w for _, w in self._seen.values())
-        centre = sum(x * w for x, (_, w) in self._seen.items()) / total
-        level = sum(y * w for y, w in self._seen.values()) / total
-        spread = sum(w * (x - centre) ** 2 for x, (_, w) in self._seen.items())
-        rise = sum(w * (x - centre) * (y - level) for x, (y, w) in self._seen.items())
-        believed = level * self._slope / (1 + self._slope * max(0.0, centre - 1))
-        slope = max(0.0, (rise + believed) / (spread + 1))
-        out = []
-        for x in counts:
-            line = max(level + slope * (x - centre), 0.1 * level)
-            value, weight = self._seen.get(x, (0.0, 0.0))
-            out.append((value * weight + line * 0.5) / (weight + 0.5))
-        return monotone(out)
-
-
-SHORTEST, LONGEST = 16, 64
-"""Rounds at depth 0 before a probe, at first and at most."""
+SHARE = 0.01            # of the time, for trials
+MARGIN = 0.02           # by which a draft must be expected to win before guessing begins, or another drafter takes over
+REPLAN, REST = 4, 32    # rounds between two plans for the same sequences, and at most while nothing is drafted and so nothing learnt
+TRIALS = 3              # rounds of a drafter before it may be chosen
+TRIAL_DEPTH, FIRST_DEPTH = 2, 4
+AGAIN = 64              # rounds with drafts after which a plain pass is timed again
+HORIZON = 64            # tokens over which reading a text for the first time must pay off
+OVERDRAFT = 1.0, 8.0    # plain passes that a trial is charged at most, one of the first and a later one: neither what a first call
+                        # costs nor a pause of the machine is what drafting costs
 
 
 @dataclass(slots=True)
-class _Belief:
-    hazards: Hazards
-    depth: int | None = None          # last decision
-    idle: int = 0                     # rounds since it last had a draft
-    patience: int = SHORTEST          # rounds to stay at depth 0 before a probe
+class Arm:
+    """A drafter, or a part of a chain that can be asked alone."""
+
+    name: str | None
+    survival: Survival
+    costs: DraftCosts = field(default_factory=DraftCosts)
+    credit: float | None = None           # seconds that trials may lose; None before the first plan
+    asked: int = 0                        # the last round in which it was
+    read: dict[str, int] = field(default_factory=dict)           # sequence → tokens of its text that the drafter has read
+    kinds: dict[object, int] = field(default_factory=dict)       # kind of text → the last round in which it was asked about one
+
+    def earn(self, seconds: float) -> None:
+        if self.credit is not None:
+            self.credit += seconds
+
+    def unread(self, seq: Sequence) -> int:
+        return len(seq.tokens) - (self.read.get(seq.id, 0) if seq.state is not None else 0)
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What is expected of a round: tokens of the whole pass, and seconds in fair weather. chances[i][k−1]: that k tokens stand."""
+
+    arm: Arm | None
+    depths: list[int]
+    tokens: float
+    seconds: float
+    chances: list[list[float]]
+
+    @property
+    def rate(self) -> float:
+        return self.tokens / self.seconds
+
+    @property
+    def drafts(self) -> bool:
+        return any(self.depths)
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """Something tried in this round in place of the plan. It is expected to lose `loss` seconds against `rate`, to bring `tokens`
+    more, and to take `drafting` seconds of drafting. arm None: a plain pass; places: of the sequences that are asked about."""
+
+    arm: Arm | None
+    places: list[int]
+    loss: float
+    tokens: float
+    drafting: float
+    rate: float
+
+
+@dataclass(frozen=True, slots=True)
+class Scene:
+    """What a plan is made for. score[r−1]: seconds of a pass over r rows, `rows` of which would be there without a draft."""
+
+    batch: abc.Sequence[Sequence]
+    rooms: list[int]
+    rows: int
+    score: Vector
+    plain: Plan
+
+    @property
+    def others(self) -> int:
+        return self.rows - len(self.batch)
+
+
+
 class AutoDepth:
-    """The depth with the most expected tokens per second, from hazards and costs measured so far; one object per drafter.
+    """The depth, and the part of a chain, with the most expected tokens per second. One object per drafter.
 
-    A sequence's own hazards are shrunk towards the drafter's. A better depth must win by `margin`. A sequence at depth 0 is
-    probed now and then: more seldom after each probe that failed, at once again after one that was right. A plain pass is
-    timed again when its last timing is old.
+    parts: names of a chain's parts, if it is one. passes: what the target's passes cost, shared by all that plan for it, and told by
+    whoever runs them. least: of an acceptance of first guesses below it nothing is drafted but trials.
     """
 
-    max_depth: int
-    tree: int | None = None
-    margin: float = 0.03
-    replan: int = 4
-    hazards: Hazards = field(init=False)
-    draft: Costs = field(init=False)
-    score: Costs = field(init=False)
-    rounds: int = 0
-    _plan: list[tuple[int, str]] = field(default_factory=list)
-    _planned: tuple[str, ...] = ()
-    _beliefs: dict[str, _Belief] = field(default_factory=dict)
+    def __init__(self, max_depth: int, tree: int | None = None, *, parts: abc.Sequence[str] = (), passes: PassCosts | None = None,
+                 least: float = 0.0) -> None:
+        self.max_depth, self.tree, self.least = max_depth, tree, least
+        self.passes = PassCosts() if passes is None else passes
+        self.arms = [Arm(name, Survival(max_depth)) for name in (None, *dict.fromkeys(parts))]
+        self.rounds = 0
+        self._plan: Plan | None = None
+        self._choices: list[Choice] = []
+        self._planned: tuple[str, ...] = ()
+        self._next = 0                                           # the round of the next plan for the same sequences
+        self._trial: Trial | None = None
+        self._plain_at = 0                                       # the last round without any draft
+        self._plain_credit = 0.0
+        self._overhead = 0.0                                     # seconds of a round's drafting step in which nothing was drafted
 
-    START = (4, 0, 2, 0, 4)           # depths of the first rounds, which measure the costs
-    PROBE = 2
-    OLD = 0.02                        # weight of a plain pass's timing below which it is taken again
-    OWN_PRIOR = 4.0                   # observations that the drafter's hazards are worth against the sequence's own
+    @property
+    def tried(self) -> bool:
+        """Whether every arm has had its first trials. Before, nothing else is drafted: what an arm takes is measured alone."""
+        return all(arm.costs.seen >= TRIALS for arm in self.arms)
 
-    def __post_init__(self) -> None:
-        self.hazards = Hazards(self.max_depth, 0.98)
-        self.draft, self.score = Costs(0.5), Costs(0.05)
+    @property
+    def hazards(self) -> Hazards:
+        """Of the drafter as it is, over all texts."""
+        return self.arms[0].survival.common
 
-    def depths(self, batch: abc.Sequence[Sequence], rooms: abc.Sequence[int]) -> list[tuple[int, str]]:
-        if self.rounds < len(self.START):
-            return [(min(self.START[self.rounds], self.max_depth), "auto: measuring what a round costs")] * len(batch)
-        if self.score.age(len(batch)) < self.OLD and self.rounds % self.replan == 0:
-            return [(0, "auto: timing a plain pass again")] * len(batch)
-        ids = tuple(seq.id for seq in batch)
-        if ids != self._planned or self.rounds % self.replan == 0:
-            self._plan, self._planned = self._decide(batch, rooms), ids
-        return [self._probe(seq, *choice) for seq, choice in zip(batch, self._plan, strict=True)]
+    # The protocol.
 
-    def learn(self, batch: abc.Sequence[Sequence], drafts: abc.Sequence[Draft], verdicts: abc.Sequence[Verdict], times: Times) -> None:
+    def depths(self, batch: abc.Sequence[Sequence], rooms: abc.Sequence[int], whole: abc.Sequence[Sequence]) -> list[Choice]:
+        self._trial = None
+        if not self.passes.known:
+            return [Choice(0, "auto: timing a plain pass")] * len(batch)
+        ids = tuple([seq.id for seq in batch])
+        if ids == self._planned and self.rounds < self._next:
+            return self._choices
+        scene = self._scene(batch, rooms, whole)
+        self._planned = ids
+        self._plan = self._best(scene, None if self._plan is None else self._plan.arm)
+        self._choices = self._told(scene, self._plan)
+        self._next = self.rounds + (REPLAN + len(batch) // 4 if self.tried else 1)
+        return self._tried(scene, self._plan) or self._choices
+
+    def learn(self, batch: abc.Sequence[Sequence], budgets: abc.Sequence[Budget], drafts: abc.Sequence[Draft],
+              verdicts: abc.Sequence[Verdict], times: Times) -> None:
         self.rounds += 1
-        deepest = max((_depth(draft) for draft in drafts), default=0)
-        self.score.learn(sum(len(draft) + 1 for draft in drafts), times.score_s + times.verify_s + times.other_s)
-        if deepest:
-            self.draft.learn(deepest, times.draft_s)
-        for seq, draft, verdict in zip(batch, drafts, verdicts, strict=True):
-            belief = self._belief(seq)
-            belief.idle = 0 if len(draft) else belief.idle + 1
-            if len(draft):
-                for hazards in (self.hazards, belief.hazards):
-                    hazards.learn(len(verdict.accepted), bool(verdict.rejected))
-                failed = min(max(2 * belief.patience, SHORTEST), LONGEST)
-                belief.patience = SHORTEST if belief.depth else failed if verdict.rejected else 1
+        if self._plan is not None:
+            earned = SHARE * self._plan.seconds
+            self._plain_credit = min(self._plain_credit + earned, self._plan.seconds)
+            for arm in self.arms:
+                arm.earn(earned / len(self.arms))
+        asked: dict[str, list[int]] = {}
+        for i, budget in enumerate(budgets):
+            if budget.depth:
+                asked.setdefault(budget.drafter, []).append(i)
+        if not asked:
+            self._plain_at = self.rounds
+            self._overhead += (times.draft_s - self._overhead) * (0.1 if self._overhead else 1.0)
+        spent, trial = max(times.draft_s - self._overhead, 1e-6) * exp(-self.passes.weather), self._trial
+        for name, here in asked.items():
+            arm = next((arm for arm in self.arms if arm.name == name), self.arms[0])
+            self._learn(arm, here, batch, budgets, drafts, verdicts, spent if len(asked) == 1 else None)
+        if trial is not None and (trial.arm is None or any(budgets[i].depth for i in trial.places)):
+            stood = sum(len(verdicts[i].accepted) for i in trial.places)
+            self._charge(trial, stood, spent)
+            if trial.arm is not None and stood:
+                self._planned = ()                               # a guess that stood is news: plan again at once
 
     def forget(self, seq: Sequence) -> None:
-        self._beliefs.pop(seq.id, None)
+        for arm in self.arms:
+            arm.survival.forget(seq)
+            arm.read.pop(seq.id, None)
 
-    def _belief(self, seq: Sequence) -> _Belief:
-        if seq.id not in self._beliefs:
-            self._beliefs[seq.id] = _Belief(Hazards(self.max_depth, 0.95))
-        return self._beliefs[seq.id]
+    # Plans.
 
-    def _decide(self, batch: abc.Sequence[Sequence], rooms: abc.Sequence[int]) -> list[tuple[int, str]]:
-        common = self.hazards.means()
-        beliefs = [self._belief(seq) for seq in batch]
-        chances = [survival(b.hazards.means(common, self.OWN_PRIOR)[:room]) for b, room in zip(beliefs, rooms, strict=True)]
-        draft = [0.0, *self.draft.curve(range(1, self.max_depth + 1))] if self._has_drafted() else [0.0] * (self.max_depth + 1)
-        widest = max(self.max_depth, self.tree or 0)
-        score = self.score.curve(range(1, len(batch) * (widest + 1) + 1))
-        depths = self._best_tree(chances, draft, score) if self.tree else best_batch(chances, draft, score)[0]
-        plain = self._rate([0] * len(batch), chances, draft, score)
-        before = [min(b.depth, room) for b, room in zip(beliefs, rooms, strict=True) if b.depth is not None]
-        best = self._rate(depths, chances, draft, score)
-        if len(before) == len(batch) and best < (1 + self.margin) * self._rate(before, chances, draft, score):
-            depths, best = before, self._rate(before, chances, draft, score)
-        gain = best / plain
-        for belief, depth in zip(beliefs, depths, strict=True):
-            belief.depth = depth
-        return [(depth, _why(depth, chance, gain)) for depth, chance in zip(depths, chances, strict=True)]
+    def _scene(self, batch: abc.Sequence[Sequence], rooms: abc.Sequence[int], whole: abc.Sequence[Sequence]) -> Scene:
+        keys = sum(len(seq.tokens) for seq in whole)
+        most = max(self.max_depth, self.tree or 0)
+        score = self.passes.curve(len(whole), keys, len(whole) + most * len(batch))
+        none: list[list[float]] = [[] for _ in batch]
+        return Scene(batch, list(rooms), len(whole), score, Plan(None, [0] * len(batch), len(whole), float(score[len(whole) - 1]), none))
 
-    def _best_tree(self, chances: list[list[float]], draft: list[float], score: list[float]) -> list[int]:
+    def _best(self, scene: Scene, held: Arm | None) -> Plan:
+        """Of plain decoding and every arm the best. Another arm must win by MARGIN; to stop needs none."""
+        best = scene.plain
+        for arm in sorted(self.arms, key=lambda arm: arm is not held) if self.tried else ():         # the one in use first
+            plan = self._of(arm, scene)
+            if plan.rate > best.rate * (1.0 if arm is held else 1 + MARGIN):
+                best = plan
+        return best
+
+    def _of(self, arm: Arm, scene: Scene) -> Plan:
+        """The best depths with this arm; texts that it would have to read first only where that pays off."""
+        rooms = scene.rooms
+        if self.least:
+            rooms = [room if arm.survival.first(seq) >= self.least else 0 for seq, room in zip(scene.batch, rooms, strict=True)]
+        chances, shares = arm.survival.of(scene.batch, self.rounds, rooms)
+        plan = self._fitted(arm, scene, chances, shares)
+        unread = [arm.unread(seq) if depth else 0 for seq, depth in zip(scene.batch, plan.depths, strict=True)]
+        fees = [arm.costs.per_unread * tokens for tokens in unread]
+        late = [i for i, fee in enumerate(fees) if fee > 0.05 * scene.plain.seconds]
+        if late:
+            without = self._fitted(arm, scene, [[] if i in late else c for i, c in enumerate(chances)], shares)
+            ahead = sum(min(scene.rooms[i], HORIZON) for i in late) / len(late) * scene.rows         # tokens of the whole batch
+            if ahead / without.rate - ahead / plan.rate < sum(fees[i] for i in late):
+                return without
+        return plan
+
+    def _fitted(self, arm: Arm, scene: Scene, chances: list[list[float]], shares: list[list[float]]) -> Plan:
+        draft = arm.costs.levels(self.max_depth)
+        score = (scene.score + arm.costs.per_token * np.arange(1.0 - scene.rows, len(scene.score) + 1 - scene.rows)).tolist()
+        if self.tree:
+            depths, rate = self._best_tree(scene, chances, draft, score)
+        else:
+            depths, rate = best_batch(chances, draft, score, 0.0, shares, scene.others)
+        tokens = scene.rows + sum(sum(chance[:depth]) for chance, depth in zip(chances, depths, strict=True))
+        return Plan(arm, depths, tokens, tokens / rate, chances)
+
+    def _best_tree(self, scene: Scene, chances: list[list[float]], draft: list[float], score: list[float]) -> tuple[list[int], float]:
         """A common depth: the nodes of a tree are paid for whatever its depth."""
-        options = [[min(depth, len(c)) for c in chances] for depth in range(self.max_depth + 1)]
-        return max(options, key=lambda depths: self._rate(depths, chances, draft, score))
+        best, best_rate = [0] * len(chances), scene.plain.rate
+        for depth in range(1, self.max_depth + 1):
+            depths = [min(depth, len(c)) for c in chances]
+            tokens = scene.rows + sum(sum(chance[:d]) for chance, d in zip(chances, depths, strict=True))
+            rows = scene.rows + sum(max(d, self.tree or 0) for d in depths if d)
+            rate = tokens / (draft[max(depths)] + score[rows - 1])
+            if rate > best_rate:
+                best, best_rate = depths, rate
+        return best, best_rate
 
-    def _rate(self, depths: abc.Sequence[int], chances: list[list[float]], draft: list[float], score: list[float]) -> float:
-        """Expected tokens per second of a round with these depths."""
-        tokens = sum(1 + sum(chance[:depth]) for depth, chance in zip(depths, chances, strict=True))
-        rows = sum(1 + (max(depth, self.tree or 0) if depth else 0) for depth in depths)
-        return tokens / (draft[max(depths)] + score[rows - 1])
+    def _told(self, scene: Scene, plan: Plan) -> list[Choice]:
+        """The plan in words."""
+        name = "" if plan.arm is None or plan.arm.name is None else f"{plan.arm.name}, "
+        told = []
+        for seq, depth, chance in zip(scene.batch, plan.depths, plan.chances, strict=True):
+            if depth:
+                gain = plan.rate / scene.plain.rate
+                why = f"{name}{1 + sum(chance[:depth]):.2f} tokens expected, {gain:.2f}× the plain rate"
+            elif self.least and (first := max(arm.survival.first(seq) for arm in self.arms)) < self.least:
+                why = f"the first guess stands in {first:.0%} of such texts, least_acceptance is {self.least:.0%}"
+            elif not self.tried:
+                why = "the drafter is tried first"
+            elif plan.drafts:
+                why = f"{name}too few of this text's guesses stand (the first in {chance[0] if chance else 0:.0%})"
+            else:
+                why = "no draft is expected to pay for its time"
+            told.append(Choice(depth, f"auto: {why}", plan.arm.name if plan.arm else None))
+        return told
 
-    def _has_drafted(self) -> bool:
-        return any(self.draft.age(depth) for depth in range(1, self.max_depth + 1))
+    # Trials.
 
-    def _probe(self, seq: Sequence, depth: int, reason: str) -> tuple[int, str]:
-        belief = self._belief(seq)
-        if depth or belief.idle < belief.patience:
-            return depth, reason
-        return min(self.PROBE, self.max_depth), f"auto: a probe after {belief.idle} plain rounds"
+    def _tried(self, scene: Scene, plan: Plan) -> list[Choice] | None:
+        """The plan with one thing tried that has not been for long, if there is credit for what it may lose."""
+        plain, wait = scene.plain.seconds, inf
+        for arm in sorted(self.arms, key=lambda arm: arm.asked):
+            if arm.credit is None:
+                arm.credit = TRIALS * OVERDRAFT[0] * plain
+            free = [i for i, depth in enumerate(plan.depths) if scene.rooms[i] and not (depth and arm is plan.arm)]
+            if not free:
+                continue
+            free.sort(key=lambda i: (arm.kinds.get(arm.survival.kind(scene.batch[i]), -1), arm.unread(scene.batch[i])))
+            some, deepest = free[:isqrt(len(free))], TRIAL_DEPTH if arm.costs.seen >= TRIALS else FIRST_DEPTH
+            depths = {i: min(deepest, scene.rooms[i], self.max_depth) for i in some}       # several share the call and its levels
+            trial = self._trial_of(arm, scene, plan, depths)
+            if arm.costs.seen >= TRIALS:
+                arm.credit = min(arm.credit, plain / 4 + trial.loss)
+            if arm.costs.seen < TRIALS or self.tried and trial.loss <= arm.credit:
+                self._trial = trial
+                why = f"auto: a probe{f' of {arm.name}' if arm.name else ''} after {self.rounds - arm.asked} rounds without"
+                return [Choice(depths[i], why, arm.name) if i in depths else choice for i, choice in enumerate(self._choices)]
+            wait = min(wait, (trial.loss - arm.credit) * len(self.arms) / (SHARE * plan.seconds))
+        if plan.drafts:
+            loss = plain - scene.rows / plan.rate
+            if self.rounds - self._plain_at > AGAIN and loss <= self._plain_credit:
+                self._trial = Trial(None, [], loss, 0.0, 0.0, plan.rate)
+                return [Choice(0, "auto: timing a plain pass again")] * len(plan.depths)
+        else:
+            self._next = max(self._next, self.rounds + int(min(wait, REST)))
+        return None
 
+    def _trial_of(self, arm: Arm, scene: Scene, plan: Plan, depths: abc.Mapping[int, int]) -> Trial:
+        """What asking `arm` about these sequences is expected to bring and to lose, against the plan."""
+        places, rest = list(depths), [0 if i in depths else d for i, d in enumerate(plan.depths)]
+        beside = 0.0 if plan.arm is None or not any(rest) else plan.arm.costs.seconds(max(rest), sum(rest), 0)
+        if not arm.costs.seen:
+            return Trial(arm, places, 0.0, 0.0, beside, plan.rate)
+        asked = [scene.batch[i] for i in places]
+        chances, shares = arm.survival.of(asked, self.rounds, list(depths.values()))
+        new = float(sum(max(d, self.tree) for d in depths.values())) if self.tree else sum(map(sum, shares))
+        rows = scene.rows + sum(max(d, self.tree or 0) if d else 0 for d in rest) + new
+        deepest = max(depths.values())
+        drafting = beside + arm.costs.seconds(deepest, new, sum(map(arm.unread, asked)))
+        if plan.arm is arm and any(rest):
+            drafting -= arm.costs.seconds(min(deepest, max(rest)), 0, 0)         # the call and its levels are shared
+        kept = sum(sum(chance[:d]) for chance, d in zip(plan.chances, rest, strict=True))
+        brought = sum(map(sum, chances))
+        seconds = drafting + between(scene.score.tolist(), min(rows, len(scene.score)))
+        return Trial(arm, places, seconds - (scene.rows + kept + brought) / plan.rate, brought, drafting, plan.rate)
 
-def _why(depth: int, chances: list[float], gain: float) -> str:
-    if depth:
-        return f"auto: {1 + sum(chances[:depth]):.2f} tokens expected, {gain:.2f}× the plain rate"
-    return "auto: no draft is expected to pay for its time"
+    def _charge(self, trial: Trial, accepted: int, drafting: float) -> None:
+        """What a trial lost as it turned out is taken from the credit; luck gives some back."""
+        if trial.arm is None:
+            self._plain_credit -= trial.loss
+        else:
+            assert self._plan is not None
+            lost = trial.loss + (trial.tokens - accepted) / trial.rate + drafting - trial.drafting
+            trial.arm.earn(-min(lost, OVERDRAFT[trial.arm.costs.seen > TRIALS] * self._plan.seconds))
 
+    # What rounds show.
+
+    def _learn(self, arm: Arm, here: abc.Sequence[int], batch: abc.Sequence[Sequence], budgets: abc.Sequence[Budget],
+               drafts: abc.Sequence[Draft], verdicts: abc.Sequence[Verdict], seconds: float | None) -> None:
+        """What became of an arm's drafts. seconds: what they took in fair weather; None where that is not known."""
+        arm.asked, deepest, unread = self.rounds, 0, 0
+        for i in here:
+            seq, depth = batch[i], _depth(drafts[i])
+            deepest = max(deepest, depth)
+            length = len(seq.tokens) - len(verdicts[i].accepted) - 1         # when it was asked
+            unread += max(0, length - arm.read.get(seq.id, 0))
+            arm.read[seq.id] = length
+            arm.kinds[arm.survival.kind(seq)] = self.rounds
+            arm.survival.learn(seq, self.rounds, budgets[i].depth, depth, len(verdicts[i].accepted))
+        if seconds is not None:
+            arm.costs.learn(deepest, sum(len(drafts[i]) for i in here), unread, seconds)
 
 
 def _depth(draft: Draft) -> int:

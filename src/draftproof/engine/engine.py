@@ -1,4 +1,4 @@
-"""The local engine: what `port.Port` asks for, over one target, one drafter and one batch."""
+"""The local engine: what `port.Port` asks for, over one target, its drafters and one batch."""
 
 from __future__ import annotations
 
@@ -22,7 +22,12 @@ from ..trace.sinks import Sink
 from ..types import Commit, Rule, Sampling
 from .admit import Wish, check_limits, check_prediction, encode, resolve, sequences
 from .batch import Batch
+from .control import Control
+from .costs import PassCosts
+from .lanes import Lanes
+from .memory import Pressure, free_share
 from .port import Completion, TokenEvent
+from .profile import profile
 from .records import Recorder
 from .sequence import Sequence
 from .setup import check_depth, control_of, draft_bytes, open_drafter, open_target
@@ -81,12 +86,13 @@ class Engine:
 
     target: a folder, a hub id, a `Target`, or None for the built-in demo model. drafter: a spec such as "ngram:min=2" or a
     `Drafter`. depth: tokens to guess per round, or "auto". tree: most nodes per round (None: chains). sinks: where trace
-    events go besides `Completion.trace`. Not thread-safe. Raises OptionError, SpecError or LoadError.
+    events go besides `Completion.trace`. others: further drafters that are loaded, which a request may name in `speculation`.
+    Not thread-safe. Raises OptionError, SpecError or LoadError.
     """
 
     def __init__(self, target: str | Target | None = None, drafter: str | Drafter = "none", depth: str | int = "auto", *,
                  tree: int | None = None, rule: Rule = "match", load: LoadConfig | None = None, config: EngineConfig | None = None,
-                 sinks: abc.Iterable[Sink] = ()) -> None:
+                 sinks: abc.Iterable[Sink] = (), others: abc.Iterable[str | Drafter] = ()) -> None:
         self.load, self.config = load or LoadConfig(), config or EngineConfig()
         if isinstance(depth, str) and depth != "auto":
             raise OptionError(f"depth={depth!r}: expected auto or an integer ≥ 0")
@@ -94,12 +100,14 @@ class Engine:
         self.settings = SpeculationConfig(drafter=spec, depth=None if depth == "auto" else int(depth), tree=tree, rule=rule)
         self.target = open_target(target, self.load)
         check_depth(self.target, self.settings)
-        worker = open_drafter(drafter, self.target, self.settings, self.load)
-        self.speculation = Speculation(worker, control_of(self.settings), self.target.vocab_size, self.target.device, tree,
-                                       keep_law=self.config.trace == "full")
+        self._passes = PassCosts()
+        self.speculation = self._lane(drafter, self.settings)
+        self._others = [self._beside(other) for other in others]
+        self.lanes = Lanes([self.speculation, *(lane for _, lane in self._others)], self._passes)
         self._recorder = Recorder(self.config.trace, sinks, self.config.trace_alternatives)
-        self._batch = Batch(self.target, self.speculation, self._recorder, self.config.max_batch, self.load.prefill_chunk)
+        self._batch = Batch(self.target, self.lanes, self._recorder, self.config.max_batch, self.load.prefill_chunk)
         self._handles: dict[str, Request] = {}
+        self._profile()
         self._count, self._done, self._total = 0, 0, Tally()
         self._recorder.begin(self._header())
 
@@ -111,8 +119,9 @@ class Engine:
         ids = encode(self.target, prompt)
         options = resolve(self.target, sampling or Sampling())
         check_limits(options, self.config.max_samples, self.config.max_logprobs)
-        wish = Wish.of(speculation, (self.speculation.name, self.settings.drafter), self.settings.tree)
-        check_prediction(options, wish, self.speculation.drafter, self.settings.drafter)
+        names = [(lane.name, spec) for spec, lane in ((self.settings.drafter, self.speculation), *self._others)]
+        wish = Wish.of(speculation, names[0], self.settings.tree, names[1:])
+        check_prediction(options, wish, self.lanes.lanes[wish.lane].drafter, names[wish.lane][1])
         if len(self._batch.waiting) + options.n > self.config.max_waiting:
             raise Failure(f"{len(self._batch.waiting)} requests are waiting, the limit is {self.config.max_waiting}; "
                           "try again later, or raise max_waiting")
@@ -194,14 +203,13 @@ class Engine:
             except DraftproofError:
                 self.settings = before
                 raise
-            self.speculation.replace(worker, control_of(self.settings))
-        if depth_cap is not None:
-            self.speculation.depth_cap = depth_cap
-        if enabled is not None:
-            self.speculation.enabled = enabled
-            if not enabled:
-                self.speculation.leave_all()
-        return self._state(self.settings.rule, "auto" if self.settings.depth is None else self.settings.depth)
+            self.speculation.replace(worker, self._control(worker, self.settings))
+            self._profile()
+        self.lanes.steer(enabled, depth_cap)
+        state = self._state(self.speculation, self.settings.rule, "auto" if self.settings.depth is None else self.settings.depth)
+        if self._others:
+            state["others"] = {spec: dict(zip(("state", "reason"), lane.state, strict=True)) for spec, lane in self._others}
+        return state
 
     def stats(self) -> dict[str, Any]:
         """Counts since the engine started: requests by state, the tally of all of them, the target's facts, speculation."""
@@ -221,7 +229,7 @@ class Engine:
         for seq in list(self._batch):
             self._batch.end(seq, "cancelled")
         self._settle()
-        self.speculation.leave_all()
+        self.lanes.leave_all()
         self._recorder.flush()
 
     def __enter__(self) -> Self:
@@ -231,6 +239,27 @@ class Engine:
         self.close()
 
     # Inside
+
+    def _lane(self, drafter: str | Drafter, settings: SpeculationConfig) -> Speculation:
+        worker, device = open_drafter(drafter, self.target, settings, self.load), self.target.device
+        return Speculation(worker, self._control(worker, settings), self.target.vocab_size, device, settings.tree,
+                           keep_law=self.config.trace == "full", pressure=Pressure(self.config.free_memory, lambda: free_share(device)))
+
+    def _control(self, drafter: Drafter | None, settings: SpeculationConfig) -> Control:
+        return control_of(settings, drafter, self._passes, self.config.least_acceptance)
+
+    def _profile(self) -> None:
+        """Time the target's passes, if a controller will want to know, nothing is running, and it has not been done."""
+        if self.config.profile_s and self.settings.depth is None and not self._passes.known and not self._batch.live:
+            if any(lane.drafter is not None for lane in self.lanes.lanes):
+                profile(self.target, self._passes, self.config.max_batch, self.config.profile_s)
+
+    def _beside(self, drafter: str | Drafter) -> tuple[str, Speculation]:
+        spec = drafter if isinstance(drafter, str) else drafter.name
+        lane = self._lane(drafter, replace(self.settings, drafter=spec))
+        if lane.drafter is None:
+            raise OptionError(f"others: {spec!r}; expected drafters that guess: none needs no loading")
+        return spec, lane
 
     def _submit(self, prompt: str | abc.Sequence[int], sampling: Sampling | None, options: Mapping[str, Any]) -> list[Request]:
         """`submit` with fields of `Sampling` among the options."""
@@ -278,17 +307,17 @@ class Engine:
         self._batch.ended.clear()
 
     def _metrics(self, seq: Sequence) -> dict[str, Any]:
-        size, per_token = draft_bytes(self.speculation.drafter), self.target.facts.cache_bytes_per_token
+        size, per_token = draft_bytes(self.lanes.of(seq).drafter), self.target.facts.cache_bytes_per_token
         return metrics(seq.tally, seq.clock, size, ceil(size / per_token) if per_token else 0)
 
-    def _state(self, rule: str, depth: int | str) -> dict[str, Any]:
-        state, reason = self.speculation.state
-        return {"state": state, "drafter": self.speculation.name, "depth": depth if state != "none" else 0, "rule": rule, "reason": reason}
+    def _state(self, lane: Speculation, rule: str, depth: int | str) -> dict[str, Any]:
+        state, reason = lane.state
+        return {"state": state, "drafter": lane.name, "depth": depth if state != "none" else 0, "rule": rule, "reason": reason}
 
     def _speculation_of(self, seq: Sequence) -> dict[str, Any]:
         """The `speculation` of `generate --json`."""
         depth = seq.depth if seq.depth is not None else "auto" if self.settings.depth is None else self.settings.depth
-        state = self._state(seq.rule, depth)
+        state = self._state(self.lanes.of(seq), seq.rule, depth)
         if state["state"] == "on" and not seq.speculate:
             state.update(state="off", depth=0, reason="the request asked for no drafter")
         return state

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections import abc
 from dataclasses import replace
+from itertools import accumulate
 from time import perf_counter
 
 import torch
 from torch import Tensor
 
+from ..core.choice import choose
 from ..core.noise import key, key_rows, uniform
-from ..core.probs import Rows, choose, distribution
+from ..core.probs import Rows, distribution, laws
 from ..core.tally import fates
 from ..core.tree import path
 from ..core.tree import positions as places
@@ -20,10 +22,10 @@ from ..errors import CacheFull, DrafterError, OptionError
 from ..models.target import Slot, Target
 from ..trace.events import Alternative, Times
 from ..types import LOSSY, Commit, Draft, Fate, Scores, Signals, Verdict
+from .lanes import Lanes
 from .port import TokenLogprob
 from .records import Judged, Recorder
 from .sequence import Sequence
-from .speculation import Speculation
 
 FLOOR = -9999.0
 """A log-probability of −inf, in a form that every JSON reader takes."""
@@ -32,7 +34,7 @@ FLOOR = -9999.0
 class Rounds:
     """Runs rounds over batches of running sequences of one target."""
 
-    def __init__(self, target: Target, speculation: Speculation, recorder: Recorder) -> None:
+    def __init__(self, target: Target, speculation: Lanes, recorder: Recorder) -> None:
         self.target, self.speculation, self.recorder = target, speculation, recorder
 
     def run(self, batch: abc.Sequence[Sequence]) -> list[Commit]:
@@ -45,8 +47,8 @@ class Rounds:
             scores, drafts = self._score(batch, drafts)
             scored = perf_counter()
             nodes = [draft.tokens.tolist() for draft in drafts]
-            laws = distribution(scores.logits, [_options(*each, scores.logits) for each in zip(batch, drafts, nodes, strict=True)])
-            verdicts, coins = self._verify(batch, drafts, nodes, laws, scores.starts)
+            logp, few = laws(scores.logits, [_options(*each, scores.logits) for each in zip(batch, drafts, nodes, strict=True)])
+            verdicts, coins = self._verify(batch, drafts, nodes, logp, few, scores.starts)
             verified = perf_counter()
             for seq, budget in zip(batch, budgets, strict=True):
                 seq.drafted(budget.depth)
@@ -56,15 +58,15 @@ class Rounds:
         except BaseException:
             self._restore(batch)
             raise
-        self.speculation.observe(batch, commits, [_signals(scores, i, commit) for i, commit in enumerate(commits)])
+        self.speculation.observe(batch, commits, _signals(scores, commits))
         end = perf_counter()
         times = Times(drafted - start, scored - drafted, verified - scored, end - verified)
         judged = [Judged(seq, budgets[i], drafts[i], nodes[i], commits[i], _fates(drafts[i], verdicts[i], commits[i]), coins.get(i))
                   for i, seq in enumerate(batch)]
         for i, one in enumerate(judged):
             self._count(one, scores.logits, scores.starts[i], end, times)
-        self.speculation.learn(batch, drafts, verdicts, times)
-        self.recorder.rounds(judged, laws, scores, times)
+        self.speculation.learn(batch, budgets, drafts, verdicts, times)
+        self.recorder.rounds(judged, logp, scores, times)
         return commits
 
     def choose_first(self, seq: Sequence, logits: Tensor) -> Commit:
@@ -90,8 +92,8 @@ class Rounds:
             drafts = [Draft.empty(draft.drafter, f"no room to score it: {full}") for draft in drafts]
             return self.target.score(slots, roots, drafts), drafts
 
-    def _verify(self, batch: abc.Sequence[Sequence], drafts: list[Draft], nodes: list[list[int]], laws: Tensor,
-                starts: abc.Sequence[int]) -> tuple[list[Verdict], dict[int, Tensor]]:
+    def _verify(self, batch: abc.Sequence[Sequence], drafts: list[Draft], nodes: list[list[int]], logp: Tensor,
+                few: Tensor | None, starts: abc.Sequence[int]) -> tuple[list[Verdict], dict[int, Tensor]]:
         """A verdict per sequence, and the coins of those whose draft a joint rule judged.
 
         Without a draft, at temperature 0 and under `match` the target chooses, with the shared noise. A draft that its rule
@@ -102,15 +104,18 @@ class Rounds:
         for i, (seq, draft) in enumerate(zip(batch, drafts, strict=True)):
             if not shares_noise(seq.rule) and len(draft) and not seq.sampling.greedy:
                 try:
-                    verdicts[i], coins[i] = _joint(seq, draft, laws[starts[i]:starts[i + 1]])
+                    verdicts[i], coins[i] = _joint(seq, draft, logp[starts[i]:starts[i + 1]])
                 except (DrafterError, OptionError) as error:
-                    self.speculation.retire(error)
-                    drafts[i], nodes[i] = Draft.empty(draft.drafter, self.speculation.failure), []
+                    lane = self.speculation.of(seq)
+                    lane.retire(error)
+                    drafts[i], nodes[i] = Draft.empty(draft.drafter, lane.failure), []
         rest = [i for i in range(len(batch)) if i not in verdicts]
         if rest:
-            rows = laws if len(rest) == len(batch) and starts[-1] == sum(len(d) + 1 for d in drafts) else torch.cat(
-                [laws[starts[i]:starts[i] + len(drafts[i]) + 1] for i in rest])
-            choices = choose(rows, _choice_keys([batch[i] for i in rest], [drafts[i] for i in rest], laws.device)).tolist()
+            rows = logp
+            if len(rest) < len(batch) or starts[-1] > sum(len(d) + 1 for d in drafts):
+                chosen = [row for i in rest for row in range(starts[i], starts[i] + len(drafts[i]) + 1)]
+                rows, few = logp[chosen], None if few is None else few[chosen]
+            choices = choose(rows, _choice_keys([batch[i] for i in rest], [drafts[i] for i in rest], rows.device), few).tolist()
             at = 0
             for i in rest:
                 own = choices[at:at + len(nodes[i]) + 1]
@@ -182,13 +187,15 @@ def _joint(seq: Sequence, draft: Draft, logp: Tensor) -> tuple[Verdict, Tensor]:
     return joint(seq.rule, draft, logp, thrown, key_rows(residual, logp.device)), thrown
 
 
-def _signals(scores: Scores, i: int, commit: Commit) -> Signals | None:
-    """The hidden states of the root and of the nodes that entered the text, if a drafter asked for layers."""
+def _signals(scores: Scores, commits: abc.Sequence[Commit]) -> abc.Sequence[Signals | None]:
+    """The hidden states of each root and of the nodes that entered its text, if a drafter asked for layers."""
     if not scores.taps:
-        return None
-    root = scores.starts[i]
-    rows = [root, *(root + 1 + node for node in commit.kept)]
-    return Signals(commit.start - 1, {layer: hidden[rows] for layer, hidden in scores.taps.items()})
+        return [None] * len(commits)
+    rows = [row for root, commit in zip(scores.starts, commits, strict=False) for row in (root, *(root + 1 + n for n in commit.kept))]
+    kept = {layer: hidden[rows] for layer, hidden in scores.taps.items()}
+    ends = list(accumulate(1 + len(commit.kept) for commit in commits))
+    return [Signals(commit.start - 1, {layer: hidden[end - 1 - len(commit.kept):end] for layer, hidden in kept.items()})
+            for commit, end in zip(commits, ends, strict=True)]
 
 
 def _note_logprobs(seq: Sequence, logits: Tensor, rows: abc.Sequence[int], tokens: abc.Sequence[int]) -> None:

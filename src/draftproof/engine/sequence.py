@@ -49,6 +49,7 @@ class Sequence:
     rule: Rule = "match"
     depth: int | str | None = None               # of this request: a fixed depth, "auto", or None for the engine's
     speculate: bool = True
+    lane: int = 0                                # which of the engine's drafters guesses for it
     tenant: str = ""
     prompt_class: str | None = None
     tokens: list[int] = field(default_factory=list)          # prompt first

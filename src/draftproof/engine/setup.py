@@ -8,6 +8,7 @@ from ..drafters.base import Drafter
 from ..errors import OptionError
 from ..models.target import Target
 from .control import AutoDepth, Control, FixedDepth
+from .costs import PassCosts
 
 
 def open_target(target: str | Target | None, load: LoadConfig) -> Target:
@@ -39,8 +40,17 @@ def open_drafter(drafter: str | Drafter, target: Target, settings: SpeculationCo
     return drafter
 
 
-def control_of(settings: SpeculationConfig) -> Control:
-    return AutoDepth(settings.max_depth, settings.tree) if settings.depth is None else FixedDepth(settings.depth)
+def control_of(settings: SpeculationConfig, drafter: Drafter | None, passes: PassCosts, least_acceptance: float) -> Control:
+    if settings.depth is not None:
+        return FixedDepth(settings.depth)
+    return AutoDepth(settings.max_depth, settings.tree, parts=_parts(drafter), passes=passes, least=least_acceptance)
+
+
+def _parts(drafter: Drafter | None) -> list[str]:
+    """Names of a chain's parts that can be asked alone: those that only one of them has."""
+    below = getattr(drafter, "parts", ())
+    names = [name for part in below for name in (_parts(part) or [part.name])]
+    return [name for name in names if names.count(name) == 1]
 
 
 def check_depth(target: Target, settings: SpeculationConfig) -> None:

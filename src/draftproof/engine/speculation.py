@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import abc
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -56,12 +57,14 @@ class Speculation:
     """Plans budgets, asks the drafter and keeps its states. A drafter that breaks its contract is taken out of service."""
 
     def __init__(self, drafter: Drafter | None, control: Control, vocab_size: int, device: torch.device, tree: int | None = None,
-                 max_depth: int = 16, keep_law: bool = False) -> None:
+                 max_depth: int = 16, keep_law: bool = False, pressure: Callable[[], str] = str) -> None:
+        """pressure: called once a round, says why guessing should pause now; empty: it should not."""
         self.drafter, self.control, self.tree, self.max_depth, self.keep_law = drafter, control, tree, max_depth, keep_law
         self.enabled = True
         self.depth_cap: int | None = None        # the operator's, for fixed and automatic depths alike
         self.failure = ""                        # why the drafter is out of service
         self.reason = "no round yet"             # of the last budget
+        self._pressure, self.pressed = pressure, ""
         self._vocab_size, self._device = vocab_size, device
         self._open: dict[str, Sequence] = {}     # sequences with a drafter state
 
@@ -71,8 +74,8 @@ class Speculation:
 
     @property
     def taps(self) -> tuple[int, ...]:
-        """The layers whose hidden states the drafter reads."""
-        return () if self.drafter is None or self.failure else self.drafter.needs.taps
+        """The layers whose hidden states the drafter reads; none while it is out of service or switched off."""
+        return () if self.drafter is None or self.failure or not self.enabled or self.pressed else self.drafter.needs.taps
 
     @property
     def state(self) -> tuple[str, str]:
@@ -83,18 +86,29 @@ class Speculation:
             return "out of service", self.failure
         if not self.enabled:
             return "off", "speculation is switched off"
+        if self.pressed:
+            return "off", self.pressed
         return "on", self.reason
 
-    def plan(self, batch: abc.Sequence[Sequence]) -> list[Budget]:
-        """A budget per sequence. Deeper than the request's end, the context or the drafter reach is never granted."""
+    def plan(self, batch: abc.Sequence[Sequence], whole: abc.Sequence[Sequence]) -> list[Budget]:
+        """A budget per sequence. Deeper than the request's end, the context or the drafter reach is never granted.
+
+        whole: all sequences of the pass, those of other drafters too.
+        """
+        if self.drafter is not None and self.enabled and not self.failure:
+            before, self.pressed = self.pressed, self._pressure()
+            if self.pressed and not before:
+                log.warning("drafter %s pauses: %s", self.name, self.pressed)
+                self.leave_all()
         state, why = self.state
         name = self.name
         if state != "on" or self.drafter is None:
             return [Budget(0, 0, name, why)] * len(batch)
         limits = [self._limit(seq) for seq in batch]
-        chosen = self.control.depths(batch, [limit for limit, _ in limits])
+        rooms = [0 if isinstance(seq.depth, int) else limit for seq, (limit, _) in zip(batch, limits, strict=True)]
+        chosen = self.control.depths(batch, rooms, whole)
         budgets = []
-        for seq, (limit, bound), (depth, reason) in zip(batch, limits, chosen, strict=True):
+        for seq, (limit, bound), (depth, reason, part) in zip(batch, limits, chosen, strict=True):
             if isinstance(seq.depth, int):
                 depth, reason = seq.depth, "fixed by the request"
             if not seq.speculate:
@@ -102,7 +116,7 @@ class Speculation:
             elif depth > limit:
                 depth, reason = limit, bound
             nodes = max(depth, self.tree) if depth and self.tree and self.drafter.needs.tree else depth
-            budgets.append(Budget(depth, nodes, name, reason))
+            budgets.append(Budget(depth, nodes, part or name, reason))
         self.reason = budgets[-1].reason if budgets else self.reason
         return budgets
 
@@ -135,9 +149,10 @@ class Speculation:
         except Exception as error:
             self.retire(error)
 
-    def learn(self, batch: abc.Sequence[Sequence], drafts: abc.Sequence[Draft], verdicts: abc.Sequence[Verdict], times: Times) -> None:
+    def learn(self, batch: abc.Sequence[Sequence], budgets: abc.Sequence[Budget], drafts: abc.Sequence[Draft],
+              verdicts: abc.Sequence[Verdict], times: Times) -> None:
         if self.state[0] == "on":
-            self.control.learn(batch, drafts, verdicts, times)
+            self.control.learn(batch, budgets, drafts, verdicts, times)
 
     def begin(self, seq: Sequence, signals: Signals | None) -> None:
         """The prefill is over. Only a drafter that reads hidden states must follow from the start; others join when first asked."""

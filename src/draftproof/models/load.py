@@ -29,6 +29,7 @@ from .tokenizer import Tokenizer
 
 WEIGHTS = Path(__file__).parent.parent / "weights"
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3          # glibc's malloc.h
+HALVES = (torch.bfloat16, torch.float16)
 FINAL_NORMS = ("norm", "ln_f", "final_layer_norm", "final_layernorm", "norm_f")  # what families call the norm before the output
 RECURRENT = {"linear_attention", "hybrid", "hybrid_sliding"}  # kinds of layers whose state has no positions
 ROW_DEPENDENT_ROPE = {"dynamic", "longrope"}  # their angles depend on the longest row of the pass
@@ -88,7 +89,7 @@ def load_target(path: str | Path, config: LoadConfig | None = None, fused: bool 
         cache_tokens=config.cache_tokens,
         whole_tiles=config.reproducible,
         facts=facts,
-        parts=_parts(model),
+        parts=_parts(model, _saved_dtype(model_config)),
         tokenizer=tokenizer,
         defaults=_defaults(model),
         eos_ids=_eos_ids(model, tokenizer),
@@ -235,12 +236,23 @@ def _dtype(config: LoadConfig, model_config: Any, device: torch.device, reasons:
     if config.dtype is not None:
         reasons["dtype"] = f"{config.dtype}: as asked"
         return {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}[config.dtype]
-    saved = getattr(model_config, "dtype", None) or getattr(model_config.get_text_config(), "dtype", None) or torch.float32
-    if saved == torch.float16 and device.type == "cpu":
-        reasons["dtype"] = "bfloat16: the checkpoint is float16, which a CPU computes slowly"
-        return torch.bfloat16
-    reasons["dtype"] = f"{str(saved).removeprefix('torch.')}: the checkpoint's own"
-    return saved
+    saved = _saved_dtype(model_config)
+    chosen, why = saved, "the checkpoint's own"
+    if device.type == "cpu" and saved in HALVES:
+        name = str(saved).removeprefix("torch.")
+        quick, _ = can_pack(torch.bfloat16)
+        # Where bfloat16 is emulated, a pass of five rows costs five passes of one: no guess could ever pay.
+        if not quick:
+            chosen, why = torch.float32, f"the checkpoint is {name}, for which this processor has no instructions"
+        elif saved == torch.float16:
+            chosen, why = torch.bfloat16, "the checkpoint is float16, which a CPU computes slowly"
+    reasons["dtype"] = f"{str(chosen).removeprefix('torch.')}: {why}"
+    return chosen
+
+
+def _saved_dtype(model_config: Any) -> torch.dtype:
+    found: torch.dtype | None = getattr(model_config, "dtype", None) or getattr(model_config.get_text_config(), "dtype", None)
+    return found or torch.float32
 
 
 def _threads(config: LoadConfig, device: torch.device, reasons: dict[str, str]) -> int:
@@ -289,14 +301,14 @@ def _context(text: Any) -> int:
     return int(getattr(text, "max_position_embeddings", None) or getattr(text, "n_positions", None) or 1 << 20)
 
 
-def _parts(model: Any) -> TargetParts:
+def _parts(model: Any, saved: torch.dtype) -> TargetParts:
     embed, output, count = model.get_input_embeddings(), model.get_output_embeddings(), model.config.get_text_config().num_hidden_layers
     for body in model.modules():
         for child in body.children():
             if isinstance(child, nn.ModuleList) and len(child) == count:
                 norm = next((getattr(body, name) for name in FINAL_NORMS if isinstance(getattr(body, name, None), nn.Module)), None)
-                return TargetParts(embed, output, list(child), model.config, norm)
-    return TargetParts(embed, output, (), model.config)
+                return TargetParts(embed, output, list(child), model.config, norm, saved)
+    return TargetParts(embed, output, (), model.config, saved_as=saved)
 
 
 def _defaults(model: Any) -> dict[str, float]:

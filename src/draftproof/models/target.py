@@ -43,6 +43,7 @@ class TargetParts:
     layers: Sequence[torch.nn.Module] = ()
     config: Any = None
     norm: torch.nn.Module | None = None  # the final norm: output(norm(output of the last layer)) are the logits
+    saved_as: torch.dtype | None = None  # of the checkpoint's weights; they may be loaded in another
 
 
 class Slot(Protocol):

@@ -40,17 +40,12 @@ GRACE_S = 1.0            # for the report after the end of a text
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What the replicas were started with. ab_plain: the share of requests that go to the plain arm, for comparison."""
+    """What the replicas were started with."""
 
     drafter: str = "none"
     depth: int = 0
     rule: Rule = "ratio"
-    ab_plain: float = 0.0
     trace: str = "summary"
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.ab_plain < 1:
-            raise OptionError(f"ab={self.ab_plain}: expected a share of requests from 0 to below 1")
 
 
 class VllmEngine:
@@ -183,9 +178,6 @@ class VllmEngine:
                 raise OptionError(f"{other or 'speculation off'}: {why}, and there is no plain replica; start the server with "
                                   "--plain-replicas 1 (or --plain-url)")
             return False, "off", why
-        # The golden ratio's multiples fill [0, 1) evenly, so that every stretch of requests has its share of both arms.
-        if self.setting.ab_plain and (self._count * 0.6180339887498949) % 1 < self.setting.ab_plain and self.fleet.has(plain=True):
-            return False, "plain", "A/B: the plain arm"
         return True, "speculative", "fixed when the replicas started"
 
     def _begin(self, writing: Writing) -> None:
@@ -334,7 +326,7 @@ class VllmEngine:
         else:
             state, reason = "on", f"{len(up)} speculative replicas are up"
         return {"state": state, "drafter": self.setting.drafter, "depth": self.setting.depth if state != "none" else 0,
-                "rule": self.setting.rule, "reason": reason, "engine": "vllm", "ab_plain": self.setting.ab_plain, "replicas": replicas,
+                "rule": self.setting.rule, "reason": reason, "engine": "vllm", "replicas": replicas,
                 "arms": {name: arm.as_dict() for name, arm in sorted(self._arms.items())}}
 
     def _first_record(self) -> TraceStarted:

@@ -20,13 +20,19 @@ from starlette.routing import Route
 
 from .. import __version__
 from ..config import ServeConfig
-from ..errors import OptionError
+from ..errors import CacheFull, UsageError
 from . import schema, translate
+from .abmetrics import AbMetrics
+from .abpage import AbPage
+from .experiment import Experiment
+from .feed import Feed
 from .gate import App, Gate, Key, Receive, Scope, Send
 from .metrics import Metrics, as_gauges
 from .openapi import described
+from .page import FILES, Page
 from .refusal import Refusal, of_error, of_validation
 from .reply import ChatReply, CompletionReply, Head, Reply, ResponsesReply
+from .shadow import Unreplayed
 from .stream import EventStream, Pacer, Reading, compact, unless_gone
 from .switching import state_of, switched
 from .translate import Headers, Order, Served
@@ -46,14 +52,22 @@ class Server:
     def __init__(self, worker: Worker, served: Served, config: ServeConfig, compile: Compile) -> None:
         self.worker, self.served, self.config, self._compile = worker, served, config, compile
         self.metrics = Metrics(served.name, config.classes, self._gauges)
+        self.feed = Feed(config.events, config.event_bytes)
+        self.page = Page(self.feed, served, lambda: worker.draining and worker.load == (0, 0))
+        self.experiment = Experiment(config.ab, served, config.classes, config.deadline_s)
+        self.ab = AbPage(self.experiment)
+        self.metrics.registry.register(AbMetrics(served.name, self.experiment))
+        worker.spare = self.experiment.spare
         self.started = int(time())
         self.state: dict[str, Any] = {"state": "none"}       # of speculation, as last seen
+        self.depth_cap: int | None = None                    # the operator's
         self._compilers = ThreadPoolExecutor(2, "draftproof-grammar")
         self._compiling = 0
         worker.opened.append(lambda engine: self._attach(engine))
 
     def _attach(self, engine: Any) -> None:
-        engine.events(self.metrics)
+        engine.events(Unreplayed(self.metrics))
+        engine.events(Unreplayed(self.feed))
         self.state = engine.set_speculation()
 
     def _gauges(self) -> dict[str, float]:
@@ -80,12 +94,17 @@ class Server:
                    prefix: str) -> Response:
         self._known(model)
         headers = Headers.of(request.headers)
-        order = await asyncio.to_thread(order_of, headers)   # a template and a long prompt take their time
+        # A template and a long prompt take their time.
+        order, arm = await asyncio.to_thread(lambda: self.experiment.enter(order_of(headers), request.state.tenant))
         if order.choices > schema.MAX_N * 4:
             raise Refusal(400, f"{order.choices} texts in one request; expected at most {schema.MAX_N * 4}", param="n")
         await self._compiled(order)
         head = Head(prefix + secrets.token_hex(12), int(time()), order, self.served)
         reading = Reading(self.worker, [self._ticket(order, prompt, request) for prompt in order.prompts])
+        request.state.asked = head, reading.tickets          # for a layer around the routes
+        if arm is not None:
+            for ticket in reading.tickets:
+                self.experiment.follow(ticket, arm)
         reading.begin()
         answer: Response | None = None
         try:
@@ -94,7 +113,7 @@ class Server:
                     answer = EventStream(reading, kind(head), Pacer(self.config.chunks))
             else:
                 groups = await unless_gone(reading.groups(), request.receive)
-                answer = None if groups is None else document(kind(head).whole(groups))
+                answer = None if groups is None else document(kind(head).whole(groups), reading.headers)
         finally:
             if answer is None:
                 reading.leave()
@@ -194,7 +213,7 @@ class Server:
         return None
 
     async def openapi(self, request: Request) -> Response:
-        return document(described())
+        return document(described(self.served))
 
     async def prometheus(self, request: Request) -> Response:
         await self._look()
@@ -208,17 +227,22 @@ class Server:
 
     async def speculation(self, request: Request) -> Response:
         await self._look()
-        return document(state_of(self.state, self.served))
+        return document({**state_of(self.state, self.served), "depth_cap": self.depth_cap})
 
     async def switch(self, request: Request) -> Response:
         if not request.state.admin:
             raise Refusal(403, "this key may not steer speculation; use one that is marked admin", "permission_error")
         body = await read(request, schema.SwitchRequest)
+        if body.drafter is not None and self.experiment.fixed:
+            raise Refusal(409, "an experiment sends requests to the server's drafters; end it first (PUT /draftproof/ab)", param="drafter")
         self.state = await switched(self.worker, self.served, body)
+        self.experiment.disturbed("speculation was switched")
+        if "depth_cap" in body.model_fields_set:
+            self.depth_cap = body.depth_cap
         self.metrics.switches += 1
-        log.warning("tenant %s switched speculation: %s → %s", request.state.tenant or "(no key)", body.model_dump(exclude_none=True),
+        log.warning("tenant %s switched speculation: %s → %s", request.state.tenant or "(no key)", body.model_dump(exclude_unset=True),
                     self.state)
-        return document(state_of(self.state, self.served))
+        return document({**state_of(self.state, self.served), "depth_cap": self.depth_cap})
 
     # The whole
 
@@ -241,7 +265,14 @@ class Server:
             except ClientDisconnect:
                 pass
 
-        return Gate(guarded, self.config, keys, self._count)
+        return Gate(self._observed(guarded), self.config, keys, self._count, FILES)
+
+    def _observed(self, app: App) -> App:
+        if not self.config.otel:
+            return app
+        from .otel import Spans, provider
+
+        return Spans(app, self.served.name, provider())
 
     def _routes(self) -> list[Route]:
         def route(path: str, handler: Callable[[Request], Any], method: str = "GET") -> Route:
@@ -252,7 +283,7 @@ class Server:
                 except (ClientDisconnect, asyncio.CancelledError):
                     raise
                 except Exception as error:
-                    if not isinstance(error, Refusal | OptionError | ValidationError):
+                    if not isinstance(error, Refusal | UsageError | CacheFull | ValidationError):
                         log.warning("%s %s: %s", request.method, path, error, exc_info=error)
                     return self._refuse(error)
 
@@ -264,6 +295,9 @@ class Server:
             route("/tokenize", self.tokenize, "POST"), route("/detokenize", self.detokenize, "POST"), route("/health", self.health),
             route("/ready", self.ready), route("/metrics", self.prometheus), route("/draftproof/speculation", self.speculation),
             route("/draftproof/speculation", self.switch, "PUT"), route("/openapi.json", self.openapi),
+            route("/draftproof/ab", self.ab.look), route("/draftproof/ab", self.ab.steer, "PUT"),
+            route("/draftproof/ab.json", self.ab.document), route("/draftproof/ab.css", self.ab.style),
+            route("/draftproof/events", self.page.events), *(route(path, self.page.file) for path in FILES),
         ]
 
     @contextlib.asynccontextmanager
@@ -298,5 +332,5 @@ async def read(request: Request, model: type[M]) -> M:
     return model.model_validate_json(await request.body())
 
 
-def document(value: Mapping[str, Any]) -> Response:
-    return Response(compact(value), media_type="application/json")
+def document(value: Mapping[str, Any], headers: Mapping[str, str] | None = None) -> Response:
+    return Response(compact(value), headers=headers, media_type="application/json")

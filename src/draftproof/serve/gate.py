@@ -7,8 +7,8 @@ import hmac
 import json
 import os
 import re
-from collections.abc import Awaitable, Callable, MutableMapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Iterable, MutableMapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ LOOPBACK = ("127.0.0.1", "localhost", "::1")
 ENVIRONMENT = "DRAFTPROOF_API_KEYS"
 OUR_HEADERS = ("X-Draftproof-Speculation", "X-Draftproof-Class")
 OPEN_PATHS = ("/health",)
+MARKS = ("admin", "trace")
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,23 +37,29 @@ class Key:
 
     digest: bytes
     tenant: str
-    admin: bool
+    admin: bool                   # may steer speculation
+    trace: bool = False           # may see the figures of all tenants, and never what they wrote
 
     @classmethod
     def of(cls, line: str, number: int) -> Key:
-        words = line.split()
-        admin = words[-1] == "admin" and len(words) > 1
-        words = words[:-1] if admin else words
+        words, marks = line.split(), set()
+        while len(words) > 1 and words[-1] in MARKS:
+            marks.add(words.pop())
         if len(words) > 2 or len(words[-1]) < 8:
-            raise OptionError(f"api key {number}: expected [NAME] KEY [admin], the key of at least 8 characters without spaces")
+            raise OptionError(f"api key {number}: expected [NAME] KEY [admin] [trace], the key of at least 8 characters without spaces")
         digest = hashlib.sha256(words[-1].encode()).digest()
-        return cls(digest, words[0] if len(words) == 2 else digest.hex()[:12], admin)
+        return cls(digest, words[0] if len(words) == 2 else digest.hex()[:12], "admin" in marks, bool(marks))
+
+
+NOBODY = Key(b"", "", admin=True, trace=True)
+"""Whoever calls where no key is asked for."""
 
 
 def read_keys(file: Path | None) -> tuple[Key, ...]:
-    """Keys from a file and from the environment variable DRAFTPROOF_API_KEYS: one a line (or between commas), `[NAME] KEY [admin]`.
+    """Keys from a file and from the environment variable DRAFTPROOF_API_KEYS: one a line (or between commas), `[NAME] KEY [admin] [trace]`.
 
-    If none is marked admin, every key may steer speculation. Raises OptionError.
+    If none is marked admin, every key may steer speculation. Only a mark, either of the two, shows a key the figures of other tenants.
+    Raises OptionError.
     """
     lines: list[str] = []
     if file is not None:
@@ -67,7 +74,7 @@ def read_keys(file: Path | None) -> tuple[Key, ...]:
         raise OptionError(f"--api-key-file {file}: found no key; expected one a line")
     if any(key.admin for key in keys):
         return keys
-    return tuple(Key(key.digest, key.tenant, True) for key in keys)
+    return tuple(replace(key, admin=True) for key in keys)
 
 
 def check_address(config: ServeConfig, keys: Sequence[Key]) -> None:
@@ -78,10 +85,15 @@ def check_address(config: ServeConfig, keys: Sequence[Key]) -> None:
 
 
 class Gate:
-    """An ASGI layer. It puts `tenant` and `admin` into scope["state"], and refuses the rest in OpenAI's form."""
+    """An ASGI layer. It puts `tenant`, `admin` and `trace` into scope["state"], and refuses the rest in OpenAI's form.
 
-    def __init__(self, app: App, config: ServeConfig, keys: Sequence[Key], refused: Callable[[int], None]) -> None:
+    open_paths: what needs no key, beside OPEN_PATHS.
+    """
+
+    def __init__(self, app: App, config: ServeConfig, keys: Sequence[Key], refused: Callable[[int], None],
+                 open_paths: Iterable[str] = ()) -> None:
         check_address(config, keys)
+        self._open = {*OPEN_PATHS, *open_paths}
         self._app, self._config, self._keys, self._refused = app, config, tuple(keys), refused
         names = {*LOOPBACK, config.host, *config.hosts}
         self._inner: App = CORSMiddleware(self._keyed, allow_origins=config.origins, allow_methods=("GET", "POST", "PUT"),
@@ -105,9 +117,9 @@ class Gate:
         """Behind Host and Origin, and behind the answers to a browser's own questions (CORS), which carry no key."""
         try:
             headers = _headers(scope)
-            if scope["path"] not in OPEN_PATHS:
-                key = self._key(headers)
-                scope.setdefault("state", {}).update(tenant=key.tenant if key else "", admin=key.admin if key else True)
+            if scope["path"] not in self._open:
+                key = self._key(headers) or NOBODY
+                scope.setdefault("state", {}).update(tenant=key.tenant, admin=key.admin, trace=key.trace)
             length = headers.get("content-length", "0")
             if length.isdecimal() and int(length) > self._config.max_body_bytes:
                 raise self._too_large()
@@ -125,8 +137,8 @@ class Gate:
         origin = headers.get("origin")
         if origin is None or origin in self._config.origins:
             return
-        if origin == f"http://{headers.get('host', '')}":
-            return                                           # the server's own pages
+        if origin in (f"http://{headers.get('host', '')}", f"https://{headers.get('host', '')}"):
+            return                                           # the server's own page, also behind something that ends TLS
         raise Refusal(403, f"Origin {origin!r} may not call; start the server with --allow-origin {origin}", "permission_error")
 
     def _key(self, headers: MutableMapping[str, str]) -> Key | None:

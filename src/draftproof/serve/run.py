@@ -18,6 +18,7 @@ from ..models.target import Target
 from .app import Server
 from .gate import Key
 from .translate import Served
+from .versions import engine_version, target_version, template_version
 from .worker import Worker
 
 
@@ -37,7 +38,9 @@ def serve_engine(open_engine: Callable[[], Engine], name: str, target: Target, d
 def describe(name: str, target: Target, drafter: str) -> Served:
     facts = target.facts
     mark = hashlib.sha256(f"{__version__} {facts.name} {facts.dtype} {facts.device} {facts.tier}".encode()).hexdigest()[:10]
-    return Served(name, target.tokenizer, target.context, target.vocab_size, speller(target), f"dp_{mark}", drafter)
+    versions = {"target": target_version(facts.name), "template": template_version(target.tokenizer), "engine": engine_version()}
+    return Served(name, target.tokenizer, target.context, target.vocab_size, speller(target), f"dp_{mark}", drafter, versions,
+                  facts.invisible)
 
 
 def speller(target: Target) -> Callable[[int], bytes | None]:

@@ -1,7 +1,8 @@
 """What a client may send. Nothing is silently ignored: an unknown field is refused by its name, and everything has a limit.
 
 Field names and meanings are OpenAI's (Completions, Chat Completions, Responses); what vLLM's clients add to them (top_k, min_p,
-repetition_penalty, stop_token_ids, …) is taken too. `user` and `safety_identifier` are accepted and not used.
+repetition_penalty, stop_token_ids, …) is taken too. `user` and `safety_identifier` only keep
+a user in one arm of an experiment.
 """
 
 from __future__ import annotations
@@ -50,7 +51,9 @@ Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_.:/-]{1,256}$")]
 FunctionName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
 StopText = Annotated[str, StringConstraints(min_length=1, max_length=MAX_STOP_CHARS)]
 Short = Annotated[str, StringConstraints(max_length=512)]
-Id = Annotated[int, Field(ge=0, lt=1 << 31)]
+TOKEN_ID = "Token id"
+Id = Annotated[int, Field(ge=0, lt=1 << 31, title=TOKEN_ID)]
+Ids = Annotated[list[Id], Field(min_length=1, max_length=MAX_IDS)]
 
 
 class Strict(BaseModel):
@@ -120,8 +123,8 @@ class Common(Strict):
 
 
 class CompletionRequest(Common):
-    prompt: (str | Annotated[list[str], Field(min_length=1, max_length=MAX_PROMPTS)] | Annotated[list[Id], Field(max_length=MAX_IDS)]
-             | Annotated[list[Annotated[list[Id], Field(max_length=MAX_IDS)]], Field(max_length=MAX_PROMPTS)])
+    prompt: (str | Annotated[list[str], Field(min_length=1, max_length=MAX_PROMPTS)] | Ids
+             | Annotated[list[Ids], Field(min_length=1, max_length=MAX_PROMPTS)])
     max_tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS)] | None = None
     n: Annotated[int, Field(ge=1, le=MAX_N)] | None = None
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
@@ -224,6 +227,8 @@ class ResponsesRequest(Common):
 
 
 class TokenizeRequest(Strict):
+    model_config = ConfigDict(json_schema_extra={"oneOf": [{"required": ["prompt"]}, {"required": ["messages"]}]})
+
     model: Name | None = None
     prompt: str | None = None
     messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)] | None = None
@@ -237,8 +242,19 @@ class DetokenizeRequest(Strict):
 
 
 class SwitchRequest(Strict):
-    """PUT /draftproof/speculation. A drafter given here is the server's own, none, or one that needs no files."""
+    """PUT /draftproof/speculation. A field that is absent stays as it is; `depth_cap: null` takes the cap away.
+
+    A drafter given here is the server's own, none, or one that needs no files.
+    """
+
+    model_config = ConfigDict(json_schema_extra={"minProperties": 1})
 
     enabled: bool | None = None
     depth_cap: Annotated[int, Field(ge=0, le=1024)] | None = None
     drafter: Annotated[str, StringConstraints(max_length=1024)] | None = None
+
+
+class AbRequest(Strict):
+    """PUT /draftproof/ab. end: nobody takes part in the experiment any more; restart: from the first stage, with empty books."""
+
+    action: Literal["end", "restart"]

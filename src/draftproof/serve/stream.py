@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Awaitable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from starlette.responses import Response
@@ -16,6 +16,9 @@ from .reply import Reply
 from .worker import Ticket, Worker
 
 T = TypeVar("T")
+
+# JSON lets them stand, and SSE too; but clients that cut lines as str.splitlines does would cut an event in two.
+LINE_ENDS = str.maketrans({"\x85": "\\u0085", "\u2028": "\\u2028", "\u2029": "\\u2029"})
 
 
 class Reading:
@@ -69,6 +72,11 @@ class Reading:
     def done(self) -> bool:
         return all(ticket.done and ticket.error is None for ticket in self.tickets)
 
+    @property
+    def headers(self) -> dict[str, str]:
+        """The names that the trace has for the texts which have begun."""
+        return {"X-Draftproof-Request": ",".join(handle.id for ticket in self.tickets for handle in ticket.handles)}
+
     def arrived(self) -> dict[int, list[TokenEvent]]:
         """What came since the last look, by choice."""
         found: dict[int, list[TokenEvent]] = {}
@@ -118,8 +126,9 @@ class EventStream(Response):
             self.reading.leave()
 
     async def _send(self, send: Send) -> None:
-        headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-store"), (b"x-accel-buffering", b"no")]
-        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        headers = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-store", "X-Accel-Buffering": "no",
+                   **self.reading.headers}
+        await begin(send, headers)
         async for data in self._events():
             if data:
                 await send({"type": "http.response.body", "body": data, "more_body": True})
@@ -151,8 +160,13 @@ class EventStream(Response):
         return b"".join((f"event: {one['type']}\n" if named else "").encode() + b"data: " + compact(one) + b"\n\n" for one in objects)
 
 
+async def begin(send: Send, headers: Mapping[str, str]) -> None:
+    await send({"type": "http.response.start", "status": 200,
+                "headers": [(name.lower().encode(), value.encode()) for name, value in headers.items()]})
+
+
 def compact(value: Any) -> bytes:
-    return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
+    return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":")).translate(LINE_ENDS).encode()
 
 
 async def unless_gone(work: Awaitable[T], receive: Receive) -> T | None:

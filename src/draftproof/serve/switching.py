@@ -3,25 +3,36 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Mapping
 from typing import Any
 
 from ..drafters import parse_spec
-from ..errors import SpecError
+from ..errors import LoadError, SpecError, VocabularyMismatch
 from .refusal import Refusal
 from .schema import SwitchRequest
 from .translate import Served
 from .worker import Worker
 
+log = logging.getLogger("draftproof.serve")
+
+NO_CAP = 1 << 30         # deeper than any text: an engine's None leaves the cap as it is
+
 
 async def switched(worker: Worker, served: Served, wanted: SwitchRequest) -> dict[str, Any]:
     """Steer the engine from the next round on; its new state. Raises Refusal, OptionError or SpecError, changing nothing."""
     settings = wanted.model_dump(exclude_none=True)
+    if "depth_cap" in wanted.model_fields_set:
+        settings["depth_cap"] = NO_CAP if wanted.depth_cap is None else wanted.depth_cap
     if not settings:
         raise Refusal(400, "nothing to change: expected enabled, depth_cap or drafter")
     if wanted.drafter is not None:
         check_drafter(wanted.drafter, served)
-    return await asyncio.wrap_future(worker.switch(**settings))
+    try:
+        return await asyncio.wrap_future(worker.switch(**settings))
+    except (LoadError, VocabularyMismatch) as error:         # it may name folders of this machine
+        log.warning("drafter %s cannot be had: %s", wanted.drafter, error)
+        raise Refusal(400, f"drafter {wanted.drafter!r} cannot be had for this model; the server's log says why", param="drafter") from None
 
 
 def check_drafter(spec: str, served: Served) -> None:

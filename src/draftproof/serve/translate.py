@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from pydantic import ValidationError
@@ -44,6 +44,8 @@ class Served:
     spell: Callable[[int], bytes | None]
     fingerprint: str
     drafter: str = "none"                                   # the spec that the server was started with
+    versions: Mapping[str, str] = field(default_factory=dict)   # of target, template and engine
+    exact: bool = False                                     # the load has shown that texts do not depend on speculation, to the bit
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +60,7 @@ class Order:
     include_usage: bool = False
     tools: tuple[Tool, ...] = ()                            # those that may be called
     metadata: Mapping[str, str] | None = None
+    user: str | None = None                                 # who asks, if the client says so
 
     @property
     def choices(self) -> int:
@@ -186,9 +189,11 @@ def _order(request: Common, headers: Headers, prompts: tuple[str | tuple[int, ..
     sampling = Sampling(
         **given, bad_words=tuple(request.bad_words or ()), stop_token_ids=tuple(request.stop_token_ids or ()), n=n or 1, logprobs=logprobs,
         grammar=grammar, prediction=prediction)
-    said = (request.metadata or {}).get("prompt_class")
+    metadata = request.metadata or {}
+    said = metadata.get("prompt_class")
     return Order(prompts, sampling, _wish(request.speculation, headers), _class(said, "metadata.prompt_class") or headers.prompt_class,
-                 bool(request.stream), include_usage, may_call, request.metadata)
+                 bool(request.stream), include_usage, may_call, request.metadata,
+                 request.user or request.safety_identifier or metadata.get("user"))
 
 
 def _wish(body: Speculation | None, headers: Headers) -> Mapping[str, Any] | None:

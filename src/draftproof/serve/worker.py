@@ -38,7 +38,9 @@ class Ticket:
     speculation: Mapping[str, Any] | None = None
     prompt_class: str | None = None
     tenant: str = ""
-    deadline: float = float("inf")                          # of the monotonic clock
+    deadline: float = float("inf")                          # of the monotonic clock, as the next two
+    queued: float = 0.0
+    admitted: float | None = None
     news: Callable[[], None] = lambda: None
     events: deque[TokenEvent] = field(default_factory=deque)   # for the reader
     completions: dict[int, Completion] = field(default_factory=dict)
@@ -49,6 +51,7 @@ class Ticket:
     written: list[int] = field(default_factory=list)        # tokens that the engine has written: fewer than told during a replay
     replays: int = 0
     rule: str = "match"
+    spare: bool = False                                     # nobody waits for it: it makes way for everyone
 
     @property
     def samples(self) -> int:
@@ -72,6 +75,8 @@ class Worker:
         self._failures = 0                                  # turns that failed in a row
         self._suspect = False                               # a request failed and none has gone well since
         self.opened: list[Callable[[Port], None]] = []      # called with every engine that is opened
+        self.spare: Callable[[], Ticket | None] = lambda: None   # asked for something to do when nobody else asks
+        self._spared = False                                # the last turn ended such a ticket
         self.restarts, self.refused, self.draining, self._closing = 0, 0, False, False
 
     # Asked by others
@@ -85,9 +90,9 @@ class Worker:
         """Queue a ticket. Raises Refusal when there is no place: 503 for everyone, 429 for this tenant."""
         with self._lock:
             if self.draining:
-                raise Refusal(503, "the server is stopping", "server_error", code="stopping", retry_after=10)
+                raise stopping()
             waiting = self._waiting()
-            mine = len(self._queues.get(ticket.tenant, ())) + sum(t.tenant == ticket.tenant for t in self._running)
+            mine = len(self._queues.get(ticket.tenant, ())) + sum(t.tenant == ticket.tenant and not t.spare for t in self._running)
             if waiting >= self.config.max_queue:
                 self.refused += 1
                 raise Refusal(503, f"{waiting} requests are waiting, the limit is {self.config.max_queue}", "server_error",
@@ -96,6 +101,7 @@ class Worker:
                 self.refused += 1
                 raise Refusal(429, f"{mine} requests of this key are open, the limit is {self.config.max_per_tenant}", "rate_limit_error",
                               code="rate_limit_exceeded", retry_after=self._patience(mine))
+            ticket.queued = monotonic()
             ticket.told, ticket.written = [[] for _ in range(ticket.samples)], [0] * ticket.samples
             self._queues.setdefault(ticket.tenant, deque()).append(ticket)
             self._lock.notify()
@@ -107,11 +113,14 @@ class Worker:
             self._lock.notify()
 
     def call(self, function: Callable[[Port], T]) -> Future[T]:
-        """Run `function(engine)` between two rounds."""
+        """Run `function(engine)` between two rounds. The future holds a Refusal once the worker is closed."""
         future: Future[T] = Future()
         with self._lock:
-            self._calls.append((function, future))
-            self._lock.notify()
+            if self._closing:
+                future.set_exception(stopping())
+            else:
+                self._calls.append((function, future))
+                self._lock.notify()
         return future
 
     def switch(self, **settings: Any) -> Future[dict[str, Any]]:
@@ -141,7 +150,7 @@ class Worker:
     def load(self) -> tuple[int, int]:
         """Requests (running, waiting)."""
         with self._lock:
-            return len(self._running), self._waiting()
+            return sum(not ticket.spare for ticket in self._running), self._waiting()
 
     def drain(self) -> None:
         """Take no new requests; what runs goes on."""
@@ -175,7 +184,7 @@ class Worker:
         while True:
             with self._lock:
                 if not (self._running or self._calls or self._cancelled or self._waiting() or self._closing):
-                    self._lock.wait(IDLE_S)
+                    self._lock.wait(0 if self._spared else IDLE_S)
             if self._closing:
                 return self._finish()
             try:
@@ -197,6 +206,7 @@ class Worker:
             self._end(ticket, why)
         self._expire()
         self._admit()
+        self._fill_in()
         if not self._running:
             return
         self._step_began = monotonic()
@@ -221,22 +231,42 @@ class Worker:
         assert self._engine is not None, "opened before"
         while True:
             with self._lock:
-                if not self._queues or sum(ticket.samples for ticket in self._running) >= self.max_batch:
+                if not self._queues or sum(ticket.samples for ticket in self._running if not ticket.spare) >= self.max_batch:
                     return
                 tenant, queue = next(iter(self._queues.items()))
                 ticket = queue.popleft()
                 self._queues.move_to_end(tenant)
                 if not queue:
                     del self._queues[tenant]
+                spare = [one for one in self._running if one.spare]
                 self._running.append(ticket)
-            try:
-                ticket.handles = list(self._engine.submit(ticket.prompt, ticket.sampling, prompt_class=ticket.prompt_class,
-                                                          tenant=ticket.tenant, speculation=ticket.speculation))
-            except DraftproofError as error:
-                self._end(ticket, error)
-                continue
-            first = ticket.handles[0]
-            ticket.sampling, ticket.rule = replace(ticket.sampling, seed=first.seed), first.completion().speculation["rule"]
+            for one in spare:                               # it has cost who came the step that ran then, at most
+                self._end(one, Refusal(499, "somebody came who waits for an answer", "server_error"))
+            self._begin(ticket)
+
+    def _begin(self, ticket: Ticket) -> None:
+        assert self._engine is not None, "opened before"
+        try:
+            ticket.handles = list(self._engine.submit(ticket.prompt, ticket.sampling, prompt_class=ticket.prompt_class,
+                                                      tenant=ticket.tenant, speculation=ticket.speculation))
+        except DraftproofError as error:
+            return self._end(ticket, error)
+        ticket.admitted = ticket.admitted or monotonic()
+        first = ticket.handles[0]
+        ticket.sampling, ticket.rule = replace(ticket.sampling, seed=first.seed), first.completion().speculation["rule"]
+
+    def _fill_in(self) -> None:
+        """With nothing else to do, a spare ticket."""
+        self._spared = False
+        if self._running or self.draining or self._suspect:
+            return
+        ticket = self.spare()
+        if ticket is None:
+            return
+        ticket.told, ticket.written = [[] for _ in range(ticket.samples)], [0] * ticket.samples
+        with self._lock:
+            self._running.append(ticket)
+        self._begin(ticket)
 
     def _expire(self) -> None:
         now = monotonic()
@@ -293,6 +323,7 @@ class Worker:
             if not handle.done and self._engine is not None:
                 self._engine.cancel(handle.id)
         ticket.error, ticket.done = error, True
+        self._spared = ticket.spare
         ticket.news()
 
     def _probe(self, engine: Port) -> None:
@@ -323,7 +354,7 @@ class Worker:
             running, self._running = self._running, []
         for ticket in reversed(running):
             ticket.handles = []
-            if ticket.replays >= REPLAYS or any(ticket.told) and ticket.rule != "match":
+            if ticket.spare or ticket.replays >= REPLAYS or any(ticket.told) and ticket.rule != "match":
                 self._end(ticket, Failure("the engine failed while this request ran; send it again"))
                 continue
             ticket.replays += 1
@@ -342,13 +373,12 @@ class Worker:
         return engine
 
     def _finish(self) -> None:
-        stopping = Refusal(503, "the server is stopping", "server_error", code="stopping", retry_after=10)
         with self._lock:
             left = [ticket for queue in (*self._queues.values(), self._running) for ticket in queue]
         for ticket in left:
-            self._end(ticket, stopping)
+            self._end(ticket, stopping())
         while self._calls:
-            self._calls.popleft()[1].set_exception(stopping)
+            self._calls.popleft()[1].set_exception(stopping())
         if self._engine is not None:
             self._engine.close()
 
@@ -358,3 +388,7 @@ class Worker:
     def _patience(self, ahead: int) -> int:
         """Seconds after which to try again: about as long as those ahead take, half a second each per place in the batch."""
         return max(1, min(60, round(ahead * 0.5 / self.max_batch)))
+
+
+def stopping() -> Refusal:
+    return Refusal(503, "the server is stopping", "server_error", code="stopping", retry_after=10)

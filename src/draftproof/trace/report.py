@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from statistics import median
-from typing import Any
+from typing import Any, Self
 
 from ..core.tally import Tally
 from ..types import FinishReason
-from .events import Event, PrefillDone, RequestDone, RequestStarted, RoundDone, Times
+from .events import Event, PrefillDone, RequestDone, RequestStarted, RoundDone, Times, TraceStarted
 
 
 @dataclass(slots=True)
@@ -40,13 +40,13 @@ class Clock:
 
     @property
     def ttft_s(self) -> float | None:
-        """Submission to first token, time in the queue included."""
-        return None if self.first is None else self.first - self.submitted
+        """Submission to first token, time in the queue included. No time at all is one that nobody took."""
+        return None if self.first is None or self.first <= self.submitted else self.first - self.submitted
 
     @property
     def tpot_s(self) -> float | None:
         """(t_last − t_first) / (n_last − n_first): seconds per token after the first delivery."""
-        if self.first is None or self.last is None or self.tokens == self.first_tokens:
+        if self.first is None or self.last is None or self.tokens == self.first_tokens or self.last <= self.first:
             return None
         return (self.last - self.first) / (self.tokens - self.first_tokens)
 
@@ -69,7 +69,11 @@ def metrics(tally: Tally, clock: Clock, draft_bytes: int = 0, kv_tokens_lost: in
 
 @dataclass(slots=True)
 class RequestReport:
-    """One request as its trace tells it. `finish` is None while it runs, or if the trace was cut."""
+    """One request as its trace tells it. `finish` is None while it runs, or if the trace was cut.
+
+    loaded: the drafter that the trace's header names. totals: what an engine said of a request whose rounds it does not tell
+    (see `remote.imports`).
+    """
 
     request: str
     prompt_class: str | None
@@ -80,8 +84,16 @@ class RequestReport:
     finish: FinishReason | None = None
     draft_bytes: int = 0
     kv_tokens_lost: int = 0
+    loaded: str = "none"
+    totals: dict[str, Any] | None = None
+
+    @classmethod
+    def of(cls, started: RequestStarted, loaded: str = "none") -> Self:
+        return cls(started.request, started.prompt_class, started.prompt_tokens, Clock(started.at_s), loaded=loaded)
 
     def metrics(self) -> dict[str, Any]:
+        if self.totals is not None:
+            return self.totals
         return metrics(self.tally, self.clock, self.draft_bytes, self.kv_tokens_lost)
 
     def add(self, event: Event) -> None:
@@ -98,14 +110,29 @@ class RequestReport:
             self.finish = event.finish
             self.draft_bytes = event.metrics.get("draft_bytes", 0)
             self.kv_tokens_lost = event.metrics.get("kv_tokens_lost", 0)
+            if not self.tally.rounds and event.completion_tokens > 1:
+                self._add_totals(event)
+
+    def _add_totals(self, event: RequestDone) -> None:
+        """Counts without rounds; what was not told stays out of the sums."""
+        self.totals, said = event.metrics, event.metrics
+        self.tally.drafted, self.tally.accepted = said.get("drafted") or 0, said.get("accepted") or 0
+        if said.get("rounds") is not None:
+            self.tally.rounds, self.tally.emitted = said["rounds"], event.completion_tokens - 1
+        if self.tally.drafted:
+            self.drafter = self.loaded
+        self.clock.delivered(event.at_s, event.completion_tokens - 1)
 
 
 def requests(events: Iterable[Event]) -> dict[str, RequestReport]:
     """Every request of a trace, in the order in which they started."""
     found: dict[str, RequestReport] = {}
+    loaded = "none"
     for event in events:
-        if isinstance(event, RequestStarted):
-            found[event.request] = RequestReport(event.request, event.prompt_class, event.prompt_tokens, Clock(event.at_s))
+        if isinstance(event, TraceStarted):
+            loaded = event.drafter
+        elif isinstance(event, RequestStarted):
+            found[event.request] = RequestReport.of(event, loaded)
         elif isinstance(event, PrefillDone | RoundDone | RequestDone) and event.request in found:
             found[event.request].add(event)
     return found

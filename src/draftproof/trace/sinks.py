@@ -7,6 +7,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import MISSING, Field, fields
 from pathlib import Path
 from typing import Any, Protocol
@@ -99,7 +100,8 @@ class Jsonl:
             self.lost += count
             self.error = f"trace file {self.path}: {error.strerror} after {self._written} bytes; only the trace ends there: free some space"
             log.error(self.error)
-            os.ftruncate(self._file, self._written)
+            with suppress(OSError):                      # a pipe or a device has no end to cut
+                os.ftruncate(self._file, self._written)
 
     def close(self) -> None:
         """Raises Failure when events were lost."""

@@ -7,7 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+import torch
 from torch import Tensor, nn
+
+from ..errors import LoadError
+from ..models.target import TargetParts
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,3 +42,24 @@ class Task(Protocol):
     def save(self, folder: Path) -> None:
         """Write the drafter as `drafters` load it (models.heads.files.write_files)."""
         ...
+
+
+def require_laws(parts: TargetParts) -> None:
+    """Raises LoadError unless the target's distribution can be had from the outputs of its last layer (`logits_after`)."""
+    if parts.norm is None or parts.output is None:
+        raise LoadError("this target shows no final norm and output matrix, so its distribution cannot be had from its hidden states; "
+                        "expected a decoder whose last layer, norm and output matrix are known")
+
+
+def saved_dtype(parts: TargetParts) -> torch.dtype:
+    """The precision to save a drafter in: that of the target's checkpoint, else of its embedding."""
+    assert parts.embed is not None, "a target has an embedding"
+    return parts.saved_as or next(iter(parts.embed.parameters())).dtype
+
+
+@torch.no_grad()
+def logits_after(parts: TargetParts, states: Tensor) -> Tensor:
+    """What the target says [n, V] after each of these outputs [n, H] of its last layer."""
+    assert parts.norm is not None and parts.output is not None, "checked by require_laws"
+    logits: Tensor = parts.output(parts.norm(states))
+    return logits

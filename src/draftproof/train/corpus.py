@@ -18,7 +18,7 @@ from ..errors import Failure
 from ..models.target import Target
 from ..types import Sampling
 
-ROUND = 16          # prompts answered together
+ROUND = 64          # prompts answered together: what a kill can lose, and what a pass can share
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,13 +78,11 @@ def regenerated(exchanges: Iterable[Exchange], engine: Engine, length: int, seed
     A document gives its first third as the prompt. Raises Failure if no text could be made.
     """
     texts, done = _resume(file)
-    engine_seed = random.Random(seed)
-    seeds = {i: engine_seed.getrandbits(48) for i in range(1 << 16)}
     waiting: list[tuple[int, list[int], Exchange]] = []
     with file.open("a", encoding="utf-8") as out:
         def write() -> None:
             prompts = [prompt for _, prompt, _ in waiting]
-            wishes = [_sampling(exchange, length - len(prompt), seeds[index % len(seeds)]) for index, prompt, exchange in waiting]
+            wishes = [_sampling(exchange, length - len(prompt), f"{seed} {index}") for index, prompt, exchange in waiting]
             for (index, prompt, exchange), answer in zip(waiting, engine.generate_batch(prompts, wishes), strict=True):
                 text = Text((*prompt, *answer.token_ids), len(prompt), exchange.prompt_class)
                 texts.append(text)
@@ -132,9 +130,10 @@ def _resume(file: Path) -> tuple[list[Text], int]:
     return texts, done
 
 
-def _sampling(exchange: Exchange, room: int, seed: int) -> Sampling:
+def _sampling(exchange: Exchange, room: int, key: str) -> Sampling:
     asked = exchange.sampling
     known = {name: asked[name] for name in ("temperature", "top_p", "top_k", "min_p") if asked.get(name) is not None}
+    seed = random.Random(key).getrandbits(48)
     return Sampling(max_tokens=max(1, min(room, exchange.max_tokens or room)), seed=seed, **known)
 
 

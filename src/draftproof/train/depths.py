@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ..models.heads.medusa import target_logits
 from ..models.target import TargetParts
-from .base import Features
+from .base import Features, saved_dtype
 
 
 def cross_entropy(logits: Tensor, law: Tensor) -> Tensor:
@@ -37,7 +37,7 @@ class DepthTask(ABC):
     def __init__(self, head: Any, parts: TargetParts, decay: float, soft: bool) -> None:
         """head: a network of `models.heads`; it learns in float32 and is saved in the target's precision."""
         assert parts.embed is not None and parts.norm is not None
-        self.saved_as = next(iter(parts.embed.parameters())).dtype
+        self.saved_as = saved_dtype(parts)
         self.module = self.head = head.float().requires_grad_(True)
         self.parts, self.decay, self.soft = parts, decay, soft
         self.last = int(parts.config.get_text_config().num_hidden_layers) - 1

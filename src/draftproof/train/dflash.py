@@ -19,7 +19,7 @@ from torch.nn import functional
 from ..errors import LoadError
 from ..models.heads.dflash import Anchored, DFlash
 from ..models.heads.dspark import DSpark
-from .base import Features
+from .base import Features, logits_after
 
 Weighing = Literal["decay", "d-pace"]
 
@@ -59,7 +59,7 @@ def default_gamma(block: int) -> float:
 
 
 class DFlashTask:
-    """`train.base.Task` of a DFlash head, which learns in float32 and is saved in the precision it came in. anchors: blocks per text
+    """`train.base.Task` of a DFlash head, which learns in float32 and is saved in the target's precision. anchors: blocks per text
     and step."""
 
     def __init__(self, head: DFlash, anchors: int = 32, gamma: float | None = None, weighing: Weighing = "decay") -> None:
@@ -67,7 +67,7 @@ class DFlashTask:
         if parts.norm is None or parts.output is None or parts.embed is None:
             raise LoadError("this target shows no final norm and output matrix, so its distribution cannot be had from its hidden states; "
                             "expected a decoder whose last layer, norm and output matrix are known")
-        self.saved_as = head.dtype
+        self.saved_as = parts.saved_as or head.dtype
         self.module = self.head = head.float().requires_grad_(True)
         self.anchors, self.weighing = anchors, weighing
         self.last = int(parts.config.get_text_config().num_hidden_layers) - 1
@@ -116,9 +116,7 @@ class DFlashTask:
 
     def _wanted(self, states: Tensor) -> Tensor:
         """The target's logits over the head's tokens, of outputs of its last layer."""
-        parts = self.head.target
-        assert parts.norm is not None and parts.output is not None
-        logits: Tensor = parts.output(parts.norm(states))
+        logits = logits_after(self.head.target, states)
         return logits if self.head.ids is None else logits[..., self.head.ids]
 
     def _losses(self, logits: Tensor, wanted: Tensor, hidden: Tensor, previous: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -17,8 +17,8 @@ from ..errors import LoadError
 from ..models.heads.eagle import EagleHead
 from ..models.target import TargetParts
 from .base import Features
-from .eagle3 import soft_cross_entropy, step_weights, target_logits, weighted_mean
-from .mtp import Unrolled
+from .eagle3 import logit_blocks, soft_cross_entropy, weighted_mean
+from .mtp import Unrolled, step_weights
 
 NOISE = 0.2         # times 512 / length, as EAGLE draws it
 
@@ -40,7 +40,7 @@ class EagleTask:
         self.module, self.parts, self.steps = head.float().requires_grad_(True), parts, steps
         self.law_weight, self.noise = law_weight, noise
         self.weights, self.taps = step_weights(steps, decay), head.taps
-        self.dtype = weight.dtype
+        self.saved_as = parts.saved_as or weight.dtype
 
     def loss(self, batch: Sequence[Features]) -> tuple[Tensor, Mapping[str, float]]:
         """hidden_loss + law_weight · soft cross-entropy, mean over the guesses of a step, steps weighted; accuracy per depth."""
@@ -56,14 +56,14 @@ class EagleTask:
         return next(self.module.parameters()).sum() * 0.0 if loss is None else loss, figures      # no guess counts: nothing moves
 
     def save(self, folder: Path) -> None:
-        self.module.save(folder, self.dtype)
+        self.module.save(folder, self.saved_as)
 
     def _one(self, text: Features) -> list[tuple[Tensor, Tensor]]:
         head, ids, attend = self.module, text.ids, Unrolled()
         length = ids.shape[0]
         with torch.no_grad():
             true = head.fuse(text.taps[head.taps[0]])
-            laws = torch.cat([logits.softmax(-1) for logits in target_logits(self.parts, text.taps[head.taps[0]])])
+            laws = torch.cat([logits.softmax(-1) for logits in logit_blocks(self.parts, text.taps[head.taps[0]])])
             hidden = true.float() + (torch.rand_like(true, dtype=torch.float32) - 0.5) * 2 * self.noise * 512 / max(length, 512)
         found = []
         for step in range(min(self.steps, length - 2)):

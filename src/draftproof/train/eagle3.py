@@ -17,8 +17,8 @@ from ..errors import LoadError
 from ..models.heads.eagle3 import Eagle3Head
 from ..models.heads.vocabulary import mask, offsets
 from ..models.target import TargetParts
-from .base import Features
-from .mtp import Unrolled
+from .base import Features, saved_dtype
+from .mtp import Unrolled, step_weights
 
 ROWS = 256      # rows of the target's logits at a time; at a vocabulary of 128k they are large
 
@@ -32,7 +32,7 @@ def draft_vocabulary(counts: Tensor, size: int) -> tuple[Tensor, Tensor]:
     return offsets(ids), mask(ids, counts.shape[0])
 
 
-def target_logits(parts: TargetParts, last: Tensor) -> Iterator[Tensor]:
+def logit_blocks(parts: TargetParts, last: Tensor) -> Iterator[Tensor]:
     """Logits [≤ ROWS, V] float32, block by block, of outputs [N, H] of the target's last layer."""
     assert parts.output is not None, "a target has an output matrix"
     for start in range(0, last.shape[0], ROWS):
@@ -48,7 +48,7 @@ def labels(parts: TargetParts, last: Tensor, ids: Tensor | None) -> tuple[Tensor
     Laws [N, Vd], renormalised · best [N], the draft token that is the target's likeliest · known [N] bool, whether there is one.
     """
     laws, best, known = [], [], []
-    for logits in target_logits(parts, last):
+    for logits in logit_blocks(parts, last):
         chosen = logits if ids is None else logits[:, ids]
         laws.append(chosen.softmax(-1))
         best.append(chosen.argmax(-1))
@@ -59,12 +59,6 @@ def labels(parts: TargetParts, last: Tensor, ids: Tensor | None) -> tuple[Tensor
 def soft_cross_entropy(logits: Tensor, laws: Tensor) -> Tensor:
     """−Σ p log q [R] of the head's logits [R, Vd] and the target's laws [R, Vd]."""
     return -(laws * logits.float().log_softmax(-1)).sum(-1)
-
-
-def step_weights(steps: int, decay: float) -> list[float]:
-    """decay^i over their sum."""
-    raw = [decay**step for step in range(steps)]
-    return [weight / sum(raw) for weight in raw]
 
 
 def weighted_mean(sums: Sequence[Sequence[Tensor]], counts: Sequence[int], weights: Sequence[float]) -> Tensor | None:
@@ -83,7 +77,7 @@ class Eagle3Task:
         self.weights = step_weights(steps, decay)
         self.last = int(parts.config.get_text_config().num_hidden_layers) - 1
         self.taps: tuple[int, ...] = tuple(sorted({*head.taps, self.last}))
-        self.dtype = next(iter(parts.embed.parameters())).dtype
+        self.saved_as = saved_dtype(parts)
 
     def loss(self, batch: Sequence[Features]) -> tuple[Tensor, Mapping[str, float]]:
         """Soft cross-entropy, mean over the guesses of a step, steps weighted. Figures: how often the head's likeliest token is
@@ -101,7 +95,7 @@ class Eagle3Task:
         return next(self.module.parameters()).sum() * 0.0 if loss is None else loss, figures      # no guess counts: nothing moves
 
     def save(self, folder: Path) -> None:
-        self.module.save(folder, self.dtype)
+        self.module.save(folder, self.saved_as)
 
     def _one(self, text: Features) -> list[tuple[Tensor, Tensor, int]]:
         """Per step: the loss of every guess that counts, whether its best token is the target's, and how many guesses the text asks

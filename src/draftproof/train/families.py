@@ -71,10 +71,14 @@ def _eagle(target: Target, texts: Sequence[Text], wish: Wish) -> Task:
 def _eagle3(target: Target, texts: Sequence[Text], wish: Wish) -> Task:
     from ..models.heads.eagle3 import Eagle3Head
     from .eagle3 import Eagle3Task
+    from .warm import warm_eagle3
 
     files = wish.files
-    head = (Eagle3Head.read(files, target.parts, target.vocab_size) if files
-            else Eagle3Head.fresh(target.parts, _vocabulary(target, texts, wish), **wish.sizes(layers="layers")))
+    if files:
+        head = Eagle3Head.read(files, target.parts, target.vocab_size)
+    else:
+        head = Eagle3Head.fresh(target.parts, _vocabulary(target, texts, wish), **wish.sizes(layers="layers"))
+        warm_eagle3(head, target.parts)
     return Eagle3Task(head, target.parts, **wish.sizes(steps="depth"))
 
 
@@ -109,9 +113,14 @@ def _mlp(target: Target, texts: Sequence[Text], wish: Wish) -> Task:
 def _mtp(target: Target, texts: Sequence[Text], wish: Wish) -> Task:
     from ..models.heads.mtp import MtpHead
     from .mtp import MtpTask
+    from .warm import warm_mtp
 
     files = wish.files
-    head = MtpHead.read(files, target.parts, target.vocab_size) if files else MtpHead.fresh(target.parts, **wish.sizes(layers="layers"))
+    if files:
+        head = MtpHead.read(files, target.parts, target.vocab_size)
+    else:
+        head = MtpHead.fresh(target.parts, **wish.sizes(layers="layers"))
+        warm_mtp(head, target.parts)
     return MtpTask(head, **wish.sizes(steps="depth"))
 
 

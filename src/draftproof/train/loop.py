@@ -16,6 +16,7 @@ from . import checkpoint
 from .base import Task
 from .corpus import Text
 from .features import Tapper
+from .muon import Muon
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,13 +49,13 @@ TABLES = ("embed", "emb.", "head.", "outputs.", "markov")      # in the names of
 
 
 def optimizers_of(module: nn.Module, lr: float) -> list[torch.optim.Optimizer]:
-    """Muon for the matrices between hidden states, AdamW for everything else (Jordan et al. 2024; torch's own)."""
+    """Muon for the matrices between hidden states, AdamW for everything else."""
     trained = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
     matrices = [p for name, p in trained if p.ndim == 2 and not any(table in name for table in TABLES)]
     others = [p for _, p in trained if not any(p is m for m in matrices)]
     made: list[torch.optim.Optimizer] = []
     if matrices:
-        made.append(torch.optim.Muon(matrices, lr=lr, weight_decay=0.01, adjust_lr_fn="match_rms_adamw"))
+        made.append(Muon(matrices, lr))
     if others:
         made.append(torch.optim.AdamW(others, lr=lr, betas=(0.9, 0.95), weight_decay=0.0))
     return made

@@ -12,10 +12,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ..errors import LoadError
 from ..models.causal import CausalLM
 from ..models.target import TargetParts
-from .base import Features
+from .base import Features, logits_after, require_laws
 from .depths import token_loss
 
 
@@ -29,9 +28,7 @@ class ModelTask:
 
     def __init__(self, lm: CausalLM, parts: TargetParts, share: float = 0.5) -> None:
         """share: of the KL in the loss."""
-        if parts.norm is None or parts.output is None:
-            raise LoadError("this target shows no final norm and output matrix, so its distribution cannot be had from its hidden states; "
-                            "expected a decoder whose last layer, norm and output matrix are known")
+        require_laws(parts)
         self.lm, self.parts, self.share = lm, parts, share
         self.module = lm.module.requires_grad_(True)
         self.last = int(parts.config.get_text_config().num_hidden_layers) - 1
@@ -50,7 +47,7 @@ class ModelTask:
                 continue
             visible = torch.ones(size - 1, size - 1, dtype=torch.bool, device=text.ids.device).tril()
             logits = self.lm.logits(text.ids[:-1], torch.arange(size - 1, device=text.ids.device), visible)[counts].float()
-            wanted = self._wanted(text.taps[self.last][:-1][counts]).float()
+            wanted = logits_after(self.parts, text.taps[self.last][:-1][counts]).float()
             width = min(logits.shape[-1], wanted.shape[-1])
             logits, wanted = logits[:, :width], wanted[:, :width]
             found.append((token_loss(logits, text.ids[1:][counts]), divergence(logits, wanted), logits.argmax(-1) == wanted.argmax(-1)))
@@ -59,9 +56,3 @@ class ModelTask:
         entropy, kl, agreed = (torch.cat(parts).float().mean() for parts in zip(*found, strict=True))
         figures = {"cross_entropy": entropy.item(), "kl": kl.item(), "agreement": agreed.item()}
         return (1 - self.share) * entropy + self.share * kl, figures
-
-    @torch.no_grad()
-    def _wanted(self, states: Tensor) -> Tensor:
-        assert self.parts.norm is not None and self.parts.output is not None
-        logits: Tensor = self.parts.output(self.parts.norm(states))
-        return logits

@@ -64,7 +64,8 @@ class MtpTask:
         weight = getattr(head.parts.output, "weight", None) if head.heads is None else head.heads[0].weight
         if weight is None or weight.is_meta:
             raise LoadError("the target's output matrix is packed and has no gradient; load the target with packing off to train")
-        self.module, self.taps = head.requires_grad_(True), head.taps
+        self.saved_as = head.parts.saved_as or next(head.fusions.parameters()).dtype
+        self.module, self.taps = head.float().requires_grad_(True), head.taps
         for shared in (head.embed, head.heads):
             if shared is not None:
                 shared.requires_grad_(False)            # copies of the target's
@@ -84,7 +85,7 @@ class MtpTask:
         return loss, {f"accuracy {step + 1}": right[step] / counts[step] for step in range(self.steps) if counts[step]}
 
     def save(self, folder: Path) -> None:
-        self.module.save(folder)
+        self.module.save(folder, self.saved_as)
 
     def _one(self, text: Features) -> list[tuple[Tensor, Tensor]]:
         """Per step: the loss of every row that counts, and whether its best guess is the text's token."""

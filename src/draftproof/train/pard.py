@@ -18,7 +18,7 @@ from torch import Tensor
 from ..errors import LoadError
 from ..models.causal import CausalLM
 from ..models.target import TargetParts
-from .base import Features
+from .base import Features, logits_after, require_laws
 from .dflash import cross_entropy
 
 
@@ -61,9 +61,7 @@ class PardTask:
     """`train.base.Task`. depth: tokens guessed in one pass; mask_token: a token that texts do not hold."""
 
     def __init__(self, lm: CausalLM, parts: TargetParts, mask_token: int, depth: int = 8, ratio: float = 0.7, least: float = 0.2) -> None:
-        if parts.norm is None or parts.output is None:
-            raise LoadError("this target shows no final norm and output matrix, so its distribution cannot be had from its hidden states; "
-                            "expected a decoder whose last layer, norm and output matrix are known")
+        require_laws(parts)
         if not 0 <= mask_token < lm.vocab_size:
             raise LoadError(f"mask token {mask_token}: expected one of the model's {lm.vocab_size} tokens, best one that no text holds")
         self.lm, self.parts, self.mask_token = lm, parts, mask_token
@@ -89,16 +87,10 @@ class PardTask:
             logits = self.lm.logits(chosen.ids(text.ids, self.mask_token), chosen.positions, chosen.visible())
             at = chosen.positions
             counts = (at + 1 < size) & text.mask[(at + 1).clamp(max=size - 1)]
-            wanted = self._wanted(text.taps[self.last])[at[counts]]
+            wanted = logits_after(self.parts, text.taps[self.last])[at[counts]]
             width = min(wanted.shape[-1], logits.shape[-1])
             guessed, wanted, masks = logits[counts][:, :width], wanted[:, :width], chosen.masks[counts].cpu()
             total, rows = total + cross_entropy(guessed, wanted).sum(), rows + masks.shape[0]
             hits = (guessed.argmax(-1) == wanted.argmax(-1)).float().cpu()
             right, seen = right.index_add(0, masks, hits), seen.index_add(0, masks, torch.ones_like(hits))
         return total / max(1, rows), {f"hit_{i + 1}": hit for i, hit in enumerate((right / seen.clamp(min=1)).tolist())}
-
-    @torch.no_grad()
-    def _wanted(self, states: Tensor) -> Tensor:
-        assert self.parts.norm is not None and self.parts.output is not None
-        logits: Tensor = self.parts.output(self.parts.norm(states))
-        return logits

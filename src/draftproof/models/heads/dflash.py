@@ -27,7 +27,7 @@ from ..target import TargetParts
 from .blocks import RMSNorm, Rope, rotate
 from .cache import HeadCache, HeadPass
 from .eagle import ROTARY, Attend, HeadLayer, Shape, count_layers, give_biases, needed, require_vocabulary, rope_fields, settle, text_config
-from .files import HeadFiles, fill, write_files
+from .files import HeadFiles, converted, fill, write_files
 from .layout import Layout, View, body_of, renamed
 from .vocabulary import draft_ids, mask, offsets
 
@@ -103,7 +103,7 @@ class DFlash(nn.Module):
 
     def save(self, folder: str | Path, dtype: torch.dtype | None = None) -> None:
         """z-lab's layout, with what the head has of its own beside it. dtype: of the weights in the file."""
-        tensors = {name: tensor if dtype is None else tensor.to(dtype) for name, tensor in self.state_dict().items()}
+        tensors = converted(self.state_dict(), dtype)
         if self.ids is not None:
             tensors |= {"d2t": offsets(self.ids), "t2d": mask(self.ids, self.vocab_size)}
         write_files(folder, self.published(), tensors)

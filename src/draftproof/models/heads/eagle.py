@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from ...errors import LoadError
 from ..target import TargetParts
 from .blocks import GatedMlp, RMSNorm, Rope, rotate
-from .files import HeadFiles, fill, write_files
+from .files import HeadFiles, converted, fill, write_files
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """layer, q [R, heads, D], k and v [R, kv, D] → [R, heads · D]; q and k are rotated."""
@@ -237,10 +237,6 @@ def require_vocabulary(tensors: Mapping[str, Tensor], config: Mapping[str, Any],
 
 def count_layers(tensors: Iterable[str]) -> int:
     return 1 + max((int(name.split(".")[1]) for name in tensors if name.startswith("layers.") and name.split(".")[1].isdigit()), default=0)
-
-
-def converted(tensors: Mapping[str, Tensor], dtype: torch.dtype | None) -> dict[str, Tensor]:
-    return {name: tensor if dtype is None else tensor.to(dtype) for name, tensor in tensors.items()}
 
 
 def give_biases(module: nn.Module, names: Iterable[str]) -> None:

@@ -30,7 +30,6 @@ from .eagle import (
     HeadAttention,
     HeadLayer,
     Shape,
-    converted,
     count_layers,
     embed,
     give_biases,
@@ -41,7 +40,7 @@ from .eagle import (
     settle,
     text_config,
 )
-from .files import HeadFiles, fill, write_files
+from .files import HeadFiles, converted, fill, write_files
 from .vocabulary import draft_ids, mask, offsets
 
 TABLES = frozenset({"d2t", "t2d"})      # read here, not by the module

@@ -97,3 +97,8 @@ def write_files(path: str | Path, config: Mapping[str, Any], tensors: Mapping[st
     os.replace(f"{weights}.part", weights)
     Path(f"{settings}.part").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     os.replace(f"{settings}.part", settings)
+
+
+def converted(tensors: Mapping[str, Tensor], dtype: torch.dtype | None) -> dict[str, Tensor]:
+    """Tensors as a file is to hold them; dtype None keeps each one's own."""
+    return {name: tensor if dtype is None else tensor.to(dtype) for name, tensor in tensors.items()}

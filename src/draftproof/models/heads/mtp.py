@@ -34,7 +34,7 @@ from transformers import AttentionInterface, AutoConfig
 
 from ...errors import LoadError
 from ..target import TargetParts
-from .files import HeadFiles, fill, write_files
+from .files import HeadFiles, converted, fill, write_files
 from .mtp_files import LAYOUTS, Layout, Weights, understand
 
 NAME = "draftproof_rows"
@@ -167,10 +167,11 @@ class MtpHead(nn.Module):
                     parameter.zero_()
         return head
 
-    def save(self, folder: str | Path) -> None:
-        """Write the head alone, as its family names it (a fresh one, and a `speculators` one, as Qwen's): `read` gives equal tensors."""
+    def save(self, folder: str | Path, dtype: torch.dtype | None = None) -> None:
+        """Write the head alone, as its family names it (a fresh one, and a `speculators` one, as Qwen's): `read` gives equal tensors.
+        dtype: of the weights in the file; None keeps it."""
         layout = LAYOUTS["qwen"] if self.layout.name == "speculators" and self.layers == 1 else self.layout
-        weights = Weights(self.layout, self.base, self.split, self.state_dict())
+        weights = Weights(self.layout, self.base, self.split, {**self.state_dict(), **converted(dict(self.named_parameters()), dtype)})
         write_files(folder, self.settings, weights.published(layout, self.base, self.split))
 
     def fuse(self, features: Tensor) -> Tensor:

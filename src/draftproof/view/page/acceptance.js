@@ -27,6 +27,7 @@ export const acceptanceView = {
       const [low, high] = wilson(tally.passed[i], reached);
       return { name: String(i + 1), value: tally.passed[i] / reached, low, high };
     });
+    const nothing = tally.drafted ? 'The trace tells how many guesses stood, and not of which rounds.' : 'Nothing was guessed.';
     const lengths = Array.from(tally.lengths, (count, i) => ({ name: String(i), value: count ?? 0 }));
     const groups = new Map();
     for (const one of trace.requests) {
@@ -42,9 +43,9 @@ export const acceptanceView = {
     const pick = choice('rounds of', [['request', 'this request'], ['drafter', `all requests of drafter ${request.drafter}`], ['all', 'the whole trace']], scope, (value) => { state.scope = value; ctx.redraw(); });
     return [
       panel('Acceptance by position', h('div', { class: 'bar' }, h('label', null, 'Rounds of ', pick)),
-        hazard.length ? h('div', { class: 'scroll', tabindex: '0', role: 'region', 'aria-label': 'acceptance by position' }, bars('accepted at each position, of the rounds that reached it', hazard)) : h('p', null, 'Nothing was guessed.'),
+        hazard.length ? h('div', { class: 'scroll', tabindex: '0', role: 'region', 'aria-label': 'acceptance by position' }, bars('accepted at each position, of the rounds that reached it', hazard)) : h('p', null, nothing),
         h('p', { class: 'quiet' }, 'P(the guess at this position is accepted | the walk reached it), with Wilson’s 95 % interval.')),
-      panel('How many guesses stood', lengths.length ? h('div', { class: 'scroll', tabindex: '0', role: 'region', 'aria-label': 'histogram' }, bars('rounds by number of accepted guesses', lengths, Math.max(1, ...lengths.map((one) => one.value)), integer)) : h('p', null, 'Nothing was guessed.'),
+      panel('How many guesses stood', lengths.length ? h('div', { class: 'scroll', tabindex: '0', role: 'region', 'aria-label': 'histogram' }, bars('rounds by number of accepted guesses', lengths, Math.max(1, ...lengths.map((one) => one.value)), integer)) : h('p', null, nothing),
         h('p', { class: 'quiet' }, `${integer(tally.roundsDrafted)} rounds with a guess, by the number of guesses accepted.`)),
       panel('By class of prompts and drafter', table('acceptance by class and drafter', ['class', 'drafter', 'requests', 'guessed', 'accepted', 'of all guesses (95 %)', 'tokens per round', 'tokens/s (median)'], rows)),
     ];

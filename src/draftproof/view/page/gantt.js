@@ -93,7 +93,8 @@ export const ganttView = {
     this.follow(ctx);
     const parts = PHASES.map((name) => clock[name]), sum = parts.reduce((a, b) => a + b, 0);
     return [panel('Where the time went',
-      h('p', null, `With speculation ${seconds(length)}; plain decoding of the same text ${seconds(plainLength)} (${measured ? 'measured: the run without guesses in this trace' : 'estimated: one plain pass per token'}).`),
+      h('p', null, measured || pass ? `With speculation ${seconds(length)}; plain decoding of the same text ${seconds(plainLength)} (${measured ? 'measured: the run without guesses in this trace' : 'estimated: one plain pass per token'}).`
+        : `The whole took ${seconds(length)}; this trace has no times of single rounds.`),
       h('div', { class: 'bar' }, button('Zoom in', () => zoom(0.5)), button('Zoom out', () => zoom(2)), button('←', () => zoom(1, -0.25), { 'aria-label': 'earlier' }), button('→', () => zoom(1, 0.25), { 'aria-label': 'later' }), button('All', () => zoom(1e9))),
       canvas,
       table('time of the rounds', ['phase', 'seconds', 'share', 'per round'], [

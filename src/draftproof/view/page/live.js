@@ -1,19 +1,33 @@
-// Events of a running server: GET /draftproof/events?since=ID streams `id: N`, `data: one trace event`. A lost connection goes on where it broke.
+// Events of a running server: GET /draftproof/events?since=ID streams `id: N`, `data: one trace event`, and `event: gap` where some
+// are lost. A broken connection goes on where it broke.
 
 const ENCODER = new TextEncoder();
+const FULL_BYTES = 1 << 26, MANY = 5000, WAITING = 5000;      // of one trace; of events that no frame has shown yet
+const frame = () => new Promise((resume) => { requestAnimationFrame(resume); setTimeout(resume, 1000); });      // a hidden page has no frames
+
+export const authorised = (key) => (key ? { Authorization: `Bearer ${key}` } : {});
+
+/** What a server says about a request that it refused. */
+export async function refusal(answer) {
+  const told = await answer.json().catch(() => null);
+  return told?.error?.message ?? `the server answered ${answer.status}`;
+}
 
 export class Live {
-  #last = -1; #stopped = false; #waiting = []; #asked = false;
+  #last = 0; #stopped = false; #waiting = []; #flushing = null; #header = null;
 
-  /** `trace` is fed with what arrives; `changed` is called once per animation frame at most, `told` with what is worth saying. */
-  constructor(trace, changed, told, key = '') {
-    Object.assign(this, { trace, changed, told, key });
+  /** `trace` is fed with what arrives; `changed` is called once per animation frame at most, `told` with what is worth saying; `renew` gives
+   *  another trace when this one is full, or null if that must wait. */
+  constructor(trace, { changed, told, renew, key }) {
+    Object.assign(this, { trace, changed, told, renew, key });
   }
 
-  /** Whether a server answers here. Resolves after the first connection; the stream then goes on by itself. */
+  /** 'open', 'key' if the server wants another one, or null: no server. Resolves with the first connection; the stream goes on by itself. */
   async open() {
     const answer = await this.#connect().catch(() => null);
-    if (!answer?.ok || !(answer.headers.get('content-type') ?? '').startsWith('text/event-stream')) return answer?.status === 401 ? 'key' : null;
+    if (answer?.status === 401) return 'key';
+    if (answer?.status === 429) { this.told(`No events: ${await refusal(answer)}.`); return null; }
+    if (!answer?.ok || !(answer.headers.get('content-type') ?? '').startsWith('text/event-stream')) return null;
     this.#follow(answer);
     return 'open';
   }
@@ -22,23 +36,24 @@ export class Live {
 
   #connect() {
     this.abort = new AbortController();
-    const headers = { Accept: 'text/event-stream', ...(this.key ? { Authorization: `Bearer ${this.key}` } : {}) };
-    return fetch(`/draftproof/events?since=${Math.max(0, this.#last)}`, { headers, signal: this.abort.signal, cache: 'no-store' });
+    return fetch(`/draftproof/events?since=${this.#last}`, { headers: { Accept: 'text/event-stream', ...authorised(this.key) }, signal: this.abort.signal, cache: 'no-store' });
   }
 
   async #follow(answer) {
-    let pause = 500;
+    let pause = 500, broken = false;
     for (;;) {
       try {
         answer ??= await this.#connect();
-        if (!answer.ok) throw new Error(`the server answered ${answer.status}`);
+        if (!answer.ok) throw new Error(await refusal(answer));
+        if (broken) this.told('');
         pause = 500;
-        this.told('');
         await this.#drain(answer.body);
+        throw new Error('the server ended it');
       } catch (error) {
-        if (!this.#stopped) this.told(`The connection was lost (${error.message}); trying again.`);
+        if (this.#stopped) return;
+        broken = true;
+        this.told(`The connection was lost (${error.message}); trying again.`);
       }
-      if (this.#stopped) return;
       answer = null;
       await new Promise((resume) => setTimeout(resume, pause));
       pause = Math.min(10000, 2 * pause);
@@ -54,35 +69,47 @@ export class Live {
       const blocks = (rest + value.replaceAll('\r', '')).split('\n\n');
       rest = blocks.pop();
       for (const block of blocks) this.#block(block);
+      while (this.#waiting.length > WAITING) await this.#flushing;      // who cannot keep up does not read on: the server then tells of a gap
     }
   }
 
   #block(block) {
-    let id = null;
+    let id = null, event = 'message';
     const data = [];
     for (const line of block.split('\n')) {
       if (line.startsWith('id:')) id = Number(line.slice(3));
+      else if (line.startsWith('event:')) event = line.slice(6).trim();
       else if (line.startsWith('data:')) data.push(line.slice(5).replace(/^ /, ''));
     }
-    if (Number.isFinite(id) && id !== null) {
-      const again = data.some((text) => text.startsWith('{"event":"trace_started"'));       // a server that was started anew counts from the beginning
-      if (id <= this.#last && !again) return;
+    if (id !== null && Number.isSafeInteger(id)) {
+      if (data.length && id <= this.#last && event === 'message') return;
       this.#last = id;
     }
     if (!data.length) return;
-    this.#waiting.push(data.join('\n'));
-    if (this.#asked) return;
-    this.#asked = true;
-    requestAnimationFrame(() => this.#flush());
+    this.#waiting.push({ event, line: data.join('\n') });
+    this.#flushing ??= frame().then(() => this.#flush());
   }
 
   #flush() {
-    this.#asked = false;
-    const lines = this.#waiting;
+    const arrived = this.#waiting;
     this.#waiting = [];
-    for (const line of lines) {
-      try { this.trace.feed(ENCODER.encode(`${line}\n`)); } catch (error) { this.told(`An event could not be read: ${error.message}`); }
+    this.#flushing = null;
+    const full = this.trace.bytes > FULL_BYTES || this.trace.requests.length > MANY, fresh = full ? this.renew() : null;
+    if (fresh) {
+      this.trace = fresh;
+      this.#feed(this.#header);
+      this.told('Older requests were let go, so that this page stays small; serve --trace FILE keeps them.');
     }
-    this.changed();
+    for (const { event, line } of arrived) {
+      if (event === 'gap') this.trace.lost();
+      if (event !== 'message') continue;
+      if (line.startsWith('{"event":"trace_started"')) { this.#header = line; this.trace.anew(); }
+      this.#feed(line);
+    }
+    this.changed(this.trace);
+  }
+
+  #feed(line) {
+    try { this.trace.feed(ENCODER.encode(`${line}\n`)); } catch (error) { this.told(`An event could not be read: ${error.message}`); }
   }
 }

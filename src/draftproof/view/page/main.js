@@ -1,35 +1,35 @@
 // The page: where the trace comes from, which view is shown, and the address that leads back to it.
 
 import { acceptanceView } from './acceptance.js';
-import { Chat } from './chat.js';
 import { compareView } from './compare.js';
 import { button, choice, h, label, panel } from './dom.js';
 import { ganttView } from './gantt.js';
 import { learnPage } from './learn.js';
-import { Live } from './live.js';
 import { paysView } from './pays.js';
 import { raceView } from './race.js';
 import { Replay } from './replay.js';
 import { roundsView } from './rounds.js';
+import { Session } from './server.js';
 import { statusView } from './status.js';
 import { textView } from './text.js';
-import { Trace, TraceError, requestName } from './trace.js';
+import { Trace, TraceError, around, requestName } from './trace.js';
 import { treeView } from './tree.js';
 import { verificationView } from './verification.js';
 
 const learnView = {
-  id: 'learn', title: 'Learn',
+  id: 'learn', title: 'Learn', still: true,
   draw(ctx) {
     const place = h('div', null, 'Loading …');
     lesson().then((trace) => place.replaceChildren(...learnPage(trace).flat()), (error) => place.replaceChildren(h('p', { role: 'alert' }, error.message)));
     return [place];
   },
 };
+// `still`: what it shows is not drawn again because a live trace has grown
 const VIEWS = [statusView, textView, roundsView, treeView, verificationView, ganttView, acceptanceView, paysView, raceView, compareView, learnView];
 const state = { view: statusView, trace: null, request: null, token: 0, source: 'none', lesson: null };
 const main = document.querySelector('main'), nav = document.querySelector('nav'), notice = document.querySelector('#notice'), head = document.querySelector('#controls'), talk = document.querySelector('#talk');
 const replay = new Replay((cursor) => { follow(cursor); address(); });
-let chat = null, live = null, drawn = 0;
+let session = null, drawn = 0, shown = null;
 
 /** Bytes that stand in the page itself, packed; null where there are none. */
 function embedded(id) {
@@ -79,12 +79,13 @@ function draw() {
     item.setAttribute('aria-current', 'page');
     nav.scrollLeft = item.offsetLeft - nav.offsetLeft - 40;
   }
-  talk.hidden = !chat || state.view !== statusView;
+  talk.hidden = !session || (state.view !== statusView && state.view !== raceView);
   document.title = `${state.view.title} – Draftproof`;
   drawn = performance.now();
   if (!state.request && state.view !== learnView) return welcome();
   try {
     main.replaceChildren(...state.view.draw(context()).flat(3).filter(Boolean));
+    shown = state.view;
   } catch (error) {
     main.replaceChildren(panel('This view cannot show this trace', h('p', null, label(error.message, 300))));
     tell(error);
@@ -93,8 +94,9 @@ function draw() {
 }
 
 function welcome() {
+  shown = null;
   const file = h('input', { type: 'file', accept: '.jsonl,.json,.gz', id: 'first-file', 'aria-label': 'trace file', on: { change: () => file.files.length && show(file.files[0]) } });
-  main.replaceChildren(panel('No trace yet', h('p', null, chat ? 'Send a message; its rounds appear here as they run.' : 'Open a trace, drop one onto this page, or begin with the explainer.'),
+  main.replaceChildren(panel('No trace yet', h('p', null, session ? 'Send a message; its rounds appear here as they run.' : 'Open a trace, drop one onto this page, or begin with the explainer.'),
     h('p', null, file), h('p', null, h('a', { href: '#/learn' }, 'How guessing ahead works'))));
 }
 
@@ -111,6 +113,7 @@ function address() {
 
 function route() {
   const [, name, query] = /^#\/([a-z]*)\??(.*)$/.exec(location.hash) ?? [], asked = new URLSearchParams(query);
+  if (asked.has('r')) session?.release();
   const view = VIEWS.find((one) => one.id === name) ?? statusView, number = (key) => { const n = Number(asked.get(key)); return Number.isInteger(n) && n >= 0 ? n : 0; };
   const request = state.trace?.requests[asked.has('r') ? number('r') : state.request?.index ?? 0] ?? state.trace?.requests[0] ?? null;
   const same = view === state.view && request === state.request && view.follow;
@@ -130,7 +133,7 @@ function route() {
 function controls() {
   document.querySelector('footer').hidden = !state.request || state.view === learnView;
   const requests = state.trace?.requests ?? [];
-  const pick = requests.length ? choice('request', requests.slice(0, 2000).map((one, i) => [i, label(requestName(one), 80)]), state.request?.index ?? 0, (value) => { location.hash = link(state.view.id, { r: value, round: 0 }); }) : null;
+  const pick = requests.length ? choice('request', around(requests, state.request?.index ?? 0, 1000).map((one) => [one.index, label(requestName(one), 80)]), state.request?.index ?? 0, (value) => { location.hash = link(state.view.id, { r: value, round: 0 }); }) : null;
   head.replaceChildren(h('span', { class: 'file' }, state.trace ? label(state.trace.name, 60) : ''), ...(pick ? [h('label', null, 'Request ', pick)] : []),
     button('Open …', () => opener.click(), { id: 'open' }), button('Light / dark', theme, { id: 'theme' }));
 }
@@ -154,7 +157,8 @@ async function show(file) { await load(file.name, (trace, progress) => open(file
 /** Read a trace and show it as soon as its first request is there. */
 async function load(name, read) {
   complain('');
-  live?.stop();
+  session?.stop();
+  session = null;                        // a file takes the server's place until the page is loaded again
   const trace = new Trace(name), before = { trace: state.trace, request: state.request };
   const progress = () => {
     main.setAttribute('aria-busy', 'true');
@@ -179,33 +183,45 @@ async function load(name, read) {
 
 /** A running server behind this page, if there is one. */
 async function connect(key = '') {
-  const trace = new Trace('live');
-  let settled = 0;
-  const changed = () => {
-    const newest = trace.requests.at(-1);
-    state.trace = trace;
-    if (newest && newest !== state.request && (!state.request || !location.hash.includes('r='))) { state.request = newest; replay.set(trace, newest, newest.rounds.length); draw(); controls(); return; }
-    if (!state.request) return;
-    replay.set(trace, state.request, state.request.rounds.length);
-    if (state.view === roundsView && state.view.follow) state.view.follow(context());
-    else if (performance.now() - drawn > 250 && (main === document.activeElement || !main.contains(document.activeElement))) draw();
-    clearTimeout(settled);
-    settled = setTimeout(() => { controls(); draw(); }, 400);       // what came last is shown too
-  };
-  live = new Live(trace, changed, complain, key);
-  const answer = await live.open();
-  if (answer === 'key') return askKey();
+  const found = new Session({ shown: grown, told: complain, raced: (pair) => { state.starts = true; location.hash = link('race', { r: pair.on.index, round: 0 }); } });
+  const answer = await found.open(key);
+  if (answer === 'key') return askKey(key ? 'The server does not know this key.' : '');
   if (answer !== 'open') return draw();
+  session = found;
   state.source = 'live';
-  chat = new Chat(key, () => setTimeout(() => { location.hash = link('race', { r: trace.requests.length - 1, round: 0 }); }, 500));
-  talk.replaceChildren(chat.panel);
-  window.addEventListener('pagehide', () => live.stop());
+  talk.replaceChildren(...found.panels);
+  window.addEventListener('pagehide', () => found.stop());
   return draw();
 }
 
-function askKey() {
+/** The key is kept in this page's memory and nowhere else. */
+function askKey(told) {
   const field = h('input', { type: 'password', autocomplete: 'off', id: 'key', 'aria-label': 'API key' });
-  main.replaceChildren(panel('This server asks for its API key', h('form', { class: 'bar', on: { submit: (event) => { event.preventDefault(); connect(field.value); } } }, field, h('button', { type: 'submit' }, 'Connect'))));
+  main.replaceChildren(panel('This server asks for its API key', told ? h('p', { role: 'alert' }, told) : null,
+    h('form', { class: 'bar', on: { submit: (event) => { event.preventDefault(); connect(field.value.trim()); } } }, field, h('button', { type: 'submit', id: 'key-send' }, 'Connect'))));
+}
+
+let ends = 0, due = 0;
+/** The live trace has grown: show the newest request, the one that the chat sent, or the one that the reader chose. */
+function grown(trace, own) {
+  const chosen = state.trace === trace && location.hash.includes('r=') ? state.request : null, before = state.request;
+  state.trace = trace;
+  state.request = own ?? chosen ?? trace.requests.at(-1) ?? null;
+  if (!state.request) return;
+  if (state.request === before && (replay.playing || replay.cursor < ends)) replay.grow();
+  else replay.set(trace, state.request, state.request.rounds.length);
+  ends = state.request.rounds.length;
+  if (state.view === roundsView && state.view.follow && state.request === before) state.view.follow(context());
+  due ||= setTimeout(refresh, Math.max(0, 250 - (performance.now() - drawn)));
+}
+
+/** Show what came, unless the reader is in the middle of something: then when they have left it. */
+function refresh() {
+  const inside = (place) => place !== document.activeElement && place.contains(document.activeElement), marked = document.getSelection();
+  const busy = inside(main) || (!marked.isCollapsed && main.contains(marked.anchorNode));
+  due = busy ? setTimeout(refresh, 1000) : 0;
+  if (!inside(head)) controls();
+  if (!busy && !(state.view.still && shown === state.view)) draw();
 }
 
 function keys(event) {

@@ -76,7 +76,7 @@ export function payoff(start, hazards, points) {
 }
 
 export const paysView = {
-  id: 'pays', title: 'Pays?',
+  id: 'pays', title: 'Pays?', still: true,
   draw({ trace, request }) {
     const found = measured(trace, request), tally = request.tally, judged = tally.reached.reduce((a, b) => a + b, 0);
     const alpha = judged ? Math.min(0.99, tally.accepted / judged) : 0.7;

@@ -38,7 +38,7 @@ function runner(trace, request, title) {
 }
 
 export const raceView = {
-  id: 'race', title: 'Race',
+  id: 'race', title: 'Race', still: true,
   draw(ctx) {
     const { trace, request, state } = ctx, all = pairs(trace);
     if (!all.length) {
@@ -72,6 +72,8 @@ export const raceView = {
     this.leave = () => { running_ = false; cancelAnimationFrame(frame); };
     off.to(0);
     on.to(0);
+    if (state.starts) requestAnimationFrame(() => { result.closest('main').scrollIntoView(); start(); });
+    state.starts = false;
     const pick = choice('pair', all.slice(0, 500).map((one, i) => [i, label(requestName(one.on), 80)]), all.indexOf(pair), (value) => ctx.go('race', { r: all[Number(value)].on.index, round: 0 }));
     const speeds = choice('speed', [0.1, 0.25, 0.5, 1, 2, 5, 10].map((v) => [v, `${v}×`]), speed, (value) => { speed = state.raceSpeed = Number(value); });
     return [panel('Race: off against on', h('div', { class: 'bar' }, button('Start or pause', start, { id: 'race-start' }), button('To the end', () => { running_ = false; t = length; show(); }, { id: 'race-end' }), h('label', null, 'Speed ', speeds), h('label', null, 'Pair ', pick)),

@@ -29,6 +29,12 @@ export class Replay {
     this.#time = this.#timeOf(this.cursor);
   }
 
+  /** There are more rounds of the same request now. */
+  grow() {
+    this.range.max = this.request.rounds.length;
+    this.#show(this.cursor);
+  }
+
   #timeOf(cursor) { return cursor > 0 ? this.trace.at.at(this.request.rounds[cursor - 1]) - this.request.at : 0; }
 
   #show(cursor) {

@@ -56,10 +56,10 @@ export class Clock {
 
   metrics() {
     const running = this.last !== null && this.last > this.submitted;
-    const after = this.first !== null && this.tokens !== this.firstTokens;
+    const after = this.first !== null && this.tokens !== this.firstTokens && this.last > this.first;
     return {
       tokens_per_s: running ? this.tokens / (this.last - this.submitted) : null,
-      ttft_s: this.first === null ? null : this.first - this.submitted,
+      ttft_s: this.first > this.submitted ? this.first - this.submitted : null,
       tpot_s: after ? (this.last - this.first) / (this.tokens - this.firstTokens) : null,
       draft_s: this.draft, score_s: this.score, verify_s: this.verify, other_s: this.other,
     };

@@ -10,7 +10,8 @@ function guesses(trace, record) {
   return lost.map((node) => h('span', { class: `guess ${node.fate}`, title: `${node.fate}, round ${record.round}` }, running(trace.piece(node.token), 200)));
 }
 
-function roundSpans(trace, i, ordinal, unfold) {
+/** The pieces of one round, each with its role; `unfold`: with the guesses that failed. */
+export function roundSpans(trace, i, ordinal, unfold) {
   const record = trace.record(i), words = roundWords(trace, record), mark = { 'data-round': ordinal };
   const spans = [];
   if (words) {
@@ -25,7 +26,7 @@ function roundSpans(trace, i, ordinal, unfold) {
   return last && (last.role === 'correction' || last.role === 'bonus') && words ? [...spans.slice(0, -1), ...lost, spans.at(-1)] : [...spans, ...lost];
 }
 
-function prefillSpan(trace, request) {
+export function prefillSpan(trace, request) {
   if (!request.prefill) return null;
   const text = trace.vocabulary ? trace.piece(request.prefill.token.token) : request.prefill.text;
   return h('span', { class: 'tok prefill', 'data-round': -1, 'data-token': 0, tabindex: '-1' }, running(text, 2000) || '·');
@@ -52,11 +53,11 @@ export function tokenFacts(trace, request, ordinal, j) {
   if (!node && rival) facts.push(['guessed instead', `${label(trace.piece(rival.token))} (p ${chance(rival.p)}, q ${chance(rival.q)})`]);
   if (token.alternatives?.length) facts.push(['target’s likeliest', list(token.alternatives)]);
   if (token.draft_alternatives?.length) facts.push(['drafter’s likeliest', list(token.draft_alternatives)]);
-  if (token.p === undefined) facts.push(['note', 'probabilities stand in traces of level full (--trace-level full)']);
+  if (token.p === undefined && !request.header.machine.imported) facts.push(['note', 'probabilities stand in traces of level full (--trace-level full)']);
   return facts;
 }
 
-const legend = () => h('ul', { class: 'legend', 'aria-label': 'roles of tokens' }, ['accepted', 'correction', 'bonus', 'plain', 'prefill', 'rejected', 'discarded'].map((role) =>
+export const legend = (...roles) => h('ul', { class: 'legend', 'aria-label': 'roles of tokens' }, roles.map((role) =>
   h('li', null, h('span', { class: role === 'rejected' || role === 'discarded' ? `guess ${role}` : `tok ${role}` }, role), h('span', { class: 'quiet' }, ROLE_NAMES[role].split(':')[1]))));
 
 export const textView = {
@@ -110,7 +111,7 @@ export const textView = {
     this.leave = () => near.disconnect();
     follow(ctx);
     const unfold = button(state.unfold ? 'Hide the guesses that failed' : 'Show the guesses that failed', () => { state.unfold = !state.unfold; ctx.redraw(); }, { 'aria-pressed': String(Boolean(state.unfold)) });
-    return [panel('Text', h('div', { class: 'bar' }, unfold), legend(),
+    return [panel('Text', h('div', { class: 'bar' }, unfold), legend('accepted', 'correction', 'bonus', 'plain', 'prefill', 'rejected', 'discarded'),
       trace.vocabulary ? null : h('p', { class: 'quiet' }, 'This trace carries no token texts (level summary): each piece is one round, with its number of tokens.'),
       h('div', { class: 'split' }, text, h('aside', { class: 'card', 'aria-label': 'about the token' }, facts)))];
   },

@@ -4,6 +4,7 @@
 import { Clock, Tally } from './tally.js';
 
 export const TRACE_VERSION = 1;
+const WITHHELD = -1;                     // a token of another tenant: a server tells its figures only
 const PAGE_BYTES = 1 << 22, LONGEST_LINE = 1 << 26, SLICE_MS = 40;
 const FATES = new Set(['accepted', 'rejected', 'discarded']);
 const ROLES = new Set(['prefill', 'accepted', 'correction', 'bonus', 'plain']);
@@ -42,6 +43,7 @@ const COLUMNS = {
 
 export class Trace {
   headers = []; requests = []; vocabulary = null; roundCount = 0; bytes = 0; lines = 0;
+  raced = null;                          // pairs that are known to answer one prompt; null: they are found by their options
   damage = null;                         // a sentence about what could not be read, if anything
   complete = false;
   #pages = []; #page = new Uint8Array(PAGE_BYTES); #used = 0; #lineStart = 0;
@@ -162,7 +164,7 @@ export class Trace {
       sampling: record.sampling && typeof record.sampling === 'object' ? record.sampling : {}, seed: seed ? seed[1] : whole(record.seed) ? String(record.seed) : '0',
       sample: whole(record.sample) ? record.sample : 0, promptClass: typeof record.prompt_class === 'string' ? record.prompt_class : '',
       rule: typeof record.rule === 'string' ? record.rule : 'match', promptIds: Array.isArray(record.prompt_ids) ? record.prompt_ids : null,
-      header: this.headers.at(-1), prefill: null, done: null, rounds: [], tally: new Tally(), clock: new Clock(record.at_s),
+      header: this.headers.at(-1), prefill: null, done: null, totals: null, withheld: record.withheld === true, broken: false, rounds: [], tally: new Tally(), clock: new Clock(record.at_s),
       drafter: 'none', tokens: 0,
     };
     this.requests.push(request);
@@ -170,7 +172,7 @@ export class Trace {
   }
 
   #prefill(request, record) {
-    need(real(record.at_s) && whole(record.passes) && record.token && whole(record.token.token) && typeof record.text === 'string', 'a prefill of another form.');
+    need(real(record.at_s) && whole(record.passes) && record.token && whole(record.token.token, WITHHELD) && typeof record.text === 'string', 'a prefill of another form.');
     request.prefill = record;
     request.tally.prefill(record.passes);
     request.clock.delivered(record.at_s, 1);
@@ -198,7 +200,35 @@ export class Trace {
   #done(request, record) {
     need(typeof record.finish === 'string' && record.metrics && typeof record.metrics === 'object', 'a request_done of another form.');
     request.done = record;
+    if (record.completion_tokens > 1 && (request.broken || !request.rounds.length)) this.#totals(request, record);
   }
+
+  /** Counts without all the rounds, as imported engines and interrupted streams tell them; what was not told stays out of the sums. */
+  #totals(request, record) {
+    const said = record.metrics, tally = request.tally, rest = record.completion_tokens - 1, missing = Math.max(0, rest + 1 - request.tokens);
+    need(whole(rest) && real(record.at_s) && maybe(said.drafted) && maybe(said.accepted) && maybe(said.rounds), 'totals of another form.');
+    request.totals = said;
+    tally.drafted = said.drafted ?? 0;
+    tally.accepted = said.accepted ?? 0;
+    if (real(said.rounds)) { tally.rounds = said.rounds; tally.emitted = rest; }
+    if (tally.drafted) request.drafter = request.header.drafter;
+    request.clock.delivered(record.at_s, missing);
+    request.tokens += missing;
+  }
+
+  /** Events were lost on their way: what runs now is known again when it ends. */
+  lost() {
+    for (const request of this.#current.values()) if (!request.done) request.broken = true;
+  }
+
+  /** Another engine took over: what ran will not end here, and names begin anew. */
+  anew() {
+    this.lost();
+    this.#current.clear();
+  }
+
+  /** The request that has this name now; names begin anew with every engine. */
+  named(id) { return this.#current.get(id); }
 
   /** The record of a round, by its number in the whole trace. */
   record(i) {
@@ -207,7 +237,9 @@ export class Trace {
 
   piece(token) {
     const word = this.vocabulary?.[token];
-    return word === undefined ? `#${token}` : word;
+    if (word !== undefined) return word;
+    if (token === WITHHELD) return '▒';
+    return token === this.headers.at(-1)?.machine.unknown_token ? '(not told)' : `#${token}`;
   }
 }
 
@@ -216,11 +248,11 @@ function checkRound(record) {
   for (const name of ['drafter', 'reason', 'draft_reason', 'text']) need(typeof record[name] === 'string', `"${name}" of a round is not text.`);
   need(Array.isArray(record.nodes) && Array.isArray(record.tokens), 'a round without its guesses or tokens.');
   record.nodes.forEach((node, i) => {
-    need(node && whole(node.token) && whole(node.parent, -1) && node.parent < i && FATES.has(node.fate), `guess ${i} of a round has another form.`);
+    need(node && whole(node.token, WITHHELD) && whole(node.parent, -1) && node.parent < i && FATES.has(node.fate), `guess ${i} of a round has another form.`);
     need(maybe(node.p) && maybe(node.q) && maybe(node.noise) && maybe(node.coin) && maybe(node.score), `guess ${i} of a round has values that are not numbers.`);
   });
   record.tokens.forEach((token, i) => {
-    need(token && whole(token.token) && ROLES.has(token.role) && maybe(token.p) && maybe(token.noise), `token ${i} of a round has another form.`);
+    need(token && whole(token.token, WITHHELD) && ROLES.has(token.role) && maybe(token.p) && maybe(token.noise), `token ${i} of a round has another form.`);
     for (const list of [token.alternatives ?? [], token.draft_alternatives ?? []]) {
       need(Array.isArray(list) && list.every((a) => a && whole(a.token) && real(a.probability)), `token ${i} of a round has alternatives of another form.`);
     }
@@ -232,7 +264,10 @@ function checkRound(record) {
 /** `generate --json`'s metrics of a request, from its events alone. */
 export function requestMetrics(request) {
   const said = request.done?.metrics ?? {};
-  return { ...request.tally.metrics(), draft_bytes: said.draft_bytes ?? 0, kv_tokens_lost: said.kv_tokens_lost ?? 0, ...request.clock.metrics() };
+  const counted = { ...request.tally.metrics(), draft_bytes: said.draft_bytes ?? 0, kv_tokens_lost: said.kv_tokens_lost ?? 0, ...request.clock.metrics() };
+  if (!request.totals) return counted;
+  const told = (value) => (Array.isArray(value) ? value.filter(real) : real(value) ? value : null);
+  return Object.fromEntries(Object.keys(counted).map((name) => [name, told(said[name])]));
 }
 
 export function requestName(request) {
@@ -240,6 +275,12 @@ export function requestName(request) {
   if (request.promptClass) parts.push(request.promptClass);
   if (typeof heat === 'number') parts.push(`T ${heat}`);
   return `${parts.join(' · ')} · ${request.tokens} tokens`;
+}
+
+/** At most so many of a list, with the place `index` among them. */
+export function around(list, index, most) {
+  const from = Math.max(0, Math.min(list.length - most, index - most / 2));
+  return list.slice(from, from + most);
 }
 
 /** All emitted token ids of a request. */
@@ -256,9 +297,10 @@ const pairKey = (request) => {
 
 /** Requests with the same prompt, seed and options, one without guesses and one with: [{off, on}], in order of appearance. */
 export function pairs(trace) {
+  if (trace.raced) return trace.raced;
   const waiting = new Map(), found = [];
   for (const request of trace.requests) {
-    if (!request.done) continue;
+    if (!request.done || request.withheld || request.broken || !['stop', 'length'].includes(request.done.finish)) continue;
     const key = pairKey(request), group = waiting.get(key) ?? { off: [], on: new Map() };
     waiting.set(key, group);
     if (request.tally.drafted === 0 && request.drafter === 'none') group.off.push(request);

@@ -77,7 +77,8 @@ export const verificationView = {
       const picks = record.tokens.map((one, k) => h('a', { class: `pick tok ${one.role}`, href: link('verification', { round: ordinal, token: k }), 'aria-current': k === j ? 'true' : null }, label(trace.piece(one.token), 16)));
       const one = record.tokens[j], joint = request.rule === 'ratio' || request.rule === 'block';
       const parts = [h('p', { 'aria-live': 'polite' }, `Round ${record.round}, token ${j + 1} of ${record.tokens.length}: ${one.role}. Rule ${label(request.rule)}.`), h('nav', { class: 'bar', 'aria-label': 'tokens of the round' }, picks)];
-      if (one.p === undefined) parts.push(h('p', { class: 'notice' }, 'This trace was written at level summary: it has no probabilities. Write one with --trace-level full to see how each token was judged.'));
+      if (one.p === undefined) parts.push(h('p', { class: 'notice' }, request.header.machine.imported ? `This trace was imported from ${label(String(request.header.machine.imported))}, which tells no probabilities.`
+        : 'This trace was written at level summary: it has no probabilities. Write one with --trace-level full to see how each token was judged.'));
       else if (joint) {
         if (request.rule === 'block') parts.push(h('p', null, 'Rule block judges the whole guess at once: it keeps the longest prefix whose coin falls below the prefix’s joint ratio, so one token’s bar below is a lower bound, not the whole story.'));
         parts.push(...toss(trace, record, candidates(trace, request, record, j)));

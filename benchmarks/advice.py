@@ -1,0 +1,305 @@
+"""Is the advice right? Predicted speed-ups against measured ones, and what following the recommendation would have cost.
+
+    python benchmarks/advice.py                                        the demo target, ngram, suffix and model, depths 1 to 8
+    python benchmarks/advice.py --shape 0.6B --shape 1B --work DIR --budget 900 --write docs/advice_accuracy.md
+    python benchmarks/advice.py --target FOLDER --drafter ngram --drafter model:FOLDER --depth 2 --depth 4 --concurrency 1,8
+
+Per target: the prompts of every class are answered with speculation off, which is the log. The advice is what `draftproof advise`
+says of it: E of every drafter and depth from the audition, costs from rounds timed on texts of the log. Then every setting is
+measured: whole requests, off and every arm interleaved, repeat after repeat until the time is up. A cell's measured speed-up is
+off's seconds over the arm's, summed over its prompts (the median of each over repeats), with a 95 % bootstrap interval over
+repeats: the log is the traffic that the advice is about. Cells known to ± 5 % judge the prediction. The recommendation is chosen
+from the log of every other prompt, and judged on the others: it is *shown* slower than the best setting there if the whole 95 %
+interval of its loss lies above 3 %.
+
+The last line of standard output is one JSON document; exit code 3 says that a goal was missed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from inflate import Shape, build_inflated
+from provenance import digest, provenance
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from draftproof.advise.check import GOOD, NARROW, check
+from draftproof.advise.measure import measure
+from draftproof.advise.predict import OFF, Forecast, predict
+from draftproof.audition.logs import Skipped
+from draftproof.audition.run import Arm, Work
+from draftproof.audition.stories import Reader
+from draftproof.audition.workers import run as audition
+from draftproof.bench.arms import local_arms
+from draftproof.bench.cells import ALL, percentile
+from draftproof.bench.load import Answer, Job, Load, Local, play
+from draftproof.bench.sweep import Plan, sweep, warm_up
+from draftproof.bench.workload import Item, first_of_each, read_items
+from draftproof.config import LoadConfig
+from draftproof.drafters import build
+from draftproof.models.load import WEIGHTS, load_target
+from draftproof.models.target import Target
+from draftproof.types import Sampling
+
+SMALL = Shape(512, 4, 8, 4, 1728)
+SHAPES = {"0.6B": (Shape(1536, 16, 24, 12, 6144), SMALL), "1B": (Shape(2048, 16, 32, 8, 8192), SMALL)}
+MOST_LOSS = 0.03        # of the recommended setting against the best
+SHARE = 0.9             # of the judged cells that must be right
+RESAMPLES = 400
+
+Times = Mapping[tuple[int, str, int], Sequence[float]]
+"""(concurrency, arm, item) → seconds of each repeat."""
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One target with the drafters that are asked about."""
+
+    name: str
+    target: str
+    drafters: tuple[str, ...]
+
+
+def settings(asked: argparse.Namespace, work: Path) -> list[Setting]:
+    """The demo target unless others are named; shapes are built from the demo pair, with a drafter of their own."""
+    found = [Setting(Path(place).name, place, tuple(asked.drafter or ("ngram", "suffix"))) for place in asked.target or ()]
+    for shape in asked.shape or ():
+        folders = [built(WEIGHTS / name, work / shape / name, one, asked.seed)
+                   for name, one in zip(("target", "draft"), SHAPES[shape], strict=True)]
+        named = [f"model:{folders[1]}" if spec == "model" else spec for spec in asked.drafter or ("ngram", "model")]
+        found.append(Setting(shape, str(folders[0]), tuple(named)))
+    return found or [Setting("demo", str(WEIGHTS / "target"), tuple(asked.drafter or ("ngram", "suffix", "model")))]
+
+
+def built(source: Path, folder: Path, shape: Shape, seed: int) -> Path:
+    """The folder of the inflated model; built unless it is there already, made from the same weights, shape and seed."""
+    note, key = folder / "inflated.txt", repr((digest(source), shape, seed))
+    if not note.exists() or note.read_text() != key:
+        small = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+        build_inflated(small, shape, "cpu", torch.bfloat16, seed).save_pretrained(folder)
+        AutoTokenizer.from_pretrained(source).save_pretrained(folder)
+        note.write_text(key)
+    return folder
+
+
+def half_of(number: int, items: Sequence[Item]) -> int:
+    """0 or 1: which half an item is in, the items of every class in turn."""
+    return sum(item.prompt_class == items[number].prompt_class for item in items[:number]) % 2
+
+
+def write_log(client: Local, items: Sequence[Item], tokens: int, seed: int, file: Path) -> None:
+    """What the target answers without guessing, as the least log that an audition reads."""
+    answers: dict[int, Answer] = {}
+    jobs = [Job("log", Load(1), 0, i, item, seed + i, tokens, 0.0) for i, item in enumerate(items)]
+    for answer in play(client, jobs, Load(1)):
+        assert answer.error is None, answer.error
+        answers[answer.job.number] = answer
+    with file.open("w") as out:
+        for i, item in enumerate(items):
+            found, finish = answers[i].token_ids or (), "length" if answers[i].tokens == tokens else "stop"
+            out.write(json.dumps({"prompt_token_ids": list(client.prompt(jobs[i])), "token_ids": list(found), "max_tokens": tokens,
+                                  "finish_reason": finish, "class": item.prompt_class, "temperature": 0}) + "\n")
+
+
+def split(log: Path, items: Sequence[Item], half: int, file: Path) -> Path:
+    """The lines of one half."""
+    lines = log.read_text().splitlines(keepends=True)
+    file.write_text("".join(line for i, line in enumerate(lines) if half_of(i, items) == half))
+    return file
+
+
+def heard(log: Path, target: Target, arms: Sequence[tuple[str, int]], load: LoadConfig) -> list[dict[str, Any]]:
+    work = Work(str(log), tuple(Arm(*arm) for arm in arms), Reader.of(target), target, lambda spec: build(spec, target, "match", load))
+    return audition(work).cells()
+
+
+# Measured
+
+
+def times_of(answers: Sequence[Answer]) -> dict[tuple[int, str, int], list[float]]:
+    found: dict[tuple[int, str, int], dict[int, float]] = {}
+    for a in answers:
+        assert a.error is None and a.job.load.concurrency is not None, a.error
+        found.setdefault((a.job.load.concurrency, a.job.arm, a.job.number), {})[a.job.repeat] = a.e2e_s
+    whole = min(len(each) for each in found.values())                 # the last repeat may have been cut off
+    return {key: [each[repeat] for repeat in sorted(each)[:whole]] for key, each in found.items()}
+
+
+def resampled(times: Times, concurrency: int, arms: tuple[str, str], items: Sequence[int], seed: int = 0) -> tuple[float, float, float]:
+    """(seconds of the first arm over the second's, and its 95 % interval over repeats), each summed over the items."""
+    first, second = ([times[concurrency, arm, i] for i in items] for arm in arms)
+    repeats, dice = len(first[0]), random.Random(seed)
+
+    def ratio(draws: Sequence[Sequence[int]]) -> float:
+        a, b = (sum(median(each[r] for r in draw) for each, draw in zip(side, draws, strict=True)) for side in (first, second))
+        return a / b
+
+    found = sorted(ratio([dice.choices(range(repeats), k=repeats) for _ in items]) for _ in range(RESAMPLES))
+    return ratio([range(repeats)] * len(items)), percentile(found, 0.025), percentile(found, 0.975)
+
+
+def arm_name(drafter: str, depth: int, depths: Sequence[int]) -> str:
+    return "off" if drafter == OFF else drafter if len(depths) == 1 else f"{drafter}@{depth}"
+
+
+def cells(times: Times, items: Sequence[Item], arms: Sequence[tuple[str, int]], depths: Sequence[int]) -> Iterator[dict[str, Any]]:
+    """As `bench --json` has them: per class (and over all), load and arm."""
+    for name in [*dict.fromkeys(item.prompt_class for item in items), ALL]:
+        mine = [i for i, item in enumerate(items) if name in (ALL, item.prompt_class)]
+        for concurrency in sorted({key[0] for key in times}):
+            for drafter, depth in arms:
+                mid, low, high = resampled(times, concurrency, ("off", arm_name(drafter, depth, depths)), mine)
+                yield {"class": name, "concurrency": concurrency, "drafter": drafter, "depth": str(depth),
+                       "speedup": {"median": mid, "low": low, "high": high}}
+
+
+def regrets(chosen: Sequence[Forecast], times: Times, items: Sequence[Item], arms: Sequence[tuple[str, int]],
+            depths: Sequence[int]) -> list[dict[str, Any]]:
+    """Per class and load what the setting that one half recommends loses against the best on the other half, off included."""
+    found = []
+    for one in (forecast for forecast in chosen if forecast.recommended):
+        mine = [i for i, item in enumerate(items) if one.prompt_class in (ALL, item.prompt_class) and half_of(i, items) == 1]
+        names = ["off", *(arm_name(*arm, depths) for arm in arms)]
+        own = arm_name(one.drafter, one.depth, depths)
+        seconds = {name: sum(median(times[one.concurrency, name, i]) for i in mine) for name in names}
+        best = min(names, key=lambda name: seconds[name])
+        loss, low, high = (1 - 1 / value for value in resampled(times, one.concurrency, (own, best), mine))
+        found.append({"class": one.prompt_class, "concurrency": one.concurrency, "recommended": own, "best": best, "slower_by": loss,
+                      "low": low, "high": high, "shown": low > MOST_LOSS})
+    return found
+
+
+# One target
+
+
+def examine(setting: Setting, asked: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """Log, advice, measurement and comparison."""
+    load = LoadConfig(self_test=False, threads=asked.threads)
+    target = load_target(setting.target, load)
+    items = first_of_each(read_items(asked.prompts_file), asked.each)
+    depths, loads = asked.depth or [1, 2, 4, 8], [int(n) for n in asked.concurrency.split(",")]
+    log = folder / f"{setting.name}.jsonl"
+    arms = [(spec, depth) for spec in setting.drafters for depth in depths]
+    with ExitStack() as stack:
+        clients = local_arms(stack, target, setting.drafters, depths, load, batch=max(loads))
+        say(f"{setting.name}: {len(items)} prompts, {len(arms)} arms; the log …")
+        off = clients[0].client
+        assert isinstance(off, Local)
+        write_log(off, items, asked.tokens, asked.seed, log)
+        say("the audition …")
+        whole, first = heard(log, target, arms, load), heard(split(log, items, 0, folder / "half.jsonl"), target, arms, load)
+        texts = [(read.story.prompt, read.story.answer) for read in Reader.of(target).stories(log, Skipped())]
+        began = time.monotonic()
+        costs, _ = measure(target, arms, texts, loads, Sampling(temperature=0.0, max_tokens=asked.tokens, seed=1), asked.rounds, load, say)
+        say(f"costs in {time.monotonic() - began:.0f} s; the measurement …")
+        plan = Plan(tuple(Load(n) for n in loads), 2, asked.repeats, 1e-6, asked.budget, asked.tokens, 0.0, asked.seed)
+        warm_up(clients, items, plan)
+        times = times_of(list(sweep(clients, items, plan)))
+    forecasts, chosen = predict(whole, costs), predict(first, costs)
+    found = check(forecasts, {"cells": list(cells(times, items, arms, depths))})
+    lengths = {(c["drafter"], c["depth"], c["class"]): c["acceptance_length"] for c in whole}
+    intervals = {(f.prompt_class, f.concurrency, f.drafter, f.depth): f.speedup for f in forecasts}
+    for row in found["cells"]:
+        row["tokens_per_round"] = lengths[row["drafter"], row["depth"], row["class"]]
+        spread = intervals[row["class"], row["concurrency"], row["drafter"], row["depth"]]
+        row["predicted_low"], row["predicted_high"] = spread.low, spread.high
+    lost, facts = regrets(chosen, times, items, arms, depths), target.facts
+    return {"name": setting.name, "facts": {"parameters": facts.parameters, "dtype": facts.dtype, "threads": facts.threads},
+            "prompts": len(items), "tokens": asked.tokens, "repeats": len(next(iter(times.values()))), "cells": found["cells"],
+            "judged": found["judged"], "within_10_percent": found["within_10_percent"], "regret": lost,
+            "passed": (found["within_10_percent"] or 1.0) >= SHARE and not any(one["shown"] for one in lost)}
+
+
+# On paper
+
+
+def page(results: Sequence[Mapping[str, Any]], facts: Mapping[str, Any]) -> str:
+    """The tables as Markdown."""
+    machine, revision = facts["machine"], facts["versions"]["revision"]
+    lines = ["# How right the advice is", "", f"Made by `{facts['command']}` on {facts['date']}, draftproof at {revision};",
+             f"{machine['cpu']}, {machine['cores']} cores, load {machine['load_average']}.", "",
+             f"A cell is judged if its measured interval is within ± {NARROW:.0%}, and right if the prediction is within {GOOD:.0%}.",
+             "What each column is stands at the head of `benchmarks/advice.py`.", ""]
+    for one in results:
+        lines += [*_summary(one), "| class | concurrent | drafter | depth | tokens per round | predicted | measured | error | |",
+                  "|---|---|---|---|---|---|---|---|---|", *map(_line, one["cells"]),
+                  "", "Recommended from one half of the prompts, measured on the other:", "",
+                  "| class | concurrent | recommended | best | slower by (95 %) | |", "|---|---|---|---|---|---|"]
+        lines += [f"| {r['class']} | {r['concurrency']} | {_spec(r['recommended'])} | {_spec(r['best'])} | {r['slower_by']:.1%} "
+                  f"({r['low']:.1%}–{r['high']:.1%}) | {'**shown**' if r['shown'] else ''} |" for r in one["regret"]]
+        lines.append("")
+    return "\n".join(lines)
+
+
+def _summary(one: Mapping[str, Any]) -> list[str]:
+    facts, share = one["facts"], one["within_10_percent"]
+    errors = [row["error"] for row in one["cells"] if row["narrow"]]
+    right = "" if share is None else f", {share:.0%} of them right, median error {median(errors):+.1%}"
+    return [f"## {one['name']}: {facts['parameters'] / 1e6:.0f} M, {facts['dtype']}, {facts['threads']} threads", "",
+            f"{one['prompts']} prompts, {one['tokens']} tokens at most, {one['repeats']} repeats. {one['judged']} of {len(one['cells'])} "
+            f"cells judged{right}.", ""]
+
+
+def _line(row: Mapping[str, Any]) -> str:
+    verdict = "" if not row["narrow"] else "right" if abs(row["error"]) <= GOOD else "**wrong**"
+    values = [f"{row[name]:.2f} ({row[name + '_low']:.2f}–{row[name + '_high']:.2f})" for name in ("predicted", "measured")]
+    return (f"| {row['class']} | {row['concurrency']} | {_spec(row['drafter'])} | {row['depth']} | {row['tokens_per_round']:.2f} "
+            f"| {' | '.join(values)} | {row['error']:+.0%} | {verdict} |")
+
+
+def _spec(spec: str) -> str:
+    """Without the path of a model."""
+    name, _, rest = spec.partition(":")
+    return name + (f"@{rest.rpartition('@')[2]}" if "@" in rest else "")
+
+
+def say(words: str) -> None:
+    print(words, file=sys.stderr)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--target", action="append", help="a model folder; repeatable")
+    parser.add_argument("--shape", action="append", choices=sorted(SHAPES), help="the demo pair inflated; repeatable")
+    parser.add_argument("--drafter", action="append", help="a spec; repeatable. `model` is the shape's own draft model")
+    parser.add_argument("--depth", action="append", type=int)
+    parser.add_argument("--concurrency", default="1,4")
+    parser.add_argument("--prompts-file", type=Path, default=WEIGHTS / "prompts.jsonl")
+    parser.add_argument("--each", type=int, default=6, help="prompts of every class")
+    parser.add_argument("--tokens", type=int, default=96)
+    parser.add_argument("--rounds", type=int, default=48, help="timed for the advice, of every drafter, depth and load")
+    parser.add_argument("--repeats", type=int, default=5, help="of the measurement, at most")
+    parser.add_argument("--budget", type=float, default=600, help="seconds after which no arm of a further repeat begins, per target")
+    parser.add_argument("--threads", type=int)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--work", type=Path, help="keep logs and inflated models here")
+    parser.add_argument("--write", type=Path, metavar="FILE", help="the tables, as Markdown")
+    asked = parser.parse_args()
+    with tempfile.TemporaryDirectory() as scratch:
+        work = asked.work or Path(scratch)
+        work.mkdir(parents=True, exist_ok=True)
+        results = [examine(setting, asked, work) for setting in settings(asked, work)]
+    facts = provenance()
+    text = page(results, facts)
+    print(text, file=sys.stderr)
+    if asked.write:
+        asked.write.write_text(text, encoding="utf-8")
+    passed = all(one["passed"] for one in results)
+    print(json.dumps({**facts, "passed": passed, "targets": results}))
+    return 0 if passed else 3
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,156 @@
+"""What a pass and a draft cost, learnt from every measurement: at the start from some passes on purpose, then while serving.
+
+    log seconds = log Σ_j w_j x_j + bend(rows) + weather,   w_j > 0
+
+A draft has no bend. An extended Kalman filter holds log w, the bends and the weather: what all measurements of these minutes
+have in common (other programs, a warm chip) is weather and moves no decision; what one shape of pass has alone is its cost.
+Noise comes from the spread of timings on shared machines; a pause counts as a bounded surprise, not as a cost.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+Vector = NDArray[np.float64]
+
+NOISE = 0.1             # standard deviation of one timing's logarithm
+SURPRISE = 0.5          # of a logarithm: more is not believed at once …
+COLD = 3                # … after this many measurements; the first call of anything is slow
+WEATHER = 0.03          # drift of the weather between two rounds
+AGEING = 1e-3           # drift of everything else
+SETTLED = 8             # measurements of one shape, after which only one in so many is looked at: that costs time itself
+
+
+class Filter:
+    """log w and further terms with their covariance; positive by construction."""
+
+    def __init__(self, weights: Sequence[float], spread: float, terms: Vector | None = None) -> None:
+        """weights: relative to each other, for the first measurement sets the scale; spread: of their logarithms; terms [n, n]: the
+        covariance of the further terms."""
+        terms = np.zeros((0, 0)) if terms is None else terms
+        known = len(weights)
+        self.weights: Vector = np.array(weights, dtype=np.float64)
+        self.terms: Vector = np.zeros(len(terms))
+        self.seen = 0
+        self._cov = np.zeros((known + len(terms),) * 2)
+        self._cov[:known, :known], self._cov[known:, known:] = np.eye(known) * spread**2, terms
+        self.drift = np.full(len(self._cov), AGEING**2)              # added to the variances before each measurement
+
+    def learn(self, parts: Vector, mix: Vector, log_seconds: float) -> None:
+        """One measurement. parts [n]: the x_j; mix [terms]: how much of each further term stands in it."""
+        if not self.seen:
+            self.weights *= math.exp(log_seconds) / float(self.weights @ parts)
+        self.seen += 1
+        each = self.weights * parts
+        level = float(each.sum())
+        slope = np.concatenate((each / level, mix))
+        error = log_seconds - math.log(level) - float(self.terms @ mix)
+        bound = SURPRISE if self.seen > COLD else 10 * SURPRISE
+        error = min(max(error, -bound), bound)
+        self._cov.ravel()[::len(slope) + 1] += self.drift
+        seen = self._cov @ slope
+        gain = seen / (float(slope @ seen) + NOISE**2)
+        step = gain * error
+        self.weights *= np.exp(step[:len(parts)])
+        self.terms += step[len(parts):]
+        self._cov -= np.outer(gain, seen)
+
+
+class PassCosts:
+    """Seconds of a target's pass as a function of its rows, its sequences and the keys they read. One object per target."""
+
+    # What a pass is made of: itself, sequences, rows, thousands of keys read, and thousands of row × key pairs; beliefs before
+    # anything was measured.
+    BELIEFS = (1.0, 0.05, 0.03, 0.05, 0.02)
+    KNOTS, STEPS = 21, 2    # bends at 1, √2, 2, … 1024 rows: shapes of kernels, and the knee where arithmetic takes over
+    BEND, REACH = 0.3, 3.0  # how large they may be, and over how many knots they are alike
+
+    def __init__(self) -> None:
+        knots = np.arange(self.KNOTS)
+        terms = np.zeros((self.KNOTS + 1, self.KNOTS + 1))               # the bends, and the weather
+        terms[:-1, :-1] = self.BEND**2 * np.exp(-np.abs(knots[:, None] - knots) / self.REACH)
+        self._filter = Filter(self.BELIEFS, 1.0, terms)
+        self._weather = len(self.BELIEFS) + self.KNOTS
+        self._round = self._learnt = 0              # passes told, and the last of them that was looked at
+        self._shapes: dict[tuple[int, int], tuple[int, int]] = {}       # batch, rows → how often it was looked at, and when last
+
+    @property
+    def known(self) -> bool:
+        return self._filter.seen > 0
+
+    @property
+    def weather(self) -> float:
+        """Logarithm of how much slower everything is than it was at the start."""
+        return float(self._filter.terms[-1])
+
+    def learn(self, batch: int, rows: int, keys: int, seconds: float) -> None:
+        """A pass over `rows` rows of `batch` sequences whose texts have `keys` tokens in all took so long."""
+        self._round += 1
+        count, last = self._shapes.get((batch, rows), (0, 0))
+        if seconds <= 0 or (count >= SETTLED and self._round - last < SETTLED):
+            return
+        self._shapes[batch, rows] = count + 1, self._round
+        self._filter.drift[self._weather] = WEATHER**2 * (self._round - self._learnt)
+        self._learnt = self._round
+        parts = np.array([1.0, batch, rows, keys / 1e3, rows * keys / batch / 1e3])
+        self._filter.learn(parts, self._mix(rows), math.log(seconds))
+
+    def curve(self, batch: int, keys: int, rows: int) -> Vector:
+        """Seconds [rows] in fair weather of passes over 1, 2, … `rows` rows, never falling."""
+        many = np.arange(1.0, rows + 1)
+        w, level = self._filter.weights, self.STEPS * np.log2(many)
+        line = w[0] + w[1] * batch + w[3] * keys / 1e3 + (w[2] + w[4] * keys / batch / 1e3) * many
+        bend = np.interp(level, np.arange(self.KNOTS), self._filter.terms[:-1])
+        found: Vector = np.maximum.accumulate(line * np.exp(bend))
+        return found
+
+    def _mix(self, rows: int) -> Vector:
+        mix = np.zeros(self.KNOTS + 1)
+        level = min(self.STEPS * math.log2(rows), self.KNOTS - 1.0)
+        low = min(int(level), self.KNOTS - 2)
+        mix[low], mix[low + 1] = low + 1 - level, level - low
+        mix[-1] = 1.0
+        return mix
+
+
+class DraftCosts:
+    """Seconds that a drafter takes, as a function of levels, drafted tokens, and tokens of the texts that it has not read yet."""
+
+    BELIEFS = (1.0, 1.0, 0.1, 1.0)      # a call, a level, a token, a hundred unread tokens
+    NOTHING = np.zeros(0)
+
+    def __init__(self) -> None:
+        self._filter = Filter(self.BELIEFS, 1.0)
+        self._calls = 0
+
+    @property
+    def seen(self) -> int:
+        return self._filter.seen
+
+    def learn(self, levels: int, tokens: int, unread: int, seconds: float) -> None:
+        """A call took so long, in fair weather."""
+        self._calls += 1
+        if seconds > 0 and (self.seen < 4 * SETTLED or self._calls % 4 == 0):
+            self._filter.learn(np.array([1.0, levels, tokens, unread / 100]), self.NOTHING, math.log(seconds))
+
+    def seconds(self, levels: int, tokens: float, unread: float) -> float:
+        """In fair weather."""
+        w = self._filter.weights
+        return float(w[0] + w[1] * levels + w[2] * tokens + w[3] * unread / 100)
+
+    def levels(self, most: int) -> list[float]:
+        """Of a call for 0 (nothing), 1, … `most` levels, apart from its tokens."""
+        w = self._filter.weights
+        return [0.0, *(w[0] + w[1] * np.arange(1.0, most + 1)).tolist()]
+
+    @property
+    def per_token(self) -> float:
+        return float(self._filter.weights[2])
+
+    @property
+    def per_unread(self) -> float:
+        return float(self._filter.weights[3]) / 100

@@ -1,0 +1,107 @@
+"""Several drafters in one engine: each request is guessed by one of them, and each has its own fence and its own depths.
+
+Lane 0 is the engine's own drafter, which the runtime switch may replace; the others stay. All share the target's passes. What
+a pass takes is given to every lane in full: each sees what it waited for, against its own rows.
+"""
+
+from __future__ import annotations
+
+from collections import abc
+from dataclasses import replace
+from time import perf_counter
+
+from ..trace.events import Times
+from ..types import Budget, Commit, Draft, Signals, Verdict
+from .control import AutoDepth
+from .costs import PassCosts
+from .sequence import Sequence
+from .speculation import Speculation
+
+Part = tuple[Speculation, list[int]]
+
+
+class Lanes:
+    """`Speculation` for a batch whose sequences belong to different drafters."""
+
+    def __init__(self, lanes: abc.Sequence[Speculation], passes: PassCosts) -> None:
+        """passes: what the controllers know of the target's passes; it is told here of every round in which one of them plans."""
+        self.lanes, self.passes = tuple(lanes), passes
+        self._spent: dict[int, float] = {}       # seconds of this round's planning and drafting, by id of the lane
+
+    def of(self, seq: Sequence) -> Speculation:
+        return self.lanes[seq.lane]
+
+    @property
+    def tree(self) -> int | None:
+        return self.lanes[0].tree
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        """The layers that any of the drafters reads."""
+        return tuple(sorted({layer for lane in self.lanes for layer in lane.taps}))
+
+    def plan(self, batch: abc.Sequence[Sequence]) -> list[Budget]:
+        """A budget per sequence; those that asked for no drafter are nobody's to plan for."""
+        self._spent.clear()
+        budgets: dict[int, Budget] = {}
+        for lane, here in self._parts(batch):
+            start = perf_counter()
+            budgets.update(zip(here, lane.plan([batch[i] for i in here], batch), strict=True))
+            self._spent[id(lane)] = perf_counter() - start
+        for i, seq in enumerate(batch):
+            if i not in budgets:
+                state, why = self.of(seq).state
+                budgets[i] = Budget(0, 0, self.of(seq).name, "the request asked for no drafter" if state == "on" else why)
+        return [budgets[i] for i in range(len(batch))]
+
+    def propose(self, batch: abc.Sequence[Sequence], budgets: abc.Sequence[Budget]) -> list[Draft]:
+        drafts = [Draft.empty(budget.drafter) for budget in budgets]
+        for lane, here in self._parts(batch):
+            start = perf_counter()
+            for i, draft in zip(here, lane.propose([batch[i] for i in here], [budgets[i] for i in here]), strict=True):
+                drafts[i] = draft
+            self._spent[id(lane)] += perf_counter() - start
+        return drafts
+
+    def observe(self, batch: abc.Sequence[Sequence], commits: abc.Sequence[Commit], signals: abc.Sequence[Signals | None]) -> None:
+        for lane, here in self._parts(batch):
+            lane.observe([batch[i] for i in here], [commits[i] for i in here], [signals[i] for i in here])
+
+    def learn(self, batch: abc.Sequence[Sequence], budgets: abc.Sequence[Budget], drafts: abc.Sequence[Draft],
+              verdicts: abc.Sequence[Verdict], times: Times) -> None:
+        parts = self._parts(batch)
+        if any(isinstance(lane.control, AutoDepth) and lane.state[0] == "on" for lane, _ in parts):
+            rows, keys = sum(map(len, drafts)) + len(batch), sum(len(seq.tokens) for seq in batch)
+            self.passes.learn(len(batch), rows, keys, times.score_s + times.verify_s + times.other_s)
+        for lane, here in parts:
+            own = times if len(parts) == 1 else replace(times, draft_s=self._spent[id(lane)])
+            lane.learn([batch[i] for i in here], [budgets[i] for i in here], [drafts[i] for i in here], [verdicts[i] for i in here], own)
+
+    def begin(self, seq: Sequence, signals: Signals | None) -> None:
+        self.of(seq).begin(seq, signals)
+
+    def leave(self, seq: Sequence) -> None:
+        self.of(seq).leave(seq)
+
+    def forget(self, seq: Sequence) -> None:
+        self.of(seq).control.forget(seq)
+
+    def leave_all(self) -> None:
+        for lane in self.lanes:
+            lane.leave_all()
+
+    def steer(self, enabled: bool | None, depth_cap: int | None) -> None:
+        """The operator's word, to every drafter."""
+        for lane in self.lanes:
+            if depth_cap is not None:
+                lane.depth_cap = depth_cap
+            if enabled is not None:
+                lane.enabled = enabled
+                if not enabled:
+                    lane.leave_all()
+
+    def _parts(self, batch: abc.Sequence[Sequence]) -> list[Part]:
+        """Which places of the batch each drafter guesses for."""
+        parts = [(lane, [i for i, seq in enumerate(batch) if seq.lane == number and seq.speculate])
+                 for number, lane in enumerate(self.lanes)]
+        return [part for part in parts if part[1]]

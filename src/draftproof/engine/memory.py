@@ -1,0 +1,51 @@
+"""How much memory is left, and when guessing has to give way to it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+EVERY = 64              # rounds between two looks
+SYSTEM, GROUP = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
+
+
+def free_share(device: torch.device) -> float | None:
+    """The share of the memory of this device that could be taken now; None where the system does not tell.
+
+    A GPU's: what is free and what torch holds in reserve. The host's: what Linux calls available, or what is left of the
+    limit of the control group (a container's), whichever is less.
+    """
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        return (free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)) / total
+    try:
+        facts = {name: int(rest.split()[0]) for name, _, rest in (line.partition(":") for line in SYSTEM.read_text().splitlines())}
+        left = facts["MemAvailable"] / facts["MemTotal"]
+    except (OSError, KeyError, ValueError, IndexError):
+        return None
+    try:
+        limit, used = int((GROUP / "memory.max").read_text()), int((GROUP / "memory.current").read_text())
+        idle = dict(line.split() for line in (GROUP / "memory.stat").read_text().splitlines()).get("inactive_file", "0")
+        left = min(left, 1 - (used - int(idle)) / limit)
+    except (OSError, ValueError, ZeroDivisionError):
+        pass                                                     # no control group, or one without a limit
+    return left
+
+
+class Pressure:
+    """Says now and then whether memory is short: from less than `least` free until twice as much is."""
+
+    def __init__(self, least: float, left: Callable[[], float | None]) -> None:
+        self.least, self._left = least, left
+        self._rounds, self._why = 0, ""
+
+    def __call__(self) -> str:
+        """Called once a round; why guessing should pause, or nothing."""
+        if self.least and self._rounds % EVERY == 0:
+            left = self._left()
+            bound = self.least * (2 if self._why else 1)
+            self._why = "" if left is None or left >= bound else f"memory is short: {left:.1%} is free, guessing needs {bound:.1%}"
+        self._rounds += 1
+        return self._why

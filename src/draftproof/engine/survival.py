@@ -1,0 +1,161 @@
+"""How far guesses survive: per drafter, class of prompts, sequence and position, counted from finished rounds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from collections.abc import Sequence as Row
+
+from .sequence import Sequence
+
+FIRST, WEIGHT = 0.6, 2.0        # belief in the first guess of a drafter that nobody has seen, and what it is worth in observations
+CLASS_WEIGHT = 8.0              # of the drafter's hazards against those of a class of prompts
+OWN_WEIGHT = 4.0                # of the class's against those of one sequence
+LONG, SHORT, OWN = 0.995, 0.8, 0.95      # what is left of a count after each further one
+IDLE = 0.99                     # what is left of a sequence's own counts after each round without a draft
+CHANGE = 3.5                    # standard deviations by which the last guesses differ where the world has changed
+LEAST = 0.02                    # a chance below is no chance: nothing deeper is looked at
+KINDS = 64                      # of text that are told apart at most
+
+
+class Hazards:
+    """P(token k stands | there was a draft, k tokens were granted, and the walk reached it) for every position k, as decayed counts;
+    a token that a draft lacks has not stood. Beside it, how often there is a draft at all."""
+
+    def __init__(self, depth: int, decay: float) -> None:
+        self._decay = decay
+        self.passed, self.reached = [0.0] * depth, [0.0] * depth
+        self.drafts, self.asked = 0.0, 0.0
+
+    def learn(self, granted: int, drafted: int, accepted: int) -> None:
+        decay = self._decay
+        self.asked = self.asked * decay + 1
+        self.drafts = self.drafts * decay + (drafted > 0)
+        if drafted:
+            passed, reached = self.passed, self.reached
+            for k in range(min(granted, accepted + 1, len(passed))):
+                reached[k] = reached[k] * decay + 1
+                passed[k] = passed[k] * decay + (k < accepted)
+
+    def means(self, prior: Row[float] | None = None, weight: float = WEIGHT, left: float = 1.0) -> Iterator[float]:
+        """Posterior means under a prior per position (without one: the position before). left: of the counts, by their age."""
+        before = FIRST
+        for k, (passed, reached) in enumerate(zip(self.passed, self.reached, strict=True)):
+            before = (passed * left + weight * (before if prior is None else prior[k])) / (reached * left + weight)
+            yield before
+
+    def offers(self, prior: float = 1.0, weight: float = 1.0, left: float = 1.0) -> float:
+        """How often there is a draft."""
+        return (self.drafts * left + weight * prior) / (self.asked * left + weight)
+
+    def add(self, other: Hazards) -> None:
+        """Take the other's counts in."""
+        self.passed = [a + b for a, b in zip(self.passed, other.passed, strict=True)]
+        self.reached = [a + b for a, b in zip(self.reached, other.reached, strict=True)]
+        self.drafts, self.asked = self.drafts + other.drafts, self.asked + other.asked
+
+    def believe(self, other: Hazards, k: int) -> None:
+        """Forget position k, and take the other's counts for it."""
+        self.passed[k], self.reached[k] = other.passed[k], other.reached[k]
+
+
+class Kind:
+    """Of one kind of text: hazards over a long time, unless a short one contradicts them, and how long drafts are: rows are only paid
+    for where there are tokens."""
+
+    def __init__(self, depth: int) -> None:
+        self.long, self.short = Hazards(depth, LONG), Hazards(depth, SHORT)
+        self._had, self._granted = [0.0] * depth, [0.0] * depth
+
+    def learn(self, granted: int, drafted: int, accepted: int) -> None:
+        self.long.learn(granted, drafted, accepted)
+        self.short.learn(granted, drafted, accepted)
+        if not drafted:
+            return
+        for k in range(min(granted, len(self._had))):
+            self._granted[k] = self._granted[k] * LONG + 1
+            self._had[k] = self._had[k] * LONG + (k < drafted)
+        for k in range(min(granted, accepted + 1, len(self._had))):
+            count = self.short.reached[k]
+            if self.long.reached[k] > 2 * count:
+                mean = (self.long.passed[k] + 0.5) / (self.long.reached[k] + 1)
+                if (self.short.passed[k] / count - mean) ** 2 > CHANGE**2 * mean * (1 - mean) / count:
+                    self.long.believe(self.short, k)
+
+    def lengths(self) -> list[float]:
+        """The share of drafts with a k-th token, never rising; where nothing was granted yet, that of the position before."""
+        before, found = 1.0, []
+        for had, granted in zip(self._had, self._granted, strict=True):
+            before = min(before, (had + before) / (granted + 1))
+            found.append(before)
+        return found
+
+
+class Survival:
+    """Of one drafter: all its prompts, each class of them, and each sequence, every level a prior of the next."""
+
+    def __init__(self, depth: int) -> None:
+        self._depth = depth
+        self._kinds: dict[object, Kind] = {}
+        self._own: dict[str, tuple[Hazards, int]] = {}          # sequence → its hazards, and the round they are from
+
+    @property
+    def common(self) -> Hazards:
+        """Over all texts: the sum of what is known of the kinds."""
+        found = Hazards(self._depth, LONG)
+        for kind in self._kinds.values():
+            found.add(kind.long)
+        return found
+
+    def kind(self, seq: Sequence) -> object:
+        """What sequences are told apart by: the class of their prompt, and whether they are sampled. Classes that come late share one."""
+        kind = seq.prompt_class, seq.sampling.greedy
+        return kind if kind in self._kinds or len(self._kinds) < KINDS else (None, seq.sampling.greedy)
+
+    def learn(self, seq: Sequence, at: int, granted: int, drafted: int, accepted: int) -> None:
+        kind = self.kind(seq)
+        if kind not in self._kinds:
+            self._kinds[kind] = Kind(self._depth)
+        own = self._own[seq.id][0] if seq.id in self._own else Hazards(self._depth, OWN)
+        self._kinds[kind].learn(granted, drafted, accepted)
+        own.learn(granted, drafted, accepted)
+        self._own[seq.id] = own, at
+
+    def of(self, batch: Row[Sequence], at: int, rooms: Row[int]) -> tuple[list[list[float]], list[list[float]]]:
+        """Per sequence: P(k tokens stand) for k = 1, 2, … up to its room, and how often there is a k-th token."""
+        priors: dict[object, tuple[list[float], float, list[float]]] = {}
+        chances, shares = [], []
+        for seq, room in zip(batch, rooms, strict=True):
+            kind = self.kind(seq)
+            if kind not in priors:
+                priors[kind] = self._prior(kind)
+            prior, offers, lengths = priors[kind]
+            hazards: Iterable[float] = prior
+            own = self._own.get(seq.id)
+            if own is not None:
+                left = IDLE ** (at - own[1])
+                hazards, offers = own[0].means(prior, OWN_WEIGHT, left), own[0].offers(offers, OWN_WEIGHT, left)
+            found, chance = [], offers
+            for _, hazard in zip(range(room), hazards, strict=False):
+                chance *= hazard
+                if chance < LEAST * offers:
+                    break
+                found.append(chance)
+            chances.append(found)
+            shares.append([offers * share for share in lengths[:len(found)]])
+        return chances, shares
+
+    def first(self, seq: Sequence) -> float:
+        """P(the first guess stands) in texts of this kind, where there is one."""
+        return self._prior(self.kind(seq))[0][0]
+
+    def _prior(self, kind: object) -> tuple[list[float], float, list[float]]:
+        """For a text of this kind: hazards, how often there is a draft, and of how many tokens."""
+        common, counts = self.common, self._kinds.get(kind)
+        means = list(common.means())
+        if counts is None:
+            lengths = next(iter(self._kinds.values())).lengths() if self._kinds else [1.0] * self._depth
+            return means, common.offers(), lengths
+        return list(counts.long.means(means, CLASS_WEIGHT)), counts.long.offers(common.offers(), CLASS_WEIGHT), counts.lengths()
+
+    def forget(self, seq: Sequence) -> None:
+        self._own.pop(seq.id, None)

@@ -1,0 +1,308 @@
+"""Between the server and the pure parts of an A/B comparison: clocks, threads, tickets, and who hears of what.
+
+Requests come in from the event loop, their ends and the replays from the worker's thread, looks from anywhere: one lock. Without a
+configured experiment every request is of one arm, `served`, and only the books and the watch over acceptance are kept.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from statistics import fmean
+from threading import Lock
+from time import monotonic
+from typing import Any
+
+from ..config import AbConfig
+from ..core.tally import Tally
+from ..drafters import parse_spec
+from ..engine.port import Completion
+from ..trace.report import requests
+from .ab import ALL, CANDIDATE, CONTROL, SERVED, Arm, Book, Outcome, arms_of, place
+from .drift import Drift
+from .refusal import Refusal
+from .rollout import Rollout, Window, advance
+from .shadow import REPLAY, Job, Matches, Replays, lasting
+from .translate import Order, Served
+from .versions import drafter_version
+from .worker import Ticket
+
+log = logging.getLogger("draftproof.serve")
+
+OTHER = "other"             # where classes beyond the limit are counted
+TENTH = 0.1
+GOLDEN = 0.6180339887498949  # its multiples fill [0, 1) evenly, so that every stretch of answers has its share
+
+
+@dataclass(slots=True, eq=False)
+class Followed:
+    """One ticket between submission and end."""
+
+    arm: Arm
+    prompt_class: str
+    began: float
+    first: float | None = None
+    mixed: bool = False
+    over: bool = False
+
+
+class Experiment:
+    """What is compared, and what has come out so far. `clock` is monotonic, in seconds."""
+
+    def __init__(self, config: AbConfig | None, served: Served, classes: int, deadline_s: float,
+                 clock: Callable[[], float] = monotonic) -> None:
+        self.config, self.served, self._most, self._deadline_s, self._clock = config, served, classes, deadline_s, clock
+        arms = [Arm(SERVED)] if config is None else arms_of(config)
+        self.arms = {arm.name: arm for arm in arms}
+        self.name = "" if config is None else config.experiment or config.arms
+        self.remembers = any(map(remembers, arms))          # then a replay finds its own answer, and its speed says nothing
+        self.versions = {**served.versions, **{f"drafter of {arm.name}": drafter_version(arm.drafter) for arm in arms}}
+        self._lock = Lock()
+        self.history: deque[dict[str, Any]] = deque(maxlen=100)
+        self.left_out: Counter[str] = Counter()
+        self.returns = 0
+        self._live: set[Followed] = set()
+        self._began = clock()
+        self._begin()
+
+    def _begin(self) -> None:
+        self.rollout = Rollout.of(self.config, self._clock())
+        self.books = {"served": Book(), "replayed": Book()}
+        self.matches: dict[str, Matches] = {}
+        self.drifts: dict[tuple[str, str], Drift] = {}
+        self.replays = Replays()
+        self._job: Job | None = None                         # the one that is being replayed
+        self._answers = 0
+        self._new_window()
+
+    def _new_window(self) -> None:
+        self._window = None if self.config is None else Window(self.config, self._most + 1)
+        self._differed = self._gained_lost()
+
+    # Requests
+
+    def enter(self, order: Order, tenant: str) -> tuple[Order, Arm | None]:
+        """The order as its arm speculates, and that arm; None if it takes no part."""
+        with self._lock:
+            if order.speculation is not None:
+                self.left_out["they said their own speculation"] += 1
+                return order, None
+            if self.config is None:
+                return order, self.arms[SERVED]
+            if not self.rollout.live:
+                return order, None
+            if order.sampling.prediction:                    # a drafter that does not read it would refuse the request
+                self.left_out["they predicted their output"] += 1
+                return order, None
+            share = self.rollout.share
+        key = ("user", order.user) if order.user else ("text", order.prompts, order.sampling.seed)
+        arm = self.arms[CANDIDATE if place(self.name, tenant, *key) < share else CONTROL]
+        return replace(order, speculation=arm.wish), arm
+
+    def follow(self, ticket: Ticket, arm: Arm) -> None:
+        """Hear of the ticket, which is about to be submitted, until it ends."""
+        followed = Followed(arm, ticket.prompt_class or "", self._clock())
+        with self._lock:
+            for other in self._live:
+                if other.arm is not arm:
+                    followed.mixed = other.mixed = True
+            self._live.add(followed)
+        self._listen(ticket, followed, self._served)
+
+    def _listen(self, ticket: Ticket, followed: Followed, ended: Callable[[Ticket, Followed], None]) -> None:
+        tell = ticket.news
+
+        def news() -> None:
+            try:
+                with self._lock:
+                    if followed.first is None and any(ticket.told):
+                        followed.first = self._clock()
+                    if ticket.done and not followed.over:
+                        followed.over = True
+                        self._live.discard(followed)
+                        ended(ticket, followed)
+            except Exception:                                # a mistake in the books is no reason to open another engine
+                log.exception("a request was not counted")
+            tell()
+
+        ticket.news = news
+
+    def _served(self, ticket: Ticket, followed: Followed) -> None:
+        done, arm = list(ticket.completions.values()), followed.arm
+        if isinstance(ticket.error, Refusal) and (ticket.error.status == 499 or ticket.error.code == "stopping"):
+            self.left_out["their client left, or the server stopped"] += 1
+            return
+        if ticket.error is None and (why := idle(arm, done)):
+            self.left_out["the arm did not guess"] += 1
+            return self._move(why if done[0].speculation["state"] == "out of service" else None)
+        prompt_class, outcome = self._class(followed.prompt_class), outcome_of(ticket, followed, self._clock())
+        self.books["served"].add(arm.name, prompt_class, outcome)
+        self._watch(arm.name, prompt_class, outcome.first_guess)
+        if self._window is not None and self.rollout.staged:
+            self._move(self._window.add(arm.name, prompt_class, outcome))
+        if ticket.error is None:
+            self._offer(ticket, prompt_class, done)
+
+    def _move(self, breach: str | None) -> None:
+        """What the roll-out makes of it."""
+        before, now = self.rollout, self._clock()
+        if self.config is None or self._window is None:
+            return
+        self.rollout = advance(before, now, self._window.enough, breach, self.config.wait_s)
+        if self.rollout == before:
+            return
+        self._note(f"{before.state} → {self.rollout.state}, share {self.rollout.share:.3g}: {self.rollout.reason}")
+        self._new_window()
+        if self.rollout.state == "returned":
+            self.returns += 1
+            self._no_replays()
+
+    def _note(self, event: str) -> None:
+        self.history.append({"at_s": self._clock() - self._began, "event": event})
+        log.warning("experiment %s: %s", self.name, event)
+
+    def _watch(self, arm: str, prompt_class: str, value: float | None) -> None:
+        if value is None:
+            return
+        alarm = self.drifts.setdefault((arm, prompt_class), Drift()).add(value)
+        if alarm is not None:
+            self._note(f"acceptance of {arm} in class {prompt_class or '(none)'} {alarm.direction} from {alarm.before:.3f} to "
+                       f"{alarm.since:.3f} over the last {alarm.length} requests")
+
+    def _class(self, name: str) -> str:
+        known = {prompt_class for _, prompt_class in self.books["served"].cells} - {ALL}
+        return name if name != ALL and (name in known or len(known) < self._most) else OTHER
+
+    # Replays
+
+    def _offer(self, ticket: Ticket, prompt_class: str, done: Sequence[Completion]) -> None:
+        if self.config is None or self.rollout.state not in ("comparing", "shadow", "running", "holding"):
+            return
+        share = self.config.replay if self.config.replay is not None else 1.0 if self.rollout.state == "shadow" else TENTH
+        self._answers += 1
+        if self._answers * GOLDEN % 1 < share:
+            self.replays.offer(Job(ticket.prompt, ticket.sampling, prompt_class, ticket.tenant, texts_of(ticket),
+                                   lasting(done, ticket.sampling.greedy)))
+
+    def spare(self) -> Ticket | None:
+        """A ticket for a moment in which nobody asks for anything. In the worker's thread."""
+        with self._lock:
+            job = self._job = self._job or self.replays.take()
+            if job is None or job.next is None:
+                return None
+            arm = self.arms[job.next]
+            ticket = Ticket(job.prompt, job.sampling, arm.wish, REPLAY, job.tenant, self._clock() + self._deadline_s, spare=True)
+            self._listen(ticket, Followed(arm, job.prompt_class, self._clock()),
+                         lambda ticket, followed: self._replayed(job, ticket, followed))
+        return ticket
+
+    def _replayed(self, job: Job, ticket: Ticket, followed: Followed) -> None:
+        if job is not self._job:
+            return                                           # the experiment was begun anew meanwhile
+        arm, done = followed.arm, list(ticket.completions.values())
+        if isinstance(ticket.error, Refusal) and ticket.error.status == 499:
+            self._job = None
+            return self.replays.interrupted(job)
+        outcome = outcome_of(ticket, followed, self._clock())
+        if self.remembers:
+            outcome = Outcome(failed=outcome.failed)
+        if ticket.error is not None or idle(arm, done):
+            self._job = None
+            self.replays.counts["failed"] += 1
+            if ticket.error is not None:
+                self.books["replayed"].add(arm.name, job.prompt_class, outcome)
+            return
+        self.books["replayed"].add(arm.name, job.prompt_class, outcome)
+        job.replayed[arm.name] = texts_of(ticket), lasting(done, job.sampling.greedy), outcome
+        if job.next is None:
+            self._job = None
+            self.replays.counts["done"] += 1
+            for name in (job.prompt_class, ALL):
+                self.matches.setdefault(name, Matches()).add(job)
+            if self._window is not None and self.rollout.staged:
+                gained, lost = (now - then for now, then in zip(self._gained_lost(), self._differed, strict=True))
+                self._move(self._window.identity(gained, lost, self.served.exact))
+
+    def _no_replays(self) -> None:
+        self.replays.clear()
+        self._job = None
+
+    def _gained_lost(self) -> tuple[int, int]:
+        found = self.matches.get(ALL)
+        return (0, 0) if found is None else (found.gained, found.lost)
+
+    # The operator
+
+    @property
+    def fixed(self) -> frozenset[str]:
+        """Drafters that may not be taken away while requests are sent to them."""
+        taking_part = self.config is not None and self.rollout.live
+        return frozenset(arm.drafter for arm in self.arms.values() if arm.drafter and arm.guesses) if taking_part else frozenset()
+
+    def disturbed(self, why: str) -> None:
+        """Something else changed: a stage begins anew, so that no comparison spans it."""
+        with self._lock:
+            if self.rollout.live and self.config is not None:
+                self._note(why)
+                self.rollout = replace(self.rollout, since_s=self._clock())
+                self._new_window()
+
+    def end(self) -> None:
+        """Nobody takes part any more; what was found stays."""
+        with self._lock:
+            if self.rollout.live:
+                self.rollout = replace(self.rollout, state="ended", reason="ended by the operator", since_s=self._clock())
+                self._note("ended by the operator")
+                self._no_replays()
+
+    def restart(self) -> None:
+        """From the first stage, with empty books."""
+        with self._lock:
+            self._begin()
+            self._note("begun anew by the operator")
+
+    def look(self, read: Callable[[Experiment], Any]) -> Any:
+        """`read(self)` while nothing changes; it must be quick."""
+        with self._lock:
+            return read(self)
+
+    @property
+    def seconds(self) -> float:
+        """Since it began, and in its present state."""
+        return self._clock() - self._began
+
+    @property
+    def stage(self) -> Book:
+        """The requests of this stage."""
+        return Book() if self._window is None else self._window.book
+
+
+def idle(arm: Arm, done: Sequence[Completion]) -> str:
+    """Why an arm that should guess did not; "" if all is well."""
+    wrong = [one.speculation for one in done if arm.guesses and one.speculation["state"] != "on"]
+    return "" if not wrong else f"its drafter is {wrong[0]['state']}: {wrong[0]['reason']}"
+
+
+def remembers(arm: Arm) -> bool:
+    """Whether its drafter learns from past outputs."""
+    parsed = parse_spec(arm.drafter or "none")
+    return any(part.name == "suffix" for part in parsed.parts or (parsed,))
+
+
+def texts_of(ticket: Ticket) -> tuple[tuple[int, ...], ...]:
+    return tuple(ticket.completions[sample].token_ids for sample in range(ticket.samples))
+
+
+def outcome_of(ticket: Ticket, followed: Followed, now: float) -> Outcome:
+    """Times as a client sees them, but for the network: the queue is in them."""
+    if ticket.error is not None:
+        return Outcome(failed=True, mixed=followed.mixed)
+    done = list(ticket.completions.values())
+    tally = sum((report.tally for one in done for report in requests(one.trace).values()), Tally())
+    speeds = [one.metrics["tpot_s"] for one in done if one.metrics["tpot_s"] is not None]
+    return Outcome(
+        ttft_s=None if followed.first is None else followed.first - followed.began, tpot_s=fmean(speeds) if speeds else None,
+        e2e_s=now - followed.began, tally=tally, draft_bytes=max((one.metrics["draft_bytes"] for one in done), default=0),
+        kv_tokens_lost=max((one.metrics["kv_tokens_lost"] for one in done), default=0), mixed=followed.mixed)

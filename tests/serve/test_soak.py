@@ -1,0 +1,47 @@
+"""The soak's own judgement: a leak is found, and what is none is not."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import random
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+SOURCE = Path(__file__).parent.parent.parent / "benchmarks" / "soak.py"
+
+
+@pytest.fixture(scope="module")
+def soak() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("soak", SOURCE)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def series(leak: float, seed: int, requests: int = 20_000) -> list[tuple[int, float]]:
+    """What a process holds: a base, texts in flight that come and go, and `leak` bytes for every request."""
+    dice = random.Random(seed)
+    return [(done, 560 + 6 * abs(math.sin(done / 300)) + dice.expovariate(0.5) + leak * done / 1e6) for done in range(0, requests, 120)]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_memory_that_comes_and_goes_is_flat_and_a_leak_is_not(soak: ModuleType, seed: int) -> None:
+    assert soak.floor(series(0, seed))["flat"]
+    found = soak.floor(series(1000, seed))
+    assert not found["flat"] and found["risen_mb"]["low"] > 8 and 700 < found["bytes_per_request"] < 1300
+
+
+def test_too_little_to_tell_is_not_flat(soak: ModuleType) -> None:
+    assert not soak.floor([(5, 560.0)] * 50)["flat"]
+
+
+def test_a_request_is_the_same_every_time_and_all_kinds_are_there(soak: ModuleType) -> None:
+    bodies = [soak.request(number) for number in range(112)]
+    assert bodies == [soak.request(number) for number in range(112)]
+    assert {path for path, _ in bodies} == {"/v1/completions", "/v1/chat/completions"}
+    assert all(any(extra.items() <= {**body, **({"logprobs": 1} if "logprobs" in body else {})}.items() for _, body in bodies)
+               for extra in soak.EXTRAS)
