@@ -58,6 +58,7 @@ SHAPES = {"0.6B": (Shape(1536, 16, 24, 12, 6144), SMALL), "1B": (Shape(2048, 16,
 MOST_LOSS = 0.03        # of the recommended setting against the best
 SHARE = 0.9             # of the judged cells that must be right
 RESAMPLES = 400
+FEWEST = 3              # repeats
 
 Times = Mapping[tuple[int, str, int], Sequence[float]]
 """(concurrency, arm, item) → seconds of each repeat."""
@@ -204,9 +205,13 @@ def examine(setting: Setting, asked: argparse.Namespace, folder: Path) -> dict[s
         began = time.monotonic()
         costs, _ = measure(target, arms, texts, loads, Sampling(temperature=0.0, max_tokens=asked.tokens, seed=1), asked.rounds, load, say)
         say(f"costs in {time.monotonic() - began:.0f} s; the measurement …")
-        plan = Plan(tuple(Load(n) for n in loads), 2, asked.repeats, 1e-6, asked.budget, asked.tokens, 0.0, asked.seed)
+        plan = Plan(tuple(Load(n) for n in loads), FEWEST, asked.repeats, 1e-6, asked.budget, asked.tokens, 0.0, asked.seed)
         warm_up(clients, items, plan)
         times = times_of(list(sweep(clients, items, plan)))
+    repeats = len(next(iter(times.values())))
+    if repeats < FEWEST:
+        raise SystemExit(f"{setting.name}: {repeats} whole repeats in {asked.budget:g} s, which says nothing about the noise; expected "
+                         f"{FEWEST}: raise --budget, or lower --each, --tokens or the number of arms")
     forecasts, chosen = predict(whole, costs), predict(first, costs)
     found = check(forecasts, {"cells": list(cells(times, items, arms, depths))})
     lengths = {(c["drafter"], c["depth"], c["class"]): c["acceptance_length"] for c in whole}
@@ -217,7 +222,7 @@ def examine(setting: Setting, asked: argparse.Namespace, folder: Path) -> dict[s
         row["predicted_low"], row["predicted_high"] = spread.low, spread.high
     lost, facts = regrets(chosen, times, items, arms, depths), target.facts
     return {"name": setting.name, "facts": {"parameters": facts.parameters, "dtype": facts.dtype, "threads": facts.threads},
-            "prompts": len(items), "tokens": asked.tokens, "repeats": len(next(iter(times.values()))), "cells": found["cells"],
+            "prompts": len(items), "tokens": asked.tokens, "repeats": repeats, "cells": found["cells"],
             "judged": found["judged"], "within_10_percent": found["within_10_percent"], "regret": lost,
             "passed": (found["within_10_percent"] or 1.0) >= SHARE and not any(one["shown"] for one in lost)}
 

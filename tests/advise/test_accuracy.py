@@ -79,10 +79,10 @@ def test_all_of_it_on_a_tiny_pair(advice: Any, tiny_pair: tuple[Path, Path], tmp
     records = [{"class": "ab"[i % 2], "prompt": f"def f{i}(x): return x + {i}\n" * 2} for i in range(8)]
     prompts.write_text("".join(json.dumps(record) + "\n" for record in records))
     asked = argparse.Namespace(threads=1, prompts_file=prompts, each=2, tokens=12, depth=[2], concurrency="1,2", seed=0, rounds=4,
-                               repeats=2, budget=60.0)
+                               repeats=3, budget=60.0)
     setting = advice.Setting("tiny", str(tiny_pair[0]), ("ngram", f"model:{tiny_pair[1]}"))
     found = advice.examine(setting, asked, tmp_path)
-    assert len(found["cells"]) == 3 * 2 * 2 and len(found["regret"]) == 3 * 2 and found["repeats"] == 2
+    assert len(found["cells"]) == 3 * 2 * 2 and len(found["regret"]) == 3 * 2 and found["repeats"] == 3
     assert all(row["predicted"] > 0 and row["measured"] > 0 and row["tokens_per_round"] >= 1 for row in found["cells"])
     facts = {"command": "python x", "date": "2026-01-01", "machine": {"cpu": "c", "cores": 2, "load_average": [0.1]},
              "versions": {"revision": "abc"}}

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from draftproof.advise.check import check
-from draftproof.advise.measure import _cost, along, beginnings, from_curve, measure
+from draftproof.advise.measure import _cost, _line, along, beginnings, from_curve, measure
 from draftproof.advise.predict import Cost, Forecast, forecast, predict, thresholds, verdict
 from draftproof.bench.cells import Spread
 from draftproof.bench.profile import Point
@@ -38,11 +38,25 @@ def test_the_formula() -> None:
     paid = forecast(cell(), cost("none", 0, 2, 1.0, start_s=50.0), cost("ngram", 4, 2, 1.5, nodes=4.0, start_s=60.0))
     assert paid is not None and paid.speedup.median == pytest.approx((100 + 100) / (120 + 50))
     longer = {**cell(), "prompt_tokens": 30.0}
-    start = {"start_s": 10.0, "prompt_tokens": 10.0}
+    start = {"start_s": 10.0, "token_s": 0.5}
     paid = forecast(longer, cost("none", 0, 1, 1.0, **start), cost("ngram", 4, 1, 1.5, nodes=4.0, **start))
-    assert paid is not None and paid.speedup.median == pytest.approx((30 + 100) / (30 + 50))
+    assert paid is not None and paid.speedup.median == pytest.approx((25 + 100) / (25 + 50))
     shorter = forecast(cell(nodes=2.0), cost("none", 0, 1, 1.0), cost("ngram", 4, 1, 1.5, nodes=4.0, slope=0.125))
     assert shorter is not None and shorter.speedup.median == pytest.approx(3 / 1.25)
+
+
+def test_requests_of_other_classes_run_beside() -> None:
+    """Of two at a time the other is of the crowd: half of it counts for the draft lengths of a round, and its prompts are waited for as
+    often as one begins."""
+    crowd = {**cell("all", length=2.0, nodes=2.0), "prompt_tokens": 10.0, "tokens": 51 * 10}
+    mine = {**cell(), "prompt_tokens": 40.0}
+    plain, drafts = cost("none", 0, 2, 1.0, token_s=0.1), cost("ngram", 4, 2, 1.5, nodes=4.0, slope=0.1, token_s=0.2)
+    one = forecast(mine, plain, drafts, crowd)
+    rounds, others = 100 / 3, 50 / 2
+    assert one is not None
+    assert one.speedup.median == pytest.approx((4 + 2 * 1.0 + 100) / (8 + rounds / others * 2.0 + rounds * (1.5 - 0.1)))
+    alone = forecast(mine, cost("none", 0, 1, 1.0), cost("ngram", 4, 1, 1.5, nodes=4.0, slope=0.1), crowd)
+    assert alone is not None and alone.speedup.median == pytest.approx(2.0)
 
 
 def test_a_class_without_rounds_has_no_forecast() -> None:
@@ -99,7 +113,7 @@ def test_rounds_of_the_engine_are_timed() -> None:
     assert {(c.drafter, c.depth, c.batch) for c in costs} == {(*arm, batch) for arm in arms for batch in (1, 2)}
     assert all(c.seconds.median == 1.0 for c in costs) and weights == {"none": 0, "ngram": 0}
     assert all((c.nodes > 0) == (c.drafter == "ngram") for c in costs)
-    assert all(c.start_s == 1.0 and c.prompt_tokens == 3.0 for c in costs), "a step that reads, then the first round"
+    assert all((c.start_s, c.token_s) == (1.0, 0.0) for c in costs), "a step that reads, then the first round"
 
 
 def test_a_drafter_that_reads_the_prompt_is_charged_for_it() -> None:
@@ -119,7 +133,9 @@ def test_a_drafter_that_reads_the_prompt_is_charged_for_it() -> None:
 
     engines = {"none": Engine(TableTarget(7, order=2)), "slow": Engine(TableTarget(7, order=2), Slow(), 3)}
     found = beginnings(engines, [(1, 2, 1), (4, 5)], Sampling(temperature=0.0, max_tokens=9), clock)
-    assert found == {"none": 2.0, "slow": 7.0}
+    assert found == {"none": [(3, 2.0), (2, 2.0)], "slow": [(3, 7.0), (2, 7.0)]}
+    assert _line([(3, 7.0), (2, 7.0)]) == (7.0, 0.0) and _line([(10, 3.0), (20, 5.0), (30, 7.0), (40, 99.0)]) == pytest.approx((0.0, 0.24))
+    assert _line([(10, 3.0), (20, 5.0), (30, 7.0)]) == pytest.approx((1.0, 0.2)) and _line([(5, -1.0)]) == (0.0, 0.0)
 
 
 def test_rounds_are_timed_along_the_answers() -> None:

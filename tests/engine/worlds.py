@@ -77,7 +77,7 @@ class World:
         """Depths of every sequence, round by round."""
         found = []
         for _ in range(rounds):
-            rooms = [min(self.depth, max(0, s.limit - len(s.tokens) - 1)) for s in self.live]
+            rooms = [max(0, s.limit - len(s.tokens) - 1) for s in self.live]
             chosen = control.depths(self.live, rooms, self.live)
             assert all(c.reason for c in chosen) and len(chosen) == len(self.live)
             self._round(control, [(min(c.depth, room), c) for c, room in zip(chosen, rooms, strict=True)])

@@ -72,7 +72,8 @@ def measure(target: Target, arms: Sequence[tuple[str, int]], texts: Sequence[tup
     round_s = {cost.drafter: cost.seconds.median for cost in costs if (cost.batch, cost.depth) == (min(batches), firsts[cost.drafter])}
     free = _free_rows(target, int(median(map(len, places))), batches, max((depth for _, depth in arms), default=0) + 1, clock)
     starts = {spec: _line([(length, seconds - round_s[spec]) for length, seconds in found]) for spec, found in begun.items()}
-    return [replace(cost, free_rows=free[cost.batch], start_s=starts[cost.drafter][0], token_s=starts[cost.drafter][1]) for cost in costs], weights
+    return [replace(cost, free_rows=free[cost.batch], start_s=start, token_s=token)
+            for cost in costs for start, token in [starts[cost.drafter]]], weights
 
 
 def along(texts: Sequence[tuple[Ids, Ids]], longest: int) -> list[Ids]:

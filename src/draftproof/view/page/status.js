@@ -78,7 +78,7 @@ export const statusView = {
     const facts = [
       ['speculation', request.tally.drafted ? `on: drafter ${label(request.drafter)}, rule ${label(request.rule)}` : 'off'],
       ['why', record ? [record.reason, record.draft_reason].filter(Boolean).map((text) => label(text, 200)).join('; ') || '–' : '–'],
-      ['depth now', record ? `${record.depth} of the last round` : '–'], ['depth asked for', metric('depth', depthOf(request.header))],
+      ['depth now', record ? `${record.depth}, in the last round` : '–'], ['depth asked for', metric('depth', depthOf(request.header))],
       ['speed-up', speed.kind === 'measured' ? `${number(speed.own ?? speed.median)}× measured; all: ${number(speed.median)}×${interval}` : `${number(speed.own)}× estimated`],
       ['identical to plain decoding', identical(trace, speed, request)],
       ['invisible to the bit', label(String(machine.invisible ?? 'the trace does not say'), 300)],
