@@ -104,7 +104,6 @@ def test_of_a_crowd_only_some_are_asked_in_a_trial() -> None:
         assert sum(depth > 0 for depth in depths) <= 4
 
 
-@pytest.mark.xfail(reason="long answers are not asked often enough yet", strict=False)
 def test_texts_that_would_have_to_be_read_first_are_left_out_where_that_does_not_pay_off() -> None:
     """Reading a prompt takes as long as ten passes; an answer of 12 tokens cannot save so much, one of 400 can."""
     short = World(chance=flat(0.7), arms={"": Arm(level=0.05, lag=0.05)}, prompt=200, length=12)
