@@ -162,7 +162,7 @@ def test_what_is_described_is_no_internal_error(described: Any, path: str, metho
     print(method, path, mode, dict(seen))
     assert server.worker.restarts == 0 and server.worker.load == (0, 0)
     if CASES and mode == "positive" and path.startswith("/v1/") and method == "POST":
-        assert seen[200] > many / 4, "much of what is allowed must be reached"
+        assert seen[200] > many / 10, "much of what is allowed must be reached"
 
 
 def mended(body: dict[str, Any]) -> None:
