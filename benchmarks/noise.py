@@ -16,7 +16,8 @@ from torch import Tensor
 
 from draftproof.core import noise
 from draftproof.core.choice import choose, perturbed_top
-from draftproof.core.probs import Rows, distribution
+from draftproof.core.edits import Rows
+from draftproof.core.probs import distribution
 from draftproof.types import Sampling
 
 VOCABULARIES = (4_096, 32_000, 128_256)
@@ -67,7 +68,7 @@ def cells(rows: int, repeat: int) -> dict[str, dict[str, dict[str, float]]]:
         history = torch.randint(0, vocabulary, (1_200,), generator=torch.Generator().manual_seed(0)).tolist()
         paths = [tuple(history[:i]) for i in range(rows)]
         for name, sampling in OPTIONS.items():
-            groups = [Rows(sampling, history[:1_000], history[1_000:], paths, frozenset({2}))]
+            groups = [Rows(sampling, history, 1_000, paths, frozenset({2}))]
             for shape, peaked in (("", True), (" flat", False)):
                 arguments = (like_a_model(rows, vocabulary, peaked), groups, None if sampling.greedy else keys)
                 work[f"distribution+choose {name}{shape}, {rows} rows"] = partial(step, *arguments)

@@ -24,8 +24,9 @@ from draftproof.audition.stories import Reader
 from draftproof.audition.workers import run
 from draftproof.config import EngineConfig
 from draftproof.core.choice import choose
+from draftproof.core.edits import Rows
 from draftproof.core.noise import key, key_rows
-from draftproof.core.probs import Rows, distribution
+from draftproof.core.probs import distribution
 from draftproof.drafters.model import ModelDrafter
 from draftproof.engine.engine import Engine
 from draftproof.models.fake import TableTarget
@@ -58,7 +59,7 @@ def bounds(p: Tensor, q: Tensor, x: int, likeliest: int, sampling: Sampling = SA
 
 
 def tempered(p: Tensor, sampling: Sampling) -> Tensor:
-    return distribution(p.log()[None].float(), [Rows(sampling, (), (), ((),), frozenset())])[0].double().exp()
+    return distribution(p.log()[None].float(), [Rows(sampling, (), 0, ((),), frozenset())])[0].double().exp()
 
 
 def test_the_formula_is_what_the_shared_noise_does() -> None:

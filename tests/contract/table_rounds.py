@@ -11,7 +11,8 @@ from torch import Tensor
 
 from draftproof.core import noise as hashed
 from draftproof.core.choice import choose
-from draftproof.core.probs import Rows, distribution
+from draftproof.core.edits import Rows
+from draftproof.core.probs import distribution
 from draftproof.core.tree import depths, path
 from draftproof.core.verify import match
 from draftproof.models.target import Target
@@ -63,7 +64,7 @@ class SharedNoise:
 
 
 def rows_of(text: Text, paths: Sequence[Sequence[int]]) -> Rows:
-    return Rows(text.sampling, text.tokens[:text.prompt_tokens], text.tokens[text.prompt_tokens:], paths, text.end_ids)
+    return Rows(text.sampling, text.tokens, text.prompt_tokens, paths, text.end_ids)
 
 
 def chosen(text: Text, logits: Tensor, paths: Sequence[Sequence[int]]) -> list[int]:

@@ -20,7 +20,7 @@ from contract.vector_heads import CONTRACT as VECTOR_HEADS
 
 from draftproof.core.probs import distribution
 from draftproof.core.tree import depths, path
-from draftproof.drafters.base import Needs, pick, ranking
+from draftproof.drafters.base import Needs, Ranking, pick
 from draftproof.drafters.chain import ChainDrafter
 from draftproof.drafters.fixed import AlwaysWrong, NoDrafter, Oracle
 from draftproof.drafters.model import ModelDrafter
@@ -448,7 +448,7 @@ def test_pick_orders_by_log_q_and_noise_and_agrees_with_the_targets_choice() -> 
     logits = torch.randn(3, V, generator=torch.Generator().manual_seed(0))
     for options in OPTIONS.values():
         texts = make_texts(options, count=3)
-        groups = [replace(rows_of(text, [()]), sampling=ranking(text.sampling)) for text in texts]
+        groups = [replace(rows_of(text, [()]), sampling=Ranking(text).sampling) for text in texts]
         picks = pick(logits, groups, texts, [len(t.tokens) for t in texts], SharedNoise(), 3)
         assert picks.tokens[:, 0].tolist() == [chosen(t, logits[i:i + 1], [()])[0] for i, t in enumerate(texts)]
         assert bool((picks.values[:, :-1] >= picks.values[:, 1:]).all()) and picks.logq is None

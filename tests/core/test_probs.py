@@ -6,6 +6,7 @@ import math
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -13,23 +14,25 @@ from torch import Tensor
 
 from draftproof.core import choice, noise, probs
 from draftproof.core.choice import choose, likeliest, perturbed_top
-from draftproof.core.probs import Rows, distribution, laws
+from draftproof.core.edits import Counts, Rows
+from draftproof.core.probs import distribution, laws
 from draftproof.errors import Failure, OptionError
 from draftproof.types import Sampling
 
 PLAIN = Sampling(temperature=1.0, top_p=1.0)
 
 
-def of(sampling: Sampling, n: int = 1, **more: object) -> Rows:
-    return Rows(**{"sampling": sampling, "prompt": (), "output": (), "paths": [()] * n, "end_ids": frozenset(), **more})  # type: ignore[arg-type]
+def of(sampling: Sampling, n: int = 1, prompt: tuple[int, ...] = (), output: tuple[int, ...] = (), **more: Any) -> Rows:
+    return Rows(**{"sampling": sampling, "text": prompt + output, "prompt_tokens": len(prompt), "paths": [()] * n, "end_ids": frozenset(),
+                   **more})
 
 
 def distribution_plain(logits: Tensor, g: Rows, row: int) -> Tensor:
     """The twin: one row, Python loops, a full sort, float64 all the way."""
     s, v = g.sampling, logits.shape[0]
     x = [float(a) for a in logits.double()]
-    written = [*g.output, *g.paths[row]]
-    text = [*g.prompt, *written]
+    text = [*g.text, *g.paths[row]]
+    written = text[g.prompt_tokens:]
     for t in range(v):
         if t in text and s.repetition_penalty != 1:
             x[t] = x[t] / s.repetition_penalty if x[t] > 0 else x[t] * s.repetition_penalty
@@ -79,7 +82,7 @@ def random_rows(r: random.Random, v: int, n: int) -> Rows:
     mask = torch.rand(n, v) < 0.7 if r.random() < 0.3 else None
     if mask is not None:
         mask[:, -1] = True
-    return Rows(random_options(r, v), some(5), some(r.randrange(4)), [some(i % 4) for i in range(n)], frozenset({0, 4}), mask)
+    return Rows(random_options(r, v), some(5 + r.randrange(4)), 5, [some(i % 4) for i in range(n)], frozenset({0, 4}), mask)
 
 
 def random_logits(r: random.Random, n: int, v: int) -> Tensor:
@@ -191,9 +194,9 @@ def test_a_drafted_path_and_the_same_path_as_text_give_the_same_bits() -> None:
                  bad_word_ids=((7, 8, 9), (5,)), min_tokens=6)
     x = hard_rows(5, 4096)
     prompt, output, path = (1, 2, 7), (3, 3, 4), (8, 3, 9, 4)
-    tree = distribution(x, [Rows(s, prompt, output, [path[:i] for i in range(5)], frozenset({11}))])
+    tree = distribution(x, [Rows(s, prompt + output, 3, [path[:i] for i in range(5)], frozenset({11}))])
     for i in range(5):
-        text = distribution(x[i:i + 1], [Rows(s, prompt, output + path[:i], [()], frozenset({11}))])
+        text = distribution(x[i:i + 1], [Rows(s, prompt + output + path[:i], 3, [()], frozenset({11}))])
         assert torch.equal(tree[i:i + 1], text)
 
 
@@ -233,7 +236,7 @@ def test_min_tokens_bad_words_and_masks_act_along_each_path() -> None:
     mask = torch.ones(3, 6, dtype=torch.bool)
     mask[2, 0] = False
     sampling = replace(PLAIN, min_tokens=2, bad_word_ids=((1, 2),))
-    g = Rows(sampling, (1,), (), [(), (1,), (1, 4)], frozenset({5, 99}), mask)
+    g = Rows(sampling, (1,), 1, [(), (1,), (1, 4)], frozenset({5, 99}), mask)
     allowed = [r.isfinite().nonzero()[:, 0].tolist() for r in distribution(x, [g])]
     assert allowed == [[0, 1, 3, 4], [0, 1, 3, 4], [1, 2, 3, 4, 5]]
 
@@ -374,3 +377,19 @@ def test_the_few_columns_hold_every_possible_token_and_change_no_choice(s: Sampl
             known, blind = perturbed_top(logp, keys, k, few=few), perturbed_top(logp, keys, k)
             possible = blind[0] > -math.inf
             assert torch.equal(known[0], blind[0]) and torch.equal(known[1][possible], blind[1][possible])
+
+
+def test_counts_read_on_and_begin_anew() -> None:
+    r, v = random.Random(5), 50
+    s = Sampling(temperature=1.0, repetition_penalty=1.3, presence_penalty=0.2, frequency_penalty=0.1)
+    text, counts, x = [1, 2, 2, 60], Counts(), hard_rows(3, v)
+    for step in range(60):
+        if step % 7 == 6:
+            text = text[:r.randrange(4, len(text) + 1)]
+            text = text if step % 2 else [*text[:4]]
+        else:
+            text += [r.randrange(v + 2) for _ in range(r.randrange(4))]
+        paths = [(), (r.randrange(v),), (r.randrange(v), 3)]
+        used = replace(s, repetition_penalty=1.0) if step > 40 else s
+        fresh = distribution(x, [Rows(used, text, 4, paths, frozenset())])
+        assert torch.equal(distribution(x, [Rows(used, text, 4, paths, frozenset(), counts=counts)]), fresh)

@@ -17,7 +17,7 @@ from torch import Tensor
 from draftproof import Engine, LoadConfig, Sampling
 from draftproof.core.probs import distribution
 from draftproof.core.tree import depths, path
-from draftproof.drafters.base import pick, ranking
+from draftproof.drafters.base import Ranking, pick
 from draftproof.drafters.eagle import Eagle2Drafter, EagleDrafter
 from draftproof.drafters.eagle3 import Eagle3Drafter
 from draftproof.drafters.grow import CANDIDATES, Growth, Margins
@@ -181,7 +181,7 @@ def test_pick_over_a_reduced_vocabulary_is_pick_over_the_whole(options: dict[str
 
 
 def ranked(one: Text, paths: Sequence[Sequence[int]]) -> Any:
-    return replace(rows_of(one, paths), sampling=ranking(one.sampling))
+    return replace(rows_of(one, paths), sampling=Ranking(one).sampling)
 
 
 def test_options_that_leave_none_of_the_drafters_tokens_end_the_draft() -> None:

@@ -12,7 +12,7 @@ from contract.table_rounds import SharedNoise, Text, rows_of
 from torch import Tensor
 
 from draftproof.core import choice
-from draftproof.drafters.base import pick, ranking
+from draftproof.drafters.base import Ranking, pick
 from draftproof.types import Sampling
 
 V = 600
@@ -29,7 +29,7 @@ def asked(options: str, counts: Sequence[int]) -> tuple[list[Text], list[Any]]:
     texts = [Text.of([5, 6, i], Sampling(**{"top_p": 1.0, **OPTIONS[options]}), seed=40 + i) for i in range(len(counts))]
     if options == "some still":
         texts[1].sampling = replace(texts[1].sampling, temperature=0.0)
-    groups = [replace(rows_of(text, [(i,) for i in range(count)]), sampling=ranking(text.sampling))
+    groups = [replace(rows_of(text, [(i,) for i in range(count)]), sampling=Ranking(text).sampling)
               for text, count in zip(texts, counts, strict=True)]
     return texts, groups
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from draftproof import Engine, LoadConfig, Sampling
 from draftproof.core.probs import distribution
 from draftproof.core.tree import depths, path
-from draftproof.drafters.base import ranking
+from draftproof.drafters.base import Ranking
 from draftproof.errors import LoadError
 from draftproof.models.fake import TableTarget
 from draftproof.models.heads.files import read_files
@@ -70,7 +70,7 @@ def logits_after(drafter: Any, target: TableTarget, text: Text, drafted: list[in
 def heights(drafter: Any, target: TableTarget, text: Text, drafted: list[int]) -> Tensor:
     """log q + g [V] of the next token."""
     logits = logits_after(drafter, target, text, drafted)[None]
-    logq = distribution(logits, [replace(rows_of(text, [drafted]), sampling=ranking(text.sampling))])
+    logq = distribution(logits, [replace(rows_of(text, [drafted]), sampling=Ranking(text).sampling)])
     noise = SharedNoise()([text], [len(text.tokens) + len(drafted)], None, V)
     return (logq + noise)[0]
 

@@ -26,7 +26,8 @@ from torch import Tensor
 
 from draftproof.config import EngineConfig, LoadConfig
 from draftproof.core import verify
-from draftproof.core.probs import Rows, distribution
+from draftproof.core.edits import Rows
+from draftproof.core.probs import distribution
 from draftproof.core.tree import Odds
 from draftproof.engine.engine import Engine
 from draftproof.models.load import WEIGHTS, builtin, load_target
@@ -62,7 +63,7 @@ def laws(model: Target, prompt: list[int], output: list[int], temperature: float
     logits = model.score([slot], torch.tensor(prompt[-1:]), [Draft.chain(output[:-1])]).logits
     model.rewind(slot, ())
     model.close(slot)
-    row = Rows(Sampling(temperature=temperature, top_p=1.0), (), (), ((),) * len(output), frozenset())
+    row = Rows(Sampling(temperature=temperature, top_p=1.0), (), 0, ((),) * len(output), frozenset())
     return distribution(logits, [row]).double()
 
 

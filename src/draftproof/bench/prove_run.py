@@ -18,8 +18,9 @@ import torch
 from torch import Tensor
 
 from ..config import EngineConfig, LoadConfig, ProveConfig, TraceLevel
+from ..core.edits import Rows
 from ..core.noise import gumbel, key, key_rows
-from ..core.probs import Rows, distribution
+from ..core.probs import distribution
 from ..engine.engine import Engine
 from ..errors import Failure
 from ..models.target import Target
@@ -193,7 +194,7 @@ def margin_at(target: Target, prompt: Ids, before: Ids, sampling: Sampling, one:
     """(how far apart two tokens stand after this text, with the options and noise that chose between them; the same in ulps of the
     logits; whether rounding of a couple of them can have decided). At a near tie both stand at the top as well."""
     logits = last_logits(target, [*prompt, *before])
-    law = distribution(logits, [Rows(sampling, prompt, before, ((),), frozenset(target.eos_ids))])[0].double()
+    law = distribution(logits, [Rows(sampling, [*prompt, *before], len(prompt), ((),), frozenset(target.eos_ids))])[0].double()
     if not sampling.greedy:
         keys = key_rows([key(int(sampling.seed or 0), 0, "text", len(prompt) + len(before))], law.device)
         law = law + gumbel(keys, torch.arange(law.shape[0], device=law.device))[0].double()
@@ -227,7 +228,7 @@ def all_laws(target: Target, prompt: Ids, answer: Ids, temperature: float) -> Te
         target.rewind(slot, ())
     finally:
         target.close(slot)
-    row = Rows(Sampling(temperature=temperature, top_p=1.0), (), (), ((),) * len(answer), frozenset())
+    row = Rows(Sampling(temperature=temperature, top_p=1.0), (), 0, ((),) * len(answer), frozenset())
     return distribution(logits, [row]).double()
 
 

@@ -1,10 +1,9 @@
 """Logits → the distribution that the request asks for, and the choice from it under noise. Used for p and for q alike.
 
-The order is fixed: penalties (repetition; then presence and frequency), bias, bans (bad words, end tokens before
-min_tokens, grammar), temperature, top-k, top-p, min-p. Filters are thresholds: top-k keeps every token not below the k-th
-value; top-p keeps the smallest set of likeliest tokens whose mass reaches p, equal tokens ordered by id; min-p keeps what
-is at least min_p times as likely as the likeliest. A mass or a ratio reaches its threshold within the precision of the
-logits' type, so top_p=0.5 over (½, ¼, ¼) keeps one token although ½ has no exact float32 logarithm.
+The order is fixed: penalties, bias and bans (`edits.py`), temperature, top-k, top-p, min-p. Filters are thresholds: top-k keeps
+every token not below the k-th value; top-p keeps the smallest set of likeliest tokens whose mass reaches p, equal tokens ordered
+by id; min-p keeps what is at least min_p times as likely as the likeliest. A mass or a ratio reaches its threshold within the
+precision of the logits' type, so top_p=0.5 over (½, ¼, ¼) keeps one token although ½ has no exact float32 logarithm.
 
 A row's bits depend on that row alone: log_softmax and cumsum work row by row in a fixed order (a test compares bits over
 row counts and threads), maxima and elementwise operations have no order, and no sum over the vocabulary is left to a
@@ -15,10 +14,7 @@ same sorted prefix and adds its masses in the same order, in float64.
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from itertools import chain
 from typing import NamedTuple
 
 import torch
@@ -27,26 +23,12 @@ from torch import Tensor
 from ..errors import Failure, OptionError
 from ..types import Sampling
 from .choice import likeliest, ordered
+from .edits import Rows, edit
 
 _SORTED = 128        # likeliest tokens looked at before a whole row is sorted; a nucleus is rarely larger
 _FLOOR = -10.0       # then: tokens at least e**−10 as likely as the likeliest; then the whole row
 _COLD = 1e-30        # the lowest temperature above 0 that float32 can divide by on every device
 _SLACK = {torch.float32: 1e-6, torch.float64: 1e-12}
-
-
-@dataclass(frozen=True, slots=True)
-class Rows:
-    """The rows of one sequence: the root's and one per drafted node, each with the tokens on the way to it.
-
-    paths[i]: tokens after the text that lead to row i (() at the root) · mask: bool [len(paths), V], True = the grammar allows it
-    """
-
-    sampling: Sampling
-    prompt: Sequence[int]
-    output: Sequence[int]
-    paths: Sequence[Sequence[int]]
-    end_ids: frozenset[int]
-    mask: Tensor | None = None
 
 
 class _Filters(NamedTuple):
@@ -86,9 +68,9 @@ def laws(logits: Tensor, groups: Sequence[Rows]) -> tuple[Tensor, Tensor | None]
     edited, start = False, 0
     for g in groups:
         stop = start + len(g.paths)
-        if _edits(g):
+        if g.edited:
             x = x.clone() if x is logits else x
-            _edit(x[start:stop], g)
+            edit(x[start:stop], g)
             edited = True
         batches.setdefault(_Filters.of(g.sampling, x.shape[1]), []).extend(range(start, stop))
         start = stop
@@ -123,78 +105,6 @@ def _starts(groups: Sequence[Rows]) -> Iterable[tuple[Rows, int]]:
     for g in groups:
         yield g, start
         start += len(g.paths)
-
-
-# Penalties, bias and bans: only rows whose request asks for them are touched.
-
-
-def _edits(g: Rows) -> bool:
-    return bool(g.sampling.needs_history or g.sampling.logit_bias or g.mask is not None)
-
-
-def _edit(block: Tensor, g: Rows) -> None:
-    """Everything before the temperature, in place on the rows [len(paths), V] of one sequence."""
-    s, vocabulary = g.sampling, block.shape[1]
-    if s.repetition_penalty != 1 or s.presence_penalty or s.frequency_penalty:
-        _penalise(block, g)
-    if s.logit_bias:
-        wrong = [t for t in s.logit_bias if not 0 <= t < vocabulary]
-        if wrong:
-            raise OptionError(f"logit_bias names token {wrong[0]}; expected ids in [0, {vocabulary}): the model has no such token")
-        ids = torch.tensor(list(s.logit_bias), device=block.device)
-        block[:, ids] += torch.tensor(list(s.logit_bias.values()), dtype=block.dtype, device=block.device)
-    banned = [(i, t) for i, path in enumerate(g.paths) for t in _banned(g, path) if t < vocabulary]
-    if banned:
-        rows, ids = torch.tensor(banned, device=block.device).unbind(1)
-        block[rows, ids] = -math.inf
-    if g.mask is not None:
-        assert g.mask.shape == block.shape, "one row of the mask per row of logits"
-        block.masked_fill_(~g.mask, -math.inf)
-
-
-def _banned(g: Rows, path: Sequence[int]) -> list[int]:
-    """Tokens that may not follow the text and this path."""
-    s = g.sampling
-    banned = list(g.end_ids) if len(g.output) + len(path) < s.min_tokens else []
-    if s.bad_word_ids:
-        reach = max(len(word) for word in s.bad_word_ids) - 1
-        tail = (*_last(g.prompt, reach - len(g.output) - len(path)), *_last(g.output, reach - len(path)), *path)
-        for word in s.bad_word_ids:
-            before = len(word) - 1
-            if before <= len(tail) and tail[len(tail) - before:] == tuple(word[:-1]):
-                banned.append(word[-1])
-    return banned
-
-
-def _last(tokens: Sequence[int], n: int) -> Sequence[int]:
-    return tokens[max(0, len(tokens) - n):] if n > 0 else ()
-
-
-def _penalise(block: Tensor, g: Rows) -> None:
-    """Repetition over prompt, output and path (Keskar et al., arXiv 1909.05858); presence and frequency over output and path.
-
-    Counts are completed before they act, so a drafted row gets the very bits it gets once its path is text.
-    """
-    s, (m, vocabulary), device = g.sampling, block.shape, block.device
-    repeated = s.repetition_penalty != 1
-    written, prompt = Counter(g.output), frozenset(g.prompt) if repeated else frozenset()
-    ids = [t for t in {t: None for t in chain(chain.from_iterable(g.paths), written, prompt)} if 0 <= t < vocabulary]
-    if not ids:
-        return
-    place = {t: i for i, t in enumerate(ids)}
-    count = torch.tensor([written.get(t, 0) for t in ids], dtype=block.dtype, device=device).repeat(m, 1)
-    steps = [(row, place[t]) for row, path in enumerate(g.paths) for t in path if t in place]
-    if steps:
-        rows, spots = torch.tensor(steps, device=device).unbind(1)
-        count.index_put_((rows, spots), torch.ones((), dtype=block.dtype, device=device), accumulate=True)
-    own, columns = count > 0, torch.tensor(ids, device=device)
-    x = block.index_select(1, columns)
-    if repeated:
-        seen = own | torch.tensor([t in prompt for t in ids], device=device) if prompt else own
-        x = torch.where(seen, torch.where(x > 0, x / s.repetition_penalty, x * s.repetition_penalty), x)
-    if s.presence_penalty or s.frequency_penalty:
-        x -= count * s.frequency_penalty + own * s.presence_penalty
-    block.index_copy_(1, columns, x)
 
 
 # Temperature and filters.

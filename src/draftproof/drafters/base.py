@@ -17,10 +17,11 @@ from torch import Tensor
 
 from ..config import LoadConfig
 from ..core.choice import perturbed_top
-from ..core.probs import Rows, laws
+from ..core.edits import Counts, Rows
+from ..core.probs import laws
 from ..errors import OptionError
 from ..models.target import Target
-from ..types import Budget, Commit, Draft, Rule, Sampling, SequenceView, Signals
+from ..types import Budget, Commit, Draft, Rule, SequenceView, Signals
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,24 +188,42 @@ class Picks:
     ids: Tensor | None = None
 
 
-def ranking(sampling: Sampling) -> Sampling:
-    """The options by which a drafter ranks its candidates: the request's own; at temperature 0, where the law is a single
-    token and could order nothing else, those of temperature 1 without filters (the winner is the same)."""
-    return replace(sampling, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0) if sampling.greedy else sampling
+class Ranking:
+    """The options by which a drafter ranks its candidates for one sequence: the request's own; at temperature 0, where the law is a
+    single token and could order nothing else, those of temperature 1 without filters (the winner is the same)."""
+
+    def __init__(self, seq: SequenceView) -> None:
+        s = seq.sampling
+        self.seq, self.counts = seq, Counts()
+        self.sampling = replace(s, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0) if s.greedy else s
+
+    @property
+    def looks_back(self) -> bool:
+        """Whether the tokens on the way to a row matter."""
+        return self.sampling.needs_history
+
+    @property
+    def names_tokens(self) -> bool:
+        return bool(self.sampling.needs_history or self.sampling.logit_bias)
+
+    def rows(self, *paths: Sequence[int]) -> Rows:
+        """The rows of the text as it is, followed by each path."""
+        seq = self.seq
+        return Rows(self.sampling, seq.tokens, seq.prompt_tokens, paths, seq.end_ids, counts=self.counts)
 
 
 def pick(logits: Tensor, groups: Sequence[Rows], seqs: Sequence[SequenceView], positions: Sequence[int], noise: Noise, k: int,
          ids: Tensor | None = None, vocab_size: int = 0) -> Picks:
     """The k best tokens of each row by log q + g (Gumbel-top-k: without replacement, first drawn first; Kool et al., arXiv 1903.06059).
 
-    logits [N, V] over the target's ids, groups[i] being the rows of seqs[i], one per path, with its `ranking` options, and
+    logits [N, V] over the target's ids, groups[i] being the rows of seqs[i], one per path, with its `Ranking`, and
     positions[i] the number of tokens before the ones to pick; the rows of a sequence share their noise, which is drawn once. At
     temperature 0 nothing is added, and rows without any option stay raw logits. Reduced vocabularies: logits [N, Vd], ids int64
     [Vd] the target's id of each column, vocab_size the target's; noise is keyed by the target's ids, and only options that name
     ids make the rows as wide as the target's. A row whose options leave none of the drafter's tokens has values of −inf.
     """
     quiet = [seq.sampling.greedy for seq in seqs]
-    greedy, edited = all(quiet), any(g.sampling.needs_history or g.sampling.logit_bias or g.mask is not None for g in groups)
+    greedy, edited = all(quiet), any(g.edited for g in groups)
     if ids is not None and edited:
         logits, ids = _widened(logits, ids, vocab_size), None
         logq, few = _each_law(logits, groups)

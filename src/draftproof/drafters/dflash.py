@@ -17,8 +17,8 @@ from torch import Tensor
 from ..models.heads.cache import HeadCache
 from ..models.heads.dflash import Blocks, DFlash
 from ..models.packed import can_pack, pack
-from ..types import Budget, Commit, Draft, Sampling, SequenceView, Signals
-from .base import Needs, Noise, NoOptions, Site, ranking
+from ..types import Budget, Commit, Draft, SequenceView, Signals
+from .base import Needs, Noise, NoOptions, Ranking, Site
 from .grow import Growth, Margins
 from .slots import Line, Slots, chains, trees
 
@@ -30,7 +30,7 @@ class BlockState:
     """One sequence. The cache holds context keys of the positions from `first` on, without a gap."""
 
     seq: SequenceView
-    options: Sampling
+    ranking: Ranking
     cache: HeadCache | None                 # None: closed
     first: int = 0
     tree: tuple[Growth, int] | None = None  # what grew for the text as it is, and which sequence of it this was
@@ -93,7 +93,7 @@ class DFlashDrafter(NoOptions):
 
     def open(self, seq: SequenceView, signals: Signals | None) -> BlockState:
         shape = self.head.shape
-        state = BlockState(seq, ranking(seq.sampling), HeadCache(self.head.depth, shape.kv_heads, shape.head_dim, self.dtype, self.device))
+        state = BlockState(seq, Ranking(seq), HeadCache(self.head.depth, shape.kv_heads, shape.head_dim, self.dtype, self.device))
         if signals is not None:
             self._take([state], [signals])
         return state
@@ -129,7 +129,7 @@ class DFlashDrafter(NoOptions):
             if not depth:
                 drafts[place] = Draft.empty(self.name, reason)
                 continue
-            lines.append(Line(state.seq, state.options, place, depth, max(budget.nodes - (budget.depth - depth), depth), reason))
+            lines.append(Line(state.seq, state.ranking, place, depth, max(budget.nodes - (budget.depth - depth), depth), reason))
         growing = [line for line in lines if not noise.keep_law and line.nodes > line.depth]
         for some in (growing, [line for line in lines if line not in growing] if growing else lines):
             if some:

@@ -15,8 +15,8 @@ from ..models.heads.detect import require
 from ..models.heads.files import read_files
 from ..models.heads.hydra import HydraHead
 from ..models.target import TargetParts
-from ..types import Sampling, SequenceView, Signals
-from .base import NoOptions, Site
+from ..types import SequenceView, Signals
+from .base import NoOptions, Ranking, Site
 from .vector import Line, VectorDrafter, VectorState
 
 CHUNK = 1024        # hidden states of one sequence that wait for the prefix layer at most
@@ -65,11 +65,11 @@ class HydraDrafter(NoOptions, VectorDrafter):
 
     # Hydra++: the prefix layer's own cache.
 
-    def fresh_state(self, seq: SequenceView, options: Sampling) -> VectorState:
+    def fresh_state(self, seq: SequenceView, ranking: Ranking) -> VectorState:
         prefix = self.head.prefix_embeding_layer
         if prefix is None:
-            return VectorState(seq, options)
-        return PrefixState(seq, options, cache=HeadCache(1, prefix.shape.kv_heads, prefix.shape.head_dim, self.dtype, self.device))
+            return VectorState(seq, ranking)
+        return PrefixState(seq, ranking, cache=HeadCache(1, prefix.shape.kv_heads, prefix.shape.head_dim, self.dtype, self.device))
 
     def close(self, state: VectorState) -> None:
         super().close(state)

@@ -44,13 +44,13 @@ class MedusaDrafter(NoOptions, VectorDrafter):
 
     def chains(self, lines: Sequence[Line], noise: Noise) -> list[Draft]:
         """All levels in one choice, unless options look back at the guesses before."""
-        if any(line.state.options.needs_history or line.state.options.logit_bias for line in lines):
+        if any(line.state.ranking.names_tokens for line in lines):
             return super().chains(lines, noise)
         places = [(i, level) for i, line in enumerate(lines) for level in range(line.depth)]
         logits = self.begin(lines, max(line.depth for line in lines))
         mine = [lines[i] for i, _ in places]
         flat = logits.flatten(0, 1) if len(places) == logits.shape[0] * logits.shape[1] else logits[tuple(zip(*places, strict=True))]
-        picks = pick(flat, [line.group(((),)) for line in mine], [line.seq for line in mine],
+        picks = pick(flat, [line.state.ranking.rows(()) for line in mine], [line.seq for line in mine],
                      [len(lines[i].seq.tokens) + level for i, level in places], noise, max(2, 1 + max(line.extra[0] for line in lines)),
                      self.head.ids, self.vocab_size)
         host = picks.tokens[:, 0].tolist() if self.device.type == "cpu" else [-1] * len(places)
@@ -67,10 +67,11 @@ class MedusaDrafter(NoOptions, VectorDrafter):
                    noise: Noise) -> tuple[Picks, Tensor]:
         """One choice per sequence serves its whole frontier; only options that look back tell its nodes apart."""
         count, slots = tokens.shape
-        apart = any(line.state.options.needs_history for line in lines)
+        apart = any(line.state.ranking.looks_back for line in lines)
         logits = carry[:, level].repeat_interleave(slots, 0) if apart else carry[:, level]
-        picks = pick(logits, [line.group(paths[i] if apart else ((),)) for i, line in enumerate(lines)], [line.seq for line in lines],
-                     [len(line.seq.tokens) + level for line in lines], noise, CANDIDATES, self.head.ids, self.vocab_size)
+        groups = [line.state.ranking.rows(*(paths[i] if apart else ((),))) for i, line in enumerate(lines)]
+        picks = pick(logits, groups, [line.seq for line in lines], [len(line.seq.tokens) + level for line in lines], noise,
+                     CANDIDATES, self.head.ids, self.vocab_size)
         if apart or slots == 1:
             return picks, carry
         return Picks(picks.tokens.repeat_interleave(slots, 0), picks.values.repeat_interleave(slots, 0), None, picks.ids), carry

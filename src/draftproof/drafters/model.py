@@ -18,11 +18,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ..core.probs import Rows
 from ..errors import CacheFull
 from ..models.target import Slot, Target
-from ..types import Budget, Commit, Draft, DraftLaw, Sampling, SequenceView, Signals
-from .base import Drafter, Needs, Noise, NoOptions, Picks, Site, pick, ranking
+from ..types import Budget, Commit, Draft, DraftLaw, SequenceView, Signals
+from .base import Drafter, Needs, Noise, NoOptions, Picks, Ranking, Site, pick
 from .grow import CANDIDATES, Margins, evenly, gaps_of, spine, worthiest
 from .vocabulary import Check
 
@@ -50,7 +49,7 @@ class ModelState:
     """One sequence. While a draft is out, base is the length of the text it started from and guess its spine."""
 
     seq: SequenceView
-    options: Sampling
+    ranking: Ranking
     slot: Slot | None = None
     silent: str = ""                # why there is no slot
     lasting: bool = False           # … and there never will be
@@ -72,11 +71,6 @@ class _Line:
     rows: list[int] = field(default_factory=list)         # its row of every level's picks, counted over the whole round
     spine: list[Tensor] = field(default_factory=list)     # [1] int64 per level
     path: tuple[int, ...] = ()                            # the spine on the host, where it is read
-    prompt: Sequence[int] = ()                            # filled only if the options look back
-    output: Sequence[int] = ()
-
-    def group(self) -> Rows:
-        return Rows(self.state.options, self.prompt, self.output, (self.path,), self.state.seq.end_ids)
 
 
 class ModelDrafter(NoOptions):
@@ -106,7 +100,7 @@ class ModelDrafter(NoOptions):
         return pair(site.target, lm, site.load.prefill_chunk)
 
     def open(self, seq: SequenceView, signals: Signals | None) -> ModelState:
-        state = ModelState(seq, ranking(seq.sampling))
+        state = ModelState(seq, Ranking(seq))
         self._seat(state)
         return state
 
@@ -192,19 +186,15 @@ class ModelDrafter(NoOptions):
 
     def _draft(self, lines: Sequence[_Line], noise: Noise) -> list[Picks]:
         """Feed what the slots lack, then one pass per level; returns each level's picks and fills the lines."""
-        history = any(line.state.options.needs_history for line in lines)
+        history = any(line.state.ranking.looks_back for line in lines)
         read = history or self.lm.device.type == "cpu"      # elsewhere a look at a token would wait for the device
-        for line in lines:
-            if line.state.options.needs_history:
-                text, prompt = line.state.seq.tokens, line.state.seq.prompt_tokens
-                line.prompt, line.output = text[:prompt], text[prompt:]
         logits = self._catch_up(lines)
         levels: list[Picks] = []
         width = 1 + max(max(min(line.spare, SIBLINGS), -(-line.spare // line.depth), 1) for line in lines)
         live, row = list(lines), 0
         while True:
             level = len(levels)
-            picks = pick(logits, [line.group() for line in live], [line.state.seq for line in live],
+            picks = pick(logits, [line.state.ranking.rows(line.path) for line in live], [line.state.seq for line in live],
                          [len(line.state.seq.tokens) + level for line in live], noise, width)
             levels.append(picks)
             best = picks.tokens[:, :1].unbind()
@@ -214,7 +204,7 @@ class ModelDrafter(NoOptions):
                 line.rows.append(row + i)
                 line.spine.append(best[i])
                 ended = bool(host) and host[i] in line.state.seq.end_ids
-                if line.state.options.needs_history:
+                if line.state.ranking.looks_back:
                     line.path += (host[i],)
                 if ended and level + 1 < line.depth:
                     line.reason = "the draft ends the text"

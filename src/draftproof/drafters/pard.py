@@ -20,7 +20,7 @@ from torch.nn import functional
 from ..errors import LoadError
 from ..models.target import Target
 from ..types import Budget, Commit, Draft, SequenceView, Signals
-from .base import Noise, Site, ranking
+from .base import Noise, Ranking, Site
 from .grow import Growth, Margins
 from .model import ModelDrafter, ModelState
 from .slots import Line, chains, trees
@@ -74,7 +74,7 @@ class PardDrafter(ModelDrafter):
         return drafter
 
     def open(self, seq: SequenceView, signals: Signals | None) -> PardState:
-        state = PardState(seq, ranking(seq.sampling))
+        state = PardState(seq, Ranking(seq))
         self._seat(state)
         return state
 
@@ -97,7 +97,7 @@ class PardDrafter(ModelDrafter):
             if budget.depth:
                 depth, reason = self._grant(state, budget.depth)
                 if depth:
-                    lines.append(Line(state.seq, state.options, place, depth, max(budget.nodes - (budget.depth - depth), depth), reason))
+                    lines.append(Line(state.seq, state.ranking, place, depth, max(budget.nodes - (budget.depth - depth), depth), reason))
                 else:
                     drafts[place] = Draft.empty(self.name, reason)
         if not lines:

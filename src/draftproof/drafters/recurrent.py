@@ -16,11 +16,10 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from ..core.probs import Rows
 from ..models.heads.cache import HeadCache, HeadPass
 from ..models.packed import can_pack, pack
-from ..types import Budget, Commit, Draft, DraftLaw, Sampling, SequenceView, Signals
-from .base import Needs, Noise, Picks, joined_laws, pick, ranking
+from ..types import Budget, Commit, Draft, DraftLaw, SequenceView, Signals
+from .base import Needs, Noise, Picks, Ranking, joined_laws, pick
 from .grow import CANDIDATES, Front, Growth, Margins, evenly, spine
 
 CHUNK = 1024        # rows of one sequence that wait, or are fed, at most in one pass
@@ -51,7 +50,7 @@ class RecurrentState:
     """One sequence. Entry i of the cache is of position base + i; `held` of them are true, what lies behind was guessed."""
 
     seq: SequenceView
-    options: Sampling
+    ranking: Ranking
     cache: HeadCache | None                 # None: closed
     base: int = 0
     held: int = 0
@@ -74,12 +73,6 @@ class _Line:
     rows: list[int] = field(default_factory=list)         # its row of every level's picks, counted over the whole round
     path: tuple[int, ...] = ()                            # the chain on the host, where it is read
     extra: list[int] = field(default_factory=list)        # siblings beside each level of the chain
-
-    def group(self, paths: Sequence[Sequence[int]]) -> Rows:
-        options, text, prompt = self.state.options, self.state.seq.tokens, self.state.seq.prompt_tokens
-        if not options.needs_history:
-            return Rows(options, (), (), paths, self.state.seq.end_ids)
-        return Rows(options, text[:prompt], text[prompt:], paths, self.state.seq.end_ids)
 
 
 class RecurrentDrafter:
@@ -104,7 +97,7 @@ class RecurrentDrafter:
 
     def open(self, seq: SequenceView, signals: Signals | None) -> RecurrentState:
         cache = HeadCache(self.head.depth, self.head.kv_heads, self.head.head_dim, self.dtype, self.device)
-        state = RecurrentState(seq, ranking(seq.sampling), cache)
+        state = RecurrentState(seq, Ranking(seq), cache)
         if signals is not None:
             self._take(state, signals)
         return state
@@ -216,7 +209,7 @@ class RecurrentDrafter:
 
     def _chains(self, lines: Sequence[_Line], noise: Noise) -> list[Draft]:
         """One pass per level over all sequences; siblings, if any, are fixed before anything is drawn."""
-        edited = any(line.state.options.needs_history or line.state.options.logit_bias for line in lines)
+        edited = any(line.state.ranking.names_tokens for line in lines)
         read = edited or self.device.type == "cpu"          # elsewhere a look at a token would wait for the device
         for line in lines:
             depth, nodes = line.budget.depth, line.budget.nodes
@@ -227,7 +220,7 @@ class RecurrentDrafter:
         hidden = self._last(lines)
         while live:
             level = len(levels)
-            picks = pick(self.head.logits(hidden), [line.group((line.path,)) for line in live], [line.state.seq for line in live],
+            picks = pick(self.head.logits(hidden), [line.state.ranking.rows(line.path) for line in live], [line.state.seq for line in live],
                          [len(line.state.seq.tokens) + level for line in live], noise, width, self.head.ids, self.vocab_size)
             levels.append(picks)
             host = picks.tokens[:, 0].tolist() if read else [-1] * len(live)
@@ -270,7 +263,7 @@ class RecurrentDrafter:
     def _trees(self, lines: Sequence[_Line], noise: Noise) -> list[Draft]:
         """One pass per level over the frontiers of all sequences; what is worth its node is known after the noise."""
         deepest = max(line.budget.depth for line in lines)
-        history = any(line.state.options.needs_history for line in lines)
+        history = any(line.state.ranking.looks_back for line in lines)
         growth = Growth([line.budget.depth for line in lines], [line.budget.nodes for line in lines],
                         [line.state.seq.sampling.greedy for line in lines], [line.state.seq.end_ids for line in lines], self.margins,
                         [min(WIDEST, max(2, line.budget.nodes // line.budget.depth + 1)) for line in lines])
@@ -279,7 +272,7 @@ class RecurrentDrafter:
         seen = torch.zeros(len(lines), 1, 0, dtype=torch.bool, device=self.device)
         seqs = [line.state.seq for line in lines]
         for level in range(deepest):
-            picks = pick(self.head.logits(hidden), [line.group(paths[i]) for i, line in enumerate(lines)], seqs,
+            picks = pick(self.head.logits(hidden), [line.state.ranking.rows(*paths[i]) for i, line in enumerate(lines)], seqs,
                          [len(seq.tokens) + level for seq in seqs], noise, CANDIDATES, self.head.ids, self.vocab_size)
             shape = (len(lines), slots, -1)
             front = growth.grow(picks.tokens.view(shape), picks.values.view(shape))

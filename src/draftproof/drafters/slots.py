@@ -15,9 +15,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ..core.probs import Rows
-from ..types import Draft, DraftLaw, Sampling, SequenceView
-from .base import Noise, Picks, joined_laws, pick
+from ..types import Draft, DraftLaw, SequenceView
+from .base import Noise, Picks, Ranking, joined_laws, pick
 from .grow import CANDIDATES, Growth, Margins, evenly, spine
 
 WIDEST = 8      # nodes of one sequence that a level extends at most
@@ -47,7 +46,7 @@ class Line:
     """One sequence within one `propose`."""
 
     seq: SequenceView
-    options: Sampling                       # by which its candidates are ranked
+    ranking: Ranking
     place: int                              # of its draft in the answer
     depth: int
     nodes: int
@@ -56,21 +55,15 @@ class Line:
     path: tuple[int, ...] = ()                            # the chain on the host, where it is read
     extra: list[int] = field(default_factory=list)        # siblings beside each level of the chain
 
-    def group(self, paths: Sequence[Sequence[int]] = ((),)) -> Rows:
-        if not self.options.needs_history:
-            return Rows(self.options, (), (), paths, self.seq.end_ids)
-        text, prompt = self.seq.tokens, self.seq.prompt_tokens
-        return Rows(self.options, text[:prompt], text[prompt:], paths, self.seq.end_ids)
-
 
 def chains(lines: Sequence[Line], slots: Slots, noise: Noise, vocab_size: int, device: torch.device, name: str) -> list[Draft]:
     """The best of every place, with siblings beside it where the budget has more nodes than levels."""
-    edited = any(line.options.needs_history or line.options.logit_bias for line in lines)
+    edited = any(line.ranking.names_tokens for line in lines)
     read = edited or device.type == "cpu"                 # elsewhere a look at a token would wait for the device
     for line in lines:
         line.extra = evenly(line.depth, line.nodes - line.depth)
     width = max(2, 1 + max(line.extra[0] for line in lines))
-    at_once = not slots.tied and not any(line.options.needs_history for line in lines)
+    at_once = not slots.tied and not any(line.ranking.looks_back for line in lines)
     levels: list[Picks] = []
     live, row, level = list(range(len(lines))), 0, 0
     previous: Tensor | None = None
@@ -80,7 +73,7 @@ def chains(lines: Sequence[Line], slots: Slots, noise: Noise, vocab_size: int, d
         todo = [(i, at) for at in range(level, deepest) for i in live if at < lines[i].depth]
         line_of, level_of = torch.tensor(todo, device=device).unbind(1)
         logits = slots.logits(level_of if at_once else level, line_of, came, previous)
-        picks = pick(logits, [lines[i].group((lines[i].path,)) for i, _ in todo], [lines[i].seq for i, _ in todo],
+        picks = pick(logits, [lines[i].ranking.rows(lines[i].path) for i, _ in todo], [lines[i].seq for i, _ in todo],
                      [len(lines[i].seq.tokens) + at for i, at in todo], noise, width, slots.ids, vocab_size)
         levels.append(picks)
         host = picks.tokens[:, 0].tolist() if read else [-1] * len(todo)
@@ -140,7 +133,7 @@ def trees(lines: Sequence[Line], slots: Slots, noise: Noise, vocab_size: int, de
           margins: Margins) -> tuple[list[Draft], Growth]:
     """Trees by worth, and what grew, from which `margins` may learn."""
     deepest, most, batch = max(line.depth for line in lines), max(line.nodes for line in lines), len(lines)
-    history = any(line.options.needs_history for line in lines)
+    history = any(line.ranking.looks_back for line in lines)
     growth = Growth([line.depth for line in lines], [line.nodes for line in lines], [line.seq.sampling.greedy for line in lines],
                     [line.seq.end_ids for line in lines], margins,
                     [min(WIDEST, max(2, line.nodes // line.depth + 1)) for line in lines])
@@ -154,8 +147,8 @@ def trees(lines: Sequence[Line], slots: Slots, noise: Noise, vocab_size: int, de
     for level in range(deepest):
         if whole is None:
             logits = slots.logits(level, line_of, came, previous)
-            picks = pick(logits, [line.group(paths[i]) for i, line in enumerate(lines)], seqs, [len(seq.tokens) + level for seq in seqs],
-                         noise, count, slots.ids, vocab_size)
+            picks = pick(logits, [line.ranking.rows(*paths[i]) for i, line in enumerate(lines)], seqs,
+                         [len(seq.tokens) + level for seq in seqs], noise, count, slots.ids, vocab_size)
             shape = (batch, width, -1)
             front = growth.grow(picks.tokens.view(shape), picks.values.view(shape))
         else:
@@ -181,6 +174,7 @@ def _whole(lines: Sequence[Line], slots: Slots, noise: Noise, count: int, vocab_
     deepest = max(line.depth for line in lines)
     todo = [(line, i, at) for i, line in enumerate(lines) for at in range(deepest)]
     line_of, level_of = torch.tensor([(i, at) for _, i, at in todo], device=device).unbind(1)
-    picks = pick(slots.logits(level_of, line_of, line_of, None), [line.group() for line, _, _ in todo], [line.seq for line, _, _ in todo],
-                 [len(line.seq.tokens) + at for line, _, at in todo], noise, count, slots.ids, vocab_size)
+    picks = pick(slots.logits(level_of, line_of, line_of, None), [line.ranking.rows(()) for line, _, _ in todo],
+                 [line.seq for line, _, _ in todo], [len(line.seq.tokens) + at for line, _, at in todo], noise, count, slots.ids,
+                 vocab_size)
     return picks.tokens.view(len(lines), deepest, -1), picks.values.view(len(lines), deepest, -1)

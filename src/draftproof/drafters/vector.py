@@ -16,12 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..core.probs import Rows
 from ..errors import LoadError
 from ..models.packed import can_pack, pack
 from ..models.target import TargetParts
-from ..types import Budget, Commit, Draft, DraftLaw, Sampling, SequenceView, Signals
-from .base import Needs, Noise, Picks, joined_laws, pick, ranking
+from ..types import Budget, Commit, Draft, DraftLaw, SequenceView, Signals
+from .base import Needs, Noise, Picks, Ranking, joined_laws, pick
 from .grow import CANDIDATES, Front, Growth, Margins, evenly, spine
 
 Path = tuple[int, ...]
@@ -32,7 +31,7 @@ class VectorState:
     """One sequence: the hidden state [H] at position `at`, the last that the target has read."""
 
     seq: SequenceView
-    options: Sampling
+    ranking: Ranking
     row: Tensor | None = None
     at: int = -2                            # −2: none yet
     tree: tuple[Growth, int] | None = None  # what grew for the text as it is, and which sequence of it this was
@@ -60,11 +59,6 @@ class Line:
     def extra(self) -> list[int]:
         """Siblings beside each level of a chain, fixed before anything is drawn."""
         return evenly(self.depth, self.nodes - self.depth)
-
-    def group(self, paths: Sequence[Path]) -> Rows:
-        options, text, prompt = self.state.options, self.seq.tokens, self.seq.prompt_tokens
-        looks_back = options.needs_history
-        return Rows(options, text[:prompt] if looks_back else (), text[prompt:] if looks_back else (), paths, self.seq.end_ids)
 
 
 class VectorDrafter(ABC):
@@ -114,13 +108,13 @@ class VectorDrafter(ABC):
     # The protocol.
 
     def open(self, seq: SequenceView, signals: Signals | None) -> VectorState:
-        state = self.fresh_state(seq, ranking(seq.sampling))
+        state = self.fresh_state(seq, Ranking(seq))
         if signals is not None:
             self.take(state, signals)
         return state
 
-    def fresh_state(self, seq: SequenceView, options: Sampling) -> VectorState:
-        return VectorState(seq, options)
+    def fresh_state(self, seq: SequenceView, ranking: Ranking) -> VectorState:
+        return VectorState(seq, ranking)
 
     def close(self, state: VectorState) -> None:
         state.row, state.at, state.tree = None, -2, None
@@ -170,7 +164,7 @@ class VectorDrafter(ABC):
 
     def chains(self, lines: Sequence[Line], noise: Noise) -> list[Draft]:
         """One pass per level over all sequences; siblings, if any, are fixed before anything is drawn."""
-        edited = any(line.state.options.needs_history or line.state.options.logit_bias for line in lines)
+        edited = any(line.state.ranking.names_tokens for line in lines)
         read = edited or self.device.type == "cpu"          # elsewhere a look at a token would wait for the device
         width = max(2, 1 + max(line.extra[0] for line in lines))
         levels: list[Picks] = []
@@ -179,7 +173,7 @@ class VectorDrafter(ABC):
         while live:
             level = len(levels)
             logits, carry = self.step(level, carry, tokens)
-            picks = pick(logits, [line.group((line.path,)) for line in live], [line.seq for line in live],
+            picks = pick(logits, [line.state.ranking.rows(line.path) for line in live], [line.seq for line in live],
                          [len(line.seq.tokens) + level for line in live], noise, width, self.head.ids, self.vocab_size)
             levels.append(picks)
             host = picks.tokens[:, 0].tolist() if read else [-1] * len(live)
@@ -225,7 +219,7 @@ class VectorDrafter(ABC):
     def trees(self, lines: Sequence[Line], noise: Noise) -> list[Draft]:
         """One pass per level over the frontiers of all sequences; what is worth its node is known after the noise."""
         deepest = max(line.depth for line in lines)
-        history = any(line.state.options.needs_history for line in lines)
+        history = any(line.state.ranking.looks_back for line in lines)
         growth = Growth([line.depth for line in lines], [line.nodes for line in lines], [line.seq.sampling.greedy for line in lines],
                         [line.seq.end_ids for line in lines], self.margins,
                         [self.width(line) for line in lines])
@@ -248,7 +242,7 @@ class VectorDrafter(ABC):
                    noise: Noise) -> tuple[Picks, Any]:
         """The best tokens after every node of the frontier, tokens [B, F]: picks of B · F rows, and what the next level reads."""
         logits, carry = self.step(level, carry, tokens.flatten())
-        return pick(logits, [line.group(paths[i]) for i, line in enumerate(lines)], [line.seq for line in lines],
+        return pick(logits, [line.state.ranking.rows(*paths[i]) for i, line in enumerate(lines)], [line.seq for line in lines],
                     [len(line.seq.tokens) + level for line in lines], noise, CANDIDATES, self.head.ids, self.vocab_size), carry
 
 

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from ..core.choice import choose
+from ..core.edits import Rows
 from ..core.noise import key, key_rows, uniform
-from ..core.probs import Rows, distribution, laws
+from ..core.probs import distribution, laws
 from ..core.tally import fates
 from ..core.tree import path
 from ..core.tree import positions as places
@@ -71,7 +72,7 @@ class Rounds:
 
     def choose_first(self, seq: Sequence, logits: Tensor) -> Commit:
         """The prefill's token, from the logits [1, V] after the prompt."""
-        law = distribution(logits, [Rows(seq.sampling, seq.prompt, seq.output, ((),), seq.end_ids, _mask(seq, ((),), logits))])
+        law = distribution(logits, [_rows(seq, ((),), logits)])
         token = int(choose(law, _choice_keys([seq], [Draft.empty()], logits.device)))
         commit = seq.commit(Verdict((), token, "prefill"), ())
         seq.tally.prefill(seq.prefill_passes)
@@ -162,7 +163,11 @@ def _options(seq: Sequence, draft: Draft, nodes: list[int], logits: Tensor) -> R
         paths: abc.Sequence[abc.Sequence[int]] = ((),) * (len(draft) + 1)
     else:
         paths = [(), *(tuple(nodes[n] for n in path(draft.parents, node)) for node in range(len(draft)))]
-    return Rows(seq.sampling, seq.prompt, seq.output, paths, seq.end_ids, _mask(seq, paths, logits))
+    return _rows(seq, paths, logits)
+
+
+def _rows(seq: Sequence, paths: abc.Sequence[abc.Sequence[int]], logits: Tensor) -> Rows:
+    return Rows(seq.sampling, seq.tokens, len(seq.prompt), paths, seq.end_ids, _mask(seq, paths, logits), seq.counts)
 
 
 def _mask(seq: Sequence, paths: abc.Sequence[abc.Sequence[int]], logits: Tensor) -> Tensor | None:

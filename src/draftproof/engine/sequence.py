@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
+from ..core.edits import Counts
 from ..core.tally import Tally
 from ..models.grammar import GrammarState
 from ..models.target import Slot
@@ -62,6 +63,7 @@ class Sequence:
     grammar: GrammarState | None = None          # where the text stands in the grammar it must follow
     state: Any = None                            # the drafter's
     signals: Signals | None = None               # what the prefill left for it
+    counts: Counts = field(default_factory=Counts)           # of its tokens, for penalties
     tally: Tally = field(default_factory=Tally)
     rounds: int = 0
     prefill_s: float = 0.0
