@@ -74,7 +74,7 @@ def test_half_precision_is_computed_in_what_the_processor_has_instructions_for(
     families.save("llama", tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, "dtype": saved}))
-    monkeypatch.setattr("draftproof.models.load.can_pack", lambda dtype: (quick and dtype == torch.bfloat16, "as the test says"))
+    monkeypatch.setattr("draftproof.models.load.multiplies_bfloat16", lambda: quick)
     target = load_target(tmp_path, LoadConfig(self_test=False, packed=False))
     assert (target.facts.dtype, target.parts.saved_as) == (chosen, getattr(torch, saved))
     assert ("no instructions" in target.facts.reasons["dtype"]) == (not quick and saved != "float32")
@@ -125,6 +125,21 @@ def test_the_self_test_finds_a_planted_error(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(PagedTarget, "score", leaky)
     passed, reason = selftest.invisible(target, 64, 128)
     assert not passed and "8 wide" in reason
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_products_of_bfloat16_are_rounded_once_without_its_instructions(bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not can_pack(torch.float32)[0]:
+        pytest.skip(can_pack(torch.float32)[1])
+    monkeypatch.setattr("draftproof.models.packed.multiplies_bfloat16", lambda: False)
+    torch.manual_seed(0)
+    layer = torch.nn.Linear(48, 80, bias=bias).to(torch.bfloat16)
+    packed, x = PackedLinear(layer.weight, layer.bias), torch.randn(5, 48, dtype=torch.bfloat16)
+    with torch.inference_mode():
+        exact = torch.nn.functional.linear(x.double(), layer.weight.double(), layer.bias.double() if bias else None)
+        got = packed(x)
+    assert got.dtype == torch.bfloat16 and packed.weight_bytes == 4 * 48 * 80
+    assert ((got.double() - exact).abs() <= exact.abs() * 2**-8 + 1e-6).all(), "half a unit of bfloat16's last place, and float32's noise"
 
 
 def test_packed_linear_is_the_linear_layer() -> None:

@@ -19,7 +19,7 @@ from ..errors import LoadError
 from . import attention
 from .cropped import CroppedTarget
 from .fused import FusedPass, can_fuse, fuse
-from .packed import can_pack, pack
+from .packed import can_pack, multiplies_bfloat16, pack, widened_bytes
 from .paged import PagedTarget
 from .passes import Pass
 from .recurrent import RecurrentTarget
@@ -74,7 +74,7 @@ def load_target(path: str | Path, config: LoadConfig | None = None, fused: bool 
         dtype=str(dtype).removeprefix("torch."),
         tier=tier,
         threads=threads,
-        weight_bytes=weight_bytes,
+        weight_bytes=weight_bytes + widened_bytes(model),
         cache_bytes_per_token=_cache_bytes(text, dtype),
         invisible=False,
         invisible_reason="not measured: the self-test is off",
@@ -240,9 +240,8 @@ def _dtype(config: LoadConfig, model_config: Any, device: torch.device, reasons:
     chosen, why = saved, "the checkpoint's own"
     if device.type == "cpu" and saved in HALVES:
         name = str(saved).removeprefix("torch.")
-        quick, _ = can_pack(torch.bfloat16)
-        # Where bfloat16 is emulated, a pass of five rows costs five passes of one: no guess could ever pay.
-        if not quick:
+        # Without them products are rounded to bfloat16 for nothing, and attention stays emulated.
+        if not multiplies_bfloat16():
             chosen, why = torch.float32, f"the checkpoint is {name}, for which this processor has no instructions"
         elif saved == torch.float16:
             chosen, why = torch.bfloat16, "the checkpoint is float16, which a CPU computes slowly"
