@@ -31,7 +31,7 @@ lint: $(VENV)/.installed-dev
 
 # One thread a process, a process a core: tests are many small passes, and threads that wait for each other crawl on a busy machine.
 test: lint
-	OMP_NUM_THREADS=$(or $(OMP_NUM_THREADS),1) $(BIN)/python -m pytest -n auto --dist worksteal -m "not slow and not gpu and not browser and not vllm"
+	OMP_NUM_THREADS=$(or $(OMP_NUM_THREADS),1) $(BIN)/python -m pytest -n auto --dist worksteal --durations 15 -m "not slow and not gpu and not browser and not vllm"
 
 test-browser: $(VENV)/.installed-browser
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m browser tests/view
