@@ -46,7 +46,9 @@ CACHE_TOKENS = 4608         # small, so that the cache of prefixes is full soon 
 FLAT_MB = 8.0               # the floor may not be shown to have risen by more
 BLOCKS = 12                 # of the time after the warm-up; each gives one floor
 # One arena, and a fixed limit from which memory is mapped: otherwise the allocator's habits grow for many minutes and hide a leak.
-ALLOCATOR = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "1048576", "MALLOC_TRIM_THRESHOLD_": "1048576"}
+# For the same reason few compiled products (one per layer and number of rows): oneDNN's own limit of 1,024 takes as long to reach.
+ALLOCATOR = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "1048576", "MALLOC_TRIM_THRESHOLD_": "1048576",
+             "LRU_CACHE_CAPACITY": "64", "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64"}
 
 
 def request(number: int) -> tuple[str, dict[str, Any]]:
