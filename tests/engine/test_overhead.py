@@ -1,11 +1,15 @@
-"""What a round costs outside the two models, in seconds of this thread's CPU, so that a busy machine does not matter much."""
+"""What a round costs outside the two models, counted: operations of torch and calls of Python, for which it does not matter what else
+the machine does. benchmarks/overhead.py tells the milliseconds."""
 
 from __future__ import annotations
 
-from time import thread_time
+import sys
+from types import FrameType
+from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from draftproof import Engine, EngineConfig, Sampling
 from draftproof.config import TraceLevel
@@ -37,30 +41,30 @@ class Flat(TableTarget):
         return Scores(self.rows[: scores.starts[-1]], scores.starts)
 
 
-@pytest.fixture(autouse=True)
-def one_thread():  # type: ignore[no-untyped-def]
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+class Operations(TorchDispatchMode):
+    """Counts what reaches torch's kernels."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        self.count += 1
+        return func(*args, **(kwargs or {}))
 
 
-def seconds_per_round(level: TraceLevel, sampling: Sampling) -> float:
-    with Engine(target=Flat(), drafter=AlwaysWrong(VOCABULARY), depth=DEPTH, config=EngineConfig(trace=level)) as engine:
-        engine.generate([1, 2, 3], sampling)
-        best = float("inf")
-        for _ in range(3):
-            start = thread_time()
-            rounds = engine.generate([1, 2, 3], sampling).metrics["rounds"]
-            best = min(best, (thread_time() - start) / rounds)
-    return best
+def operations_per_round(level: TraceLevel, sampling: Sampling) -> float:
+    config = EngineConfig(trace=level)
+    with Engine(target=Flat(), drafter=AlwaysWrong(VOCABULARY), depth=DEPTH, config=config) as engine, Operations() as seen:
+        rounds = engine.generate([1, 2, 3], sampling).metrics["rounds"]
+    return seen.count / rounds
 
 
-def test_a_round_costs_less_than_a_millisecond_and_a_half() -> None:
-    assert seconds_per_round("summary", Sampling(temperature=0.8, seed=1, max_tokens=TOKENS)) < 1.5e-3
+def test_a_round_is_few_operations() -> None:
+    found = operations_per_round("summary", Sampling(temperature=0.8, seed=1, max_tokens=TOKENS))
+    print(found)
+    assert found < 95
 
 
-def test_a_round_with_every_option_costs_less_than_three_milliseconds() -> None:
+def test_a_round_with_every_option_is_few_operations() -> None:
     options = Sampling(
         temperature=0.8,
         top_p=0.95,
@@ -76,19 +80,30 @@ def test_a_round_with_every_option_costs_less_than_three_milliseconds() -> None:
         seed=1,
         max_tokens=TOKENS,
     )
-    assert seconds_per_round("summary", options) < 3e-3
+    found = operations_per_round("summary", options)
+    print(found)
+    assert found < 220
 
 
-def test_summary_records_cost_less_than_a_hundredth_of_a_short_round(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Measured on the records alone, against a round of 5 ms: two small models on a CPU."""
-    spent, plain = [0.0, 0], Recorder.rounds
+def test_summary_records_are_no_operation_and_few_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, calls, runs, seen = Recorder.rounds, [0], [0], Operations()
 
-    def timed(self, *arguments):  # type: ignore[no-untyped-def]
-        start = thread_time()
-        plain(self, *arguments)
-        spent[0] += thread_time() - start
-        spent[1] += 1
+    def counted(self: Recorder, *arguments: Any) -> None:
+        def note(frame: FrameType, event: str, argument: object) -> None:
+            calls[0] += event in ("call", "c_call")
 
-    monkeypatch.setattr(Recorder, "rounds", timed)
-    seconds_per_round("summary", Sampling(temperature=0.8, seed=1, max_tokens=TOKENS))
-    assert spent[0] / spent[1] < 0.01 * 5e-3
+        before = sys.getprofile()
+        sys.setprofile(note)
+        try:
+            with seen:
+                plain(self, *arguments)
+        finally:
+            sys.setprofile(before)
+        runs[0] += 1
+
+    monkeypatch.setattr(Recorder, "rounds", counted)
+    with Engine(target=Flat(), drafter=AlwaysWrong(VOCABULARY), depth=DEPTH, config=EngineConfig(trace="summary")) as engine:
+        engine.generate([1, 2, 3], Sampling(temperature=0.8, seed=1, max_tokens=TOKENS))
+    print(calls[0] / runs[0], seen.count)
+    assert runs[0] and not seen.count
+    assert calls[0] / runs[0] < 50

@@ -77,6 +77,10 @@ PROMPTS = ("def total(values):", "Write a record.", "Ã© {\"name\": \"left\"} ðŸ¦
 UNSURE = ("ignore_eos", "min_tokens", "bad_words", "logit_bias")       # beside a structure they may leave no token
 
 
+class Refusal(str):
+    """Why there is no text."""
+
+
 @dataclass(frozen=True)
 class Case:
     """One request. `options` as Sampling has them, prediction aside."""
@@ -159,7 +163,7 @@ def told(running: Running, case: Case) -> list[str]:
     calls: dict[int, list[Any]] = {}
     reply = running.post(path, {**case.body, "stream": case.stream})
     if reply.status_code == 400 and case.unsure:
-        return [reply.json()["error"]["message"]]
+        return [Refusal(reply.json()["error"]["message"])]
     assert reply.status_code == 200, (reply.text, case)
     if not case.stream:
         if case.route == "responses":
@@ -169,7 +173,7 @@ def told(running: Running, case: Case) -> list[str]:
     for chunk in (json.loads(line[6:]) for line in reply.text.splitlines() if line.startswith("data: {")):
         if chunk.get("type", "error") == "error" and "choices" not in chunk:
             assert case.unsure, (chunk, case)
-            return [chunk.get("error", chunk)["message"]]
+            return [Refusal(chunk.get("error", chunk)["message"])]
         if chunk.get("type") == "response.output_text.delta":
             texts[0] += chunk["delta"]
         for choice in chunk.get("choices", ()):
