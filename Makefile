@@ -18,7 +18,7 @@ help:
 	@echo "make check-bits   speculation is invisible to the bit, at length (SAMPLE=7: a sample with that seed; ALL=1: every drafter)"
 	@echo "make benchmark    speed against transformers on an inflated pair; about 20 minutes on 2 cores"
 	@echo "make benchmark-view  the page on a trace of 100,000 rounds, in headless Chromium"
-	@echo "make soak         the server under 64 streaming clients for 10 minutes"
+	@echo "make soak         the server under 64 streaming clients for 10 minutes, then a log of 5 GB through audition"
 	@echo "make fuzz         5000 requests that the API describes or forbids, every option crossed, and nonsense"
 	@echo "make clean        remove .venv and the caches"
 
@@ -51,6 +51,7 @@ benchmark-view: $(VENV)/.installed-browser
 
 soak: $(VENV)/.installed-dev
 	$(BIN)/python benchmarks/soak.py
+	$(BIN)/python benchmarks/soak_logs.py
 
 fuzz: $(VENV)/.installed-dev
 	OMP_NUM_THREADS=$(or $(OMP_NUM_THREADS),1) DRAFTPROOF_FUZZ=5000 \

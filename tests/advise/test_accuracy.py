@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from advise.accuracy_module import load_advice
+from benchmark_module import benchmark
 
 from draftproof.advise.predict import Forecast
 from draftproof.bench.cells import Spread
@@ -21,7 +21,7 @@ ARMS, DEPTHS = [("ngram", 2), ("ngram", 4)], [2, 4]
 
 @pytest.fixture(scope="module")
 def advice() -> Any:
-    return load_advice()
+    return benchmark("advice")
 
 
 def times(**arms: float) -> dict[tuple[int, str, int], list[float]]:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from advise.accuracy_module import load_advice
+from benchmark_module import benchmark
 from torch import Tensor
 
 from draftproof.advise.check import check
@@ -109,7 +109,7 @@ def logged(target: Timed, asked: Sequence[Item], folder: Path) -> Path:
 
 
 def test_the_prediction_is_right_where_nothing_is_noisy(clock: Clock, tmp_path: Path) -> None:
-    advice, asked = load_advice(), items()
+    advice, asked = benchmark("advice"), items()
     target = Timed(clock, 5.0, 0.4, 0.3, 0.06, sharpness=2.5)
     arms = [(spec, depth) for spec in SPECS for depth in DEPTHS]
     log = logged(target, asked, tmp_path)

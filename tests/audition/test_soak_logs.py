@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+from benchmark_module import benchmark
 
 from draftproof.audition.logs import Skipped
 from draftproof.audition.stories import Reader, tokenizer_at
@@ -18,17 +17,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(scope="module")
 def soak() -> Any:
-    folder = ROOT / "benchmarks"
-    sys.path.insert(0, str(folder))
-    try:
-        spec = importlib.util.spec_from_file_location("soak_logs", folder / "soak_logs.py")
-        assert spec is not None and spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        sys.modules["soak_logs"] = module
-        spec.loader.exec_module(module)
-    finally:
-        sys.path.remove(str(folder))
-    return module
+    return benchmark("soak_logs")
 
 
 def test_what_was_written_is_what_is_read(soak: Any, tmp_path: Path) -> None:

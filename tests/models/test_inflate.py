@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
+from benchmark_module import benchmark
 from transformers import (
     GenerationConfig,
     LlamaConfig,
@@ -23,18 +21,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-
-def load_inflate() -> ModuleType:
-    path = Path(__file__).parents[2] / "benchmarks" / "inflate.py"
-    spec = importlib.util.spec_from_file_location("inflate", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["inflate"] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-inflate: Any = load_inflate()
+inflate = benchmark("inflate")
 SMALL = dict(vocab_size=96, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, intermediate_size=48,
              max_position_embeddings=256)
 PROMPT = torch.randint(0, 96, (1, 20), generator=torch.Generator().manual_seed(5))

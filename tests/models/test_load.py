@@ -13,7 +13,7 @@ from draftproof.config import LoadConfig
 from draftproof.errors import CacheFull, LoadError
 from draftproof.models import selftest
 from draftproof.models.load import builtin, load_target
-from draftproof.models.packed import PackedLinear, can_pack
+from draftproof.models.packed import PackedLinear, can_pack, has_half_products, scale_to_halves
 from draftproof.models.paged import PagedTarget
 from draftproof.types import Draft, Scores
 
@@ -127,19 +127,53 @@ def test_the_self_test_finds_a_planted_error(tmp_path: Path, monkeypatch: pytest
     assert not passed and "8 wide" in reason
 
 
+@pytest.mark.parametrize("halves", [True, False])
 @pytest.mark.parametrize("bias", [True, False])
-def test_products_of_bfloat16_are_rounded_once_without_its_instructions(bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_products_of_bfloat16_are_rounded_once_without_its_instructions(bias: bool, halves: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not can_pack(torch.float32)[0]:
         pytest.skip(can_pack(torch.float32)[1])
     monkeypatch.setattr("draftproof.models.packed.multiplies_bfloat16", lambda: False)
+    monkeypatch.setattr("draftproof.models.packed.has_half_products", lambda: halves and has_half_products())
     torch.manual_seed(0)
     layer = torch.nn.Linear(48, 80, bias=bias).to(torch.bfloat16)
     packed, x = PackedLinear(layer.weight, layer.bias), torch.randn(5, 48, dtype=torch.bfloat16)
     with torch.inference_mode():
         exact = torch.nn.functional.linear(x.double(), layer.weight.double(), layer.bias.double() if bias else None)
         got = packed(x)
-    assert got.dtype == torch.bfloat16 and packed.weight_bytes == 4 * 48 * 80
+    assert got.dtype == torch.bfloat16 and packed.weight_bytes == (4 if packed.scale is None else 2) * 48 * 80
+    assert (packed.scale is not None) == (halves and has_half_products())
     assert ((got.double() - exact).abs() <= exact.abs() * 2**-8 + 1e-6).all(), "half a unit of bfloat16's last place, and float32's noise"
+
+
+@pytest.mark.parametrize(("size", "factor"), [((48, 80), 1.0), ((80, 48), 2.0**-30), ((256, 1000), 2.0**12)])
+@pytest.mark.parametrize("bias", [True, False])
+def test_weights_that_are_halves_are_read_as_such_and_multiply_the_same(size: tuple[int, int], factor: float, bias: bool) -> None:
+    if not has_half_products():
+        pytest.skip("this torch has no FBGEMM")
+    torch.manual_seed(1)
+    layer = torch.nn.Linear(*size, bias=bias)
+    layer.weight.data = (layer.weight.data.bfloat16() * factor).float()
+    packed, x = PackedLinear(layer.weight, layer.bias), torch.randn(3, 7, size[0])
+    assert packed.scale is not None and packed.weight_bytes == 2 * size[0] * size[1]
+    with torch.inference_mode():
+        exact = torch.nn.functional.linear(x.double(), layer.weight.double(), layer.bias.double() if bias else None)
+        got = packed(x)
+        torch.testing.assert_close(got.double(), exact, rtol=1e-5, atol=2e-6 * factor)
+        rows, wide = x.view(21, -1), got.view(21, -1)
+        for count in (1, 2, 3, 5, 8, 13):
+            for start in range(0, 21 - count, count):
+                assert torch.equal(packed(rows[start:start + count]), wide[start:start + count]), f"{count} rows from {start}"
+
+
+def test_weights_that_are_not_halves_stay_what_they_are() -> None:
+    sixteen = torch.tensor([[1.0, -2.0**-20], [0.0, 3.0]])
+    assert scale_to_halves(sixteen) == 2.0**13
+    assert scale_to_halves(torch.zeros(2, 2)) is not None and scale_to_halves(torch.zeros(0, 2)) is not None
+    for value in (1 + 2.0**-20, 2.0**-40, float("inf"), float("nan")):
+        assert scale_to_halves(torch.cat([sixteen, torch.tensor([[1.0, value]])])) is None, value
+    torch.manual_seed(0)
+    packed = PackedLinear(torch.randn(8, 8), None)
+    assert packed.scale is None and packed.weight_bytes == 4 * 64
 
 
 def test_packed_linear_is_the_linear_layer() -> None:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import threading
 import time
 
 import httpx2
 import pytest
 from remote.fake_vllm import FakeVllm
+from serve.serving import listening
 
 from draftproof.commands.ab import for_remote
 from draftproof.commands.remote import front
@@ -18,7 +18,7 @@ from draftproof.models.outline import outline
 from draftproof.remote.fleet import Fleet, Replica
 from draftproof.remote.vllm import Setting, VllmEngine
 from draftproof.serve.ab import place
-from draftproof.serve.run import Listener, describe
+from draftproof.serve.run import describe
 
 
 def test_arms_are_replicas() -> None:
@@ -31,14 +31,8 @@ def test_arms_are_replicas() -> None:
                     SpeculationConfig("eagle3:/somewhere", 3), "eagle3", plain=True)
     server = front(lambda: VllmEngine(fleet, edge, Setting("eagle3", 3, "ratio")), describe("demo", edge, "eagle3"), edge,
                    ServeConfig(port=0, ab=ab), 64)
-    told: list[str] = []
-    heard = threading.Event()
-    listener = Listener(server, (), lambda address: (told.append(address), heard.set())[0])
-    thread = threading.Thread(target=listener.run, daemon=True)
-    thread.start()
     try:
-        assert heard.wait(20)
-        with httpx2.Client(base_url=told[0], timeout=30) as client:
+        with listening(server) as (url, _, _), httpx2.Client(base_url=url, timeout=30) as client:
             for i in range(20):
                 answer = client.post("/v1/completions", json={"model": "demo", "prompt": [5, 11], "max_tokens": 6, "user": f"u{i}",
                                                               "temperature": 1.0, "ignore_eos": True})
@@ -49,8 +43,6 @@ def test_arms_are_replicas() -> None:
                 time.sleep(0.05)
             report = client.get("/draftproof/ab.json").json()
     finally:
-        listener.should_exit = True
-        thread.join(20)
         fleet.close()
         for fake in (spec, plain):
             fake.close()

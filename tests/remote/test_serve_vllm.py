@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,6 +14,7 @@ import httpx2
 import pytest
 from click.testing import CliRunner
 from remote.fake_vllm import FakeVllm, text_of
+from serve.serving import listening
 
 from draftproof import read_trace
 from draftproof.cli import commands
@@ -25,7 +25,7 @@ from draftproof.models.load import builtin
 from draftproof.models.outline import outline
 from draftproof.remote.fleet import Fleet, Replica
 from draftproof.remote.vllm import Setting, VllmEngine
-from draftproof.serve.run import Listener, describe
+from draftproof.serve.run import describe
 from draftproof.trace.events import RoundDone
 
 PROMPT = [5, 11]
@@ -42,21 +42,13 @@ def site() -> Iterator[tuple[str, FakeVllm, FakeVllm]]:
     fleet.wait(timeout_s=10)
     server = front(lambda: VllmEngine(fleet, edge, Setting("ngram", 3, "ratio")), describe("demo", edge, "ngram"), edge,
                    ServeConfig(port=0), 64)
-    told: list[str] = []
-    heard = threading.Event()
-    listener = Listener(server, (), lambda address: (told.append(address), heard.set())[0])
-    thread = threading.Thread(target=listener.run, daemon=True)
-    thread.start()
     try:
-        assert heard.wait(20)
-        yield told[0], spec, plain
+        with listening(server) as (url, _, _):
+            yield url, spec, plain
     finally:
-        listener.should_exit = True
-        thread.join(20)
         fleet.close()
         for fake in (spec, plain):
             fake.close()
-    assert not thread.is_alive()
 
 
 def test_the_api_in_front(site: tuple[str, FakeVllm, FakeVllm]) -> None:

@@ -75,6 +75,23 @@ class Running:
 
 
 @contextmanager
+def listening(server: Server, keys: tuple[Key, ...] = ()) -> Iterator[tuple[str, Listener, threading.Thread]]:
+    """The server behind a free port, in a thread: its address, and what runs it."""
+    told: list[str] = []
+    heard = threading.Event()
+    listener = Listener(server, keys, lambda address: (told.append(address), heard.set())[0])
+    thread = threading.Thread(target=listener.run, daemon=True)
+    thread.start()
+    try:
+        assert heard.wait(20), "the server does not listen"
+        yield told[0], listener, thread
+    finally:
+        listener.should_exit = True
+        thread.join(20)
+    assert not thread.is_alive()
+
+
+@contextmanager
 def serving(target: Target, drafter: Any = "none", *, config: ServeConfig | None = None, keys: tuple[Key, ...] = (), name: str = "letters",
             wrap: Callable[[Engine], Any] = lambda engine: engine, max_batch: int = 16, trace: TraceLevel = "summary",
             **more: Any) -> Iterator[Running]:
@@ -85,18 +102,8 @@ def serving(target: Target, drafter: Any = "none", *, config: ServeConfig | None
 
     spec = drafter if isinstance(drafter, str) else "custom"
     server = serve_engine(opened, name, target, spec, config or ServeConfig(port=0), max_batch)
-    told: list[str] = []
-    heard = threading.Event()
-    listener = Listener(server, keys, lambda address: (told.append(address), heard.set())[0])
-    thread = threading.Thread(target=listener.run, daemon=True)
-    thread.start()
-    try:
-        assert heard.wait(20), "the server does not listen"
-        yield Running(server, told[0], target, listener, thread)
-    finally:
-        listener.should_exit = True
-        thread.join(20)
-        assert not thread.is_alive()
+    with listening(server, keys) as (url, listener, thread):
+        yield Running(server, url, target, listener, thread)
 
 
 def letters(**more: Any) -> Target:

@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
 import random
-from pathlib import Path
-from types import ModuleType
+from typing import Any
 
 import pytest
-
-SOURCE = Path(__file__).parent.parent.parent / "benchmarks" / "soak.py"
+from benchmark_module import benchmark
 
 
 @pytest.fixture(scope="module")
-def soak() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("soak", SOURCE)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def soak() -> Any:
+    return benchmark("soak")
 
 
 def series(leak: float, seed: int, requests: int = 20_000) -> list[tuple[int, float]]:
@@ -29,17 +22,17 @@ def series(leak: float, seed: int, requests: int = 20_000) -> list[tuple[int, fl
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_memory_that_comes_and_goes_is_flat_and_a_leak_is_not(soak: ModuleType, seed: int) -> None:
+def test_memory_that_comes_and_goes_is_flat_and_a_leak_is_not(soak: Any, seed: int) -> None:
     assert soak.floor(series(0, seed))["flat"]
     found = soak.floor(series(1000, seed))
     assert not found["flat"] and found["risen_mb"]["low"] > 8 and 700 < found["bytes_per_request"] < 1300
 
 
-def test_too_little_to_tell_is_not_flat(soak: ModuleType) -> None:
+def test_too_little_to_tell_is_not_flat(soak: Any) -> None:
     assert not soak.floor([(5, 560.0)] * 50)["flat"]
 
 
-def test_a_request_is_the_same_every_time_and_all_kinds_are_there(soak: ModuleType) -> None:
+def test_a_request_is_the_same_every_time_and_all_kinds_are_there(soak: Any) -> None:
     bodies = [soak.request(number) for number in range(112)]
     assert bodies == [soak.request(number) for number in range(112)]
     assert {path for path, _ in bodies} == {"/v1/completions", "/v1/chat/completions"}

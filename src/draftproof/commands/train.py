@@ -48,6 +48,8 @@ KINDS = ("eagle", "eagle3", "medusa", "hydra", "mlp", "mtp", "pard", "dflash", "
 @click.option("--mix", type=click.Path(dir_okay=False, path_type=Path), metavar="LOG", help="General data to mix in, as it is logged.")
 @click.option("--mix-share", type=click.FloatRange(0, 0.95), default=0.3, show_default=True)
 @click.option("--held-out", type=click.IntRange(1), default=16, show_default=True, help="Texts that only judge.")
+@click.option("--keep-mb", type=click.IntRange(0), default=2048, show_default=True, metavar="N",
+              help="Main memory for hidden states of texts that come again.")
 @click.option("--replaces", metavar="SPEC", help="The drafter it must beat when served.  [default: what is in --out, if anything]")
 @o.load_options
 @o.json_option
@@ -91,7 +93,7 @@ def train(kind: str, target: str | None, data: Path, out: Path, as_json: bool, *
         note(f"step {line.step}/{line.steps} loss {line.loss:.3f} {figures} · {line.tokens_per_s:.0f} tokens/s{reached}")
 
     plan = Plan(given["steps"], given["batch"], given["lr"], seed=given["seed"])
-    run(task, texts, Tapper(model, task.taps), plan, work, show, served=look, notes={"kind": kind})
+    run(task, texts, Tapper(model, task.taps, keep_mb=given["keep_mb"]), plan, work, show, served=look, notes={"kind": kind})
     if not looks:                             # all steps were done by an earlier run
         look()
     new = looks[-1]

@@ -1,18 +1,28 @@
-"""Linear layers with weights in the CPU's own blocked layout (oneDNN).
+"""Linear layers with weights in the CPU's own blocked layouts.
 
-A pass over few rows is limited by how fast weights stream from memory; the blocked layout reads them about twice as fast
-as the stock layer, and a row's bits do not depend on the number of rows from two rows on (docs/log.md has the figures).
-A processor without bfloat16 instructions multiplies bfloat16 weights in float32 and rounds each product back, five times as fast
-at five rows as the emulation that torch falls back to.
+A pass over few rows is limited by how fast weights stream from memory; a blocked layout reads them about twice as fast as the stock
+layer, and a row's bits do not depend on the number of rows from two rows on (docs/log.md has the figures). Three forms:
+
+* oneDNN's, of the weight's own type.
+* FBGEMM's, of half-precision weights under float32 products: for float32 weights that are all halves times one power of two, as those
+  of a half-precision checkpoint nearly always are. The same numbers are multiplied, and half the bytes are read.
+* bfloat16 on a processor without its instructions: one of these two, in float32, each product rounded back once. torch's emulation is
+  many times slower.
 """
 
 from __future__ import annotations
+
+import math
+from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-PACK_ROWS = 8  # the row count that the blocked layout is chosen for
+PACK_ROWS = 8  # the row count that oneDNN's layout is chosen for
+HALF_TOP = 15  # weights are scaled to below 2 ** HALF_TOP, so that small ones stay clear of the subnormal halves
+BASE, PROBED = 6, 16  # rows of FBGEMM's slice that others are compared with; how many numbers of rows are tried
 BY_HAND = {"dt_proj"}  # layers of state-space models whose weight the model multiplies by itself
 
 
@@ -25,14 +35,31 @@ class PackedLinear(nn.Module):
         self.weight = torch.empty_like(weight, device="meta")  # its dtype and shape, which some models ask for; no values
         self.widened = weight.dtype == torch.bfloat16 and not multiplies_bfloat16()
         kept = weight.detach().float() if self.widened else weight.detach()
-        self.weight_bytes = kept.numel() * kept.element_size()
-        self.packed = torch.ops.mkldnn._reorder_linear_weight(kept.contiguous(), PACK_ROWS)
         self.bias = None if bias is None else bias.detach().to(kept.dtype, copy=True)
+        self.scale = scale_to_halves(kept) if kept.dtype == torch.float32 and has_half_products() else None
+        if self.scale is None:
+            self.packed = torch.ops.mkldnn._reorder_linear_weight(kept.contiguous(), PACK_ROWS)
+        else:
+            self.packed = torch.ops.quantized.linear_prepack_fp16(kept * self.scale, None)
+        self.weight_bytes = kept.numel() * (kept.element_size() if self.scale is None else 2)
 
     def forward(self, x: Tensor) -> Tensor:
         wide = x.float() if self.widened else x
+        if self.scale is not None:
+            return self._halves(wide, self.scale).to(x.dtype)
         out: Tensor = torch.ops.mkldnn._linear_pointwise(wide, self.packed, self.bias, "none", [], "")
         return out.to(x.dtype)
+
+    def _halves(self, x: Tensor, scale: float) -> Tensor:
+        """Rows are filled up to a number whose bits do not depend on it (`whole_rows`)."""
+        rows = x.reshape(-1, self.in_features)
+        count = rows.shape[0]
+        filled = whole_rows(count)
+        if filled != count:
+            rows = nn.functional.pad(rows, (0, 0, 0, filled - count))
+        out: Tensor = torch.ops.quantized.linear_dynamic_fp16(rows, self.packed)
+        out = out[:count].view(*x.shape[:-1], self.out_features)
+        return out.mul_(1 / scale) if self.bias is None else torch.add(self.bias, out, alpha=1 / scale)
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
@@ -43,6 +70,53 @@ def multiplies_bfloat16() -> bool:
     return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
+@cache
+def has_half_products() -> bool:
+    """Whether torch was built with FBGEMM, this processor runs it (it needs AVX2), and its kernels give rows the same bits."""
+    if "fbgemm" not in torch.backends.quantized.supported_engines or torch.backends.cpu.get_cpu_capability() == "DEFAULT":
+        return False
+    return all(_first_whole(count) is not None for count in (*range(1, 33), 100, 257, 512))
+
+
+def whole_rows(count: int) -> int:
+    """The least number of rows, `count` or more, for which FBGEMM takes only kernels that give a row the same bits.
+
+    It cuts a product into slices of a few rows (up to six on AVX2), and those of one or two rows add in another order. Which numbers of
+    rows leave such a slice is asked of the kernels themselves, once a process, with a small matrix: it depends on nothing else.
+    """
+    found = _first_whole(count)
+    assert found is not None, f"no number of rows from {count} on has the bits of {BASE} rows: `has_half_products` saw others that do"
+    return found
+
+
+@cache
+def _first_whole(count: int) -> int | None:
+    packed, x, bits = _probe(1 << (count + PROBED).bit_length())
+    for rows in range(max(1, count), count + PROBED):
+        if torch.equal(torch.ops.quantized.linear_dynamic_fp16(x[:rows], packed), bits[:rows]):
+            return rows
+    return None
+
+
+@cache
+def _probe(rows: int) -> tuple[Any, Tensor, Tensor]:
+    """A packed matrix [16, 64], x [rows, 64] and the rows' products, taken BASE at a time."""
+    random = torch.Generator().manual_seed(0)
+    packed = torch.ops.quantized.linear_prepack_fp16(torch.randn(16, 64, generator=random).bfloat16().float(), None)
+    x = torch.randn(-(-rows // BASE) * BASE, 64, generator=random)
+    return packed, x, torch.cat([torch.ops.quantized.linear_dynamic_fp16(part, packed) for part in torch.split(x, BASE)])
+
+
+def scale_to_halves(weight: Tensor) -> float | None:
+    """The power of two by which every float32 weight [out, in] becomes a half exactly; None if there is none."""
+    top = float(weight.abs().max()) if weight.numel() else 0.0
+    if not math.isfinite(top):
+        return None
+    scale = 2.0 ** min(40, HALF_TOP - math.frexp(top)[1])  # beyond, products could leave float32
+    scaled = weight * scale
+    return scale if torch.equal(scaled.half().float(), scaled) else None
+
+
 def can_pack(dtype: torch.dtype) -> tuple[bool, str]:
     """Whether this machine packs this dtype, and why or why not."""
     if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
@@ -50,13 +124,14 @@ def can_pack(dtype: torch.dtype) -> tuple[bool, str]:
     if dtype not in (torch.bfloat16, torch.float32):
         return False, f"{dtype} is not packed on a CPU"
     if dtype == torch.bfloat16 and not multiplies_bfloat16():
-        return True, "the processor has no bfloat16 instructions: weights are held and multiplied as float32, products rounded to bfloat16"
+        return True, "the processor has no bfloat16 instructions: weights are multiplied in float32, products rounded to bfloat16"
     return True, "few-row passes read packed weights about twice as fast, with the same bits at any number of rows"
 
 
 def widened_bytes(module: nn.Module) -> int:
-    """What the packed layers below `module` hold beyond the size of their weights' own type."""
-    return sum(layer.weight_bytes // 2 for layer in module.modules() if isinstance(layer, PackedLinear) and layer.widened)
+    """What the packed layers below `module` hold beyond the size of their weights' own type; below zero if they hold less."""
+    packed = [layer for layer in module.modules() if isinstance(layer, PackedLinear)]
+    return sum(layer.weight_bytes - layer.weight.numel() * layer.weight.element_size() for layer in packed)
 
 
 def pack(module: nn.Module) -> None:

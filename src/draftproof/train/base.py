@@ -26,6 +26,14 @@ class Features:
     mask: Tensor
     taps: Mapping[int, Tensor]
 
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in (self.ids, self.mask, *self.taps.values()))
+
+    def to(self, device: torch.device) -> Features:
+        """The same on another device; on its own, the same tensors."""
+        return Features(self.ids.to(device), self.mask.to(device), {layer: rows.to(device) for layer, rows in self.taps.items()})
+
 
 class Task(Protocol):
     """A drafter in training. One file in train/ per family."""

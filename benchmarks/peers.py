@@ -1,0 +1,339 @@
+"""Ours and the engines one would use instead, on the same models and prompts, in one interleaved run.
+
+    python benchmarks/peers.py --work DIR                           # what is installed, on 573 M and 18 M; an hour on 2 cores
+    python benchmarks/peers.py --work DIR --peers ours,vllm --prompts 4 --repeats 1 --temperatures 0
+    python benchmarks/peers.py --work DIR --together 6 --write docs/peers.md        # at most 6 engines in memory
+
+The built-in pair is inflated (see inflate.py: nothing to merge or skip) and converted for each engine, kept in DIR. Each engine runs in
+its own environment as one or more workers (peers/), which are stopped while another one is measured. Prompt by prompt, every arm runs
+in an order drawn anew: an engine, plain or guessing at one depth, at one temperature. Rates are of decoding: the tokens after the first
+over the time of the run less that of a run of the same prompt for one token. Ratios are paired by prompt and repeat. Before every arm
+the memory is read; a plain pass cannot take less than reading the target's matrices does: the floor. "Best" is the arm with the highest
+median rate of this very run. What cannot run is named with its reason. Prints tables and, as the last line, JSON; exits with 3 if a
+measured goal is missed, with 1 if our own engine did not run.
+
+The environments, in the repository's folder (elsewhere: --env NAME=PATH of a python):
+
+    make .venv-vllm/.installed
+    python3 -m venv .venv-openvino
+    .venv-openvino/bin/pip install openvino-genai==2026.4.1.0 optimum-intel==2.2.0 torch==2.13.0
+    python3 -m venv .venv-onnx
+    .venv-onnx/bin/pip install onnxruntime-genai==0.18.0 transformers==5.19.0 torch==2.13.0
+    python3 -m venv .venv-llamacpp
+    .venv-llamacpp/bin/pip install torch==2.13.0 transformers==5.19.0
+    pip download --no-deps --no-binary :all: llama-cpp-python==0.3.36
+    tar xzf llama_cpp_python-0.3.36.tar.gz && mv llama_cpp_python-0.3.36/vendor/llama.cpp .venv-llamacpp/
+    cmake -S .venv-llamacpp/llama.cpp -B .venv-llamacpp/llama.cpp/build -DCMAKE_BUILD_TYPE=Release -DGGML_NATIVE=ON -DLLAMA_CURL=OFF
+    cmake --build .venv-llamacpp/llama.cpp/build --target llama-server -j
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import random
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+sys.path.append(str(Path(__file__).resolve().parent / "peers"))       # what stands there is no package: this file has its name
+
+import torch
+from crew import Arm, Broken, Crew, Peer, Timed, converted, request
+from engine import SHAPES, inflated, read_prompts
+from provenance import digest, provenance
+from transformers import AutoTokenizer
+
+from draftproof.bench.cells import bootstrap_median, percentile
+from draftproof.models.load import WEIGHTS
+
+HERE = Path(__file__).resolve().parent
+OURS = "ours"
+OFF_GOAL, LIMIT_GOAL, ON_GOAL, SAMPLED_GOAL = 0.95, 0.85, 1.15, 2.0
+BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"
+
+
+def peer(script: str, environment: str = "", **more: Any) -> Peer:
+    program = HERE.parent / environment / "bin" / "python" if environment else Path(sys.executable)
+    return Peer(HERE / "peers" / script, program, **more)
+
+
+PEERS = {
+    OURS: peer("with_draftproof.py"),
+    "transformers": peer("with_transformers.py"),
+    "vllm": peer("with_vllm.py", ".venv-vllm", split="depth"),
+    "openvino": peer("with_openvino.py", ".venv-openvino", split="arm", converts=True),
+    "llamacpp": peer("with_llamacpp.py", ".venv-llamacpp", split="depth", converts=True),
+    "onnx": peer("with_onnx.py", ".venv-onnx", converts=True, guesses=False),
+}
+
+Key = tuple[float, Arm]                                # temperature and arm
+Runs = dict[Key, list[list[Timed]]]                    # → prompt → repeats
+Rates = list[list[float]]                              # prompt → repeats
+
+
+# The run.
+
+class Memory:
+    """What the memory gives: GB/s of summing a float32 tensor of `size` bytes, larger than the caches, with torch's threads."""
+
+    def __init__(self, size: int = 1 << 30) -> None:
+        self.data = torch.ones(size // 4)
+
+    def read(self, repeats: int = 2) -> float:
+        times = []
+        for _ in range(repeats):
+            start = time.perf_counter()
+            self.data.sum()
+            times.append(time.perf_counter() - start)
+        return self.data.nbytes / min(times) / 1e9
+
+
+def pass_bytes(folder: Path) -> int:
+    """Bytes of weights that a pass of one row reads: all but the embedding table, which is looked up. Keys and values come on top."""
+    tensors: dict[str, Any] = {}
+    for path in folder.glob("*.safetensors"):
+        with path.open("rb") as file:
+            tensors |= json.loads(file.read(int.from_bytes(file.read(8), "little")))
+    tensors.pop("__metadata__", None)
+    tied = not any("lm_head" in name for name in tensors)
+    return sum(entry["data_offsets"][1] - entry["data_offsets"][0] for name, entry in tensors.items() if tied or "embed_tokens" not in name)
+
+
+def measure(crew: Crew, prompts: Sequence[Sequence[int]], temperatures: Sequence[float], repeats: int, tokens: int, seed: int,
+            memory: Memory, tell: Callable[[str], None]) -> tuple[Runs, Rates]:
+    """Every arm on every prompt, `repeats` times, in a new order each time; with the median GB/s of each prompt and repeat."""
+    def attempt(arm: Arm, what: Mapping[str, Any]) -> Timed | None:
+        try:
+            return None if arm in crew.broken else crew.ask(arm, what)
+        except Broken as error:
+            tell(f"{arm}: {error}")
+            return None
+
+    for arm in crew.arms:
+        tell(f"warming up {arm}")
+        attempt(arm, request(arm, prompts[0], 8, 0.0, 1))
+    cases = [(t, arm) for t in temperatures for arm in crew.arms]
+    runs: Runs = {case: [[] for _ in prompts] for case in cases}
+    reads: Rates = [[] for _ in prompts]
+    dice = random.Random(seed)
+    for repeat in range(repeats):
+        for i, prompt in enumerate(prompts):
+            dice.shuffle(cases)
+            found = []
+            for t, arm in cases:
+                if arm in crew.broken:
+                    continue
+                found.append(memory.read())
+                run = attempt(arm, request(arm, prompt, tokens, t, 1 + i + len(prompts) * repeat))
+                if run:
+                    runs[t, arm][i].append(run)
+            reads[i].append(median(found or [memory.read()]))
+            tell(f"repeat {repeat + 1}/{repeats}, prompt {i + 1}/{len(prompts)}, {reads[i][-1]:.0f} GB/s")
+    return {case: by_prompt for case, by_prompt in runs.items() if case[1] not in crew.broken}, reads
+
+
+# What it says.
+
+def rates(by_prompt: Sequence[Sequence[Timed]]) -> Rates:
+    return [[run.rate for run in each] for each in by_prompt]
+
+
+def paired(over: Rates, under: Rates) -> dict[str, float]:
+    """The median over prompts of each prompt's median ratio of pairs, its 95 % bootstrap interval over prompts, and the extremes."""
+    each = [median(a / b for a, b in zip(x, y, strict=True)) for x, y in zip(over, under, strict=True)]
+    spread = bootstrap_median(each)
+    return {"median": spread.median, "low": spread.low, "high": spread.high, "min": min(each), "max": max(each)}
+
+
+def fastest(runs: Runs, temperature: float, arms: Sequence[Arm]) -> Arm | None:
+    there = [arm for arm in arms if (temperature, arm) in runs]
+    return max(there, key=lambda arm: median(run.rate for each in runs[temperature, arm] for run in each), default=None)
+
+
+def same(a: Sequence[Sequence[Timed]], b: Sequence[Sequence[Timed]] | None) -> str | None:
+    """How many texts are equal, of how many."""
+    if b is None:
+        return None
+    equal = [x.ids == y.ids for left, right in zip(a, b, strict=True) for x, y in zip(left, right, strict=True)]
+    return f"{sum(equal)}/{len(equal)}"
+
+
+def cell(runs: Runs, key: Key, limit: Rates) -> dict[str, Any]:
+    (t, arm), flat = key, [run for each in runs[key] for run in each]
+    values, off, own = sorted(run.rate for run in flat), runs.get((t, Arm(OURS, 0))), runs.get((t, Arm(arm.peer, 0)))
+    stood = [run.accepted for run in flat if run.accepted is not None] if arm.depth else []
+    tokens = sum(len(run.ids) for run in flat)
+    return {"temperature": t, "peer": arm.peer, "depth": arm.depth, "ms_per_token": 1e3 / median(values),
+            "tokens_per_s": {"median": median(values), "low": percentile(values, 0.1), "high": percentile(values, 0.9)},
+            "whole_tokens_per_s": median(len(run.ids) / run.seconds for run in flat), "of_limit": paired(rates(runs[key]), limit),
+            "over_off": paired(rates(runs[key]), rates(off)) if off else None,
+            "over_own_plain": paired(rates(runs[key]), rates(own)) if own else None,
+            "tokens_per_pass": tokens / max(1, tokens - sum(stood)) if stood else None,
+            "same_as_own_plain": same(runs[key], own), "same_as_ours_off": same(runs[key], off)}
+
+
+def goals(runs: Runs, limit: Rates) -> list[dict[str, Any]]:
+    """Every goal with what was found; "met" is None where an arm is missing."""
+    found = []
+
+    def goal(name: str, bound: float, over: Key | None, under: Key | Rates | None) -> None:
+        a, b = (side if isinstance(side, list) else rates(runs[side]) if side in runs else None for side in (over, under))
+        value = paired(a, b) if a and b else None
+        against = None if under is None or isinstance(under, list) else str(under[1])
+        found.append({"goal": name, "bound": bound, "over": str(over[1]) if over else None, "against": against, "found": value,
+                      "met": value["median"] >= bound if value else None})
+
+    def key(t: float, arm: Arm | None) -> Key | None:
+        return (t, arm) if arm else None
+
+    for t in dict.fromkeys(t for t, _ in runs):
+        here = [arm for temperature, arm in runs if temperature == t]
+        off, on = (t, Arm(OURS, 0)), key(t, fastest(runs, t, [a for a in here if a.peer == OURS and a.depth]))
+        guessing = [a for a in here if a.peer != OURS and a.depth]
+        if t == 0:
+            plain = fastest(runs, t, [a for a in here if a.peer != OURS and not a.depth])
+            goal("off ÷ the best peer's plain decoding", OFF_GOAL, off, key(t, plain))
+            goal("off ÷ what the memory allows", LIMIT_GOAL, off, limit)
+            goal("on at its best depth ÷ the best peer's guessing at its best depth", ON_GOAL, on, key(t, fastest(runs, t, guessing)))
+        else:
+            for name in dict.fromkeys(a.peer for a in guessing):
+                best = fastest(runs, t, [a for a in guessing if a.peer == name])
+                goal(f"on ÷ {name}'s guessing, best depths, temperature {t:g}", SAMPLED_GOAL, on, key(t, best))
+    return found
+
+
+def spread(ratio: Mapping[str, float] | None) -> str:
+    return f"{ratio['median']:.2f} [{ratio['low']:.2f}–{ratio['high']:.2f}]" if ratio else "–"
+
+
+def page(result: Mapping[str, Any]) -> str:
+    memory = result["read_gb_per_s"]
+    lines = [f"Made by `{result['command']}` on {result['machine']['cpu']}, {result['threads']} threads, {result['date']}, revision "
+             f"{result['versions']['revision']}: {len(result['prompt_tokens'])} prompts, {result['repeats']} repeats, {result['tokens']} "
+             f"tokens. The memory gave {memory['median']:.1f} GB/s ({memory['low']:.1f}–{memory['high']:.1f}), a plain pass of the "
+             f"target reads {result['pass_bytes'] / 1e9:.3f} GB: at least {result['floor_ms']:.2f} ms, the limit below. Ratios are "
+             "paired medians [95 % interval over prompts].", "",
+             "| T | engine | tokens/s (10th–90th) | ms a token | ÷ limit | ÷ ours off | ÷ own plain | tokens/pass | same ids as own plain "
+             "| as ours off |", "|---" * 10 + "|"]
+    for row in result["cells"]:
+        rate, each = row["tokens_per_s"], row["tokens_per_pass"]
+        words = [f"{row['temperature']:g}", str(Arm(row["peer"], row["depth"])),
+                 f"{rate['median']:.1f} ({rate['low']:.1f}–{rate['high']:.1f})", f"{row['ms_per_token']:.1f}",
+                 *(spread(row[name]) for name in ("of_limit", "over_off", "over_own_plain")),
+                 f"{each:.2f}" if each else "–", row["same_as_own_plain"] or "–", row["same_as_ours_off"] or "–"]
+        lines.append(f"| {' | '.join(words)} |")
+    lines += [f"\n{name}: not run: {why}" for name, why in result["not_run"].items()]
+    lines += ["", "| goal | at least | found | against | reached |", "|---|---|---|---|---|"]
+    reached = {True: "yes", False: "NO", None: "not measured"}
+    lines += [f"| {goal['goal']} | {goal['bound']} | {spread(goal['found'])} | {goal['against'] or '–'} | {reached[goal['met']]} |"
+              for goal in result["goals"]]
+    return "\n".join(lines)
+
+
+def run(args: argparse.Namespace, work: Path) -> dict[str, Any]:
+    def tell(text: str) -> None:
+        print(text, file=sys.stderr, flush=True)
+
+    torch.set_num_threads(args.threads)
+    facts = provenance()
+    sources = {role: path if args.as_is else inflated(path, role, work, args.seed)
+               for role, path in (("target", args.target.absolute()), ("draft", args.draft.absolute()))}
+    prompts = read_prompts(args.prompts_file, AutoTokenizer.from_pretrained(sources["target"]), args.prompts, args.shortest, args.longest)
+    peers = {name: PEERS[name] for name in args.peers}
+    for name, program in args.env:
+        if name in peers:
+            peers[name] = replace(peers[name], program=program)
+    models: dict[str, dict[str, Path]] = {}
+    missing: dict[str, str] = {}
+    for name, peer in peers.items():
+        try:
+            models[name] = converted(name, peer, sources, digest, work)
+        except Broken as error:
+            missing[name] = str(error)
+            tell(f"{name}: {error}")
+    arms = [Arm(name, depth) for name in models for depth in (0, *(args.depths if peers[name].guesses else ()))]
+    memory, size = Memory(), pass_bytes(sources["target"])
+    with Crew(arms, peers, models, prompts[0], work, args.threads, args.together, args.patience) as crew:
+        runs, reads = measure(crew, prompts, args.temperatures, args.repeats, args.tokens, args.seed, memory, tell)
+    limit = [[1e9 * read / size for read in each] for each in reads]          # plain tokens per second, were reading the weights all
+    flat = sorted(read for each in reads for read in each)
+    order = sorted(runs, key=lambda key: (key[0], list(peers).index(key[1].peer), key[1].depth))
+    return {**facts, "threads": args.threads, "prompt_tokens": [len(p) for p in prompts], "tokens": args.tokens, "repeats": args.repeats,
+            "pair": {role: "as it is" if args.as_is else str(shape) for role, shape in SHAPES.items()}, "pass_bytes": size,
+            "read_gb_per_s": {"median": median(flat), "low": percentile(flat, 0.1), "high": percentile(flat, 0.9)},
+            "floor_ms": size / median(flat) / 1e6, "peers": crew.versions, "load_s": crew.load_s,
+            "not_run": {**missing, **{str(arm): why for arm, why in sorted(crew.broken.items())}},
+            "cells": [cell(runs, key, limit) for key in order], "goals": goals(runs, limit)}
+
+
+def verdict(result: Mapping[str, Any]) -> int:
+    if not any(row["peer"] == OURS for row in result["cells"]):
+        return 1
+    return 3 if any(goal["met"] is False for goal in result["goals"]) else 0
+
+
+def main() -> int:
+    args = arguments()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))          # so that stopped workers are not left behind
+    with tempfile.TemporaryDirectory(prefix="draftproof-peers-") if args.work is None else contextlib.nullcontext(args.work) as folder:
+        work = Path(folder).absolute()
+        work.mkdir(parents=True, exist_ok=True)
+        result = run(args, work)
+    text = page(result)
+    print(text)
+    if args.write:
+        before, _, rest = args.write.read_text("utf-8").partition(BEGIN)
+        args.write.write_text(f"{before}{BEGIN}\n{text}\n{END}{rest.partition(END)[2]}", "utf-8")
+    if args.json:
+        args.json.write_text(json.dumps(result, indent=1) + "\n", "utf-8")
+    print(json.dumps(result))
+    return verdict(result)
+
+
+def arguments() -> argparse.Namespace:
+    def listed(kind: Any) -> Any:
+        return lambda text: [kind(word) for word in text.split(",") if word]
+
+    def known(name: str) -> str:
+        if name not in PEERS:
+            raise argparse.ArgumentTypeError(f"{name!r}: expected one of {', '.join(PEERS)}")
+        return name
+
+    def environment(text: str) -> tuple[str, Path]:
+        name, _, program = text.partition("=")
+        return known(name), Path(program).absolute()
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--peers", type=listed(known), default=list(PEERS), help=",".join(PEERS))
+    parser.add_argument("--env", type=environment, action="append", default=[], metavar="NAME=PYTHON", help="an engine's own python")
+    parser.add_argument("--prompts", type=int, default=8)
+    parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--depths", type=listed(int), default=[2, 4, 6], help="of guessing, for every engine (2,4,6)")
+    parser.add_argument("--temperatures", type=listed(float), default=[0.0, 0.8], help="(0,0.8)")
+    parser.add_argument("--tokens", type=int, default=96, help="new tokens of each answer")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--together", type=int, default=0, help="workers alive at once, if memory is short; 0: all")
+    parser.add_argument("--patience", type=float, default=300, help="seconds for an answer; three times as long for a start")
+    parser.add_argument("--target", type=Path, default=WEIGHTS / "target", help="the small target; default: the built-in one")
+    parser.add_argument("--draft", type=Path, default=WEIGHTS / "draft")
+    parser.add_argument("--as-is", action="store_true", help="measure this pair, without inflating it")
+    parser.add_argument("--prompts-file", type=Path, default=WEIGHTS / "prompts.jsonl", help='lines of {"class", "prompt"}')
+    parser.add_argument("--shortest", type=int, default=120, help="tokens of a prompt")
+    parser.add_argument("--longest", type=int, default=300)
+    parser.add_argument("--seed", type=int, default=0, help="of the inflated weights and of the order")
+    parser.add_argument("--work", type=Path, help="keep the models and the workers' logs here (10 GB)")
+    parser.add_argument("--write", type=Path, help="put the tables between the marks of this page")
+    parser.add_argument("--json", type=Path, help="also write the JSON to this file")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,244 @@
+"""Workers of peers.py: started in their own environments, stopped unless they are asked, ended if they fail.
+
+Only Python is needed here; the engines are in with_*.py, what both sides say to each other is in worker.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import queue
+import shutil
+import signal
+import subprocess
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """split: what is fixed when a worker starts, "arm" (guessing or not) or "depth"; "" if one worker serves all arms."""
+
+    script: Path
+    program: Path
+    split: str = ""
+    converts: bool = False
+    guesses: bool = True
+
+
+class Broken(Exception):
+    """A worker cannot be used; the text says why."""
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Arm:
+    """An engine, plain (depth 0) or guessing `depth` tokens."""
+
+    peer: str
+    depth: int
+
+    def __str__(self) -> str:
+        return f"{self.peer} K={self.depth}" if self.depth else f"{self.peer} plain"
+
+    @property
+    def mode(self) -> str:
+        return "draft" if self.depth else "plain"
+
+
+@dataclass(frozen=True, slots=True)
+class Timed:
+    """One answer. accepted: draft tokens that stood, where the engine says it."""
+
+    ids: tuple[int, ...]
+    seconds: float
+    first_s: float
+    accepted: int | None
+
+    @property
+    def rate(self) -> float:
+        """Decoded tokens per second."""
+        return (len(self.ids) - 1) / (self.seconds - self.first_s)
+
+    @classmethod
+    def of(cls, answer: Mapping[str, Any]) -> Timed:
+        try:
+            run = cls(tuple(answer["ids"]), float(answer["seconds"]), float(answer["first_s"]), answer.get("accepted"))
+        except (KeyError, TypeError, ValueError) as error:
+            raise Broken(f"an answer without what was asked for: {error!r}") from error
+        if len(run.ids) < 2 or run.seconds <= run.first_s:
+            raise Broken(f"{len(run.ids)} tokens in {run.seconds:.3f} s, one token in {run.first_s:.3f} s: no rate")
+        return run
+
+
+def last_line(log: Path) -> str:
+    lines = [line.strip() for line in log.read_text("utf-8", errors="replace").splitlines() if line.strip()]
+    return lines[-1][:300] if lines else "nothing in its log"
+
+
+class Worker:
+    """A process in a session of its own that answers JSON lines; stopped, with its children, unless it is asked."""
+
+    def __init__(self, command: Sequence[str | Path], log: Path, environment: Mapping[str, str]) -> None:
+        self.log = log
+        with log.open("wb") as errors:
+            self.process = subprocess.Popen([str(word) for word in command], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors,
+                                            env=dict(environment), text=True, encoding="utf-8", errors="replace", start_new_session=True)
+        self.warmed: set[Arm] = set()
+        self.lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+        self.reader = threading.Thread(target=self._read, daemon=True)
+        self.reader.start()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        with self.process.stdout as lines:
+            for line in lines:
+                self.lines.put(line)
+        self.lines.put(None)
+
+    def hear(self, patience: float) -> dict[str, Any]:
+        """The next line. Raises Broken if it does not come in so many seconds, or is none of ours."""
+        try:
+            line = self.lines.get(timeout=patience)
+        except queue.Empty:
+            raise Broken(f"no answer in {patience:.0f} s") from None
+        if line is None:
+            raise Broken(f"ended with {self.process.wait(10)}: {last_line(self.log)}")
+        try:
+            answer = json.loads(line)
+        except ValueError:
+            answer = None
+        if not isinstance(answer, dict):
+            raise Broken(f"not an answer: {line.strip()[:80]!r}")
+        return answer
+
+    def ask(self, request: Mapping[str, Any], patience: float) -> dict[str, Any]:
+        assert self.process.stdin is not None
+        self.signal(signal.SIGCONT)
+        try:
+            self.process.stdin.write(json.dumps(request) + "\n")
+            self.process.stdin.flush()
+        except OSError:
+            pass                                       # it has ended: its last words are heard below
+        answer = self.hear(patience)
+        self.signal(signal.SIGSTOP)
+        return answer
+
+    def signal(self, number: int) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, number)
+
+    def end(self, grace: float = 5) -> None:
+        """Ends it and what it started: the input is closed, after `grace` seconds they are told to, after as many again made to."""
+        assert self.process.stdin is not None
+        self.signal(signal.SIGCONT)
+        with contextlib.suppress(OSError):
+            self.process.stdin.close()
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(grace)
+            self.signal(number)
+        self.process.wait()
+        self.reader.join()
+
+
+class Crew:
+    """The workers of all arms, at most `together` (0: all) alive at once: the one unused for longest makes room.
+
+    models: the folders "target" and "draft" of each engine. warm: the prompt on which a worker meets each arm before it is measured."""
+
+    def __init__(self, arms: Sequence[Arm], peers: Mapping[str, Peer], models: Mapping[str, Mapping[str, Path]], warm: Sequence[int],
+                 logs: Path, threads: int = 2, together: int = 0, patience: float = 300) -> None:
+        self.arms, self.peers, self.models, self.warm, self.logs = arms, peers, models, warm, logs
+        self.threads, self.together, self.patience = threads, together, patience
+        self.live: dict[tuple[Any, ...], Worker] = {}
+        self.broken: dict[Arm, str] = {}
+        self.versions: dict[str, Any] = {}
+        self.load_s: dict[str, float] = {}
+
+    def key(self, arm: Arm) -> tuple[Any, ...]:
+        split = self.peers[arm.peer].split
+        return (arm.peer, *([arm.mode] if split == "arm" else [arm.depth] if split == "depth" else []))
+
+    def start(self, arm: Arm) -> Worker:
+        key, peer = self.key(arm), self.peers[arm.peer]
+        while self.together and len(self.live) >= self.together:
+            self.end(next(iter(self.live)))
+        name = "-".join(map(str, key))
+        job = {"do": "serve", **{role: str(path) for role, path in self.models[arm.peer].items()}, "arm": arm.mode, "depth": arm.depth,
+               "threads": self.threads}
+        command = (peer.program, peer.script, json.dumps(job))
+        worker = self.live[key] = Worker(command, self.logs / f"{name}.log", surroundings(self.threads))
+        hello = worker.hear(3 * self.patience)
+        if not hello.get("ready"):
+            raise Broken(f"not ready: {hello}")
+        self.versions[arm.peer], self.load_s[name] = hello.get("versions"), hello.get("load")
+        return worker
+
+    def ask(self, arm: Arm, what: Mapping[str, Any]) -> Timed:
+        """Raises Broken, notes it in `broken` and ends the worker if there is no answer. One that does not start is broken for all of
+        its arms; after a failed answer the other arms get a new one."""
+        key = self.key(arm)
+        lost = [other for other in self.arms if self.key(other) == key]
+        try:
+            worker = self.live.get(key) or self.start(arm)
+            self.live[key] = self.live.pop(key)                    # the last one used
+            lost = [arm]
+            if arm not in worker.warmed:
+                worker.ask(request(arm, self.warm, 8, 0.0, 1), self.patience)
+                worker.warmed.add(arm)
+            return Timed.of(worker.ask(what, self.patience))
+        except (Broken, OSError) as error:
+            self.end(key, 0.5)
+            self.broken |= dict.fromkeys(lost, str(error))
+            raise Broken(str(error)) from error
+
+    def end(self, key: tuple[Any, ...], grace: float = 5) -> None:
+        if key in self.live:
+            self.live.pop(key).end(grace)
+
+    def __enter__(self) -> Crew:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for key in list(self.live):
+            self.end(key)
+
+
+def surroundings(threads: int) -> dict[str, str]:
+    return {**os.environ, "OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1",
+            "TOKENIZERS_PARALLELISM": "false"}
+
+
+def request(arm: Arm, prompt: Sequence[int], tokens: int, temperature: float, seed: int) -> dict[str, Any]:
+    return {"prompt_ids": list(prompt), "max_tokens": tokens, "arm": arm.mode, "depth": arm.depth, "temperature": temperature, "seed": seed}
+
+
+def converted(name: str, peer: Peer, sources: Mapping[str, Path], digest: Callable[[Path], str], work: Path) -> dict[str, Path]:
+    """The models' folders as this engine reads them, made unless they are there, from the same weights by the same script.
+
+    Raises Broken if the engine is not there or its converter fails."""
+    if not peer.program.exists():
+        raise Broken(f"no {peer.program.name} in {peer.program.parent.parent.name}; this module's text says how to make it")
+    folders = dict(sources)
+    for role, source in sources.items() if peer.converts else ():
+        if role == "draft" and not peer.guesses:
+            continue
+        folders[role] = out = work / name / role
+        key = f"{digest(source)} {hashlib.sha256(peer.script.read_bytes()).hexdigest()}"
+        note, log = out / "converted.txt", work / f"{name}-{role}.log"
+        if note.exists() and note.read_text() == key:
+            continue
+        shutil.rmtree(out, ignore_errors=True)
+        out.mkdir(parents=True)
+        job = json.dumps({"do": "convert", "source": str(source), "out": str(out)})
+        with log.open("wb") as told:
+            done = subprocess.run([peer.program, peer.script, job], stdin=subprocess.DEVNULL, stdout=told, stderr=told, env=surroundings(2))
+        if done.returncode:
+            raise Broken(f"converting the {role} ended with {done.returncode}: {last_line(log)}")
+        note.write_text(key)
+    return folders

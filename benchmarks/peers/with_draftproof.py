@@ -1,0 +1,31 @@
+"""Draftproof in peers.py: one engine, the drafter switched and its depth set per request."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import count
+
+from worker import Accepted, Generate, Job, main
+
+from draftproof import Engine, LoadConfig, Sampling
+from draftproof.drafters.model import ModelDrafter
+from draftproof.models.load import load_target
+
+
+def load(job: Job) -> Generate:
+    settings = LoadConfig(dtype="bfloat16", device="cpu", threads=job["threads"], cache_tokens=16_384)
+    target = load_target(job["target"], settings)
+    engine = Engine(target, ModelDrafter(load_target(job["draft"], replace(settings, self_test=False))))
+    runs = count()
+
+    def generate(request: Job, tokens: int) -> tuple[list[int], Accepted]:
+        sampling = Sampling(temperature=request["temperature"], seed=request["seed"], max_tokens=tokens, ignore_eos=True)
+        out = engine.generate(request["prompt_ids"], sampling, tenant=f"run {next(runs)}",         # its own tenant: no prefix is reused
+                              speculation={"depth": request["depth"]} if request["depth"] else {"drafter": "none"})
+        return list(out.token_ids), int(out.metrics["accepted"])
+
+    return generate
+
+
+if __name__ == "__main__":
+    main(load, ("draftproof", "torch"))

@@ -1,0 +1,68 @@
+"""llama.cpp in peers.py: its server, weights as bf16. A process for each arm and depth.
+
+The source tree lies in the environment's folder `llama.cpp`, built in its `build`. Its converter knows published tokenizers by a hash;
+it is told that an own one splits as GPT-2's does, which matters to text, not to the ids used here. Told to ignore end tokens, the
+server never draws them, where others draw and pass over them: a text may differ behind such a place.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import runpy
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+from worker import Accepted, Generate, Job, main
+
+TREE = Path(sys.prefix) / "llama.cpp"
+
+
+def convert(source: Path, out: Path) -> None:
+    sys.path[:0] = [str(TREE), str(TREE / "gguf-py")]
+    from conversion.base import TextModel
+
+    TextModel.get_vocab_base_pre = lambda self, tokenizer: "gpt-2"
+    sys.argv = ["convert_hf_to_gguf.py", str(source), "--outtype", "bf16", "--outfile", str(out / "model.gguf")]
+    runpy.run_path(str(TREE / "convert_hf_to_gguf.py"), run_name="__main__")
+
+
+def load(job: Job) -> Generate:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    guesses = ["-md", f"{job['draft']}/model.gguf", "--spec-type", "draft-simple", "--spec-draft-n-max", str(job["depth"])]
+    server = subprocess.Popen([TREE / "build/bin/llama-server", "-m", f"{job['target']}/model.gguf", "-t", str(job["threads"]),
+                               "-c", "1024", "-np", "1", "--host", "127.0.0.1", "--port", str(port), *(guesses if job["depth"] else ())])
+    atexit.register(server.kill)
+
+    def post(path: str, body: Job | None = None) -> Any:
+        data = None if body is None else json.dumps(body).encode()
+        asked = urllib.request.Request(f"http://127.0.0.1:{port}{path}", data, {"Content-Type": "application/json"})
+        return json.load(urllib.request.urlopen(asked))
+
+    while True:
+        try:
+            post("/health")
+            break
+        except (urllib.error.URLError, ConnectionError):
+            assert server.poll() is None, f"llama-server ended with {server.returncode}"
+            time.sleep(0.2)
+
+    def generate(request: Job, tokens: int) -> tuple[list[int], Accepted]:
+        out = post("/completion", {"prompt": request["prompt_ids"], "n_predict": tokens, "temperature": request["temperature"], "top_k": 0,
+                                   "top_p": 1.0, "min_p": 0.0, "seed": request["seed"], "ignore_eos": True, "cache_prompt": False,
+                                   "return_tokens": True})
+        return out["tokens"], out["timings"].get("draft_n_accepted")
+
+    return generate
+
+
+if __name__ == "__main__":
+    main(load, (), convert)

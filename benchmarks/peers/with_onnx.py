@@ -1,0 +1,42 @@
+"""onnxruntime-genai in peers.py: its builder's float32 model, the only one without quantization for the CPU. Plain decoding alone."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+from worker import Accepted, Generate, Job, main
+
+
+def convert(source: Path, out: Path) -> None:
+    subprocess.run([sys.executable, "-m", "onnxruntime_genai.models.builder", "-i", source, "-o", out, "-p", "fp32", "-e", "cpu", "-c",
+                    out / "cache"], check=True)
+
+
+def load(job: Job) -> Generate:
+    import onnxruntime_genai as genai
+
+    config = genai.Config(job["target"])
+    config.overlay(json.dumps({"model": {"decoder": {"session_options": {"intra_op_num_threads": job["threads"]}}}}))
+    model = genai.Model(config)
+
+    def generate(request: Job, tokens: int) -> tuple[list[int], Accepted]:
+        prompt = request["prompt_ids"]
+        options = {"max_length": len(prompt) + tokens, "min_length": len(prompt) + tokens}
+        if request["temperature"]:
+            options.update(do_sample=True, temperature=request["temperature"], top_k=0, top_p=1.0, random_seed=request["seed"])
+        params = genai.GeneratorParams(model)
+        params.set_search_options(**options)
+        generator = genai.Generator(model, params)
+        generator.append_tokens(prompt)
+        while not generator.is_done():
+            generator.generate_next_token()
+        return [int(i) for i in generator.get_sequence(0)[len(prompt):]], None
+
+    return generate
+
+
+if __name__ == "__main__":
+    main(load, ("onnxruntime-genai", "onnxruntime"), convert)

@@ -1,0 +1,50 @@
+"""OpenVINO GenAI in peers.py: weights exported as fp16, computed in what OpenVINO chooses for this CPU. A process for each arm.
+
+Both arms get the same scheduler: without one, plain generation keeps prefixes, and the run for one token would pay the other's prompt.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+from worker import Accepted, Generate, Job, main
+
+
+def convert(source: Path, out: Path) -> None:
+    tools = Path(sys.executable).parent
+    subprocess.run([tools / "optimum-cli", "export", "openvino", "--model", source, "--task", "text-generation-with-past",
+                    "--weight-format", "fp16", out], check=True)
+    subprocess.run([tools / "convert_tokenizer", source, "--with-detokenizer", "-o", out], check=True)
+
+
+def load(job: Job) -> Generate:
+    import openvino as ov
+    import openvino_genai as genai
+
+    scheduler = genai.SchedulerConfig()
+    scheduler.cache_size, scheduler.max_num_seqs, scheduler.enable_prefix_caching = 1, 1, False         # GB, requests
+    scheduler.max_num_batched_tokens = 1 << 20          # as without one: a prompt is read at once
+    threads = {"INFERENCE_NUM_THREADS": job["threads"]}
+    more = {"draft_model": genai.draft_model(job["draft"], "CPU", **threads)} if job["depth"] else {}
+    pipe = genai.LLMPipeline(job["target"], "CPU", scheduler_config=scheduler, **threads, **more)
+
+    def generate(request: Job, tokens: int) -> tuple[list[int], Accepted]:
+        config = genai.GenerationConfig()
+        config.max_new_tokens, config.ignore_eos = tokens, True
+        if request["depth"]:
+            config.num_assistant_tokens = request["depth"]
+        if request["temperature"]:
+            config.do_sample, config.temperature, config.rng_seed = True, request["temperature"], request["seed"]
+        ids = np.array([request["prompt_ids"]], dtype=np.int64)
+        out = pipe.generate(genai.TokenizedInputs(ov.Tensor(ids), ov.Tensor(np.ones_like(ids))), config)
+        metrics = out.extended_perf_metrics if request["depth"] else None
+        return list(out.tokens[0]), metrics.get_num_accepted_tokens() if metrics else None
+
+    return generate
+
+
+if __name__ == "__main__":
+    main(load, ("openvino-genai", "openvino", "optimum-intel"), convert)

