@@ -1,6 +1,6 @@
 """Ours and the engines one would use instead, on the same models and prompts, in one interleaved run.
 
-    python benchmarks/peers.py --work DIR                           # what is installed, on 573 M and 18 M; an hour on 2 cores
+    python benchmarks/peers.py --work DIR                           # what is installed, on 579 M and 18 M
     python benchmarks/peers.py --work DIR --peers ours,vllm --prompts 4 --repeats 1 --temperatures 0
     python benchmarks/peers.py --work DIR --together 6 --write docs/peers.md        # at most 6 engines in memory
 
@@ -21,9 +21,10 @@ The environments, in the repository's folder (elsewhere: --env NAME=PATH of a py
     .venv-onnx/bin/pip install onnxruntime-genai==0.18.0 transformers==5.19.0 torch==2.13.0
     python3 -m venv .venv-llamacpp
     .venv-llamacpp/bin/pip install torch==2.13.0 transformers==5.19.0
-    pip download --no-deps --no-binary :all: llama-cpp-python==0.3.36
+    pip download --no-deps --no-binary llama-cpp-python llama-cpp-python==0.3.36
     tar xzf llama_cpp_python-0.3.36.tar.gz && mv llama_cpp_python-0.3.36/vendor/llama.cpp .venv-llamacpp/
-    cmake -S .venv-llamacpp/llama.cpp -B .venv-llamacpp/llama.cpp/build -DCMAKE_BUILD_TYPE=Release -DGGML_NATIVE=ON -DLLAMA_CURL=OFF
+    cmake -S .venv-llamacpp/llama.cpp -B .venv-llamacpp/llama.cpp/build -DCMAKE_BUILD_TYPE=Release -DGGML_NATIVE=ON \\
+        -DLLAMA_CURL=OFF -DLLAMA_OPENSSL=OFF -DLLAMA_BUILD_UI=OFF
     cmake --build .venv-llamacpp/llama.cpp/build --target llama-server -j
 """
 

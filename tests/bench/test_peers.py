@@ -23,7 +23,8 @@ FAKE = """
 import json, sys, time
 sys.path.insert(0, {folder!r})
 from worker import main
-kind = {kind!r}
+kind, clock = {kind!r}, [0.0]
+time.perf_counter = lambda: clock[0]          # it says how long it took, so that no load of the machine counts
 
 def convert(source, out):
     print("no such format", file=sys.stderr)
@@ -41,7 +42,7 @@ def load(job):
             sys.exit("out of luck")
         if asked[0] > 6 and kind == "hangs":
             time.sleep(60)
-        time.sleep(0.001 * tokens / (1 + request["depth"]))
+        clock[0] += tokens / (1 + request["depth"])
         return [request["seed"] + i for i in range(tokens)], tokens // 2 if request["depth"] else None
 
     return generate
@@ -67,7 +68,7 @@ def stopped(worker: Any) -> bool:
 
 
 def a_crew(folder: Path, there: dict[str, Any], arms: list[Any], **more: Any) -> Any:
-    return peers.Crew(arms, there, {name: {"target": folder, "draft": folder} for name in there}, PROMPTS[0], folder, patience=1, **more)
+    return peers.Crew(arms, there, {name: {"target": folder, "draft": folder} for name in there}, PROMPTS[0], folder, patience=4, **more)
 
 
 def measure(crew: Any, repeats: int = 2) -> Any:
@@ -87,11 +88,11 @@ def test_one_that_fails_is_named_and_the_others_go_on(tmp_path: Path) -> None:
     assert all(len(each) == 2 for by_prompt in runs.values() for each in by_prompt)
     assert [len(each) for each in reads] == [2, 2] and all(read > 0 for each in reads for read in each)
     why = {str(arm): text for arm, text in crew.broken.items()}
-    assert why == {"dies plain": "ended with 1: out of luck", "garbage plain": "not an answer: '[1, 2'", "hangs plain": "no answer in 1 s",
+    assert why == {"dies plain": "ended with 1: out of luck", "garbage plain": "not an answer: '[1, 2'", "hangs plain": "no answer in 4 s",
                    "never starts plain": "ended with 1: not today", "never starts K=2": "ended with 1: not today"}
     assert crew.versions["answers"]["python"]
     run = runs[0.8, Arm("answers", 2)][1][1]
-    assert run.ids == tuple(range(4, 16)) and run.accepted == 6 and 0 < run.first_s < run.seconds
+    assert run.ids == tuple(range(4, 16)) and run.accepted == 6 and (run.first_s, run.seconds) == pytest.approx((1 / 3, 4))
 
 
 @pytest.mark.parametrize("split, keys", [("", 2), ("arm", 3), ("depth", 4)])
