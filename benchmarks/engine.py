@@ -23,9 +23,9 @@ from statistics import median
 from typing import Any
 
 import torch
-from inflate import Shape, build_inflated
 from overhead import EVERY_OPTION, Stopwatch, constant_overhead, overhead, scoring_pass
-from provenance import digest, provenance
+from pair import SHAPES, inflated, read_prompts
+from provenance import provenance
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
@@ -36,7 +36,6 @@ from draftproof.bench.cells import bootstrap_median, percentile
 from draftproof.drafters.model import ModelDrafter
 from draftproof.models.load import WEIGHTS, load_target
 
-SHAPES = {"target": Shape(1536, 16, 24, 12, 6144), "draft": Shape(512, 4, 8, 4, 1728)}
 ASSISTED = (2, 4, 6)                     # num_assistant_tokens
 DEPTHS = tuple(range(1, 9))
 PLAIN, OFF = "transformers", "ours off"
@@ -113,32 +112,6 @@ def our_arms(engine: Engine) -> dict[str, Arm]:
         return run
 
     return {OFF: arm({"drafter": "none"}), **{f"ours depth {d}": arm({"depth": d}) for d in DEPTHS}, "ours auto": arm({"depth": "auto"})}
-
-
-def inflated(source: Path, name: str, work: Path, seed: int) -> Path:
-    """The folder of the inflated model; built unless it is there already, made from the same weights, shape and seed."""
-    folder, key = work / name, repr((digest(source), SHAPES[name], seed))
-    note = folder / "inflated.txt"
-    if not note.exists() or note.read_text() != key:
-        small = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
-        build_inflated(small, SHAPES[name], "cpu", torch.bfloat16, seed).save_pretrained(folder)
-        AutoTokenizer.from_pretrained(source).save_pretrained(folder)
-        note.write_text(key)
-    return folder
-
-
-def read_prompts(path: Path, tokenizer: Any, count: int, low: int, high: int) -> list[list[int]]:
-    """`count` prompts of low…high tokens, the classes in turn. Raises SystemExit if there are none."""
-    classes: dict[str, list[list[int]]] = {}
-    for line in path.read_text("utf-8").splitlines():
-        record = json.loads(line)
-        ids = tokenizer.encode(record["prompt"])
-        if low <= len(ids) <= high:
-            classes.setdefault(record["class"], []).append(ids)
-    if not classes:
-        raise SystemExit(f"{path}: no prompt of {low} to {high} tokens")
-    longest = max(map(len, classes.values()))
-    return [group[i] for i in range(longest) for group in classes.values() if i < len(group)][:count]
 
 
 def interleaved(arms: dict[str, Arm], prompts: Sequence[list[int]], repeats: int, new_tokens: int, console: Console) -> Runs:

@@ -48,7 +48,7 @@ sys.path.append(str(Path(__file__).resolve().parent / "peers"))       # what sta
 
 import torch
 from crew import Arm, Broken, Crew, Peer, Timed, converted, request
-from engine import SHAPES, inflated, read_prompts
+from pair import SHAPES, inflated, read_prompts
 from provenance import digest, provenance
 from transformers import AutoTokenizer
 

@@ -19,10 +19,10 @@ class Tapper:
     that come once an epoch no other choice is met more often.
     """
 
-    def __init__(self, target: Target, taps: Sequence[int], chunk: int = 512, keep_mb: int = 0) -> None:
+    def __init__(self, target: Target, taps: Sequence[int], chunk: int = 512, keep_mb: float = 0) -> None:
         self.target, self.taps, self.chunk, self._count = target, tuple(sorted(set(taps))), chunk, 0
         self._kept: dict[Text, Features] = {}
-        self._room = keep_mb * 10**6
+        self._room = keep_mb * 1e6
 
     def read(self, texts: Sequence[Text]) -> list[Features]:
         """Features of each text, states in the target's dtype, as ordinary tensors (autograd may save them)."""
