@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import socket
@@ -271,6 +272,24 @@ def test_a_reader_that_never_reads_costs_a_bounded_buffer() -> None:
                 heard = heard[-100:] + (piece := stuck.recv(1 << 16))
                 assert piece, "it is told what it missed"
         until(lambda: running.server.page.reading[""] == 0)
+
+
+@pytest.mark.parametrize("between", range(6))
+def test_a_reader_that_leaves_while_the_bell_rings_is_let_go(between: int) -> None:
+    """Cancelled so many turns of the loop after the bell: the wait ends as cancelled, or the reader would count for ever."""
+    async def leave() -> bool:
+        bell = page_module.Bell()
+        waiting = asyncio.ensure_future(bell.wait(30))
+        for _ in range(3):
+            await asyncio.sleep(0)
+        bell.ring()
+        for _ in range(between):
+            await asyncio.sleep(0)
+        waiting.cancel()
+        await asyncio.wait([waiting])
+        return waiting.cancelled()
+
+    assert asyncio.run(leave())
 
 
 def test_the_engine_writes_on_while_the_server_cannot() -> None:

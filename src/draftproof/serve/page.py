@@ -83,7 +83,8 @@ class Bell:
     async def wait(self, seconds: float) -> None:
         """Until it rang, and a moment for what follows; or until the time is over."""
         try:
-            await asyncio.wait_for(self._heard.wait(), seconds)
+            async with asyncio.timeout(seconds):                 # wait_for of Python 3.11 loses a cancellation that meets the bell
+                await self._heard.wait()
         except TimeoutError:
             return
         await asyncio.sleep(GATHER_S)
