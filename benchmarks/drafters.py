@@ -18,6 +18,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from pages import put
 from provenance import provenance
 
 from draftproof import Engine, LoadConfig
@@ -30,7 +31,6 @@ from draftproof.trace.sinks import Memory
 
 ARMS = ("ngram", "suffix", "model", "model/16", "eagle3", "eagle3/16", "medusa", "medusa/16", "mlp", "mlp/16", "mtp", "mtp/16",
         "pard", "dflash", "dflash/16", "layer-skip:exit=5", "ngram+eagle3", "suffix+eagle3", "suffix+eagle3/16")
-BEGIN, END = "<!-- table: begin -->", "<!-- table: end -->"
 
 
 def open_arms(specs: Sequence[str], depth: int, threads: int | None) -> tuple[list[Arm], dict[str, Memory]]:
@@ -126,8 +126,7 @@ def main() -> None:
     page = made + markdown(table)
     print(page)
     if args.write:
-        before, _, rest = args.write.read_text(encoding="utf-8").partition(BEGIN)
-        args.write.write_text(f"{before}{BEGIN}\n{page}\n{END}{rest.partition(END)[2]}", encoding="utf-8")
+        put(args.write, "table", page)
     plain = [{**row, "speedup": {"median": row["speedup"].median, "low": row["speedup"].low, "high": row["speedup"].high}} for row in table]
     print(json.dumps({**facts, "depth": args.depth, "cells": plain}))
 

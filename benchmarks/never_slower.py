@@ -31,6 +31,7 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
+from pages import put
 from provenance import provenance
 
 from draftproof import Engine, LoadConfig, Sampling
@@ -310,9 +311,7 @@ def main() -> None:
         if text:
             print(text, end="\n\n")
         if text and args.write:
-            begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
-            before, _, rest = args.write.read_text(encoding="utf-8").partition(begin)
-            args.write.write_text(f"{before}{begin}\n{text}\n{end}{rest.partition(end)[2]}", encoding="utf-8")
+            put(args.write, name, text)
     if args.write and rows:
         plot(rows, args.write.parent / image)
     print(json.dumps({**facts, "cells": rows, "idle": idles, "goals": goals}))

@@ -48,6 +48,7 @@ sys.path.append(str(Path(__file__).resolve().parent / "peers"))       # what sta
 
 import torch
 from crew import Arm, Broken, Crew, Peer, Timed, converted, request
+from pages import put
 from pair import SHAPES, inflated, read_prompts
 from provenance import digest, provenance
 from transformers import AutoTokenizer
@@ -58,7 +59,6 @@ from draftproof.models.load import WEIGHTS
 HERE = Path(__file__).resolve().parent
 OURS = "ours"
 OFF_GOAL, LIMIT_GOAL, ON_GOAL, SAMPLED_GOAL = 0.95, 0.85, 1.15, 2.0
-BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"
 
 
 def peer(script: str, environment: str = "", **more: Any) -> Peer:
@@ -291,8 +291,7 @@ def main() -> int:
     text = page(result)
     print(text)
     if args.write:
-        before, _, rest = args.write.read_text("utf-8").partition(BEGIN)
-        args.write.write_text(f"{before}{BEGIN}\n{text}\n{END}{rest.partition(END)[2]}", "utf-8")
+        put(args.write, "measured", text)
     if args.json:
         args.json.write_text(json.dumps(result, indent=1) + "\n", "utf-8")
     print(json.dumps(result))

@@ -23,7 +23,7 @@ LEVELS = [
 LEVEL = {part: level for level, parts in enumerate(LEVELS) for part in parts}
 FREE = {"weights"}                                      # imports nothing of ours
 ONLY_IN_MODELS = {"transformers", "tokenizers"}
-CORE_MAY_IMPORT = {"torch", "draftproof"} | set(sys.stdlib_module_names)
+CORE_MAY_IMPORT = {"torch", "numpy", "draftproof"} | set(sys.stdlib_module_names)
 TRANSFORMERS_ELSEWHERE: set[str] = set()                # the exceptions, by path; none so far
 
 FILE_LINES, FUNCTION_LINES = 400, 60

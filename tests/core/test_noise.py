@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -16,7 +17,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from draftproof.core import noise
+from draftproof.core import host, noise
 
 stats = pytest.importorskip("scipy.stats")
 
@@ -56,6 +57,27 @@ def test_values_follow_from_the_bits() -> None:
     assert noise.uniform(keys, tokens)[0].tolist() == u
     assert torch.equal(noise.exponential(keys, tokens)[0], e)
     assert torch.equal(noise.gumbel(keys, tokens)[0], torch.tensor([-math.log(a) for a in e.tolist()], dtype=torch.float64).float())
+
+
+def test_the_processors_twin_draws_the_same_bits() -> None:
+    """A million tokens: every float32 is equal, although the float64 logarithms before it come from another library."""
+    tokens = torch.arange(1_000_003)
+    for words in ((4, 0, "coin", 3, 0), (2**63 - 1, 1, "residual", 131071, 1)):
+        keys = noise.key_rows([noise.key(*words)], "cpu")
+        key = keys.numpy().view(np.uint32)
+        assert np.array_equal(host.bits(key, tokens.numpy()), noise.bits(keys, tokens).numpy().view(np.uint32))
+        assert np.array_equal(host.gumbel(key, tokens.numpy()), noise.gumbel(keys, tokens).numpy())
+        assert (host.bound(key, None, 1_000_003) > host.gumbel(key, tokens.numpy()) - host._MARGIN).all()
+
+
+@pytest.mark.parametrize("kernel", [np.exp, np.log, lambda a: np.log1p(-a)], ids=["exp", "log", "log1p"])
+def test_numpys_kernels_are_the_same_at_every_place(kernel: Callable[[np.ndarray], np.ndarray]) -> None:
+    u = np.random.default_rng(0).random(100_003)
+    whole = kernel(u)
+    for start in range(0, 100_000, 1_999):
+        for width in (1, 2, 3, 5, 7, 13):
+            assert np.array_equal(kernel(u[start:start + width].copy()), whole[start:start + width])
+            assert np.array_equal(kernel(u[start:start + width]), whole[start:start + width])
 
 
 def test_the_ends_of_the_range_are_finite(monkeypatch: pytest.MonkeyPatch) -> None:

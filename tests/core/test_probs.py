@@ -8,12 +8,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from draftproof.core import choice, noise, probs
-from draftproof.core.choice import choose, likeliest, perturbed_top
+from draftproof.core import choice, host, noise, probs
+from draftproof.core.choice import choose, perturbed_top
 from draftproof.core.edits import Counts, Rows
 from draftproof.core.probs import distribution, laws
 from draftproof.errors import Failure, OptionError
@@ -205,10 +206,23 @@ def test_a_drafted_path_and_the_same_path_as_text_give_the_same_bits() -> None:
 def test_every_way_to_the_kept_tokens_gives_the_same_bits(s: Sampling, v: int, monkeypatch: pytest.MonkeyPatch) -> None:
     x = hard_rows(8, v)
     usual = distribution(x, [of(s, 8)])
-    for known, floor in ((v, -10.0), (1, -10.0), (1, -math.inf), (2000, -1.0)):
-        monkeypatch.setattr(probs, "_SORTED", known)
-        monkeypatch.setattr(probs, "_FLOOR", floor)
+    for known, floor, long in ((v, -10.0, v), (1, -10.0, 0), (1, -math.inf, 0), (2000, -1.0, v), (128, -10.0, 0), (128, -10.0, v + 1)):
+        monkeypatch.setattr(host, "FEW", known)
+        monkeypatch.setattr(host, "FLOOR", floor)
+        monkeypatch.setattr(host, "LONG", long)
         assert torch.equal(distribution(x, [of(s, 8)]), usual), (known, floor)
+
+
+@pytest.mark.parametrize("s", FILTERS[2:], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_rows_one_by_one_and_sorted_whole_have_one_law(s: Sampling, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The way of a processor and the way of a device: the same tokens, logarithms equal up to their last bit."""
+    x = hard_rows(12, 4096).to(dtype)
+    mine = distribution(x, [of(s, 12)])
+    monkeypatch.setattr(probs, "_SHORT", 4096)
+    device = distribution(x, [of(s, 12)])
+    assert torch.equal(mine.isfinite(), device.isfinite())
+    torch.testing.assert_close(mine.exp(), device.exp(), rtol=1e-6 if dtype == torch.float32 else 1e-13, atol=0)
 
 
 def test_top_p_cuts_ties_by_id_and_top_k_keeps_them() -> None:
@@ -302,15 +316,18 @@ def test_sparse_dense_and_pruned_choices_agree_with_the_plain_twin(s: Sampling, 
 
 
 def test_pruning_is_never_too_bold(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Few likely tokens with large u, where the bound is loose, and only two of them looked at: the proof must notice."""
+    """Few likely tokens with large u, where the bound is loose: whoever it raises above the winner must be looked at."""
     generator = torch.Generator().manual_seed(1)
     logp = torch.full((400, 600), -30.0)
     logp[:, 100:104] = torch.randn(400, 4, generator=generator)
     keys = noise.key_rows([noise.key(1, 0, "text", i) for i in range(400)], "cpu")
-    exact = (logp + noise.gumbel(keys, torch.arange(600))).argmax(-1)
+    scores = logp + noise.gumbel(keys, torch.arange(600))
     monkeypatch.setattr(choice, "_DENSE", 128)
-    monkeypatch.setattr(choice, "_SPARE", 1)
-    assert torch.equal(choose(logp, keys), exact)
+    assert torch.equal(choose(logp, keys), scores.argmax(-1))
+    for k in (2, 3, 9):
+        assert torch.equal(perturbed_top(logp, keys, k)[1], scores.topk(k).indices)
+    reach = torch.from_numpy(host.bound(keys.numpy().view(np.uint32), None, 600))
+    assert not torch.equal((logp + reach).argmax(-1), scores.argmax(-1)), "in some rows the highest bound is not the winner's"
 
 
 def test_ties_go_to_the_lowest_id() -> None:
@@ -348,20 +365,29 @@ def test_the_choice_follows_the_law() -> None:
     assert alarm(p + torch.tensor([0.02, -0.02, 0, 0, 0])) < 1e-6
 
 
-@pytest.mark.parametrize("v, k", [(50, 7), (4096, 128), (16_384, 128), (32_000, 40), (33_001, 128)])
+@pytest.mark.parametrize("v, k", [(50, 1), (50, 3), (50, 7), (4096, 4), (4096, 128), (33_001, 40)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_the_likeliest_are_those_of_a_whole_sort(v: int, k: int, dtype: torch.dtype) -> None:
+def test_the_largest_are_those_of_a_whole_sort(v: int, k: int, dtype: torch.dtype) -> None:
     torch.manual_seed(v)
-    x = torch.randn(3, v, dtype=dtype)
+    x = torch.randn(4, v, dtype=dtype)
     x[1] = (x[1] * 2).round()                                          # many ties
-    x[2, torch.randperm(v)[k // 2:]] = -math.inf                       # fewer possible tokens than are asked for
-    values, columns = likeliest(x, k)
-    for row in range(3):
-        order = sorted(range(v), key=lambda c: (-x[row, c].item(), c))[:k]
-        assert values[row].tolist() == x[row, order].tolist()
-        if row < 2 and v < 20_000:                                     # in longer rows, ties at the very end may lie in other tiles
-            assert columns[row].tolist() == order
-        assert len(set(columns[row].tolist())) == k
+    x[2, torch.randperm(v)[k // 2 + 1:]] = -math.inf                   # fewer possible tokens than are asked for
+    x[3] = 0.0
+    x[3, ::2] = -0.0
+    found = host.largest(x.numpy(), k).tolist()
+    for row, mine in zip(x, found, strict=True):
+        order = sorted(range(v), key=lambda c, row=row: (-row[c].item(), c))[:k]
+        assert mine == order
+        if k > 1 and dtype == torch.float32:                           # the way of a device
+            assert choice._ranks(row[None]).topk(k).indices[0].tolist() == order
+
+
+def test_long_rows_are_ranked_as_short_ones_are() -> None:
+    x = hard_rows(4, 5000).numpy()
+    x[2, ::5] = np.inf
+    x[3, ::2], x[3, 1::2] = 0.0, -0.0
+    assert np.array_equal(host._rising(x), x.argsort(1, kind="stable"))
+    assert np.array_equal(host._rising(x.astype(np.float64)), x.argsort(1, kind="stable"))
 
 
 @pytest.mark.parametrize("s", [*FILTERS[2:], Sampling(temperature=0.0)], ids=str)
@@ -371,7 +397,7 @@ def test_the_few_columns_hold_every_possible_token_and_change_no_choice(s: Sampl
     logp, few = laws(torch.randn(4, v) * 4, [of(s, 4)])
     if few is None:
         pytest.skip("nothing is known about these rows")
-    assert int((logp.gather(1, few) > -math.inf).sum()) == int((logp > -math.inf).sum())
+    assert [sorted(c for c in row if c >= 0) for row in few.tolist()] == [(row > -math.inf).nonzero()[:, 0].tolist() for row in logp]
     for keys in (None, noise.key_rows([noise.key(i, 0, "text", 9, 0) for i in range(4)], "cpu")):
         for k in (1, min(3, few.shape[1])):
             known, blind = perturbed_top(logp, keys, k, few=few), perturbed_top(logp, keys, k)

@@ -1,5 +1,7 @@
 """Penalties, bias and bans: what a request's options do to its logits before the temperature, in this order: repetition; presence
 and frequency; bias; bad words, end tokens before min_tokens, grammar. Only rows whose request asks for them are touched.
+
+Rows are a tensor, or on a processor the numpy array that shares its memory: the two read the same, and numpy is quicker there.
 """
 
 from __future__ import annotations
@@ -8,13 +10,17 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from ..errors import OptionError
 from ..types import Sampling
+
+Block: TypeAlias = Any      # Tensor | NDArray[np.floating]
 
 
 class Counted(NamedTuple):
@@ -22,8 +28,8 @@ class Counted(NamedTuple):
     the output."""
 
     where: dict[int, int]
-    columns: Tensor
-    times: Tensor
+    columns: NDArray[np.int64]
+    times: NDArray[np.float64]
 
 
 class Counts:
@@ -37,21 +43,18 @@ class Counts:
         self._scope, self._read = scope, 0
         self._where: dict[int, int] = {}
         self._times: list[int] = []
-        self._tensors: Counted | None = None
+        self._found: Counted | None = None
 
-    def of(self, text: Sequence[int], start: int, prompt_tokens: int, like: Tensor) -> Counted:
-        """Of text[start:], of which text[prompt_tokens:] is output; tensors are of the type and device of `like` [N, V]."""
-        scope = (start, prompt_tokens, like.shape[1])
+    def of(self, text: Sequence[int], start: int, prompt_tokens: int, vocabulary: int) -> Counted:
+        """Of text[start:], of which text[prompt_tokens:] is output."""
+        scope = (start, prompt_tokens, vocabulary)
         if scope != self._scope or len(text) < self._read:
             self._begin(scope)
-        found = self._tensors
-        if found is None or len(text) > self._read or (found.times.dtype, found.times.device) != (like.dtype, like.device):
-            self._count(text, max(start, self._read), prompt_tokens, like.shape[1])
+        if self._found is None or len(text) > self._read:
+            self._count(text, max(start, self._read), prompt_tokens, vocabulary)
             self._read = len(text)
-            times = torch.tensor(self._times, dtype=like.dtype, device=like.device)
-            columns = torch.tensor(list(self._where), dtype=torch.int64, device=like.device)
-            self._tensors = found = Counted(self._where, columns, times)
-        return found
+            self._found = Counted(self._where, np.array(list(self._where), np.int64), np.array(self._times, np.float64))
+        return self._found
 
     def _count(self, text: Sequence[int], begin: int, prompt_tokens: int, vocabulary: int) -> None:
         where, times = self._where, self._times
@@ -86,24 +89,30 @@ class Rows:
         return bool(self.sampling.needs_history or self.sampling.logit_bias or self.mask is not None)
 
 
-def edit(block: Tensor, g: Rows) -> None:
+def edit(rows: Tensor, g: Rows) -> None:
     """Everything before the temperature, in place on the rows [len(paths), V] of one sequence."""
-    s, vocabulary = g.sampling, block.shape[1]
+    s, vocabulary = g.sampling, rows.shape[1]
+    block = rows.numpy() if rows.device.type == "cpu" else rows
     if s.repetition_penalty != 1 or s.presence_penalty or s.frequency_penalty:
         _penalise(block, g)
     if s.logit_bias:
         wrong = [t for t in s.logit_bias if not 0 <= t < vocabulary]
         if wrong:
             raise OptionError(f"logit_bias names token {wrong[0]}; expected ids in [0, {vocabulary}): the model has no such token")
-        ids = torch.tensor(list(s.logit_bias), device=block.device)
-        block[:, ids] += torch.tensor(list(s.logit_bias.values()), dtype=block.dtype, device=block.device)
-    banned = [(i, t) for i, path in enumerate(g.paths) for t in _banned(g, path) if t < vocabulary]
-    if banned:
-        rows, ids = torch.tensor(banned, device=block.device).unbind(1)
-        block[rows, ids] = -math.inf
+        block[:, list(s.logit_bias)] += _like(block, np.array(list(s.logit_bias.values())))
+    for i, path in enumerate(g.paths):
+        if banned := [t for t in _banned(g, path) if t < vocabulary]:
+            block[i, banned] = -math.inf
     if g.mask is not None:
-        assert g.mask.shape == block.shape, "one row of the mask per row of logits"
-        block.masked_fill_(~g.mask, -math.inf)
+        assert g.mask.shape == rows.shape, "one row of the mask per row of logits"
+        rows.masked_fill_(~g.mask, -math.inf)
+
+
+def _like(block: Block, values: NDArray[Any]) -> Block:
+    """Values of the kind, type and device of the block."""
+    if isinstance(block, np.ndarray):
+        return values.astype(block.dtype)
+    return torch.from_numpy(values).to(block.device, block.dtype)
 
 
 def _banned(g: Rows, path: Sequence[int]) -> list[int]:
@@ -124,32 +133,40 @@ def _last(tokens: Sequence[int], n: int) -> Sequence[int]:
     return tokens[max(0, len(tokens) - n):] if n > 0 else ()
 
 
-def _penalise(block: Tensor, g: Rows) -> None:
+def _penalise(block: Block, g: Rows) -> None:
     """Repetition over prompt, output and path (Keskar et al., arXiv 1909.05858); presence and frequency over output and path.
 
     Counts are completed before they act, so a drafted row gets the very bits it gets once its path is text.
     """
-    s, (m, vocabulary), device = g.sampling, block.shape, block.device
+    s, (m, vocabulary) = g.sampling, block.shape
     repeated = s.repetition_penalty != 1
-    where, columns, times = g.counts.of(g.text, 0 if repeated else g.prompt_tokens, g.prompt_tokens, block)
+    where, columns, times = g.counts.of(g.text, 0 if repeated else g.prompt_tokens, g.prompt_tokens, vocabulary)
     known = len(where)
     new = [t for t in dict.fromkeys(chain.from_iterable(g.paths)) if t not in where and 0 <= t < vocabulary]
-    if new:
-        columns, times = torch.cat((columns, torch.tensor(new, device=device))), torch.cat((times, times.new_zeros(len(new))))
-    elif not known:
+    if not known + len(new):
         return
     places = {t: known + i for i, t in enumerate(new)}
-    steps = [(row, where.get(t, places.get(t))) for row, path in enumerate(g.paths) for t in path if t in where or t in places]
-    count = times.repeat(m, 1)
-    if steps:
-        rows, spots = torch.tensor(steps, device=device).unbind(1)
-        count.index_put_((rows, spots), torch.ones((), dtype=block.dtype, device=device), accumulate=True)
+    count = np.zeros((m, known + len(new)))
+    count[:, :known] = times
+    for row, path in enumerate(g.paths):
+        for t in path:
+            if 0 <= t < vocabulary:
+                count[row, where[t] if t in where else places[t]] += 1
+    columns = np.concatenate((columns, np.array(new, np.int64)))
     own = count > 0
-    x = block.index_select(1, columns)
-    if repeated:
-        seen = own.clone()
-        seen[:, :known] = True
-        x = torch.where(seen, torch.where(x > 0, x / s.repetition_penalty, x * s.repetition_penalty), x)
+    seen = own.copy()
+    seen[:, :known] = True
+    _act(block, columns, _like(block, count), own, seen, s)
+
+
+def _act(block: Block, columns: NDArray[np.int64], count: Block, own: NDArray[np.bool_], seen: NDArray[np.bool_], s: Sampling) -> None:
+    """The penalties on `columns`; count, own, seen [rows, columns]: how often in the output, whether there, whether anywhere."""
+    xp: Any = np
+    if not isinstance(block, np.ndarray):
+        xp, columns, own, seen = torch, *(torch.from_numpy(a).to(block.device) for a in (columns, own, seen))  # type: ignore[assignment]
+    x = block[:, columns]
+    if s.repetition_penalty != 1:
+        x = xp.where(seen, xp.where(x > 0, x / s.repetition_penalty, x * s.repetition_penalty), x)
     if s.presence_penalty or s.frequency_penalty:
         x -= count * s.frequency_penalty + own * s.presence_penalty
-    block.index_copy_(1, columns, x)
+    block[:, columns] = x

@@ -15,40 +15,28 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from ..errors import Failure, OptionError
 from ..types import Sampling
-from .choice import likeliest, ordered
+from . import host
+from .choice import first_largest
 from .edits import Rows, edit
+from .host import Filters
 
-_SORTED = 128        # likeliest tokens looked at before a whole row is sorted; a nucleus is rarely larger
-_FLOOR = -10.0       # then: tokens at least e**−10 as likely as the likeliest; then the whole row
-_COLD = 1e-30        # the lowest temperature above 0 that float32 can divide by on every device
+_SHORT = 1024        # up to this vocabulary, and on a device, rows are sorted whole
 _SLACK = {torch.float32: 1e-6, torch.float64: 1e-12}
 
 
-class _Filters(NamedTuple):
+def _filters(s: Sampling, vocabulary: int) -> Filters:
     """What rows must share to be worked on together."""
-
-    temperature: float
-    top_k: int
-    top_p: float
-    min_p: float
-
-    @classmethod
-    def of(cls, s: Sampling, vocabulary: int) -> _Filters:
-        temperature = 1.0 if s.temperature is None else s.temperature
-        if temperature == 0:
-            return cls(0.0, 0, 1.0, 0.0)
-        return cls(temperature, s.top_k if s.top_k < vocabulary else 0, 1.0 if s.top_p is None else s.top_p, s.min_p)
-
-    @property
-    def active(self) -> bool:
-        return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
+    temperature = 1.0 if s.temperature is None else s.temperature
+    if temperature == 0:
+        return Filters(0.0, 0, 1.0, 0.0)
+    return Filters(temperature, s.top_k if s.top_k < vocabulary else 0, 1.0 if s.top_p is None else s.top_p, s.min_p)
 
 
 def distribution(logits: Tensor, groups: Sequence[Rows]) -> Tensor:
@@ -61,10 +49,10 @@ def distribution(logits: Tensor, groups: Sequence[Rows]) -> Tensor:
 
 
 def laws(logits: Tensor, groups: Sequence[Rows]) -> tuple[Tensor, Tensor | None]:
-    """`distribution`, and columns int64 [N, C] that hold all possible tokens of their row where filters left few; else None."""
+    """`distribution`, and the possible tokens of each row where filters left few: columns int64 [N, C], filled up with −1. Else None."""
     assert logits.shape[0] == sum(len(g.paths) for g in groups), "one path per row of logits"
     x = logits if logits.dtype in _SLACK else logits.float()
-    batches: dict[_Filters, list[int]] = {}
+    batches: dict[Filters, list[int]] = {}
     edited, start = False, 0
     for g in groups:
         stop = start + len(g.paths)
@@ -72,10 +60,10 @@ def laws(logits: Tensor, groups: Sequence[Rows]) -> tuple[Tensor, Tensor | None]
             x = x.clone() if x is logits else x
             edit(x[start:stop], g)
             edited = True
-        batches.setdefault(_Filters.of(g.sampling, x.shape[1]), []).extend(range(start, stop))
+        batches.setdefault(_filters(g.sampling, x.shape[1]), []).extend(range(start, stop))
         start = stop
     top = x.amax(-1, keepdim=True)
-    if (edited or not x.is_cuda) and not bool(torch.isfinite(top).all()):  # on a GPU the question costs a host sync
+    if (edited or not x.is_cuda) and not np.isfinite(top.cpu().numpy()).all():    # on a GPU the question costs a host sync
         _refuse(logits, top, groups)
     if len(batches) == 1:
         return _law(x, top, next(iter(batches)))
@@ -110,68 +98,50 @@ def _starts(groups: Sequence[Rows]) -> Iterable[tuple[Rows, int]]:
 # Temperature and filters.
 
 
-def _law(x: Tensor, top: Tensor, f: _Filters) -> tuple[Tensor, Tensor | None]:
+def _law(x: Tensor, top: Tensor, f: Filters) -> tuple[Tensor, Tensor | None]:
     """`laws` of rows [G, V] that share their filters; top [G, 1] is each row's largest logit."""
     if f.temperature == 0:
-        winners = x.argmax(-1, keepdim=True)
+        winners = first_largest(x)
         return torch.full_like(x, -math.inf).scatter_(1, winners, 0.0), winners
     if not f.active:
         return _log_softmax(x, top, f.temperature), None
-    out = torch.full_like(x, -math.inf)
-    # The mass of the whole row; −log of it stands at the likeliest token, whose own weight is 1.
-    total = None if f.top_k or f.top_p == 1 else _log_softmax(x, top, f.temperature).amax(-1, keepdim=True).double().neg_().exp_()
-    width = max(_SORTED, f.top_k + f.top_k // 4 + 64)
-    if x.is_cuda or width >= x.shape[1] // 2:
-        values, columns = torch.sort(x, dim=-1, stable=True, descending=True)
-        return _write(out, values, columns, top, total, f)[0], None
-    values, columns = likeliest(x, width)
-    out, enough = _write(out, values, columns, top, total, f)
-    lacking = (~enough).nonzero()[:, 0].tolist()
-    for r in lacking:
-        one = slice(r, r + 1)
-        for floor in (_FLOOR, -math.inf):                # at last the whole row, which is always enough
-            ranked = _above(x[one], top[one] + floor * f.temperature)
-            if bool(_write(out[one].fill_(-math.inf), *ranked, top[one], None if total is None else total[one], f)[1]):
-                break
-    return out, None if lacking else columns
+    logp = None if f.top_k or f.top_p == 1 else _log_softmax(x, top, f.temperature)
+    if x.device.type != "cpu" or x.shape[1] <= _SHORT:
+        return _sorted(x, top, None if logp is None else logp.amax(-1, keepdim=True).double().neg_().exp_(), f), None
+    return _searched(x, top, logp, f)
 
 
 def _log_softmax(x: Tensor, top: Tensor, temperature: float) -> Tensor:
     if temperature == 1:
         return torch.log_softmax(x, -1)
-    return torch.log_softmax((x - top).div_(max(temperature, _COLD)), -1)   # shifted first: no overflow, and precise where the mass is
+    return torch.log_softmax((x - top).div_(max(temperature, host.COLD)), -1)   # shifted first: no overflow, and precise where the mass is
 
 
-def _above(x: Tensor, bound: Tensor) -> tuple[Tensor, Tensor]:
-    """All values of one row [1, V] above the bound and their columns, descending, ties by id."""
-    columns = (x[0] > bound[0]).nonzero()[:, 0]
-    values = x[0, columns]
-    order = torch.sort(~ordered(values), stable=True).indices if x.dtype == torch.float32 else torch.sort(-values, stable=True).indices
-    return values[order][None], columns[order][None]      # integers, for a long row is then sorted by radix
-
-
-def _write(out: Tensor, values: Tensor, columns: Tensor, top: Tensor, total: Tensor | None, f: _Filters) -> tuple[Tensor, Tensor]:
-    """Fill `out` [G, V] (−inf so far) from ranked tokens [G, C] that miss none above the last; also bool [G]: were they enough?"""
-    z = (values.double() - top.double()).div_(max(f.temperature, _COLD))
-    cumulated = z.exp().cumsum(-1)
-    last = values[:, -1:]
-    complete = (last == -math.inf) | (values.shape[1] == out.shape[1])      # nothing that could count was left out
-    slack = _SLACK[values.dtype]
+def _sorted(x: Tensor, top: Tensor, total: Tensor | None, f: Filters) -> Tensor:
+    """All rows at once, each sorted whole. total [G, 1]: a row's mass (the likeliest token's is 1), where top_p applies to all of it."""
+    values, columns = torch.sort(x, dim=-1, stable=True, descending=True)
+    z = (values.double() - top.double()).div_(max(f.temperature, host.COLD))
+    mass = z.exp().cumsum(-1)
     keep = values > -math.inf
-    enough = complete
+    slack = _SLACK[x.dtype]
     if f.top_k:
-        place = min(f.top_k, values.shape[1])
-        kth = values[:, place - 1:place]
-        keep &= values >= kth
-        enough = complete | (kth > last)                                    # no token equal to the k-th was left out
-        total = cumulated.gather(1, keep.sum(-1, keepdim=True) - 1)
+        keep &= values >= values[:, f.top_k - 1:f.top_k]
+        total = mass.gather(1, keep.sum(-1, keepdim=True) - 1)
     if f.top_p < 1:
         assert total is not None, "without top-k the row's mass is given"
-        keep[:, 1:] &= cumulated[:, :-1] < total * (f.top_p * (1 - slack))
+        keep[:, 1:] &= mass[:, :-1] < total * (f.top_p * (1 - slack))
     if f.min_p:
         keep &= z >= math.log(f.min_p) - slack
-    end = keep.sum(-1, keepdim=True) - 1
-    if not f.top_k:
-        enough = complete | (values.gather(1, end) > last)                  # the cut lies among the ranked, not behind them
-    logp = (z - cumulated.gather(1, end).log()).masked_fill_(~keep, -math.inf)
-    return out.scatter_(1, columns, logp.to(out.dtype)), enough[:, 0]
+    logp = (z - mass.gather(1, keep.sum(-1, keepdim=True) - 1).log()).masked_fill_(~keep, -math.inf)
+    return torch.empty_like(x).scatter_(1, columns, logp.to(x.dtype))
+
+
+def _searched(x: Tensor, top: Tensor, logp: Tensor | None, f: Filters) -> tuple[Tensor, Tensor]:
+    """The same on a processor, looking only at tokens that can be kept."""
+    out = torch.full_like(x, -math.inf)
+    count, size = x.shape
+    tiles = x[:, :size // host.TILE * host.TILE].view(count, -1, host.TILE).amax(-1).numpy() if size >= host.LONG else None
+    columns, values = host.filtered(x.numpy(), top[:, 0].numpy(), tiles, None if logp is None else logp.numpy(), f)
+    row, place = np.nonzero(columns >= 0)
+    out.numpy()[row, columns[row, place]] = values[row, place]
+    return out, torch.from_numpy(columns)

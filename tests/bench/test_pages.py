@@ -1,0 +1,19 @@
+"""A benchmark's results go between its marks; what people wrote around them stays."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from benchmark_module import benchmark
+
+
+def test_only_what_stands_between_the_marks_changes(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("# Title\n\n<!-- a: begin -->\nold\n<!-- a: end -->\n\nwords — stay\n<!-- b: begin -->\nB\n<!-- b: end -->\n", "utf-8")
+    for _ in range(2):
+        benchmark("pages").put(page, "a", "new\nlines")
+    assert page.read_text("utf-8") == ("# Title\n\n<!-- a: begin -->\nnew\nlines\n<!-- a: end -->\n\nwords — stay\n"
+                                       "<!-- b: begin -->\nB\n<!-- b: end -->\n")
+    page.write_text("# Bare\n", "utf-8")
+    benchmark("pages").put(page, "a", "new")
+    assert page.read_text("utf-8") == "# Bare\n<!-- a: begin -->\nnew\n<!-- a: end -->"
