@@ -26,13 +26,14 @@ import torch
 from overhead import EVERY_OPTION, Stopwatch, constant_overhead, overhead, scoring_pass
 from pair import SHAPES, inflated, read_prompts
 from provenance import provenance
+from ratios import paired, shown
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, StoppingCriteria, StoppingCriteriaList
 
 from draftproof import Engine, LoadConfig, Sampling
-from draftproof.bench.cells import bootstrap_median, percentile
+from draftproof.bench.cells import percentile
 from draftproof.drafters.model import ModelDrafter
 from draftproof.models.load import WEIGHTS, load_target
 
@@ -131,14 +132,12 @@ def interleaved(arms: dict[str, Arm], prompts: Sequence[list[int]], repeats: int
 
 
 def ratio(runs: Runs, over: str, under: str, whole: bool = False) -> dict[str, float]:
-    """Median over prompts of each prompt's median paired ratio, with a 95 % bootstrap interval over prompts and all of them."""
+    """`paired` of the rates of two arms; whole: of whole requests."""
     def rate(run: Timed) -> float:
         return run.whole if whole else run.rate
 
-    each = [median(rate(a) / rate(b) for a, b in zip(x, y, strict=True)) for x, y in zip(runs[over], runs[under], strict=True)]
-    spread = bootstrap_median(each)
-    return {"median": round(spread.median, 3), "low": round(spread.low, 3), "high": round(spread.high, 3), "min": round(min(each), 3),
-            "max": round(max(each), 3)}
+    over_rates, under_rates = ([[rate(run) for run in each] for each in runs[name]] for name in (over, under))
+    return {name: round(value, 3) for name, value in paired(over_rates, under_rates).items()}
 
 
 def fastest(runs: Runs, names: Sequence[str]) -> str:
@@ -167,13 +166,10 @@ def show(console: Console, rows: list[dict[str, Any]], best_assisted: str, resul
     for heading in ("arm", "tokens/s", f"÷ {PLAIN}", f"÷ {assisted}", f"÷ {OFF}", "tokens/pass", "same ids as plain"):
         table.add_column(heading, justify="left" if heading == "arm" else "right")
 
-    def spread(r: dict[str, float]) -> str:
-        return f"{r['median']:.2f} [{r['low']:.2f}–{r['high']:.2f}]"
-
     for row in rows:
         rate = row["tokens_per_s"]
-        table.add_row(row["arm"], f"{rate['median']:.1f} ({rate['low']:.1f}–{rate['high']:.1f})", spread(row["over_plain"]),
-                      spread(row["over_assisted"]), spread(row["over_off"]), f"{row['acceptance_length']:.2f}", row["identical"])
+        table.add_row(row["arm"], f"{rate['median']:.1f} ({rate['low']:.1f}–{rate['high']:.1f})", shown(row["over_plain"]),
+                      shown(row["over_assisted"]), shown(row["over_off"]), f"{row['acceptance_length']:.2f}", row["identical"])
     console.print(table)
     goals = Table(title="goals")
     for heading in ("what", "measured", "goal", "met"):

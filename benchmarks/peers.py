@@ -51,9 +51,10 @@ from crew import Arm, Broken, Crew, Peer, Timed, converted, request
 from pages import put
 from pair import SHAPES, inflated, read_prompts
 from provenance import digest, provenance
+from ratios import paired, shown
 from transformers import AutoTokenizer
 
-from draftproof.bench.cells import bootstrap_median, percentile
+from draftproof.bench.cells import percentile
 from draftproof.models.load import WEIGHTS
 
 HERE = Path(__file__).resolve().parent
@@ -147,13 +148,6 @@ def rates(by_prompt: Sequence[Sequence[Timed]]) -> Rates:
     return [[run.rate for run in each] for each in by_prompt]
 
 
-def paired(over: Rates, under: Rates) -> dict[str, float]:
-    """The median over prompts of each prompt's median ratio of pairs, its 95 % bootstrap interval over prompts, and the extremes."""
-    each = [median(a / b for a, b in zip(x, y, strict=True)) for x, y in zip(over, under, strict=True)]
-    spread = bootstrap_median(each)
-    return {"median": spread.median, "low": spread.low, "high": spread.high, "min": min(each), "max": max(each)}
-
-
 def fastest(runs: Runs, temperature: float, arms: Sequence[Arm]) -> Arm | None:
     there = [arm for arm in arms if (temperature, arm) in runs]
     return max(there, key=lambda arm: median(run.rate for each in runs[temperature, arm] for run in each), default=None)
@@ -211,10 +205,6 @@ def goals(runs: Runs, limit: Rates) -> list[dict[str, Any]]:
     return found
 
 
-def spread(ratio: Mapping[str, float] | None) -> str:
-    return f"{ratio['median']:.2f} [{ratio['low']:.2f}–{ratio['high']:.2f}]" if ratio else "–"
-
-
 def page(result: Mapping[str, Any]) -> str:
     memory = result["read_gb_per_s"]
     lines = [f"Made by `{result['command']}` on {result['machine']['cpu']}, {result['threads']} threads, {result['date']}, revision "
@@ -228,13 +218,13 @@ def page(result: Mapping[str, Any]) -> str:
         rate, each = row["tokens_per_s"], row["tokens_per_pass"]
         words = [f"{row['temperature']:g}", str(Arm(row["peer"], row["depth"])),
                  f"{rate['median']:.1f} ({rate['low']:.1f}–{rate['high']:.1f})", f"{row['ms_per_token']:.1f}",
-                 *(spread(row[name]) for name in ("of_limit", "over_off", "over_own_plain")),
+                 *(shown(row[name]) for name in ("of_limit", "over_off", "over_own_plain")),
                  f"{each:.2f}" if each else "–", row["same_as_own_plain"] or "–", row["same_as_ours_off"] or "–"]
         lines.append(f"| {' | '.join(words)} |")
     lines += [f"\n{name}: not run: {why}" for name, why in result["not_run"].items()]
     lines += ["", "| goal | at least | found | against | reached |", "|---|---|---|---|---|"]
     reached = {True: "yes", False: "NO", None: "not measured"}
-    lines += [f"| {goal['goal']} | {goal['bound']} | {spread(goal['found'])} | {goal['against'] or '–'} | {reached[goal['met']]} |"
+    lines += [f"| {goal['goal']} | {goal['bound']} | {shown(goal['found'])} | {goal['against'] or '–'} | {reached[goal['met']]} |"
               for goal in result["goals"]]
     return "\n".join(lines)
 
