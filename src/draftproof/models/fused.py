@@ -19,7 +19,6 @@ from torch import Tensor, nn
 
 from .attention import attend
 from .cache import PagePool
-from .packed import PackedLinear
 from .passes import Pass
 
 FAMILIES = {"llama": "Llama", "mistral": "Mistral", "ministral": "Ministral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
@@ -191,8 +190,9 @@ def can_fuse(model: Any) -> tuple[bool, str]:
     return True, "one product for q, k and v, one for gate and up, and few operations between them"
 
 
-def fuse(model: Any, packed: bool) -> None:
-    """Replace the model's layers by fused ones, in place and one at a time, so that no more than one layer is held twice."""
+def fuse(model: Any, linear: Callable[[Tensor, Tensor | None], nn.Module] | None) -> None:
+    """Replace the model's layers by fused ones, in place and one at a time, so that no more than one layer is held twice. linear: what
+    makes a layer of a weight and a bias; None: torch's own."""
     layers = model.model.layers
     for number in range(len(layers)):
-        layers[number] = FusedLayer(layers[number], PackedLinear if packed else stock_linear)
+        layers[number] = FusedLayer(layers[number], linear or stock_linear)

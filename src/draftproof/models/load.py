@@ -19,7 +19,8 @@ from ..errors import LoadError
 from . import attention
 from .cropped import CroppedTarget
 from .fused import FusedPass, can_fuse, fuse
-from .packed import can_pack, multiplies_bfloat16, pack, widened_bytes
+from .int8 import Int8Linear, can_round
+from .packed import PackedLinear, can_pack, multiplies_bfloat16, pack, widened_bytes
 from .paged import PagedTarget
 from .passes import Pass
 from .recurrent import RecurrentTarget
@@ -60,13 +61,10 @@ def load_target(path: str | Path, config: LoadConfig | None = None, fused: bool 
     weight_bytes, parameters = _sizes(model)
     tokenizer = _tokenizer(path, config, reasons)
     tier = _tier(model, device, reasons)
-    able = False
-    if device.type == "cpu":
-        able, why = can_pack(dtype) if config.packed else (False, "packing is off")
-        reasons["linear layers"] = f"{'packed' if able else 'stock'}: {why}"
-    slim = fused and config.packed and _fuse(model, tier, able, reasons)
-    if able:
-        pack(model)
+    form = _form(config, device, dtype, reasons)
+    slim = fused and config.packed and _fuse(model, tier, form, reasons)
+    if form:
+        pack(model, form)
     text = model.config.get_text_config()
     facts = LoadFacts(
         name=str(path),
@@ -105,12 +103,29 @@ def load_target(path: str | Path, config: LoadConfig | None = None, fused: bool 
     return target
 
 
-def _fuse(model: Any, tier: int, packed: bool, reasons: dict[str, str]) -> bool:
+def _form(config: LoadConfig, device: torch.device, dtype: torch.dtype,
+          reasons: dict[str, str]) -> type[PackedLinear] | type[Int8Linear] | None:
+    """In which form linear layers are kept; None: as transformers made them."""
+    if config.quantization:
+        able, why = can_round() if device.type == "cpu" else (False, f"the model is on {device}")
+        if not able:
+            raise LoadError(f"quantization={config.quantization}: {why}; expected a CPU with AVX2: leave the option out, or load a "
+                            "checkpoint that is quantised for this device")
+        reasons["linear layers"] = f"int8: {why}"
+        return Int8Linear
+    if device.type != "cpu":
+        return None
+    able, why = can_pack(dtype) if config.packed else (False, "packing is off")
+    reasons["linear layers"] = f"{'packed' if able else 'stock'}: {why}"
+    return PackedLinear if able else None
+
+
+def _fuse(model: Any, tier: int, linear: type[PackedLinear] | type[Int8Linear] | None, reasons: dict[str, str]) -> bool:
     """Join the products of each block, where the blocks are known and attend through our pages."""
     able, why = can_fuse(model) if tier == 1 else (False, "the model keeps its own cache")
     reasons["forward pass"] = f"{'fused' if able else 'as transformers runs it'}: {why}"
     if able:
-        fuse(model, packed)
+        fuse(model, linear)
     return able
 
 

@@ -20,6 +20,8 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
+from .int8 import Int8Linear
+
 PACK_ROWS = 8  # the row count that oneDNN's layout is chosen for
 HALF_TOP = 15  # weights are scaled to below 2 ** HALF_TOP, so that small ones stay clear of the subnormal halves
 BASE, PROBED = 6, 16  # rows of FBGEMM's slice that others are compared with; how many numbers of rows are tried
@@ -130,18 +132,18 @@ def can_pack(dtype: torch.dtype) -> tuple[bool, str]:
 
 def widened_bytes(module: nn.Module) -> int:
     """What the packed layers below `module` hold beyond the size of their weights' own type; below zero if they hold less."""
-    packed = [layer for layer in module.modules() if isinstance(layer, PackedLinear)]
+    packed = [layer for layer in module.modules() if isinstance(layer, PackedLinear | Int8Linear)]
     return sum(layer.weight_bytes - layer.weight.numel() * layer.weight.element_size() for layer in packed)
 
 
-def pack(module: nn.Module) -> None:
+def pack(module: nn.Module, form: type[PackedLinear] | type[Int8Linear] = PackedLinear) -> None:
     """Replace every linear layer below `module` by its packed form, in place."""
     for name, child in list(module.named_children()):
         if type(child) is nn.Linear and name not in BY_HAND:
-            packed = PackedLinear(child.weight, child.bias)
+            packed = form(child.weight, child.bias)
         elif isinstance(child, Conv1D):
-            packed = PackedLinear(child.weight.data.t(), child.bias.data)
+            packed = form(child.weight.data.t(), child.bias.data)
         else:
-            pack(child)
+            pack(child, form)
             continue
         setattr(module, name, packed)
