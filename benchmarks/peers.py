@@ -17,10 +17,11 @@ The environments, in the repository's folder (elsewhere: --env NAME=PATH of a py
     make .venv-vllm/.installed
     python3 -m venv .venv-openvino
     .venv-openvino/bin/pip install openvino-genai==2026.4.1.0 optimum-intel==2.2.0 torch==2.13.0
+    .venv-openvino/bin/pip uninstall -y torchvision                 # where torch is a build for CPUs: theirs is not made for it
     python3 -m venv .venv-onnx
-    .venv-onnx/bin/pip install onnxruntime-genai==0.18.0 transformers==5.19.0 torch==2.13.0
+    .venv-onnx/bin/pip install onnxruntime-genai==0.18.0 onnx-ir==1.1.0 transformers==5.19.0 torch==2.13.0
     python3 -m venv .venv-llamacpp
-    .venv-llamacpp/bin/pip install torch==2.13.0 transformers==5.19.0
+    .venv-llamacpp/bin/pip install torch==2.13.0 transformers==5.19.0 sentencepiece==0.2.3
     pip download --no-deps --no-binary llama-cpp-python llama-cpp-python==0.3.36
     tar xzf llama_cpp_python-0.3.36.tar.gz && mv llama_cpp_python-0.3.36/vendor/llama.cpp .venv-llamacpp/
     cmake -S .venv-llamacpp/llama.cpp -B .venv-llamacpp/llama.cpp/build -DCMAKE_BUILD_TYPE=Release -DGGML_NATIVE=ON \\

@@ -13,7 +13,7 @@ from draftproof.models.load import load_target
 
 
 def load(job: Job) -> Generate:
-    settings = LoadConfig(dtype="bfloat16", device="cpu", threads=job["threads"], cache_tokens=16_384)
+    settings = LoadConfig(device="cpu", threads=job["threads"], cache_tokens=16_384)      # in the type that the load chooses
     target = load_target(job["target"], settings)
     engine = Engine(target, ModelDrafter(load_target(job["draft"], replace(settings, self_test=False))))
     runs = count()
