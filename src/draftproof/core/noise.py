@@ -31,6 +31,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -70,8 +71,7 @@ def _shift(z: Tensor, bits: int) -> Tensor:
 
 def key_rows(rows: Sequence[tuple[int, int]], device: torch.device | str) -> Tensor:
     """Row keys from `key` as an int32 tensor [R, 2]."""
-    signed = [[word - ((word >> 31) << 32) for word in row] for row in rows]
-    return torch.tensor(signed, dtype=torch.int32, device=device).view(-1, 2)
+    return torch.from_numpy(np.array(rows, np.uint32).view(np.int32).reshape(-1, 2)).to(device)
 
 
 def bits(keys: Tensor, tokens: Tensor) -> Tensor:
