@@ -14,6 +14,9 @@ from pathlib import Path
 import pytest
 
 from draftproof.cli import run
+from draftproof.config import LoadConfig
+from draftproof.models.heads.eagle3 import Eagle3Head
+from draftproof.models.load import load_target
 
 ROOT = Path(__file__).parent.parent
 Pair = tuple[Path, Path]
@@ -241,7 +244,7 @@ def test_demo(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatc
     trace = tmp_path / "trace.jsonl"
     assert run(["demo", "--quick", "--tokens", "12", "--prompts", "1", "--trace", str(trace), "--json"]) == 0
     cells = json.loads(capsys.readouterr().out)["cells"]
-    assert {cell["arm"] for cell in cells} == {"off", "ngram", "model"} and all(cell["identical"] for cell in cells)
+    assert {cell["arm"] for cell in cells} == {"off", "ngram", "model", "eagle3"} and all(cell["identical"] for cell in cells)
     assert {cell["class"] for cell in cells} == {"code", "data", "all"} and trace.stat().st_size > 0
     assert run(["demo", "--quick", "--tokens", "8", "--prompts", "1", "--trace", str(trace)]) == 0
     out = capsys.readouterr().out
@@ -269,8 +272,9 @@ def test_demo_ends_with_3_when_a_token_differs(capsys: pytest.CaptureFixture[str
 
 @pytest.fixture(scope="session")
 def tiny_weights(tmp_path_factory: pytest.TempPathFactory, tiny_pair: Pair) -> Path:
-    """A folder like the packaged one, with the tiny pair in it."""
+    """A folder like the packaged one, with the tiny pair in it and a head that has learnt nothing."""
     folder = tmp_path_factory.mktemp("weights")
+    Eagle3Head.fresh(load_target(str(tiny_pair[0]), LoadConfig(self_test=False, packed=False)).parts).save(folder / "eagle3")
     for name, place in zip(("target", "draft"), tiny_pair, strict=True):
         (folder / name).symlink_to(place)
     prompts = [{"class": "code", "prompt": "def add(left"}, {"class": "data", "prompt": '{"name": "fox"}, {"name":'}]

@@ -1,7 +1,7 @@
 """Train the demo's heads, one after the other, on the demo target's own answers, and put them into the package.
 
     python recipes/heads/traffic.py WORK
-    python recipes/heads/train.py WORK [NAME …] [--scale 1.0]       # about 20 minutes a head on 2 cores; killed, it goes on
+    python recipes/heads/train.py WORK [NAME …] [--scale 1.0]       # 20 to 30 minutes a head, eagle3 100, on one thread; killed, it goes on
 
 Each head is what `draftproof train` makes of WORK/traffic.jsonl; nothing here is special to the demo but the list. --scale
 multiplies the steps. Prints what ran; WORK/NAME.json keeps the result, from which `export.py` writes the model card.
@@ -17,7 +17,7 @@ from pathlib import Path
 STEPS = 450
 # Token 128 is the byte C0, which no UTF-8 text holds: it serves as a mask.
 RECIPES = {  # name → options of `draftproof train`, steps as a share of STEPS
-    "eagle3": (["--draft-vocab", "2048", "--depth", "4", "--lr", "2e-3"], 1.0),
+    "eagle3": (["--draft-vocab", "2048", "--depth", "4", "--lr", "2e-3"], 4.0),
     "medusa": (["--depth", "5", "--layers", "2", "--lr", "1e-2"], 1.0),
     "mlp": (["--shared", "--depth", "5", "--lr", "1e-2"], 1.0),
     "mtp": (["--depth", "4", "--lr", "2e-3"], 1.0),

@@ -16,11 +16,12 @@ import pytest
 from draftproof.audition.replay import Story, replay
 from draftproof.config import LoadConfig
 from draftproof.drafters import build
+from draftproof.models.heads.export import export_head
 from draftproof.models.load import WEIGHTS, builtin, load_target
 from draftproof.types import Sampling
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1800)]
-DEPTH, TOKENS, PROMPTS = 4, 128, 48
+DEPTH, TOKENS, PROMPTS = 4, 128, 64
 
 
 def run_vllm(job: dict[str, Any]) -> dict[str, Any]:
@@ -68,3 +69,9 @@ def states_of(target: Any, taps: tuple[int, ...]) -> Any:
 def test_the_small_draft_model() -> None:
     folder = str(builtin("draft"))
     agree("model", {"method": "draft_model", "model": folder, "num_speculative_tokens": DEPTH, "draft_sample_method": "greedy"})
+
+
+def test_the_built_in_head(tmp_path: Path) -> None:
+    export_head(builtin("eagle3"), "vllm", tmp_path / "theirs")
+    agree("eagle3", {"method": "eagle3", "model": str(tmp_path / "theirs"), "num_speculative_tokens": DEPTH,
+                     "draft_sample_method": "greedy"})

@@ -1,4 +1,4 @@
-"""draftproof demo: the built-in models with speculation off, `ngram` and `model`, side by side, token by token.
+"""draftproof demo: the built-in models with speculation off, `ngram`, `model` and `eagle3`, side by side, token by token.
 
 One table and one verdict in words. Ends with 3 if a single token differs from plain decoding.
 """
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from ..bench.cells import Cell, Run, Spread
     from ..bench.run import Arm, Prompt
 
-DRAFTERS = ("none", "ngram", "model")
+DRAFTERS = ("none", "ngram", "model", "eagle3")
 TRACE = Path("draftproof-demo.jsonl")
 QUICK = {"prompts": 2, "repeats": 1, "tokens": 64}
 NAMES = {"data": "data/repetition"}                 # of classes, as the table shows them
@@ -41,7 +41,7 @@ NAMES = {"data": "data/repetition"}                 # of classes, as the table s
 @o.load_options
 @o.json_option
 def demo(quick: bool, trace_file: Path, as_json: bool, **given: Any) -> int:
-    """Run the built-in models with speculation off, ngram and model, at temperature 0 and 0.8, and compare every token."""
+    """Run the built-in models with speculation off, ngram, model and eagle3, at temperature 0 and 0.8, and compare every token."""
     plan = DemoConfig.of({**(QUICK if quick else {}), **o.pick(DemoConfig, given)})
     load = LoadConfig.of(o.pick(LoadConfig, given))
     o.check_trace(trace_file)
