@@ -15,7 +15,7 @@ help:
 	@echo "make test-browser the page in headless Chromium, which it installs on Debian if it is missing (root)"
 	@echo "make test-vllm    the tests against a real vLLM (its CPU build, in $(VLLM)); about 15 minutes on 2 cores"
 	@echo "make lint         ruff and mypy only"
-	@echo "make check-bits   speculation is invisible to the bit, at length (SAMPLE=7: a sample with that seed; ALL=1: every drafter)"
+	@echo "make check-bits   speculation is invisible to the bit, at length (SAMPLE=7: a sample with that seed; EACH=1: every drafter; ALL=1: in every way)"
 	@echo "make benchmark    speed against transformers on an inflated pair; about 20 minutes on 2 cores"
 	@echo "make benchmark-view  the page on a trace of 100,000 rounds, in headless Chromium"
 	@echo "make soak         the server under 64 streaming clients for 10 minutes, then a log of 5 GB through audition"
@@ -40,7 +40,7 @@ test-vllm: $(VENV)/.installed-dev $(VLLM)/.installed
 	DRAFTPROOF_VLLM_PYTHON=$(CURDIR)/$(VLLM)/bin/python OMP_NUM_THREADS=$(or $(OMP_NUM_THREADS),1) $(BIN)/python -m pytest -m vllm tests/vllm
 
 check-bits: $(VENV)/.installed-dev
-	OMP_NUM_THREADS=$(or $(OMP_NUM_THREADS),1) DRAFTPROOF_BITS=$(if $(SAMPLE),sample DRAFTPROOF_BITS_SEED=$(SAMPLE),$(if $(ALL),all,full)) \
+	OMP_NUM_THREADS=$(or $(OMP_NUM_THREADS),1) DRAFTPROOF_BITS=$(if $(SAMPLE),sample DRAFTPROOF_BITS_SEED=$(SAMPLE),$(if $(ALL),all,$(if $(EACH),each,full))) \
 		$(BIN)/python -m pytest -n auto --dist worksteal -m bits --timeout 3600 -rP tests/bits
 
 benchmark: $(VENV)/.installed

@@ -1,8 +1,9 @@
 """Invisible to the bit, on the trained pair in bfloat16: the ids do not depend on speculation, batch, pages, or a switch.
 
 `DRAFTPROOF_BITS=full` runs 32 prompts × 256 tokens: the foundation's drafters, chains and trees, batches of 1 and 4, temperature 0
-and 0.8, switched off and on in the middle at 0.8. `all` does so for every drafter and in every way, which takes hours; otherwise
-a sample of drafters, and of ways to run each, is drawn by DRAFTPROOF_BITS_SEED. The reference is plain decoding, one sequence at a time.
+and 0.8, switched off and on in the middle at 0.8. `each` does so for every drafter, as a chain and as a tree, in one of these ways, dealt
+by DRAFTPROOF_BITS_SEED; `all` in every way, which takes a day; otherwise a sample of drafters, and of ways to run each, is drawn by
+that seed. The reference is plain decoding, one sequence at a time.
 Every prompt has a depth of its own, 1…12; max_tokens differ, so that in batches of four sequences join and leave at any
 round; prompts of up to 300 tokens and 256 more cross page edges.
 """
@@ -31,7 +32,7 @@ from draftproof.types import Sampling
 pytestmark = pytest.mark.bits
 
 MODE = os.environ.get("DRAFTPROOF_BITS", "sample")
-FULL = MODE in ("full", "all")
+FULL = MODE in ("full", "each", "all")
 FOUNDATION = ("none", "ngram", "model", "always wrong")
 SEED = int(os.environ.get("DRAFTPROOF_BITS_SEED", "0"))
 PROMPTS, TOKENS = (32, 256) if FULL else (4, 48)
@@ -68,6 +69,11 @@ def cells() -> list[Cell]:
         return [Cell(*shape, batch, temperature, switch) for shape in shapes for batch in (1, 4) for temperature in (0.0, 0.8)
                 for switch in ((False, True) if temperature and shape[0] != "none" else (False,))]
     rng = random.Random(SEED)
+    if MODE == "each":
+        ways = [(batch, temperature) for batch in (1, 4) for temperature in (0.0, 0.8)] * len(shapes)
+        ways = rng.sample(ways[:len(shapes)], len(shapes))
+        return [Cell(*shape, *way, way[1] > 0 and shape[0] != "none" and rng.random() < 0.5)
+                for shape, way in zip(shapes, ways, strict=True)]
     return [Cell(*shape, rng.choice((1, 4)), rng.choice((0.0, 0.8)), shape[0] != "none" and rng.random() < 0.3)
             for shape in [(ORACLE, True), *rng.sample(shapes, SAMPLED)]]
 

@@ -386,23 +386,42 @@ def test_long_rows_are_ranked_as_short_ones_are() -> None:
     x = hard_rows(4, 5000).numpy()
     x[2, ::5] = np.inf
     x[3, ::2], x[3, 1::2] = 0.0, -0.0
-    assert np.array_equal(host._rising(x), x.argsort(1, kind="stable"))
-    assert np.array_equal(host._rising(x.astype(np.float64)), x.argsort(1, kind="stable"))
+    for row in x:
+        assert np.array_equal(host._rising(row), row.argsort(kind="stable"))
+        assert np.array_equal(host._rising(row.astype(np.float64)), row.argsort(kind="stable"))
 
 
 @pytest.mark.parametrize("s", [*FILTERS[2:], Sampling(temperature=0.0)], ids=str)
 @pytest.mark.parametrize("v", [300, 4096, 32_000])
 def test_the_few_columns_hold_every_possible_token_and_change_no_choice(s: Sampling, v: int) -> None:
     torch.manual_seed(v)
-    logp, few = laws(torch.randn(4, v) * 4, [of(s, 4)])
-    if few is None:
+    law = laws(torch.randn(4, v) * 4, [of(s, 4)])
+    if law.few is None:
         pytest.skip("nothing is known about these rows")
-    assert [sorted(c for c in row if c >= 0) for row in few.tolist()] == [(row > -math.inf).nonzero()[:, 0].tolist() for row in logp]
+    columns, values = law.few
+    some = law.of([2, 0])
+    possible = [(row > -math.inf).nonzero()[:, 0].tolist() for row in law.whole]
+    assert [sorted(c for c in row if c >= 0) for row in columns.tolist()] == possible
+    assert torch.equal(torch.where(columns < 0, -math.inf, law.whole.gather(1, columns.clamp(min=0))), values)
+    assert torch.equal(some.whole, law.whole[[2, 0]])
     for keys in (None, noise.key_rows([noise.key(i, 0, "text", 9, 0) for i in range(4)], "cpu")):
-        for k in (1, min(3, few.shape[1])):
-            known, blind = perturbed_top(logp, keys, k, few=few), perturbed_top(logp, keys, k)
-            possible = blind[0] > -math.inf
-            assert torch.equal(known[0], blind[0]) and torch.equal(known[1][possible], blind[1][possible])
+        for k in (1, min(3, columns.shape[1])):
+            known, blind = perturbed_top(law, keys, k), perturbed_top(law.whole, keys, k)
+            real = blind[0] > -math.inf
+            assert torch.equal(known[0], blind[0]) and torch.equal(known[1][real], blind[1][real])
+
+
+@pytest.mark.parametrize("v", [5, 300, 4096])
+def test_a_row_without_any_token_left_has_no_winner(v: int) -> None:
+    """A drafter whose vocabulary the options exclude: values of −inf, beside a row that has its token."""
+    logp = torch.full((2, v), -math.inf)
+    logp[1, 3] = 0.0
+    keys = noise.key_rows([noise.key(1, 0, "text", i) for i in range(2)], "cpu")
+    for rows, own in ((logp, keys), (logp[:1], keys[:1])):
+        for k in (1, 3):
+            values, columns = perturbed_top(rows, own, k)
+            assert (values[0] == -math.inf).all() and columns.min() >= 0 and columns.max() < v
+            assert len(rows) == 1 or (columns[1, 0] == 3 and values[1, 0] > -math.inf and (values[1, 1:] == -math.inf).all())
 
 
 def test_counts_read_on_and_begin_anew() -> None:

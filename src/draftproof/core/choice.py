@@ -5,7 +5,9 @@ Every way to a winner gives the same one: candidates are found by bounds or know
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -18,47 +20,71 @@ _DENSE = 1024        # up to this vocabulary, noise for all of it costs no more 
 _LOW = 0xFFFFFFFF
 
 
-def choose(logp: Tensor, keys: Tensor | None, few: Tensor | None = None) -> Tensor:
-    """argmax(log p − log E) of each row, int64 [N]; ties go to the lowest id. keys int32 [N, 2], or None for no noise; few: as in
-    `perturbed_top`."""
-    return perturbed_top(logp, keys, 1, few=few)[1][:, 0]
+@dataclass(slots=True)
+class Law:
+    """N laws over `size` tokens as log-probabilities, −inf where a token is excluded: all of them [N, size], or those of the tokens that
+    filters left: columns int64 [N, C], filled up with −1, and values [N, C], −inf there."""
+
+    size: int
+    given: Tensor | None = None
+    few: tuple[Tensor, Tensor] | None = None
+
+    @property
+    def whole(self) -> Tensor:
+        """[N, size]; made when it is first asked for."""
+        if self.given is None:
+            assert self.few is not None, "a law is given as a whole or by its tokens"
+            columns, values = self.few
+            wide = values.new_full((columns.shape[0], self.size + 1), -math.inf)          # one more for what only fills up
+            self.given = wide.scatter_(1, columns.remainder(self.size + 1), values)[:, :self.size]
+        return self.given
+
+    def of(self, rows: Sequence[int]) -> Law:
+        """The law of some rows."""
+        chosen = list(rows)
+        return Law(self.size, None if self.given is None else self.given[chosen],
+                   None if self.few is None else (self.few[0][chosen], self.few[1][chosen]))
 
 
-def perturbed_top(logp: Tensor, keys: Tensor | None, k: int, ids: Tensor | None = None,
-                  counts: Sequence[int] | None = None, few: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def choose(law: Law | Tensor, keys: Tensor | None) -> Tensor:
+    """argmax(log p − log E) of each row, int64 [N]; ties go to the lowest id. keys int32 [N, 2], or None for no noise."""
+    return perturbed_top(law, keys, 1)[1][:, 0]
+
+
+def perturbed_top(law: Law | Tensor, keys: Tensor | None, k: int, ids: Tensor | None = None,
+                  counts: Sequence[int] | None = None) -> tuple[Tensor, Tensor]:
     """The k best of log q + g in each row: values [N, k] and columns [N, k], best first, ties by the lowest column.
 
     These are k tokens drawn from q without replacement, in order (Gumbel top-k, Kool et al., arXiv 1903.06059).
-    logp [N, V] · keys int32 [N, 2], None for no noise · ids [V]: the target's ids of the columns, by which noise is keyed ·
-    counts: how many rows, one after another, share each key; then keys [len(counts), 2], and their noise is drawn once.
-    few [N, C]: the possible tokens of each row, filled up with −1 (`core.probs.laws` knows them), None if that is not known.
-    A row with fewer than k possible tokens ends in values of −inf, which stand for no token.
+    law: of N rows, or a tensor [N, V] that is one · keys int32 [N, 2], None for no noise · ids [V]: the target's ids of the columns,
+    by which noise is keyed · counts: how many rows, one after another, share each key; then keys [len(counts), 2], and their noise
+    is drawn once. A row with fewer than k possible tokens ends in values of −inf, which stand for no token.
     """
-    assert 1 <= k <= logp.shape[1], "k distinct tokens need as many columns"
-    counts = (1,) * logp.shape[0] if counts is None else counts
+    if isinstance(law, Tensor):
+        law = Law(law.shape[1], law)
+    assert 1 <= k <= law.size, "k distinct tokens need as many columns"
     if keys is None:
-        return (logp.gather(1, few), few) if few is not None and k == few.shape[1] == 1 else _best(logp, k)
-    if logp.device.type == "cpu" and (few is not None or logp.shape[1] > _DENSE):
-        return _searched(logp.numpy(), keys.numpy().view(np.uint32), k, None if ids is None else ids.numpy(), counts,
-                         None if few is None else few.numpy())
-    tokens = torch.arange(logp.shape[1], dtype=torch.int32, device=logp.device) if ids is None else ids
-    return _best(_plus(logp, gumbel(keys, tokens), counts), k)
+        return law.few[::-1] if law.few is not None and k == law.few[0].shape[1] == 1 else _best(law.whole, k)
+    if keys.device.type == "cpu" and (law.few is not None or law.size > _DENSE):
+        return _searched(law, keys.numpy().view(np.uint32), k, None if ids is None else ids.numpy(), counts)
+    tokens = torch.arange(law.size, dtype=torch.int32, device=keys.device) if ids is None else ids
+    return _best(_plus(law.whole, gumbel(keys, tokens), counts), k)
 
 
-def _searched(rows: host.Floats, keys: host.Ids, k: int, names: host.Ids | None, counts: Sequence[int],
-              few: host.Ids | None) -> tuple[Tensor, Tensor]:
+def _searched(law: Law, keys: host.Ids, k: int, names: host.Ids | None, counts: Sequence[int] | None) -> tuple[Tensor, Tensor]:
     """On a processor. Rows of one key share the bound of its noise."""
-    owners = np.repeat(np.arange(len(counts)), counts)
-    if few is not None:
-        values, columns = host.best_of_few(rows, few, keys[owners], names, k)
+    owners = slice(None) if counts is None or max(counts) == 1 else np.repeat(np.arange(len(counts)), counts)
+    if law.few is not None:
+        values, columns = host.best_of_few(law.few[1].numpy(), law.few[0].numpy(), keys[owners], names, k)
     else:
-        reach = host.bound(keys, names, rows.shape[1])
-        values, columns = host.best_of_row(rows, reach if len(reach) == len(rows) else reach[owners], keys[owners], names, k)
+        values, columns = host.best_of_row(law.whole.numpy(), host.bound(keys, names, law.size)[owners], keys[owners], names, k)
     return torch.from_numpy(values), torch.from_numpy(columns)
 
 
-def _plus(logp: Tensor, noise: Tensor, counts: Sequence[int]) -> Tensor:
+def _plus(logp: Tensor, noise: Tensor, counts: Sequence[int] | None) -> Tensor:
     """logp [N, V] with the noise [len(counts), V] of each row's key."""
+    if counts is None:
+        return logp + noise
     if len(set(counts)) == 1:
         return (logp.view(len(counts), counts[0], -1) + noise[:, None]).flatten(0, 1)
     return logp + noise.repeat_interleave(torch.tensor(counts, device=noise.device), 0, output_size=logp.shape[0])

@@ -8,6 +8,7 @@ same order; the two may differ in the last bit of a logarithm. What is done to o
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -18,11 +19,12 @@ Ids = NDArray[np.integer]
 
 FEW = 128            # likeliest tokens looked at before more; a nucleus is rarely larger
 FLOOR = -10.0        # then: tokens at least e**−10 as likely as the likeliest; then the whole row
-TILE = 64            # columns of a long row that share a maximum
-LONG = 16_384        # rows from here on are searched by their tiles
+TILE = 64            # columns of a long row that share a maximum; of a shorter one an eighth as many
+LONG = 16_384        # rows from here on are long
 COLD = 1e-30         # the lowest temperature above 0 that float32 can divide by on every device
 _MARGIN = 1e-3       # far above the float32 error of `bound`
 _LOWEST = float(np.finfo(np.float32).min)
+_NONE = np.iinfo(np.int64).max
 _ROUNDS = ((np.uint32(16), np.uint32(0x7FEB352D)), (np.uint32(15), np.uint32(0x846CA68B)))
 
 
@@ -42,90 +44,71 @@ class Filters(NamedTuple):
 # Filters.
 
 
-def filtered(rows: Floats, top: Floats, tiles: Floats | None, logp: Floats | None, f: Filters) -> tuple[Ids, Floats]:
-    """What the filters leave of rows of logits [N, V]: columns [N, C], likeliest first, filled up with −1, and their log-probabilities,
-    float64.
+def filtered(row: Floats, top: float, logp: Floats | None, f: Filters) -> tuple[Ids, Floats]:
+    """What the filters leave of one row of logits [V]: columns [C], likeliest first, and their log-probabilities, float64.
 
-    top [N]: the largest logits · tiles [N, T]: maxima of `TILE` columns each, of long rows · logp [N, V]: the log-softmax at this
-    temperature, for its mass, where top_p applies to the whole row (without top_k).
+    top: the largest logit · logp [V]: the log-softmax at this temperature, for its mass, where top_p applies to the whole row
+    (without top_k).
     """
-    columns, logs, enough = _ranked(rows, top, _first_bound(rows, tiles, f), logp, f)
-    if enough.all():
-        return columns, logs
-    ways = [(columns[r, columns[r] >= 0], logs[r, columns[r] >= 0]) for r in range(len(rows))]
-    for r in np.flatnonzero(~enough).tolist():
-        one = slice(r, r + 1)
-        for floor in (FLOOR, -math.inf):                        # at last the whole row, which is always enough
-            more, law, done = _ranked(rows[one], top[one], top[one] + floor * f.temperature, None if logp is None else logp[one], f)
-            if done[0]:
-                break
-        ways[r] = more[0], law[0]
-    widest = max(len(own) for own, _ in ways)
-    columns, logs = np.full((len(rows), widest), -1), np.full((len(rows), widest), -math.inf)
-    for r, (own, law) in enumerate(ways):
-        columns[r, :len(own)], logs[r, :len(own)] = own, law
+    columns, logs, enough = _ranked(row, top, logp, _first_bound(row, f), f)
+    for floor in (FLOOR, -math.inf):                            # at last the whole row, which is always enough
+        if enough:
+            break
+        columns, logs, enough = _ranked(row, top, logp, top + floor * f.temperature, f)
     return columns, logs
 
 
-def _first_bound(rows: Floats, tiles: Floats | None, f: Filters) -> Floats:
-    """Of each row a value that at least `k` tokens reach."""
-    k = f.top_k or FEW
-    if k >= rows.shape[1] // 2:
-        return np.full(len(rows), -math.inf)
-    where = rows if tiles is None or k > tiles.shape[1] // 2 else tiles       # the k-th of the tiles' maxima is not above the k-th of all
-    return np.partition(where, where.shape[1] - k)[:, where.shape[1] - k]
+def _first_bound(row: Floats, f: Filters) -> float:
+    """A value that at least `k` tokens reach: the k-th of the maxima of tiles, which is not above the k-th of all."""
+    k, size = f.top_k or FEW, len(row)
+    if k >= size // 2:
+        return -math.inf
+    tile = TILE if size >= LONG else TILE // 8
+    wide = size // tile
+    where = row if k > wide // 2 else row[:wide * tile].reshape(tile, wide).max(0)
+    return float(np.partition(where, len(where) - k)[len(where) - k])
 
 
-def _ranked(rows: Floats, top: Floats, bound: Floats, logp: Floats | None, f: Filters) -> tuple[Ids, Floats, NDArray[np.bool_]]:
-    """`filtered`, from the tokens that reach bound [N], and whether [N] these were enough to tell."""
-    whole = bound == -math.inf
-    columns, count = _where(rows >= np.maximum(bound, _LOWEST)[:, None])
-    every = np.arange(len(rows))[:, None]
-    fallen = np.where(columns < 0, math.inf, -rows[every, columns])
+def _ranked(row: Floats, top: float, logp: Floats | None, bound: float, f: Filters) -> tuple[Ids, Floats, bool]:
+    """`filtered`, from the tokens that reach the bound, and whether these were enough to tell."""
+    columns = np.flatnonzero(row >= max(bound, _LOWEST))
+    fallen = -row[columns]
     order = _rising(fallen)                                     # descending logits, ties by id
-    columns, fallen = columns[every, order], fallen[every, order]
-    z = (-fallen.astype(np.float64) - top[:, None]) / max(f.temperature, COLD)
-    mass = np.exp(z).cumsum(1)
-    give, kept = 1e-12 if rows.dtype == np.float64 else 1e-6, count
-    at = every[:, 0]
+    columns, fallen = columns[order], fallen[order]
+    z = (-fallen.astype(np.float64) - top) / max(f.temperature, COLD)
+    mass = np.exp(z).cumsum()
+    give = 1e-12 if row.dtype == np.float64 else 1e-6
+    count = kept = len(columns)
     if f.top_k:
-        last = fallen[:, min(f.top_k, fallen.shape[1]) - 1]
-        kept = np.minimum(count, np.count_nonzero(fallen <= last[:, None], 1))
-        total = mass[at, kept - 1]
-    elif logp is not None:
-        total = np.exp(-logp[at, columns[:, 0]].astype(np.float64))
-    if f.top_p < 1:
-        kept = np.minimum(kept, 1 + np.count_nonzero(mass < (total * (f.top_p * (1 - give)))[:, None], 1))
+        kept = int(np.count_nonzero(fallen <= fallen[min(f.top_k, count) - 1]))
+    if f.top_p < 1:                                             # the likeliest token's mass is 1
+        total = mass[kept - 1] if logp is None else np.exp(-logp[columns[0]].astype(np.float64))
+        kept = min(kept, 1 + int(mass.searchsorted(total * (f.top_p * (1 - give)))))
     if f.min_p:
-        kept = np.minimum(kept, np.count_nonzero(z >= math.log(f.min_p) - give, 1))
-    enough = whole | (count >= f.top_k if f.top_k else kept < count)
-    logs = z - np.log(mass[at, kept - 1])[:, None]
-    width = int(kept.max())
-    left = np.arange(width) < kept[:, None]
-    return np.where(left, columns[:, :width], -1), np.where(left, logs[:, :width], -math.inf), enough
+        kept = min(kept, int(np.count_nonzero(z >= math.log(f.min_p) - give)))
+    enough = bound == -math.inf or (count >= f.top_k if f.top_k else kept < count)
+    return columns[:kept], z[:kept] - np.log(mass[kept - 1]), enough
 
 
 def _rising(x: Floats) -> Ids:
-    """The stable order of each row; of long float32 rows by integers, which numpy sorts five times as fast."""
-    if x.dtype != np.float32 or x.shape[1] < 4096:
-        return x.argsort(1, kind="stable")
+    """The stable order; of many float32 by integers, which numpy sorts five times as fast."""
+    if x.dtype != np.float32 or len(x) < 4096:
+        return x.argsort(kind="stable")
     i = (x + np.float32(0)).view(np.int32)                      # −0.0 becomes 0.0
-    keys = ((i ^ ((i >> 31) & 0x7FFFFFFF)).astype(np.int64) << 32) | np.arange(x.shape[1])
-    keys.sort(1)
+    keys = ((i ^ ((i >> 31) & 0x7FFFFFFF)).astype(np.int64) << 32) | np.arange(len(x))
+    keys.sort()
     return keys & 0xFFFFFFFF
 
 
-def _where(chosen: NDArray[np.bool_]) -> tuple[Ids, Ids]:
-    """The columns of the True of each row [N, V] as [N, C], ascending, filled up with −1; and how many there are [N]."""
-    n, size = chosen.shape
-    flat = np.flatnonzero(chosen)
-    if n == 1:
-        return flat[None], np.array([flat.shape[0]])
-    row = flat // size
-    count = np.bincount(row, minlength=n)
-    columns = np.full((n, int(count.max())), -1)
-    columns[row, np.arange(flat.shape[0]) - np.repeat(np.cumsum(count) - count, count)] = flat - row * size
-    return columns, count
+def stacked(rows: Sequence[tuple[Ids, Floats]]) -> tuple[Ids, Floats]:
+    """Columns and values of each row as [N, C], filled up with −1 and −inf."""
+    if len(rows) == 1:
+        return rows[0][0][None], rows[0][1][None]
+    widest = max(len(columns) for columns, _ in rows)
+    columns, values = np.full((len(rows), widest), -1), np.full((len(rows), widest), -math.inf)
+    for i, (own, logs) in enumerate(rows):
+        columns[i, :len(own)], values[i, :len(own)] = own, logs
+    return columns, values
 
 
 # Noise: `core/noise.py` in numpy.
@@ -190,15 +173,17 @@ def largest(rows: Floats, k: int) -> Ids:
     return np.stack([own[np.argsort(-row[own], kind="stable")[:k]] for row, own in zip(rows, columns, strict=True)])
 
 
-def best_of_few(rows: Floats, columns: Ids, keys: Ids, names: Ids | None, k: int) -> tuple[Floats, Ids]:
-    """The k best of log p + g of each row [N, V] among columns [N, C], filled up with −1: values and columns [N, k], ties by the lowest
-    column; −inf, and columns that are none of them, where they are fewer. keys [N, 2]; names [V]: the target's ids of the columns."""
-    every = np.arange(len(rows))[:, None]
-    scores = rows[every, columns] + gumbel(keys, columns if names is None else names[columns])
-    scores[columns < 0] = -math.inf
+def best_of_few(values: Floats, columns: Ids, keys: Ids, names: Ids | None, k: int) -> tuple[Floats, Ids]:
+    """The k best of log p + g of each row: their scores and columns [N, k], ties by the lowest column; −inf, and columns that are
+    none of them, where they are fewer. values, columns [N, C]: log p of the tokens that count, filled up with −inf and −1;
+    keys [N, 2]; names [V]: the target's ids of the columns."""
+    if not columns.shape[1]:
+        return _filled(values, columns, k)
+    scores = values + gumbel(keys, columns if names is None else names[columns])
     if k == 1:
         best = scores.max(1, keepdims=True)
-        return best, np.where(scores == best, columns, rows.shape[1]).min(1, keepdims=True)
+        return best, np.maximum(np.where(scores == best, columns, _NONE).min(1, keepdims=True), 0)
+    every = np.arange(len(columns))[:, None]
     order = np.lexsort((columns, -scores))[:, :k]
     values, found = scores[every, order], columns[every, order]
     if order.shape[1] < k or (values == -math.inf).any():
@@ -216,7 +201,8 @@ def _filled(values: Floats, found: Ids, k: int) -> tuple[Floats, Ids]:
 
 
 def best_of_row(rows: Floats, reach: Floats, keys: Ids, names: Ids | None, k: int) -> tuple[Floats, Ids]:
-    """`best_of_few` over all columns: exact scores for those alone that can be among the k best. reach [N, V]: `bound` of the keys.
+    """`best_of_few` over all columns of rows [N, V]: exact scores for those alone that can be among the k best. reach [N, V]: `bound`
+    of the keys.
 
     Looked at is who reaches a floor somewhat below the highest bound: if k exact scores lie above it, nobody else can come between.
     """
@@ -224,8 +210,23 @@ def best_of_row(rows: Floats, reach: Floats, keys: Ids, names: Ids | None, k: in
     top = limits.max(1, keepdims=True)
     for below in (2.0 * k, 8.0 * k, math.inf):
         floor = np.maximum(top - below, _LOWEST)
-        columns, _ = _where(limits >= floor)
-        values, found = best_of_few(rows, columns, keys, names, k)
+        columns = _where(limits >= floor)
+        values = rows[np.arange(len(rows))[:, None], columns]
+        values[columns < 0] = -math.inf
+        values, found = best_of_few(values, columns, keys, names, k)
         if below == math.inf or (values[:, -1:] > floor + _MARGIN).all():
             break
     return values, found
+
+
+def _where(chosen: NDArray[np.bool_]) -> Ids:
+    """The columns of the True of each row [N, V] as [N, C], ascending, filled up with −1."""
+    n, size = chosen.shape
+    flat = np.flatnonzero(chosen)
+    if n == 1:
+        return flat[None]
+    row = flat // size
+    count = np.bincount(row, minlength=n)
+    columns = np.full((n, int(count.max())), -1)
+    columns[row, np.arange(flat.shape[0]) - np.repeat(np.cumsum(count) - count, count)] = flat - row * size
+    return columns

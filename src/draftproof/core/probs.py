@@ -23,7 +23,7 @@ from torch import Tensor
 from ..errors import Failure, OptionError
 from ..types import Sampling
 from . import host
-from .choice import first_largest
+from .choice import Law, first_largest
 from .edits import Rows, edit
 from .host import Filters
 
@@ -45,11 +45,11 @@ def distribution(logits: Tensor, groups: Sequence[Rows]) -> Tensor:
     logits [N, V], the rows of the groups one after another; float64 stays float64, everything else becomes float32.
     Raises OptionError when the options, or the grammar, exclude every token of a row, or name a token that does not exist.
     """
-    return laws(logits, groups)[0]
+    return laws(logits, groups).whole
 
 
-def laws(logits: Tensor, groups: Sequence[Rows]) -> tuple[Tensor, Tensor | None]:
-    """`distribution`, and the possible tokens of each row where filters left few: columns int64 [N, C], filled up with −1. Else None."""
+def laws(logits: Tensor, groups: Sequence[Rows]) -> Law:
+    """`distribution`, by the possible tokens alone where all rows went through the same filters and these left few."""
     assert logits.shape[0] == sum(len(g.paths) for g in groups), "one path per row of logits"
     x = logits if logits.dtype in _SLACK else logits.float()
     batches: dict[Filters, list[int]] = {}
@@ -62,7 +62,7 @@ def laws(logits: Tensor, groups: Sequence[Rows]) -> tuple[Tensor, Tensor | None]
             edited = True
         batches.setdefault(_filters(g.sampling, x.shape[1]), []).extend(range(start, stop))
         start = stop
-    top = x.amax(-1, keepdim=True)
+    top = torch.from_numpy(x.numpy().max(-1, keepdims=True)) if x.device.type == "cpu" else x.amax(-1, keepdim=True)
     if (edited or not x.is_cuda) and not np.isfinite(top.cpu().numpy()).all():    # on a GPU the question costs a host sync
         _refuse(logits, top, groups)
     if len(batches) == 1:
@@ -70,8 +70,8 @@ def laws(logits: Tensor, groups: Sequence[Rows]) -> tuple[Tensor, Tensor | None]
     out = torch.empty_like(x)
     for filters, members in batches.items():
         rows = torch.tensor(members, device=x.device)
-        out[rows] = _law(x[rows], top[rows], filters)[0]
-    return out, None
+        out[rows] = _law(x[rows], top[rows], filters).whole
+    return Law(x.shape[1], out)
 
 
 def _refuse(logits: Tensor, top: Tensor, groups: Sequence[Rows]) -> None:
@@ -98,16 +98,15 @@ def _starts(groups: Sequence[Rows]) -> Iterable[tuple[Rows, int]]:
 # Temperature and filters.
 
 
-def _law(x: Tensor, top: Tensor, f: Filters) -> tuple[Tensor, Tensor | None]:
+def _law(x: Tensor, top: Tensor, f: Filters) -> Law:
     """`laws` of rows [G, V] that share their filters; top [G, 1] is each row's largest logit."""
     if f.temperature == 0:
-        winners = first_largest(x)
-        return torch.full_like(x, -math.inf).scatter_(1, winners, 0.0), winners
+        return Law(x.shape[1], few=(first_largest(x), torch.zeros_like(top)))
     if not f.active:
-        return _log_softmax(x, top, f.temperature), None
+        return Law(x.shape[1], _log_softmax(x, top, f.temperature))
     logp = None if f.top_k or f.top_p == 1 else _log_softmax(x, top, f.temperature)
     if x.device.type != "cpu" or x.shape[1] <= _SHORT:
-        return _sorted(x, top, None if logp is None else logp.amax(-1, keepdim=True).double().neg_().exp_(), f), None
+        return Law(x.shape[1], _sorted(x, top, None if logp is None else logp.amax(-1, keepdim=True).double().neg_().exp_(), f))
     return _searched(x, top, logp, f)
 
 
@@ -136,12 +135,9 @@ def _sorted(x: Tensor, top: Tensor, total: Tensor | None, f: Filters) -> Tensor:
     return torch.empty_like(x).scatter_(1, columns, logp.to(x.dtype))
 
 
-def _searched(x: Tensor, top: Tensor, logp: Tensor | None, f: Filters) -> tuple[Tensor, Tensor]:
+def _searched(x: Tensor, top: Tensor, logp: Tensor | None, f: Filters) -> Law:
     """The same on a processor, looking only at tokens that can be kept."""
-    out = torch.full_like(x, -math.inf)
-    count, size = x.shape
-    tiles = x[:, :size // host.TILE * host.TILE].view(count, -1, host.TILE).amax(-1).numpy() if size >= host.LONG else None
-    columns, values = host.filtered(x.numpy(), top[:, 0].numpy(), tiles, None if logp is None else logp.numpy(), f)
-    row, place = np.nonzero(columns >= 0)
-    out.numpy()[row, columns[row, place]] = values[row, place]
-    return out, torch.from_numpy(columns)
+    laws = [None] * len(x) if logp is None else logp.numpy()
+    rows = zip(x.numpy(), top.flatten().tolist(), laws, strict=True)
+    columns, values = host.stacked([host.filtered(row, likeliest, law, f) for row, likeliest, law in rows])
+    return Law(x.shape[1], few=(torch.from_numpy(columns), torch.from_numpy(values.astype(x.numpy().dtype))))

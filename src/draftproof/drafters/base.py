@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..config import LoadConfig
-from ..core.choice import perturbed_top
+from ..core.choice import Law, perturbed_top
 from ..core.edits import Counts, Rows
 from ..core.probs import laws
 from ..errors import OptionError
@@ -226,16 +226,16 @@ def pick(logits: Tensor, groups: Sequence[Rows], seqs: Sequence[SequenceView], p
     greedy, edited = all(quiet), any(g.edited for g in groups)
     if ids is not None and edited:
         logits, ids = _widened(logits, ids, vocab_size), None
-        logq, few = _each_law(logits, groups)
+        law = _each_law(logits, groups)
     else:
-        logq, few = (logits.float(), None) if greedy and not edited else laws(logits, groups)
-    k = min(k, logq.shape[-1])
+        law = Law(logits.shape[-1], logits.float()) if greedy and not edited else laws(logits, groups)
+    k = min(k, law.size)
     counts = [len(g.paths) for g in groups]
-    best, columns = perturbed_top(logq, None if greedy else noise.keys(seqs, positions), k, ids, counts, few)
+    best, columns = perturbed_top(law, None if greedy else noise.keys(seqs, positions), k, ids, counts)
     if any(quiet) and not greedy:
         rows = [row for row, still in enumerate(still for still, count in zip(quiet, counts, strict=True) for _ in range(count)) if still]
-        best[rows], columns[rows] = perturbed_top(logq[rows], None, k)
-    return Picks(columns if ids is None else ids[columns], best, logq if noise.keep_law and not greedy else None, ids)
+        best[rows], columns[rows] = perturbed_top(law.of(rows), None, k)
+    return Picks(columns if ids is None else ids[columns], best, law.whole if noise.keep_law and not greedy else None, ids)
 
 
 def joined_laws(levels: Sequence[Picks], vocab_size: int) -> tuple[Tensor | None, Tensor | None]:
@@ -260,7 +260,7 @@ def _widened(logits: Tensor, ids: Tensor, vocab_size: int) -> Tensor:
     return wide
 
 
-def _each_law(logits: Tensor, groups: Sequence[Rows]) -> tuple[Tensor, Tensor | None]:
+def _each_law(logits: Tensor, groups: Sequence[Rows]) -> Law:
     """`laws`, where a row without any token left is −inf: the target may have tokens there that the drafter has not."""
     try:
         return laws(logits, groups)
@@ -268,5 +268,5 @@ def _each_law(logits: Tensor, groups: Sequence[Rows]) -> tuple[Tensor, Tensor | 
         singles = [replace(g, paths=(path,), mask=None if g.mask is None else g.mask[i:i + 1])
                    for g in groups for i, path in enumerate(g.paths)]
         if len(singles) == 1:
-            return torch.full_like(logits, -math.inf), None
-        return torch.cat([_each_law(logits[i:i + 1], [single])[0] for i, single in enumerate(singles)]), None
+            return Law(logits.shape[-1], torch.full_like(logits, -math.inf))
+        return Law(logits.shape[-1], torch.cat([_each_law(logits[i:i + 1], [single]).whole for i, single in enumerate(singles)]))

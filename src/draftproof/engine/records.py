@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ..config import TraceLevel
+from ..core.choice import Law
 from ..core.noise import gumbel, key, key_rows
 from ..core.tree import positions as places
 from ..core.verify import dense_law
@@ -87,26 +88,26 @@ class Recorder:
             seq.id, self.at(seq.clock.submitted), seq.prompt_tokens, cached_tokens, _json_options(seq.sampling), seq.seed, seq.sample,
             seq.prompt_class, seq.tenant, seq.prompt if self.level == "full" else None, seq.rule))
 
-    def prefill(self, seq: Sequence, law: Tensor) -> None:
-        """After the commit of the first token; law [1, V] are log-probabilities."""
+    def prefill(self, seq: Sequence, law: Law) -> None:
+        """After the commit of the first token; law: of its one row."""
         if self.level == "none":
             return
         token = seq.output[0]
         detail: tuple[Any, ...] = ()
         if self.level == "full":
             noise = None if seq.sampling.greedy else _noise(seq, [seq.prompt_tokens], [token])[0]
-            detail = (float(law[0, token].exp()), noise, _top(law, self._alternatives)[0])
+            detail = (float(law.whole[0, token].exp()), noise, _top(law.whole, self._alternatives)[0])
         record = TokenRecord(token, "prefill", *detail, **_logprob(seq, 1)[0])
         self._emit(seq, PrefillDone(seq.id, self.at(seq.clock.last), seq.prefill_s, seq.prefill_passes, record, seq.pieces[0]))
 
-    def rounds(self, judged: abc.Sequence[Judged], laws: Tensor, scores: Scores, times: Times) -> None:
+    def rounds(self, judged: abc.Sequence[Judged], law: Law, scores: Scores, times: Times) -> None:
         if self.level == "none":
             return
         for i, one in enumerate(judged):
             start, marks = scores.starts[i], zip(one.nodes, one.draft.parents, one.fates, strict=True)
             words = zip(one.commit.tokens, one.commit.roles, strict=True)
             if self.level == "full":
-                detail = self._detail(one, laws[start:start + len(one.nodes) + 1])
+                detail = self._detail(one, law.whole[start:start + len(one.nodes) + 1])
                 nodes = [NodeRecord(*mark, *more) for mark, more in zip(marks, detail.nodes, strict=True)]
                 tokens = [TokenRecord(*word, *more) for word, more in zip(words, detail.tokens, strict=True)]
             else:

@@ -10,10 +10,10 @@ from time import perf_counter
 import torch
 from torch import Tensor
 
-from ..core.choice import choose
+from ..core.choice import Law, choose
 from ..core.edits import Rows
 from ..core.noise import key, key_rows, uniform
-from ..core.probs import distribution, laws
+from ..core.probs import laws
 from ..core.tally import fates
 from ..core.tree import path
 from ..core.tree import positions as places
@@ -48,8 +48,8 @@ class Rounds:
             scores, drafts = self._score(batch, drafts)
             scored = perf_counter()
             nodes = [draft.tokens.tolist() for draft in drafts]
-            logp, few = laws(scores.logits, [_options(*each, scores.logits) for each in zip(batch, drafts, nodes, strict=True)])
-            verdicts, coins = self._verify(batch, drafts, nodes, logp, few, scores.starts)
+            law = laws(scores.logits, [_options(*each, scores.logits) for each in zip(batch, drafts, nodes, strict=True)])
+            verdicts, coins = self._verify(batch, drafts, nodes, law, scores.starts)
             verified = perf_counter()
             for seq, budget in zip(batch, budgets, strict=True):
                 seq.drafted(budget.depth)
@@ -67,12 +67,12 @@ class Rounds:
         for i, one in enumerate(judged):
             self._count(one, scores.logits, scores.starts[i], end, times)
         self.speculation.learn(batch, budgets, drafts, verdicts, times)
-        self.recorder.rounds(judged, logp, scores, times)
+        self.recorder.rounds(judged, law, scores, times)
         return commits
 
     def choose_first(self, seq: Sequence, logits: Tensor) -> Commit:
         """The prefill's token, from the logits [1, V] after the prompt."""
-        law = distribution(logits, [_rows(seq, ((),), logits)])
+        law = laws(logits, [_rows(seq, ((),), logits)])
         token = int(choose(law, _choice_keys([seq], [Draft.empty()], logits.device)))
         commit = seq.commit(Verdict((), token, "prefill"), ())
         seq.tally.prefill(seq.prefill_passes)
@@ -93,8 +93,8 @@ class Rounds:
             drafts = [Draft.empty(draft.drafter, f"no room to score it: {full}") for draft in drafts]
             return self.target.score(slots, roots, drafts), drafts
 
-    def _verify(self, batch: abc.Sequence[Sequence], drafts: list[Draft], nodes: list[list[int]], logp: Tensor,
-                few: Tensor | None, starts: abc.Sequence[int]) -> tuple[list[Verdict], dict[int, Tensor]]:
+    def _verify(self, batch: abc.Sequence[Sequence], drafts: list[Draft], nodes: list[list[int]], law: Law,
+                starts: abc.Sequence[int]) -> tuple[list[Verdict], dict[int, Tensor]]:
         """A verdict per sequence, and the coins of those whose draft a joint rule judged.
 
         Without a draft, at temperature 0 and under `match` the target chooses, with the shared noise. A draft that its rule
@@ -105,23 +105,22 @@ class Rounds:
         for i, (seq, draft) in enumerate(zip(batch, drafts, strict=True)):
             if not shares_noise(seq.rule) and len(draft) and not seq.sampling.greedy:
                 try:
-                    verdicts[i], coins[i] = _joint(seq, draft, logp[starts[i]:starts[i + 1]])
+                    verdicts[i], coins[i] = _joint(seq, draft, law.whole[starts[i]:starts[i + 1]])
                 except (DrafterError, OptionError) as error:
                     lane = self.speculation.of(seq)
                     lane.retire(error)
                     drafts[i], nodes[i] = Draft.empty(draft.drafter, lane.failure), []
         rest = [i for i in range(len(batch)) if i not in verdicts]
         if rest:
-            rows = logp
             if len(rest) < len(batch) or starts[-1] > sum(len(d) + 1 for d in drafts):
                 chosen = [row for i in rest for row in range(starts[i], starts[i] + len(drafts[i]) + 1)]
-                rows, few = logp[chosen], None if few is None else few[chosen]
-            choices = choose(rows, _choice_keys([batch[i] for i in rest], [drafts[i] for i in rest], rows.device), few).tolist()
+                law = law.of(chosen)
+            choices = choose(law, _choice_keys([batch[i] for i in rest], [drafts[i] for i in rest], self.target.device)).tolist()
             at = 0
             for i in rest:
                 own = choices[at:at + len(nodes[i]) + 1]
                 if batch[i].rule in LOSSY:
-                    verdicts[i] = typical(drafts[i].parents, nodes[i], rows[at:at + len(own)], own)
+                    verdicts[i] = typical(drafts[i].parents, nodes[i], law.whole[at:at + len(own)], own)
                 else:
                     verdicts[i] = match(drafts[i].parents, nodes[i], own)
                 at += len(own)
