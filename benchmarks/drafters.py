@@ -64,7 +64,8 @@ def rows(runs: Sequence[Run], sinks: Mapping[str, Memory]) -> list[dict[str, Any
             continue
         tally, seconds = counts[cell.arm, cell.prompt_class, cell.temperature]
         table.append({"drafter": cell.arm, "class": cell.prompt_class, "temperature": cell.temperature, "speedup": cell.speedup,
-                      "acceptance_length": tally.acceptance_length_drafted, "hazard": [round(h, 3) for h in tally.hazard],
+                      "tokens_per_round": tally.acceptance_length, "acceptance_length": tally.acceptance_length_drafted,
+                      "hazard": [round(h, 3) for h in tally.hazard],
                       "reached": tally.reached, "rounds": tally.rounds, "drafted": tally.drafted, "accepted": tally.accepted,
                       "draft_ms_per_token": 1e3 * seconds / tally.drafted if tally.drafted else None, "identical": cell.identical})
     return table
@@ -81,15 +82,16 @@ def markdown(table: Sequence[Mapping[str, Any]]) -> str:
     for name in dict.fromkeys(row["class"] for row in table):
         for temperature in dict.fromkeys(row["temperature"] for row in table):
             lines += [f"\n**{name}, temperature {temperature:g}**\n",
-                      "| drafter | acceptance length | accepted / drafted | hazard by depth | ms per draft | speed-up (95 %) | identical |",
-                      "|---|---|---|---|---|---|---|"]
+                      "| drafter | tokens per round | acceptance length | accepted / drafted | hazard by depth | ms per draft "
+                      "| speed-up (95 %) | identical |", "|---|---|---|---|---|---|---|---|"]
             chosen = [row for row in table if row["class"] == name and row["temperature"] == temperature]
-            for row in sorted(chosen, key=lambda r: -(r["acceptance_length"] or 0)):
+            for row in sorted(chosen, key=lambda r: -(r["tokens_per_round"] or 0)):
                 speed: Spread = row["speedup"]
                 cost = row["draft_ms_per_token"]
                 length = row["acceptance_length"]
-                lines.append(f"| {row['drafter']} | {'–' if length is None else f'{length:.2f}'} | {row['accepted']} / {row['drafted']} "
-                             f"| {' '.join(f'{h:.2f}' for h in row['hazard'])} | {'–' if cost is None else f'{cost:.2f}'} "
+                lines.append(f"| {row['drafter']} | {row['tokens_per_round']:.2f} | {'–' if length is None else f'{length:.2f}'} "
+                             f"| {row['accepted']} / {row['drafted']} | {' '.join(f'{h:.2f}' for h in row['hazard'])} "
+                             f"| {'–' if cost is None else f'{cost:.2f}'} "
                              f"| {speed.median:.2f}× ({speed.low:.2f}–{speed.high:.2f}) | {'yes' if row['identical'] else 'NO'} |")
     return "\n".join(lines)
 
