@@ -78,7 +78,7 @@ def test_import_law(file: Path) -> None:
 
 def test_the_law_can_fail() -> None:
     assert LEVEL["core"] < LEVEL["models"] and "models" in ours(SOURCE / "drafters" / "model.py")
-    assert all("cli" not in ours(file) for file in FILES)
+    assert all("cli" not in ours(file) for file in FILES if part_of(file) != "__main__")
 
 
 @pytest.mark.parametrize("file", [f for f in FILES if part_of(f) == "core"], ids=lambda f: f.name)

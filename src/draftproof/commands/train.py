@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from ..train.base import Task
     from ..train.corpus import Text
     from ..train.gate import Served
+    from ..train.team import Team
 
 DATA = click.option("--data", type=click.Path(dir_okay=False, path_type=Path), required=True, metavar="LOG",
                     help="Traffic: OpenAI chat or request/response pairs, ShareGPT, our traces, {prompt} or {text} lines, or a .txt file.")
@@ -56,7 +58,8 @@ KINDS = ("eagle", "eagle3", "medusa", "hydra", "mlp", "mtp", "pard", "dflash", "
 def train(kind: str, target: str | None, data: Path, out: Path, as_json: bool, **given: Any) -> int:
     """Train a drafter of KIND on --data and publish it in --out, unless it is served no better than what it replaces.
 
-    Killed at any moment, the same command goes on where it was. Working files are in OUT.training.
+    Killed at any moment, the same command goes on where it was. Working files are in OUT.training. On several GPUs:
+    accelerate launch --num_processes N -m draftproof train …
     """
     import torch
 
@@ -65,16 +68,19 @@ def train(kind: str, target: str | None, data: Path, out: Path, as_json: bool, *
     from ..train.gate import judge, serve
     from ..train.loop import Plan, Shown
     from ..train.loop import train as run
+    from ..train.team import join
 
-    model = _open(target, given)
+    team = join(given["batch"])
+    say = note if team.leads else _silent
+    model = _open(target, {**given, "device": given["device"] or team.device}, say)
     work = out.with_name(out.name + ".training")
     work.mkdir(parents=True, exist_ok=True)
-    texts, held = _texts(model, data, work, given)
+    texts, held = _texts(model, data, work, given, team, say)
     torch.manual_seed(given["seed"])          # a fresh drafter is the same one in a run that goes on
     task = begin(kind, model, texts, Wish(given["init"], given["draft_vocab"], given["layers"], given["depth"], given["mask_token"],
                                             given["shared"]))
     size = sum(p.numel() for p in task.module.parameters() if p.requires_grad)
-    note(f"{kind}: {size / 1e6:.2f} M parameters to train, {len(texts)} texts to learn from, {len(held)} held out")
+    say(f"{kind}: {size / 1e6:.2f} M parameters to train, {len(texts)} texts to learn from, {len(held)} held out; processes: {team.size}")
     depth = given["depth"] or 4
 
     def served(spec: str) -> Served:
@@ -93,7 +99,10 @@ def train(kind: str, target: str | None, data: Path, out: Path, as_json: bool, *
         note(f"step {line.step}/{line.steps} loss {line.loss:.3f} {figures} · {line.tokens_per_s:.0f} tokens/s{reached}")
 
     plan = Plan(given["steps"], given["batch"], given["lr"], seed=given["seed"])
-    run(task, texts, Tapper(model, task.taps, keep_mb=given["keep_mb"]), plan, work, show, served=look, notes={"kind": kind})
+    run(task, texts, Tapper(model, task.taps, keep_mb=given["keep_mb"]), plan, work, show, served=look, notes={"kind": kind}, team=team)
+    team.leave()
+    if not team.leads:
+        return 0
     if not looks:                             # all steps were done by an earlier run
         look()
     new = looks[-1]
@@ -130,7 +139,11 @@ def extract(target: str | None, data: Path, layers: str, out: Path, length: int,
     note(f"{len(index['texts'])} texts in {index['shards']} shards: {out}")  # type: ignore[arg-type]
 
 
-def _open(target: str | None, given: dict[str, Any]) -> Target:
+def _silent(line: str) -> None:
+    """What a process that does not lead says."""
+
+
+def _open(target: str | None, given: dict[str, Any], say: Callable[[str], None] = note) -> Target:
     """The target with plain matrices, through which gradients can flow."""
     from dataclasses import fields, replace
 
@@ -141,11 +154,12 @@ def _open(target: str | None, given: dict[str, Any]) -> Target:
     o.check_target(target)
     model = open_target(target, load)
     for line in facts_lines(model.facts, load.cache_tokens):
-        note(line)
+        say(line)
     return model
 
 
-def _texts(model: Target, data: Path, work: Path, given: dict[str, Any]) -> tuple[list[Text], list[Text]]:
+def _texts(model: Target, data: Path, work: Path, given: dict[str, Any], team: Team,
+           say: Callable[[str], None]) -> tuple[list[Text], list[Text]]:
     """(texts to learn from, texts held out): the target's own answers unless told otherwise, with general data beside them."""
     from ..audition.logs import Skipped, read_log
     from ..engine.engine import Engine
@@ -156,21 +170,21 @@ def _texts(model: Target, data: Path, work: Path, given: dict[str, Any]) -> tupl
     if given["as_logged"]:
         texts = list(as_logged(exchanges, model, given["length"]))
     else:
-        note("letting the target answer the prompts of the log …")
+        say("letting the target answer the prompts of the log …")
         with Engine(model, "ngram") as engine:
             texts = regenerated(exchanges, engine, given["length"], given["seed"], given["answers"] or work / "answers.jsonl",
-                                lambda done: note(f"{done} answers") if done % 200 == 0 else None)
-    _complain(skipped)
+                                lambda done: say(f"{done} answers") if done % 200 == 0 else None, team)
+    _complain(skipped, say)
     learn, held = split(texts, min(0.5, given["held_out"] / max(1, len(texts))), given["seed"])
     if given["mix"] is not None:
         learn = mixed(learn, list(as_logged(read_log(given["mix"]), model, given["length"])), given["mix_share"], given["seed"])
     return learn, held
 
 
-def _complain(skipped: Any) -> None:
+def _complain(skipped: Any, say: Callable[[str], None] = note) -> None:
     if skipped.count:
         more = " …" if skipped.count > len(skipped.shown) else ""
-        note(f"{skipped.count} lines of the log could not be read: {'; '.join(skipped.shown)}{more}")
+        say(f"{skipped.count} lines of the log could not be read: {'; '.join(skipped.shown)}{more}")
 
 
 def _save(task: Task, folder: Path) -> None:

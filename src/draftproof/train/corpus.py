@@ -17,6 +17,7 @@ from ..engine.engine import Engine
 from ..errors import Failure
 from ..models.target import Target
 from ..types import Sampling
+from .team import ALONE, Team
 
 ROUND = 64          # prompts answered together: what a kill can lose, and what a pass can share
 
@@ -72,28 +73,44 @@ def _pieces(prompt: Sequence[int], answer: Sequence[int], length: int) -> Iterat
 
 
 def regenerated(exchanges: Iterable[Exchange], engine: Engine, length: int, seed: int, file: Path,
-                progress: Callable[[int], None] | None = None) -> list[Text]:
+                progress: Callable[[int], None] | None = None, team: Team = ALONE) -> list[Text]:
     """Texts whose answers the target wrote, with the log's sampling where it names one. Goes on from `file`, and adds to it.
 
-    A document gives its first third as the prompt. Raises Failure if no text could be made.
+    A document gives its first third as the prompt. Of a team each process answers its share, in a file of its own beside `file`, and
+    gets the texts of all. Raises Failure if no text could be made.
     """
-    texts, done = _resume(file)
+    files = [file] if team.size == 1 else [file.with_name(f"{file.name}.{rank + 1}of{team.size}") for rank in range(team.size)]
+    _answer(exchanges, engine, length, seed, files[team.rank], progress, team)
+    team.wait()
+    texts = [text for _, text in sorted((pair for each in files for pair in _resume(each)), key=lambda pair: pair[0])]
+    team.wait()                                                 # all have read before anybody goes on
+    if not texts:
+        raise Failure("the log has no prompt that the target can read; expected messages, prompts or token ids")
+    return texts
+
+
+def _answer(exchanges: Iterable[Exchange], engine: Engine, length: int, seed: int, file: Path,
+            progress: Callable[[int], None] | None, team: Team) -> None:
+    """This process's share of the answers, into its file."""
+    made = _resume(file)
+    done, count = max((index for index, _ in made), default=-1), len(made)
     waiting: list[tuple[int, list[int], Exchange]] = []
     with file.open("a", encoding="utf-8") as out:
         def write() -> None:
+            nonlocal count
             prompts = [prompt for _, prompt, _ in waiting]
             wishes = [_sampling(exchange, length - len(prompt), f"{seed} {index}") for index, prompt, exchange in waiting]
             for (index, prompt, exchange), answer in zip(waiting, engine.generate_batch(prompts, wishes), strict=True):
                 text = Text((*prompt, *answer.token_ids), len(prompt), exchange.prompt_class)
-                texts.append(text)
                 out.write(json.dumps({"index": index, **asdict(text)}) + "\n")
             out.flush()
+            count += len(waiting)
             waiting.clear()
             if progress:
-                progress(len(texts))
+                progress(count)
 
         for index, exchange in enumerate(exchanges):
-            if index <= done:
+            if index <= done or index % team.size != team.rank:
                 continue
             prompt = prompt_of(exchange, engine.target)
             if not prompt:
@@ -105,15 +122,12 @@ def regenerated(exchanges: Iterable[Exchange], engine: Engine, length: int, seed
                 write()
         if waiting:
             write()
-    if not texts:
-        raise Failure("the log has no prompt that the target can read; expected messages, prompts or token ids")
-    return texts
 
 
-def _resume(file: Path) -> tuple[list[Text], int]:
-    """Texts already made and the index of the last; a last line cut short by a kill is dropped from the file."""
-    texts: list[Text] = []
-    done, whole = -1, 0
+def _resume(file: Path) -> list[tuple[int, Text]]:
+    """Texts already made, each with its index in the log; a last line cut short by a kill is dropped from the file."""
+    made: list[tuple[int, Text]] = []
+    whole = 0
     if file.exists():
         with file.open("rb") as stream:
             for line in stream:
@@ -123,11 +137,12 @@ def _resume(file: Path) -> tuple[list[Text], int]:
                     break
                 if not line.endswith(b"\n"):
                     break
-                texts.append(Text(tuple(record["ids"]), record["answer_from"], record["prompt_class"]))
-                done, whole = record["index"], whole + len(line)
-        with file.open("rb+") as stream:
-            stream.truncate(whole)
-    return texts, done
+                made.append((record["index"], Text(tuple(record["ids"]), record["answer_from"], record["prompt_class"])))
+                whole += len(line)
+        if whole < file.stat().st_size:
+            with file.open("rb+") as stream:
+                stream.truncate(whole)
+    return made
 
 
 def _sampling(exchange: Exchange, room: int, key: str) -> Sampling:

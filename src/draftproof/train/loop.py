@@ -17,6 +17,7 @@ from .base import Task
 from .corpus import Text
 from .features import Tapper
 from .muon import Muon
+from .team import ALONE, Team
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,32 +79,39 @@ def _order(seed: int, epoch: int, count: int) -> tuple[int, ...]:
 
 
 def train(task: Task, texts: Sequence[Text], tapper: Tapper, plan: Plan, folder: Path, show: Callable[[Shown], None],
-          served: Callable[[], float] | None = None, notes: Mapping[str, object] | None = None) -> None:
-    """Train `task` to the end of the plan, going on from folder/checkpoint.safetensors. The result is in task.module."""
+          served: Callable[[], float] | None = None, notes: Mapping[str, object] | None = None, team: Team = ALONE) -> None:
+    """Train `task` to the end of the plan, going on from folder/checkpoint.safetensors. The result is in task.module.
+
+    Of a team every process calls this with the same texts and plan; the first one writes, looks and shows.
+    """
     optimizers = optimizers_of(task.module, plan.lr)
-    whose = {"seed": plan.seed, "steps": plan.steps, "batch": plan.batch, "lr": plan.lr, "texts": len(texts), **(notes or {})}
+    whose = {"seed": plan.seed, "steps": plan.steps, "batch": plan.batch, "lr": plan.lr, "texts": len(texts), "processes": team.size,
+             **(notes or {})}
     file = folder / "checkpoint.safetensors"
     start = checkpoint.load(file, task.module, optimizers, whose)
+    team.wait()                                             # nobody writes what another has not read yet
     clock, tokens, smooth = time.perf_counter(), 0, 0.0
     parameters = [p for p in task.module.parameters() if p.requires_grad]
     for step in range(start, plan.steps):
         for optimizer in optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = plan.lr * rate(step, plan)
-        torch.manual_seed(plan.seed * 1_000_003 + step)     # anchors and the like: a resumed run draws what the other drew
-        batch = tapper.read([texts[i] for i in batch_of(step, len(texts), plan)])
-        loss, figures = task.loss(batch)
-        loss.backward()  # type: ignore[no-untyped-call]
+        # anchors and the like: a resumed run draws what the other drew
+        torch.manual_seed((plan.seed * 1_000_003 + step) * team.size + team.rank)
+        batch = tapper.read([texts[i] for i in team.share(batch_of(step, len(texts), plan))])
+        own, figures = task.loss(batch)
+        own.backward()  # type: ignore[no-untyped-call]
+        loss, read = team.average(parameters, own.item(), sum(features.ids.shape[0] for features in batch))
         torch.nn.utils.clip_grad_norm_(parameters, plan.clip)
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-        tokens += sum(features.ids.shape[0] for features in batch)
-        smooth = loss.item() if step == start else 0.95 * smooth + 0.05 * loss.item()
+        tokens += round(read * team.size)
+        smooth = loss if step == start else 0.95 * smooth + 0.05 * loss
         last = step + 1 == plan.steps
-        if (step + 1) % plan.save_every == 0 or last:
+        if team.leads and ((step + 1) % plan.save_every == 0 or last):
             checkpoint.save(file, step + 1, task.module, optimizers, whose)
         look = served is not None and ((step + 1) % plan.look_every == 0 or last)
-        if look or (step + 1) % 25 == 0 or last:
+        if team.leads and (look or (step + 1) % 25 == 0 or last):
             length = served() if look and served is not None else None
             show(Shown(step + 1, plan.steps, smooth, figures, tokens / (time.perf_counter() - clock), length))
