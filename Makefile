@@ -37,7 +37,7 @@ test-browser: $(VENV)/.installed-browser
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m browser tests/view
 
 test-vllm: $(VENV)/.installed-dev $(VLLM)/.installed
-	DRAFTPROOF_VLLM_PYTHON=$(CURDIR)/$(VLLM)/bin/python OMP_NUM_THREADS=$(or $(OMP_NUM_THREADS),1) $(BIN)/python -m pytest -m vllm tests/vllm
+	DRAFTPROOF_VLLM_PYTHON=$(CURDIR)/$(VLLM)/bin/python OMP_NUM_THREADS=$(or $(OMP_NUM_THREADS),1) $(BIN)/python -m pytest -rP -m vllm tests/vllm
 
 check-bits: $(VENV)/.installed-dev
 	OMP_NUM_THREADS=$(or $(OMP_NUM_THREADS),1) DRAFTPROOF_BITS=$(if $(SAMPLE),sample DRAFTPROOF_BITS_SEED=$(SAMPLE),$(if $(ALL),all,$(if $(EACH),each,full))) \
