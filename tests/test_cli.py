@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from draftproof.cli import run
+from draftproof.cli import COMMANDS, run
 from draftproof.config import LoadConfig
 from draftproof.models.heads.eagle3 import Eagle3Head
 from draftproof.models.load import load_target
@@ -313,3 +313,10 @@ def test_help_is_quick_and_shows_the_dataclass_defaults() -> None:
     done = subprocess.run([sys.executable, "-m", "draftproof.cli", "generate", "--help"], env=environment(), capture_output=True, text=True)
     assert done.returncode == 0 and "[default: 256]" in done.stdout and "[default: match]" in done.stdout
     assert time.monotonic() - before < 5
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_names_one_default(name: str) -> None:
+    for parameter in COMMANDS[name].params:
+        help = getattr(parameter, "help", None) or ""
+        assert help.count("[default:") <= 1 and "[default: ]" not in help, f"{name} --{parameter.name}: {help}"

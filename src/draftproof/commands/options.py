@@ -98,9 +98,10 @@ class TextFile(click.ParamType[str]):
 
 
 def setting(home: type, name: str, *declarations: str, help: str, **attributes: Any) -> Decorator[Any]:
-    """An option for the field `name` of the dataclass `home`. Left out, it stays None and the dataclass decides."""
+    """An option for the field `name` of the dataclass `home`. Left out, it stays None and the dataclass decides, unless the help names
+    another default."""
     default = next(f.default for f in fields(home) if f.name == name)
-    if default not in (None, MISSING, ()) and not isinstance(default, bool):
+    if default not in (None, MISSING, ()) and not isinstance(default, bool) and "[default:" not in help:
         help = f"{help}  [default: {default}]"
     return click.option(*(declarations or ("--" + name.replace("_", "-"),)), name, help=help, default=None, **attributes)
 
