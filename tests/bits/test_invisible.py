@@ -1,9 +1,9 @@
 """Invisible to the bit, on the trained pair in bfloat16: the ids do not depend on speculation, batch, pages, or a switch.
 
 `DRAFTPROOF_BITS=full` runs 32 prompts × 256 tokens: the foundation's drafters, chains and trees, batches of 1 and 4, temperature 0
-and 0.8, switched off and on in the middle at 0.8. `each` takes every drafter, as a chain and as a tree, over 12 such prompts, a depth
-each, in one of these ways, dealt by DRAFTPROOF_BITS_SEED; `all` runs all 32 in every way, which takes a day; otherwise a sample of
-drafters, and of ways to run each, is drawn by that seed. The reference is plain decoding, one sequence at a time.
+and 0.8, switched off and on in the middle at 0.8. `each` takes every drafter, as a chain and as a tree, in one of these ways, dealt by
+DRAFTPROOF_BITS_SEED, which takes two hours on 2 cores; `all` every way, which takes a day; otherwise a sample of drafters, and of
+ways to run each, is drawn by that seed. The reference is plain decoding, one sequence at a time.
 Every prompt has a depth of its own, 1…12; max_tokens differ, so that in batches of four sequences join and leave at any
 round; prompts of up to 300 tokens and 256 more cross page edges.
 """
@@ -34,7 +34,7 @@ pytestmark = pytest.mark.bits
 MODE = os.environ.get("DRAFTPROOF_BITS", "sample")
 FOUNDATION = ("none", "ngram", "model", "always wrong")
 SEED = int(os.environ.get("DRAFTPROOF_BITS_SEED", "0"))
-PROMPTS, TOKENS = {"full": (32, 256), "each": (12, 256), "all": (32, 256)}.get(MODE, (4, 48))
+PROMPTS, TOKENS = {"full": (32, 256), "each": (32, 256), "all": (32, 256)}.get(MODE, (4, 48))
 SAMPLED = 12                                        # drafters, chains and trees counted apart, in a sample
 DEPTHS = range(1, 13)
 NODES = 24
