@@ -34,7 +34,7 @@ pytestmark = pytest.mark.bits
 MODE = os.environ.get("DRAFTPROOF_BITS", "sample")
 FOUNDATION = ("none", "ngram", "model", "always wrong")
 SEED = int(os.environ.get("DRAFTPROOF_BITS_SEED", "0"))
-PROMPTS, TOKENS = {"full": (32, 256), "each": (32, 256), "all": (32, 256)}.get(MODE, (4, 48))
+PROMPTS, TOKENS = (32, 256) if MODE in ("full", "each", "all") else (4, 48)
 SAMPLED = 12                                        # drafters, chains and trees counted apart, in a sample
 DEPTHS = range(1, 13)
 NODES = 24
@@ -68,13 +68,8 @@ def cells() -> list[Cell]:
         return [Cell(*shape, batch, temperature, switch) for shape in shapes for batch in (1, 4) for temperature in (0.0, 0.8)
                 for switch in ((False, True) if temperature and shape[0] != "none" else (False,))]
     rng = random.Random(SEED)
-    if MODE == "each":
-        ways = [(batch, temperature) for batch in (1, 4) for temperature in (0.0, 0.8)] * len(shapes)
-        ways = rng.sample(ways[:len(shapes)], len(shapes))
-        return [Cell(*shape, *way, way[1] > 0 and shape[0] != "none" and rng.random() < 0.5)
-                for shape, way in zip(shapes, ways, strict=True)]
     return [Cell(*shape, rng.choice((1, 4)), rng.choice((0.0, 0.8)), shape[0] != "none" and rng.random() < 0.3)
-            for shape in [(ORACLE, True), *rng.sample(shapes, SAMPLED)]]
+            for shape in [(ORACLE, True), *(shapes if MODE == "each" else rng.sample(shapes, SAMPLED))]]
 
 
 @cache

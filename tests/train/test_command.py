@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from pathlib import Path
 
 import pytest
 import torch
+from train.processes import finish, start
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from draftproof.cli import run
@@ -60,6 +62,17 @@ def test_every_kind_is_trained_published_and_served(kind: str, target: Path, log
     with Engine(model) as plain, Engine(model, f"{kind}:{folder}", 3) as engine:
         assert engine.generate([1, 3, 5, 2], sampling).token_ids == plain.generate([1, 3, 5, 2], sampling).token_ids
         assert engine.speculation.failure == ""
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.skipif(importlib.util.find_spec("accelerate") is None, reason="several processes need accelerate")
+def test_two_processes_train_one_head(target: Path, log: Path, tmp_path: Path) -> None:
+    wish = command("medusa", target, log, tmp_path / "head", "--steps", "6")
+    (code, out, said), (other, silent, quiet) = finish(start(2, "-m", "draftproof", *wish))
+    assert code in (0, 3) and other == 0, said + quiet
+    assert json.loads(out.strip().splitlines()[-1])["rounds"] > 0 and "processes: 2" in said
+    assert not silent and "step" not in quiet
+    assert (tmp_path / "head" / "config.json").exists() == (code == 0)
 
 
 def test_a_head_that_is_served_worse_is_not_published(target: Path, log: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -137,7 +137,6 @@ def _sorted(x: Tensor, top: Tensor, total: Tensor | None, f: Filters) -> Tensor:
 
 def _searched(x: Tensor, top: Tensor, logp: Tensor | None, f: Filters) -> Law:
     """The same on a processor, looking only at tokens that can be kept."""
-    laws = [None] * len(x) if logp is None else logp.numpy()
-    rows = zip(x.numpy(), top.flatten().tolist(), laws, strict=True)
-    columns, values = host.stacked([host.filtered(row, likeliest, law, f) for row, likeliest, law in rows])
+    rows = zip(x.numpy(), top.flatten().tolist(), [None] * len(x) if logp is None else logp.numpy(), strict=True)
+    columns, values = host.stacked([host.filtered(row, likeliest, own, f) for row, likeliest, own in rows])
     return Law(x.shape[1], few=(torch.from_numpy(columns), torch.from_numpy(values.astype(x.numpy().dtype))))

@@ -80,34 +80,32 @@ def regenerated(exchanges: Iterable[Exchange], engine: Engine, length: int, seed
     gets the texts of all. Raises Failure if no text could be made.
     """
     files = [file] if team.size == 1 else [file.with_name(f"{file.name}.{rank + 1}of{team.size}") for rank in range(team.size)]
-    _answer(exchanges, engine, length, seed, files[team.rank], progress, team)
+    made = _answer(exchanges, engine, length, seed, files[team.rank], progress, team)
     team.wait()
-    texts = [text for _, text in sorted((pair for each in files for pair in _resume(each)), key=lambda pair: pair[0])]
-    team.wait()                                                 # all have read before anybody goes on
-    if not texts:
+    made += [pair for rank, other in enumerate(files) if rank != team.rank for pair in _resume(other)]
+    if not made:
         raise Failure("the log has no prompt that the target can read; expected messages, prompts or token ids")
-    return texts
+    return [text for _, text in sorted(made, key=lambda pair: pair[0])]
 
 
 def _answer(exchanges: Iterable[Exchange], engine: Engine, length: int, seed: int, file: Path,
-            progress: Callable[[int], None] | None, team: Team) -> None:
-    """This process's share of the answers, into its file."""
+            progress: Callable[[int], None] | None, team: Team) -> list[tuple[int, Text]]:
+    """This process's share of the texts, each with its index in the log; the new ones are added to its file."""
     made = _resume(file)
-    done, count = max((index for index, _ in made), default=-1), len(made)
+    done = made[-1][0] if made else -1
     waiting: list[tuple[int, list[int], Exchange]] = []
     with file.open("a", encoding="utf-8") as out:
         def write() -> None:
-            nonlocal count
             prompts = [prompt for _, prompt, _ in waiting]
             wishes = [_sampling(exchange, length - len(prompt), f"{seed} {index}") for index, prompt, exchange in waiting]
             for (index, prompt, exchange), answer in zip(waiting, engine.generate_batch(prompts, wishes), strict=True):
                 text = Text((*prompt, *answer.token_ids), len(prompt), exchange.prompt_class)
+                made.append((index, text))
                 out.write(json.dumps({"index": index, **asdict(text)}) + "\n")
             out.flush()
-            count += len(waiting)
             waiting.clear()
             if progress:
-                progress(count)
+                progress(len(made))
 
         for index, exchange in enumerate(exchanges):
             if index <= done or index % team.size != team.rank:
@@ -122,6 +120,7 @@ def _answer(exchanges: Iterable[Exchange], engine: Engine, length: int, seed: in
                 write()
         if waiting:
             write()
+    return made
 
 
 def _resume(file: Path) -> list[tuple[int, Text]]:

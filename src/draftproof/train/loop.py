@@ -98,15 +98,16 @@ def train(task: Task, texts: Sequence[Text], tapper: Tapper, plan: Plan, folder:
                 group["lr"] = plan.lr * rate(step, plan)
         # anchors and the like: a resumed run draws what the other drew
         torch.manual_seed((plan.seed * 1_000_003 + step) * team.size + team.rank)
-        batch = tapper.read([texts[i] for i in team.share(batch_of(step, len(texts), plan))])
-        own, figures = task.loss(batch)
+        chosen = [texts[i] for i in batch_of(step, len(texts), plan)]
+        own, figures = task.loss(tapper.read(team.share(chosen)))
         own.backward()  # type: ignore[no-untyped-call]
-        loss, read = team.average(parameters, own.item(), sum(features.ids.shape[0] for features in batch))
+        mean = team.average(parameters, own.detach())
         torch.nn.utils.clip_grad_norm_(parameters, plan.clip)
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-        tokens += round(read * team.size)
+        tokens += sum(len(text.ids) for text in chosen)
+        loss = mean.item()
         smooth = loss if step == start else 0.95 * smooth + 0.05 * loss
         last = step + 1 == plan.steps
         if team.leads and ((step + 1) % plan.save_every == 0 or last):

@@ -10,13 +10,13 @@ alone needs none of this and loads none of it.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..errors import OptionError
 
@@ -50,18 +50,15 @@ class Team:
         if self.together is not None:
             self.together.wait_for_everyone()
 
-    def average(self, parameters: Iterable[nn.Parameter], *figures: float) -> list[float]:
-        """Gradients become their mean over all processes, and so do the figures, which are returned."""
+    def average(self, parameters: Sequence[nn.Parameter], loss: Tensor) -> Tensor:
+        """Gradients become their mean over all processes; so does the loss, which is returned."""
         if self.together is None:
-            return list(figures)
-        trained = list(parameters)
-        gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in trained]
-        told = torch.tensor(figures, dtype=torch.float32, device=trained[0].device)
-        mean = self.together.reduce(torch.cat([told, *(g.flatten().float() for g in gradients)]), "mean")
-        parts = mean[len(figures):].split([g.numel() for g in gradients])
-        for p, part in zip(trained, parts, strict=True):
+            return loss
+        gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
+        mean: Tensor = self.together.reduce(torch.cat([part.flatten().float() for part in (loss, *gradients)]), "mean")
+        for p, part in zip(parameters, torch.split(mean[1:], [p.numel() for p in parameters]), strict=True):
             p.grad = part.view_as(p).to(p.dtype)
-        return [float(value) for value in mean[:len(figures)].tolist()]
+        return mean[0]
 
     def leave(self) -> None:
         """The work is done; all come here."""
