@@ -1,20 +1,13 @@
-"""Eight-bit weights: sums are the integers they claim to be, rows keep their bits, and speculation changes nothing."""
+"""Eight-bit weights: sums are the integers they claim to be."""
 
 from __future__ import annotations
-
-from pathlib import Path
 
 import pytest
 import torch
 
-from draftproof import Engine, LoadConfig, Sampling
-from draftproof.errors import LoadError, OptionError
 from draftproof.models.int8 import HIGH, LOW, Int8Linear, can_round, rounded, split
-from draftproof.models.load import load_target
-from draftproof.models.packed import PackedLinear
 
 pytestmark = pytest.mark.skipif(not can_round()[0], reason="no FBGEMM here")
-Pair = tuple[Path, Path]
 
 
 def layer(outputs: int = 96, inputs: int = 200, bias: bool = True, seed: int = 0) -> tuple[Int8Linear, torch.Tensor, torch.Tensor | None]:
@@ -53,19 +46,6 @@ def test_what_is_lost_is_the_weights_precision() -> None:
     assert ((made(x).double() - near).abs() <= allowed.double() + 1e-4).all()
 
 
-def test_a_rows_bits_do_not_depend_on_its_neighbours() -> None:
-    made, _, _ = layer(384, 384)
-    x = hard_rows(70, 384)
-    x[5, 3] = 1e30                                     # a neighbour that any shared scale would follow
-    alone = torch.cat([made(row[None]) for row in x])
-    for threads in (1, 2):
-        torch.set_num_threads(threads)
-        for start, stop in ((0, 2), (0, 5), (3, 20), (0, 70)):
-            assert torch.equal(made(x[start:stop]), alone[start:stop])
-            assert torch.equal(made(x[None, start:stop])[0], alone[start:stop])
-    torch.set_num_threads(1)
-
-
 def test_numbers_that_are_none_stay_none() -> None:
     made, _, _ = layer()
     x = torch.ones(3, 200)
@@ -78,34 +58,3 @@ def test_other_types_come_back_as_they_were() -> None:
     made, _, _ = layer()
     x = torch.randn(3, 200).bfloat16()
     assert made(x).dtype == torch.bfloat16 and torch.equal(made(x), made(x.float()).bfloat16())
-
-
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_a_rounded_target_is_a_target(tiny_pair: Pair, temperature: float) -> None:
-    load = LoadConfig(quantization="int8", dtype="float32")
-    target = load_target(tiny_pair[0], load)
-    assert target.facts.invisible and target.facts.reasons["linear layers"].startswith("int8: ")
-    full = load_target(tiny_pair[0], LoadConfig(dtype="float32", self_test=False))
-    assert target.facts.weight_bytes < 0.6 * full.facts.weight_bytes
-    sampling = Sampling(temperature=temperature, max_tokens=40, seed=3, ignore_eos=True)
-    texts = []
-    for spec in ("none", "ngram", f"model:{tiny_pair[1]}"):
-        with Engine(target, spec, load=load) as engine:
-            texts.append(engine.generate([5, 9, 5, 9, 5], sampling).token_ids)
-    assert texts[0] == texts[1] == texts[2]
-
-
-def test_draft_models_are_rounded_too_and_heads_are_not(tiny_pair: Pair) -> None:
-    target = load_target(tiny_pair[0], LoadConfig(quantization="int8", self_test=False))
-    forms = {type(module) for layer in target.parts.layers for module in layer.modules()} & {Int8Linear, PackedLinear, torch.nn.Linear}
-    assert forms == {Int8Linear} and isinstance(target.parts.output, Int8Linear)
-
-
-def test_what_cannot_be_rounded_is_refused(tiny_pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(OptionError, match="quantization='int3': expected int8"):
-        LoadConfig(quantization="int3")
-    with pytest.raises(OptionError, match="rounded weights cannot be trained"):
-        LoadConfig(quantization="int8", packed=False)
-    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "DEFAULT")
-    with pytest.raises(LoadError, match="has no FBGEMM"):
-        load_target(tiny_pair[0], LoadConfig(quantization="int8"))

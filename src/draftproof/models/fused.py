@@ -11,7 +11,7 @@ Which models: exact classes of `transformers`, layer by layer. A subclass, a qua
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -19,13 +19,12 @@ from torch import Tensor, nn
 
 from .attention import attend
 from .cache import PagePool
+from .packed import Linear
 from .passes import Pass
 
 FAMILIES = {"llama": "Llama", "mistral": "Mistral", "ministral": "Ministral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
 MOVING_ROPE = {"dynamic", "longrope"}  # their angles depend on the longest row of the pass, so there is no table of them
 FIRST_ANGLES = 1024  # positions; the table doubles when a text outgrows it
-
-Linear = Callable[[Tensor, Tensor | None], nn.Module]
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -190,7 +189,7 @@ def can_fuse(model: Any) -> tuple[bool, str]:
     return True, "one product for q, k and v, one for gate and up, and few operations between them"
 
 
-def fuse(model: Any, linear: Callable[[Tensor, Tensor | None], nn.Module] | None) -> None:
+def fuse(model: Any, linear: Linear | None) -> None:
     """Replace the model's layers by fused ones, in place and one at a time, so that no more than one layer is held twice. linear: what
     makes a layer of a weight and a bias; None: torch's own."""
     layers = model.model.layers

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -16,11 +17,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from ..config import LoadConfig
 from ..errors import LoadError
-from . import attention
+from . import attention, int4, int8
 from .cropped import CroppedTarget
 from .fused import FusedPass, can_fuse, fuse
-from .int8 import Int8Linear, can_round
-from .packed import PackedLinear, can_pack, multiplies_bfloat16, pack, widened_bytes
+from .packed import Linear, PackedLinear, can_pack, multiplies_bfloat16, pack, widened_bytes
 from .paged import PagedTarget
 from .passes import Pass
 from .recurrent import RecurrentTarget
@@ -33,6 +33,10 @@ M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3          # glibc's malloc.h
 HALVES = (torch.bfloat16, torch.float16)
 FINAL_NORMS = ("norm", "ln_f", "final_layer_norm", "final_layernorm", "norm_f")  # what families call the norm before the output
 RECURRENT = {"linear_attention", "hybrid", "hybrid_sliding"}  # kinds of layers whose state has no positions
+ROUNDED: dict[str, tuple[Linear, Callable[[], tuple[bool, str]]]] = {
+    "int8": (int8.Int8Linear, int8.can_round),
+    "int4": (int4.Int4Linear, int4.can_round),
+}
 ROW_DEPENDENT_ROPE = {"dynamic", "longrope"}  # their angles depend on the longest row of the pass
 
 
@@ -103,16 +107,16 @@ def load_target(path: str | Path, config: LoadConfig | None = None, fused: bool 
     return target
 
 
-def _form(config: LoadConfig, device: torch.device, dtype: torch.dtype,
-          reasons: dict[str, str]) -> type[PackedLinear] | type[Int8Linear] | None:
+def _form(config: LoadConfig, device: torch.device, dtype: torch.dtype, reasons: dict[str, str]) -> Linear | None:
     """In which form linear layers are kept; None: as transformers made them."""
     if config.quantization:
+        form, can_round = ROUNDED[config.quantization]
         able, why = can_round() if device.type == "cpu" else (False, f"the model is on {device}")
         if not able:
             raise LoadError(f"quantization={config.quantization}: {why}; expected a CPU with AVX2: leave the option out, or load a "
                             "checkpoint that is quantised for this device")
-        reasons["linear layers"] = f"int8: {why}"
-        return Int8Linear
+        reasons["linear layers"] = f"{config.quantization}: {why}"
+        return form
     if device.type != "cpu":
         return None
     able, why = can_pack(dtype) if config.packed else (False, "packing is off")
@@ -120,7 +124,7 @@ def _form(config: LoadConfig, device: torch.device, dtype: torch.dtype,
     return PackedLinear if able else None
 
 
-def _fuse(model: Any, tier: int, linear: type[PackedLinear] | type[Int8Linear] | None, reasons: dict[str, str]) -> bool:
+def _fuse(model: Any, tier: int, linear: Linear | None, reasons: dict[str, str]) -> bool:
     """Join the products of each block, where the blocks are known and attend through our pages."""
     able, why = can_fuse(model) if tier == 1 else (False, "the model keeps its own cache")
     reasons["forward pass"] = f"{'fused' if able else 'as transformers runs it'}: {why}"

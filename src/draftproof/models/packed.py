@@ -13,6 +13,7 @@ layer, and a row's bits do not depend on the number of rows from two rows on (do
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -20,8 +21,7 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from .int8 import Int8Linear
-
+Linear = Callable[[Tensor, Tensor | None], nn.Module]  # makes a layer of a weight [out, in] and a bias
 PACK_ROWS = 8  # the row count that oneDNN's layout is chosen for
 HALF_TOP = 15  # weights are scaled to below 2 ** HALF_TOP, so that small ones stay clear of the subnormal halves
 BASE, PROBED = 6, 16  # rows of FBGEMM's slice that others are compared with; how many numbers of rows are tried
@@ -132,11 +132,11 @@ def can_pack(dtype: torch.dtype) -> tuple[bool, str]:
 
 def widened_bytes(module: nn.Module) -> int:
     """What the packed layers below `module` hold beyond the size of their weights' own type; below zero if they hold less."""
-    packed = [layer for layer in module.modules() if isinstance(layer, PackedLinear | Int8Linear)]
+    packed: list[Any] = [layer for layer in module.modules() if hasattr(layer, "weight_bytes")]
     return sum(layer.weight_bytes - layer.weight.numel() * layer.weight.element_size() for layer in packed)
 
 
-def pack(module: nn.Module, form: type[PackedLinear] | type[Int8Linear] = PackedLinear) -> None:
+def pack(module: nn.Module, form: Linear = PackedLinear) -> None:
     """Replace every linear layer below `module` by its packed form, in place."""
     for name, child in list(module.named_children()):
         if type(child) is nn.Linear and name not in BY_HAND:

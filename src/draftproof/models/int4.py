@@ -1,0 +1,75 @@
+"""Linear layers whose weights are four-bit integers: between a quarter and a third of the bytes of half precision.
+
+Weights: w = (q − 8) · s + z with q in 0 … 15 and one s and z per output and group of inputs (Lin et al., arXiv 2306.00978, use the same
+form). Of a few spans per group, the full one and narrower ones that cut the extremes off, the one with the least squared error is kept.
+Activations stay what they are. torch's own kernel multiplies; it adds a row's products in an order that does not depend on how many
+rows there are, which the load's self-test measures.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from .packed import multiplies_bfloat16
+
+GROUP = 64                                  # inputs that share a step
+OUTPUTS = 16                                # the kernel takes multiples of so many
+STEPS = 15
+SPANS = (1.0, 0.93, 0.86, 0.79)             # of a group's own
+
+
+class Int4Linear(nn.Module):
+    """y = x Wᵀ + b with W [out, in] rounded to sixteen levels. Built from a linear layer's tensors; keeps no other copy of them."""
+
+    steps: Tensor
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        super().__init__()
+        self.out_features, self.in_features = weight.shape
+        self.weight = torch.empty_like(weight, device="meta")  # its dtype and shape, which some models ask for; no values
+        narrow = weight.dtype == torch.bfloat16 and multiplies_bfloat16()
+        levels, steps = rounded(weight, torch.bfloat16 if narrow else torch.float32)
+        self.bias = None if bias is None else bias.detach().to(steps.dtype, copy=True)
+        self.packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(levels, 1)
+        self.register_buffer("steps", steps, persistent=False)
+        self.weight_bytes = self.packed.numel() + steps.numel() * steps.element_size()
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.reshape(-1, self.in_features).to(self.steps.dtype)
+        missing = self.steps.shape[0] * GROUP - self.in_features
+        if missing:
+            rows = nn.functional.pad(rows, (0, missing))
+        out: Tensor = torch.ops.aten._weight_int4pack_mm_for_cpu(rows, self.packed, GROUP, self.steps)[:, : self.out_features]
+        if self.bias is not None:
+            out = out + self.bias
+        return out.view(*x.shape[:-1], self.out_features).to(x.dtype)
+
+    def extra_repr(self) -> str:
+        return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, int4"
+
+
+def rounded(weight: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Levels int32 [outputs, inputs], filled up with zeros to what the kernel takes, and steps `dtype` [groups, outputs, 2]: s and z."""
+    outputs, inputs = weight.shape
+    wide = nn.functional.pad(weight.detach().float(), (0, -inputs % GROUP, 0, -outputs % OUTPUTS))
+    grouped = wide.view(wide.shape[0], -1, GROUP)
+    top, low = grouped.amax(-1, keepdim=True), grouped.amin(-1, keepdim=True)
+    levels, steps = torch.zeros_like(grouped), grouped.new_zeros(*grouped.shape[:2], 2)
+    least = torch.full_like(top, torch.inf)
+    for span in SPANS:
+        step = ((top - low) * (span / STEPS)).to(dtype).float()
+        zero = ((top + low + step) / 2).to(dtype).float()          # of level 8: the levels lie around the middle
+        asked = ((grouped - zero) / step.masked_fill(step == 0, 1)).round_().clamp_(-8, 7)
+        error = (asked * step + zero - grouped).square_().sum(-1, keepdim=True)
+        better = error < least
+        levels, least = torch.where(better, asked, levels), torch.where(better, error, least)
+        steps = torch.where(better, torch.cat((step, zero), -1), steps)
+    return (levels.view(wide.shape) + 8).to(torch.int32), steps.transpose(0, 1).to(dtype).contiguous()
+
+
+def can_round() -> tuple[bool, str]:
+    """Whether this build of torch multiplies such weights, and why or why not."""
+    if not hasattr(torch.ops.aten, "_weight_int4pack_mm_for_cpu"):
+        return False, "this torch has no product with four-bit weights on a CPU"
+    return True, f"weights are four-bit integers, {GROUP} to a step; activations stay as they are"

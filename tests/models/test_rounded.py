@@ -1,0 +1,79 @@
+"""Rounded weights, eight bits and four: rows keep their bits, and speculation changes nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from draftproof import Engine, LoadConfig, Sampling
+from draftproof.errors import LoadError, OptionError
+from draftproof.models import int8
+from draftproof.models.load import ROUNDED, _form, load_target
+from draftproof.models.packed import PackedLinear
+
+pytestmark = pytest.mark.skipif(not all(able()[0] for _, able in ROUNDED.values()), reason="no product with rounded weights here")
+Pair = tuple[Path, Path]
+forms = pytest.mark.parametrize("name", ROUNDED)
+
+
+@forms
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_rows_bits_do_not_depend_on_its_neighbours(name: str, dtype: torch.dtype) -> None:
+    random = torch.Generator().manual_seed(0)
+    made = ROUNDED[name][0](torch.randn(384, 384, generator=random).to(dtype), None)
+    x = torch.randn(70, 384, generator=random)
+    x[1::4] *= 1e-6
+    x[3::4] = 0.0
+    x[5, 3] = 1e30                                     # a neighbour that any shared scale would follow
+    x = x.to(dtype)
+    alone = torch.cat([made(row[None]) for row in x])
+    assert alone.dtype == dtype
+    for threads in (1, 2):
+        torch.set_num_threads(threads)
+        for start, stop in ((0, 2), (0, 5), (3, 20), (0, 70)):
+            assert torch.equal(made(x[start:stop]), alone[start:stop])
+            assert torch.equal(made(x[None, start:stop])[0], alone[start:stop])
+    torch.set_num_threads(1)
+
+
+@forms
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_a_rounded_target_is_a_target(tiny_pair: Pair, name: str, temperature: float) -> None:
+    load = LoadConfig(quantization=name, dtype="float32")
+    target = load_target(tiny_pair[0], load)
+    assert target.facts.invisible and target.facts.reasons["linear layers"].startswith(f"{name}: ")
+    full = load_target(tiny_pair[0], LoadConfig(dtype="float32", self_test=False))
+    assert target.facts.weight_bytes < 0.6 * full.facts.weight_bytes
+    sampling = Sampling(temperature=temperature, max_tokens=40, seed=3, ignore_eos=True)
+    texts = []
+    for spec in ("none", "ngram", f"model:{tiny_pair[1]}"):
+        with Engine(target, spec, load=load) as engine:
+            texts.append(engine.generate([5, 9, 5, 9, 5], sampling).token_ids)
+    assert texts[0] == texts[1] == texts[2]
+
+
+@forms
+def test_every_linear_layer_is_rounded(tiny_pair: Pair, name: str) -> None:
+    target = load_target(tiny_pair[0], LoadConfig(quantization=name, self_test=False))
+    form = ROUNDED[name][0]
+    known = {type(module) for layer in target.parts.layers for module in layer.modules()} & {form, PackedLinear, torch.nn.Linear}
+    assert known == {form} and type(target.parts.output) is form
+
+
+@forms
+def test_what_cannot_be_rounded_is_refused(name: str) -> None:
+    with pytest.raises(OptionError, match="rounded weights cannot be trained"):
+        LoadConfig(quantization=name, packed=False)
+    with pytest.raises(LoadError, match=f"quantization={name}: the model is on cuda"):
+        _form(LoadConfig(quantization=name), torch.device("cuda"), torch.bfloat16, {})
+
+
+def test_names_and_machines_are_checked(tiny_pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(OptionError, match="quantization='int3': expected int8 or int4"):
+        LoadConfig(quantization="int3")
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "DEFAULT")
+    assert not int8.can_round()[0]
+    with pytest.raises(LoadError, match="has no FBGEMM"):
+        load_target(tiny_pair[0], LoadConfig(quantization="int8"))
