@@ -80,7 +80,7 @@ def _measured(target: Target, context: int, batch: int, widths: Sequence[int], r
             for turn in range(repeats + 1):                     # the first turn warms up
                 for place in range(len(widths)):
                     rows = widths[(turn + place) % len(widths)]
-                    seconds = _pass(target, slots, texts, context, rows, clock)
+                    seconds = timed_pass(target, slots, texts, context, rows, clock)
                     if turn:
                         times[rows].append(seconds)
         finally:
@@ -89,7 +89,9 @@ def _measured(target: Target, context: int, batch: int, widths: Sequence[int], r
     return [Point(rows, context, batch, _spread(times[rows])) for rows in widths]
 
 
-def _pass(target: Target, slots: Sequence[Any], texts: Sequence[Sequence[int]], context: int, rows: int, clock: Clock) -> float:
+def timed_pass(target: Target, slots: Sequence[Any], texts: Sequence[Sequence[int]], context: int, rows: int,
+               clock: Clock = time.perf_counter) -> float:
+    """Seconds of one pass over `rows` rows of every text, whose slots hold `context` tokens before it and after it."""
     roots = torch.tensor([text[context] for text in texts], device=target.device)
     drafts = [Draft.chain(torch.tensor(text[context + 1:context + rows], device=target.device, dtype=torch.int64)) for text in texts]
     _settle(target.device)
