@@ -205,13 +205,10 @@ def examine(setting: Setting, asked: argparse.Namespace, folder: Path) -> dict[s
         began = time.monotonic()
         costs, _ = measure(target, arms, texts, loads, Sampling(temperature=0.0, max_tokens=asked.tokens, seed=1), asked.rounds, load, say)
         say(f"costs in {time.monotonic() - began:.0f} s; the measurement …")
-        plan = Plan(tuple(Load(n) for n in loads), FEWEST, asked.repeats, 1e-6, asked.budget, asked.tokens, 0.0, asked.seed)
+        plan = Plan(tuple(Load(n) for n in loads), FEWEST, asked.repeats, 1e-6, asked.budget, asked.tokens, 0.0, asked.seed, FEWEST)
         warm_up(clients, items, plan)
         times = times_of(list(sweep(clients, items, plan)))
     repeats = len(next(iter(times.values())))
-    if repeats < FEWEST:
-        raise SystemExit(f"{setting.name}: {repeats} whole repeats in {asked.budget:g} s, which says nothing about the noise; expected "
-                         f"{FEWEST}: raise --budget, or lower --each, --tokens or the number of arms")
     forecasts, chosen = predict(whole, costs), predict(first, costs)
     found = check(forecasts, {"cells": list(cells(times, items, arms, depths))})
     lengths = {(c["drafter"], c["depth"], c["class"]): c["acceptance_length"] for c in whole}
@@ -285,13 +282,15 @@ def main() -> int:
     parser.add_argument("--each", type=int, default=6, help="prompts of every class")
     parser.add_argument("--tokens", type=int, default=96)
     parser.add_argument("--rounds", type=int, default=48, help="timed for the advice, of every drafter, depth and load")
-    parser.add_argument("--repeats", type=int, default=5, help="of the measurement, at most")
+    parser.add_argument("--repeats", type=int, default=5, help=f"of the measurement, at most; {FEWEST} are always finished")
     parser.add_argument("--budget", type=float, default=600, help="seconds after which no arm of a further repeat begins, per target")
     parser.add_argument("--threads", type=int)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--work", type=Path, help="keep logs and inflated models here")
     parser.add_argument("--write", type=Path, metavar="FILE", help="the tables, as Markdown")
     asked = parser.parse_args()
+    if asked.repeats < FEWEST:
+        parser.error(f"--repeats {asked.repeats}: {FEWEST} are the least that say something about the noise")
     with tempfile.TemporaryDirectory() as scratch:
         work = asked.work or Path(scratch)
         work.mkdir(parents=True, exist_ok=True)

@@ -35,13 +35,14 @@ class Plan:
     tokens: int = 128                     # most tokens of an answer
     temperature: float = 0.0
     seed: int = 1
+    surely: int = 1                       # repeats that are finished, whatever the time
 
 
 def sweep(arms: Sequence[Arm], items: Sequence[Item], plan: Plan, clock: Callable[[], float] = time.perf_counter) -> Iterator[Answer]:
     """Every arm under every load, repeat by repeat; within a repeat the arms take turns, in an order that turns.
 
     With one request at a time arms change after every item, so that drift of the machine hits all alike; under more load a
-    block is the whole workload, because filling and draining are part of it. The first repeat is always finished.
+    block is the whole workload, because filling and draining are part of it.
     """
     began = clock()
     found: list[Answer] = []
@@ -52,7 +53,7 @@ def sweep(arms: Sequence[Arm], items: Sequence[Item], plan: Plan, clock: Callabl
             pieces = [[one] for one in numbered] if load.concurrency == 1 else [numbered]
             for turn, piece in enumerate(pieces):
                 for place in range(len(arms)):
-                    if repeat and clock() - began > plan.budget_s:
+                    if repeat >= plan.surely and clock() - began > plan.budget_s:
                         return
                     arm = arms[(turn + repeat + place) % len(arms)]
                     block += 1
