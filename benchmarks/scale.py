@@ -34,7 +34,7 @@ from ratios import paired, shown
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from draftproof import Engine, Sampling
-from draftproof.bench.profile import FREE, read_bandwidth, timed_pass
+from draftproof.bench.profile import FREE, most_free, read_bandwidth, timed_pass
 from draftproof.config import LoadConfig
 from draftproof.core.budget import speedup
 from draftproof.drafters.model import ModelDrafter
@@ -103,13 +103,7 @@ def passes(target: Any, context: int, batch: int, modes: Sequence[str], repeats:
 
 
 def free(times: Times) -> int:
-    """The most rows of a text, without a gap from one, that cost at most FREE times one row."""
-    one, most = median(times[1]), 1
-    for rows in WIDTHS:
-        if median(times[rows]) > FREE * one:
-            break
-        most = rows
-    return most
+    return most_free(milliseconds(times))
 
 
 def by_context(target: Any, contexts: Sequence[int], repeats: int, bandwidth: float) -> list[dict[str, Any]]:

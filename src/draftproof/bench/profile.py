@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
@@ -130,10 +130,13 @@ def read_bandwidth(device: torch.device, megabytes: int = 256, repeats: int = 5,
 
 
 def free_rows(points: Sequence[Point], context: int, batch: int) -> int | None:
-    """The most rows per sequence, of those measured without a gap from 1, whose pass takes at most FREE times that of one row."""
+    """`most_free` of one context and batch; None if one row was not measured."""
     times = {p.rows: p.seconds.median for p in points if (p.context, p.batch) == (context, batch)}
-    if 1 not in times:
-        return None
+    return most_free(times) if 1 in times else None
+
+
+def most_free(times: Mapping[int, float]) -> int:
+    """The most rows per sequence, of those measured without a gap from 1, whose pass takes at most FREE times that of one row."""
     free = 1
     for rows in sorted(times):
         if times[rows] > FREE * times[1]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from .packed import multiplies_bfloat16
+from .packed import KeptLinear, multiplies_bfloat16
 
 GROUP = 64                                  # inputs that share a step
 OUTPUTS = 16                                # the kernel takes multiples of so many
@@ -19,15 +19,13 @@ STEPS = 15
 SPANS = (1.0, 0.93, 0.86, 0.79)             # of a group's own
 
 
-class Int4Linear(nn.Module):
+class Int4Linear(KeptLinear):
     """y = x Wᵀ + b with W [out, in] rounded to sixteen levels. Built from a linear layer's tensors; keeps no other copy of them."""
 
     steps: Tensor
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        super().__init__()
-        self.out_features, self.in_features = weight.shape
-        self.weight = torch.empty_like(weight, device="meta")  # its dtype and shape, which some models ask for; no values
+        super().__init__(weight)
         narrow = weight.dtype == torch.bfloat16 and multiplies_bfloat16()
         levels, steps = rounded(weight, torch.bfloat16 if narrow else torch.float32)
         self.bias = None if bias is None else bias.detach().to(steps.dtype, copy=True)
@@ -44,9 +42,6 @@ class Int4Linear(nn.Module):
         if self.bias is not None:
             out = out + self.bias
         return out.view(*x.shape[:-1], self.out_features).to(x.dtype)
-
-    def extra_repr(self) -> str:
-        return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, int4"
 
 
 def rounded(weight: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -11,21 +11,21 @@ from __future__ import annotations
 import warnings
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+
+from .packed import KeptLinear
 
 HIGH, LOW = 63, 126          # steps of the coarse integer up to the peak; steps of the fine one within a coarse step
 TOP = 127
 
 
-class Int8Linear(nn.Module):
+class Int8Linear(KeptLinear):
     """y = x Wᵀ + b with W [out, in] rounded to integers. Built from a linear layer's tensors; keeps no other copy of them."""
 
     extremes: Tensor
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        super().__init__()
-        self.out_features, self.in_features = weight.shape
-        self.weight = torch.empty_like(weight, device="meta")  # its dtype and shape, which some models ask for; no values
+        super().__init__(weight)
         self.bias = None if bias is None else bias.detach().to(torch.float32, copy=True)
         whole, scale = rounded(weight)
         self.packed = torch.ops.quantized.linear_prepack(_per_output(whole, scale), None)
@@ -44,9 +44,6 @@ class Int8Linear(nn.Module):
         if self.bias is not None:
             out += self.bias
         return out.view(*x.shape[:-1], self.out_features).to(x.dtype)
-
-    def extra_repr(self) -> str:
-        return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, int8"
 
 
 def rounded(weight: Tensor) -> tuple[Tensor, Tensor]:

@@ -28,13 +28,26 @@ BASE, PROBED = 6, 16  # rows of FBGEMM's slice that others are compared with; ho
 BY_HAND = {"dt_proj"}  # layers of state-space models whose weight the model multiplies by itself
 
 
-class PackedLinear(nn.Module):
-    """y = x Wᵀ + b with W [out, in] packed. Built from a linear layer (or GPT-2's transposed one); keeps no other copy."""
+class KeptLinear(nn.Module):
+    """Stands for a linear layer whose weight [out, in] is kept in another form, of `weight_bytes`."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+    weight_bytes: int
+    bias: Tensor | None
+
+    def __init__(self, weight: Tensor) -> None:
         super().__init__()
         self.out_features, self.in_features = weight.shape
         self.weight = torch.empty_like(weight, device="meta")  # its dtype and shape, which some models ask for; no values
+
+    def extra_repr(self) -> str:
+        return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
+
+
+class PackedLinear(KeptLinear):
+    """y = x Wᵀ + b with W [out, in] packed. Built from a linear layer (or GPT-2's transposed one); keeps no other copy."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        super().__init__(weight)
         self.widened = weight.dtype == torch.bfloat16 and not multiplies_bfloat16()
         kept = weight.detach().float() if self.widened else weight.detach()
         self.bias = None if bias is None else bias.detach().to(kept.dtype, copy=True)
@@ -62,9 +75,6 @@ class PackedLinear(nn.Module):
         out: Tensor = torch.ops.quantized.linear_dynamic_fp16(rows, self.packed)
         out = out[:count].view(*x.shape[:-1], self.out_features)
         return out.mul_(1 / scale) if self.bias is None else torch.add(self.bias, out, alpha=1 / scale)
-
-    def extra_repr(self) -> str:
-        return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
 
 
 def multiplies_bfloat16() -> bool:
@@ -132,7 +142,7 @@ def can_pack(dtype: torch.dtype) -> tuple[bool, str]:
 
 def widened_bytes(module: nn.Module) -> int:
     """What the packed layers below `module` hold beyond the size of their weights' own type; below zero if they hold less."""
-    packed: list[Any] = [layer for layer in module.modules() if hasattr(layer, "weight_bytes")]
+    packed = [layer for layer in module.modules() if isinstance(layer, KeptLinear)]
     return sum(layer.weight_bytes - layer.weight.numel() * layer.weight.element_size() for layer in packed)
 
 
