@@ -82,6 +82,34 @@ def test_a_full_pool_refuses_and_changes_nothing() -> None:
     assert p.take() == taken[0]
 
 
+def test_a_text_gets_consecutive_pages_after_others_have_come_and_gone() -> None:
+    p = pool(40)
+    slots = [PagedSlot("", [], [p.take() for _ in range(n)]) for n in (5, 3, 8)]
+    drop(p, slots[2])
+    drop(p, slots[0])
+    assert [p.take() for _ in range(5)] == [1, 2, 3, 4, 5]
+    assert [p.take() for _ in range(8)] == list(range(9, 17))
+
+
+def test_pages_of_a_forgotten_text_are_handed_out_in_their_order() -> None:
+    p = pool(6)
+    a = filled(p, list(range(6 * P)))
+    drop(p, a)
+    assert len(p.idle) == 6 and [p.take() for _ in range(6)] == a.pages == list(range(1, 7))
+
+
+def test_consecutive_pages_are_read_where_they_lie_and_others_as_one_copy() -> None:
+    p = pool()
+    keys, values = p.storage(0, torch.zeros(1, 2, 8), torch.zeros(1, 2, 4))
+    for store in (keys, values):
+        store += torch.arange(len(store))[:, None, None]
+    for store, lying in zip((keys, values), p.read(0, slice(2, 4)), strict=True):
+        assert lying.data_ptr() == store[2 * P].data_ptr() and lying.shape == (2, P, 2, store.shape[2])
+    places = [copy.data_ptr() for copy in p.read(0, torch.tensor([1, 2, 4]))]
+    for store, copy in zip((keys, values), p.read(0, torch.tensor([5, 3])), strict=True):
+        assert copy.equal(store.view(-1, P, *store.shape[1:])[[5, 3]]) and copy.data_ptr() in places, "no new memory for each copy"
+
+
 def test_growth_keeps_the_keys() -> None:
     p = pool(64)
     keys, _ = p.storage(0, torch.zeros(1, 2, 8), torch.zeros(1, 2, 8))

@@ -129,18 +129,19 @@ def test_one_chain_is_asked_for_as_the_general_call_asks(rows: int, start: int, 
     at, pages = list(range(start, start + rows)), [3, 4, 9]
     p = Pass(torch.zeros(1, rows), torch.tensor([at]), at, slice(0, rows), None, [passes.Path(pages, range(rows))], 256, 4)
     quick, general = chain_items(p, group, torch.float32), general_items(p, None, group, torch.float32)
-    last = quick.bias[-1:] if quick.tail is None else quick.tail[0]
-    read, before = last.shape[-1], general.bias[:-1]
+    last, whole = quick.calls[-1].bias[-1:], torch.cat([call.bias for call in general.calls])
+    read = last.shape[-1]
     assert read & (read - 1) == 0 and read >= 64 and read > at[-1] % 256
-    assert torch.equal(last, general.bias[-1:, ..., :read]) and bool((general.bias[-1:, ..., read:] == -torch.inf).all())
-    assert not len(before) or torch.equal(quick.bias[: len(before)], before)
+    assert torch.equal(last, whole[-1:, ..., :read]) and bool((whole[-1:, ..., read:] == -torch.inf).all())
+    before = [page for call in quick.calls for page in call.bias][:-1]
+    assert len(before) == len(whole) - 1 and all(map(torch.equal, before, whole))
     places = torch.arange(1 * quick.width)
     assert (quick.paths, quick.width, quick.dead, general.dead) == (1, general.width, None, None)
     for a, b in ((quick.take, general.take), (quick.back, general.back)):
         assert torch.equal(places[slice(None) if a is None else a], places[slice(None) if b is None else b])
     storage = torch.arange(12)
-    read_pages = [storage[quick.pages]] + ([] if quick.tail is None else [storage[quick.tail[1]]])
-    assert torch.equal(torch.cat(read_pages), storage[general.pages])
+    read_pages, all_pages = (torch.cat([storage[call.pages] for call in items.calls]) for items in (quick, general))
+    assert torch.equal(read_pages, all_pages)
     assert (quick.grid is None) == (general.grid is None) and (quick.grid is None or torch.equal(quick.grid, general.grid))  # type: ignore[arg-type]
 
 

@@ -1,8 +1,9 @@
-"""Attention over pages, as `transformers` calls it. Two functions compute one (path, page) item; one merges a path's pages.
+"""Attention over pages, as `transformers` calls it. Three functions compute (path, page) items; one merges a path's pages.
 
-`flash_page` is the CPU flash kernel; `plain_page` is ordinary matrix products, its twin, and the one that knows soft caps
-and runs on any device. Both return the page's own softmax average and its log-sum-exp; pages are merged in page order by
-explicit sums, so that a page a row cannot see adds exactly nothing and may be skipped without moving a bit.
+`native.attend` reads pages where they lie, on a CPU with a compiler. `flash_page` is torch's CPU flash kernel; `plain_page` is ordinary
+matrix products, the twin of both, and the one that knows soft caps and runs on any device. All return the page's own softmax average
+and its log-sum-exp; pages are merged in page order by explicit sums, so that a page a row cannot see adds exactly nothing and may be
+skipped without moving a bit.
 """
 
 from __future__ import annotations
@@ -13,11 +14,17 @@ import torch
 from torch import Tensor
 from transformers import AttentionInterface
 
+from . import native
 from .cache import PagePool
-from .passes import Items, Pass
+from .passes import Call, Items, Pass
 
 NAME = "draftproof_pages"
 TILE = 4  # queries per product; tiles of 1–3 rows take another kernel with other bits
+
+
+def compiled(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether attention without soft caps runs through `native.attend`."""
+    return device.type == "cpu" and dtype in native.TYPES and native.available()[0]
 
 
 def flash_page(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
@@ -31,7 +38,8 @@ def plain_page(
 ) -> tuple[Tensor, Tensor]:
     """The same by matrix products of fixed shape [TILE, D] × [D, P]; softcap as in Gemma 2 (arXiv 2408.00118).
 
-    The products see tiles of constant shape as a batch, because a product's bits may depend on its number of rows.
+    The products see tiles of constant shape as a batch, because a product's bits may depend on its number of rows. They may also
+    depend on the order in which a matrix is stored: the keys are laid out [D, P] here, else the number of tiles would decide.
     """
     items, heads, queries, dim = query.shape
     tiles = -(-queries // TILE)
@@ -39,7 +47,7 @@ def plain_page(
         query = torch.nn.functional.pad(query, (0, 0, 0, tiles * TILE - queries))
         bias = torch.nn.functional.pad(bias, (0, 0, 0, tiles * TILE - queries))
     tiled = query.reshape(items, heads, tiles, TILE, dim)
-    scores = torch.matmul(tiled, key[:, :, None].transpose(-1, -2)).float() * scaling
+    scores = torch.matmul(tiled, key.transpose(-1, -2).contiguous()[:, :, None]).float() * scaling
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
     scores = scores + bias.view(items, 1, tiles, TILE, -1).float()
@@ -129,7 +137,8 @@ def attend(
         keys.index_copy_(0, p.write_to, key)
         values.index_copy_(0, p.write_to, value)
 
-    items = p.items(window, group, query.dtype)
+    native_kernel = softcap is None and compiled(query.device, query.dtype)
+    items = p.items(window, group, torch.float32 if native_kernel else query.dtype)
     if items.take is not None:
         query = query[items.take]
     query = (
@@ -137,24 +146,21 @@ def attend(
         .permute(0, 2, 3, 1, 4)
         .reshape(items.paths, kv_heads, group * items.width, dim)
     )
-    keys, values = (store.view(-1, p.page_tokens, kv_heads, store.shape[2]) for store in (keys, values))
-    flash = softcap is None and query.device.type == "cpu" and dim == values.shape[3]
+    flash = softcap is None and query.device.type == "cpu" and dim == values.shape[2]
 
-    def pages(query: Tensor, numbers: Tensor | slice, bias: Tensor) -> tuple[Tensor, Tensor]:
-        key, value = (store[numbers, : bias.shape[-1]].transpose(1, 2) for store in (keys, values))
-        return flash_page(query, key, value, bias, scaling) if flash else plain_page(query, key, value, bias, scaling, softcap)
+    def answer(call: Call) -> tuple[Tensor, Tensor]:
+        asked = query if call.owner is None else query[call.owner]
+        if native_kernel:
+            return native.attend(asked, *pool.pages(layer), call.pages, call.bias, scaling)
+        asked = asked.expand(len(call.bias), -1, -1, -1)
+        key, value = (pages[:, : call.bias.shape[-1]].transpose(1, 2) for pages in pool.read(layer, call.pages))
+        return flash_page(asked, key, value, call.bias, scaling) if flash else plain_page(asked, key, value, call.bias, scaling, softcap)
 
-    asked = query
-    if items.owner is not None:
-        asked = query.expand(items.bias.shape[0], -1, -1, -1) if items.paths == 1 else query[items.owner]
-    out, lse = pages(asked, items.pages, items.bias)
-    if items.tail is not None:
-        bias, page = items.tail
-        last, last_lse = pages(query, page, bias)
-        out, lse = torch.cat([out, last]), torch.cat([lse, last_lse])
+    answers = [answer(call) for call in items.calls]
+    out, lse = answers[0] if len(answers) == 1 else (torch.cat(parts) for parts in zip(*answers, strict=True))
     if sinks is not None:
         sinks = sinks.float().view(kv_heads, group, 1).expand(-1, -1, items.width).reshape(kv_heads, -1)
-    merged = merge(out, lse, items, sinks)
+    merged = merge(out, lse, items, sinks).to(query.dtype)
     merged = merged.view(items.paths, kv_heads, group, items.width, -1).permute(0, 3, 1, 2, 4).reshape(items.paths * items.width, heads, -1)
     return merged if items.back is None else merged[items.back]
 

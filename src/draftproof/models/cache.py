@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from heapq import heappop, heappush
 
 import torch
 from torch import Tensor
@@ -46,10 +47,11 @@ class PagePool:
         self.page_tokens, self.device = page_tokens, device
         self.capacity = max(2, -(-capacity_tokens // page_tokens)) + 1
         self.allocated = min(8, self.capacity)  # pages that the storage has room for; it grows by doubling
-        self.free = list(range(self.allocated - 1, 0, -1))
+        self.free = list(range(1, self.allocated))  # a heap: the lowest first, so that a text's pages are mostly consecutive
         self.references = [0] * self.capacity
         self.keys: dict[int, Tensor] = {}  # layer → [allocated * P, kv_heads, head_dim]
         self.values: dict[int, Tensor] = {}
+        self.copies: tuple[Tensor, Tensor]  # where `read` copies keys and values to
         self.index: dict[Prefix, int] = {}  # published full pages
         self.prefix_of: dict[int, Prefix] = {}
         self.idle: OrderedDict[int, None] = OrderedDict()  # published, referenced by nobody; oldest first
@@ -63,7 +65,7 @@ class PagePool:
         if not self.free and self.allocated < self.capacity:
             self._grow()
         if self.free:
-            page = self.free.pop()
+            page = heappop(self.free)
         elif self.idle:
             page, _ = self.idle.popitem(last=False)
             self._unpublish(page)
@@ -82,14 +84,30 @@ class PagePool:
             if page in self.prefix_of:
                 self.idle[page] = None
             else:
-                self.free.append(page)
+                heappush(self.free, page)
 
     def storage(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Key and value storage of a layer, made at its first use from the shapes [rows, kv_heads, dim] it is given."""
         if layer not in self.keys:
             for store, like in ((self.keys, key), (self.values, value)):
                 store[layer] = torch.zeros(self.allocated * self.page_tokens, *like.shape[1:], dtype=like.dtype, device=like.device)
+            self.copies = key.new_empty(0), value.new_empty(0)
         return self.keys[layer], self.values[layer]
+
+    def pages(self, layer: int) -> tuple[Tensor, Tensor]:
+        """All keys and values of a layer, [pages, P, kv_heads, dim]."""
+        key, value = self.keys[layer], self.values[layer]
+        return key.view(-1, self.page_tokens, *key.shape[1:]), value.view(-1, self.page_tokens, *value.shape[1:])
+
+    def read(self, layer: int, pages: slice | Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values [pages, P, kv_heads, dim] of a layer: those of a slice where they lie, others as a copy that the next
+        read overwrites. New memory for every copy would take longer than the copying."""
+        key, value = self.pages(layer)
+        if isinstance(pages, slice):
+            return key[pages], value[pages]
+        for store, copy in zip((key, value), self.copies, strict=True):
+            torch.index_select(store, 0, pages, out=copy.resize_(len(pages), *store.shape[1:]))
+        return self.copies
 
     def copy_head(self, source: int, target: int, tokens: int) -> None:
         """Copy the first `tokens` keys of a page into another, in every layer."""
@@ -105,7 +123,7 @@ class PagePool:
                 bigger = torch.zeros(grown * self.page_tokens, *rows.shape[1:], dtype=rows.dtype, device=rows.device)
                 bigger[: rows.shape[0]] = rows
                 store[layer] = bigger
-        self.free = list(range(grown - 1, self.allocated - 1, -1)) + self.free
+        self.free += range(self.allocated, grown)
         self.allocated = grown
 
     # Sharing: a published page holds the keys of exactly these tokens after exactly that page, so equal keys mean equal bits.
@@ -148,7 +166,7 @@ class PagePool:
             if prefix[1] == page:
                 if other in self.idle:
                     del self.idle[other]
-                    self.free.append(other)
+                    heappush(self.free, other)
                 self._unpublish(other)
 
     def check(self, slots: Sequence[PagedSlot]) -> None:

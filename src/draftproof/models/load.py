@@ -20,7 +20,7 @@ from ..errors import LoadError
 from . import attention, int4, int8
 from .cropped import CroppedTarget
 from .fused import FusedPass, can_fuse, fuse
-from .packed import Linear, PackedLinear, can_pack, multiplies_bfloat16, pack, widened_bytes
+from .packed import Linear, can_pack, multiplies_bfloat16, pack, packed, widened_bytes
 from .paged import PagedTarget
 from .passes import Pass
 from .recurrent import RecurrentTarget
@@ -121,7 +121,7 @@ def _form(config: LoadConfig, device: torch.device, dtype: torch.dtype, reasons:
         return None
     able, why = can_pack(dtype) if config.packed else (False, "packing is off")
     reasons["linear layers"] = f"{'packed' if able else 'stock'}: {why}"
-    return PackedLinear if able else None
+    return packed if able else None
 
 
 def _fuse(model: Any, tier: int, linear: Linear | None, reasons: dict[str, str]) -> bool:

@@ -1,13 +1,14 @@
 """Linear layers with weights in the CPU's own blocked layouts.
 
 A pass over few rows is limited by how fast weights stream from memory; a blocked layout reads them about twice as fast as the stock
-layer, and a row's bits do not depend on the number of rows from two rows on (docs/log.md has the figures). Three forms:
+layer, and a row's bits do not depend on the number of rows from two rows on (docs/log.md has the figures). The forms, first choice first:
 
-* oneDNN's, of the weight's own type.
+* Ours (native.py), of bfloat16 weights under float32 products: where a C compiler is found.
 * FBGEMM's, of half-precision weights under float32 products: for float32 weights that are all halves times one power of two, as those
   of a half-precision checkpoint nearly always are. The same numbers are multiplied, and half the bytes are read.
-* bfloat16 on a processor without its instructions: one of these two, in float32, each product rounded back once. torch's emulation is
-  many times slower.
+* oneDNN's, of the weight's own type; and of bfloat16 weights first where the processor has instructions for them.
+
+On a processor without them a bfloat16 product is taken in float32 and rounded back once: torch's emulation is many times slower.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
+
+from . import native
 
 Linear = Callable[[Tensor, Tensor | None], nn.Module]  # makes a layer of a weight [out, in] and a bias
 PACK_ROWS = 8  # the row count that oneDNN's layout is chosen for
@@ -43,8 +46,21 @@ class KeptLinear(nn.Module):
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
 
 
+class StreamedLinear(KeptLinear):
+    """y = x Wᵀ + b in float32 with the values of W [out, in] all bfloat16, and x, y in the weight's own type. Keeps no other copy."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        super().__init__(weight)
+        self.bias = None if bias is None else bias.detach().float()
+        self.panels = native.arrange(weight.detach().bfloat16())
+        self.weight_bytes = 2 * weight.numel()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return native.multiply(x, self.panels, self.bias, self.out_features)
+
+
 class PackedLinear(KeptLinear):
-    """y = x Wᵀ + b with W [out, in] packed. Built from a linear layer (or GPT-2's transposed one); keeps no other copy."""
+    """y = x Wᵀ + b with W [out, in] packed by one of torch's libraries. Built from a linear layer; keeps no other copy."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         super().__init__(weight)
@@ -75,6 +91,20 @@ class PackedLinear(KeptLinear):
         out: Tensor = torch.ops.quantized.linear_dynamic_fp16(rows, self.packed)
         out = out[:count].view(*x.shape[:-1], self.out_features)
         return out.mul_(1 / scale) if self.bias is None else torch.add(self.bias, out, alpha=1 / scale)
+
+
+def packed(weight: Tensor, bias: Tensor | None) -> KeptLinear:
+    """The fastest of the forms above that multiplies the very same numbers."""
+    return StreamedLinear(weight, bias) if _streams(weight.dtype) and holds_bfloat16(weight) else PackedLinear(weight, bias)
+
+
+def _streams(dtype: torch.dtype) -> bool:
+    return (dtype == torch.float32 or dtype == torch.bfloat16 and not multiplies_bfloat16()) and native.available()[0]
+
+
+def holds_bfloat16(weight: Tensor) -> bool:
+    """Whether every value of a weight [out, in] is a bfloat16."""
+    return weight.dtype == torch.bfloat16 or torch.equal(weight.bfloat16().to(weight.dtype), weight)
 
 
 def multiplies_bfloat16() -> bool:
@@ -135,25 +165,28 @@ def can_pack(dtype: torch.dtype) -> tuple[bool, str]:
         return False, "this build of torch has no oneDNN"
     if dtype not in (torch.bfloat16, torch.float32):
         return False, f"{dtype} is not packed on a CPU"
+    why = "few-row passes read packed weights about twice as fast, with the same bits at any number of rows"
     if dtype == torch.bfloat16 and not multiplies_bfloat16():
-        return True, "the processor has no bfloat16 instructions: weights are multiplied in float32, products rounded to bfloat16"
-    return True, "few-row passes read packed weights about twice as fast, with the same bits at any number of rows"
+        why = "the processor has no bfloat16 instructions: weights are multiplied in float32, products rounded to bfloat16"
+    elif dtype == torch.bfloat16:
+        return True, why
+    return True, f"{why}; bfloat16 weights: {native.available()[1]}"
 
 
 def widened_bytes(module: nn.Module) -> int:
     """What the packed layers below `module` hold beyond the size of their weights' own type; below zero if they hold less."""
-    packed = [layer for layer in module.modules() if isinstance(layer, KeptLinear)]
-    return sum(layer.weight_bytes - layer.weight.numel() * layer.weight.element_size() for layer in packed)
+    layers = [layer for layer in module.modules() if isinstance(layer, KeptLinear)]
+    return sum(layer.weight_bytes - layer.weight.numel() * layer.weight.element_size() for layer in layers)
 
 
-def pack(module: nn.Module, form: Linear = PackedLinear) -> None:
+def pack(module: nn.Module, form: Linear = packed) -> None:
     """Replace every linear layer below `module` by its packed form, in place."""
     for name, child in list(module.named_children()):
         if type(child) is nn.Linear and name not in BY_HAND:
-            packed = form(child.weight, child.bias)
+            kept = form(child.weight, child.bias)
         elif isinstance(child, Conv1D):
-            packed = form(child.weight.data.t(), child.bias.data)
+            kept = form(child.weight.data.t(), child.bias.data)
         else:
             pack(child, form)
             continue
-        setattr(module, name, packed)
+        setattr(module, name, kept)

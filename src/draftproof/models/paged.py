@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ..types import Draft, Scores
-from .attention import TILE
+from .attention import TILE, compiled
 from .cache import PagedSlot, PagePool
 from .fused import FusedPass
 from .passes import Pass, Path
@@ -43,6 +43,7 @@ class PagedTarget:
         self.model, self.vocab_size, self.context, self.whole_tiles = model, vocab_size, context, whole_tiles
         self.facts, self.parts, self.tokenizer, self.defaults, self.eos_ids = facts, parts, tokenizer, defaults, eos_ids
         self.device = next(model.parameters()).device
+        self.query_tile = TILE if whole_tiles and not compiled(self.device, next(model.parameters()).dtype) else 1
         self.pool = PagePool(page_tokens, cache_tokens, self.device)
         self.slots: list[PagedSlot] = []
         self.fused = fused
@@ -208,7 +209,7 @@ class PagedTarget:
             None if write_from == list(range(len(positions))) else torch.tensor(write_from, device=self.device),
             paths,
             size,
-            TILE if self.whole_tiles else 1,
+            self.query_tile,
         )
 
     def _plan_chain(self, slot: PagedSlot, draft: Draft, root: Tensor) -> Pass:
@@ -226,8 +227,7 @@ class PagedTarget:
         else:
             write_to = torch.tensor([slot.pages[t // size] * size + t % size for t in places], device=self.device)
         positions = torch.tensor([readable], device=self.device)
-        tile = TILE if self.whole_tiles else 1
-        return Pass(ids, positions, places, write_to, None, [Path(slot.pages, range(rows))], size, tile)
+        return Pass(ids, positions, places, write_to, None, [Path(slot.pages, range(rows))], size, self.query_tile)
 
     def _tree_paths(self, slot: PagedSlot, draft: Draft, base: int, depth: int) -> Iterator[tuple[list[int], list[int], list[int]]]:
         """(page table, rows whose keys lie on the path, rows that attend through it) per leaf. Row 0 is the root, row 1+i node i.

@@ -9,11 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 
 LEAST_KEYS, MOST_KEYS = 64, 256  # of a page: an attention call reads no fewer, and of pages with more keys always all
+LEAST_RUN = 4  # consecutive pages that are worth a call of their own on a CPU; shorter runs are copied together,
+MOST_COPIED = 8  # so many pages at a time that the copies stay in the caches
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,29 +28,38 @@ class Path:
 
 
 @dataclass(frozen=True, slots=True)
+class Call:
+    """Items that one attention call computes.
+
+    pages  [items] page of each: a slice if they are consecutive, which are read where they lie; others are copied
+    owner  [items] path of each, a slice if they are consecutive, or None if there is one path
+    bias   [items, 1, group * width, K] 0 where a query sees a key and −inf where not; all 0 where it sees none. K ≤ P: how many
+           keys of each page are read
+    """
+
+    pages: slice | Tensor
+    owner: slice | Tensor | None
+    bias: Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class Items:
-    """One attention call: every (path, page) pair is a batch item; shapes are padded so that kernels see whole tiles.
+    """The attention of one layer: every (path, page) pair is an item; shapes are padded so that kernels see whole tiles.
 
     take   [paths * width] row of the pass for each query place, or None if it is the identity
     back   [rows] query place of each row, a slice if they are consecutive, or None if it is the identity
-    pages  [items] page ids, or a slice when they are consecutive; owner [items] path of each item, None if path i owns item i
+    calls  the items in order, call by call
     grid   [paths, most pages] item of each path's j-th page, −1 beyond its end (or None: one item per path)
-    bias   [items, 1, group * width, K] 0 where a query sees a key and −inf where not; all 0 where it sees none. K ≤ P: how many
-           keys of each page are read
     dead   [items, 1, group * width] queries that see no key of their item, or None
-    tail   [1, 1, group * width, K'] bias of one more item, of which fewer keys are read, and that item's page; or None
     """
 
     paths: int
     width: int
     take: Tensor | None
     back: Tensor | slice | None
-    pages: Tensor | slice
-    owner: Tensor | None
+    calls: list[Call]
     grid: Tensor | None
-    bias: Tensor
     dead: Tensor | None
-    tail: tuple[Tensor, slice] | None = None
 
 
 @dataclass(slots=True)
@@ -66,7 +78,7 @@ class Pass:
     cache: dict[tuple[int, int, torch.dtype], Items] = field(default_factory=dict)
 
     def items(self, window: int | None, group: int, dtype: torch.dtype) -> Items:
-        """The attention call for layers with this sliding window (None: full) and queries per key head; made once."""
+        """The attention of layers with this sliding window (None: full) and queries per key head; made once."""
         key = (window or 0, group, dtype)
         if key not in self.cache:
             self.cache[key] = chain_items(self, group, dtype) if _one_chain(self, window) else general_items(self, window, group, dtype)
@@ -92,26 +104,47 @@ def chain_items(p: Pass, group: int, dtype: torch.dtype) -> Items:
     keys = _keys_read(places[rows - 1], size) if device.type == "cpu" else size
     bias = torch.zeros(group * width, keys, dtype=dtype, device=device)
     bias.masked_fill_(torch.arange(keys, device=device) > torch.tensor(places * group, device=device)[:, None], float("-inf"))
-    bias, tail = bias[None, None], None
-    if last:
-        before = bias.new_zeros(last, 1, group * width, size)
-        if keys < size:
-            bias, tail, pages = before, (bias, slice(pages[-1], pages[-1] + 1)), pages[:-1]
-        else:
-            bias = torch.cat([before, bias])
-    consecutive = all(b == a + 1 for a, b in zip(pages, pages[1:], strict=False))
+    before = bias.new_zeros(last, 1, group * width, size)
+    if keys < size:
+        calls = [*calls_of(pages[:last], None, before), *calls_of(pages[last:], None, bias[None, None])]
+    else:
+        calls = calls_of(pages, None, torch.cat([before, bias[None, None]]))
     return Items(
         paths=1,
         width=width,
         take=None if width == rows else torch.tensor([*range(rows), *[0] * (width - rows)], device=device),
         back=None if width == rows else slice(0, rows),
-        pages=slice(pages[0], pages[-1] + 1) if consecutive else torch.tensor(pages, device=device),
-        owner=torch.zeros(len(pages), dtype=torch.int64, device=device) if len(pages) > 1 else None,
+        calls=calls,
         grid=torch.arange(last + 1, device=device)[None] if last else None,
-        bias=bias,
         dead=None,
-        tail=tail,
     )
+
+
+def calls_of(pages: Sequence[int], owner: Sequence[int] | None, bias: Tensor) -> list[Call]:
+    """Items cut into calls. Items are independent, so no bit depends on the cuts (tests/models/test_attention.py)."""
+    device = bias.device
+    cuts = _cuts(pages) if device.type == "cpu" else [(0, len(pages))]
+    return [Call(_index(pages[a:b], device), None if owner is None else _index(owner[a:b], device), bias[a:b]) for a, b in cuts]
+
+
+def _index(ids: Sequence[int], device: torch.device) -> slice | Tensor:
+    """A slice if they are consecutive, because it copies nothing."""
+    run = range(ids[0], ids[0] + len(ids))
+    return slice(run.start, run.stop) if list(ids) == list(run) else torch.tensor(ids, device=device)
+
+
+def _cuts(pages: Sequence[int]) -> list[tuple[int, int]]:
+    """Where items are cut: a call for each long run of consecutive pages, shorter runs joined as far as `MOST_COPIED`."""
+    edges = [i for i in range(1, len(pages)) if pages[i] != pages[i - 1] + 1]
+    cuts: list[tuple[int, int]] = []
+    joining = False
+    for start, end in pairwise([0, *edges, len(pages)] if pages else []):
+        short = end - start < LEAST_RUN
+        if short and joining and end - cuts[-1][0] <= MOST_COPIED:
+            start, _ = cuts.pop()
+        cuts.append((start, end))
+        joining = short
+    return cuts
 
 
 def _keys_read(last: int, size: int) -> int:
@@ -164,16 +197,13 @@ def general_items(p: Pass, window: int | None, group: int, dtype: torch.dtype) -
     bias = torch.zeros(visible.shape, dtype=dtype).masked_fill_(~visible & ~blind[..., None], float("-inf"))
     bias = bias[:, None, None].expand(-1, 1, group, -1, -1).reshape(len(pages), 1, group * width, size)
     dead = blind[:, None, None].expand(-1, 1, group, -1).reshape(len(pages), 1, group * width) if bool(blind.any()) else None
-    consecutive = all(b == a + 1 for a, b in zip(pages, pages[1:], strict=False))
     identity = take == list(range(len(back)))
     return Items(
         paths=len(p.paths),
         width=width,
         take=None if identity else torch.tensor(take, device=device),
         back=None if identity else torch.tensor(back, device=device),
-        pages=slice(pages[0], pages[-1] + 1) if consecutive else torch.tensor(pages, device=device),
-        owner=None if most == 1 else torch.tensor(owner, device=device),
+        calls=calls_of(pages, owner if len(p.paths) > 1 else None, bias.to(device)),
         grid=None if grid is None else grid.to(device),
-        bias=bias.to(device),
         dead=None if dead is None else dead.to(device),
     )

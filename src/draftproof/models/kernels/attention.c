@@ -1,0 +1,199 @@
+/* Attention of queries over pages of keys and values, read where they lie. Compiled and called by ../native.py.
+ *
+ * An item is one path's queries over one page. Every sum has an order of its own, given by the places within the page and the head:
+ * scores add over the head's lanes, the softmax's norm over the page's lanes, averages over the keys in turn. So an item's bits depend
+ * on nothing but its query, its page and its mask: not on other items, other queries, the length of the mask or the threads.
+ */
+#include <math.h>
+#include <stdlib.h>
+
+#include "lanes.h"
+
+#define MOST 3      /* queries of a micro-kernel */
+#define SIDE 4      /* keys, or vectors of values, of a micro-kernel: MOST * SIDE sums fill the registers */
+#define CHUNK 32    /* keys widened at a time: they stay in the first cache */
+#define QUERIES 48  /* queries of a piece of work */
+#define UP(n, to) (((n) + (to) - 1) / (to) * (to))
+
+typedef int32_t integers __attribute__((vector_size(4 * LANES), aligned(4)));
+
+static inline float total(floats x) /* over the lanes */
+{
+    float lanes[LANES];
+    memcpy(lanes, &x, sizeof x);
+    for (int half = LANES / 2; half; half /= 2)
+        for (int i = 0; i < half; i++) lanes[i] += lanes[i + half];
+    return lanes[0];
+}
+
+/* e to the x for x <= 0, within two units of the last place; exactly 0 below -87. Cephes' reduction and polynomial. */
+static inline floats exponential(floats x)
+{
+    integers seen = x > -87.0f;
+    x = (floats)((integers)x & seen);
+    floats whole = x * 1.44269504088896341f + 12582912.0f; /* adding 1.5 * 2^23 rounds to an integer */
+    words power = (words)whole << 23;
+    whole -= 12582912.0f;
+    x -= whole * 0.693359375f;
+    x -= whole * -2.12194440e-4f;
+    floats y = x * 1.9875691500e-4f + 1.3981999507e-3f;
+    y = y * x + 8.3334519073e-3f;
+    y = y * x + 4.1665795894e-2f;
+    y = y * x + 1.6666665459e-1f;
+    y = y * x + 5.0000001201e-1f;
+    y = y * (x * x) + x + 1.0f;
+    return (floats)((integers)((words)y + power) & seen);
+}
+
+/* The sums over the lanes of four vectors. A fold adds halves, quarters or neighbours of two vectors and keeps both side by side. */
+#define FOLD(a, b, one, other) (__builtin_shuffle(a, b, one) + __builtin_shuffle(a, b, other))
+#ifdef __AVX512F__
+static const integers LOW = {0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23};
+static const integers EVEN_QUARTERS = {0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27};
+static const integers EVEN = {0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30};
+#else
+static const integers LOW = {0, 1, 2, 3, 8, 9, 10, 11}, EVEN_QUARTERS = {0, 1, 4, 5, 8, 9, 12, 13}, EVEN = {0, 2, 4, 6, 8, 10, 12, 14};
+#endif
+static inline void totals(const floats *x, float *four)
+{
+    floats sides = FOLD(x[0], x[1], LOW, LOW + LANES / 2), others = FOLD(x[2], x[3], LOW, LOW + LANES / 2);
+    floats sum = FOLD(sides, others, EVEN_QUARTERS, EVEN_QUARTERS + LANES / 4);
+    for (int lanes = LANES / 4; lanes > 1; lanes /= 2) sum = FOLD(sum, sum, EVEN, EVEN + 1);
+    memcpy(four, &sum, 16);
+}
+
+/* score [ROWS, SIDE] = query [ROWS, dim] · key [SIDE, dim] */
+#define SCORE(ROWS)                                                                                                      \
+    static void score_##ROWS(const float *query, const float *key, long dim, float *score, long width)                   \
+    {                                                                                                                    \
+        floats sum[ROWS][SIDE] = {0};                                                                                    \
+        for (long d = 0; d < dim; d += LANES) {                                                                          \
+            floats q[ROWS];                                                                                              \
+            UNROLL for (int r = 0; r < ROWS; r++) q[r] = *(const floats *)(query + r * dim + d);                         \
+            UNROLL for (int s = 0; s < SIDE; s++) {                                                                      \
+                floats k = *(const floats *)(key + s * dim + d);                                                         \
+                UNROLL for (int r = 0; r < ROWS; r++) sum[r][s] += q[r] * k;                                             \
+            }                                                                                                            \
+        }                                                                                                                \
+        for (int r = 0; r < ROWS; r++) totals(sum[r], score + r * width);                                                \
+    }
+/* out [ROWS, SIDE * LANES] += weight [ROWS, keys] times value [keys, SIDE * LANES], the keys in turn */
+#define AVERAGE(ROWS)                                                                                                    \
+    static void average_##ROWS(const float *weight, const float *value, long keys, long width, long dim, float *out)     \
+    {                                                                                                                    \
+        floats sum[ROWS][SIDE];                                                                                          \
+        for (int r = 0; r < ROWS; r++) memcpy(sum[r], out + r * dim, sizeof sum[r]);                                     \
+        for (long s = 0; s < keys; s++) {                                                                                \
+            UNROLL for (int v = 0; v < SIDE; v++) {                                                                      \
+                floats x = *(const floats *)(value + s * dim + v * LANES);                                               \
+                UNROLL for (int r = 0; r < ROWS; r++) sum[r][v] += x * weight[r * width + s];                            \
+            }                                                                                                            \
+        }                                                                                                                \
+        for (int r = 0; r < ROWS; r++) memcpy(out + r * dim, sum[r], sizeof sum[r]);                                     \
+    }
+SCORE(1) SCORE(2) SCORE(3)
+AVERAGE(1) AVERAGE(2) AVERAGE(3)
+typedef void score(const float *, const float *, long, float *, long);
+typedef void average(const float *, const float *, long, long, long, float *);
+static score *const scores[MOST] = {score_1, score_2, score_3};
+static average *const averages[MOST] = {average_1, average_2, average_3};
+
+/* `count` vectors of `dim` numbers, `stride` apart, widened and filled up with zeros: to [rows, wide]. */
+static void widen(const void *from, int halves, long count, long stride, long dim, float *to, long rows, long wide)
+{
+    if (count < rows || dim < wide) memset(to, 0, 4 * rows * wide);
+    for (long r = 0; r < count; r++)
+        if (halves)
+            for (long d = 0; d < dim; d++) to[r * wide + d] = widened(((const uint16_t *)from)[r * stride + d]);
+        else
+            memcpy(to + r * wide, (const float *)from + r * stride, 4 * dim);
+}
+
+/* weight [width]: scores → exponentials of their distance to the greatest, which `top` gets; returns their sum. */
+static float normalise(float *weight, const float *mask, float scaling, long keys, long width, float *top)
+{
+    for (long s = 0; s < keys; s++) weight[s] = weight[s] * scaling + mask[s];
+    for (long s = keys; s < width; s++) weight[s] = -INFINITY;
+    floats best = *(const floats *)weight, sum = {0};
+    integers sound = best < INFINITY; /* false for what is not a number, too */
+    for (long s = LANES; s < width; s += LANES) {
+        floats w = *(const floats *)(weight + s);
+        integers more = w > best;
+        best = (floats)(((integers)w & more) | ((integers)best & ~more));
+        sound &= w < INFINITY;
+    }
+    *top = -INFINITY;
+    for (int i = 0; i < LANES; i++) {
+        if (!sound[i]) return *top = NAN;
+        if (best[i] > *top) *top = best[i];
+    }
+    if (*top == -INFINITY) { /* nothing is seen */
+        memset(weight, 0, 4 * width);
+        return 0;
+    }
+    for (long s = 0; s < width; s += LANES) {
+        floats *w = (floats *)(weight + s);
+        *w = exponential(*w - *top);
+        sum += *w;
+    }
+    return total(sum);
+}
+
+/* query [items, heads, queries, dim], items `query_stride` numbers apart (0: one query for all); keys and values [pages, page, heads, …];
+ * numbers [items]: the page of each; mask [items, queries, seen]: 0 or -inf for the page's first `seen` keys
+ * → out [items, heads, queries, value_dim]: the page's average; lse [items, heads, queries]: its log-sum-exp. Returns 0, or 1 without memory.
+ */
+int attend(const void *query, long query_stride, const void *keys, const void *values, const int64_t *numbers, const float *mask, float *out,
+           float *lse, long items, long heads, long queries, long dim, long value_dim, long page, long seen, float scaling, int halves,
+           int threads)
+{
+    long deep = UP(dim, LANES), broad = UP(value_dim, SIDE * LANES), width = UP(seen, CHUNK), pieces = (queries + QUERIES - 1) / QUERIES;
+    long size = halves ? 2 : 4, most = queries < QUERIES ? queries : QUERIES, rows = deep > broad ? deep : broad;
+    int failed = 0;
+#pragma omp parallel num_threads(threads) if (items * heads * pieces > 1)
+    {
+        float *scratch = aligned_alloc(64, UP(4 * (most * (deep + broad + width) + CHUNK * rows), 64));
+        if (!scratch) failed = 1;
+        float *asked = scratch, *sum = asked + most * deep, *weight = sum + most * broad, *chunk = weight + most * width;
+#pragma omp for collapse(3) schedule(static)
+        for (long i = 0; i < items; i++)
+            for (long h = 0; h < heads; h++)
+                for (long piece = 0; piece < pieces; piece++) {
+                    if (!scratch) continue;
+                    long first = piece * QUERIES, count = queries - first < QUERIES ? queries - first : QUERIES;
+                    long place = (i * heads + h) * queries + first;
+                    const char *from = (const char *)query + size * (i * query_stride + (h * queries + first) * dim);
+                    widen(from, halves, count, dim, dim, asked, count, deep);
+                    for (long s = 0; s < width; s += CHUNK) {
+                        const char *key = (const char *)keys + size * ((numbers[i] * page + s) * heads + h) * dim;
+                        widen(key, halves, seen - s < CHUNK ? seen - s : CHUNK, heads * dim, dim, chunk, CHUNK, deep);
+                        for (long q = 0, many; q < count; q += many) {
+                            many = count - q < MOST ? count - q : MOST;
+                            for (long k = 0; k < CHUNK; k += SIDE)
+                                scores[many - 1](asked + q * deep, chunk + k * deep, deep, weight + q * width + s + k, width);
+                        }
+                    }
+                    float norm[QUERIES];
+                    for (long q = 0; q < count; q++) {
+                        float top;
+                        norm[q] = normalise(weight + q * width, mask + (i * queries + first + q) * seen, scaling, seen, width, &top);
+                        lse[place + q] = top + logf(norm[q]);
+                    }
+                    memset(sum, 0, 4 * count * broad);
+                    for (long s = 0; s < width; s += CHUNK) {
+                        const char *value = (const char *)values + size * ((numbers[i] * page + s) * heads + h) * value_dim;
+                        widen(value, halves, seen - s < CHUNK ? seen - s : CHUNK, heads * value_dim, value_dim, chunk, CHUNK, broad);
+                        for (long q = 0, many; q < count; q += many) {
+                            many = count - q < MOST ? count - q : MOST;
+                            for (long v = 0; v < broad; v += SIDE * LANES)
+                                averages[many - 1](weight + q * width + s, chunk + v, CHUNK, width, broad, sum + q * broad + v);
+                        }
+                    }
+                    for (long q = 0; q < count; q++)
+                        for (long v = 0; v < value_dim; v++)
+                            out[(place + q) * value_dim + v] = norm[q] == 0 ? 0 : sum[q * broad + v] / norm[q];
+                }
+        free(scratch);
+    }
+    return failed;
+}

@@ -1,0 +1,154 @@
+"""The two operations of a pass that torch is slow at on a CPU, in C (kernels/), made by the machine's own compiler at first use.
+
+* Products of few rows with a bfloat16 matrix: torch takes them at about two thirds of the speed of memory where the processor has no
+  bfloat16 instructions.
+* Attention over pages: torch copies pages that do not adjoin, and reads keys at a third of the speed of memory, bfloat16 ones slower.
+
+docs/log.md has the figures. The compiled library is kept in the user's cache folder, by what it was made of. Where there is no compiler
+`available` says so, and packed.py and attention.py take torch's ways, which are the plain twins.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import tempfile
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+KERNELS = Path(__file__).with_name("kernels")
+FLAGS = ["-O3", "-march=native", "-ffp-contract=fast", "-fopenmp", "-fPIC"]
+PATIENCE = 60  # seconds for the compiler
+TYPES = (torch.float32, torch.bfloat16)
+OPENMP = ("libgomp", "libiomp5", "libomp")
+
+
+class Unavailable(Exception):
+    """Why there is no compiled library."""
+
+
+def available() -> tuple[bool, str]:
+    """Whether the compiled products can be taken, and why or why not. Compiles them at the first call (about a second)."""
+    library = _library()
+    return not isinstance(library, str), library if isinstance(library, str) else "compiled for this processor"
+
+
+def arrange(weight: Tensor) -> Tensor:
+    """weight [out, in] bfloat16 → linear.c's panels, int32 [panels, pairs of columns, outputs of a panel]."""
+    library, (out, columns) = _loaded(), weight.shape
+    weight, wide = weight.contiguous(), library.wide()
+    panels = torch.empty(-(-out // wide), -(-columns // 2), wide, dtype=torch.int32)
+    library.arrange(weight.data_ptr(), panels.data_ptr(), out, columns, torch.get_num_threads())
+    return panels
+
+
+def multiply(x: Tensor, panels: Tensor, bias: Tensor | None, out: int) -> Tensor:
+    """x [..., in] float32 or bfloat16, bias [out] float32 → [..., out] in x's type; a row's bits do not depend on the others."""
+    columns = x.shape[-1]
+    assert panels.shape[1] == -(-columns // 2) and x.dtype in TYPES, f"x {list(x.shape)} {x.dtype}"
+    x, halves = x.contiguous(), x.dtype == torch.bfloat16
+    y, rows = torch.empty(*x.shape[:-1], out, dtype=x.dtype), x.numel() // max(1, columns)
+    even = torch.empty(rows, 2 * panels.shape[1]) if halves or columns % 2 else None
+    _loaded().multiply(
+        panels.data_ptr(), x.data_ptr(), None if even is None else even.data_ptr(), None if bias is None else bias.data_ptr(), y.data_ptr(),
+        rows, out, columns, halves, torch.get_num_threads())
+    return y
+
+
+def attend(query: Tensor, keys: Tensor, values: Tensor, numbers: Tensor | slice, mask: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
+    """Each item's queries over one page: query [I or 1, KV, Q, D], keys and values [pages, P, KV, …], numbers [I] (which page),
+    mask [I, 1, Q, seen] of 0 and -inf → (average [I, KV, Q, …] and log-sum-exp [I, KV, Q], both float32)."""
+    if isinstance(numbers, slice):
+        numbers = torch.arange(numbers.start, numbers.stop)
+    (asked, heads, queries, dim), items, (_, page, _, deep) = query.shape, numbers.shape[0], values.shape
+    assert query.dtype == keys.dtype == values.dtype and mask.shape[:3] == (items, 1, queries) and asked in (1, items), f"{mask.shape}"
+    query, mask, numbers = query.contiguous(), mask.float().contiguous(), numbers.contiguous()
+    out, lse = torch.empty(items, heads, queries, deep), torch.empty(items, heads, queries)
+    failed = _loaded().attend(
+        query.data_ptr(), query.stride(0) if asked == items else 0, keys.data_ptr(), values.data_ptr(), numbers.data_ptr(), mask.data_ptr(),
+        out.data_ptr(), lse.data_ptr(), items, heads, queries, dim, deep, page, mask.shape[3], scaling, query.dtype == torch.bfloat16,
+        torch.get_num_threads())
+    if failed:
+        raise MemoryError(f"attention of {queries} queries over pages of {page} tokens found no memory to work in")
+    return out, lse
+
+
+def _loaded() -> ctypes.CDLL:
+    library = _library()
+    assert not isinstance(library, str), library
+    return library
+
+
+@cache
+def _library() -> ctypes.CDLL | str:
+    """The compiled library, or why there is none."""
+    try:
+        library = _open(_build(_compiler(), _openmp()))
+    except (Unavailable, OSError, RuntimeError, subprocess.SubprocessError) as error:
+        return f"the kernels were not compiled: {error}"
+    return library
+
+
+def _compiler() -> list[str]:
+    asked = shlex.split(os.environ.get("CC", ""))
+    found = asked or [name for name in ("gcc", "cc") if shutil.which(name)][:1]
+    if not found:
+        raise Unavailable("no C compiler found (gcc, or cc if it is GCC; the variable CC names another)")
+    return found
+
+
+def _openmp() -> str:
+    """The OpenMP library that torch runs in this process: a second one would bring threads of its own."""
+    torch.ones(2).sum()
+    maps = Path("/proc/self/maps")
+    mapped = {line.split(None, 5)[-1].strip() for line in maps.read_text().splitlines()} if maps.exists() else set()
+    found = sorted(path for path in mapped if Path(path).name.startswith(OPENMP))
+    if not found:
+        raise Unavailable("torch runs without an OpenMP library that this process could find")
+    return found[0]
+
+
+def _build(compiler: list[str], openmp: str) -> Path:
+    version = subprocess.run([*compiler, "--version"], capture_output=True, check=True, timeout=PATIENCE).stdout
+    sources = sorted(KERNELS.iterdir())
+    made_of = [*(source.read_bytes() for source in sources), version, openmp.encode(), " ".join(FLAGS).encode(), _processor().encode()]
+    name = hashlib.sha256(b"\0".join(made_of)).hexdigest()[:32] + ".so"
+    kept = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "draftproof" / name
+    if kept.exists():
+        return kept
+    kept.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=kept.parent) as folder:  # another process may be building the same
+        parts = [source for source in sources if source.suffix == ".c"]
+        for step in ([*FLAGS, "-c", *map(str, parts)], ["-shared", *(f"{part.stem}.o" for part in parts), openmp, "-lm", "-o", name]):
+            made = subprocess.run([*compiler, *step], capture_output=True, text=True, timeout=PATIENCE, cwd=folder)
+            if made.returncode:
+                said = (made.stderr.splitlines() or ["no message"])[0]
+                raise Unavailable(f"{shlex.join(compiler)} stopped with {made.returncode}: {said}")
+        os.replace(f"{folder}/{name}", kept)
+    return kept
+
+
+def _processor() -> str:
+    """What `-march=native` depends on: a home folder may be shared by machines."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    return "\n".join([platform.machine(), *sorted({line for line in lines if line.startswith(("flags", "Features", "model name"))})])
+
+
+def _open(path: Path) -> ctypes.CDLL:
+    library = ctypes.CDLL(str(path))
+    whole, pointer, small = ctypes.c_long, ctypes.c_void_p, ctypes.c_int
+    library.wide.argtypes, library.wide.restype = [], whole
+    library.arrange.argtypes, library.arrange.restype = [pointer, pointer, whole, whole, small], None
+    library.multiply.argtypes, library.multiply.restype = [*[pointer] * 5, *[whole] * 3, small, small], None
+    library.attend.argtypes = [pointer, whole, *[pointer] * 6, *[whole] * 7, ctypes.c_float, small, small]
+    library.attend.restype = small
+    return library
