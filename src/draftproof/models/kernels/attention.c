@@ -12,7 +12,7 @@
 #define MOST 3      /* queries of a micro-kernel */
 #define SIDE 4      /* keys, or vectors of values, of a micro-kernel: MOST * SIDE sums fill the registers */
 #define CHUNK 32    /* keys widened at a time: they stay in the first cache */
-#define QUERIES 48  /* queries of a piece of work */
+#define HEADS_QUERIES 48 /* queries of all heads of a piece of work */
 #define UP(n, to) (((n) + (to) - 1) / (to) * (to))
 
 typedef int32_t integers __attribute__((vector_size(4 * LANES), aligned(4)));
@@ -139,6 +139,68 @@ static float normalise(float *weight, const float *mask, float scaling, long key
     return total(sum);
 }
 
+/* One item's queries [heads, queries, …] over one page, for heads [first, last): what `attend` works on at a time. Chunks of keys are
+ * read in the order in which they lie, all heads of one before the next. */
+typedef struct {
+    const char *query, *keys, *values; /* of the item's first head and query, the page's first key and value */
+    const float *mask;
+    float *out, *lse;
+    long first, last, queries, asked, heads, dim, value_dim, seen;
+    float scaling;
+    int halves;
+} work;
+
+/* Widen one head's keys (or values) [s, s + CHUNK) into the chunk, and ask for what is next: a head's keys lie too far apart for the
+ * processor to foresee them. */
+static void take(const work *w, const char *pages, long dim, long s, long head, float *chunk, long wide)
+{
+    long size = w->halves ? 2 : 4, stride = size * w->heads * dim, next = head + 1 < w->last ? s : s + CHUNK;
+    const char *after = pages + size * (head + 1 < w->last ? head + 1 : w->first) * dim;
+    for (long r = next; r < next + CHUNK && r < w->seen; r++)
+        for (long b = 0; b < size * dim; b += 64) __builtin_prefetch(after + r * stride + b);
+    widen(pages + s * stride + size * head * dim, w->halves, w->seen - s < CHUNK ? w->seen - s : CHUNK, w->heads * dim, dim, chunk, CHUNK, wide);
+}
+
+static void over_a_page(const work *w, float *scratch)
+{
+    long deep = UP(w->dim, LANES), broad = UP(w->value_dim, SIDE * LANES), width = UP(w->seen, CHUNK), n = w->queries;
+    long size = w->halves ? 2 : 4, count = w->last - w->first;
+    float *asked = scratch, *sum = asked + count * n * deep, *weight = sum + count * n * broad, *chunk = weight + count * n * width;
+
+    for (long h = 0; h < count; h++)
+        widen(w->query + size * (w->first + h) * w->asked * w->dim, w->halves, n, w->dim, w->dim, asked + h * n * deep, n, deep);
+    for (long s = 0; s < width; s += CHUNK)
+        for (long h = 0; h < count; h++) {
+            take(w, w->keys, w->dim, s, w->first + h, chunk, deep);
+            for (long q = h * n, many; q < (h + 1) * n; q += many) {
+                many = (h + 1) * n - q < MOST ? (h + 1) * n - q : MOST;
+                for (long k = 0; k < CHUNK; k += SIDE)
+                    scores[many - 1](asked + q * deep, chunk + k * deep, deep, weight + q * width + s + k, width);
+            }
+        }
+    float norm[HEADS_QUERIES];
+    for (long q = 0; q < count * n; q++) {
+        float top;
+        norm[q] = normalise(weight + q * width, w->mask + q % n * w->seen, w->scaling, w->seen, width, &top);
+        w->lse[(w->first + q / n) * w->asked + q % n] = top + logf(norm[q]);
+    }
+    memset(sum, 0, 4 * count * n * broad);
+    for (long s = 0; s < width; s += CHUNK)
+        for (long h = 0; h < count; h++) {
+            take(w, w->values, w->value_dim, s, w->first + h, chunk, broad);
+            for (long q = h * n, many; q < (h + 1) * n; q += many) {
+                many = (h + 1) * n - q < MOST ? (h + 1) * n - q : MOST;
+                for (long v = 0; v < broad; v += SIDE * LANES)
+                    averages[many - 1](weight + q * width + s, chunk + v, CHUNK, width, broad, sum + q * broad + v);
+            }
+        }
+    for (long q = 0; q < count * n; q++)
+        for (long v = 0; v < w->value_dim; v++) {
+            float *out = w->out + ((w->first + q / n) * w->asked + q % n) * w->value_dim;
+            out[v] = norm[q] == 0 ? 0 : sum[q * broad + v] / norm[q];
+        }
+}
+
 /* query [items, heads, queries, dim], items `query_stride` numbers apart (0: one query for all); keys and values [pages, page, heads, …];
  * numbers [items]: the page of each; mask [items, queries, seen]: 0 or -inf for the page's first `seen` keys
  * → out [items, heads, queries, value_dim]: the page's average; lse [items, heads, queries]: its log-sum-exp. Returns 0, or 1 without memory.
@@ -147,51 +209,33 @@ int attend(const void *query, long query_stride, const void *keys, const void *v
            float *lse, long items, long heads, long queries, long dim, long value_dim, long page, long seen, float scaling, int halves,
            int threads)
 {
-    long deep = UP(dim, LANES), broad = UP(value_dim, SIDE * LANES), width = UP(seen, CHUNK), pieces = (queries + QUERIES - 1) / QUERIES;
-    long size = halves ? 2 : 4, most = queries < QUERIES ? queries : QUERIES, rows = deep > broad ? deep : broad;
+    long most = queries < HEADS_QUERIES ? queries : HEADS_QUERIES, pieces = (queries + most - 1) / most;
+    long shares = (threads + items * pieces - 1) / (items * pieces); /* of the heads, so that every thread has work */
+    long together = (heads + shares - 1) / shares; /* heads of a piece of work */
+    if (together > HEADS_QUERIES / most) together = HEADS_QUERIES / most;
+    long groups = (heads + together - 1) / together, size = halves ? 2 : 4;
+    long deep = UP(dim, LANES), broad = UP(value_dim, SIDE * LANES), rows = deep > broad ? deep : broad;
+    long need = UP(4 * (together * most * (deep + broad + UP(seen, CHUNK)) + CHUNK * rows), 64);
     int failed = 0;
-#pragma omp parallel num_threads(threads) if (items * heads * pieces > 1)
+#pragma omp parallel num_threads(threads) if (items * groups * pieces > 1)
     {
-        float *scratch = aligned_alloc(64, UP(4 * (most * (deep + broad + width) + CHUNK * rows), 64));
+        float *scratch = aligned_alloc(64, need);
         if (!scratch) failed = 1;
-        float *asked = scratch, *sum = asked + most * deep, *weight = sum + most * broad, *chunk = weight + most * width;
 #pragma omp for collapse(3) schedule(static)
         for (long i = 0; i < items; i++)
-            for (long h = 0; h < heads; h++)
+            for (long g = 0; g < groups; g++)
                 for (long piece = 0; piece < pieces; piece++) {
                     if (!scratch) continue;
-                    long first = piece * QUERIES, count = queries - first < QUERIES ? queries - first : QUERIES;
-                    long place = (i * heads + h) * queries + first;
-                    const char *from = (const char *)query + size * (i * query_stride + (h * queries + first) * dim);
-                    widen(from, halves, count, dim, dim, asked, count, deep);
-                    for (long s = 0; s < width; s += CHUNK) {
-                        const char *key = (const char *)keys + size * ((numbers[i] * page + s) * heads + h) * dim;
-                        widen(key, halves, seen - s < CHUNK ? seen - s : CHUNK, heads * dim, dim, chunk, CHUNK, deep);
-                        for (long q = 0, many; q < count; q += many) {
-                            many = count - q < MOST ? count - q : MOST;
-                            for (long k = 0; k < CHUNK; k += SIDE)
-                                scores[many - 1](asked + q * deep, chunk + k * deep, deep, weight + q * width + s + k, width);
-                        }
-                    }
-                    float norm[QUERIES];
-                    for (long q = 0; q < count; q++) {
-                        float top;
-                        norm[q] = normalise(weight + q * width, mask + (i * queries + first + q) * seen, scaling, seen, width, &top);
-                        lse[place + q] = top + logf(norm[q]);
-                    }
-                    memset(sum, 0, 4 * count * broad);
-                    for (long s = 0; s < width; s += CHUNK) {
-                        const char *value = (const char *)values + size * ((numbers[i] * page + s) * heads + h) * value_dim;
-                        widen(value, halves, seen - s < CHUNK ? seen - s : CHUNK, heads * value_dim, value_dim, chunk, CHUNK, broad);
-                        for (long q = 0, many; q < count; q += many) {
-                            many = count - q < MOST ? count - q : MOST;
-                            for (long v = 0; v < broad; v += SIDE * LANES)
-                                averages[many - 1](weight + q * width + s, chunk + v, CHUNK, width, broad, sum + q * broad + v);
-                        }
-                    }
-                    for (long q = 0; q < count; q++)
-                        for (long v = 0; v < value_dim; v++)
-                            out[(place + q) * value_dim + v] = norm[q] == 0 ? 0 : sum[q * broad + v] / norm[q];
+                    long q = piece * most, last = (g + 1) * together;
+                    work w = {(const char *)query + size * (i * query_stride + q * dim),
+                              (const char *)keys + size * numbers[i] * page * heads * dim,
+                              (const char *)values + size * numbers[i] * page * heads * value_dim,
+                              mask + (i * queries + q) * seen,
+                              out + (i * heads * queries + q) * value_dim,
+                              lse + i * heads * queries + q,
+                              g * together, last < heads ? last : heads, queries - q < most ? queries - q : most, queries, heads, dim,
+                              value_dim, seen, scaling, halves};
+                    over_a_page(&w, scratch);
                 }
         free(scratch);
     }
