@@ -10,6 +10,7 @@ import torch
 
 from draftproof.models import native
 from draftproof.models.attention import plain_page
+from draftproof.models.fused import rms_norm, turn
 from draftproof.models.packed import PackedLinear, StreamedLinear, holds_bfloat16, packed
 
 ROWS = 29
@@ -152,6 +153,49 @@ def test_attention_to_nothing_and_to_what_is_no_number() -> None:
     assert lse[1, 0, 1] == float("-inf") and not out[1, 0, 1].any(), "what a page that a row cannot see weighs"
     assert lse[0, 0, 2].isnan() and out[0, 0, 2].isnan().all(), "never hidden"
     assert out.isnan().sum() == 8 and lse.isnan().sum() == 1
+
+
+@compiled
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("heads", "dim"), [(3, 64), (1, 20), (5, 6)])
+def test_the_small_operations_of_a_block_are_their_twins(heads: int, dim: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(dim)
+    rows, wide = 7, heads * dim
+    every = torch.randn(rows, heads + 2, dim).to(dtype) * 3
+    x, flat, weight = every[:, :heads], torch.randn(rows, wide).to(dtype), torch.randn(heads, dim).to(dtype)
+    cos, sin = torch.randn(rows, 2, dim).to(dtype).split(1, 1)
+    pairs = {
+        "norm": (native.norm(flat, weight.view(-1), 1e-5), rms_norm(flat, weight.view(-1), 1e-5)),
+        "norm of heads": (native.norm(x, weight, 1e-5), rms_norm(x, weight, 1e-5)),
+        "turn": (native.turn(x, cos, sin), turn(x, cos, sin)),
+        "gate": (native.gate(torch.cat([flat, flat.flip(0) * 9], 1)), torch.nn.functional.silu(flat) * (flat.flip(0) * 9)),
+    }
+    for name, (got, want) in pairs.items():
+        assert got.dtype == dtype and got.shape == want.shape, name
+        torch.testing.assert_close(got, want, rtol=2**-7 if dtype == torch.bfloat16 else 1e-5, atol=1e-6, msg=name)
+    for start, count in ((0, 1), (2, 3), (5, 2)):
+        part = slice(start, start + count)
+        assert torch.equal(native.norm(flat[part], weight.view(-1), 1e-5), pairs["norm"][0][part])
+        assert torch.equal(native.norm(x[part], weight, 1e-5), pairs["norm of heads"][0][part])
+        assert torch.equal(native.turn(x[part], cos[part], sin[part]), pairs["turn"][0][part])
+        assert torch.equal(native.gate(torch.cat([flat, flat.flip(0) * 9], 1)[part]), pairs["gate"][0][part])
+
+
+@compiled
+def test_gates_far_from_zero_neither_overflow_nor_hide_what_is_no_number() -> None:
+    x = torch.tensor([[-200.0, -88.0, -1e-30, 0.0, 1e-30, 88.0, 200.0, float("nan"), float("inf")]])
+    got = native.gate(torch.cat([x, torch.ones_like(x)], 1))
+    torch.testing.assert_close(got[:, :8], torch.nn.functional.silu(x)[:, :8], rtol=1e-5, atol=1e-30, equal_nan=True)
+    assert got[0, 8] == float("inf")
+
+
+@compiled
+def test_a_large_matrix_lies_in_huge_pages_and_multiplies_the_same() -> None:
+    torch.manual_seed(6)
+    weight = torch.randn(1200, 900).bfloat16()
+    assert 2 * weight.numel() > native.HUGE
+    x = torch.randn(2, 900)
+    torch.testing.assert_close(StreamedLinear(weight, None)(x), x @ weight.float().T, rtol=1e-4, atol=1e-4)
 
 
 @compiled

@@ -16,14 +16,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.activations import SiLUActivation
 
-from .attention import attend
+from . import native
+from .attention import attend, compiled
 from .cache import PagePool
 from .packed import Linear
 from .passes import Pass
 
 FAMILIES = {"llama": "Llama", "mistral": "Mistral", "ministral": "Ministral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
 MOVING_ROPE = {"dynamic", "longrope"}  # their angles depend on the longest row of the pass, so there is no table of them
+SILU = (nn.SiLU, SiLUActivation)
 FIRST_ANGLES = 1024  # positions; the table doubles when a text outgrows it
 
 
@@ -33,6 +36,11 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     scale = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
     wide.mul_(scale.mul_(scale).div_(x.shape[-1]).add_(eps).rsqrt_())
     return wide.to(x.dtype).mul_(weight)
+
+
+def turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """x [rows, heads, n] turned by rotary angles (Su et al., arXiv 2104.09864); cos, sin [rows, 1, n], sin negative in its first half."""
+    return (x * cos).add_(x.roll(x.shape[-1] // 2, -1).mul_(sin))
 
 
 class FusedLayer(nn.Module):
@@ -54,7 +62,10 @@ class FusedLayer(nn.Module):
         self.act = mlp.act_fn
         self.input_norm, self.mlp_norm = layer.input_layernorm, layer.post_attention_layernorm
         # bound once: finding and calling a module costs as much as a small operation
-        self._products = self.qkv.forward, self.o.forward, self.gate_up.forward, self.down.forward, self.act.forward
+        self._products = self.qkv.forward, self.o.forward, self.gate_up.forward, self.down.forward
+        ours = compiled(layer.input_layernorm.weight.device, layer.input_layernorm.weight.dtype)
+        self._norm, self._turn = (native.norm, native.turn) if ours else (rms_norm, turn)
+        self._gate = native.gate if ours and type(self.act) in SILU else self._act
         self._norms = [(norm.weight.detach(), norm.variance_epsilon) for norm in (self.input_norm, self.mlp_norm)]
         self.head_norm: Tensor | None = None  # [heads + kv_heads, head_dim], Qwen 3's norm of each head
         if hasattr(attention, "q_norm"):
@@ -65,18 +76,21 @@ class FusedLayer(nn.Module):
     def run(self, x: Tensor, cos: Tensor, sin: Tensor, p: Pass, pool: PagePool) -> Tensor:
         """x [rows, hidden], which is overwritten; cos, sin [rows, 1, head_dim], sin negative in its first half → [rows, hidden]."""
         rows, turned = x.shape[0], self.heads + self.kv_heads
-        to_qkv, to_out, to_gate_up, to_down, act = self._products
+        to_qkv, to_out, to_gate_up, to_down = self._products
         before, after = self._norms
-        heads = to_qkv(rms_norm(x, *before)).view(rows, -1, self.head_dim)
+        heads = to_qkv(self._norm(x, *before)).view(rows, -1, self.head_dim)
         qk = heads[:, :turned]
         if self.head_norm is not None:
-            qk = rms_norm(qk, self.head_norm, self.head_eps)
-        turn = qk.roll(self.head_dim // 2, -1).mul_(sin)
-        qk = (qk * cos).add_(turn)
+            qk = self._norm(qk, self.head_norm, self.head_eps)
+        qk = self._turn(qk, cos, sin)
         out = attend(self.layer_idx, qk[:, : self.heads], qk[:, self.heads :], heads[:, turned:], self.scaling, self.window, p, pool)
         x.add_(to_out(out.reshape(rows, -1)))
-        gate, up = to_gate_up(rms_norm(x, *after)).chunk(2, -1)
-        return x.add_(to_down(act(gate).mul_(up)))
+        return x.add_(to_down(self._gate(to_gate_up(self._norm(x, *after)))))
+
+    def _act(self, gate_up: Tensor) -> Tensor:
+        gate, up = gate_up.chunk(2, -1)
+        activated: Tensor = self.act(gate)
+        return activated.mul_(up)
 
     def forward(
         self,

@@ -1,8 +1,9 @@
-"""The two operations of a pass that torch is slow at on a CPU, in C (kernels/), made by the machine's own compiler at first use.
+"""The operations of a pass that torch is slow at on a CPU, in C (kernels/), made by the machine's own compiler at first use.
 
 * Products of few rows with a bfloat16 matrix: torch takes them at about two thirds of the speed of memory where the processor has no
   bfloat16 instructions.
 * Attention over pages: torch copies pages that do not adjoin, and reads keys at a third of the speed of memory, bfloat16 ones slower.
+* What stands between them in Llama's block: twenty small calls of torch, each of which finds the caches cold.
 
 docs/log.md has the figures. The compiled library is kept in the user's cache folder, by what it was made of. Where there is no compiler
 `available` says so, and packed.py and attention.py take torch's ways, which are the plain twins.
@@ -12,6 +13,8 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import math
+import mmap
 import os
 import platform
 import shlex
@@ -26,6 +29,7 @@ from torch import Tensor
 
 KERNELS = Path(__file__).with_name("kernels")
 FLAGS = ["-O3", "-march=native", "-ffp-contract=fast", "-fopenmp", "-fPIC"]
+HUGE = 2 << 20  # bytes of a huge page
 PATIENCE = 60  # seconds for the compiler
 TYPES = (torch.float32, torch.bfloat16)
 OPENMP = ("libgomp", "libiomp5", "libomp")
@@ -45,9 +49,22 @@ def arrange(weight: Tensor) -> Tensor:
     """weight [out, in] bfloat16 → linear.c's panels, int32 [panels, pairs of columns, outputs of a panel]."""
     library, (out, columns) = _loaded(), weight.shape
     weight, wide = weight.contiguous(), library.wide()
-    panels = torch.empty(-(-out // wide), -(-columns // 2), wide, dtype=torch.int32)
+    shape = -(-out // wide), -(-columns // 2), wide
+    panels = _room(math.prod(shape)).view(shape)
     library.arrange(weight.data_ptr(), panels.data_ptr(), out, columns, torch.get_num_threads())
     return panels
+
+
+def _room(numbers: int) -> Tensor:
+    """int32 [numbers] in huge pages, where the system has them: a twentieth to a tenth faster to read."""
+    if not hasattr(mmap, "MADV_HUGEPAGE") or 4 * numbers < HUGE:
+        return torch.empty(numbers, dtype=torch.int32)
+    held = mmap.mmap(-1, 4 * numbers)
+    try:
+        held.madvise(mmap.MADV_HUGEPAGE)
+    except OSError:  # a kernel without them
+        pass
+    return torch.frombuffer(held, dtype=torch.int32)
 
 
 def multiply(x: Tensor, panels: Tensor, bias: Tensor | None, out: int) -> Tensor:
@@ -79,6 +96,39 @@ def attend(query: Tensor, keys: Tensor, values: Tensor, numbers: Tensor | slice,
     if failed:
         raise MemoryError(f"attention of {queries} queries over pages of {page} tokens found no memory to work in")
     return out, lse
+
+
+def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x / rms(x) · weight over the last dimension: x [rows, n], weight [n]; or x [rows, heads, n], weight [heads, n]."""
+    inner, n = weight.numel() // weight.shape[-1], weight.shape[-1]
+    assert x.shape[1:] == weight.shape and x.dtype == weight.dtype and _rows_whole(x) and weight.is_contiguous(), f"{x.shape} {x.stride()}"
+    y = torch.empty(x.shape, dtype=x.dtype)
+    _loaded().norm(x.data_ptr(), weight.data_ptr(), y.data_ptr(), x.shape[0], inner, n, x.stride(0), eps, x.dtype == torch.bfloat16,
+                   torch.get_num_threads())
+    return y
+
+
+def turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """x [rows, heads, n] turned by rotary angles; cos, sin [rows, 1, n], sin negative in its first half."""
+    rows, heads, n = x.shape
+    assert x.dtype == cos.dtype == sin.dtype and _rows_whole(x) and cos.stride(0) == sin.stride(0) and n % 2 == 0, f"{x.shape} {x.stride()}"
+    y = torch.empty(rows, heads, n, dtype=x.dtype)
+    _loaded().turn(x.data_ptr(), cos.data_ptr(), sin.data_ptr(), y.data_ptr(), rows, heads, n, x.stride(0), cos.stride(0),
+                   x.dtype == torch.bfloat16, torch.get_num_threads())
+    return y
+
+
+def _rows_whole(x: Tensor) -> bool:
+    """Whether each row of x [rows, …] is contiguous."""
+    return x.stride(-1) == 1 and (x.ndim == 2 or x.stride(1) == x.shape[2])
+
+
+def gate(x: Tensor) -> Tensor:
+    """silu(x[:, :n]) · x[:, n:] of x [rows, 2 n]."""
+    rows, n = x.shape[0], x.shape[1] // 2
+    y = torch.empty(rows, n, dtype=x.dtype)
+    _loaded().gate(x.contiguous().data_ptr(), y.data_ptr(), rows, n, x.dtype == torch.bfloat16, torch.get_num_threads())
+    return y
 
 
 def _loaded() -> ctypes.CDLL:
@@ -151,4 +201,7 @@ def _open(path: Path) -> ctypes.CDLL:
     library.multiply.argtypes, library.multiply.restype = [*[pointer] * 5, *[whole] * 3, small, small], None
     library.attend.argtypes = [pointer, whole, *[pointer] * 6, *[whole] * 7, ctypes.c_float, small, small]
     library.attend.restype = small
+    library.norm.argtypes, library.norm.restype = [*[pointer] * 3, *[whole] * 4, ctypes.c_float, small, small], None
+    library.turn.argtypes, library.turn.restype = [*[pointer] * 4, *[whole] * 5, small, small], None
+    library.gate.argtypes, library.gate.restype = [*[pointer] * 2, *[whole] * 2, small, small], None
     return library

@@ -15,8 +15,6 @@
 #define HEADS_QUERIES 48 /* queries of all heads of a piece of work */
 #define UP(n, to) (((n) + (to) - 1) / (to) * (to))
 
-typedef int32_t integers __attribute__((vector_size(4 * LANES), aligned(4)));
-
 static inline float total(floats x) /* over the lanes */
 {
     float lanes[LANES];
@@ -24,25 +22,6 @@ static inline float total(floats x) /* over the lanes */
     for (int half = LANES / 2; half; half /= 2)
         for (int i = 0; i < half; i++) lanes[i] += lanes[i + half];
     return lanes[0];
-}
-
-/* e to the x for x <= 0, within two units of the last place; exactly 0 below -87. Cephes' reduction and polynomial. */
-static inline floats exponential(floats x)
-{
-    integers seen = x > -87.0f;
-    x = (floats)((integers)x & seen);
-    floats whole = x * 1.44269504088896341f + 12582912.0f; /* adding 1.5 * 2^23 rounds to an integer */
-    words power = (words)whole << 23;
-    whole -= 12582912.0f;
-    x -= whole * 0.693359375f;
-    x -= whole * -2.12194440e-4f;
-    floats y = x * 1.9875691500e-4f + 1.3981999507e-3f;
-    y = y * x + 8.3334519073e-3f;
-    y = y * x + 4.1665795894e-2f;
-    y = y * x + 1.6666665459e-1f;
-    y = y * x + 5.0000001201e-1f;
-    y = y * (x * x) + x + 1.0f;
-    return (floats)((integers)((words)y + power) & seen);
 }
 
 /* The sums over the lanes of four vectors. A fold adds halves, quarters or neighbours of two vectors and keeps both side by side. */
@@ -102,11 +81,10 @@ static average *const averages[MOST] = {average_1, average_2, average_3};
 static void widen(const void *from, int halves, long count, long stride, long dim, float *to, long rows, long wide)
 {
     if (count < rows || dim < wide) memset(to, 0, 4 * rows * wide);
-    for (long r = 0; r < count; r++)
-        if (halves)
-            for (long d = 0; d < dim; d++) to[r * wide + d] = widened(((const uint16_t *)from)[r * stride + d]);
-        else
-            memcpy(to + r * wide, (const float *)from + r * stride, 4 * dim);
+    for (long r = 0, d; r < count; r++) {
+        for (d = 0; d + LANES <= dim; d += LANES) *(floats *)(to + r * wide + d) = load_lanes(from, r * stride + d, halves);
+        for (; d < dim; d++) to[r * wide + d] = load(from, r * stride + d, halves);
+    }
 }
 
 /* weight [width]: scores → exponentials of their distance to the greatest, which `top` gets; returns their sum. */

@@ -1,4 +1,4 @@
-/* What the kernels share: vectors of the processor's width, and bfloat16. */
+/* What the kernels share: vectors of the processor's width, bfloat16, and the exponential. */
 #include <stdint.h>
 #include <string.h>
 
@@ -11,6 +11,8 @@
 
 typedef float floats __attribute__((vector_size(4 * LANES), aligned(4)));
 typedef uint32_t words __attribute__((vector_size(4 * LANES), aligned(4)));
+typedef int32_t integers __attribute__((vector_size(4 * LANES), aligned(4)));
+typedef uint16_t shorts __attribute__((vector_size(2 * LANES), aligned(2)));
 
 static inline float widened(uint16_t half)
 {
@@ -25,4 +27,60 @@ static inline uint16_t rounded(float value) /* to the nearest bfloat16, ties to 
     uint32_t word;
     memcpy(&word, &value, 4);
     return value != value ? 0x7fc0 : (uint16_t)((word + 0x7fff + (word >> 16 & 1)) >> 16);
+}
+
+/* e to the x for x <= 0, within two units of the last place; exactly 0 below -87. Cephes' reduction and polynomial. */
+static inline floats exponential(floats x)
+{
+    integers seen = x > -87.0f;
+    x = (floats)((integers)x & seen);
+    floats whole = x * 1.44269504088896341f + 12582912.0f; /* adding 1.5 * 2^23 rounds to an integer */
+    words power = (words)whole << 23;
+    whole -= 12582912.0f;
+    x -= whole * 0.693359375f;
+    x -= whole * -2.12194440e-4f;
+    floats y = x * 1.9875691500e-4f + 1.3981999507e-3f;
+    y = y * x + 8.3334519073e-3f;
+    y = y * x + 4.1665795894e-2f;
+    y = y * x + 1.6666665459e-1f;
+    y = y * x + 5.0000001201e-1f;
+    y = y * (x * x) + x + 1.0f;
+    return (floats)((integers)((words)y + power) & seen);
+}
+
+/* Numbers of float32 or, with halves, bfloat16: one, or LANES of them from the i-th on. */
+static inline float load(const void *from, long i, int halves)
+{
+    return halves ? widened(((const uint16_t *)from)[i]) : ((const float *)from)[i];
+}
+
+static inline floats load_lanes(const void *from, long i, int halves)
+{
+    if (halves) return (floats)(__builtin_convertvector(*(const shorts *)((const uint16_t *)from + i), words) << 16);
+    return *(const floats *)((const float *)from + i);
+}
+
+static inline void store(void *to, long i, float value, int halves)
+{
+    if (halves) ((uint16_t *)to)[i] = rounded(value);
+    else ((float *)to)[i] = value;
+}
+
+static inline floats kept_lanes(floats value, int halves) /* as it would be loaded after a store */
+{
+    if (!halves) return value;
+    words word = (words)value, nan = (words)(value != value);
+    word = (word + 0x7fff + (word >> 16 & 1)) & 0xffff0000u;
+    return (floats)((word & ~nan) | (nan & 0x7fc00000u));
+}
+
+static inline void store_lanes(void *to, long i, floats value, int halves)
+{
+    if (halves) *(shorts *)((uint16_t *)to + i) = __builtin_convertvector((words)kept_lanes(value, 1) >> 16, shorts);
+    else *(floats *)((float *)to + i) = value;
+}
+
+static inline float kept(float value, int halves)
+{
+    return halves ? widened(rounded(value)) : value;
 }
