@@ -6,8 +6,9 @@
 
 Per target: the prompts of every class are answered with speculation off, which is the log. The advice is what `draftproof advise`
 says of it: E of every drafter and depth from the audition, costs from rounds timed on texts of the log. Then every setting is
-measured: whole requests, off and every arm interleaved, repeat after repeat until the time is up. A cell's measured speed-up is
-off's seconds over the arm's, summed over its prompts (the median of each over repeats), with a 95 % bootstrap interval over
+measured, class by class: whole requests, off and every arm interleaved, repeat after repeat until the time is up; under more than
+one request at a time others of the class take the places that become free, until the last that counts has ended. A cell's measured
+speed-up is off's seconds over the arm's, summed over its prompts (the median of each over repeats), with a 95 % bootstrap interval over
 repeats: the log is the traffic that the advice is about. Cells known to ± 5 % judge the prediction. The recommendation is chosen
 from the log of every other prompt, and judged on the others: it is *shown* slower than the best setting there if the whole 95 %
 interval of its loss lies above 3 %.
@@ -205,10 +206,17 @@ def examine(setting: Setting, asked: argparse.Namespace, folder: Path) -> dict[s
         began = time.monotonic()
         costs, _ = measure(target, arms, texts, loads, Sampling(temperature=0.0, max_tokens=asked.tokens, seed=1), asked.rounds, load, say)
         say(f"costs in {time.monotonic() - began:.0f} s; the measurement …")
-        plan = Plan(tuple(Load(n) for n in loads), FEWEST, asked.repeats, 1e-6, asked.budget, asked.tokens, 0.0, asked.seed, FEWEST)
+        classes = dict.fromkeys(item.prompt_class for item in items)
+        plan = Plan(tuple(Load(n, steady=True) for n in loads), FEWEST, asked.repeats, 1e-6, asked.budget / len(classes), asked.tokens, 0.0,
+                    asked.seed, FEWEST)
         warm_up(clients, items, plan)
-        times = times_of(list(sweep(clients, items, plan)))
-    repeats = len(next(iter(times.values())))
+        found_times: dict[tuple[int, str, int], Sequence[float]] = {}
+        for name in classes:
+            mine = [number for number, item in enumerate(items) if item.prompt_class == name]
+            each = times_of(list(sweep(clients, [items[number] for number in mine], plan)))
+            found_times |= {(concurrency, arm, mine[place]): seconds for (concurrency, arm, place), seconds in each.items()}
+    repeats = min(map(len, found_times.values()))
+    times: Times = {key: seconds[:repeats] for key, seconds in found_times.items()}
     forecasts, chosen = predict(whole, costs), predict(first, costs)
     found = check(forecasts, {"cells": list(cells(times, items, arms, depths))})
     lengths = {(c["drafter"], c["depth"], c["class"]): c["acceptance_length"] for c in whole}

@@ -6,6 +6,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import cycle
 from typing import Any, Protocol
 
 from ..core.tally import Tally
@@ -17,14 +18,20 @@ from ..types import Sampling
 from .workload import Item, Message
 
 IDLE_S = 0.05                             # the longest sleep while nothing is to do
+FILLING = -2                              # repeats from here down only keep a load steady; −1 warms up
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """A closed loop keeps `concurrency` requests running; an open one sends `rate` a second, or at the recorded times (both None)."""
+    """A closed loop keeps `concurrency` requests running; an open one sends `rate` a second, or at the recorded times (both None).
+
+    A steady closed loop also fills the places that become free at the end, until the last request that counts is answered: every one
+    of them then meets the load that it is counted under.
+    """
 
     concurrency: int | None = None
     rate: float | None = None
+    steady: bool = False
 
     @property
     def name(self) -> str:
@@ -120,23 +127,34 @@ class Client(Protocol):
 
 
 def play(client: Client, jobs: Sequence[Job], load: Load, clock: Callable[[], float] = time.perf_counter) -> Iterator[Answer]:
-    """Run all jobs under a load. In a closed loop the next turn of a conversation keeps its place; order is the workload's."""
-    began, waiting, running = clock(), deque(jobs), 0
+    """Run all jobs under a load. In a closed loop the next turn of a conversation keeps its place; order is the workload's.
+
+    What fills the places of a steady load are copies of the jobs under repeats of their own, below zero; their answers are not given.
+    """
+    began, waiting, running, unanswered = clock(), deque(jobs), 0, len(jobs)
+    fillers = cycle([replace(job, repeat=FILLING - job.repeat) for job in jobs]) if load.steady else None
     while waiting or running:
         now = clock() - began
         while waiting and (running < load.concurrency if load.concurrency else (waiting[0].item.arrival_s or 0.0) <= now):
             client.start(waiting.popleft())
+            running += 1
+        while fillers and unanswered and load.concurrency and running < load.concurrency:
+            client.start(next(fillers))
             running += 1
         pause = IDLE_S
         if waiting and not load.concurrency:
             pause = min(pause, max(0.0, (waiting[0].item.arrival_s or 0.0) - now))
         for answer in client.poll(pause):
             running -= 1
+            if answer.job.repeat <= FILLING:
+                continue
             yield answer
             after = None if answer.error else answer.job.following(answer.text)
             if after is not None:
                 client.start(after)
                 running += 1
+            else:
+                unanswered -= 1
 
 
 @dataclass(slots=True)
