@@ -26,6 +26,19 @@ def forgotten(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]
     native._library.cache_clear()
 
 
+@pytest.fixture(scope="module")
+def other_width(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
+    """The kernels with vectors of the width that this processor does not take; outputs of a panel."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("kernels")))
+        native._library.cache_clear()
+        stock = native.arrange(torch.zeros(1, 2).bfloat16()).shape[2] // 2
+        patch.setattr(native, "FLAGS", [*native.FLAGS, f"-DLANES={24 - stock}"])
+        native._library.cache_clear()
+        yield 2 * (24 - stock)
+    native._library.cache_clear()
+
+
 @compiled
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("out", "columns"), [(80, 48), (81, 47), (5, 3), (1, 1), (256, 1000), (33, 2)])
@@ -196,6 +209,19 @@ def test_a_large_matrix_lies_in_huge_pages_and_multiplies_the_same() -> None:
     assert 2 * weight.numel() > native.HUGE
     x = torch.randn(2, 900)
     torch.testing.assert_close(StreamedLinear(weight, None)(x), x @ weight.float().T, rtol=1e-4, atol=1e-4)
+
+
+@compiled
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_kernels_of_the_other_width_compute_the_same(dtype: torch.dtype, other_width: int) -> None:
+    assert native.available()[0] and native.arrange(torch.zeros(1, 2).bfloat16()).shape[2] == other_width
+    for shape in SHAPES:
+        test_attention_is_the_plain_products(shape, dtype)
+        test_an_attention_item_does_not_feel_the_others(shape, dtype)
+    for out, columns in ((81, 47), (5, 3), (256, 1000)):
+        test_the_product_is_the_linear_layer_and_a_row_does_not_feel_the_others(out, columns, True, dtype)
+    for heads, dim in ((3, 64), (1, 20), (5, 6)):
+        test_the_small_operations_of_a_block_are_their_twins(heads, dim, dtype)
 
 
 @compiled
