@@ -48,9 +48,8 @@ def test_pages_merge_to_one_softmax(dtype: torch.dtype, window: int | None, grou
     results = []
     for function in (flash_page, plain_page):
         out, lse = function(q, k, v, call.bias, dim**-0.5)
-        merged = (
-            merge(out, lse, items, None).view(items.paths, kv, group, items.width, dim).permute(0, 3, 1, 2, 4).reshape(-1, kv * group, dim)
-        )
+        merged = merge(out, lse, items, None, None).view(items.paths, kv, group, items.width, dim).permute(0, 3, 1, 2, 4)
+        merged = merged.reshape(-1, kv * group, dim)
         results.append((merged if items.back is None else merged[items.back]).float())
     row = 0
     want = torch.empty_like(results[0])
@@ -80,7 +79,7 @@ def test_soft_caps_and_sinks() -> None:
     torch.testing.assert_close(out, scores.softmax(-1) @ v)
     sinks = torch.randn(2, 4, generator=generator)
     with_sink = torch.cat([scores, sinks[None, :, :, None]], -1).softmax(-1)[..., :-1] @ v
-    torch.testing.assert_close(merge(out, lse, items, sinks), with_sink)
+    torch.testing.assert_close(merge(out, lse, items, None, sinks), with_sink)
 
 
 @pytest.mark.parametrize("function", [flash_page, plain_page])

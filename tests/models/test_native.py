@@ -99,13 +99,16 @@ def test_only_weights_that_are_bfloat16_are_read_as_such() -> None:
     assert holds_bfloat16(weight.bfloat16()) and not holds_bfloat16(weight) and not holds_bfloat16(torch.full((1, 1), float("nan")))
 
 
-def pages_and_queries(dtype: torch.dtype, page: int, heads: int, dim: int, deep: int, queries: int) -> tuple[torch.Tensor, ...]:
-    """Keys and values of five pages, queries of three items, and a mask [3, 1, Q, page] under which every query sees its first key."""
+GROUP = 2  # query heads of a key head
+
+
+def pages_and_queries(dtype: torch.dtype, page: int, heads: int, dim: int, deep: int, width: int) -> tuple[torch.Tensor, ...]:
+    """Keys and values of five pages, queries of three items, and a mask [3, 1, W, page] under which every query sees its first key."""
     torch.manual_seed(page + dim)
     keys, values = torch.randn(5, page, heads, dim).to(dtype), torch.randn(5, page, heads, deep).to(dtype)
-    mask = torch.zeros(3, 1, queries, page).masked_fill_(torch.rand(3, 1, queries, page) < 0.3, float("-inf"))
+    mask = torch.zeros(3, 1, width, page).masked_fill_(torch.rand(3, 1, width, page) < 0.3, float("-inf"))
     mask[..., 0] = 0
-    return torch.randn(3, heads, queries, dim).to(dtype) * 3, keys, values, mask
+    return torch.randn(3, width, heads * GROUP, dim).to(dtype) * 3, keys, values, mask
 
 
 SHAPES = [(256, 2, 64, 64, 3), (64, 1, 80, 48, 50), (16, 3, 20, 20, 1), (33, 1, 128, 128, 7), (1024, 1, 16, 16, 100)]
@@ -119,10 +122,12 @@ def test_attention_is_the_plain_products(shape: tuple[int, ...], dtype: torch.dt
     numbers = torch.tensor([4, 0, 2])
     out, lse = native.attend(query, keys, values, numbers, mask, 0.3)
     key, value = (pages[numbers].transpose(1, 2).double() for pages in (keys, values))
-    plain, plain_lse = plain_page(query.double(), key, value, mask, 0.3)
+    for head in range(query.shape[2]):
+        one = slice(head // GROUP, head // GROUP + 1)
+        plain, plain_lse = plain_page(query[:, None, :, head].double(), key[:, one], value[:, one], mask, 0.3)
+        torch.testing.assert_close(out[:, :, head], plain[:, 0].float(), rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(lse[:, :, head], plain_lse[:, 0].float(), rtol=1e-5, atol=1e-5)
     assert out.dtype == lse.dtype == torch.float32
-    torch.testing.assert_close(out, plain.float(), rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(lse, plain_lse.float(), rtol=1e-5, atol=1e-5)
 
 
 @compiled
@@ -144,9 +149,10 @@ def test_an_attention_item_does_not_feel_the_others(shape: tuple[int, ...], dtyp
         same("alone", (whole[0][alone], whole[1][alone]), query[alone], keys, values, numbers[alone], mask[alone])
     same("a shorter mask", whole, query, keys, values, numbers, mask[..., :seen])
     same("pages elsewhere", whole, query, keys[[2, 4, 0]], values[[2, 4, 0]], torch.tensor([1, 2, 0]), mask)
-    for count in range(1, min(query.shape[2], 9)):
-        part = slice(query.shape[2] - count, None)
-        same(f"{count} queries", (whole[0][:, :, part], whole[1][:, :, part]), query[:, :, part], keys, values, numbers, mask[:, :, part])
+    same("a mask with more rows", whole, query, keys, values, numbers, torch.cat([mask, mask.flip(2)], 2))
+    for count in range(1, min(query.shape[1], 9)):
+        part = slice(query.shape[1] - count, None)
+        same(f"{count} rows", (whole[0][:, part], whole[1][:, part]), query[:, part], keys, values, numbers, mask[:, :, part])
     first = query[:1].expand(3, -1, -1, -1).contiguous()
     same("one query for all", native.attend(first, keys, values, numbers, mask, 0.3), query[:1], keys, values, numbers, mask)
     threads = torch.get_num_threads()
@@ -161,10 +167,10 @@ def test_an_attention_item_does_not_feel_the_others(shape: tuple[int, ...], dtyp
 def test_attention_to_nothing_and_to_what_is_no_number() -> None:
     query, keys, values, mask = pages_and_queries(torch.float32, 16, 1, 8, 8, 3)
     mask[1, 0, 1] = float("-inf")
-    query[0, 0, 2, 3] = float("nan")
+    query[0, 2, 0, 3] = float("nan")
     out, lse = native.attend(query, keys, values, torch.tensor([4, 0, 2]), mask, 0.3)
-    assert lse[1, 0, 1] == float("-inf") and not out[1, 0, 1].any(), "what a page that a row cannot see weighs"
-    assert lse[0, 0, 2].isnan() and out[0, 0, 2].isnan().all(), "never hidden"
+    assert (lse[1, 1] == float("-inf")).all() and not out[1, 1].any(), "what a page that a row cannot see weighs"
+    assert lse[0, 2, 0].isnan() and out[0, 2, 0].isnan().all(), "never hidden"
     assert out.isnan().sum() == 8 and lse.isnan().sum() == 1
 
 

@@ -58,10 +58,11 @@ def plain_page(
     return out.reshape(*shape, -1)[:, :, :queries], lse.reshape(shape)[:, :, :queries]
 
 
-def merge(out: Tensor, lse: Tensor, items: Items, sinks: Tensor | None) -> Tensor:
-    """Join the pages of each path: [I, KV, Q, D], [I, KV, Q] → [paths, KV, Q, D]. sinks [KV, Q]: logits that only normalise."""
-    if items.dead is not None:
-        lse = lse.masked_fill(items.dead, float("-inf"))
+def merge(out: Tensor, lse: Tensor, items: Items, dead: Tensor | None, sinks: Tensor | None) -> Tensor:
+    """Join the pages of each path: [I, KV, Q, D], [I, KV, Q] → [paths, KV, Q, D]. dead [I, 1, Q]: queries that see nothing of an item;
+    sinks [KV, Q]: logits that only normalise."""
+    if dead is not None:
+        lse = lse.masked_fill(dead, float("-inf"))
     if items.grid is None:
         if sinks is None:
             return out
@@ -137,32 +138,55 @@ def attend(
         keys.index_copy_(0, p.write_to, key)
         values.index_copy_(0, p.write_to, value)
 
-    native_kernel = softcap is None and compiled(query.device, query.dtype)
-    items = p.items(window, group, torch.float32 if native_kernel else query.dtype)
+    ours = softcap is None and compiled(query.device, query.dtype)
+    items = p.items(window, group, torch.float32 if ours else query.dtype)
     if items.take is not None:
         query = query[items.take]
-    query = (
-        query.reshape(items.paths, items.width, kv_heads, group, dim)
-        .permute(0, 2, 3, 1, 4)
-        .reshape(items.paths, kv_heads, group * items.width, dim)
-    )
-    flash = softcap is None and query.device.type == "cpu" and dim == values.shape[2]
+    query = query.reshape(items.paths, items.width, heads, dim)
+    merged = _compiled(layer, query, scaling, items, pool, sinks) if ours else _by_torch(layer, query, scaling, items, pool, softcap, sinks)
+    merged = merged.reshape(items.paths * items.width, heads, -1)
+    return merged if items.back is None else merged[items.back]
+
+
+def _compiled(layer: int, query: Tensor, scaling: float, items: Items, pool: PagePool, sinks: Tensor | None) -> Tensor:
+    """query [paths, width, H, D] → [paths, width, H, D]."""
+    stores = pool.pages(layer)
+    out, lse = _joined([native.attend(_asked(query, call), *stores, call.pages, call.bias, scaling) for call in items.calls])
+    dead = None if items.dead is None else items.dead[:, 0, : items.width, None]  # the same for every head
+    return merge(out, lse, items, dead, None if sinks is None else sinks.float()).to(query.dtype)
+
+
+def _by_torch(
+    layer: int, query: Tensor, scaling: float, items: Items, pool: PagePool, softcap: float | None, sinks: Tensor | None
+) -> Tensor:
+    """The same, with the query heads of a key head and a path's rows as the queries of one product."""
+    paths, width, heads, dim = query.shape
+    kv_heads, deep = pool.values[layer].shape[1:]
+    query = query.view(paths, width, kv_heads, -1, dim).permute(0, 2, 3, 1, 4).reshape(paths, kv_heads, -1, dim)
+    flash = softcap is None and query.device.type == "cpu" and dim == deep
 
     def answer(call: Call) -> tuple[Tensor, Tensor]:
-        asked = query if call.owner is None else query[call.owner]
-        if native_kernel:
-            return native.attend(asked, *pool.pages(layer), call.pages, call.bias, scaling)
-        asked = asked.expand(len(call.bias), -1, -1, -1)
+        asked = _asked(query, call).expand(len(call.bias), -1, -1, -1)
         key, value = (pages[:, : call.bias.shape[-1]].transpose(1, 2) for pages in pool.read(layer, call.pages))
         return flash_page(asked, key, value, call.bias, scaling) if flash else plain_page(asked, key, value, call.bias, scaling, softcap)
 
-    answers = [answer(call) for call in items.calls]
-    out, lse = answers[0] if len(answers) == 1 else (torch.cat(parts) for parts in zip(*answers, strict=True))
+    out, lse = _joined([answer(call) for call in items.calls])
     if sinks is not None:
-        sinks = sinks.float().view(kv_heads, group, 1).expand(-1, -1, items.width).reshape(kv_heads, -1)
-    merged = merge(out, lse, items, sinks).to(query.dtype)
-    merged = merged.view(items.paths, kv_heads, group, items.width, -1).permute(0, 3, 1, 2, 4).reshape(items.paths * items.width, heads, -1)
-    return merged if items.back is None else merged[items.back]
+        sinks = sinks.float().view(kv_heads, -1, 1).expand(-1, -1, width).reshape(kv_heads, -1)
+    merged = merge(out, lse, items, items.dead, sinks)
+    return merged.view(paths, kv_heads, -1, width, deep).permute(0, 3, 1, 2, 4)
+
+
+def _asked(query: Tensor, call: Call) -> Tensor:
+    return query if call.owner is None else query[call.owner]
+
+
+def _joined(answers: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """The items of all calls, in order."""
+    if len(answers) == 1:
+        return answers[0]
+    outs, logs = zip(*answers, strict=True)
+    return torch.cat(outs), torch.cat(logs)
 
 
 AttentionInterface.register(NAME, paged_attention)

@@ -81,20 +81,21 @@ def multiply(x: Tensor, panels: Tensor, bias: Tensor | None, out: int) -> Tensor
 
 
 def attend(query: Tensor, keys: Tensor, values: Tensor, numbers: Tensor | slice, mask: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
-    """Each item's queries over one page: query [I or 1, KV, Q, D], keys and values [pages, P, KV, …], numbers [I] (which page),
-    mask [I, 1, Q, seen] of 0 and -inf → (average [I, KV, Q, …] and log-sum-exp [I, KV, Q], both float32)."""
+    """Each item's queries over one page: query [I or 1, W, H, D], keys and values [pages, P, KV, …], numbers [I] (which page),
+    mask [I, 1, W or more, seen] float32, 0 or -inf → (average [I, W, H, …] and log-sum-exp [I, W, H], both float32)."""
     if isinstance(numbers, slice):
         numbers = torch.arange(numbers.start, numbers.stop)
-    (asked, heads, queries, dim), items, (_, page, _, deep) = query.shape, numbers.shape[0], values.shape
-    assert query.dtype == keys.dtype == values.dtype and mask.shape[:3] == (items, 1, queries) and asked in (1, items), f"{mask.shape}"
-    query, mask, numbers = query.contiguous(), mask.float().contiguous(), numbers.contiguous()
-    out, lse = torch.empty(items, heads, queries, deep), torch.empty(items, heads, queries)
+    (asked, width, heads, dim), items, (_, page, kv_heads, deep) = query.shape, numbers.shape[0], values.shape
+    assert query.dtype == keys.dtype == values.dtype and mask.dtype == torch.float32, f"{query.dtype} {keys.dtype} {mask.dtype}"
+    assert mask.shape[0] == items and mask.shape[2] >= width and asked in (1, items), f"{query.shape} {numbers.shape} {mask.shape}"
+    query, mask, numbers = query.contiguous(), mask.contiguous(), numbers.contiguous()
+    out, lse = torch.empty(items, width, heads, deep), torch.empty(items, width, heads)
     failed = _loaded().attend(
         query.data_ptr(), query.stride(0) if asked == items else 0, keys.data_ptr(), values.data_ptr(), numbers.data_ptr(), mask.data_ptr(),
-        out.data_ptr(), lse.data_ptr(), items, heads, queries, dim, deep, page, mask.shape[3], scaling, query.dtype == torch.bfloat16,
-        torch.get_num_threads())
+        mask.stride(0), out.data_ptr(), lse.data_ptr(), items, width, kv_heads, heads // kv_heads, dim, deep, page, mask.shape[3], scaling,
+        query.dtype == torch.bfloat16, torch.get_num_threads())
     if failed:
-        raise MemoryError(f"attention of {queries} queries over pages of {page} tokens found no memory to work in")
+        raise MemoryError(f"attention of {width} rows over pages of {page} tokens found no memory to work in")
     return out, lse
 
 
@@ -199,7 +200,7 @@ def _open(path: Path) -> ctypes.CDLL:
     library.wide.argtypes, library.wide.restype = [], whole
     library.arrange.argtypes, library.arrange.restype = [pointer, pointer, whole, whole, small], None
     library.multiply.argtypes, library.multiply.restype = [*[pointer] * 5, *[whole] * 3, small, small], None
-    library.attend.argtypes = [pointer, whole, *[pointer] * 6, *[whole] * 7, ctypes.c_float, small, small]
+    library.attend.argtypes = [pointer, whole, *[pointer] * 4, whole, *[pointer] * 2, *[whole] * 8, ctypes.c_float, small, small]
     library.attend.restype = small
     library.norm.argtypes, library.norm.restype = [*[pointer] * 3, *[whole] * 4, ctypes.c_float, small, small], None
     library.turn.argtypes, library.turn.restype = [*[pointer] * 4, *[whole] * 5, small, small], None

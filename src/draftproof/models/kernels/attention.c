@@ -12,7 +12,7 @@
 #define MOST 3      /* queries of a micro-kernel */
 #define SIDE 4      /* keys, or vectors of values, of a micro-kernel: MOST * SIDE sums fill the registers */
 #define CHUNK 32    /* keys widened at a time: they stay in the first cache */
-#define HEADS_QUERIES 48 /* queries of all heads of a piece of work */
+#define MOST_QUERIES 48 /* of a piece of work, over all its heads */
 #define UP(n, to) (((n) + (to) - 1) / (to) * (to))
 
 static inline float total(floats x) /* over the lanes */
@@ -117,23 +117,30 @@ static float normalise(float *weight, const float *mask, float scaling, long key
     return total(sum);
 }
 
-/* One item's queries [heads, queries, …] over one page, for heads [first, last): what `attend` works on at a time. Chunks of keys are
- * read in the order in which they lie, all heads of one before the next. */
+/* Some queries of some heads of an item over its page: what a thread works on at a time. A head of keys has `group` heads of queries.
+ * Chunks of keys are read in the order in which they lie, all heads of one before the next. */
 typedef struct {
-    const char *query, *keys, *values; /* of the item's first head and query, the page's first key and value */
+    const char *query, *keys, *values; /* the item's first query, its page's first key and value */
     const float *mask;
     float *out, *lse;
-    long first, last, queries, asked, heads, dim, value_dim, seen;
+    long head, last, from, queries; /* heads of keys [head, last); of each `queries` from the from-th on */
+    long heads, group, dim, value_dim, seen;
     float scaling;
     int halves;
 } work;
+
+static inline long place(const work *w, long q) /* of the q-th query, head by head, among the item's [width, heads * group] */
+{
+    long head = w->head + q / w->queries, one = w->from + q % w->queries;
+    return (one / w->group * w->heads + head) * w->group + one % w->group;
+}
 
 /* Widen one head's keys (or values) [s, s + CHUNK) into the chunk, and ask for what is next: a head's keys lie too far apart for the
  * processor to foresee them. */
 static void take(const work *w, const char *pages, long dim, long s, long head, float *chunk, long wide)
 {
     long size = w->halves ? 2 : 4, stride = size * w->heads * dim, next = head + 1 < w->last ? s : s + CHUNK;
-    const char *after = pages + size * (head + 1 < w->last ? head + 1 : w->first) * dim;
+    const char *after = pages + size * (head + 1 < w->last ? head + 1 : w->head) * dim;
     for (long r = next; r < next + CHUNK && r < w->seen; r++)
         for (long b = 0; b < size * dim; b += 64) __builtin_prefetch(after + r * stride + b);
     widen(pages + s * stride + size * head * dim, w->halves, w->seen - s < CHUNK ? w->seen - s : CHUNK, w->heads * dim, dim, chunk, CHUNK, wide);
@@ -142,77 +149,72 @@ static void take(const work *w, const char *pages, long dim, long s, long head, 
 static void over_a_page(const work *w, float *scratch)
 {
     long deep = UP(w->dim, LANES), broad = UP(w->value_dim, SIDE * LANES), width = UP(w->seen, CHUNK), n = w->queries;
-    long size = w->halves ? 2 : 4, count = w->last - w->first;
-    float *asked = scratch, *sum = asked + count * n * deep, *weight = sum + count * n * broad, *chunk = weight + count * n * width;
+    long size = w->halves ? 2 : 4, all = (w->last - w->head) * n;
+    float *asked = scratch, *sum = asked + all * deep, *weight = sum + all * broad, *chunk = weight + all * width, norm[MOST_QUERIES];
 
-    for (long h = 0; h < count; h++)
-        widen(w->query + size * (w->first + h) * w->asked * w->dim, w->halves, n, w->dim, w->dim, asked + h * n * deep, n, deep);
+    for (long q = 0; q < all; q++) widen(w->query + size * place(w, q) * w->dim, w->halves, 1, 0, w->dim, asked + q * deep, 1, deep);
     for (long s = 0; s < width; s += CHUNK)
-        for (long h = 0; h < count; h++) {
-            take(w, w->keys, w->dim, s, w->first + h, chunk, deep);
-            for (long q = h * n, many; q < (h + 1) * n; q += many) {
-                many = (h + 1) * n - q < MOST ? (h + 1) * n - q : MOST;
-                for (long k = 0; k < CHUNK; k += SIDE)
-                    scores[many - 1](asked + q * deep, chunk + k * deep, deep, weight + q * width + s + k, width);
-            }
+        for (long q = 0, many; q < all; q += many) {
+            many = n - q % n < MOST ? n - q % n : MOST;
+            if (q % n == 0) take(w, w->keys, w->dim, s, w->head + q / n, chunk, deep);
+            for (long k = 0; k < CHUNK; k += SIDE)
+                scores[many - 1](asked + q * deep, chunk + k * deep, deep, weight + q * width + s + k, width);
         }
-    float norm[HEADS_QUERIES];
-    for (long q = 0; q < count * n; q++) {
+    for (long q = 0; q < all; q++) {
         float top;
-        norm[q] = normalise(weight + q * width, w->mask + q % n * w->seen, w->scaling, w->seen, width, &top);
-        w->lse[(w->first + q / n) * w->asked + q % n] = top + logf(norm[q]);
+        const float *mask = w->mask + (w->from + q % n) / w->group * w->seen;
+        norm[q] = normalise(weight + q * width, mask, w->scaling, w->seen, width, &top);
+        w->lse[place(w, q)] = top + logf(norm[q]);
     }
-    memset(sum, 0, 4 * count * n * broad);
+    memset(sum, 0, 4 * all * broad);
     for (long s = 0; s < width; s += CHUNK)
-        for (long h = 0; h < count; h++) {
-            take(w, w->values, w->value_dim, s, w->first + h, chunk, broad);
-            for (long q = h * n, many; q < (h + 1) * n; q += many) {
-                many = (h + 1) * n - q < MOST ? (h + 1) * n - q : MOST;
-                for (long v = 0; v < broad; v += SIDE * LANES)
-                    averages[many - 1](weight + q * width + s, chunk + v, CHUNK, width, broad, sum + q * broad + v);
-            }
+        for (long q = 0, many; q < all; q += many) {
+            many = n - q % n < MOST ? n - q % n : MOST;
+            if (q % n == 0) take(w, w->values, w->value_dim, s, w->head + q / n, chunk, broad);
+            for (long v = 0; v < broad; v += SIDE * LANES)
+                averages[many - 1](weight + q * width + s, chunk + v, CHUNK, width, broad, sum + q * broad + v);
         }
-    for (long q = 0; q < count * n; q++)
-        for (long v = 0; v < w->value_dim; v++) {
-            float *out = w->out + ((w->first + q / n) * w->asked + q % n) * w->value_dim;
-            out[v] = norm[q] == 0 ? 0 : sum[q * broad + v] / norm[q];
-        }
+    for (long q = 0; q < all; q++)
+        for (long v = 0; v < w->value_dim; v++)
+            w->out[place(w, q) * w->value_dim + v] = norm[q] == 0 ? 0 : sum[q * broad + v] / norm[q];
 }
 
-/* query [items, heads, queries, dim], items `query_stride` numbers apart (0: one query for all); keys and values [pages, page, heads, …];
- * numbers [items]: the page of each; mask [items, queries, seen]: 0 or -inf for the page's first `seen` keys
- * → out [items, heads, queries, value_dim]: the page's average; lse [items, heads, queries]: its log-sum-exp. Returns 0, or 1 without memory.
+/* query [items, width, heads * group, dim], items `query_stride` numbers apart (0: one query for all); keys and values
+ * [pages, page, heads, …]; numbers [items]: the page of each; mask [items, width or more, seen], items `mask_stride` apart: 0 or -inf for
+ * the page's first `seen` keys → out [items, width, heads * group, value_dim]: the page's average; lse [items, width, heads * group]: its
+ * log-sum-exp. Returns 0, or 1 without memory.
  */
-int attend(const void *query, long query_stride, const void *keys, const void *values, const int64_t *numbers, const float *mask, float *out,
-           float *lse, long items, long heads, long queries, long dim, long value_dim, long page, long seen, float scaling, int halves,
-           int threads)
+int attend(const void *query, long query_stride, const void *keys, const void *values, const int64_t *numbers, const float *mask,
+           long mask_stride, float *out, float *lse, long items, long width, long heads, long group, long dim, long value_dim, long page,
+           long seen, float scaling, int halves, int threads)
 {
-    long most = queries < HEADS_QUERIES ? queries : HEADS_QUERIES, pieces = (queries + most - 1) / most;
+    long queries = width * group; /* of a head of keys */
+    long most = queries < MOST_QUERIES ? queries : MOST_QUERIES, pieces = (queries + most - 1) / most;
     long shares = (threads + items * pieces - 1) / (items * pieces); /* of the heads, so that every thread has work */
     long together = (heads + shares - 1) / shares; /* heads of a piece of work */
-    if (together > HEADS_QUERIES / most) together = HEADS_QUERIES / most;
-    long groups = (heads + together - 1) / together, size = halves ? 2 : 4;
+    if (together > MOST_QUERIES / most) together = MOST_QUERIES / most;
+    long parts = (heads + together - 1) / together, size = halves ? 2 : 4;
     long deep = UP(dim, LANES), broad = UP(value_dim, SIDE * LANES), rows = deep > broad ? deep : broad;
     long need = UP(4 * (together * most * (deep + broad + UP(seen, CHUNK)) + CHUNK * rows), 64);
     int failed = 0;
-#pragma omp parallel num_threads(threads) if (items * groups * pieces > 1)
+#pragma omp parallel num_threads(threads) if (items * parts * pieces > 1)
     {
         float *scratch = aligned_alloc(64, need);
         if (!scratch) failed = 1;
 #pragma omp for collapse(3) schedule(static)
         for (long i = 0; i < items; i++)
-            for (long g = 0; g < groups; g++)
+            for (long part = 0; part < parts; part++)
                 for (long piece = 0; piece < pieces; piece++) {
                     if (!scratch) continue;
-                    long q = piece * most, last = (g + 1) * together;
-                    work w = {(const char *)query + size * (i * query_stride + q * dim),
+                    long from = piece * most, head = part * together;
+                    work w = {(const char *)query + size * i * query_stride,
                               (const char *)keys + size * numbers[i] * page * heads * dim,
                               (const char *)values + size * numbers[i] * page * heads * value_dim,
-                              mask + (i * queries + q) * seen,
-                              out + (i * heads * queries + q) * value_dim,
-                              lse + i * heads * queries + q,
-                              g * together, last < heads ? last : heads, queries - q < most ? queries - q : most, queries, heads, dim,
-                              value_dim, seen, scaling, halves};
+                              mask + i * mask_stride,
+                              out + i * queries * heads * value_dim,
+                              lse + i * queries * heads,
+                              head, head + together < heads ? head + together : heads, from, queries - from < most ? queries - from : most,
+                              heads, group, dim, value_dim, seen, scaling, halves};
                     over_a_page(&w, scratch);
                 }
         free(scratch);
