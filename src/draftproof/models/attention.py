@@ -151,7 +151,7 @@ def attend(
 def _compiled(layer: int, query: Tensor, scaling: float, items: Items, pool: PagePool, sinks: Tensor | None) -> Tensor:
     """query [paths, width, H, D] → [paths, width, H, D]."""
     stores = pool.pages(layer)
-    out, lse = _joined([native.attend(_asked(query, call), *stores, call.pages, call.bias, scaling) for call in items.calls])
+    out, lse = _joined([native.attend(_asked(query, call), *stores, call.numbers, call.bias, scaling) for call in items.calls])
     dead = None if items.dead is None else items.dead[:, 0, : items.width, None]  # the same for every head
     return merge(out, lse, items, dead, None if sinks is None else sinks.float()).to(query.dtype)
 

@@ -80,11 +80,9 @@ def multiply(x: Tensor, panels: Tensor, bias: Tensor | None, out: int) -> Tensor
     return y
 
 
-def attend(query: Tensor, keys: Tensor, values: Tensor, numbers: Tensor | slice, mask: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
+def attend(query: Tensor, keys: Tensor, values: Tensor, numbers: Tensor, mask: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
     """Each item's queries over one page: query [I or 1, W, H, D], keys and values [pages, P, KV, …], numbers [I] (which page),
     mask [I, 1, W or more, seen] float32, 0 or -inf → (average [I, W, H, …] and log-sum-exp [I, W, H], both float32)."""
-    if isinstance(numbers, slice):
-        numbers = torch.arange(numbers.start, numbers.stop)
     (asked, width, heads, dim), items, (_, page, kv_heads, deep) = query.shape, numbers.shape[0], values.shape
     assert query.dtype == keys.dtype == values.dtype and mask.dtype == torch.float32, f"{query.dtype} {keys.dtype} {mask.dtype}"
     assert mask.shape[0] == items and mask.shape[2] >= width and asked in (1, items), f"{query.shape} {numbers.shape} {mask.shape}"
@@ -158,7 +156,6 @@ def _compiler() -> list[str]:
 
 def _openmp() -> str:
     """The OpenMP library that torch runs in this process: a second one would bring threads of its own."""
-    torch.ones(2).sum()
     maps = Path("/proc/self/maps")
     mapped = {line.split(None, 5)[-1].strip() for line in maps.read_text().splitlines()} if maps.exists() else set()
     found = sorted(path for path in mapped if Path(path).name.startswith(OPENMP))

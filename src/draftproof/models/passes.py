@@ -31,12 +31,14 @@ class Path:
 class Call:
     """Items that one attention call computes.
 
-    pages  [items] page of each: a slice if they are consecutive, which are read where they lie; others are copied
+    numbers [items] page of each, on the host
+    pages  [items] the same, on the device: a slice if they are consecutive, which are read where they lie; others are copied
     owner  [items] path of each, a slice if they are consecutive, or None if there is one path
     bias   [items, 1, group * width, K] 0 where a query sees a key and −inf where not; all 0 where it sees none. K ≤ P: how many
            keys of each page are read
     """
 
+    numbers: Tensor
     pages: slice | Tensor
     owner: slice | Tensor | None
     bias: Tensor
@@ -124,7 +126,10 @@ def calls_of(pages: Sequence[int], owner: Sequence[int] | None, bias: Tensor) ->
     """Items cut into calls. Items are independent, so no bit depends on the cuts (tests/models/test_attention.py)."""
     device = bias.device
     cuts = _cuts(pages) if device.type == "cpu" else [(0, len(pages))]
-    return [Call(_index(pages[a:b], device), None if owner is None else _index(owner[a:b], device), bias[a:b]) for a, b in cuts]
+    return [
+        Call(torch.tensor(pages[a:b]), _index(pages[a:b], device), None if owner is None else _index(owner[a:b], device), bias[a:b])
+        for a, b in cuts
+    ]
 
 
 def _index(ids: Sequence[int], device: torch.device) -> slice | Tensor:

@@ -15,15 +15,6 @@
 #define MOST_QUERIES 48 /* of a piece of work, over all its heads */
 #define UP(n, to) (((n) + (to) - 1) / (to) * (to))
 
-static inline float total(floats x) /* over the lanes */
-{
-    float lanes[LANES];
-    memcpy(lanes, &x, sizeof x);
-    for (int half = LANES / 2; half; half /= 2)
-        for (int i = 0; i < half; i++) lanes[i] += lanes[i + half];
-    return lanes[0];
-}
-
 /* The sums over the lanes of four vectors. A fold adds halves, quarters or neighbours of two vectors and keeps both side by side. */
 #define FOLD(a, b, one, other) (__builtin_shuffle(a, b, one) + __builtin_shuffle(a, b, other))
 #if LANES == 16
@@ -174,9 +165,10 @@ static void over_a_page(const work *w, float *scratch)
             for (long v = 0; v < broad; v += SIDE * LANES)
                 averages[many - 1](weight + q * width + s, chunk + v, CHUNK, width, broad, sum + q * broad + v);
         }
-    for (long q = 0; q < all; q++)
-        for (long v = 0; v < w->value_dim; v++)
-            w->out[place(w, q) * w->value_dim + v] = norm[q] == 0 ? 0 : sum[q * broad + v] / norm[q];
+    for (long q = 0; q < all; q++) {
+        float *out = w->out + place(w, q) * w->value_dim;
+        for (long v = 0; v < w->value_dim; v++) out[v] = norm[q] == 0 ? 0 : sum[q * broad + v] / norm[q];
+    }
 }
 
 /* query [items, width, heads * group, dim], items `query_stride` numbers apart (0: one query for all); keys and values

@@ -6,8 +6,6 @@
 
 #include "lanes.h"
 
-#define SMALL 65536 /* numbers that one thread finishes before a second has woken */
-
 /* y [outer, inner, n] = x / rms(x) * weight over n (Zhang & Sennrich, arXiv 1910.07467); x's outer rows `stride` numbers apart,
  * weight [inner, n]. Squares add over lanes, then over these. */
 void norm(const void *x, const void *weight, void *y, long outer, long inner, long n, long stride, float eps, int halves, int threads)
@@ -17,17 +15,11 @@ void norm(const void *x, const void *weight, void *y, long outer, long inner, lo
         for (long i = 0; i < inner; i++) {
             const char *from = (const char *)x + (halves ? 2 : 4) * (o * stride + i * n);
             char *to = (char *)y + (halves ? 2 : 4) * (o * inner + i) * n;
-            float squares[LANES] = {0};
+            floats squares = {0};
             long c = 0;
-            for (floats sum = {0}; c + LANES <= n; c += LANES) {
-                floats value = load_lanes(from, c, halves);
-                sum += value * value;
-                memcpy(squares, &sum, sizeof sum);
-            }
+            for (; c + LANES <= n; c += LANES) squares += load_lanes(from, c, halves) * load_lanes(from, c, halves);
             for (int j = 0; c + j < n; j++) squares[j] += load(from, c + j, halves) * load(from, c + j, halves);
-            for (int half = LANES / 2; half; half /= 2)
-                for (int j = 0; j < half; j++) squares[j] += squares[j + half];
-            float scale = 1 / sqrtf(squares[0] / n + eps);
+            float scale = 1 / sqrtf(total(squares) / n + eps);
             for (c = 0; c + LANES <= n; c += LANES)
                 store_lanes(to, c, kept_lanes(load_lanes(from, c, halves) * scale, halves) * load_lanes(weight, i * n + c, halves), halves);
             for (; c < n; c++)

@@ -10,6 +10,7 @@
 #endif
 #endif
 #define UNROLL _Pragma("GCC unroll 6")
+#define SMALL 65536 /* products, or numbers, that one thread finishes before a second has woken */
 
 typedef float floats __attribute__((vector_size(4 * LANES), aligned(4)));
 typedef uint32_t words __attribute__((vector_size(4 * LANES), aligned(4)));
@@ -29,6 +30,15 @@ static inline uint16_t rounded(float value) /* to the nearest bfloat16, ties to 
     uint32_t word;
     memcpy(&word, &value, 4);
     return value != value ? 0x7fc0 : (uint16_t)((word + 0x7fff + (word >> 16 & 1)) >> 16);
+}
+
+static inline float total(floats x) /* over the lanes */
+{
+    float lanes[LANES];
+    memcpy(lanes, &x, sizeof x);
+    for (int half = LANES / 2; half; half /= 2)
+        for (int i = 0; i < half; i++) lanes[i] += lanes[i + half];
+    return lanes[0];
 }
 
 /* e to the x for x <= 0, within two units of the last place; exactly 0 below -87. Cephes' reduction and polynomial. */

@@ -10,7 +10,6 @@
 
 #define WIDE (2 * LANES)
 #define MOST 6
-#define SMALL 65536 /* products that one thread finishes before a second has woken */
 #define AHEAD 1024 /* words to fetch ahead: 4 KB, about what memory delivers in its own delay */
 
 /* part [ROWS, WIDE * PANELS] = x [ROWS, 2 * pairs] times PANELS adjoining panels. */
@@ -65,8 +64,7 @@ void multiply(const uint32_t *panels, const void *x, float *even, const float *b
     const float *from = even ? even : x;
     if (even)
         for (long r = 0; r < rows; r++) {
-            for (long c = 0; c < in; c++)
-                even[2 * r * pairs + c] = halves ? widened(((const uint16_t *)x)[r * in + c]) : ((const float *)x)[r * in + c];
+            for (long c = 0; c < in; c++) even[2 * r * pairs + c] = load(x, r * in + c, halves);
             if (in % 2) even[2 * r * pairs + in] = 0;
         }
 #pragma omp parallel for schedule(static) num_threads(threads) if (rows * out * in > SMALL)
@@ -81,8 +79,7 @@ void multiply(const uint32_t *panels, const void *x, float *even, const float *b
             for (long i = 0; i < many; i++)
                 for (long c = 0; c < inside; c++) {
                     float value = part[i * width + c] + (bias ? bias[a * WIDE + c] : 0);
-                    if (halves) ((uint16_t *)y)[(r + i) * out + a * WIDE + c] = rounded(value);
-                    else ((float *)y)[(r + i) * out + a * WIDE + c] = value;
+                    store(y, (r + i) * out + a * WIDE + c, value, halves);
                 }
         }
     }
