@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from draftproof.config import LoadConfig
-from draftproof.models import load, passes
+from draftproof.models import load, native, passes
 from draftproof.models.fused import FusedLayer, can_fuse, rms_norm
 from draftproof.models.load import load_target
+from draftproof.models.packed import multiplies_bfloat16
 from draftproof.models.paged import PagedTarget
 from draftproof.models.passes import Pass, chain_items, general_items
 from draftproof.types import Draft, Scores
@@ -24,7 +25,8 @@ OPTIONS = {
 }
 
 
-def save(family: str, folder: Path) -> None:
+def save(family: str, folder: Path, values: torch.dtype = torch.float32) -> None:
+    """values: what every weight is rounded to."""
     base, more = OPTIONS.get(family, (family, families.FAMILIES.get(family, {})))
     before = families.FAMILIES.get(base)
     families.FAMILIES[base] = more  # type: ignore[assignment]
@@ -39,7 +41,7 @@ def save(family: str, folder: Path) -> None:
         for parameter in model.parameters():
             if parameter.ndim == 1:
                 parameter.add_(torch.randn_like(parameter) * 0.2)
-    model.save_pretrained(folder)
+    model.to(values).float().save_pretrained(folder)
 
 
 def pair(folder: Path, dtype: str, **more: object) -> tuple[PagedTarget, PagedTarget]:
@@ -89,6 +91,21 @@ def test_fused_pass_agrees_with_the_transformers_forward(family: str, dtype: str
         for a, b in [(ours.logits, theirs.logits), *((ours.taps[i], theirs.taps[i]) for i in (0, 2))]:
             assert a.dtype == b.dtype and a.shape == b.shape
             assert float((a.float() - b.float()).abs().max()) <= tolerance * float(b.float().abs().max())
+
+
+@pytest.mark.skipif(not native.available()[0], reason=native.available()[1])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("family", FUSED)
+def test_the_block_in_one_call_has_the_bits_of_its_parts(family: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(family, tmp_path, torch.bfloat16)
+    target, twin = (pair(tmp_path, dtype)[0] for _ in range(2))
+    if dtype == "bfloat16" and multiplies_bfloat16():
+        pytest.skip("this processor has products of its own for bfloat16")
+    assert target.fused is not None and target.fused.rows_alone() and not target.whole_tiles
+    monkeypatch.setattr(twin.fused, "_kernels", lambda pool: None)
+    for one, other in zip(play(target), play(twin), strict=True):
+        assert torch.equal(one.logits, other.logits)
+        assert all(torch.equal(one.taps[i], other.taps[i]) for i in (0, 2))
 
 
 @pytest.mark.parametrize("packed", [True, False])

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
 
 from draftproof.models import native
-from draftproof.models.attention import plain_page
 from draftproof.models.fused import rms_norm, turn
 from draftproof.models.packed import PackedLinear, StreamedLinear, holds_bfloat16, packed
 
@@ -99,79 +99,116 @@ def test_only_weights_that_are_bfloat16_are_read_as_such() -> None:
     assert holds_bfloat16(weight.bfloat16()) and not holds_bfloat16(weight) and not holds_bfloat16(torch.full((1, 1), float("nan")))
 
 
-GROUP = 2  # query heads of a key head
-
-
-def pages_and_queries(dtype: torch.dtype, page: int, heads: int, dim: int, deep: int, width: int) -> tuple[torch.Tensor, ...]:
-    """Keys and values of five pages, queries of three items, and a mask [3, 1, W, page] under which every query sees its first key."""
-    torch.manual_seed(page + dim)
-    keys, values = torch.randn(5, page, heads, dim).to(dtype), torch.randn(5, page, heads, deep).to(dtype)
-    mask = torch.zeros(3, 1, width, page).masked_fill_(torch.rand(3, 1, width, page) < 0.3, float("-inf"))
-    mask[..., 0] = 0
-    return torch.randn(3, width, heads * GROUP, dim).to(dtype) * 3, keys, values, mask
-
-
+GROUP, PAGES = 2, 9  # query heads of a key head; pages of the storage
 SHAPES = [(256, 2, 64, 64, 3), (64, 1, 80, 48, 50), (16, 3, 20, 20, 1), (33, 1, 128, 128, 7), (1024, 1, 16, 16, 100)]
 
 
-@compiled
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("shape", SHAPES)
-def test_attention_is_the_plain_products(shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    query, keys, values, mask = pages_and_queries(dtype, *shape)
-    numbers = torch.tensor([4, 0, 2])
-    out, lse = native.attend(query, keys, values, numbers, mask, 0.3)
-    key, value = (pages[numbers].transpose(1, 2).double() for pages in (keys, values))
-    for head in range(query.shape[2]):
-        one = slice(head // GROUP, head // GROUP + 1)
-        plain, plain_lse = plain_page(query[:, None, :, head].double(), key[:, one], value[:, one], mask, 0.3)
-        torch.testing.assert_close(out[:, :, head], plain[:, 0].float(), rtol=1e-5, atol=1e-5)
-        torch.testing.assert_close(lse[:, :, head], plain_lse[:, 0].float(), rtol=1e-5, atol=1e-5)
-    assert out.dtype == lse.dtype == torch.float32
+@dataclass
+class Play:
+    """A pass over three paths: rows at the end of two and a half pages, rows within one page, and rows across an edge."""
+
+    page: int
+    heads: int
+    dim: int
+    deep: int
+    width: int
+    dtype: torch.dtype
+    window: int | None = None
+    sinks: torch.Tensor | None = None
+
+    def __post_init__(self) -> None:
+        torch.manual_seed(self.page + self.dim)
+        self.keys, self.values = (torch.randn(PAGES * self.page, self.heads, n).to(self.dtype) for n in (self.dim, self.deep))
+        starts = (2 * self.page + self.page // 2, 1, self.page - self.width // 2 - 1)
+        self.positions = [start + i for start in starts for i in range(self.width)]
+        self.rows = [range(path * self.width, (path + 1) * self.width) for path in range(3)]
+        self.pages = [[4, 0, 7, 8], [2, 6], [5, 1, 3]]
+        self.query = torch.randn(len(self.positions), self.heads * GROUP, self.dim).to(self.dtype) * 3
+
+    def attend(self, rows: Sequence[int] | None = None, places: Sequence[int] | None = None) -> torch.Tensor:
+        """Of these rows alone; with the storage's page i moved to places[i]."""
+        chosen = list(range(len(self.positions))) if rows is None else list(rows)
+        places = list(range(PAGES)) if places is None else places
+        paths = [([places[i] for i in pages], [chosen.index(r) for r in mine if r in chosen])
+                 for pages, mine in zip(self.pages, self.rows, strict=True)]
+        course = native.Course([self.positions[r] for r in chosen], paths, [], [], self.page)
+        keys, values = torch.empty_like(self.keys), torch.empty_like(self.values)
+        for moved, still in ((keys, self.keys), (values, self.values)):
+            moved.view(PAGES, self.page, -1)[list(places)] = still.view(PAGES, self.page, -1)
+        return native.attend(course, self.query[chosen], keys, values, 0.3, self.window, self.sinks)
+
+    def plain(self) -> torch.Tensor:
+        """One softmax over the keys that a row sees, in double precision."""
+        out = torch.empty(len(self.positions), self.heads * GROUP, self.deep, dtype=torch.float64)
+        for pages, mine in zip(self.pages, self.rows, strict=True):
+            places = torch.tensor([page * self.page + i for page in pages for i in range(self.page)])
+            for row in mine:
+                at = self.positions[row]
+                seen = places[max(0, at + 1 - self.window) if self.window else 0:at + 1]
+                for head in range(self.heads * GROUP):
+                    scores = self.keys[seen, head // GROUP].double() @ self.query[row, head].double() * 0.3
+                    if self.sinks is not None:
+                        scores = torch.cat([scores, self.sinks[head:head + 1].double()])
+                    out[row, head] = scores.softmax(0)[:len(seen)] @ self.values[seen, head // GROUP].double()
+        return out
+
+
+def plays(shape: tuple[int, ...], dtype: torch.dtype) -> list[Play]:
+    """With every key seen, with a window, with sinks, and with both."""
+    sinks = torch.linspace(-3, 30, shape[1] * GROUP)
+    return [Play(*shape, dtype, window, more) for window in (None, shape[0] + 5) for more in (None, sinks)]
 
 
 @compiled
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_an_attention_item_does_not_feel_the_others(shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    query, keys, values, mask = pages_and_queries(dtype, *shape)
-    seen = shape[0] // 2 + 1
-    mask[..., seen:] = float("-inf")
-    numbers = torch.tensor([4, 0, 2])
-    whole = native.attend(query, keys, values, numbers, mask, 0.3)
-
-    def same(what: str, wanted: tuple[torch.Tensor, ...], *arguments: torch.Tensor) -> None:
-        got = native.attend(*arguments, 0.3)  # type: ignore[arg-type]
-        assert all(torch.equal(a, b) for a, b in zip(got, wanted, strict=True)), what
-
-    for i in range(3):
-        alone = slice(i, i + 1)
-        same("alone", (whole[0][alone], whole[1][alone]), query[alone], keys, values, numbers[alone], mask[alone])
-    same("a shorter mask", whole, query, keys, values, numbers, mask[..., :seen])
-    same("pages elsewhere", whole, query, keys[[2, 4, 0]], values[[2, 4, 0]], torch.tensor([1, 2, 0]), mask)
-    same("a mask with more rows", whole, query, keys, values, numbers, torch.cat([mask, mask.flip(2)], 2))
-    for count in range(1, min(query.shape[1], 9)):
-        part = slice(query.shape[1] - count, None)
-        same(f"{count} rows", (whole[0][:, part], whole[1][:, part]), query[:, part], keys, values, numbers, mask[:, :, part])
-    first = query[:1].expand(3, -1, -1, -1).contiguous()
-    same("one query for all", native.attend(first, keys, values, numbers, mask, 0.3), query[:1], keys, values, numbers, mask)
-    threads = torch.get_num_threads()
-    try:
-        torch.set_num_threads(threads % 2 + 1)
-        same("another number of threads", whole, query, keys, values, numbers, mask)
-    finally:
-        torch.set_num_threads(threads)
+def test_attention_is_one_softmax_over_the_keys_seen(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    for play in plays(shape, dtype):
+        got, near = play.attend(), 2**-8 if dtype == torch.bfloat16 else 1e-5
+        assert got.dtype == dtype
+        torch.testing.assert_close(got.double(), play.plain(), rtol=near, atol=1e-5)
 
 
 @compiled
-def test_attention_to_nothing_and_to_what_is_no_number() -> None:
-    query, keys, values, mask = pages_and_queries(torch.float32, 16, 1, 8, 8, 3)
-    mask[1, 0, 1] = float("-inf")
-    query[0, 2, 0, 3] = float("nan")
-    out, lse = native.attend(query, keys, values, torch.tensor([4, 0, 2]), mask, 0.3)
-    assert (lse[1, 1] == float("-inf")).all() and not out[1, 1].any(), "what a page that a row cannot see weighs"
-    assert lse[0, 2, 0].isnan() and out[0, 2, 0].isnan().all(), "never hidden"
-    assert out.isnan().sum() == 8 and lse.isnan().sum() == 1
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_row_does_not_feel_the_others_nor_where_its_pages_lie(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    for play in plays(shape, dtype):
+        whole, count = play.attend(), len(play.positions)
+        for rows in ([0], [count - 1], range(0, count, 2), range(1, count), range(play.width, 2 * play.width), range(count // 2)):
+            assert torch.equal(play.attend(rows), whole[list(rows)]), f"rows {rows} of {count}"
+        assert torch.equal(play.attend(None, [3, 8, 0, 5, 1, 7, 2, 4, 6]), whole), "pages elsewhere"
+        threads = torch.get_num_threads()
+        try:
+            for other in (threads % 2 + 1, 5):
+                torch.set_num_threads(other)
+                assert torch.equal(play.attend(), whole), f"{other} threads"
+        finally:
+            torch.set_num_threads(threads)
+
+
+@compiled
+def test_what_is_no_number_is_never_hidden_and_stays_alone() -> None:
+    play = Play(16, 1, 8, 8, 3, torch.float32)
+    calm = play.attend()
+    play.query[2, 0, 3] = float("nan")
+    got = play.attend()
+    assert got[2, 0].isnan().all() and got.isnan().sum() == play.deep
+    others = ~got.isnan()
+    assert torch.equal(got[others], calm[others])
+    play.query[2, 0, 3] = float("inf")
+    assert play.attend()[2, 0].isnan().all()
+
+
+@compiled
+def test_what_lies_behind_the_last_key_seen_is_not_read() -> None:
+    """Stale keys of refused drafts, whatever they are, weigh nothing."""
+    play = Play(64, 2, 32, 32, 2, torch.bfloat16)
+    calm = play.attend()
+    for pages, mine in zip(play.pages, play.rows, strict=True):
+        last = play.positions[mine[-1]]
+        play.keys[pages[last // 64] * 64 + last % 64 + 1:(pages[last // 64] + 1) * 64] = 1e30
+    assert torch.equal(play.attend(), calm)
 
 
 @compiled
@@ -222,8 +259,8 @@ def test_a_large_matrix_lies_in_huge_pages_and_multiplies_the_same() -> None:
 def test_kernels_of_the_other_width_compute_the_same(dtype: torch.dtype, other_width: int) -> None:
     assert native.available()[0] and native.arrange(torch.zeros(1, 2).bfloat16()).shape[2] == other_width
     for shape in SHAPES:
-        test_attention_is_the_plain_products(shape, dtype)
-        test_an_attention_item_does_not_feel_the_others(shape, dtype)
+        test_attention_is_one_softmax_over_the_keys_seen(shape, dtype)
+        test_a_row_does_not_feel_the_others_nor_where_its_pages_lie(shape, dtype)
     for out, columns in ((81, 47), (5, 3), (256, 1000)):
         test_the_product_is_the_linear_layer_and_a_row_does_not_feel_the_others(out, columns, True, dtype)
     for heads, dim in ((3, 64), (1, 20), (5, 6)):

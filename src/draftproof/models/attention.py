@@ -1,9 +1,9 @@
-"""Attention over pages, as `transformers` calls it. Three functions compute (path, page) items; one merges a path's pages.
+"""Attention over pages, as `transformers` calls it.
 
-`native.attend` reads pages where they lie, on a CPU with a compiler. `flash_page` is torch's CPU flash kernel; `plain_page` is ordinary
-matrix products, the twin of both, and the one that knows soft caps and runs on any device. All return the page's own softmax average
-and its log-sum-exp; pages are merged in page order by explicit sums, so that a page a row cannot see adds exactly nothing and may be
-skipped without moving a bit.
+On a CPU with a compiler `native.attend` takes it whole. Elsewhere two functions compute (path, page) items: `flash_page` is torch's CPU
+flash kernel; `plain_page` is ordinary matrix products, the twin of both, and the one that knows soft caps and runs on any device. Both
+return the page's own softmax average and its log-sum-exp; pages are merged in page order by explicit sums, so that a page a row cannot
+see adds exactly nothing and may be skipped without moving a bit.
 """
 
 from __future__ import annotations
@@ -138,47 +138,33 @@ def attend(
         keys.index_copy_(0, p.write_to, key)
         values.index_copy_(0, p.write_to, value)
 
-    ours = softcap is None and compiled(query.device, query.dtype)
-    items = p.items(window, group, torch.float32 if ours else query.dtype)
-    if items.take is not None:
-        query = query[items.take]
-    query = query.reshape(items.paths, items.width, heads, dim)
-    merged = _compiled(layer, query, scaling, items, pool, sinks) if ours else _by_torch(layer, query, scaling, items, pool, softcap, sinks)
-    merged = merged.reshape(items.paths * items.width, heads, -1)
-    return merged if items.back is None else merged[items.back]
-
-
-def _compiled(layer: int, query: Tensor, scaling: float, items: Items, pool: PagePool, sinks: Tensor | None) -> Tensor:
-    """query [paths, width, H, D] → [paths, width, H, D]."""
-    stores = pool.pages(layer)
-    out, lse = _joined([native.attend(_asked(query, call), *stores, call.numbers, call.bias, scaling) for call in items.calls])
-    dead = None if items.dead is None else items.dead[:, 0, : items.width, None]  # the same for every head
-    return merge(out, lse, items, dead, None if sinks is None else sinks.float()).to(query.dtype)
+    if softcap is None and compiled(query.device, query.dtype):
+        return native.attend(p.course(), query, keys, values, scaling, window, sinks)
+    return _by_torch(layer, query, scaling, p.items(window, group, query.dtype), pool, softcap, sinks)
 
 
 def _by_torch(
     layer: int, query: Tensor, scaling: float, items: Items, pool: PagePool, softcap: float | None, sinks: Tensor | None
 ) -> Tensor:
-    """The same, with the query heads of a key head and a path's rows as the queries of one product."""
-    paths, width, heads, dim = query.shape
+    """With the query heads of a key head and a path's rows as the queries of one product."""
+    if items.take is not None:
+        query = query[items.take]
+    paths, width, heads, dim = items.paths, items.width, *query.shape[1:]
     kv_heads, deep = pool.values[layer].shape[1:]
-    query = query.view(paths, width, kv_heads, -1, dim).permute(0, 2, 3, 1, 4).reshape(paths, kv_heads, -1, dim)
+    query = query.reshape(paths, width, kv_heads, -1, dim).permute(0, 2, 3, 1, 4).reshape(paths, kv_heads, -1, dim)
     flash = softcap is None and query.device.type == "cpu" and dim == deep
 
     def answer(call: Call) -> tuple[Tensor, Tensor]:
-        asked = _asked(query, call).expand(len(call.bias), -1, -1, -1)
+        asked = (query if call.owner is None else query[call.owner]).expand(len(call.bias), -1, -1, -1)
         key, value = (pages[:, : call.bias.shape[-1]].transpose(1, 2) for pages in pool.read(layer, call.pages))
         return flash_page(asked, key, value, call.bias, scaling) if flash else plain_page(asked, key, value, call.bias, scaling, softcap)
 
     out, lse = _joined([answer(call) for call in items.calls])
     if sinks is not None:
         sinks = sinks.float().view(kv_heads, -1, 1).expand(-1, -1, width).reshape(kv_heads, -1)
-    merged = merge(out, lse, items, items.dead, sinks)
-    return merged.view(paths, kv_heads, -1, width, deep).permute(0, 3, 1, 2, 4)
-
-
-def _asked(query: Tensor, call: Call) -> Tensor:
-    return query if call.owner is None else query[call.owner]
+    merged = merge(out, lse, items, items.dead, sinks).view(paths, kv_heads, -1, width, deep).permute(0, 3, 1, 2, 4)
+    merged = merged.reshape(paths * width, heads, deep)
+    return merged if items.back is None else merged[items.back]
 
 
 def _joined(answers: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:

@@ -11,6 +11,7 @@ Which models: exact classes of `transformers`, layer by layer. A subclass, a qua
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,7 +22,7 @@ from transformers.activations import SiLUActivation
 from . import native
 from .attention import attend, compiled
 from .cache import PagePool
-from .packed import Linear
+from .packed import Linear, StreamedLinear
 from .passes import Pass
 
 FAMILIES = {"llama": "Llama", "mistral": "Mistral", "ministral": "Ministral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
@@ -92,6 +93,22 @@ class FusedLayer(nn.Module):
         activated: Tensor = self.act(gate)
         return activated.mul_(up)
 
+    def streamed(self) -> list[StreamedLinear]:
+        """Its products, if the block runs through our kernels alone; else none."""
+        found = [part for part in (self.qkv, self.o, self.gate_up, self.down) if isinstance(part, StreamedLinear)]
+        return found if len(found) == 4 and self._gate is native.gate else []
+
+    def kernel(self, pool: PagePool) -> native.Layer:
+        """The block for `native.blocks`."""
+        (before, before_eps), (after, after_eps) = self._norms
+        one = before.new_empty(0, self.kv_heads, self.head_dim)
+        keys, values = pool.storage(self.layer_idx, one, one)
+        of_heads, heads_eps = (None, 0.0) if self.head_norm is None else (self.head_norm.data_ptr(), self.head_eps)
+        return native.Layer(
+            *(part.kernel() for part in self.streamed()),
+            before.data_ptr(), after.data_ptr(), of_heads, before_eps, after_eps, heads_eps, self.scaling,
+            self.heads, self.kv_heads, self.head_dim, self.window or 0, keys.data_ptr(), values.data_ptr())
+
     def forward(
         self,
         hidden_states: Tensor,
@@ -113,9 +130,15 @@ class FusedPass:
         self.layers: list[FusedLayer] = list(model.model.layers)
         self.norm, self.rotary = model.model.norm, model.model.rotary_emb
         self.moving = self.rotary.rope_type in MOVING_ROPE
+        self._norm = native.norm if compiled(self.norm.weight.device, self.norm.weight.dtype) else rms_norm
         self.angles: Tensor | None = None  # [positions, 2, head_dim]: cos, and sin with its first half negated
         self.taps: frozenset[int] = frozenset()
         self.rows: dict[int, Tensor] = {}
+        self._table: tuple[tuple[PagePool, int, int], ctypes.Array[native.Layer] | None] | None = None
+
+    def rows_alone(self) -> bool:
+        """Whether a row's bits are known not to depend on the number of rows: every product and attention is ours."""
+        return all(layer.streamed() for layer in self.layers) and isinstance(self.output, StreamedLinear)
 
     def set(self, chosen: Sequence[int]) -> None:
         """From the next pass on `rows` holds the outputs [rows, hidden] of these layers."""
@@ -128,15 +151,28 @@ class FusedPass:
         x = self.embed(p.ids[0])
         angles = self._angles_of(x, p)
         cos, sin = angles[:, :1], angles[:, 1:]
+        table, ran = self._kernels(pool), 0
         for number, layer in enumerate(self.layers):
-            x = layer.run(x, cos, sin, p, pool)
+            if table is None:
+                x = layer.run(x, cos, sin, p, pool)
+            elif number in self.taps or number == len(self.layers) - 1:
+                native.blocks(table, ran, number + 1, x, cos, sin, p.course())
+                ran = number + 1
             if number in self.taps:
                 self.rows[number] = x.clone()
         if keep is not None:
             first, last = keep[0], keep[-1]
             x = x[first : last + 1] if last - first == len(keep) - 1 else x[torch.tensor(keep, device=x.device)]
-        logits: Tensor = self.output(rms_norm(x, self.norm.weight, self.norm.variance_epsilon))
+        logits: Tensor = self.output(self._norm(x, self.norm.weight, self.norm.variance_epsilon))
         return logits
+
+    def _kernels(self, pool: PagePool) -> ctypes.Array[native.Layer] | None:
+        """The layers for `native.blocks`, made anew when the pool's storage has moved; None if they do not all run through it."""
+        key = pool, pool.allocated, len(self.layers)
+        if self._table is None or self._table[0] != key:
+            ours = all(layer.streamed() for layer in self.layers)
+            self._table = key, (native.Layer * len(self.layers))(*(layer.kernel(pool) for layer in self.layers)) if ours else None
+        return self._table[1]
 
     def _angles_of(self, like: Tensor, p: Pass) -> Tensor:
         if self.moving:

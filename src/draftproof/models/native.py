@@ -3,7 +3,7 @@
 * Products of few rows with a bfloat16 matrix: torch takes them at about two thirds of the speed of memory where the processor has no
   bfloat16 instructions.
 * Attention over pages: torch copies pages that do not adjoin, and reads keys at a third of the speed of memory, bfloat16 ones slower.
-* What stands between them in Llama's block: twenty small calls of torch, each of which finds the caches cold.
+* Llama's block as a whole: between its products stand twenty small calls of torch, each of which finds the caches cold.
 
 docs/log.md has the figures. The compiled library is kept in the user's cache folder, by what it was made of. Where there is no compiler
 `available` says so, and packed.py and attention.py take torch's ways, which are the plain twins.
@@ -21,7 +21,10 @@ import shlex
 import shutil
 import subprocess
 import tempfile
+from array import array
+from collections.abc import Sequence
 from functools import cache
+from itertools import accumulate, chain
 from pathlib import Path
 
 import torch
@@ -37,6 +40,36 @@ OPENMP = ("libgomp", "libiomp5", "libomp")
 
 class Unavailable(Exception):
     """Why there is no compiled library."""
+
+
+def _fields(**kinds: str) -> list[tuple[str, type]]:
+    """Of a struct in kernels/, in their order: names by type."""
+    types = {"pointers": ctypes.c_void_p, "numbers": ctypes.c_long, "reals": ctypes.c_float, "flags": ctypes.c_int}
+    return [(name, types[kind.rstrip("_")]) for kind, names in kinds.items() for name in names.split()]
+
+
+class _Course(ctypes.Structure):
+    _fields_ = _fields(
+        numbers="rows paths writes page", pointers="position row_start page_start row_of page_of write_to write_from")
+
+
+class _Attention(ctypes.Structure):
+    _fields_ = _fields(
+        pointers="query keys values sinks out", numbers="query_stride heads group dim value_dim window", reals="scaling", flags="halves")
+
+
+class Product(ctypes.Structure):
+    _fields_ = _fields(pointers="panels bias", numbers="columns out")
+
+
+class Layer(ctypes.Structure):
+    """A layer of Llama's block, as kernels/block.c has it."""
+
+    _fields_ = [
+        *((name, Product) for name in ("qkv", "o", "gate_up", "down")),
+        *_fields(pointers="before after of_heads", reals="before_eps after_eps heads_eps scaling", numbers="heads kv_heads dim window",
+                 pointers_="keys values"),
+    ]
 
 
 def available() -> tuple[bool, str]:
@@ -80,21 +113,55 @@ def multiply(x: Tensor, panels: Tensor, bias: Tensor | None, out: int) -> Tensor
     return y
 
 
-def attend(query: Tensor, keys: Tensor, values: Tensor, numbers: Tensor, mask: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
-    """Each item's queries over one page: query [I or 1, W, H, D], keys and values [pages, P, KV, …], numbers [I] (which page),
-    mask [I, 1, W or more, seen] float32, 0 or -inf → (average [I, W, H, …] and log-sum-exp [I, W, H], both float32)."""
-    (asked, width, heads, dim), items, (_, page, kv_heads, deep) = query.shape, numbers.shape[0], values.shape
-    assert query.dtype == keys.dtype == values.dtype and mask.dtype == torch.float32, f"{query.dtype} {keys.dtype} {mask.dtype}"
-    assert mask.shape[0] == items and mask.shape[2] >= width and asked in (1, items), f"{query.shape} {numbers.shape} {mask.shape}"
-    query, mask, numbers = query.contiguous(), mask.contiguous(), numbers.contiguous()
-    out, lse = torch.empty(items, width, heads, deep), torch.empty(items, width, heads)
-    failed = _loaded().attend(
-        query.data_ptr(), query.stride(0) if asked == items else 0, keys.data_ptr(), values.data_ptr(), numbers.data_ptr(), mask.data_ptr(),
-        mask.stride(0), out.data_ptr(), lse.data_ptr(), items, width, kv_heads, heads // kv_heads, dim, deep, page, mask.shape[3], scaling,
-        query.dtype == torch.bfloat16, torch.get_num_threads())
+class Course:
+    """Where a pass runs, as kernels/lanes.h has it. positions [rows]; paths: pages in order, and the rows that attend through them;
+    write_to, write_from: places of the storage, and the rows whose keys go there; page: tokens of one."""
+
+    def __init__(
+        self, positions: Sequence[int], paths: Sequence[tuple[Sequence[int], Sequence[int]]], write_to: Sequence[int],
+        write_from: Sequence[int], page: int
+    ) -> None:
+        pages, rows = [pages for pages, _ in paths], [rows for _, rows in paths]
+        starts = [list(accumulate(map(len, lists), initial=0)) for lists in (rows, pages)]
+        parts = [positions, *starts, list(chain(*rows)), list(chain(*pages)), write_to, write_from]
+        self._numbers = array("q", chain(*parts))
+        address, size = self._numbers.buffer_info()[0], self._numbers.itemsize
+        self.rows = len(positions)
+        at = accumulate(map(len, parts), initial=0)
+        self.struct = _Course(self.rows, len(paths), len(write_to), page, *(address + size * next(at) for _ in parts))
+
+
+def attend(
+    course: Course, query: Tensor, keys: Tensor, values: Tensor, scaling: float, window: int | None = None, sinks: Tensor | None = None
+) -> Tensor:
+    """Every row over the keys it sees: query [rows, H, D], keys and values [places, KV, ...] → [rows, H, ...]. window: how many keys a
+    row sees, itself included (None: all); sinks [H]: logits that only normalise."""
+    (rows, heads, dim), (_, kv_heads, deep) = query.shape, values.shape
+    assert query.dtype == keys.dtype == values.dtype and rows == course.rows, f"{query.dtype} {keys.dtype} {rows} rows of {course.rows}"
+    query = query if _rows_whole(query) else query.contiguous()
+    sinks = None if sinks is None else sinks.float().contiguous()
+    out = torch.empty(rows, heads, deep, dtype=query.dtype)
+    asked = _Attention(
+        query.data_ptr(), keys.data_ptr(), values.data_ptr(), None if sinks is None else sinks.data_ptr(), out.data_ptr(), query.stride(0),
+        kv_heads, heads // kv_heads, dim, deep, window or 0, scaling, query.dtype == torch.bfloat16)
+    if _loaded().attend(course.struct, asked, torch.get_num_threads()):
+        raise MemoryError(f"attention of {rows} rows found no memory to work in")
+    return out
+
+
+def product(panels: Tensor, bias: Tensor | None, out: int, columns: int) -> Product:
+    """The product that `multiply` takes, for `Layer`; the tensors must outlive it."""
+    return Product(panels.data_ptr(), None if bias is None else bias.data_ptr(), columns, out)
+
+
+def blocks(layers: ctypes.Array[Layer], first: int, last: int, x: Tensor, cos: Tensor, sin: Tensor, course: Course) -> None:
+    """Layers [first, last) one after the other over x [rows, hidden], which is overwritten; cos, sin [rows, 1, head_dim] as for `turn`."""
+    assert x.is_contiguous() and x.shape[0] == course.rows and x.dtype == cos.dtype == sin.dtype and cos.stride(0) == sin.stride(0)
+    failed = _loaded().blocks(
+        ctypes.byref(layers[first]), last - first, course.struct, x.data_ptr(), cos.data_ptr(), sin.data_ptr(), cos.stride(0),
+        x.dtype == torch.bfloat16, torch.get_num_threads())
     if failed:
-        raise MemoryError(f"attention of {width} rows over pages of {page} tokens found no memory to work in")
-    return out, lse
+        raise MemoryError(f"a pass of {course.rows} rows found no memory to work in")
 
 
 def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -197,8 +264,9 @@ def _open(path: Path) -> ctypes.CDLL:
     library.wide.argtypes, library.wide.restype = [], whole
     library.arrange.argtypes, library.arrange.restype = [pointer, pointer, whole, whole, small], None
     library.multiply.argtypes, library.multiply.restype = [*[pointer] * 5, *[whole] * 3, small, small], None
-    library.attend.argtypes = [pointer, whole, *[pointer] * 4, whole, *[pointer] * 2, *[whole] * 8, ctypes.c_float, small, small]
-    library.attend.restype = small
+    library.attend.argtypes, library.attend.restype = [ctypes.POINTER(_Course), ctypes.POINTER(_Attention), small], small
+    library.blocks.argtypes = [ctypes.POINTER(Layer), whole, ctypes.POINTER(_Course), *[pointer] * 3, whole, small, small]
+    library.blocks.restype = small
     library.norm.argtypes, library.norm.restype = [*[pointer] * 3, *[whole] * 4, ctypes.c_float, small, small], None
     library.turn.argtypes, library.turn.restype = [*[pointer] * 4, *[whole] * 5, small, small], None
     library.gate.argtypes, library.gate.restype = [*[pointer] * 2, *[whole] * 2, small, small], None

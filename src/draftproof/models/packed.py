@@ -58,6 +58,9 @@ class StreamedLinear(KeptLinear):
     def forward(self, x: Tensor) -> Tensor:
         return native.multiply(x, self.panels, self.bias, self.out_features)
 
+    def kernel(self) -> native.Product:
+        return native.product(self.panels, self.bias, self.out_features, self.in_features)
+
 
 class PackedLinear(KeptLinear):
     """y = x Wᵀ + b with W [out, in] packed by one of torch's libraries. Built from a linear layer; keeps no other copy."""

@@ -19,7 +19,8 @@ from .tokenizer import Tokenizer
 
 
 class PagedTarget:
-    """Implements `Target`. `whole_tiles` keeps Law 2: no product sees one row, no attention call fewer queries than a tile."""
+    """Implements `Target`. `whole_tiles` keeps Law 2: no product sees one row, no attention call fewer queries than a tile; where every
+    kernel is ours, rows stand alone anyway."""
 
     trees = True
 
@@ -40,7 +41,8 @@ class PagedTarget:
         fused: FusedPass | None = None,
     ) -> None:
         """fused: the slim forward pass that stands for the model's own."""
-        self.model, self.vocab_size, self.context, self.whole_tiles = model, vocab_size, context, whole_tiles
+        self.model, self.vocab_size, self.context = model, vocab_size, context
+        self.whole_tiles = whole_tiles and not (fused is not None and fused.rows_alone())
         self.facts, self.parts, self.tokenizer, self.defaults, self.eos_ids = facts, parts, tokenizer, defaults, eos_ids
         self.device = next(model.parameters()).device
         self.query_tile = TILE if whole_tiles and not compiled(self.device, next(model.parameters()).dtype) else 1

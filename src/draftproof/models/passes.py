@@ -14,6 +14,8 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from . import native
+
 LEAST_KEYS, MOST_KEYS = 64, 256  # of a page: an attention call reads no fewer, and of pages with more keys always all
 LEAST_RUN = 4  # consecutive pages that are worth a call of their own on a CPU; shorter runs are copied together,
 MOST_COPIED = 8  # so many pages at a time that the copies stay in the caches
@@ -31,14 +33,12 @@ class Path:
 class Call:
     """Items that one attention call computes.
 
-    numbers [items] page of each, on the host
-    pages  [items] the same, on the device: a slice if they are consecutive, which are read where they lie; others are copied
+    pages  [items] page of each: a slice if they are consecutive, which are read where they lie; others are copied
     owner  [items] path of each, a slice if they are consecutive, or None if there is one path
     bias   [items, 1, group * width, K] 0 where a query sees a key and −inf where not; all 0 where it sees none. K ≤ P: how many
            keys of each page are read
     """
 
-    numbers: Tensor
     pages: slice | Tensor
     owner: slice | Tensor | None
     bias: Tensor
@@ -78,6 +78,15 @@ class Pass:
     page_tokens: int
     query_tile: int  # queries of a call are padded to a multiple of this
     cache: dict[tuple[int, int, torch.dtype], Items] = field(default_factory=dict)
+    flat: native.Course | None = None
+
+    def course(self) -> native.Course:
+        """The same for the compiled kernels; made once."""
+        if self.flat is None:
+            to = range(self.write_to.start, self.write_to.stop) if isinstance(self.write_to, slice) else self.write_to.tolist()
+            source = range(len(to)) if self.write_from is None else self.write_from.tolist()
+            self.flat = native.Course(self.position_list, [(path.pages, path.rows) for path in self.paths], to, source, self.page_tokens)
+        return self.flat
 
     def items(self, window: int | None, group: int, dtype: torch.dtype) -> Items:
         """The attention of layers with this sliding window (None: full) and queries per key head; made once."""
@@ -127,7 +136,7 @@ def calls_of(pages: Sequence[int], owner: Sequence[int] | None, bias: Tensor) ->
     device = bias.device
     cuts = _cuts(pages) if device.type == "cpu" else [(0, len(pages))]
     return [
-        Call(torch.tensor(pages[a:b]), _index(pages[a:b], device), None if owner is None else _index(owner[a:b], device), bias[a:b])
+        Call(_index(pages[a:b], device), None if owner is None else _index(owner[a:b], device), bias[a:b])
         for a, b in cuts
     ]
 

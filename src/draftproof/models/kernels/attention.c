@@ -1,9 +1,11 @@
-/* Attention of queries over pages of keys and values, read where they lie. Compiled and called by ../native.py.
+/* Attention of rows along their paths, over pages of keys and values that are read where they lie. Compiled and called by ../native.py.
  *
- * An item is one path's queries over one page. Every sum has an order of its own, given by the places within the page and the head:
- * scores add over the head's lanes, the softmax's norm over the page's lanes, averages over the keys in turn. So an item's bits depend
- * on nothing but its query, its page and its mask: not on other items, other queries, the length of the mask or the threads.
+ * Every sum has an order of its own, given by places within pages and heads: scores add over the head's lanes, a page's softmax over the
+ * page's lanes, averages over the keys in turn, pages one after the other, what came before scaled down where a greater score is met
+ * (Milakov & Gimelshein, arXiv 1805.02867). A key that a row does not see adds exactly nothing. So a row's bits depend on nothing but
+ * its query and the keys it sees: not on other rows, on threads, or on where the pages lie.
  */
+#include <limits.h>
 #include <math.h>
 #include <stdlib.h>
 
@@ -11,8 +13,9 @@
 
 #define MOST 3      /* queries of a micro-kernel */
 #define SIDE 4      /* keys, or vectors of values, of a micro-kernel: MOST * SIDE sums fill the registers */
-#define CHUNK 32    /* keys widened at a time: they stay in the first cache */
-#define MOST_QUERIES 48 /* of a piece of work, over all its heads */
+#define CHUNK 16    /* keys widened at a time, all heads of a piece of work before the next: the order in which they lie */
+#define MOST_QUERIES 48 /* of a piece of work, over all its heads; more only where one head of keys has more */
+#define MOST_WIDENED 16384 /* numbers of a chunk, over all heads of a piece of work: they stay in the caches */
 #define UP(n, to) (((n) + (to) - 1) / (to) * (to))
 
 /* The sums over the lanes of four vectors. A fold adds halves, quarters or neighbours of two vectors and keeps both side by side. */
@@ -68,147 +71,174 @@ typedef void average(const float *, const float *, long, long, long, float *);
 static score *const scores[MOST] = {score_1, score_2, score_3};
 static average *const averages[MOST] = {average_1, average_2, average_3};
 
-/* `count` vectors of `dim` numbers, `stride` apart, widened and filled up with zeros: to [rows, wide]. */
-static void widen(const void *from, int halves, long count, long stride, long dim, float *to, long rows, long wide)
+/* weight [from, to): scores → exponentials of their distance to the greatest so far, 0 but in [low, high). Returns the scale of what was
+ * summed before. */
+static float normalise(float *weight, long low, long high, long from, long to, float scaling, float *top, float *norm)
 {
-    if (count < rows || dim < wide) memset(to, 0, 4 * rows * wide);
-    for (long r = 0, d; r < count; r++) {
-        for (d = 0; d + LANES <= dim; d += LANES) *(floats *)(to + r * wide + d) = load_lanes(from, r * stride + d, halves);
-        for (; d < dim; d++) to[r * wide + d] = load(from, r * stride + d, halves);
+    if (high <= low) {
+        memset(weight + from, 0, 4 * (to - from));
+        return 1;
     }
-}
-
-/* weight [width]: scores → exponentials of their distance to the greatest, which `top` gets; returns their sum. */
-static float normalise(float *weight, const float *mask, float scaling, long keys, long width, float *top)
-{
-    for (long s = 0; s < keys; s++) weight[s] = weight[s] * scaling + mask[s];
-    for (long s = keys; s < width; s++) weight[s] = -INFINITY;
-    floats best = *(const floats *)weight, sum = {0};
+    for (long s = from; s < to; s++) weight[s] = s >= low && s < high ? weight[s] * scaling : -INFINITY;
+    floats best = *(const floats *)(weight + from), sum = {0};
     integers sound = best < INFINITY; /* false for what is not a number, too */
-    for (long s = LANES; s < width; s += LANES) {
+    for (long s = from + LANES; s < to; s += LANES) {
         floats w = *(const floats *)(weight + s);
         integers more = w > best;
         best = (floats)(((integers)w & more) | ((integers)best & ~more));
         sound &= w < INFINITY;
     }
-    *top = -INFINITY;
+    float greatest = *top;
     for (int i = 0; i < LANES; i++) {
-        if (!sound[i]) return *top = NAN;
-        if (best[i] > *top) *top = best[i];
+        if (!sound[i]) {
+            memset(weight + from, 0, 4 * (to - from));
+            *norm = NAN; /* and with it all that the row is told */
+            return 1;
+        }
+        if (best[i] > greatest) greatest = best[i];
     }
-    if (*top == -INFINITY) { /* nothing is seen */
-        memset(weight, 0, 4 * width);
-        return 0;
-    }
-    for (long s = 0; s < width; s += LANES) {
+    float kept = greatest == *top ? 1 : expf(*top - greatest);
+    for (long s = from; s < to; s += LANES) {
         floats *w = (floats *)(weight + s);
-        *w = exponential(*w - *top);
+        *w = exponential(*w - greatest);
         sum += *w;
     }
-    return total(sum);
+    *norm = *norm * kept + total(sum);
+    *top = greatest;
+    return kept;
 }
 
-/* Some queries of some heads of an item over its page: what a thread works on at a time. A head of keys has `group` heads of queries.
- * Chunks of keys are read in the order in which they lie, all heads of one before the next. */
-typedef struct {
-    const char *query, *keys, *values; /* the item's first query, its page's first key and value */
-    const float *mask;
-    float *out, *lse;
-    long head, last, from, queries; /* heads of keys [head, last); of each `queries` from the from-th on */
-    long heads, group, dim, value_dim, seen;
-    float scaling;
-    int halves;
-} work;
-
-static inline long place(const work *w, long q) /* of the q-th query, head by head, among the item's [width, heads * group] */
+static inline void widen(const void *from, long at, long dim, int halves, float *to, long wide) /* and fill up with zeros */
 {
-    long head = w->head + q / w->queries, one = w->from + q % w->queries;
-    return (one / w->group * w->heads + head) * w->group + one % w->group;
+    long d = 0;
+    for (; d + LANES <= dim; d += LANES) *(floats *)(to + d) = load_lanes(from, at + d, halves);
+    for (; d < dim; d++) to[d] = load(from, at + d, halves);
+    for (; d < wide; d++) to[d] = 0;
 }
 
-/* Widen one head's keys (or values) [s, s + CHUNK) into the chunk, and ask for what is next: a head's keys lie too far apart for the
- * processor to foresee them. */
-static void take(const work *w, const char *pages, long dim, long s, long head, float *chunk, long wide)
+/* Widen the keys, or values, [s, s + CHUNK) of `count` heads: to [count, CHUNK, wide]; what is from `end` on is zero. Asks for the next. */
+static inline __attribute__((always_inline)) void take(const char *from, long stride, long dim, long count, long s, long end, int halves,
+                                                       float *to, long wide)
 {
-    long size = w->halves ? 2 : 4, stride = size * w->heads * dim, next = head + 1 < w->last ? s : s + CHUNK;
-    const char *after = pages + size * (head + 1 < w->last ? head + 1 : w->head) * dim;
-    for (long r = next; r < next + CHUNK && r < w->seen; r++)
-        for (long b = 0; b < size * dim; b += 64) __builtin_prefetch(after + r * stride + b);
-    widen(pages + s * stride + size * head * dim, w->halves, w->seen - s < CHUNK ? w->seen - s : CHUNK, w->heads * dim, dim, chunk, CHUNK, wide);
-}
-
-static void over_a_page(const work *w, float *scratch)
-{
-    long deep = UP(w->dim, LANES), broad = UP(w->value_dim, SIDE * LANES), width = UP(w->seen, CHUNK), n = w->queries;
-    long size = w->halves ? 2 : 4, all = (w->last - w->head) * n;
-    float *asked = scratch, *sum = asked + all * deep, *weight = sum + all * broad, *chunk = weight + all * width, norm[MOST_QUERIES];
-
-    for (long q = 0; q < all; q++) widen(w->query + size * place(w, q) * w->dim, w->halves, 1, 0, w->dim, asked + q * deep, 1, deep);
-    for (long s = 0; s < width; s += CHUNK)
-        for (long q = 0, many; q < all; q += many) {
-            many = n - q % n < MOST ? n - q % n : MOST;
-            if (q % n == 0) take(w, w->keys, w->dim, s, w->head + q / n, chunk, deep);
-            for (long k = 0; k < CHUNK; k += SIDE)
-                scores[many - 1](asked + q * deep, chunk + k * deep, deep, weight + q * width + s + k, width);
+    long size = halves ? 2 : 4;
+    for (long r = 0; r < CHUNK; r++) {
+        const char *key = from + size * (s + r) * stride;
+        if (s + r + CHUNK < end)
+            for (long b = 0; b < size * count * dim; b += 64) __builtin_prefetch(key + size * CHUNK * stride + b);
+        for (long h = 0; h < count; h++) {
+            if (s + r < end) widen(key, h * dim, dim, halves, to + (h * CHUNK + r) * wide, wide);
+            else memset(to + (h * CHUNK + r) * wide, 0, 4 * wide);
         }
+    }
+}
+
+static void take_chunk(const attention *a, const void *pages, long dim, long at, long head, long count, long s, long end, float *to,
+                       long wide)
+{
+    const char *from = (const char *)pages + (a->halves ? 2 : 4) * (at * a->heads + head) * dim;
+    if (a->halves) take(from, a->heads * dim, dim, count, s, end, 1, to, wide);
+    else take(from, a->heads * dim, dim, count, s, end, 0, to, wide);
+}
+
+/* Numbers of a thread's memory for `queries` over `heads` heads of keys. */
+static long needed(const course *c, const attention *a, long queries, long heads)
+{
+    long deep = UP(a->dim, LANES), broad = UP(a->value_dim, SIDE * LANES);
+    return queries * (deep + broad + UP(c->page, CHUNK) + 2) + heads * CHUNK * (deep > broad ? deep : broad);
+}
+
+/* A piece of work: rows [first, first + count) of a path with the queries of `heads` heads of keys from `head` on. */
+static void follow(const course *c, const attention *a, long path, long first, long count, long head, long heads, float *scratch)
+{
+    long deep = UP(a->dim, LANES), broad = UP(a->value_dim, SIDE * LANES), width = UP(c->page, CHUNK);
+    long group = a->group, n = count * group, all = heads * n; /* queries of a head of keys, and of all */
+    float *asked = scratch, *sum = asked + all * deep, *weight = sum + all * broad, *top = weight + all * width, *norm = top + all;
+    float *chunk = norm + all;
+    const int64_t *rows = c->row_of + c->row_start[path] + first, *pages = c->page_of + c->page_start[path];
+    long from = LONG_MAX, to = 0; /* the keys that one of the rows sees at least */
+#define COLUMN(q) ((head + (q) / n) * group + (q) % group)
+#define ROW(q) rows[(q) % n / group]
+#define SEEN_FROM(row) (a->window && c->position[row] >= a->window ? c->position[row] + 1 - a->window : 0)
+
     for (long q = 0; q < all; q++) {
-        float top;
-        const float *mask = w->mask + (w->from + q % n) / w->group * w->seen;
-        norm[q] = normalise(weight + q * width, mask, w->scaling, w->seen, width, &top);
-        w->lse[place(w, q)] = top + logf(norm[q]);
+        widen(a->query, ROW(q) * a->query_stride + COLUMN(q) * a->dim, a->dim, a->halves, asked + q * deep, deep);
+        top[q] = a->sinks ? a->sinks[COLUMN(q)] : -INFINITY;
+        norm[q] = a->sinks ? 1 : 0;
+    }
+    for (long i = 0; i < count; i++) {
+        if (SEEN_FROM(rows[i]) < from) from = SEEN_FROM(rows[i]);
+        if (c->position[rows[i]] >= to) to = c->position[rows[i]] + 1;
     }
     memset(sum, 0, 4 * all * broad);
-    for (long s = 0; s < width; s += CHUNK)
-        for (long q = 0, many; q < all; q += many) {
-            many = n - q % n < MOST ? n - q % n : MOST;
-            if (q % n == 0) take(w, w->values, w->value_dim, s, w->head + q / n, chunk, broad);
-            for (long v = 0; v < broad; v += SIDE * LANES)
-                averages[many - 1](weight + q * width + s, chunk + v, CHUNK, width, broad, sum + q * broad + v);
+    for (long j = from / c->page; j * c->page < to; j++) {
+        long base = j * c->page, end = to - base < c->page ? to - base : c->page, start = from > base ? (from - base) / CHUNK * CHUNK : 0;
+        for (long s = start; s < end; s += CHUNK) {
+            take_chunk(a, a->keys, a->dim, pages[j] * c->page, head, heads, s, end, chunk, deep);
+            for (long q = 0, many; q < all; q += many) {
+                many = n - q % n < MOST ? n - q % n : MOST;
+                for (long k = 0; k < CHUNK; k += SIDE)
+                    scores[many - 1](asked + q * deep, chunk + (q / n * CHUNK + k) * deep, deep, weight + q * width + s + k, width);
+            }
         }
+        for (long q = 0; q < all; q++) {
+            long low = SEEN_FROM(ROW(q)) - base, high = c->position[ROW(q)] + 1 - base;
+            float kept = normalise(weight + q * width, low > start ? low : start, high < end ? high : end, start, UP(end, CHUNK),
+                                   a->scaling, top + q, norm + q);
+            if (kept != 1)
+                for (long v = 0; v < broad; v++) sum[q * broad + v] *= kept;
+        }
+        for (long s = start; s < end; s += CHUNK) {
+            take_chunk(a, a->values, a->value_dim, pages[j] * c->page, head, heads, s, end, chunk, broad);
+            for (long q = 0, many; q < all; q += many) {
+                many = n - q % n < MOST ? n - q % n : MOST;
+                for (long v = 0; v < broad; v += SIDE * LANES)
+                    averages[many - 1](weight + q * width + s, chunk + q / n * CHUNK * broad + v, CHUNK, width, broad, sum + q * broad + v);
+            }
+        }
+    }
     for (long q = 0; q < all; q++) {
-        float *out = w->out + place(w, q) * w->value_dim;
-        for (long v = 0; v < w->value_dim; v++) out[v] = norm[q] == 0 ? 0 : sum[q * broad + v] / norm[q];
+        long at = (ROW(q) * a->heads * group + COLUMN(q)) * a->value_dim;
+        for (long v = 0; v < a->value_dim; v++) store(a->out, at + v, sum[q * broad + v] / norm[q], a->halves);
     }
 }
 
-/* query [items, width, heads * group, dim], items `query_stride` numbers apart (0: one query for all); keys and values
- * [pages, page, heads, …]; numbers [items]: the page of each; mask [items, width or more, seen], items `mask_stride` apart: 0 or -inf for
- * the page's first `seen` keys → out [items, width, heads * group, value_dim]: the page's average; lse [items, width, heads * group]: its
- * log-sum-exp. Returns 0, or 1 without memory.
- */
-int attend(const void *query, long query_stride, const void *keys, const void *values, const int64_t *numbers, const float *mask,
-           long mask_stride, float *out, float *lse, long items, long width, long heads, long group, long dim, long value_dim, long page,
-           long seen, float scaling, int halves, int threads)
+/* All rows of a pass. Returns 0, or 1 without memory. */
+int attend(const course *c, const attention *a, int threads)
 {
-    long queries = width * group; /* of a head of keys */
-    long most = queries < MOST_QUERIES ? queries : MOST_QUERIES, pieces = (queries + most - 1) / most;
-    long shares = (threads + items * pieces - 1) / (items * pieces); /* of the heads, so that every thread has work */
-    long together = (heads + shares - 1) / shares; /* heads of a piece of work */
-    if (together > MOST_QUERIES / most) together = MOST_QUERIES / most;
-    long parts = (heads + together - 1) / together, size = halves ? 2 : 4;
-    long deep = UP(dim, LANES), broad = UP(value_dim, SIDE * LANES), rows = deep > broad ? deep : broad;
-    long need = UP(4 * (together * most * (deep + broad + UP(seen, CHUNK)) + CHUNK * rows), 64);
+    long most = a->group < MOST_QUERIES ? MOST_QUERIES / a->group : 1, pieces = 0, longest = 1; /* rows of a piece of work */
+    for (long i = 0; i < c->paths; i++) {
+        long rows = c->row_start[i + 1] - c->row_start[i];
+        pieces += (rows + most - 1) / most;
+        if (rows > longest) longest = rows;
+    }
+    if (!pieces) return 0;
+    if (most > longest) most = longest;
+    long widest = a->dim > a->value_dim ? a->dim : a->value_dim;
+    long together = MOST_QUERIES / (most * a->group), fitting = MOST_WIDENED / (CHUNK * widest); /* heads of keys of a piece */
+    if (together > fitting) together = fitting;
+    if (together < 1) together = 1;
+    long shares = (threads + pieces - 1) / pieces, parts = UP((a->heads + together - 1) / together, shares); /* every thread has as many */
+    if (parts > a->heads) parts = a->heads;
+    together = (a->heads + parts - 1) / parts;
+    parts = (a->heads + together - 1) / together;
+    long need = UP(4 * needed(c, a, together * most * a->group, together), 64);
     int failed = 0;
-#pragma omp parallel num_threads(threads) if (items * parts * pieces > 1)
+#pragma omp parallel num_threads(threads) if (pieces * parts > 1)
     {
         float *scratch = aligned_alloc(64, need);
         if (!scratch) failed = 1;
-#pragma omp for collapse(3) schedule(static)
-        for (long i = 0; i < items; i++)
-            for (long part = 0; part < parts; part++)
-                for (long piece = 0; piece < pieces; piece++) {
-                    if (!scratch) continue;
-                    long from = piece * most, head = part * together;
-                    work w = {(const char *)query + size * i * query_stride,
-                              (const char *)keys + size * numbers[i] * page * heads * dim,
-                              (const char *)values + size * numbers[i] * page * heads * value_dim,
-                              mask + i * mask_stride,
-                              out + i * queries * heads * value_dim,
-                              lse + i * queries * heads,
-                              head, head + together < heads ? head + together : heads, from, queries - from < most ? queries - from : most,
-                              heads, group, dim, value_dim, seen, scaling, halves};
-                    over_a_page(&w, scratch);
-                }
+#pragma omp for schedule(dynamic)
+        for (long task = 0; task < pieces * parts; task++) {
+            if (!scratch) continue;
+            long path = -1, first = task / parts * most, rows = 0, head = task % parts * together;
+            do {
+                first -= UP(rows, most);
+                path++;
+                rows = c->row_start[path + 1] - c->row_start[path];
+            } while (first >= rows);
+            follow(c, a, path, first, rows - first < most ? rows - first : most, head,
+                   a->heads - head < together ? a->heads - head : together, scratch);
+        }
         free(scratch);
     }
     return failed;

@@ -1,16 +1,19 @@
-/* The small operations of Llama's block, one call each; fused.py's own lines are their twins. Compiled and called by ../native.py.
+/* Llama's block, and its small operations; fused.py's own lines are their twins. Compiled and called by ../native.py.
  *
  * Numbers are rounded where torch rounds them: after every product, sum and function, in the tensors' own type.
  */
 #include <math.h>
+#include <stdlib.h>
 
 #include "lanes.h"
+
+#define FEW 8192 /* numbers that one thread finishes before a second has woken */
 
 /* y [outer, inner, n] = x / rms(x) * weight over n (Zhang & Sennrich, arXiv 1910.07467); x's outer rows `stride` numbers apart,
  * weight [inner, n]. Squares add over lanes, then over these. */
 void norm(const void *x, const void *weight, void *y, long outer, long inner, long n, long stride, float eps, int halves, int threads)
 {
-#pragma omp parallel for num_threads(threads) if (outer * inner * n > SMALL)
+#pragma omp parallel for num_threads(threads) if (outer * inner * n > FEW)
     for (long o = 0; o < outer; o++)
         for (long i = 0; i < inner; i++) {
             const char *from = (const char *)x + (halves ? 2 : 4) * (o * stride + i * n);
@@ -32,7 +35,7 @@ void norm(const void *x, const void *weight, void *y, long outer, long inner, lo
 void turn(const void *x, const void *cos, const void *sin, void *y, long rows, long heads, long dim, long stride, long angles, int halves,
           int threads)
 {
-#pragma omp parallel for num_threads(threads) if (rows * heads * dim > SMALL)
+#pragma omp parallel for num_threads(threads) if (rows * heads * dim > FEW)
     for (long r = 0; r < rows; r++)
         for (long h = 0; h < heads; h++) {
             const char *from = (const char *)x + (halves ? 2 : 4) * (r * stride + h * dim);
@@ -64,7 +67,7 @@ static inline floats silu(floats x) /* x / (1 + e^-x), by the exponential of wha
 /* y [rows, n] = silu(x[:, :n]) * x[:, n:], x [rows, 2 n] */
 void gate(const void *x, void *y, long rows, long n, int halves, int threads)
 {
-#pragma omp parallel for num_threads(threads) if (rows * n > SMALL)
+#pragma omp parallel for num_threads(threads) if (rows * n > FEW)
     for (long r = 0; r < rows; r++) {
         long c = 0, to = r * n, gates = 2 * r * n, ups = gates + n;
         for (; c + LANES <= n; c += LANES)
@@ -74,4 +77,77 @@ void gate(const void *x, void *y, long rows, long n, int halves, int threads)
             store(y, to + c, kept(silu(value)[0], halves) * load(x, ups + c, halves), halves);
         }
     }
+}
+
+static void add(void *x, const void *y, long n, int halves) /* x += y */
+{
+    long i = 0;
+    for (; i + LANES <= n; i += LANES) store_lanes(x, i, load_lanes(x, i, halves) + load_lanes(y, i, halves), halves);
+    for (; i < n; i++) store(x, i, load(x, i, halves) + load(y, i, halves), halves);
+}
+
+typedef struct { /* y = x Wᵀ + b, as linear.c takes it */
+    const uint32_t *panels;
+    const float *bias;
+    long in, out;
+} product;
+
+typedef struct {
+    product qkv, o, gate_up, down;
+    const void *before, *after, *of_heads; /* weights of the norms; of_heads [heads + kv_heads, dim], or null */
+    float before_eps, after_eps, heads_eps, scaling;
+    long heads, kv_heads, dim, window;
+    void *keys, *values; /* the layer's storage, [places, kv_heads, dim] */
+} layer;
+
+static void times(const product *p, const void *x, void *y, float *even, long rows, int halves, int threads)
+{
+    multiply(p->panels, x, halves || p->in % 2 ? even : 0, p->bias, y, rows, p->out, p->in, halves, threads);
+}
+
+static long most(long a, long b) { return a > b ? a : b; }
+
+/* `count` layers one after the other, over x [rows, hidden], which is overwritten; cos, sin as `turn` takes them. Returns 0, or 1 without
+ * memory. */
+int blocks(const layer *layers, long count, const course *c, void *x, const void *cos, const void *sin, long angles, int halves,
+           int threads)
+{
+    long rows = c->rows, size = halves ? 2 : 4, a = 0, b = 0, d = 0, e = 0;
+    for (const layer *l = layers; l < layers + count; l++) {
+        long turned = (l->heads + l->kv_heads) * l->dim;
+        a = most(a, most(turned, l->qkv.in));
+        b = most(b, most(l->gate_up.out, l->qkv.out));
+        d = most(d, most(turned, l->down.in));
+        e = most(e, most(most(l->qkv.in, l->o.in), l->down.in) + 1);
+    }
+    float *even = malloc(rows * (4 * e + size * (a + b + d)));
+    char *first = (char *)(even + rows * e), *second = first + rows * size * a, *third = second + rows * size * b;
+    if (!even) return 1;
+    for (const layer *l = layers; l < layers + count; l++) {
+        long hidden = l->qkv.in, turned = l->heads + l->kv_heads, row = l->qkv.out;
+        norm(x, l->before, first, rows, 1, hidden, hidden, l->before_eps, halves, threads);
+        times(&l->qkv, first, second, even, rows, halves, threads);
+        if (l->of_heads) norm(second, l->of_heads, first, rows, turned, l->dim, row, l->heads_eps, halves, threads);
+        const char *turning = l->of_heads ? first : second;
+        turn(turning, cos, sin, third, rows, turned, l->dim, l->of_heads ? turned * l->dim : row, angles, halves, threads);
+        for (long i = 0, key = size * l->kv_heads * l->dim; i < c->writes; i++) {
+            memcpy((char *)l->keys + c->write_to[i] * key, third + size * (c->write_from[i] * turned + l->heads) * l->dim, key);
+            memcpy((char *)l->values + c->write_to[i] * key, second + size * (c->write_from[i] * row + turned * l->dim), key);
+        }
+        attention asked = {third, l->keys, l->values, 0, first, turned * l->dim, l->kv_heads, l->heads / l->kv_heads, l->dim, l->dim,
+                           l->window, l->scaling, halves};
+        if (attend(c, &asked, threads)) {
+            free(even);
+            return 1;
+        }
+        times(&l->o, first, second, even, rows, halves, threads);
+        add(x, second, rows * hidden, halves);
+        norm(x, l->after, first, rows, 1, hidden, hidden, l->after_eps, halves, threads);
+        times(&l->gate_up, first, second, even, rows, halves, threads);
+        gate(second, third, rows, l->gate_up.out / 2, halves, threads);
+        times(&l->down, third, first, even, rows, halves, threads);
+        add(x, first, rows * hidden, halves);
+    }
+    free(even);
+    return 0;
 }

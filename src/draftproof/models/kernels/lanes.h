@@ -1,4 +1,4 @@
-/* What the kernels share: vectors of the processor's width, bfloat16, and the exponential. */
+/* What the kernels share: vectors of the processor's width, bfloat16, the exponential, and what they call of each other. */
 #include <stdint.h>
 #include <string.h>
 
@@ -10,7 +10,7 @@
 #endif
 #endif
 #define UNROLL _Pragma("GCC unroll 6")
-#define SMALL 65536 /* products, or numbers, that one thread finishes before a second has woken */
+#define SMALL 65536 /* products that one thread finishes before a second has woken */
 
 typedef float floats __attribute__((vector_size(4 * LANES), aligned(4)));
 typedef uint32_t words __attribute__((vector_size(4 * LANES), aligned(4)));
@@ -96,3 +96,28 @@ static inline float kept(float value, int halves)
 {
     return halves ? widened(rounded(value)) : value;
 }
+
+/* Where a pass runs (native.Course): its rows stand at positions; each path has rows that attend through it, and pages that hold the keys
+ * of its text in order; and the keys of some rows are written to places of the storage. */
+typedef struct {
+    long rows, paths, writes, page; /* page: tokens that one holds */
+    const int64_t *position;              /* [rows] */
+    const int64_t *row_start, *page_start; /* [paths + 1] where a path's rows and pages begin, among all */
+    const int64_t *row_of, *page_of;
+    const int64_t *write_to, *write_from; /* [writes] */
+} course;
+
+/* One layer's attention: query [rows, heads * group, dim], rows `query_stride` numbers apart; keys and values [places, heads, ...];
+ * sinks [heads * group], or null: logits that only normalise; out [rows, heads * group, value_dim]. window: keys a row sees, or 0: all. */
+typedef struct {
+    const void *query, *keys, *values;
+    const float *sinks;
+    void *out;
+    long query_stride, heads, group, dim, value_dim, window;
+    float scaling;
+    int halves;
+} attention;
+
+int attend(const course *c, const attention *a, int threads);
+void multiply(const uint32_t *panels, const void *x, float *even, const float *bias, void *y, long rows, long out, long in, int halves,
+              int threads);
