@@ -5,9 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from draftproof.models.int8 import HIGH, LOW, Int8Linear, can_round, rounded, split
+from draftproof.models.int8 import HIGH, LOW, Int8Linear, rounded, split
 
-pytestmark = pytest.mark.skipif(not can_round()[0], reason="no FBGEMM here")
+pytestmark = pytest.mark.skipif(
+    "fbgemm" not in torch.backends.quantized.supported_engines or torch.backends.cpu.get_cpu_capability() == "DEFAULT",
+    reason="no FBGEMM here")
 
 
 def layer(outputs: int = 96, inputs: int = 200, bias: bool = True, seed: int = 0) -> tuple[Int8Linear, torch.Tensor, torch.Tensor | None]:

@@ -9,18 +9,30 @@ import torch
 
 from draftproof import Engine, LoadConfig, Sampling
 from draftproof.errors import LoadError, OptionError
-from draftproof.models import int8
+from draftproof.models import int4, int8, native
 from draftproof.models.load import ROUNDED, _form, load_target
 from draftproof.models.packed import PackedLinear
 
-pytestmark = pytest.mark.skipif(not all(able()[0] for _, able in ROUNDED.values()), reason="no product with rounded weights here")
 Pair = tuple[Path, Path]
 forms = pytest.mark.parametrize("name", ROUNDED)
+CLASSES = {"int8": (int8.StreamedInt8Linear, int8.Int8Linear), "int4": (int4.StreamedInt4Linear, int4.Int4Linear)}
+
+
+@pytest.fixture(params=["compiled", "torch"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Through our kernels, or as on a machine without a compiler."""
+    if request.param == "torch":
+        monkeypatch.setattr(native, "available", lambda: (False, "the test wants none"))
+        if not all(able()[0] for _, able in ROUNDED.values()):
+            pytest.skip("torch has no product with rounded weights here")
+    elif not native.available()[0]:
+        pytest.skip(native.available()[1])
+    return str(request.param)
 
 
 @forms
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_rows_bits_do_not_depend_on_its_neighbours(name: str, dtype: torch.dtype) -> None:
+def test_a_rows_bits_do_not_depend_on_its_neighbours(way: str, name: str, dtype: torch.dtype) -> None:
     random = torch.Generator().manual_seed(0)
     made = ROUNDED[name][0](torch.randn(384, 384, generator=random).to(dtype), None)
     x = torch.randn(70, 384, generator=random)
@@ -40,7 +52,7 @@ def test_a_rows_bits_do_not_depend_on_its_neighbours(name: str, dtype: torch.dty
 
 @forms
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_a_rounded_target_is_a_target(tiny_pair: Pair, name: str, temperature: float) -> None:
+def test_a_rounded_target_is_a_target(way: str, tiny_pair: Pair, name: str, temperature: float) -> None:
     load = LoadConfig(quantization=name, dtype="float32")
     target = load_target(tiny_pair[0], load)
     assert target.facts.invisible and target.facts.reasons["linear layers"].startswith(f"{name}: ")
@@ -55,11 +67,45 @@ def test_a_rounded_target_is_a_target(tiny_pair: Pair, name: str, temperature: f
 
 
 @forms
-def test_every_linear_layer_is_rounded(tiny_pair: Pair, name: str) -> None:
+def test_every_linear_layer_is_rounded(way: str, tiny_pair: Pair, name: str) -> None:
     target = load_target(tiny_pair[0], LoadConfig(quantization=name, self_test=False))
-    form = ROUNDED[name][0]
+    form = CLASSES[name][way == "torch"]
     known = {type(module) for layer in target.parts.layers for module in layer.modules()} & {form, PackedLinear, torch.nn.Linear}
     assert known == {form} and type(target.parts.output) is form
+
+
+@forms
+@pytest.mark.parametrize("shape", [(16, 64), (61, 200), (96, 2), (300, 384), (5, 1)])
+@pytest.mark.parametrize("bias", [True, False])
+def test_both_ways_multiply_the_weights_that_are_kept(name: str, shape: tuple[int, int], bias: bool) -> None:
+    """Ours against float64, whatever the width of the vectors and the number of rows."""
+    if not native.available()[0]:
+        pytest.skip(native.available()[1])
+    random = torch.Generator().manual_seed(1)
+    weight, x = torch.randn(*shape, generator=random) + 0.1, torch.randn(13, shape[1], generator=random)
+    b = torch.randn(shape[0], generator=random) if bias else None
+    made = CLASSES[name][0](weight, b)
+    if name == "int8":
+        whole, step = int8.rounded(weight)
+        kept = whole.double() * step.double()[:, None]
+    else:
+        levels, steps = int4.rounded(weight, torch.bfloat16)
+        step, zero = (steps[..., i].transpose(0, 1).double()[..., None] for i in (0, 1))
+        kept = ((levels.view(levels.shape[0], -1, int4.GROUP) - 8) * step + zero).view(levels.shape)[:shape[0], :shape[1]]
+    want = x.double() @ kept.T + (0 if b is None else b.double())
+    for rows in (1, 2, 5, 6, 11, 13):
+        got = made(x[:rows])
+        assert got.shape == (rows, shape[0])
+        assert ((got.double() - want[:rows]).abs() <= 1e-6 * (8 * x[:rows].abs().double() @ kept.abs().T + 1)).all()
+
+
+@forms
+def test_bytes_of_our_panels_are_counted(name: str) -> None:
+    if not native.available()[0]:
+        pytest.skip(native.available()[1])
+    made = CLASSES[name][0](torch.randn(256, 512), None)
+    assert made.weight_bytes == (256 * 512 + 256 * 4 if name == "int8" else 256 * 512 // 2 + 256 * 8 * 4)
+    assert made.panels.numel() * 4 == (256 * 512 if name == "int8" else made.weight_bytes)
 
 
 @forms
@@ -73,6 +119,7 @@ def test_what_cannot_be_rounded_is_refused(name: str) -> None:
 def test_names_and_machines_are_checked(tiny_pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(OptionError, match="quantization='int3': expected int8 or int4"):
         LoadConfig(quantization="int3")
+    monkeypatch.setattr(native, "available", lambda: (False, "the test wants none"))
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "DEFAULT")
     assert not int8.can_round()[0]
     with pytest.raises(LoadError, match="has no FBGEMM"):

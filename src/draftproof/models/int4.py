@@ -2,8 +2,8 @@
 
 Weights: w = (q − 8) · s + z with q in 0 … 15 and one s and z per output and group of inputs (Lin et al., arXiv 2306.00978, use the same
 form). Of a few spans per group, the full one and narrower ones that cut the extremes off, the one with the least squared error is kept.
-Activations stay what they are. torch's own kernel multiplies; it adds a row's products in an order that does not depend on how many
-rows there are, which the load's self-test measures.
+Activations stay what they are. Our kernels multiply where a C compiler is found (native.py), torch's own elsewhere; both add a row's
+products in an order that does not depend on how many rows there are.
 """
 
 from __future__ import annotations
@@ -11,12 +11,27 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from .packed import KeptLinear, multiplies_bfloat16
+from . import native
+from .packed import KeptLinear, StreamedLinear, multiplies_bfloat16
 
 GROUP = 64                                  # inputs that share a step
 OUTPUTS = 16                                # the kernel takes multiples of so many
 STEPS = 15
 SPANS = (1.0, 0.93, 0.86, 0.79)             # of a group's own
+
+
+class StreamedInt4Linear(StreamedLinear):
+    """y = x Wᵀ + b with W [out, in] rounded to sixteen levels, by our kernels."""
+
+    bits = 4
+
+    def _arrange(self, weight: Tensor) -> tuple[Tensor, int]:
+        levels, steps = rounded(weight, torch.bfloat16)
+        panels = native.arrange_four(levels.to(torch.uint8), steps.transpose(0, 1))
+        return panels, levels.numel() // 2 + 2 * steps.numel()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return native.multiply_whole(x, self.panels, self.bits, None, self.bias, self.out_features)
 
 
 class Int4Linear(KeptLinear):
@@ -44,6 +59,10 @@ class Int4Linear(KeptLinear):
         return out.view(*x.shape[:-1], self.out_features).to(x.dtype)
 
 
+def linear(weight: Tensor, bias: Tensor | None) -> KeptLinear:
+    return (StreamedInt4Linear if native.available()[0] else Int4Linear)(weight, bias)
+
+
 def rounded(weight: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Levels int32 [outputs, inputs], filled up with zeros to what the kernel takes, and steps `dtype` [groups, outputs, 2]: s and z."""
     outputs, inputs = weight.shape
@@ -65,6 +84,6 @@ def rounded(weight: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 def can_round() -> tuple[bool, str]:
     """Whether this build of torch multiplies such weights, and why or why not."""
-    if not hasattr(torch.ops.aten, "_weight_int4pack_mm_for_cpu"):
-        return False, "this torch has no product with four-bit weights on a CPU"
+    if not native.available()[0] and not hasattr(torch.ops.aten, "_weight_int4pack_mm_for_cpu"):
+        return False, f"this torch has no product with four-bit weights on a CPU, and {native.available()[1]}"
     return True, f"weights are four-bit integers, {GROUP} to a step; activations stay as they are"

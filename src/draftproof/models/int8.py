@@ -1,9 +1,10 @@
 """Linear layers whose weights are eight-bit integers: half the bytes of half precision, so about half the time of a pass of few rows.
 
-Weights: w = s · q with q in −127 … 127 and one s per output, rounded to nearest. Activations: every row, by its own largest magnitude,
-as two integers of seven bits, x ≈ peak / 63 · (high + low / 126): together as fine as fourteen bits, so what is lost is the
-weights' precision. The sums of products are then integers, and integers have no order: a row's bits depend on nothing but the row,
-whatever its neighbours and whatever the kernel. Seven bits because FBGEMM adds two products in sixteen (127 · 127 · 2 < 2¹⁵).
+Weights: w = s · q with q in −127 … 127 and one s per output, rounded to nearest. Where a C compiler is found activations stay what they
+are (native.py). Without one FBGEMM multiplies, and every row becomes, by its own largest magnitude, two integers of seven bits,
+x ≈ peak / 63 · (high + low / 126): together as fine as fourteen bits, so what is lost is the weights' precision. The sums of
+products are then integers, and integers have no order: a row's bits depend on nothing but the row, whatever its neighbours and
+whatever the kernel. Seven bits because FBGEMM adds two products in sixteen (127 · 127 · 2 < 2¹⁵).
 """
 
 from __future__ import annotations
@@ -13,10 +14,24 @@ import warnings
 import torch
 from torch import Tensor
 
-from .packed import KeptLinear
+from . import native
+from .packed import KeptLinear, StreamedLinear
 
 HIGH, LOW = 63, 126          # steps of the coarse integer up to the peak; steps of the fine one within a coarse step
 TOP = 127
+
+
+class StreamedInt8Linear(StreamedLinear):
+    """y = x Wᵀ + b with W [out, in] rounded to integers, by our kernels."""
+
+    bits = 8
+
+    def _arrange(self, weight: Tensor) -> tuple[Tensor, int]:
+        whole, self.steps = rounded(weight)
+        return native.arrange_eight(whole), whole.numel() + 4 * self.steps.numel()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return native.multiply_whole(x, self.panels, self.bits, self.steps, self.bias, self.out_features)
 
 
 class Int8Linear(KeptLinear):
@@ -46,6 +61,10 @@ class Int8Linear(KeptLinear):
         return out.view(*x.shape[:-1], self.out_features).to(x.dtype)
 
 
+def linear(weight: Tensor, bias: Tensor | None) -> KeptLinear:
+    return (StreamedInt8Linear if native.available()[0] else Int8Linear)(weight, bias)
+
+
 def rounded(weight: Tensor) -> tuple[Tensor, Tensor]:
     """The integers int8 [out, in] of a weight, and the step float32 [out] of each output."""
     wide = weight.detach().float()
@@ -63,8 +82,10 @@ def split(rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 def can_round() -> tuple[bool, str]:
     """Whether this machine multiplies such weights, and why or why not."""
+    if native.available()[0]:
+        return True, "weights are eight-bit integers with a step per output; activations stay as they are"
     if "fbgemm" not in torch.backends.quantized.supported_engines or torch.backends.cpu.get_cpu_capability() == "DEFAULT":
-        return False, "this torch or this processor has no FBGEMM (it needs AVX2)"
+        return False, f"this torch or this processor has no FBGEMM (it needs AVX2), and {native.available()[1]}"
     return True, "weights are eight-bit integers with a step per output, activations fourteen bits; sums are exact"
 
 

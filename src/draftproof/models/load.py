@@ -34,8 +34,8 @@ HALVES = (torch.bfloat16, torch.float16)
 FINAL_NORMS = ("norm", "ln_f", "final_layer_norm", "final_layernorm", "norm_f")  # what families call the norm before the output
 RECURRENT = {"linear_attention", "hybrid", "hybrid_sliding"}  # kinds of layers whose state has no positions
 ROUNDED: dict[str, tuple[Linear, Callable[[], tuple[bool, str]]]] = {
-    "int8": (int8.Int8Linear, int8.can_round),
-    "int4": (int4.Int4Linear, int4.can_round),
+    "int8": (int8.linear, int8.can_round),
+    "int4": (int4.linear, int4.can_round),
 }
 ROW_DEPENDENT_ROPE = {"dynamic", "longrope"}  # their angles depend on the longest row of the pass
 

@@ -1,7 +1,7 @@
 """The operations of a pass that torch is slow at on a CPU, in C (kernels/), made by the machine's own compiler at first use.
 
 * Products of few rows with a bfloat16 matrix: torch takes them at about two thirds of the speed of memory where the processor has no
-  bfloat16 instructions.
+  bfloat16 instructions; and with whole numbers of eight or four bits, where it is slower still.
 * Attention over pages: torch copies pages that do not adjoin, and reads keys at a third of the speed of memory, bfloat16 ones slower.
 * Llama's block as a whole: between its products stand twenty small calls of torch, each of which finds the caches cold.
 
@@ -59,7 +59,7 @@ class _Attention(ctypes.Structure):
 
 
 class Product(ctypes.Structure):
-    _fields_ = _fields(pointers="panels bias", numbers="columns out")
+    _fields_ = _fields(pointers="panels bias steps", numbers="columns out bits")
 
 
 class Layer(ctypes.Structure):
@@ -81,11 +81,16 @@ def available() -> tuple[bool, str]:
 def arrange(weight: Tensor) -> Tensor:
     """weight [out, in] bfloat16 → linear.c's panels, int32 [panels, pairs of columns, outputs of a panel]."""
     library, (out, columns) = _loaded(), weight.shape
-    weight, wide = weight.contiguous(), library.wide()
-    shape = -(-out // wide), -(-columns // 2), wide
-    panels = _room(math.prod(shape)).view(shape)
-    library.arrange(weight.data_ptr(), panels.data_ptr(), out, columns, torch.get_num_threads())
+    panels = _panels(out, -(-columns // 2))
+    library.arrange(weight.contiguous().data_ptr(), panels.data_ptr(), out, columns, torch.get_num_threads())
     return panels
+
+
+def _panels(out: int, words: int) -> Tensor:
+    """Room for `words` words of each output, int32 [panels, words, outputs of a panel]."""
+    wide = _loaded().wide()
+    shape = -(-out // wide), words, wide
+    return _room(math.prod(shape)).view(shape)
 
 
 def _room(numbers: int) -> Tensor:
@@ -108,9 +113,42 @@ def multiply(x: Tensor, panels: Tensor, bias: Tensor | None, out: int) -> Tensor
     y, rows = torch.empty(*x.shape[:-1], out, dtype=x.dtype), x.numel() // max(1, columns)
     even = torch.empty(rows, 2 * panels.shape[1]) if halves or columns % 2 else None
     _loaded().multiply(
-        panels.data_ptr(), x.data_ptr(), None if even is None else even.data_ptr(), None if bias is None else bias.data_ptr(), y.data_ptr(),
+        panels.data_ptr(), x.data_ptr(), _address(even), _address(bias), y.data_ptr(),
         rows, out, columns, halves, torch.get_num_threads())
     return y
+
+
+def arrange_eight(levels: Tensor) -> Tensor:
+    """levels int8 [out, in] → integers.c's panels, int32 [panels, words of four columns, outputs of a panel]."""
+    library, (out, columns) = _loaded(), levels.shape
+    panels = _panels(out, -(-columns // 4))
+    library.arrange_eight(levels.contiguous().data_ptr(), panels.data_ptr(), out, columns, torch.get_num_threads())
+    return panels
+
+
+def arrange_four(levels: Tensor, steps: Tensor) -> Tensor:
+    """levels uint8 [out, groups * 64], 0 … 15, and steps bfloat16 [out, groups, 2], step and zero → integers.c's panels, int32."""
+    library, (out, groups, _) = _loaded(), steps.shape
+    assert levels.shape == (out, 64 * groups) and levels.dtype == torch.uint8 and steps.dtype == torch.bfloat16
+    panels, levels, steps = _panels(out, 9 * groups), levels.contiguous(), steps.contiguous()
+    library.arrange_four(levels.data_ptr(), steps.data_ptr(), panels.data_ptr(), out, groups, torch.get_num_threads())
+    return panels
+
+
+def multiply_whole(x: Tensor, panels: Tensor, bits: int, steps: Tensor | None, bias: Tensor | None, out: int) -> Tensor:
+    """`multiply` with whole numbers of 8 or 4 bits; steps [out] float32 of 8 bits."""
+    assert x.dtype in TYPES, f"x {list(x.shape)} {x.dtype}"
+    x, columns = x.contiguous(), x.shape[-1]
+    y, rows = torch.empty(*x.shape[:-1], out, dtype=x.dtype), x.numel() // columns
+    wide = torch.empty(rows, _loaded().widened_columns(bits, columns))
+    _loaded().multiply_whole(
+        panels.data_ptr(), bits, _address(steps), x.data_ptr(), wide.data_ptr(), _address(bias), y.data_ptr(), rows, out, columns,
+        x.dtype == torch.bfloat16, torch.get_num_threads())
+    return y
+
+
+def _address(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
 
 
 class Course:
@@ -142,16 +180,16 @@ def attend(
     sinks = None if sinks is None else sinks.float().contiguous()
     out = torch.empty(rows, heads, deep, dtype=query.dtype)
     asked = _Attention(
-        query.data_ptr(), keys.data_ptr(), values.data_ptr(), None if sinks is None else sinks.data_ptr(), out.data_ptr(), query.stride(0),
+        query.data_ptr(), keys.data_ptr(), values.data_ptr(), _address(sinks), out.data_ptr(), query.stride(0),
         kv_heads, heads // kv_heads, dim, deep, window or 0, scaling, query.dtype == torch.bfloat16)
     if _loaded().attend(course.struct, asked, torch.get_num_threads()):
         raise MemoryError(f"attention of {rows} rows found no memory to work in")
     return out
 
 
-def product(panels: Tensor, bias: Tensor | None, out: int, columns: int) -> Product:
-    """The product that `multiply` takes, for `Layer`; the tensors must outlive it."""
-    return Product(panels.data_ptr(), None if bias is None else bias.data_ptr(), columns, out)
+def product(panels: Tensor, bias: Tensor | None, steps: Tensor | None, out: int, columns: int, bits: int) -> Product:
+    """What `multiply` (of 16 bits) or `multiply_whole` takes, for `Layer`; the tensors must outlive it."""
+    return Product(panels.data_ptr(), _address(bias), _address(steps), columns, out, bits)
 
 
 def blocks(layers: ctypes.Array[Layer], first: int, last: int, x: Tensor, cos: Tensor, sin: Tensor, course: Course) -> None:
@@ -264,6 +302,11 @@ def _open(path: Path) -> ctypes.CDLL:
     library.wide.argtypes, library.wide.restype = [], whole
     library.arrange.argtypes, library.arrange.restype = [pointer, pointer, whole, whole, small], None
     library.multiply.argtypes, library.multiply.restype = [*[pointer] * 5, *[whole] * 3, small, small], None
+    library.arrange_eight.argtypes, library.arrange_eight.restype = [pointer, pointer, whole, whole, small], None
+    library.arrange_four.argtypes, library.arrange_four.restype = [pointer, pointer, pointer, whole, whole, small], None
+    library.widened_columns.argtypes, library.widened_columns.restype = [small, whole], whole
+    library.multiply_whole.argtypes = [pointer, small, *[pointer] * 5, *[whole] * 3, small, small]
+    library.multiply_whole.restype = None
     library.attend.argtypes, library.attend.restype = [ctypes.POINTER(_Course), ctypes.POINTER(_Attention), small], small
     library.blocks.argtypes = [ctypes.POINTER(Layer), whole, ctypes.POINTER(_Course), *[pointer] * 3, whole, small, small]
     library.blocks.restype = small

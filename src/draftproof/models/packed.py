@@ -47,19 +47,26 @@ class KeptLinear(nn.Module):
 
 
 class StreamedLinear(KeptLinear):
-    """y = x Wᵀ + b in float32 with the values of W [out, in] all bfloat16, and x, y in the weight's own type. Keeps no other copy."""
+    """y = x Wᵀ + b by our kernels, in float32, and x, y in the weight's own type. The values of W [out, in] are all bfloat16 here, whole
+    numbers in int8.py and int4.py. Keeps no other copy."""
+
+    bits = 16
+    steps: Tensor | None = None  # of each output
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         super().__init__(weight)
         self.bias = None if bias is None else bias.detach().float()
-        self.panels = native.arrange(weight.detach().bfloat16())
-        self.weight_bytes = 2 * weight.numel()
+        self.panels, self.weight_bytes = self._arrange(weight.detach())
+
+    def _arrange(self, weight: Tensor) -> tuple[Tensor, int]:
+        """The panels, and how many bytes of them are weights."""
+        return native.arrange(weight.bfloat16()), 2 * weight.numel()
 
     def forward(self, x: Tensor) -> Tensor:
         return native.multiply(x, self.panels, self.bias, self.out_features)
 
     def kernel(self) -> native.Product:
-        return native.product(self.panels, self.bias, self.out_features, self.in_features)
+        return native.product(self.panels, self.bias, self.steps, self.out_features, self.in_features, self.bits)
 
 
 class PackedLinear(KeptLinear):

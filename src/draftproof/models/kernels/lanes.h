@@ -121,3 +121,6 @@ typedef struct {
 int attend(const course *c, const attention *a, int threads);
 void multiply(const uint32_t *panels, const void *x, float *even, const float *bias, void *y, long rows, long out, long in, int halves,
               int threads);
+long widened_columns(int bits, long in);
+void multiply_whole(const uint32_t *panels, int bits, const float *steps, const void *x, float *wide, const float *bias, void *y, long rows,
+                    long out, long in, int halves, int threads);
