@@ -79,7 +79,9 @@ static float normalise(float *weight, long low, long high, long from, long to, f
         memset(weight + from, 0, 4 * (to - from));
         return 1;
     }
-    for (long s = from; s < to; s++) weight[s] = s >= low && s < high ? weight[s] * scaling : -INFINITY;
+    for (long s = from; s < low; s++) weight[s] = -INFINITY;
+    for (long s = low; s < high; s++) weight[s] *= scaling;
+    for (long s = high; s < to; s++) weight[s] = -INFINITY;
     floats best = *(const floats *)(weight + from), sum = {0};
     integers sound = best < INFINITY; /* false for what is not a number, too */
     for (long s = from + LANES; s < to; s += LANES) {
@@ -197,8 +199,9 @@ static void follow(const course *c, const attention *a, long path, long first, l
         }
     }
     for (long q = 0; q < all; q++) {
-        long at = (ROW(q) * a->heads * group + COLUMN(q)) * a->value_dim;
-        for (long v = 0; v < a->value_dim; v++) store(a->out, at + v, sum[q * broad + v] / norm[q], a->halves);
+        long at = (ROW(q) * a->heads * group + COLUMN(q)) * a->value_dim, v = 0;
+        for (; v + LANES <= a->value_dim; v += LANES) store_lanes(a->out, at + v, *(floats *)(sum + q * broad + v) / norm[q], a->halves);
+        for (; v < a->value_dim; v++) store(a->out, at + v, sum[q * broad + v] / norm[q], a->halves);
     }
 }
 

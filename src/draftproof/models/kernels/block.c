@@ -67,16 +67,17 @@ static inline floats silu(floats x) /* x / (1 + e^-x), by the exponential of wha
 /* y [rows, n] = silu(x[:, :n]) * x[:, n:], x [rows, 2 n] */
 void gate(const void *x, void *y, long rows, long n, int halves, int threads)
 {
+    long vectors = n / LANES;
 #pragma omp parallel for num_threads(threads) if (rows * n > FEW)
-    for (long r = 0; r < rows; r++) {
-        long c = 0, to = r * n, gates = 2 * r * n, ups = gates + n;
-        for (; c + LANES <= n; c += LANES)
-            store_lanes(y, to + c, kept_lanes(silu(load_lanes(x, gates + c, halves)), halves) * load_lanes(x, ups + c, halves), halves);
-        for (; c < n; c++) {
-            floats value = {load(x, gates + c, halves)};
-            store(y, to + c, kept(silu(value)[0], halves) * load(x, ups + c, halves), halves);
-        }
+    for (long i = 0; i < rows * vectors; i++) {
+        long r = i / vectors, c = i % vectors * LANES, gates = 2 * r * n, ups = gates + n;
+        store_lanes(y, r * n + c, kept_lanes(silu(load_lanes(x, gates + c, halves)), halves) * load_lanes(x, ups + c, halves), halves);
     }
+    for (long r = 0; r < rows; r++)
+        for (long c = vectors * LANES, gates = 2 * r * n, ups = gates + n; c < n; c++) {
+            floats value = {load(x, gates + c, halves)};
+            store(y, r * n + c, kept(silu(value)[0], halves) * load(x, ups + c, halves), halves);
+        }
 }
 
 static void add(void *x, const void *y, long n, int halves) /* x += y */
