@@ -110,14 +110,6 @@ static float normalise(float *weight, long low, long high, long from, long to, f
     return kept;
 }
 
-static inline void widen(const void *from, long at, long dim, int halves, float *to, long wide) /* and fill up with zeros */
-{
-    long d = 0;
-    for (; d + LANES <= dim; d += LANES) *(floats *)(to + d) = load_lanes(from, at + d, halves);
-    for (; d < dim; d++) to[d] = load(from, at + d, halves);
-    for (; d < wide; d++) to[d] = 0;
-}
-
 /* Widen the keys, or values, [s, s + CHUNK) of `count` heads: to [count, CHUNK, wide]; what is from `end` on is zero. Asks for the next. */
 static inline __attribute__((always_inline)) void take(const char *from, long stride, long dim, long count, long s, long end, int halves,
                                                        float *to, long wide)

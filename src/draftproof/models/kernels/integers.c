@@ -105,19 +105,13 @@ long widened_columns(int bits, long in)
     return bits == 4 ? (in + GROUP - 1) / GROUP * (GROUP + 1) : (in + 3) / 4 * 4;
 }
 
-static void widen(const void *x, long from, long in, int bits, int halves, float *wide)
+static void widen_groups(const void *x, long from, long in, int halves, float *wide)
 {
-    if (bits == 8) {
-        for (long c = 0, all = widened_columns(bits, in); c < all; c++) wide[c] = c < in ? load(x, from + c, halves) : 0;
-        return;
-    }
-    for (long c = 0; c < in; wide++) { /* a group, and its sum */
-        float sums[8] = {0};
-        for (long k = 0; k < GROUP; k++, c++, wide++) {
-            *wide = c < in ? load(x, from + c, halves) : 0;
-            sums[k % 8] += *wide;
-        }
-        *wide = ((sums[0] + sums[1]) + (sums[2] + sums[3])) + ((sums[4] + sums[5]) + (sums[6] + sums[7]));
+    for (long c = 0; c < in; c += GROUP, wide += GROUP + 1) {
+        floats sum = {0};
+        widen(x, from + c, in - c < GROUP ? in - c : GROUP, halves, wide, GROUP);
+        for (long k = 0; k < GROUP; k += LANES) sum += *(const floats *)(wide + k);
+        wide[GROUP] = total(sum);
     }
 }
 
@@ -128,20 +122,17 @@ void multiply_whole(const uint32_t *panels, int bits, const float *steps, const 
 {
     long count = (out + WIDE - 1) / WIDE, stride = widened_columns(bits, in), length = bits == 4 ? stride / (GROUP + 1) : stride / 4;
     long panel = length * (bits == 4 ? GROUP_WORDS : WIDE);
-    for (long r = 0; r < rows; r++) widen(x, r * in, in, bits, halves, wide + r * stride);
+    for (long r = 0; r < rows; r++) {
+        if (bits == 4) widen_groups(x, r * in, in, halves, wide + r * stride);
+        else widen(x, r * in, in, halves, wide + r * stride, stride);
+    }
 #pragma omp parallel for schedule(static) num_threads(threads) if (rows * out * in > SMALL)
     for (long a = 0; a < count; a++) {
         float part[MOST * WIDE];
         for (long r = 0, many; r < rows; r += many) {
-            long left = rows - r;
-            many = left < MOST ? left : left < 2 * MOST ? (left + 1) / 2 : MOST;
+            many = sharing(rows - r, MOST);
             (bits == 4 ? fours : eights)[many - 1](panels + a * panel, wide + r * stride, stride, length, part);
-            for (long i = 0; i < many; i++)
-                for (long c = 0; c < WIDE && a * WIDE + c < out; c++) {
-                    long o = a * WIDE + c;
-                    float value = part[i * WIDE + c] * (bits == 8 ? steps[o] : 1) + (bias ? bias[o] : 0);
-                    store(y, (r + i) * out + o, value, halves);
-                }
+            hand_out(part, many, WIDE, bits == 8 ? steps : 0, bias, y, r, out, a * WIDE, halves);
         }
     }
 }

@@ -97,6 +97,27 @@ static inline float kept(float value, int halves)
     return halves ? widened(rounded(value)) : value;
 }
 
+static inline void widen(const void *from, long first, long n, int halves, float *to, long wide) /* and fill up with zeros */
+{
+    long i = 0;
+    for (; i + LANES <= n; i += LANES) *(floats *)(to + i) = load_lanes(from, first + i, halves);
+    for (; i < n; i++) to[i] = load(from, first + i, halves);
+    for (; i < wide; i++) to[i] = 0;
+}
+
+/* Of the rows that are left, how many share the next reading of a panel: no reading is left to very few. */
+static inline long sharing(long left, long most) { return left < most ? left : left < 2 * most ? (left + 1) / 2 : most; }
+
+/* y [rows, from, from + count) = part [rows, width], a panel's sums; scale and bias of each output, or null. */
+static inline void hand_out(const float *part, long rows, long width, const float *scale, const float *bias, void *y, long row, long out,
+                            long from, int halves)
+{
+    long count = out - from < width ? out - from : width;
+    for (long i = 0; i < rows; i++)
+        for (long c = 0; c < count; c++)
+            store(y, (row + i) * out + from + c, part[i * width + c] * (scale ? scale[from + c] : 1) + (bias ? bias[from + c] : 0), halves);
+}
+
 /* Where a pass runs (native.Course): its rows stand at positions; each path has rows that attend through it, and pages that hold the keys
  * of its text in order; and the keys of some rows are written to places of the storage. */
 typedef struct {

@@ -62,25 +62,15 @@ void multiply(const uint32_t *panels, const void *x, float *even, const float *b
 {
     long count = (out + WIDE - 1) / WIDE, pairs = (in + 1) / 2, step = rows <= MOST / 2 ? 2 : 1;
     const float *from = even ? even : x;
-    if (even)
-        for (long r = 0; r < rows; r++) {
-            for (long c = 0; c < in; c++) even[2 * r * pairs + c] = load(x, r * in + c, halves);
-            if (in % 2) even[2 * r * pairs + in] = 0;
-        }
+    for (long r = 0; even && r < rows; r++) widen(x, r * in, in, halves, even + 2 * r * pairs, 2 * pairs);
 #pragma omp parallel for schedule(static) num_threads(threads) if (rows * out * in > SMALL)
     for (long a = 0; a < count; a += step) {
-        long panels_here = step == 2 && a + 1 < count ? 2 : 1, width = panels_here * WIDE;
-        long inside = out - a * WIDE < width ? out - a * WIDE : width;
+        long panels_here = step == 2 && a + 1 < count ? 2 : 1;
         float part[MOST * WIDE]; /* MOST rows of one panel, or half of them of two */
         for (long r = 0, many; r < rows; r += many) {
-            long left = rows - r;
-            many = left < MOST ? left : left < 2 * MOST ? (left + 1) / 2 : MOST;
+            many = sharing(rows - r, MOST);
             blocks[panels_here - 1][many - 1](panels + a * pairs * WIDE, from + 2 * r * pairs, pairs, part);
-            for (long i = 0; i < many; i++)
-                for (long c = 0; c < inside; c++) {
-                    float value = part[i * width + c] + (bias ? bias[a * WIDE + c] : 0);
-                    store(y, (r + i) * out + a * WIDE + c, value, halves);
-                }
+            hand_out(part, many, panels_here * WIDE, 0, bias, y, r, out, a * WIDE, halves);
         }
     }
 }
