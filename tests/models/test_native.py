@@ -255,6 +255,20 @@ def test_a_large_matrix_lies_in_huge_pages_and_multiplies_the_same() -> None:
 
 
 @compiled
+def test_what_does_not_lie_in_order_is_copied_for_as_long_as_it_is_read() -> None:
+    """Large enough that memory given back is no longer there."""
+    random = torch.Generator().manual_seed(7)
+    weight, x = torch.randn(3000, 2000, generator=random).bfloat16(), torch.randn(3, 3000, generator=random)
+    assert torch.equal(native.arrange(weight.t()), native.arrange(weight.t().contiguous()))
+    levels = (weight * 10).to(torch.int8)
+    assert torch.equal(native.arrange_eight(levels.t()), native.arrange_eight(levels.t().contiguous()))
+    wide = torch.randn(4000, 600, generator=random)
+    assert torch.equal(native.gate(wide.t()), native.gate(wide.t().contiguous()))
+    made = native.multiply(x.t().contiguous().t(), native.arrange(weight.t()), None, 2000)
+    assert torch.equal(made, native.multiply(x, native.arrange(weight.t().contiguous()), None, 2000))
+
+
+@compiled
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_kernels_of_the_other_width_compute_the_same(dtype: torch.dtype, other_width: int) -> None:
     assert native.available()[0] and native.arrange(torch.zeros(1, 2).bfloat16()).shape[2] == other_width

@@ -81,8 +81,8 @@ def available() -> tuple[bool, str]:
 def arrange(weight: Tensor) -> Tensor:
     """weight [out, in] bfloat16 → linear.c's panels, int32 [panels, pairs of columns, outputs of a panel]."""
     library, (out, columns) = _loaded(), weight.shape
-    panels = _panels(out, -(-columns // 2))
-    library.arrange(weight.contiguous().data_ptr(), panels.data_ptr(), out, columns, torch.get_num_threads())
+    panels, weight = _panels(out, -(-columns // 2)), weight.contiguous()
+    library.arrange(weight.data_ptr(), panels.data_ptr(), out, columns, torch.get_num_threads())
     return panels
 
 
@@ -121,8 +121,8 @@ def multiply(x: Tensor, panels: Tensor, bias: Tensor | None, out: int) -> Tensor
 def arrange_eight(levels: Tensor) -> Tensor:
     """levels int8 [out, in] → integers.c's panels, int32 [panels, words of four columns, outputs of a panel]."""
     library, (out, columns) = _loaded(), levels.shape
-    panels = _panels(out, -(-columns // 4))
-    library.arrange_eight(levels.contiguous().data_ptr(), panels.data_ptr(), out, columns, torch.get_num_threads())
+    panels, levels = _panels(out, -(-columns // 4)), levels.contiguous()
+    library.arrange_eight(levels.data_ptr(), panels.data_ptr(), out, columns, torch.get_num_threads())
     return panels
 
 
@@ -230,8 +230,8 @@ def _rows_whole(x: Tensor) -> bool:
 def gate(x: Tensor) -> Tensor:
     """silu(x[:, :n]) · x[:, n:] of x [rows, 2 n]."""
     rows, n = x.shape[0], x.shape[1] // 2
-    y = torch.empty(rows, n, dtype=x.dtype)
-    _loaded().gate(x.contiguous().data_ptr(), y.data_ptr(), rows, n, x.dtype == torch.bfloat16, torch.get_num_threads())
+    x, y = x.contiguous(), torch.empty(rows, n, dtype=x.dtype)
+    _loaded().gate(x.data_ptr(), y.data_ptr(), rows, n, x.dtype == torch.bfloat16, torch.get_num_threads())
     return y
 
 
