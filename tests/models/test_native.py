@@ -14,6 +14,7 @@ from draftproof.models.fused import rms_norm, turn
 from draftproof.models.packed import PackedLinear, StreamedLinear, holds_bfloat16, packed
 
 ROWS = 29
+TINY = 2.0**-126  # below, bfloat16 instructions take and give zeros
 compiled = pytest.mark.skipif(not native.available()[0], reason=native.available()[1])
 
 
@@ -23,19 +24,6 @@ def forgotten(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     native._library.cache_clear()
     yield tmp_path / "draftproof"
-    native._library.cache_clear()
-
-
-@pytest.fixture(scope="module")
-def other_width(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
-    """The kernels with vectors of the width that this processor does not take; outputs of a panel."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("kernels")))
-        native._library.cache_clear()
-        stock = native.arrange(torch.zeros(1, 2).bfloat16()).shape[2] // 2
-        patch.setattr(native, "FLAGS", [*native.FLAGS, f"-DLANES={24 - stock}"])
-        native._library.cache_clear()
-        yield 2 * (24 - stock)
     native._library.cache_clear()
 
 
@@ -76,7 +64,7 @@ def test_sums_are_rounded_to_bfloat16_as_torch_rounds_them() -> None:
                    torch.tensor([[float("inf"), 1.0], [float("inf"), float("-inf")], [float("nan"), 0.0], [-0.0, -0.0]])]).bfloat16()
     got = StreamedLinear(torch.ones(1, 2).bfloat16(), None)(x)[:, 0]
     wanted = (x[:, 0].float() + x[:, 1].float()).bfloat16()
-    same = (got == wanted) | (got.isnan() & wanted.isnan())
+    same = (got == wanted) | (got.isnan() & wanted.isnan()) | (got == 0) & (wanted.abs() < TINY)
     assert same.all(), f"{x[~same][:3]} became {got[~same][:3]}, expected {wanted[~same][:3]}"
 
 
@@ -264,14 +252,13 @@ def test_what_does_not_lie_in_order_is_copied_for_as_long_as_it_is_read() -> Non
     assert torch.equal(native.arrange_eight(levels.t()), native.arrange_eight(levels.t().contiguous()))
     wide = torch.randn(4000, 600, generator=random)
     assert torch.equal(native.gate(wide.t()), native.gate(wide.t().contiguous()))
-    made = native.multiply(x.t().contiguous().t(), native.arrange(weight.t()), None, 2000)
-    assert torch.equal(made, native.multiply(x, native.arrange(weight.t().contiguous()), None, 2000))
+    made, plain = StreamedLinear(weight.t(), None), StreamedLinear(weight.t().contiguous(), None)
+    assert torch.equal(made(x.t().contiguous().t()), plain(x))
 
 
 @compiled
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_kernels_of_the_other_width_compute_the_same(dtype: torch.dtype, other_width: int) -> None:
-    assert native.available()[0] and native.arrange(torch.zeros(1, 2).bfloat16()).shape[2] == other_width
+def test_other_kernels_compute_the_same(dtype: torch.dtype, other_kernels: None) -> None:
     for shape in SHAPES:
         test_attention_is_one_softmax_over_the_keys_seen(shape, dtype)
         test_a_row_does_not_feel_the_others_nor_where_its_pages_lie(shape, dtype)

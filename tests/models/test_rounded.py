@@ -77,12 +77,13 @@ def test_every_linear_layer_is_rounded(way: str, tiny_pair: Pair, name: str) -> 
 @forms
 @pytest.mark.parametrize("shape", [(16, 64), (61, 200), (96, 2), (300, 384), (5, 1)])
 @pytest.mark.parametrize("bias", [True, False])
-def test_both_ways_multiply_the_weights_that_are_kept(name: str, shape: tuple[int, int], bias: bool) -> None:
-    """Ours against float64, whatever the width of the vectors and the number of rows."""
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_our_kernels_multiply_the_weights_that_are_kept(name: str, shape: tuple[int, int], bias: bool, dtype: torch.dtype) -> None:
+    """Against float64, whatever the number of rows."""
     if not native.available()[0]:
         pytest.skip(native.available()[1])
     random = torch.Generator().manual_seed(1)
-    weight, x = torch.randn(*shape, generator=random) + 0.1, torch.randn(13, shape[1], generator=random)
+    weight, x = torch.randn(*shape, generator=random) + 0.1, torch.randn(13, shape[1], generator=random).to(dtype)
     b = torch.randn(shape[0], generator=random) if bias else None
     made = CLASSES[name][0](weight, b)
     if name == "int8":
@@ -93,10 +94,18 @@ def test_both_ways_multiply_the_weights_that_are_kept(name: str, shape: tuple[in
         step, zero = (steps[..., i].transpose(0, 1).double()[..., None] for i in (0, 1))
         kept = ((levels.view(levels.shape[0], -1, int4.GROUP) - 8) * step + zero).view(levels.shape)[:shape[0], :shape[1]]
     want = x.double() @ kept.T + (0 if b is None else b.double())
+    noise = 1e-6 * (8 * x.abs().double() @ kept.abs().T + 1) + (want.abs() * 2**-8 if dtype == torch.bfloat16 else 0)
     for rows in (1, 2, 5, 6, 11, 13):
         got = made(x[:rows])
-        assert got.shape == (rows, shape[0])
-        assert ((got.double() - want[:rows]).abs() <= 1e-6 * (8 * x[:rows].abs().double() @ kept.abs().T + 1)).all()
+        assert got.shape == (rows, shape[0]) and got.dtype == dtype
+        assert ((got.double() - want[:rows]).abs() <= noise[:rows]).all()
+
+
+@forms
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_other_kernels_multiply_them_too(name: str, dtype: torch.dtype, other_kernels: None) -> None:
+    for shape in ((61, 200), (300, 384)):
+        test_our_kernels_multiply_the_weights_that_are_kept(name, shape, True, dtype)
 
 
 @forms

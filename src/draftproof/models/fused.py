@@ -105,7 +105,7 @@ class FusedLayer(nn.Module):
         keys, values = pool.storage(self.layer_idx, one, one)
         of_heads, heads_eps = (None, 0.0) if self.head_norm is None else (self.head_norm.data_ptr(), self.head_eps)
         return native.Layer(
-            *(part.kernel() for part in self.streamed()),
+            *(part.product for part in self.streamed()),
             before.data_ptr(), after.data_ptr(), of_heads, before_eps, after_eps, heads_eps, self.scaling,
             self.heads, self.kv_heads, self.head_dim, self.window or 0, keys.data_ptr(), values.data_ptr())
 

@@ -30,9 +30,6 @@ class StreamedInt4Linear(StreamedLinear):
         panels = native.arrange_four(levels.to(torch.uint8), steps.transpose(0, 1))
         return panels, levels.numel() // 2 + 2 * steps.numel()
 
-    def forward(self, x: Tensor) -> Tensor:
-        return native.multiply_whole(x, self.panels, self.bits, None, self.bias, self.out_features)
-
 
 class Int4Linear(KeptLinear):
     """y = x Wᵀ + b with W [out, in] rounded to sixteen levels. Built from a linear layer's tensors; keeps no other copy of them."""

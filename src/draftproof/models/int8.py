@@ -30,9 +30,6 @@ class StreamedInt8Linear(StreamedLinear):
         whole, self.steps = rounded(weight)
         return native.arrange_eight(whole), whole.numel() + 4 * self.steps.numel()
 
-    def forward(self, x: Tensor) -> Tensor:
-        return native.multiply_whole(x, self.panels, self.bits, self.steps, self.bias, self.out_features)
-
 
 class Int8Linear(KeptLinear):
     """y = x Wᵀ + b with W [out, in] rounded to integers. Built from a linear layer's tensors; keeps no other copy of them."""

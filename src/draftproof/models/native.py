@@ -59,6 +59,8 @@ class _Attention(ctypes.Structure):
 
 
 class Product(ctypes.Structure):
+    """A matrix as `product` makes it."""
+
     _fields_ = _fields(pointers="panels bias steps", numbers="columns out bits")
 
 
@@ -105,16 +107,20 @@ def _room(numbers: int) -> Tensor:
     return torch.frombuffer(held, dtype=torch.int32)
 
 
-def multiply(x: Tensor, panels: Tensor, bias: Tensor | None, out: int) -> Tensor:
-    """x [..., in] float32 or bfloat16, bias [out] float32 → [..., out] in x's type; a row's bits do not depend on the others."""
-    columns = x.shape[-1]
-    assert panels.shape[1] == -(-columns // 2) and x.dtype in TYPES, f"x {list(x.shape)} {x.dtype}"
-    x, halves = x.contiguous(), x.dtype == torch.bfloat16
-    y, rows = torch.empty(*x.shape[:-1], out, dtype=x.dtype), x.numel() // max(1, columns)
-    even = torch.empty(rows, 2 * panels.shape[1]) if halves or columns % 2 else None
-    _loaded().multiply(
-        panels.data_ptr(), x.data_ptr(), _address(even), _address(bias), y.data_ptr(),
-        rows, out, columns, halves, torch.get_num_threads())
+def product(panels: Tensor, bias: Tensor | None, steps: Tensor | None, out: int, columns: int, bits: int) -> Product:
+    """What `multiply` and `Layer` take: panels by an `arrange…`, of 16, 8 or 4 bits; bias, and steps of 8 bits, float32 [out]. The tensors
+    must outlive it."""
+    return Product(panels.data_ptr(), _address(bias), _address(steps), columns, out, bits)
+
+
+def multiply(x: Tensor, by: Product) -> Tensor:
+    """x [..., in] float32 or bfloat16 → x Wᵀ + b [..., out] in x's type; a row's bits do not depend on the others."""
+    columns, halves = x.shape[-1], x.dtype == torch.bfloat16
+    assert columns == by.columns and x.dtype in TYPES, f"x {list(x.shape)} {x.dtype} for {by.columns} columns"
+    x, y = x.contiguous(), torch.empty(*x.shape[:-1], by.out, dtype=x.dtype)
+    rows, words = x.numel() // columns, _loaded().room_of(by.bits, columns, halves)
+    room = torch.empty(rows * words, dtype=torch.int32) if words else None
+    _loaded().multiply(by, x.data_ptr(), _address(room), y.data_ptr(), rows, halves, torch.get_num_threads())
     return y
 
 
@@ -133,18 +139,6 @@ def arrange_four(levels: Tensor, steps: Tensor) -> Tensor:
     panels, levels, steps = _panels(out, 9 * groups), levels.contiguous(), steps.contiguous()
     library.arrange_four(levels.data_ptr(), steps.data_ptr(), panels.data_ptr(), out, groups, torch.get_num_threads())
     return panels
-
-
-def multiply_whole(x: Tensor, panels: Tensor, bits: int, steps: Tensor | None, bias: Tensor | None, out: int) -> Tensor:
-    """`multiply` with whole numbers of 8 or 4 bits; steps [out] float32 of 8 bits."""
-    assert x.dtype in TYPES, f"x {list(x.shape)} {x.dtype}"
-    x, columns = x.contiguous(), x.shape[-1]
-    y, rows = torch.empty(*x.shape[:-1], out, dtype=x.dtype), x.numel() // columns
-    wide = torch.empty(rows, _loaded().widened_columns(bits, columns))
-    _loaded().multiply_whole(
-        panels.data_ptr(), bits, _address(steps), x.data_ptr(), wide.data_ptr(), _address(bias), y.data_ptr(), rows, out, columns,
-        x.dtype == torch.bfloat16, torch.get_num_threads())
-    return y
 
 
 def _address(tensor: Tensor | None) -> int | None:
@@ -185,11 +179,6 @@ def attend(
     if _loaded().attend(course.struct, asked, torch.get_num_threads()):
         raise MemoryError(f"attention of {rows} rows found no memory to work in")
     return out
-
-
-def product(panels: Tensor, bias: Tensor | None, steps: Tensor | None, out: int, columns: int, bits: int) -> Product:
-    """What `multiply` (of 16 bits) or `multiply_whole` takes, for `Layer`; the tensors must outlive it."""
-    return Product(panels.data_ptr(), _address(bias), _address(steps), columns, out, bits)
 
 
 def blocks(layers: ctypes.Array[Layer], first: int, last: int, x: Tensor, cos: Tensor, sin: Tensor, course: Course) -> None:
@@ -301,12 +290,10 @@ def _open(path: Path) -> ctypes.CDLL:
     whole, pointer, small = ctypes.c_long, ctypes.c_void_p, ctypes.c_int
     library.wide.argtypes, library.wide.restype = [], whole
     library.arrange.argtypes, library.arrange.restype = [pointer, pointer, whole, whole, small], None
-    library.multiply.argtypes, library.multiply.restype = [*[pointer] * 5, *[whole] * 3, small, small], None
+    library.room_of.argtypes, library.room_of.restype = [small, whole, small], whole
+    library.multiply.argtypes, library.multiply.restype = [ctypes.POINTER(Product), *[pointer] * 3, whole, small, small], None
     library.arrange_eight.argtypes, library.arrange_eight.restype = [pointer, pointer, whole, whole, small], None
     library.arrange_four.argtypes, library.arrange_four.restype = [pointer, pointer, pointer, whole, whole, small], None
-    library.widened_columns.argtypes, library.widened_columns.restype = [small, whole], whole
-    library.multiply_whole.argtypes = [pointer, small, *[pointer] * 5, *[whole] * 3, small, small]
-    library.multiply_whole.restype = None
     library.attend.argtypes, library.attend.restype = [ctypes.POINTER(_Course), ctypes.POINTER(_Attention), small], small
     library.blocks.argtypes = [ctypes.POINTER(Layer), whole, ctypes.POINTER(_Course), *[pointer] * 3, whole, small, small]
     library.blocks.restype = small

@@ -57,16 +57,14 @@ class StreamedLinear(KeptLinear):
         super().__init__(weight)
         self.bias = None if bias is None else bias.detach().float()
         self.panels, self.weight_bytes = self._arrange(weight.detach())
+        self.product = native.product(self.panels, self.bias, self.steps, self.out_features, self.in_features, self.bits)
 
     def _arrange(self, weight: Tensor) -> tuple[Tensor, int]:
         """The panels, and how many bytes of them are weights."""
         return native.arrange(weight.bfloat16()), 2 * weight.numel()
 
     def forward(self, x: Tensor) -> Tensor:
-        return native.multiply(x, self.panels, self.bias, self.out_features)
-
-    def kernel(self) -> native.Product:
-        return native.product(self.panels, self.bias, self.steps, self.out_features, self.in_features, self.bits)
+        return native.multiply(x, self.product)
 
 
 class PackedLinear(KeptLinear):
@@ -105,11 +103,8 @@ class PackedLinear(KeptLinear):
 
 def packed(weight: Tensor, bias: Tensor | None) -> KeptLinear:
     """The fastest of the forms above that multiplies the very same numbers."""
-    return StreamedLinear(weight, bias) if _streams(weight.dtype) and holds_bfloat16(weight) else PackedLinear(weight, bias)
-
-
-def _streams(dtype: torch.dtype) -> bool:
-    return (dtype == torch.float32 or dtype == torch.bfloat16 and not multiplies_bfloat16()) and native.available()[0]
+    ours = weight.dtype in native.TYPES and native.available()[0] and holds_bfloat16(weight)
+    return (StreamedLinear if ours else PackedLinear)(weight, bias)
 
 
 def holds_bfloat16(weight: Tensor) -> bool:
@@ -178,8 +173,6 @@ def can_pack(dtype: torch.dtype) -> tuple[bool, str]:
     why = "few-row passes read packed weights about twice as fast, with the same bits at any number of rows"
     if dtype == torch.bfloat16 and not multiplies_bfloat16():
         why = "the processor has no bfloat16 instructions: weights are multiplied in float32, products rounded to bfloat16"
-    elif dtype == torch.bfloat16:
-        return True, why
     return True, f"{why}; bfloat16 weights: {native.available()[1]}"
 
 

@@ -87,12 +87,6 @@ static void add(void *x, const void *y, long n, int halves) /* x += y */
     for (; i < n; i++) store(x, i, load(x, i, halves) + load(y, i, halves), halves);
 }
 
-typedef struct { /* y = x Wᵀ + b, as linear.c takes it if bits is 16, as integers.c if it is 8 or 4 */
-    const uint32_t *panels;
-    const float *bias, *steps;
-    long in, out, bits;
-} product;
-
 typedef struct {
     product qkv, o, gate_up, down;
     const void *before, *after, *of_heads; /* weights of the norms; of_heads [heads + kv_heads, dim], or null */
@@ -100,14 +94,6 @@ typedef struct {
     long heads, kv_heads, dim, window;
     void *keys, *values; /* the layer's storage, [places, kv_heads, dim] */
 } layer;
-
-static void times(const product *p, const void *x, void *y, float *wide, long rows, int halves, int threads)
-{
-    if (p->bits == 16) multiply(p->panels, x, halves || p->in % 2 ? wide : 0, p->bias, y, rows, p->out, p->in, halves, threads);
-    else multiply_whole(p->panels, p->bits, p->steps, x, wide, p->bias, y, rows, p->out, p->in, halves, threads);
-}
-
-static long wide_of(const product *p) { return p->bits == 16 ? p->in + 1 : widened_columns(p->bits, p->in); }
 
 static long most(long a, long b) { return a > b ? a : b; }
 
@@ -122,15 +108,16 @@ int blocks(const layer *layers, long count, const course *c, void *x, const void
         a = most(a, most(turned, l->qkv.in));
         b = most(b, most(l->gate_up.out, l->qkv.out));
         d = most(d, most(turned, l->down.in));
-        e = most(e, most(most(wide_of(&l->qkv), wide_of(&l->o)), most(wide_of(&l->gate_up), wide_of(&l->down))));
+        const product *products[] = {&l->qkv, &l->o, &l->gate_up, &l->down};
+        for (int i = 0; i < 4; i++) e = most(e, room_of(products[i]->bits, products[i]->in, halves));
     }
-    float *wide = malloc(rows * (4 * e + size * (a + b + d)));
-    char *first = (char *)(wide + rows * e), *second = first + rows * size * a, *third = second + rows * size * b;
-    if (!wide) return 1;
+    uint32_t *room = malloc(rows * (4 * e + size * (a + b + d)));
+    char *first = (char *)(room + rows * e), *second = first + rows * size * a, *third = second + rows * size * b;
+    if (!room) return 1;
     for (const layer *l = layers; l < layers + count; l++) {
         long hidden = l->qkv.in, turned = l->heads + l->kv_heads, row = l->qkv.out;
         norm(x, l->before, first, rows, 1, hidden, hidden, l->before_eps, halves, threads);
-        times(&l->qkv, first, second, wide, rows, halves, threads);
+        multiply(&l->qkv, first, room, second, rows, halves, threads);
         if (l->of_heads) norm(second, l->of_heads, first, rows, turned, l->dim, row, l->heads_eps, halves, threads);
         const char *turning = l->of_heads ? first : second;
         turn(turning, cos, sin, third, rows, turned, l->dim, l->of_heads ? turned * l->dim : row, angles, halves, threads);
@@ -141,17 +128,17 @@ int blocks(const layer *layers, long count, const course *c, void *x, const void
         attention asked = {third, l->keys, l->values, 0, first, turned * l->dim, l->kv_heads, l->heads / l->kv_heads, l->dim, l->dim,
                            l->window, l->scaling, halves};
         if (attend(c, &asked, threads)) {
-            free(wide);
+            free(room);
             return 1;
         }
-        times(&l->o, first, second, wide, rows, halves, threads);
+        multiply(&l->o, first, room, second, rows, halves, threads);
         add(x, second, rows * hidden, halves);
         norm(x, l->after, first, rows, 1, hidden, hidden, l->after_eps, halves, threads);
-        times(&l->gate_up, first, second, wide, rows, halves, threads);
+        multiply(&l->gate_up, first, room, second, rows, halves, threads);
         gate(second, third, rows, l->gate_up.out / 2, halves, threads);
-        times(&l->down, third, first, wide, rows, halves, threads);
+        multiply(&l->down, third, room, first, rows, halves, threads);
         add(x, first, rows * hidden, halves);
     }
-    free(wide);
+    free(room);
     return 0;
 }

@@ -1,70 +1,180 @@
-/* y = x Wᵀ + b for a matrix W of whole numbers of eight or four bits and few rows x, in float32. Compiled and called by ../native.py.
+/* Panels of whole numbers of eight or four bits, for linear.c's products.
  *
- * Levels lie in words of 32 bits, as many columns of one output as go into it, the first in the lowest bits. Panels of WIDE outputs:
- * Eight bits, W = level * step, a step per output: panels [ceil(out / WIDE), columns / 4, WIDE].
+ * Levels lie in words of 32 bits, as many columns of one output as go into it. Panels of WIDE outputs:
+ * Eight bits, W = level * step, a step per output: panels [ceil(out / WIDE), columns / 4, WIDE], the first column in the lowest bits.
  * Four bits, W = (level - 8) * step + zero, both per output and GROUP columns: panels of groups. A group is [GROUP / 8, WIDE] words of
- * levels, then WIDE words of its step (bfloat16, lower half) and its zero (upper half).
+ * levels, even columns in the lower half of a word and odd ones in the upper, the first in its lowest bits; then WIDE words of its step
+ * (bfloat16, lower half) and its zero (upper half).
  *
  * Every output adds its products in the order of the columns, whatever the number of rows: a row's bits do not depend on its neighbours.
  */
 #include "lanes.h"
 
-#define WIDE (2 * LANES)
-#define MOST 5     /* rows that share one reading of a panel */
 #define GROUP 64   /* columns of four bits that share a step */
 #define GROUP_WORDS ((GROUP / 8 + 1) * WIDE)
 #define AHEAD 1024 /* words to fetch ahead */
-#define UNROLL8 _Pragma("GCC unroll 8")
-#define ROLLED _Pragma("GCC unroll 1") /* where unrolled levels would leave no registers for the sums */
 
-/* sum [ROWS][2] += x [ROWS, EACH], rows `stride` apart, times EACH columns; LEVEL takes the k-th level out of the words w[v] */
-#define COLUMNS(ROWS, EACH, UNROLLED, LEVEL, NEXT)                                                                                      \
-    UNROLL8 for (int v = 0; v < 2; v++) w[v] = *(const words *)(word + v * LANES);                                       \
-    __builtin_prefetch(word + AHEAD);                                                                                    \
-    UNROLLED for (int k = 0; k < EACH; k++) {                                                                            \
-        floats level[2];                                                                                                 \
-        UNROLL8 for (int v = 0; v < 2; v++) level[v] = __builtin_convertvector(LEVEL, floats), NEXT;                     \
-        UNROLL8 for (int r = 0; r < ROWS; r++)                                                                           \
-            UNROLL8 for (int v = 0; v < 2; v++) sum[r][v] += level[v] * x[r * stride + k];                               \
-    }
+#if LANES == 16 /* 32 registers; EACH(DO): the rows, and whether the levels of a word are unrolled or leave no registers for the sums */
+#define MOST 12
+#define EACH(DO) DO(1, UNROLL) DO(2, UNROLL) DO(3, UNROLL) DO(4, UNROLL) DO(5, UNROLL) DO(6, UNROLL)                     \
+    DO(7, UNROLL) DO(8, UNROLL) DO(9, UNROLL) DO(10, UNROLL) DO(11, UNROLL) DO(12, UNROLL)
+#else /* 16 */
+#define MOST 5
+#define EACH(DO) DO(1, UNROLL) DO(2, UNROLL) DO(3, ROLLED) DO(4, ROLLED) DO(5, ROLLED)
+#endif
+#define ROLLED _Pragma("GCC unroll 1")
+
+#define READ                                                                                                             \
+    __builtin_prefetch(panel + AHEAD);                                                                                   \
+    UNROLL for (int v = 0; v < 2; v++) w[v] = *(const words *)(panel + v * LANES);
+/* sum += what LEVEL makes of the words w[v], times x's j-th column */
+#define ADD(ROWS, LEVEL, J)                                                                                              \
+    UNROLL for (int v = 0; v < 2; v++) level[v] = LEVEL;                                                                 \
+    UNROLL for (int r = 0; r < ROWS; r++)                                                                                \
+        UNROLL for (int v = 0; v < 2; v++) sum[r][v] += level[v] * x[r * stride + (J)];
+#define SHIFT(BITS) UNROLL for (int v = 0; v < 2; v++) w[v] >>= BITS;
+
 /* part [ROWS, WIDE] = x [ROWS, 4 * count] times a panel */
-#define EIGHT(ROWS)                                                                                                      \
-    static void eight_##ROWS(const uint32_t *word, const float *x, long stride, long count, float *part)                 \
+#define EIGHT(ROWS, UNROLLED)                                                                                            \
+    static void eight_##ROWS(const uint32_t *panel, const void *rows, long stride, long count, float *part)              \
     {                                                                                                                    \
+        const float *x = rows;                                                                                           \
+        floats sum[ROWS][2] = {0}, level[2];                                                                             \
         words w[2];                                                                                                      \
-        floats sum[ROWS][2] = {0};                                                                                       \
-        for (long c = 0; c < count; c++, word += WIDE, x += 4) {                                                         \
-            COLUMNS(ROWS, 4, UNROLL8, (integers)(w[v] << 24) >> 24, w[v] >>= 8)                                                    \
+        for (long c = 0; c < count; c++, panel += WIDE, x += 4) {                                                        \
+            READ                                                                                                         \
+            UNROLLED for (int k = 0; k < 4; k++) {                                                                       \
+                ADD(ROWS, __builtin_convertvector((integers)(w[v] << 24) >> 24, floats), k)                              \
+                SHIFT(8)                                                                                                 \
+            }                                                                                                            \
         }                                                                                                                \
         memcpy(part, sum, sizeof sum);                                                                                   \
     }
-/* The same of groups; x holds, of each, GROUP numbers and their sum. */
-#define FOURS(ROWS, UNROLLED)                                                                                                     \
-    static void four_##ROWS(const uint32_t *word, const float *x, long stride, long groups, float *part)                 \
+
+#define EIGHT_PAIRS(ROWS, UNROLLED)                                                                                      \
+    static void eight_pairs_##ROWS(const uint32_t *panel, const void *rows, long stride, long count, float *part)        \
     {                                                                                                                    \
-        words w[2];                                                                                                      \
-        floats all[ROWS][2] = {0};                                                                                       \
-        for (long g = 0; g < groups; g++, x++) {                                                                         \
-            floats sum[ROWS][2] = {0};                                                                                   \
-            for (long c = 0; c < GROUP / 8; c++, word += WIDE, x += 8) {                                                 \
-                COLUMNS(ROWS, 8, UNROLLED, (integers)(w[v] & 15), w[v] >>= 4)                                                        \
+        const pair *x = rows;                                                                                            \
+        floats sum[ROWS][2] = {0};                                                                                       \
+        words w[2], level[2];                                                                                            \
+        for (long c = 0; c < count; c++, panel += WIDE, x += 2) {                                                        \
+            READ                                                                                                         \
+            UNROLL for (int k = 0; k < 2; k++) {                                                                         \
+                UNROLL for (int v = 0; v < 2; v++) {                                                                     \
+                    words even = (words)__builtin_convertvector((integers)(w[v] << 24) >> 24, floats);                   \
+                    words odd = (words)__builtin_convertvector((integers)(w[v] << 16) >> 24, floats);                    \
+                    level[v] = even >> 16 | odd;                                                                         \
+                }                                                                                                        \
+                UNROLL for (int r = 0; r < ROWS; r++)                                                                    \
+                    UNROLL for (int v = 0; v < 2; v++) sum[r][v] = plus_pairs(sum[r][v], level[v], x[r * stride + k]);   \
+                SHIFT(16)                                                                                                \
             }                                                                                                            \
-            for (int v = 0; v < 2; v++, word += LANES) {                                                                 \
-                floats step = (floats)(*(const words *)word << 16), zero = (floats)(*(const words *)word & 0xffff0000u); \
-                zero -= 8 * step;                                                                                        \
+        }                                                                                                                \
+        memcpy(part, sum, sizeof sum);                                                                                   \
+    }
+
+/* The same of groups. A level's bits go into those of 1 + level / 16, so W = 16 * step * (1 + level / 16) + zero - 24 * step. x holds, of
+ * each group, NUMBERS words of its columns, single or in pairs, and their sum. */
+#define GROUPS(NAME, ROWS, NUMBERS, WORD)                                                                                \
+    static void NAME##_##ROWS(const uint32_t *panel, const void *rows, long stride, long groups, float *part)            \
+    {                                                                                                                    \
+        const uint32_t *at = rows;                                                                                       \
+        floats all[ROWS][2] = {0};                                                                                       \
+        words w[2];                                                                                                      \
+        for (long g = 0; g < groups; g++, at++) {                                                                        \
+            floats sum[ROWS][2] = {0};                                                                                   \
+            for (long c = 0; c < GROUP / 8; c++, panel += WIDE, at += NUMBERS / (GROUP / 8)) {                           \
+                READ                                                                                                     \
+                WORD                                                                                                     \
+            }                                                                                                            \
+            for (int v = 0; v < 2; v++, panel += LANES) {                                                                \
+                floats step = (floats)(*(const words *)panel << 16), zero = (floats)(*(const words *)panel & 0xffff0000u);               \
+                zero -= 24 * step;                                                                                       \
+                step *= 16;                                                                                              \
                 for (int r = 0; r < ROWS; r++) {                                                                         \
-                    all[r][v] += zero * x[r * stride];                                                                   \
+                    all[r][v] += zero * ((const float *)at)[r * stride];                                                 \
                     all[r][v] += step * sum[r][v];                                                                       \
                 }                                                                                                        \
             }                                                                                                            \
         }                                                                                                                \
         memcpy(part, all, sizeof all);                                                                                   \
     }
-EIGHT(1) EIGHT(2) EIGHT(3) EIGHT(4) EIGHT(5)
-FOURS(1, UNROLL8) FOURS(2, UNROLL8) FOURS(3, ROLLED) FOURS(4, ROLLED) FOURS(5, ROLLED)
-typedef void block(const uint32_t *, const float *, long, long, float *);
-static block *const eights[MOST] = {eight_1, eight_2, eight_3, eight_4, eight_5};
-static block *const fours[MOST] = {four_1, four_2, four_3, four_4, four_5};
+#define FOUR(ROWS, UNROLLED)                                                                                             \
+    GROUPS(four, ROWS, GROUP,                                                                                            \
+           const float *x = (const float *)at;                                                                           \
+           floats level[2];                                                                                              \
+           UNROLLED for (int k = 0; k < 8; k += 2) {                                                                     \
+               ADD(ROWS, (floats)((w[v] << 19 & 0x780000) | 0x3f800000), k)                                              \
+               ADD(ROWS, (floats)((w[v] << 3 & 0x780000) | 0x3f800000), k + 1)                                           \
+               SHIFT(4)                                                                                                  \
+           })
+#define FOUR_PAIRS(ROWS, UNROLLED)                                                                                       \
+    GROUPS(four_pairs, ROWS, GROUP / 2,                                                                                  \
+           UNROLL for (int k = 0; k < 4; k++) {                                                                          \
+               UNROLL for (int r = 0; r < ROWS; r++)                                                                     \
+                   UNROLL for (int v = 0; v < 2; v++)                                                                    \
+                       sum[r][v] = plus_pairs(sum[r][v], (w[v] << 3 & 0x780078) | 0x3f803f80, at[r * stride + k]);       \
+               SHIFT(4)                                                                                                  \
+           })
+#define EIGHT_NAME(ROWS, UNROLLED) eight_##ROWS,
+#define EIGHT_PAIRS_NAME(ROWS, UNROLLED) eight_pairs_##ROWS,
+#define FOUR_NAME(ROWS, UNROLLED) four_##ROWS,
+#define FOUR_PAIRS_NAME(ROWS, UNROLLED) four_pairs_##ROWS,
+
+EACH(EIGHT) EACH(FOUR)
+static panel_kernel *const eights[] = {EACH(EIGHT_NAME)}, *const fours[] = {EACH(FOUR_NAME)};
+
+static void as_words(const void *x, long first, long in, int halves, void *to) { widen(x, first, in, halves, to, (in + 3) / 4 * 4); }
+
+static float sum_of(const float *x) /* of a group */
+{
+    floats sum = {0};
+    for (long k = 0; k < GROUP; k += LANES) sum += *(const floats *)(x + k);
+    return total(sum);
+}
+
+static void as_groups(const void *x, long first, long in, int halves, void *to)
+{
+    float *wide = to;
+    for (long c = 0; c < in; c += GROUP, wide += GROUP + 1) {
+        widen(x, first + c, in - c < GROUP ? in - c : GROUP, halves, wide, GROUP);
+        wide[GROUP] = sum_of(wide);
+    }
+}
+
+#ifdef MULTIPLIES_PAIRS
+EACH(EIGHT_PAIRS) EACH(FOUR_PAIRS)
+static panel_kernel *const eight_pairs[] = {EACH(EIGHT_PAIRS_NAME)}, *const four_pairs[] = {EACH(FOUR_PAIRS_NAME)};
+
+static void as_words_of_pairs(const void *x, long first, long in, int halves, void *to)
+{
+    (void)halves;
+    fill(x, first, in, to, (in + 3) / 4 * 4);
+}
+
+static void as_groups_of_pairs(const void *x, long first, long in, int halves, void *to)
+{
+    float wide[GROUP];
+    uint32_t *pairs = to;
+    for (long c = 0; c < in; c += GROUP, pairs += GROUP / 2 + 1) {
+        long count = in - c < GROUP ? in - c : GROUP;
+        widen(x, first + c, count, halves, wide, GROUP);
+        fill(x, first + c, count, pairs, GROUP);
+        ((float *)pairs)[GROUP / 2] = sum_of(wide);
+    }
+}
+#endif
+
+form form_of_whole(int bits, long in, int halves)
+{
+    long four = (in + 3) / 4, groups = (in + GROUP - 1) / GROUP; /* words of eight bits, groups of four bits */
+#ifdef MULTIPLIES_PAIRS
+    if (halves && bits == 8) return (form){MOST, four, four * WIDE, 2 * four, as_words_of_pairs, eight_pairs, 0};
+    if (halves) return (form){MOST, groups, groups * GROUP_WORDS, groups * (GROUP / 2 + 1), as_groups_of_pairs, four_pairs, 0};
+#endif
+    if (bits == 8) return (form){MOST, four, four * WIDE, 4 * four, as_words, eights, 0};
+    return (form){MOST, groups, groups * GROUP_WORDS, groups * (GROUP + 1), as_groups, fours, 0};
+}
 
 /* levels [out, in] → panels; what is beyond the matrix is zero. */
 void arrange_eight(const int8_t *levels, uint32_t *panels, long out, long in, int threads)
@@ -94,45 +204,7 @@ void arrange_four(const uint8_t *levels, const uint32_t *steps, uint32_t *panels
                     uint32_t word = 0;
                     if (o < out && j == GROUP / 8) word = steps[o * groups + g];
                     else if (o < out)
-                        for (int k = 0; k < 8; k++) word |= (uint32_t)levels[(o * groups + g) * GROUP + 8 * j + k] << 4 * k;
+                        for (int k = 0; k < 8; k++) word |= (uint32_t)levels[(o * groups + g) * GROUP + 8 * j + k] << (k / 2 * 4 + k % 2 * 16);
                     panels[((a * groups + g) * (GROUP / 8 + 1) + j) * WIDE + i] = word;
                 }
-}
-
-/* Numbers that a row of `in` columns takes where it is widened. */
-long widened_columns(int bits, long in)
-{
-    return bits == 4 ? (in + GROUP - 1) / GROUP * (GROUP + 1) : (in + 3) / 4 * 4;
-}
-
-static void widen_groups(const void *x, long from, long in, int halves, float *wide)
-{
-    for (long c = 0; c < in; c += GROUP, wide += GROUP + 1) {
-        floats sum = {0};
-        widen(x, from + c, in - c < GROUP ? in - c : GROUP, halves, wide, GROUP);
-        for (long k = 0; k < GROUP; k += LANES) sum += *(const floats *)(wide + k);
-        wide[GROUP] = total(sum);
-    }
-}
-
-/* x [rows, in] and y [rows, out], both float32 or, with halves, both bfloat16; steps [out] of eight bits; bias [out] or null;
- * wide [rows, widened_columns]: memory. */
-void multiply_whole(const uint32_t *panels, int bits, const float *steps, const void *x, float *wide, const float *bias, void *y, long rows,
-                    long out, long in, int halves, int threads)
-{
-    long count = (out + WIDE - 1) / WIDE, stride = widened_columns(bits, in), length = bits == 4 ? stride / (GROUP + 1) : stride / 4;
-    long panel = length * (bits == 4 ? GROUP_WORDS : WIDE);
-    for (long r = 0; r < rows; r++) {
-        if (bits == 4) widen_groups(x, r * in, in, halves, wide + r * stride);
-        else widen(x, r * in, in, halves, wide + r * stride, stride);
-    }
-#pragma omp parallel for schedule(static) num_threads(threads) if (rows * out * in > SMALL)
-    for (long a = 0; a < count; a++) {
-        float part[MOST * WIDE];
-        for (long r = 0, many; r < rows; r += many) {
-            many = sharing(rows - r, MOST);
-            (bits == 4 ? fours : eights)[many - 1](panels + a * panel, wide + r * stride, stride, length, part);
-            hand_out(part, many, WIDE, bits == 8 ? steps : 0, bias, y, r, out, a * WIDE, halves);
-        }
-    }
 }

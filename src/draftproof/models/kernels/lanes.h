@@ -9,13 +9,15 @@
 #define LANES 8
 #endif
 #endif
-#define UNROLL _Pragma("GCC unroll 6")
+#define WIDE (2 * LANES) /* outputs of a panel */
+#define UNROLL _Pragma("GCC unroll 12")
 #define SMALL 65536 /* products that one thread finishes before a second has woken */
 
 typedef float floats __attribute__((vector_size(4 * LANES), aligned(4)));
 typedef uint32_t words __attribute__((vector_size(4 * LANES), aligned(4)));
 typedef int32_t integers __attribute__((vector_size(4 * LANES), aligned(4)));
 typedef uint16_t shorts __attribute__((vector_size(2 * LANES), aligned(2)));
+typedef uint32_t pair __attribute__((aligned(2), may_alias)); /* of bfloat16 */
 
 static inline float widened(uint16_t half)
 {
@@ -40,6 +42,21 @@ static inline float total(floats x) /* over the lanes */
         for (int i = 0; i < half; i++) lanes[i] += lanes[i + half];
     return lanes[0];
 }
+
+static inline void fill(const void *from, long first, long n, void *to, long wide) /* bfloat16 as they are, and zeros */
+{
+    memcpy(to, (const uint16_t *)from + first, 2 * n);
+    memset((uint16_t *)to + n, 0, 2 * (wide - n));
+}
+
+#if defined __AVX512BF16__ && LANES == 16
+#define MULTIPLIES_PAIRS
+#include <immintrin.h>
+static inline floats plus_pairs(floats sum, words w, uint32_t x) /* sum + w's odd halves times x's, + the even ones */
+{
+    return (floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)w, (__m512bh)_mm512_set1_epi32((int)x));
+}
+#endif
 
 /* e to the x for x <= 0, within two units of the last place; exactly 0 below -87. Cephes' reduction and polynomial. */
 static inline floats exponential(floats x)
@@ -105,19 +122,6 @@ static inline void widen(const void *from, long first, long n, int halves, float
     for (; i < wide; i++) to[i] = 0;
 }
 
-/* Of the rows that are left, how many share the next reading of a panel: no reading is left to very few. */
-static inline long sharing(long left, long most) { return left < most ? left : left < 2 * most ? (left + 1) / 2 : most; }
-
-/* y [rows, from, from + count) = part [rows, width], a panel's sums; scale and bias of each output, or null. */
-static inline void hand_out(const float *part, long rows, long width, const float *scale, const float *bias, void *y, long row, long out,
-                            long from, int halves)
-{
-    long count = out - from < width ? out - from : width;
-    for (long i = 0; i < rows; i++)
-        for (long c = 0; c < count; c++)
-            store(y, (row + i) * out + from + c, part[i * width + c] * (scale ? scale[from + c] : 1) + (bias ? bias[from + c] : 0), halves);
-}
-
 /* Where a pass runs (native.Course): its rows stand at positions; each path has rows that attend through it, and pages that hold the keys
  * of its text in order; and the keys of some rows are written to places of the storage. */
 typedef struct {
@@ -139,9 +143,25 @@ typedef struct {
     int halves;
 } attention;
 
+/* y = x Wᵀ + b: the panels of W [out, in], of numbers of 16, 8 or 4 bits; steps [out] of 8 bits, or null; bias [out], or null. */
+typedef struct {
+    const uint32_t *panels;
+    const float *bias, *steps;
+    long in, out, bits;
+} product;
+
+/* part [rows, WIDE], or of two adjoining panels [rows, 2 * WIDE] = rows of x, `stride` words apart, times a panel of `length` steps. */
+typedef void panel_kernel(const uint32_t *panel, const void *x, long stride, long length, float *part);
+
+/* How rows meet panels of a kind: `most` share a reading; a panel has `words` words and a row `stride`. `prepare` brings a row of x, from
+ * its number `first` on, into the kernels' form; null: they take it as it is. one [most], two [most / 2] or null: kernels by rows. */
+typedef struct {
+    long most, length, words, stride;
+    void (*prepare)(const void *x, long first, long in, int halves, void *to);
+    panel_kernel *const *one, *const *two;
+} form;
+
 int attend(const course *c, const attention *a, int threads);
-void multiply(const uint32_t *panels, const void *x, float *even, const float *bias, void *y, long rows, long out, long in, int halves,
-              int threads);
-long widened_columns(int bits, long in);
-void multiply_whole(const uint32_t *panels, int bits, const float *steps, const void *x, float *wide, const float *bias, void *y, long rows,
-                    long out, long in, int halves, int threads);
+form form_of_whole(int bits, long in, int halves);
+long room_of(int bits, long in, int halves);
+void multiply(const product *p, const void *x, uint32_t *room, void *y, long rows, int halves, int threads);

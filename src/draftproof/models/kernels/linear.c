@@ -1,76 +1,138 @@
-/* y = x Wᵀ + b for a bfloat16 matrix W and few rows x, in float32, at the speed of memory. Compiled and called by ../native.py.
+/* y = x Wᵀ + b for few rows x, at the speed of memory: how rows meet panels, and the panels of a bfloat16 matrix. Those of whole numbers
+ * are integers.c's. Compiled and called by ../native.py.
  *
  * W [out, in] lies in panels of WIDE outputs. A panel holds, for each pair of columns, WIDE words of 32 bits: the even column's
- * bfloat16 in the lower half, the odd column's in the upper half. A shift or a mask makes a float32 of each.
+ * bfloat16 in the lower half, the odd column's in the upper half. A shift or a mask makes a float32 of each; where x is bfloat16 and the
+ * processor multiplies pairs, it takes them as they are (and numbers below 2^-126 as zeros).
  *
- * Every output is one chain of fused multiply-adds over the columns in order, whatever the number of rows: a row's bits do not
- * depend on its neighbours. Up to MOST rows share one reading of a panel, as many as the accumulators leave registers for.
+ * Every output is one chain of additions over the columns in order, in float32, whatever the number of rows: a row's bits do not depend
+ * on its neighbours. Rows share one reading of a panel, as many as the accumulators leave registers for.
  */
 #include "lanes.h"
 
-#define WIDE (2 * LANES)
-#define MOST 6
 #define AHEAD(PANELS) ((PANELS) == 1 ? 1024 : 256) /* words to fetch ahead, measured: 4 KB of one stream, 1 KB of each of two */
 
+#if LANES == 16 /* 32 registers */
+#define MOST 12
+#define EACH(DO) DO(1, 1) DO(2, 1) DO(3, 1) DO(4, 1) DO(5, 1) DO(6, 1) DO(7, 1) DO(8, 1) DO(9, 1) DO(10, 1) DO(11, 1) DO(12, 1)
+#define EACH_OF_TWO(DO) DO(1, 2) DO(2, 2) DO(3, 2) DO(4, 2) DO(5, 2) DO(6, 2)
+#else /* 16 */
+#define MOST 6
+#define EACH(DO) DO(1, 1) DO(2, 1) DO(3, 1) DO(4, 1) DO(5, 1) DO(6, 1)
+#define EACH_OF_TWO(DO) DO(1, 2) DO(2, 2) DO(3, 2)
+#endif
+
 /* part [ROWS, WIDE * PANELS] = x [ROWS, 2 * pairs] times PANELS adjoining panels. */
-#define BLOCK(ROWS, PANELS)                                                                                              \
-    static void block_##ROWS##_##PANELS(const uint32_t *panel, const float *x, long pairs, float *part)                  \
+#define SINGLES(ROWS, PANELS)                                                                                            \
+    static void singles_##ROWS##_##PANELS(const uint32_t *panel, const void *rows, long stride, long pairs, float *part)                 \
     {                                                                                                                    \
+        const float *x = rows;                                                                                           \
         floats sum[ROWS][2 * PANELS] = {0};                                                                              \
         words w[2 * PANELS];                                                                                             \
         for (long p = 0; p < pairs; p++) {                                                                               \
-            for (int q = 0; q < PANELS; q++)                                                                             \
-                __builtin_prefetch(panel + (q * pairs + p) * WIDE + AHEAD(PANELS));                                      \
-            UNROLL for (int v = 0; v < 2 * PANELS; v++)                                                                  \
-                w[v] = *(const words *)(panel + (v / 2 * pairs + p) * WIDE + v % 2 * LANES) << 16;                       \
+            FETCH(PANELS);                                                                                               \
+            UNROLL for (int v = 0; v < 2 * PANELS; v++) w[v] = WORDS(v) << 16;                                           \
             UNROLL for (int r = 0; r < ROWS; r++)                                                                        \
-                UNROLL for (int v = 0; v < 2 * PANELS; v++) sum[r][v] += (floats)w[v] * x[2 * (r * pairs + p)];          \
-            UNROLL for (int v = 0; v < 2 * PANELS; v++)                                                                  \
-                w[v] = *(const words *)(panel + (v / 2 * pairs + p) * WIDE + v % 2 * LANES) & 0xffff0000u;               \
+                UNROLL for (int v = 0; v < 2 * PANELS; v++) sum[r][v] += (floats)w[v] * x[r * stride + 2 * p];           \
+            UNROLL for (int v = 0; v < 2 * PANELS; v++) w[v] = WORDS(v) & 0xffff0000u;                                   \
             UNROLL for (int r = 0; r < ROWS; r++)                                                                        \
-                UNROLL for (int v = 0; v < 2 * PANELS; v++) sum[r][v] += (floats)w[v] * x[2 * (r * pairs + p) + 1];      \
+                UNROLL for (int v = 0; v < 2 * PANELS; v++) sum[r][v] += (floats)w[v] * x[r * stride + 2 * p + 1];       \
         }                                                                                                                \
         memcpy(part, sum, sizeof sum);                                                                                   \
     }
-BLOCK(1, 1) BLOCK(2, 1) BLOCK(3, 1) BLOCK(4, 1) BLOCK(5, 1) BLOCK(6, 1)
-BLOCK(1, 2) BLOCK(2, 2) BLOCK(3, 2) /* few rows leave registers for a second panel, and more sums at a time hide their delay */
-typedef void block(const uint32_t *, const float *, long, float *);
-static block *const blocks[2][MOST] = {{block_1_1, block_2_1, block_3_1, block_4_1, block_5_1, block_6_1},
-                                       {block_1_2, block_2_2, block_3_2}};
+/* The same with x in pairs of bfloat16. */
+#define PAIRS(ROWS, PANELS)                                                                                              \
+    static void pairs_##ROWS##_##PANELS(const uint32_t *panel, const void *rows, long stride, long pairs, float *part)   \
+    {                                                                                                                    \
+        const pair *x = rows;                                                                                            \
+        floats sum[ROWS][2 * PANELS] = {0};                                                                              \
+        words w[2 * PANELS];                                                                                             \
+        for (long p = 0; p < pairs; p++) {                                                                               \
+            FETCH(PANELS);                                                                                               \
+            UNROLL for (int v = 0; v < 2 * PANELS; v++) w[v] = WORDS(v);                                                 \
+            UNROLL for (int r = 0; r < ROWS; r++)                                                                        \
+                UNROLL for (int v = 0; v < 2 * PANELS; v++) sum[r][v] = plus_pairs(sum[r][v], w[v], x[r * stride + p]);  \
+        }                                                                                                                \
+        memcpy(part, sum, sizeof sum);                                                                                   \
+    }
+#define FETCH(PANELS) for (int q = 0; q < PANELS; q++) __builtin_prefetch(panel + (q * pairs + p) * WIDE + AHEAD(PANELS))
+#define WORDS(V) *(const words *)(panel + ((V) / 2 * pairs + p) * WIDE + (V) % 2 * LANES)
+#define SINGLES_NAME(ROWS, PANELS) singles_##ROWS##_##PANELS,
+#define PAIRS_NAME(ROWS, PANELS) pairs_##ROWS##_##PANELS,
+
+EACH(SINGLES) EACH_OF_TWO(SINGLES)
+static panel_kernel *const singles[] = {EACH(SINGLES_NAME)}, *const singles_of_two[] = {EACH_OF_TWO(SINGLES_NAME)};
+#ifdef MULTIPLIES_PAIRS
+EACH(PAIRS) EACH_OF_TWO(PAIRS)
+static panel_kernel *const pairs[] = {EACH(PAIRS_NAME)}, *const pairs_of_two[] = {EACH_OF_TWO(PAIRS_NAME)};
+
+static void as_pairs(const void *x, long first, long in, int halves, void *to) { (void)halves, fill(x, first, in, to, in + in % 2); }
+#endif
+
+static void as_singles(const void *x, long first, long in, int halves, void *to) { widen(x, first, in, halves, to, in + in % 2); }
+
+static form form_of(int bits, long in, int halves)
+{
+    long length = (in + 1) / 2;
+    if (bits != 16) return form_of_whole(bits, in, halves);
+#ifdef MULTIPLIES_PAIRS
+    if (halves) return (form){MOST, length, length * WIDE, length, in % 2 ? as_pairs : 0, pairs, pairs_of_two};
+#endif
+    return (form){MOST, length, length * WIDE, 2 * length, halves || in % 2 ? as_singles : 0, singles, singles_of_two};
+}
 
 long wide(void) { return WIDE; }
 
 /* weight [out, in] → panels [ceil(out / WIDE), ceil(in / 2), WIDE]; what is beyond the matrix is zero. */
 void arrange(const uint16_t *weight, uint32_t *panels, long out, long in, int threads)
 {
-    long count = (out + WIDE - 1) / WIDE, pairs = (in + 1) / 2;
+    long count = (out + WIDE - 1) / WIDE, length = (in + 1) / 2;
 #pragma omp parallel for num_threads(threads)
     for (long a = 0; a < count; a++)
-        for (long p = 0; p < pairs; p++)
+        for (long p = 0; p < length; p++)
             for (long i = 0; i < WIDE; i++) {
                 const uint16_t *from = weight + (a * WIDE + i) * in + 2 * p;
                 int inside = a * WIDE + i < out;
                 uint32_t even = inside ? from[0] : 0, odd = inside && 2 * p + 1 < in ? from[1] : 0;
-                panels[(a * pairs + p) * WIDE + i] = even | odd << 16;
+                panels[(a * length + p) * WIDE + i] = even | odd << 16;
             }
 }
 
-/* x [rows, in] and y [rows, out], both float32 or, with halves, both bfloat16; bias [out] in float32 or null;
- * even [rows, 2 * ceil(in / 2)]: where x is widened and filled up to whole pairs, or null if it is both already. */
-void multiply(const uint32_t *panels, const void *x, float *even, const float *bias, void *y, long rows, long out, long in, int halves,
-              int threads)
+/* 32-bit words of memory that `multiply` needs for each row. */
+long room_of(int bits, long in, int halves)
 {
-    long count = (out + WIDE - 1) / WIDE, pairs = (in + 1) / 2, step = rows <= MOST / 2 ? 2 : 1;
-    const float *from = even ? even : x;
-    for (long r = 0; even && r < rows; r++) widen(x, r * in, in, halves, even + 2 * r * pairs, 2 * pairs);
-#pragma omp parallel for schedule(static) num_threads(threads) if (rows * out * in > SMALL)
+    form f = form_of(bits, in, halves);
+    return f.prepare ? f.stride : 0;
+}
+
+/* Of the rows that are left, how many share the next reading of a panel: no reading is left to very few. */
+static long sharing(long left, long most) { return left < most ? left : left < 2 * most ? (left + 1) / 2 : most; }
+
+/* y [rows, from, from + count) = part [rows, width], a panel's sums. */
+static void hand_out(const product *p, const float *part, long rows, long width, void *y, long row, long from, int halves)
+{
+    long count = p->out - from < width ? p->out - from : width;
+    for (long i = 0; i < rows; i++)
+        for (long c = 0; c < count; c++)
+            store(y, (row + i) * p->out + from + c,
+                  part[i * width + c] * (p->steps ? p->steps[from + c] : 1) + (p->bias ? p->bias[from + c] : 0), halves);
+}
+
+/* x [rows, in] and y [rows, out], both float32 or, with halves, both bfloat16; room [rows, room_of]: memory. */
+void multiply(const product *p, const void *x, uint32_t *room, void *y, long rows, int halves, int threads)
+{
+    form f = form_of(p->bits, p->in, halves);
+    long count = (p->out + WIDE - 1) / WIDE, step = f.two && rows <= f.most / 2 ? 2 : 1;
+    for (long r = 0; f.prepare && r < rows; r++) f.prepare(x, r * p->in, p->in, halves, room + r * f.stride);
+    const uint32_t *from = f.prepare ? room : x;
+#pragma omp parallel for schedule(static) num_threads(threads) if (rows * p->out * p->in > SMALL)
     for (long a = 0; a < count; a += step) {
-        long panels_here = step == 2 && a + 1 < count ? 2 : 1;
-        float part[MOST * WIDE]; /* MOST rows of one panel, or half of them of two */
+        long adjoining = step == 2 && a + 1 < count ? 2 : 1;
+        float part[MOST * WIDE]; /* of MOST rows and one panel, or half of them and two */
         for (long r = 0, many; r < rows; r += many) {
-            many = sharing(rows - r, MOST);
-            blocks[panels_here - 1][many - 1](panels + a * pairs * WIDE, from + 2 * r * pairs, pairs, part);
-            hand_out(part, many, panels_here * WIDE, 0, bias, y, r, out, a * WIDE, halves);
+            many = sharing(rows - r, f.most);
+            (adjoining == 2 ? f.two : f.one)[many - 1](p->panels + a * f.words, from + r * f.stride, f.stride, f.length, part);
+            hand_out(p, part, many, adjoining * WIDE, y, r, a * WIDE, halves);
         }
     }
 }
