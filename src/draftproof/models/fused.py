@@ -138,7 +138,7 @@ class FusedPass:
 
     def rows_alone(self) -> bool:
         """Whether a row's bits are known not to depend on the number of rows: every product and attention is ours."""
-        return all(layer.streamed() for layer in self.layers) and isinstance(self.output, StreamedLinear)
+        return self._ours() and isinstance(self.output, StreamedLinear)
 
     def set(self, chosen: Sequence[int]) -> None:
         """From the next pass on `rows` holds the outputs [rows, hidden] of these layers."""
@@ -166,12 +166,14 @@ class FusedPass:
         logits: Tensor = self.output(self._norm(x, self.norm.weight, self.norm.variance_epsilon))
         return logits
 
+    def _ours(self) -> bool:
+        return all(layer.streamed() for layer in self.layers)
+
     def _kernels(self, pool: PagePool) -> ctypes.Array[native.Layer] | None:
         """The layers for `native.blocks`, made anew when the pool's storage has moved; None if they do not all run through it."""
         key = pool, pool.allocated, len(self.layers)
         if self._table is None or self._table[0] != key:
-            ours = all(layer.streamed() for layer in self.layers)
-            self._table = key, (native.Layer * len(self.layers))(*(layer.kernel(pool) for layer in self.layers)) if ours else None
+            self._table = key, (native.Layer * len(self.layers))(*(layer.kernel(pool) for layer in self.layers)) if self._ours() else None
         return self._table[1]
 
     def _angles_of(self, like: Tensor, p: Pass) -> Tensor:

@@ -1,7 +1,7 @@
 """The operations of a pass that torch is slow at on a CPU, in C (kernels/), made by the machine's own compiler at first use.
 
-* Products of few rows with a bfloat16 matrix: torch takes them at about two thirds of the speed of memory where the processor has no
-  bfloat16 instructions; and with whole numbers of eight or four bits, where it is slower still.
+* Products of few rows with a bfloat16 matrix: torch takes them below the speed of memory, by a third where the processor has no bfloat16
+  instructions; and with whole numbers of eight or four bits, where it is slower still.
 * Attention over pages: torch copies pages that do not adjoin, and reads keys at a third of the speed of memory, bfloat16 ones slower.
 * Llama's block as a whole: between its products stand twenty small calls of torch, each of which finds the caches cold.
 

@@ -3,12 +3,12 @@
 A pass over few rows is limited by how fast weights stream from memory; a blocked layout reads them about twice as fast as the stock
 layer, and a row's bits do not depend on the number of rows from two rows on (docs/log.md has the figures). The forms, first choice first:
 
-* Ours (native.py), of bfloat16 weights under float32 products: where a C compiler is found.
+* Ours (native.py), of bfloat16 weights, in float32 or in the processor's bfloat16 instructions: where a C compiler is found.
 * FBGEMM's, of half-precision weights under float32 products: for float32 weights that are all halves times one power of two, as those
   of a half-precision checkpoint nearly always are. The same numbers are multiplied, and half the bytes are read.
-* oneDNN's, of the weight's own type; and of bfloat16 weights first where the processor has instructions for them.
+* oneDNN's, of the weight's own type.
 
-On a processor without them a bfloat16 product is taken in float32 and rounded back once: torch's emulation is many times slower.
+On a processor without bfloat16 instructions a bfloat16 product is taken in float32 and rounded back once: torch's emulation is many times slower.
 """
 
 from __future__ import annotations

@@ -169,11 +169,11 @@ form form_of_whole(int bits, long in, int halves)
 {
     long four = (in + 3) / 4, groups = (in + GROUP - 1) / GROUP; /* words of eight bits, groups of four bits */
 #ifdef MULTIPLIES_PAIRS
-    if (halves && bits == 8) return (form){MOST, four, four * WIDE, 2 * four, as_words_of_pairs, eight_pairs, 0};
-    if (halves) return (form){MOST, groups, groups * GROUP_WORDS, groups * (GROUP / 2 + 1), as_groups_of_pairs, four_pairs, 0};
+    if (halves && bits == 8) return (form){MOST, 0, four, four * WIDE, 2 * four, as_words_of_pairs, eight_pairs, 0};
+    if (halves) return (form){MOST, 0, groups, groups * GROUP_WORDS, groups * (GROUP / 2 + 1), as_groups_of_pairs, four_pairs, 0};
 #endif
-    if (bits == 8) return (form){MOST, four, four * WIDE, 4 * four, as_words, eights, 0};
-    return (form){MOST, groups, groups * GROUP_WORDS, groups * (GROUP + 1), as_groups, fours, 0};
+    if (bits == 8) return (form){MOST, 0, four, four * WIDE, 4 * four, as_words, eights, 0};
+    return (form){MOST, 0, groups, groups * GROUP_WORDS, groups * (GROUP + 1), as_groups, fours, 0};
 }
 
 /* levels [out, in] → panels; what is beyond the matrix is zero. */

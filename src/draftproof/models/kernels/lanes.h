@@ -153,10 +153,11 @@ typedef struct {
 /* part [rows, WIDE], or of two adjoining panels [rows, 2 * WIDE] = rows of x, `stride` words apart, times a panel of `length` steps. */
 typedef void panel_kernel(const uint32_t *panel, const void *x, long stride, long length, float *part);
 
-/* How rows meet panels of a kind: `most` share a reading; a panel has `words` words and a row `stride`. `prepare` brings a row of x, from
- * its number `first` on, into the kernels' form; null: they take it as it is. one [most], two [most / 2] or null: kernels by rows. */
+/* How rows meet panels of a kind: `most` share a reading of one, `most_of_two` of two adjoining ones; a panel has `words` words and a row
+ * `stride`. `prepare` brings a row of x, from its number `first` on, into the kernels' form; null: they take it as it is. one [most],
+ * two [most_of_two]: kernels by rows. */
 typedef struct {
-    long most, length, words, stride;
+    long most, most_of_two, length, words, stride;
     void (*prepare)(const void *x, long first, long in, int halves, void *to);
     panel_kernel *const *one, *const *two;
 } form;

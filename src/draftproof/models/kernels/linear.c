@@ -63,8 +63,8 @@
 EACH(SINGLES) EACH_OF_TWO(SINGLES)
 static panel_kernel *const singles[] = {EACH(SINGLES_NAME)}, *const singles_of_two[] = {EACH_OF_TWO(SINGLES_NAME)};
 #ifdef MULTIPLIES_PAIRS
-EACH(PAIRS) EACH_OF_TWO(PAIRS)
-static panel_kernel *const pairs[] = {EACH(PAIRS_NAME)}, *const pairs_of_two[] = {EACH_OF_TWO(PAIRS_NAME)};
+EACH(PAIRS) PAIRS(1, 2)
+static panel_kernel *const pairs[] = {EACH(PAIRS_NAME)}, *const pairs_of_two[] = {pairs_1_2};
 
 static void as_pairs(const void *x, long first, long in, int halves, void *to) { (void)halves, fill(x, first, in, to, in + in % 2); }
 #endif
@@ -76,9 +76,9 @@ static form form_of(int bits, long in, int halves)
     long length = (in + 1) / 2;
     if (bits != 16) return form_of_whole(bits, in, halves);
 #ifdef MULTIPLIES_PAIRS
-    if (halves) return (form){MOST, length, length * WIDE, length, in % 2 ? as_pairs : 0, pairs, pairs_of_two};
+    if (halves) return (form){MOST, 1, length, length * WIDE, length, in % 2 ? as_pairs : 0, pairs, pairs_of_two};
 #endif
-    return (form){MOST, length, length * WIDE, 2 * length, halves || in % 2 ? as_singles : 0, singles, singles_of_two};
+    return (form){MOST, MOST / 2, length, length * WIDE, 2 * length, halves || in % 2 ? as_singles : 0, singles, singles_of_two};
 }
 
 long wide(void) { return WIDE; }
@@ -122,7 +122,7 @@ static void hand_out(const product *p, const float *part, long rows, long width,
 void multiply(const product *p, const void *x, uint32_t *room, void *y, long rows, int halves, int threads)
 {
     form f = form_of(p->bits, p->in, halves);
-    long count = (p->out + WIDE - 1) / WIDE, step = f.two && rows <= f.most / 2 ? 2 : 1;
+    long count = (p->out + WIDE - 1) / WIDE, step = rows <= f.most_of_two ? 2 : 1;
     for (long r = 0; f.prepare && r < rows; r++) f.prepare(x, r * p->in, p->in, halves, room + r * f.stride);
     const uint32_t *from = f.prepare ? room : x;
 #pragma omp parallel for schedule(static) num_threads(threads) if (rows * p->out * p->in > SMALL)
