@@ -8,7 +8,8 @@ layer, and a row's bits do not depend on the number of rows from two rows on (do
   of a half-precision checkpoint nearly always are. The same numbers are multiplied, and half the bytes are read.
 * oneDNN's, of the weight's own type.
 
-On a processor without bfloat16 instructions a bfloat16 product is taken in float32 and rounded back once: torch's emulation is many times slower.
+On a processor without bfloat16 instructions a bfloat16 product is taken in float32 and rounded back once: torch's emulation is many times
+slower.
 """
 
 from __future__ import annotations
