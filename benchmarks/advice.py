@@ -6,12 +6,13 @@
 
 Per target: the prompts of every class are answered with speculation off, which is the log. The advice is what `draftproof advise`
 says of it: E of every drafter and depth from the audition, costs from rounds timed on texts of the log. Then every setting is
-measured, class by class: whole requests, off and every arm interleaved, repeat after repeat until the time is up; under more than
-one request at a time others of the class take the places that become free, until the last that counts has ended. A cell's measured
+measured, class by class: whole requests, off and every arm interleaved, repeat after repeat until the time is up; more than one
+request at a time means that others of the class are always beside it, at other places of their answers. The costs are timed in as many
+parts, one before each class: memory's speed, and with it what guesses save, changes from minute to minute. A cell's measured
 speed-up is off's seconds over the arm's, summed over its prompts (the median of each over repeats), with a 95 % bootstrap interval over
 repeats: the log is the traffic that the advice is about. Cells known to ± 5 % judge the prediction. The recommendation is chosen
-from the log of every other prompt, and judged on the others: it is *shown* slower than the best setting there if the whole 95 %
-interval of its loss lies above 3 %.
+from the log of every other prompt, and judged on the others, as a sample of traffic to come: it is *shown* slower than the best setting
+there if the whole 95 % interval of its loss, over repeats and prompts, lies above 3 %.
 
 The last line of standard output is one JSON document; exit code 3 says that a goal was missed.
 """
@@ -23,12 +24,11 @@ import json
 import random
 import sys
 import tempfile
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
 import torch
@@ -38,13 +38,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from draftproof.advise.check import GOOD, NARROW, check
 from draftproof.advise.measure import measure
-from draftproof.advise.predict import OFF, Forecast, predict
+from draftproof.advise.predict import OFF, Cost, Forecast, predict
 from draftproof.audition.logs import Skipped
 from draftproof.audition.run import Arm, Work
 from draftproof.audition.stories import Reader
 from draftproof.audition.workers import run as audition
 from draftproof.bench.arms import local_arms
-from draftproof.bench.cells import ALL, percentile
+from draftproof.bench.cells import ALL, Spread, percentile
 from draftproof.bench.load import Answer, Job, Load, Local, play
 from draftproof.bench.sweep import Plan, sweep, warm_up
 from draftproof.bench.workload import Item, first_of_each, read_items
@@ -127,6 +127,21 @@ def heard(log: Path, target: Target, arms: Sequence[tuple[str, int]], load: Load
     return audition(work).cells()
 
 
+def pooled(parts: Sequence[Sequence[Cost]]) -> list[Cost]:
+    """One list of costs from several of the same rounds, timed at different moments: means, and of the intervals the mean's."""
+
+    def mean_of(name: str, group: Sequence[Cost]) -> float:
+        return fmean(getattr(cost, name) for cost in group)
+
+    found = []
+    for group in zip(*parts, strict=True):
+        middle = fmean(cost.seconds.median for cost in group)
+        half = fmean(cost.seconds.high - cost.seconds.low for cost in group) / 2 / len(group) ** 0.5
+        found.append(replace(group[0], seconds=Spread(middle, middle - half, middle + half),
+                             **{name: mean_of(name, group) for name in ("nodes", "slope", "context", "context_s", "start_s", "token_s")}))
+    return found
+
+
 # Measured
 
 
@@ -139,17 +154,22 @@ def times_of(answers: Sequence[Answer]) -> dict[tuple[int, str, int], list[float
     return {key: [each[repeat] for repeat in sorted(each)[:whole]] for key, each in found.items()}
 
 
-def resampled(times: Times, concurrency: int, arms: tuple[str, str], items: Sequence[int], seed: int = 0) -> tuple[float, float, float]:
-    """(seconds of the first arm over the second's, and its 95 % interval over repeats), each summed over the items."""
-    first, second = ([times[concurrency, arm, i] for i in items] for arm in arms)
-    repeats, dice = len(first[0]), random.Random(seed)
+def resampled(times: Times, concurrency: int, arms: tuple[str, str], items: Sequence[int], seed: int = 0,
+              others: bool = False) -> tuple[float, float, float]:
+    """(seconds of the first arm over the second's, and its 95 % interval over repeats; of `others` like these items, over items too), each
+    summed over the items."""
+    first, second = ({i: times[concurrency, arm, i] for i in items} for arm in arms)
+    repeats, dice = len(first[items[0]]), random.Random(seed)
 
-    def ratio(draws: Sequence[Sequence[int]]) -> float:
-        a, b = (sum(median(each[r] for r in draw) for each, draw in zip(side, draws, strict=True)) for side in (first, second))
+    def ratio(draws: Sequence[tuple[int, Sequence[int]]]) -> float:
+        a, b = (sum(median(side[i][r] for r in draw) for i, draw in draws) for side in (first, second))
         return a / b
 
-    found = sorted(ratio([dice.choices(range(repeats), k=repeats) for _ in items]) for _ in range(RESAMPLES))
-    return ratio([range(repeats)] * len(items)), percentile(found, 0.025), percentile(found, 0.975)
+    def drawn() -> list[tuple[int, Sequence[int]]]:
+        return [(i, dice.choices(range(repeats), k=repeats)) for i in (dice.choices(items, k=len(items)) if others else items)]
+
+    found = sorted(ratio(drawn()) for _ in range(RESAMPLES))
+    return ratio([(i, range(repeats)) for i in items]), percentile(found, 0.025), percentile(found, 0.975)
 
 
 def arm_name(drafter: str, depth: int, depths: Sequence[int]) -> str:
@@ -177,7 +197,7 @@ def regrets(chosen: Sequence[Forecast], times: Times, items: Sequence[Item], arm
         own = arm_name(one.drafter, one.depth, depths)
         seconds = {name: sum(median(times[one.concurrency, name, i]) for i in mine) for name in names}
         best = min(names, key=lambda name: seconds[name])
-        loss, low, high = (1 - 1 / value for value in resampled(times, one.concurrency, (own, best), mine))
+        loss, low, high = (1 - 1 / value for value in resampled(times, one.concurrency, (own, best), mine, others=True))
         found.append({"class": one.prompt_class, "concurrency": one.concurrency, "recommended": own, "best": best, "slower_by": loss,
                       "low": low, "high": high, "shown": low > MOST_LOSS})
     return found
@@ -203,21 +223,22 @@ def examine(setting: Setting, asked: argparse.Namespace, folder: Path) -> dict[s
         say("the audition …")
         whole, first = heard(log, target, arms, load), heard(split(log, items, 0, folder / "half.jsonl"), target, arms, load)
         texts = [(read.story.prompt, read.story.answer) for read in Reader.of(target).stories(log, Skipped())]
-        began = time.monotonic()
-        costs, _ = measure(target, arms, texts, loads, Sampling(temperature=0.0, max_tokens=asked.tokens, seed=1), asked.rounds, load, say)
-        say(f"costs in {time.monotonic() - began:.0f} s; the measurement …")
+        sampling, parts = Sampling(temperature=0.0, max_tokens=asked.tokens, seed=1), list[list[Cost]]()
         classes = dict.fromkeys(item.prompt_class for item in items)
         plan = Plan(tuple(Load(n, steady=True) for n in loads), FEWEST, asked.repeats, 1e-6, asked.budget / len(classes), asked.tokens, 0.0,
                     asked.seed, FEWEST)
         warm_up(clients, items, plan)
         found_times: dict[tuple[int, str, int], Sequence[float]] = {}
         for name in classes:
+            parts.append(measure(target, arms, texts, loads, sampling, asked.rounds, load)[0])
+            say(f"{name} …")
             mine = [number for number, item in enumerate(items) if item.prompt_class == name]
             each = times_of(list(sweep(clients, [items[number] for number in mine], plan)))
             found_times |= {(concurrency, arm, mine[place]): seconds for (concurrency, arm, place), seconds in each.items()}
     repeats = min(map(len, found_times.values()))
     times: Times = {key: seconds[:repeats] for key, seconds in found_times.items()}
-    forecasts, chosen = predict(whole, costs), predict(first, costs)
+    costs = pooled(parts)
+    forecasts, chosen = (predict(counts, costs, apart=True) for counts in (whole, first))
     found = check(forecasts, {"cells": list(cells(times, items, arms, depths))})
     lengths = {(c["drafter"], c["depth"], c["class"]): c["acceptance_length"] for c in whole}
     intervals = {(f.prompt_class, f.concurrency, f.drafter, f.depth): f.speedup for f in forecasts}

@@ -143,13 +143,21 @@ def test_rounds_are_timed_along_the_answers() -> None:
 
 
 def test_a_pause_of_the_machine_is_no_cost() -> None:
-    rounds = [(1.0, 0.0)] * 10 + [(1.5, 4.0)] * 20 + [(40.0, 4.0), (30.0, 0.0)]
+    rounds = [(1.0, 0.0, 50.0)] * 10 + [(1.5, 4.0, 50.0)] * 20 + [(40.0, 4.0, 50.0), (30.0, 0.0, 50.0)]
     one = _cost("ngram", 4, 1, rounds, 7.0)
     assert one.seconds.median == pytest.approx((11 * 1.0 + 21 * 1.5) / 32) and one.nodes == pytest.approx(84 / 32)
     assert one.slope == pytest.approx(0.125) and one.seconds.high - one.seconds.low < 0.1
-    assert one.at(0) == pytest.approx(1.0) and one.at(4) == pytest.approx(1.5), "both kinds of rounds are on the line"
-    always = _cost("model", 4, 1, [(1.5, 4.0)] * 20, 0.9)
-    assert always.seconds.median == 1.5 and always.at(0) == pytest.approx(0.9), "where it always drafts, a plain round stands in"
+    assert one.at(0, 9) == pytest.approx(1.0) and one.at(4, 99) == pytest.approx(1.5), "both kinds of rounds are on the line"
+    always = _cost("model", 4, 1, [(1.5, 4.0, 50.0)] * 20, 0.9)
+    assert always.seconds.median == 1.5 and always.at(0, 50) == pytest.approx(0.9), "where it always drafts, a plain round stands in"
+
+
+def test_rounds_take_longer_after_longer_texts() -> None:
+    rounds = [(1.0 + 0.1 * nodes + 0.01 * context, nodes, context) for nodes in (0.0, 2.0) for context in (10.0, 20.0, 60.0, 90.0)] * 3
+    one = _cost("ngram", 2, 1, rounds, 7.0)
+    assert one.context == 45.0 and one.context_s == pytest.approx(0.01) and one.slope == pytest.approx(0.1)
+    assert one.at(1, 10) == pytest.approx(1.2) and one.at(1, 60) == pytest.approx(1.7)
+    assert _cost("ngram", 2, 1, [(2.0 - 0.01 * context, 0.0, context) for context in (10.0, 50.0)] * 5, 7.0).context_s == 0.0
 
 
 def bench(**measured: tuple[float, float]) -> dict[str, Any]:

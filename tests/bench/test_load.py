@@ -43,11 +43,13 @@ def test_a_closed_loop_drains() -> None:
 def test_every_request_that_counts_meets_the_whole_steady_load() -> None:
     for count in (1, 2, 3, 5):                  # fewer jobs than places, too
         client, load = Paced(), Load(3, steady=True)
-        found = list(play(client, jobs([2, 9, 4, 5, 3][:count], load), load))
+        found = list(play(client, jobs([4, 18, 8, 10, 6][:count], load), load))
         assert sorted(a.job.number for a in found) == list(range(count)) and all(a.job.repeat == 3 for a in found)
         assert all(client.beside[3, n] == {3} for n in range(count)), client.beside
         assert not client.running, "what filled the places has ended, too"
-        assert all(job.repeat < -1 for job in client.started if job.repeat != 3)
+        others = [job.repeat for job in client.started if job.repeat != 3]
+        assert all(repeat < -1 for repeat in others) and len(set(others)) == len(others)
+        assert len({job.max_tokens for job in client.started[:3]}) == 3, "they are at different places of their answers"
 
 
 def test_a_conversation_keeps_its_place_in_a_steady_load() -> None:

@@ -31,8 +31,8 @@ FEW = 3                 # rounds of a kind below which their median is not belie
 Clock = Callable[[], float]
 Ids = Sequence[int]
 
-Rounds = list[tuple[float, float]]
-"""(seconds, drafted tokens per sequence) of each round."""
+Rounds = list[tuple[float, float, float]]
+"""(seconds, drafted tokens per sequence, tokens of the text before it per sequence) of each round."""
 
 Steps = Generator[tuple[float, list[RoundDone]], None, None]
 
@@ -67,7 +67,7 @@ def measure(target: Target, arms: Sequence[tuple[str, int]], texts: Sequence[tup
         firsts = dict(reversed(order))                                                    # of each drafter, the depth named first
         begun = beginnings({spec: engines[spec, depth] for spec, depth in firsts.items()}, [prompt for prompt, _ in texts], sampling, clock)
     target.set_taps(())
-    plain = {batch: median(seconds for seconds, _ in timed[OFF, 0, batch]) for batch in batches}
+    plain = {batch: median(seconds for seconds, *_ in timed[OFF, 0, batch]) for batch in batches}
     costs = [_cost(*key, found, plain[key[2]]) for key, found in timed.items() if found]
     round_s = {cost.drafter: cost.seconds.median for cost in costs if (cost.batch, cost.depth) == (min(batches), firsts[cost.drafter])}
     free = _free_rows(target, int(median(map(len, places))), batches, max((depth for _, depth in arms), default=0) + 1, clock)
@@ -104,7 +104,7 @@ def _run(engine: Engine, places: Sequence[Ids], batch: int, sampling: Sampling, 
         with closing(_steps(engine, group, sampling, "advise", clock)) as steps:
             whole = ((seconds, done) for seconds, done in steps if len(done) == batch)
             for seconds, done in islice(whole, 1, 1 + wanted - len(into)):
-                into.append((seconds, sum(len(event.nodes) for event in done) / batch))
+                into.append((seconds, sum(len(event.nodes) for event in done) / batch, sum(event.position for event in done) / batch))
 
 
 def _steps(engine: Engine, group: Sequence[Ids], sampling: Sampling, tenant: str, clock: Clock) -> Steps:
@@ -141,13 +141,18 @@ def beginnings(engines: Mapping[str, Engine], prompts: Sequence[Ids], sampling: 
     return found
 
 
-def _line(points: Sequence[tuple[int, float]]) -> tuple[float, float]:
-    """(seconds at 0 tokens, seconds per token) by medians of the shorter and of the longer half; both at least 0."""
-    ordered, half = sorted(points), (len(points) + 1) // 2
+def _rise(points: Iterable[tuple[float, float]]) -> float:
+    """What y gains with every x, at least 0: by medians of the half with the smaller x and of the other."""
+    ordered = sorted(points)
+    half = (len(ordered) + 1) // 2
     low, high = ([median(side) for side in zip(*group, strict=True)] for group in (ordered[:half], ordered[-half:]))
-    middle_x, middle_y = (median(side) for side in zip(*ordered, strict=True))
-    slope = (high[1] - low[1]) / (high[0] - low[0]) if high[0] > low[0] else 0.0
-    slope = min(max(0.0, slope), max(0.0, middle_y) / middle_x)
+    return max(0.0, (high[1] - low[1]) / (high[0] - low[0])) if high[0] > low[0] else 0.0
+
+
+def _line(points: Sequence[tuple[int, float]]) -> tuple[float, float]:
+    """(seconds at 0 tokens, seconds per token) of points (tokens, seconds); both at least 0."""
+    middle_x, middle_y = (median(side) for side in zip(*points, strict=True))
+    slope = min(_rise(points), max(0.0, middle_y) / middle_x)
     return max(0.0, middle_y - slope * middle_x), slope
 
 
@@ -160,28 +165,33 @@ def _to_first_round(steps: Iterable[tuple[float, list[RoundDone]]]) -> float:
     return spent
 
 
-def _groups(found: Rounds) -> list[Rounds]:
-    """Rounds without a draft, and rounds with one."""
-    return [[one for one in found if bool(one[1]) is drafted] for drafted in (False, True)]
+def _plane(found: Rounds, plain: float) -> tuple[float, float]:
+    """(seconds of a round without a draft, seconds per drafted token) by medians of the rounds with a draft and of those without; plain
+    stands in where nearly all have one."""
+    without, drafted = ([one[:2] for one in found if bool(one[1]) is kind] for kind in (False, True))
+    zero = median(seconds for seconds, _ in without) if len(without) >= FEW else plain
+    if not drafted:
+        return zero, 0.0
+    typical, each = (median(side) for side in zip(*drafted, strict=True))
+    slope = max(0.0, (typical - zero) / each)
+    return typical - slope * each, slope
 
 
 def _cost(drafter: str, depth: int, batch: int, found: Rounds, plain: float) -> Cost:
-    """A round's cost on the line through rounds without and with a draft, at the drafted tokens of all of them: by medians, so that a
-    pause of the machine is in neither. plain: a round of an engine without a drafter, which stands in where this one always drafts.
+    """A round's cost at the drafted tokens and the length of text of all of them, on the plane through rounds without and with a draft,
+    over short and over long texts: by medians, so that a pause of the machine is in neither. plain: a round of an engine without a drafter.
 
     The interval is that of a median, 1.2533 times as wide as a mean's, with the deviation read off absolute residuals.
     """
-    without, drafted = _groups(found)
-    zero = median(seconds for seconds, _ in without) if len(without) >= FEW else plain
-    nodes, slope = mean(nodes for _, nodes in found), 0.0
-    if drafted:
-        typical, each = (median(side) for side in zip(*drafted, strict=True))
-        slope = max(0.0, (typical - zero) / each)
-        zero = typical - slope * each
+    nodes, context = (mean(one[side] for one in found) for side in (1, 2))
+    zero, slope = _plane(found, plain)
+    rise = _rise((length, seconds - zero - slope * drafted) for seconds, drafted, length in found)
+    level = [(seconds - rise * (length - context), drafted, length) for seconds, drafted, length in found]
+    zero, slope = _plane(level, plain)
     middle = zero + slope * nodes
-    residual = median(abs(seconds - zero - slope * n) for seconds, n in found)
+    residual = median(abs(seconds - zero - slope * n) for seconds, n, _ in level)
     half = min(1.96 * 1.2533 * 1.4826 * residual / math.sqrt(len(found)), 0.5 * middle)
-    return Cost(drafter, depth, batch, Spread(middle, middle - half, middle + half), nodes, slope)
+    return Cost(drafter, depth, batch, Spread(middle, middle - half, middle + half), nodes, slope, context, rise)
 
 
 def from_curve(points: Sequence[Point], cells: Sequence[dict[str, Any]], context: int, draft_cost: float) -> list[Cost]:

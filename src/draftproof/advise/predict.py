@@ -7,8 +7,9 @@ of each of b requests side by side
     S = (b·P₀ + n·T₀) / (b·P + n·T / E)
 
 E comes from an audition, the rest from rounds timed on this machine (arXiv 2211.17192, Theorem 3.8, with measured costs for γ·c + v + o).
-P follows the length of prompts, and T the draft lengths. Requests of all classes run side by side: of b, b − 1 have the prompts, the draft
-lengths and the rounds of the whole log, and in a request's time so many more of them begin as it has more rounds than they.
+P follows the length of prompts, T₀ and T the length of texts, T the draft lengths too. Requests of all classes run side by side, unless
+classes are said to be served apart: of b, b − 1 have the prompts, the texts, the draft lengths and the rounds of the whole log, and in a
+request's time so many more of them begin as it has more rounds than they.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ class Cost:
     """A round of a whole batch, timed. drafter "none" and depth 0: without guesses.
 
     seconds: a typical round's and its 95 % interval · nodes: drafted tokens per sequence and round, and slope: seconds for one more
+    context: tokens of the text before it, and context_s: seconds for one more
     start_s, token_s: of one request before its first round, and for each token of its prompt · free_rows: rows per pass up to which a
     plain pass is not exceeded by a quarter, None if not known
     """
@@ -40,13 +42,16 @@ class Cost:
     seconds: Spread
     nodes: float = 0.0
     slope: float = 0.0
+    context: float = 0.0
+    context_s: float = 0.0
     start_s: float = 0.0
     token_s: float = 0.0
     free_rows: int | None = None
 
-    def at(self, nodes: float) -> float:
-        """Seconds of a round that drafts `nodes` tokens per sequence; never below half of what was timed."""
-        return max(self.seconds.median + self.slope * (nodes - self.nodes), 0.5 * self.seconds.median)
+    def at(self, nodes: float, context: float) -> float:
+        """Seconds of a round that drafts `nodes` tokens per sequence after `context` of text; never below half of what was timed."""
+        seconds = self.seconds.median + self.slope * (nodes - self.nodes) + self.context_s * (context - self.context)
+        return max(seconds, 0.5 * self.seconds.median)
 
     def start(self, prompt_tokens: float | None) -> float:
         """Seconds before the first round of a request with a prompt of this length."""
@@ -83,11 +88,13 @@ def forecast(cell: Mapping[str, Any], plain: Cost, cost: Cost, crowd: Mapping[st
     beside = cell if crowd is None or not crowd["rounds"] else crowd
     share = (plain.batch - 1) / plain.batch
     around = nodes + share * (beside["drafted"] / beside["rounds"] - nodes)       # drafted per sequence in a round of the whole batch
+    context = _context(cell) + share * (_context(beside) - _context(cell))
     own, other = _tokens(cell), _tokens(beside)
-    before = _seconds(plain, cell, beside, own, own / other, 0.0)
-    after = _seconds(cost, cell, beside, own / length, own / length / (other / float(beside["acceptance_length"])), around)
+    plain_s, round_s = plain.at(0.0, context), cost.at(around, context)
+    before = _seconds(plain, cell, beside, own, own / other, plain_s)
+    after = _seconds(cost, cell, beside, own / length, own / length / (other / float(beside["acceptance_length"])), round_s)
     mid, half = before / after, _log_half(cell, plain, cost)
-    round_ratio = cost.at(around) / plain.seconds.median
+    round_ratio = round_s / plain_s
     gains = mid >= 1 + MARGIN
     return Forecast(
         cell["class"], plain.batch, cell["drafter"], int(cell["depth"]), Spread(mid, mid * math.exp(-half), mid * math.exp(half)),
@@ -100,10 +107,15 @@ def _tokens(cell: Mapping[str, Any]) -> float:
     return float(max(1.0, cell["tokens"] / max(1, cell["requests"]) - 1))
 
 
-def _seconds(cost: Cost, cell: Mapping[str, Any], beside: Mapping[str, Any], rounds: float, longer: float, nodes: float) -> float:
-    """Of a request with so many rounds, in which `longer` times as many others begin as have a place beside it."""
+def _context(cell: Mapping[str, Any]) -> float:
+    """Tokens before a round of its requests, on average."""
+    return (cell.get("prompt_tokens") or 0.0) + _tokens(cell) / 2
+
+
+def _seconds(cost: Cost, cell: Mapping[str, Any], beside: Mapping[str, Any], rounds: float, longer: float, each: float) -> float:
+    """Of a request with so many rounds of `each` seconds, in which `longer` times as many others begin as have a place beside it."""
     waiting = (cost.batch - 1) * longer * cost.start(beside.get("prompt_tokens"))
-    return cost.start(cell.get("prompt_tokens")) + waiting + rounds * cost.at(nodes)
+    return cost.start(cell.get("prompt_tokens")) + waiting + rounds * each
 
 
 def _log_half(cell: Mapping[str, Any], plain: Cost, cost: Cost) -> float:
@@ -129,14 +141,14 @@ def _reason(length: float, nodes: float, ratio: float, gains: bool, plain: Cost,
     return f"{why} ({said})"
 
 
-def predict(cells: Iterable[Mapping[str, Any]], costs: Sequence[Cost]) -> list[Forecast]:
+def predict(cells: Iterable[Mapping[str, Any]], costs: Sequence[Cost], apart: bool = False) -> list[Forecast]:
     """A forecast for every cell of an audition at every batch that was timed with its drafter and depth; the best of each class
-    and batch is recommended, or "none" where nothing gains."""
+    and batch is recommended, or "none" where nothing gains. apart: only requests of one class run side by side."""
     plain = {cost.batch: cost for cost in costs if cost.drafter == OFF}
     timed = {(cost.drafter, cost.depth, cost.batch): cost for cost in costs}
     found: dict[tuple[str, int], list[Forecast]] = {}
     cells = list(cells)
-    crowds = {(cell["drafter"], cell["depth"]): cell for cell in cells if cell["class"] == ALL}
+    crowds = {} if apart else {(cell["drafter"], cell["depth"]): cell for cell in cells if cell["class"] == ALL}
     for cell in cells:
         for batch, off in plain.items():
             cost = timed.get((cell["drafter"], cell["depth"], batch))

@@ -6,7 +6,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import cycle
+from itertools import count, cycle
 from typing import Any, Protocol
 
 from ..core.tally import Tally
@@ -25,8 +25,8 @@ FILLING = -2                              # repeats from here down only keep a l
 class Load:
     """A closed loop keeps `concurrency` requests running; an open one sends `rate` a second, or at the recorded times (both None).
 
-    A steady closed loop also fills the places that become free at the end, until the last request that counts is answered: every one
-    of them then meets the load that it is counted under.
+    A steady closed loop is full before the first request that counts, with others at different places of their answers, and fills the
+    places that become free at the end until the last that counts is answered: every one meets the load that it is counted under.
     """
 
     concurrency: int | None = None
@@ -129,10 +129,16 @@ class Client(Protocol):
 def play(client: Client, jobs: Sequence[Job], load: Load, clock: Callable[[], float] = time.perf_counter) -> Iterator[Answer]:
     """Run all jobs under a load. In a closed loop the next turn of a conversation keeps its place; order is the workload's.
 
-    What fills the places of a steady load are copies of the jobs under repeats of their own, below zero; their answers are not given.
+    What fills the places of a steady load are copies of the jobs, each under a repeat of its own, below zero, so that none finds another's
+    text in a cache or a store; their answers are not given.
     """
     began, waiting, running, unanswered = clock(), deque(jobs), 0, len(jobs)
-    fillers = cycle([replace(job, repeat=FILLING - job.repeat) for job in jobs]) if load.steady else None
+    fillers = map(lambda job, repeat: replace(job, repeat=repeat), cycle(jobs), count(FILLING, -1)) if load.steady else None
+    if fillers and jobs and load.concurrency:
+        for place in range(load.concurrency):
+            other = next(fillers)
+            client.start(replace(other, max_tokens=1 + other.max_tokens * place // load.concurrency))
+            running += 1
     while waiting or running:
         now = clock() - began
         while waiting and (running < load.concurrency if load.concurrency else (waiting[0].item.arrival_s or 0.0) <= now):
