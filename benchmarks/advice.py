@@ -1,7 +1,8 @@
 """Is the advice right? Predicted speed-ups against measured ones, and what following the recommendation would have cost.
 
     python benchmarks/advice.py                                        the demo target, ngram, suffix and model, depths 1 to 8
-    python benchmarks/advice.py --shape 0.6B --shape 1B --work DIR --budget 900 --write docs/advice_accuracy.md
+    python benchmarks/advice.py --shape demo --shape 0.6B --shape 1B --each 4 --tokens 64 --depth 2 --depth 4 --budget 240 --repeats 6
+        --write docs/advice_accuracy.md                                as the table in docs/; about 25 minutes
     python benchmarks/advice.py --target FOLDER --drafter ngram --drafter model:FOLDER --depth 2 --depth 4 --concurrency 1,8
 
 Per target: the prompts of every class are answered with speculation off, which is the log. The advice is what `draftproof advise`
@@ -77,12 +78,16 @@ class Setting:
 def settings(asked: argparse.Namespace, work: Path) -> list[Setting]:
     """The demo target unless others are named; shapes are built from the demo pair, with a drafter of their own."""
     found = [Setting(Path(place).name, place, tuple(asked.drafter or ("ngram", "suffix"))) for place in asked.target or ()]
+    demo = Setting("demo", str(WEIGHTS / "target"), tuple(asked.drafter or ("ngram", "suffix", "model")))
     for shape in asked.shape or ():
+        if shape == demo.name:
+            found.append(demo)
+            continue
         folders = [built(WEIGHTS / name, work / shape / name, one, asked.seed)
                    for name, one in zip(("target", "draft"), SHAPES[shape], strict=True)]
         named = [f"model:{folders[1]}" if spec == "model" else spec for spec in asked.drafter or ("ngram", "model")]
         found.append(Setting(shape, str(folders[0]), tuple(named)))
-    return found or [Setting("demo", str(WEIGHTS / "target"), tuple(asked.drafter or ("ngram", "suffix", "model")))]
+    return found or [demo]
 
 
 def built(source: Path, folder: Path, shape: Shape, seed: int) -> Path:
@@ -303,7 +308,7 @@ def say(words: str) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", action="append", help="a model folder; repeatable")
-    parser.add_argument("--shape", action="append", choices=sorted(SHAPES), help="the demo pair inflated; repeatable")
+    parser.add_argument("--shape", action="append", choices=["demo", *SHAPES], help="the demo pair, as it is or inflated; repeatable")
     parser.add_argument("--drafter", action="append", help="a spec; repeatable. `model` is the shape's own draft model")
     parser.add_argument("--depth", action="append", type=int)
     parser.add_argument("--concurrency", default="1,4")

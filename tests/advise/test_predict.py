@@ -117,7 +117,7 @@ def test_rounds_of_the_engine_are_timed() -> None:
 
 
 def test_a_drafter_that_reads_the_prompt_is_charged_for_it() -> None:
-    """Its first round takes longer than the others: that is no round's cost, and every request's."""
+    """Its first rounds take longer than the others: that is no round's cost, and every request's."""
     now = [0.0]
 
     class Slow(NgramDrafter):
@@ -133,13 +133,18 @@ def test_a_drafter_that_reads_the_prompt_is_charged_for_it() -> None:
 
     engines = {"none": Engine(TableTarget(7, order=2)), "slow": Engine(TableTarget(7, order=2), Slow(), 3)}
     found = beginnings(engines, [(1, 2, 1), (4, 5)], Sampling(temperature=0.0, max_tokens=9), clock)
-    assert found == {"none": [(3, 2.0), (2, 2.0)], "slow": [(3, 7.0), (2, 7.0)]}
+    rounds = {spec: [count for *_, count in each] for spec, each in found.items()}
+    assert rounds["none"] == [4, 4] and all(0 < count <= 4 for count in rounds["slow"])
+    assert {spec: [(length, seconds - count) for length, seconds, count in each] for spec, each in found.items()} == {
+        "none": [(3, 1.0), (2, 1.0)], "slow": [(3, 6.0), (2, 6.0)]}
     assert _line([(3, 7.0), (2, 7.0)]) == (7.0, 0.0) and _line([(10, 3.0), (20, 5.0), (30, 7.0), (40, 99.0)]) == pytest.approx((0.0, 0.24))
     assert _line([(10, 3.0), (20, 5.0), (30, 7.0)]) == pytest.approx((1.0, 0.2)) and _line([(5, -1.0)]) == (0.0, 0.0)
 
 
 def test_rounds_are_timed_along_the_answers() -> None:
-    assert along([((1,), (2, 3, 4))] * 3, 9) == [[1], [1, 2], [1, 2, 3]] and along([((1, 2, 3), (4,))], 2) == [[2, 3]]
+    assert sorted(along([((1,), (2, 3, 4))] * 3, 9)) == [[1], [1, 2], [1, 2, 3]] and along([((1, 2, 3), (4,))], 2) == [[2, 3]]
+    ordered = [((i,), ()) for i in range(50)]
+    assert sorted(along(ordered, 9)) == [[i] for i in range(50)] != along(ordered, 9), "a sorted log is not timed from one end"
 
 
 def test_a_pause_of_the_machine_is_no_cost() -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from itertools import count, islice
+from random import Random
 from statistics import mean, median
 from typing import Any
 
@@ -25,8 +26,10 @@ from ..types import Sampling
 from .predict import OFF, Cost
 
 TURNS = 4               # how often the arms take turns
-STARTS, STARTS_S = 9, 20.0      # texts whose beginning is timed, and seconds after which no further one is
+STARTS, STARTS_S = 24, 20.0     # texts whose beginning is timed, and seconds after which no further one is
 ALONG = 3               # rounds are timed at the beginning of answers, and after one and two thirds of them
+RUN = 12                # rounds in a row of one group of texts
+WARM = 4                # rounds that belong to a text's beginning: reading it left other things in the processor's caches
 FEW = 3                 # rounds of a kind below which their median is not believed
 Clock = Callable[[], float]
 Ids = Sequence[int]
@@ -65,13 +68,14 @@ def measure(target: Target, arms: Sequence[tuple[str, int]], texts: Sequence[tup
         if progress:
             progress("timing beginnings")
         firsts = dict(reversed(order))                                                    # of each drafter, the depth named first
-        begun = beginnings({spec: engines[spec, depth] for spec, depth in firsts.items()}, [prompt for prompt, _ in texts], sampling, clock)
+        begun = beginnings({spec: engines[spec, depth] for spec, depth in firsts.items()}, _mixed([prompt for prompt, _ in texts]),
+                           sampling, clock)
     target.set_taps(())
     plain = {batch: median(seconds for seconds, *_ in timed[OFF, 0, batch]) for batch in batches}
     costs = [_cost(*key, found, plain[key[2]]) for key, found in timed.items() if found]
     round_s = {cost.drafter: cost.seconds.median for cost in costs if (cost.batch, cost.depth) == (min(batches), firsts[cost.drafter])}
     free = _free_rows(target, int(median(map(len, places))), batches, max((depth for _, depth in arms), default=0) + 1, clock)
-    starts = {spec: _line([(length, seconds - round_s[spec]) for length, seconds in found]) for spec, found in begun.items()}
+    starts = {spec: _line([(length, seconds - rounds * round_s[spec]) for length, seconds, rounds in each]) for spec, each in begun.items()}
     return [replace(cost, free_rows=free[cost.batch], start_s=start, token_s=token)
             for cost in costs for start, token in [starts[cost.drafter]]], weights
 
@@ -79,7 +83,12 @@ def measure(target: Target, arms: Sequence[tuple[str, int]], texts: Sequence[tup
 def along(texts: Sequence[tuple[Ids, Ids]], longest: int) -> list[Ids]:
     """Each text up to where rounds are timed: some at the beginning of their answers, some further on."""
     places = [[*prompt, *answer[:len(answer) * (i % ALONG) // ALONG]] for i, (prompt, answer) in enumerate(texts)]
-    return [place[-max(1, longest):] for place in places]
+    return [place[-max(1, longest):] for place in _mixed(places)]
+
+
+def _mixed(texts: Sequence[Ids]) -> list[Ids]:
+    """In an order that has nothing to do with the log's, as a log may be sorted."""
+    return Random(0).sample(texts, len(texts))
 
 
 def _free_rows(target: Target, context: int, batches: Sequence[int], widest: int, clock: Clock) -> dict[int, int | None]:
@@ -94,16 +103,17 @@ def _free_rows(target: Target, context: int, batches: Sequence[int], widest: int
 
 
 def _run(engine: Engine, places: Sequence[Ids], batch: int, sampling: Sampling, rounds: int, turn: int, into: Rounds, clock: Clock) -> None:
-    """Time `rounds` rounds in which all of a batch took part, nothing was prefilled, and no drafter read a text for the first time. Texts
-    come from the cache where they can: reading them is timed elsewhere."""
-    wanted, at, tries = len(into) + rounds, turn * batch, 0
-    while len(into) < wanted and tries < 8:
+    """Time `rounds` rounds in which all of a batch took part and nothing was prefilled, after the first ones of each text, which are timed
+    elsewhere. Texts come from the cache where they can."""
+    wanted, groups, tries = len(into) + rounds, -(-rounds // RUN), 0
+    at = turn * groups * batch
+    while len(into) < wanted and tries < 4 * groups:
         tries += 1
         group = [places[(at + i) % len(places)] for i in range(batch)]
         at += batch
         with closing(_steps(engine, group, sampling, "advise", clock)) as steps:
             whole = ((seconds, done) for seconds, done in steps if len(done) == batch)
-            for seconds, done in islice(whole, 1, 1 + wanted - len(into)):
+            for seconds, done in islice(whole, WARM, WARM + min(RUN, wanted - len(into))):
                 into.append((seconds, sum(len(event.nodes) for event in done) / batch, sum(event.position for event in done) / batch))
 
 
@@ -127,15 +137,16 @@ def _steps(engine: Engine, group: Sequence[Ids], sampling: Sampling, tenant: str
 
 
 def beginnings(engines: Mapping[str, Engine], prompts: Sequence[Ids], sampling: Sampling,
-               clock: Clock = time.perf_counter) -> dict[str, list[tuple[int, float]]]:
-    """Per drafter: length of a prompt that nobody has read, seconds from there to the end of the first round. The drafter reads, too."""
-    found: dict[str, list[tuple[int, float]]] = {spec: [] for spec in engines}
+               clock: Clock = time.perf_counter) -> dict[str, list[tuple[int, float, int]]]:
+    """Per drafter: length of a prompt that nobody has read, seconds from there to the end of the first few rounds, and how many these
+    were. The drafter reads, too."""
+    found: dict[str, list[tuple[int, float, int]]] = {spec: [] for spec in engines}
     began, number = clock(), count()
     for prompt in prompts[:STARTS]:
         for spec, engine in engines.items():
             text = prompt[-max(1, engine.target.context - sampling.max_tokens - 1):]
             with closing(_steps(engine, [text], sampling, f"advise {next(number)}", clock)) as steps:
-                found[spec].append((len(text), _to_first_round(steps)))
+                found[spec].append((len(text), *_first_rounds(steps)))
         if clock() - began > STARTS_S and len(found[OFF]) >= FEW:
             break
     return found
@@ -156,13 +167,14 @@ def _line(points: Sequence[tuple[int, float]]) -> tuple[float, float]:
     return max(0.0, middle_y - slope * middle_x), slope
 
 
-def _to_first_round(steps: Iterable[tuple[float, list[RoundDone]]]) -> float:
-    spent = 0.0
+def _first_rounds(steps: Iterable[tuple[float, list[RoundDone]]]) -> tuple[float, int]:
+    spent, rounds = 0.0, 0
     for seconds, done in steps:
         spent += seconds
-        if done:
+        rounds += bool(done)
+        if rounds == WARM:
             break
-    return spent
+    return spent, rounds
 
 
 def _plane(found: Rounds, plain: float) -> tuple[float, float]:
