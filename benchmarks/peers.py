@@ -59,8 +59,8 @@ from draftproof.bench.cells import percentile
 from draftproof.models.load import WEIGHTS
 
 HERE = Path(__file__).resolve().parent
-OURS = "ours"
-OFF_GOAL, LIMIT_GOAL, ON_GOAL, SAMPLED_GOAL = 0.95, 0.85, 1.15, 2.0
+OURS, CHAINED = "ours", "ours+ngram"
+OFF_GOAL, LIMIT_GOAL, ON_GOAL, BEST_GOAL, SAMPLED_GOAL = 0.95, 0.85, 1.15, 1.35, 2.0
 
 
 def peer(script: str, environment: str = "", **more: Any) -> Peer:
@@ -70,6 +70,7 @@ def peer(script: str, environment: str = "", **more: Any) -> Peer:
 
 PEERS = {
     OURS: peer("with_draftproof.py"),
+    CHAINED: peer("with_draftproof.py", plain=False, drafter="ngram+model"),
     "transformers": peer("with_transformers.py"),
     "vllm": peer("with_vllm.py", ".venv-vllm", split="depth"),
     "openvino": peer("with_openvino.py", ".venv-openvino", split="arm", converts=True),
@@ -193,16 +194,19 @@ def goals(runs: Runs, limit: Rates) -> list[dict[str, Any]]:
     for t in dict.fromkeys(t for t, _ in runs):
         here = [arm for temperature, arm in runs if temperature == t]
         off, on = (t, Arm(OURS, 0)), key(t, fastest(runs, t, [a for a in here if a.peer == OURS and a.depth]))
-        guessing = [a for a in here if a.peer != OURS and a.depth]
+        best_on = key(t, fastest(runs, t, [a for a in here if a.peer in (OURS, CHAINED) and a.depth]))
+        guessing = [a for a in here if a.peer not in (OURS, CHAINED) and a.depth]
         if t == 0:
-            plain = fastest(runs, t, [a for a in here if a.peer != OURS and not a.depth])
+            plain = fastest(runs, t, [a for a in here if a.peer not in (OURS, CHAINED) and not a.depth])
             goal("off ÷ the best peer's plain decoding", OFF_GOAL, off, key(t, plain))
             goal("off ÷ what the memory allows", LIMIT_GOAL, off, limit)
-            goal("on at its best depth ÷ the best peer's guessing at its best depth", ON_GOAL, on, key(t, fastest(runs, t, guessing)))
+            rival = key(t, fastest(runs, t, guessing))
+            goal("on at its best depth ÷ the best peer's guessing at its best depth, the same draft model", ON_GOAL, on, rival)
+            goal("on with its best drafter ÷ the same", BEST_GOAL, best_on, rival)
         else:
             for name in dict.fromkeys(a.peer for a in guessing):
                 best = fastest(runs, t, [a for a in guessing if a.peer == name])
-                goal(f"on ÷ {name}'s guessing, best depths, temperature {t:g}", SAMPLED_GOAL, on, key(t, best))
+                goal(f"on with its best drafter ÷ {name}'s guessing, best depths, temperature {t:g}", SAMPLED_GOAL, best_on, key(t, best))
     return found
 
 
@@ -251,7 +255,8 @@ def run(args: argparse.Namespace, work: Path) -> dict[str, Any]:
         except Broken as error:
             missing[name] = str(error)
             tell(f"{name}: {error}")
-    arms = [Arm(name, depth) for name in models for depth in (0, *(args.depths if peers[name].guesses else ()))]
+    arms = [Arm(name, depth) for name in models
+            for depth in (*((0,) if peers[name].plain else ()), *(args.depths if peers[name].guesses else ()))]
     memory, size = Memory(), pass_bytes(sources["target"])
     with Crew(arms, peers, models, prompts[0], work, args.threads, args.together, args.patience) as crew:
         runs, reads = measure(crew, prompts, args.temperatures, args.repeats, args.tokens, args.seed, memory, tell)

@@ -22,13 +22,16 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """split: what is fixed when a worker starts, "arm" (guessing or not) or "depth"; "" if one worker serves all arms."""
+    """split: what is fixed when a worker starts, "arm" (guessing or not) or "depth"; "" if one worker serves all arms. drafter: what
+    guesses, where the worker has a choice; "model" in it stands for the draft model."""
 
     script: Path
     program: Path
     split: str = ""
     converts: bool = False
+    plain: bool = True
     guesses: bool = True
+    drafter: str = "model"
 
 
 class Broken(Exception):
@@ -170,7 +173,7 @@ class Crew:
             self.end(next(iter(self.live)))
         name = "-".join(map(str, key))
         job = {"do": "serve", **{role: str(path) for role, path in self.models[arm.peer].items()}, "arm": arm.mode, "depth": arm.depth,
-               "threads": self.threads}
+               "threads": self.threads, "drafter": peer.drafter}
         command = (peer.program, peer.script, json.dumps(job))
         worker = self.live[key] = Worker(command, self.logs / f"{name}.log", surroundings(self.threads))
         hello = worker.hear(3 * self.patience)

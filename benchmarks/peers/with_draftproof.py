@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from itertools import count
 
 from worker import Accepted, Generate, Job, main
 
 from draftproof import Engine, LoadConfig, Sampling
-from draftproof.drafters.model import ModelDrafter
 from draftproof.models.load import load_target
 
 
 def load(job: Job) -> Generate:
     settings = LoadConfig(device="cpu", threads=job["threads"], cache_tokens=16_384)      # in the type that the load chooses
     target = load_target(job["target"], settings)
-    engine = Engine(target, ModelDrafter(load_target(job["draft"], replace(settings, self_test=False))))
+    engine = Engine(target, job["drafter"].replace("model", f"model:{job['draft']}"), load=settings)
     runs = count()
 
     def generate(request: Job, tokens: int) -> tuple[list[int], Accepted]:

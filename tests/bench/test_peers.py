@@ -150,11 +150,12 @@ def test_goals_and_verdict() -> None:
     ours, on, slow = Arm("ours", 0), Arm("ours", 4), Arm("ours", 2)
     runs = {(0.0, ours): every(50), (0.0, on): every(120, accepted=1), (0.0, slow): every(70), (0.0, Arm("a", 0)): every(52),
             (0.0, Arm("b", 0)): every(40), (0.0, Arm("a", 2)): every(60), (0.0, Arm("b", 6)): every(100), (0.8, on): every(80),
-            (0.8, Arm("a", 2)): every(39), (0.8, Arm("b", 6)): every(50)}
+            (0.8, Arm("a", 2)): every(39), (0.8, Arm("b", 6)): every(50), (0.0, Arm(peers.CHAINED, 4)): every(130)}
     limit = [[60.0, 60.0]] * 3
     found = peers.goals(runs, limit)
     assert [(g["over"], g["against"], g["met"]) for g in found] == [
         ("ours plain", "a plain", True), ("ours plain", None, False), ("ours K=4", "b K=6", True),
+        ("ours+ngram K=4", "b K=6", False),
         ("ours K=4", "a K=2", True), ("ours K=4", "b K=6", False)]
     assert found[1]["found"]["median"] == pytest.approx(50 / 60)
     result = {"cells": [peers.cell(runs, key, limit) for key in runs], "goals": found}
@@ -162,8 +163,8 @@ def test_goals_and_verdict() -> None:
     row = result["cells"][1]
     assert row["tokens_per_pass"] == 1.5 and row["over_off"]["median"] == pytest.approx(2.4) and row["same_as_ours_off"] == "6/6"
     assert result["cells"][7]["over_off"] is None, "there is no plain run of ours at that temperature"
-    alone = {key: runs[key] for key in runs if key[1].peer != "ours"}
-    assert [g["met"] for g in peers.goals(alone, limit)] == [None] * 5
+    alone = {key: runs[key] for key in runs if key[1].peer not in ("ours", peers.CHAINED)}
+    assert [g["met"] for g in peers.goals(alone, limit)] == [None] * 6
     assert peers.verdict({"cells": [peers.cell(alone, key, limit) for key in alone], "goals": []}) == 1
     page = peers.page({**result, "command": "c", "machine": {"cpu": "x"}, "threads": 2, "date": "d", "versions": {"revision": "r"},
                        "prompt_tokens": [3], "repeats": 2, "tokens": 3, "read_gb_per_s": {"median": 60.0, "low": 50.0, "high": 70.0},
@@ -179,7 +180,7 @@ def test_bytes_of_a_pass() -> None:
 @pytest.mark.parametrize("name", ["with_draftproof", "with_transformers"])
 def test_own_workers_on_the_built_in_pair(name: str) -> None:
     load = importlib.import_module(name).load
-    generate = load({"target": str(WEIGHTS / "target"), "draft": str(WEIGHTS / "draft"), "threads": 1})
+    generate = load({"target": str(WEIGHTS / "target"), "draft": str(WEIGHTS / "draft"), "threads": 1, "drafter": "model"})
     ids = json.loads((WEIGHTS / "prompts.jsonl").read_text("utf-8").splitlines()[0])["prompt"]
     prompt = [ord(c) % 256 + 4 for c in ids[:40]]
     plain, _ = generate(peers.request(Arm(name, 0), prompt, 12, 0.0, 1), 12)
