@@ -3,6 +3,7 @@
     python benchmarks/peers.py --work DIR                           # what is installed, on 579 M and 18 M
     python benchmarks/peers.py --work DIR --peers ours,vllm --prompts 4 --repeats 1 --temperatures 0
     python benchmarks/peers.py --work DIR --together 6 --write docs/peers.md        # at most 6 engines in memory
+    python benchmarks/peers.py --work DIR --bits 4                  # the target's weights rounded to four bits, by each engine's own rule
 
 The built-in pair is inflated (see inflate.py: nothing to merge or skip) and converted for each engine, kept in DIR. Each engine runs in
 its own environment as one or more workers (peers/), which are stopped while another one is measured. Prompt by prompt, every arm runs
@@ -16,7 +17,7 @@ The environments, in the repository's folder (elsewhere: --env NAME=PATH of a py
 
     make .venv-vllm/.installed
     python3 -m venv .venv-openvino
-    .venv-openvino/bin/pip install openvino-genai==2026.4.1.0 optimum-intel==2.2.0 torch==2.13.0
+    .venv-openvino/bin/pip install openvino-genai==2026.4.1.0 "optimum-intel[nncf]==2.2.0" torch==2.13.0
     .venv-openvino/bin/pip uninstall -y torchvision                 # where torch is a build for CPUs: theirs is not made for it
     python3 -m venv .venv-onnx
     .venv-onnx/bin/pip install onnxruntime-genai==0.18.0 onnx-ir==1.1.0 transformers==5.19.0 torch==2.13.0
@@ -26,7 +27,7 @@ The environments, in the repository's folder (elsewhere: --env NAME=PATH of a py
     tar xzf llama_cpp_python-0.3.36.tar.gz && mv llama_cpp_python-0.3.36/vendor/llama.cpp .venv-llamacpp/
     cmake -S .venv-llamacpp/llama.cpp -B .venv-llamacpp/llama.cpp/build -DCMAKE_BUILD_TYPE=Release -DGGML_NATIVE=ON \\
         -DLLAMA_CURL=OFF -DLLAMA_OPENSSL=OFF -DLLAMA_BUILD_UI=OFF
-    cmake --build .venv-llamacpp/llama.cpp/build --target llama-server -j
+    cmake --build .venv-llamacpp/llama.cpp/build --target llama-server llama-quantize -j
 """
 
 from __future__ import annotations
@@ -69,12 +70,12 @@ def peer(script: str, environment: str = "", **more: Any) -> Peer:
 
 
 PEERS = {
-    OURS: peer("with_draftproof.py"),
-    CHAINED: peer("with_draftproof.py", plain=False, drafter="ngram+model"),
+    OURS: peer("with_draftproof.py", bits=(16, 8, 4)),
+    CHAINED: peer("with_draftproof.py", plain=False, drafter="ngram+model", bits=(16, 8, 4)),
     "transformers": peer("with_transformers.py"),
     "vllm": peer("with_vllm.py", ".venv-vllm", split="depth"),
-    "openvino": peer("with_openvino.py", ".venv-openvino", split="arm", converts=True),
-    "llamacpp": peer("with_llamacpp.py", ".venv-llamacpp", split="depth", converts=True),
+    "openvino": peer("with_openvino.py", ".venv-openvino", split="arm", converts=True, bits=(16, 8, 4)),
+    "llamacpp": peer("with_llamacpp.py", ".venv-llamacpp", split="depth", converts=True, bits=(16, 4)),
     "onnx": peer("with_onnx.py", ".venv-onnx", converts=True, guesses=False),
 }
 
@@ -177,8 +178,8 @@ def cell(runs: Runs, key: Key, limit: Rates) -> dict[str, Any]:
             "same_as_own_plain": same(runs[key], own), "same_as_ours_off": same(runs[key], off)}
 
 
-def goals(runs: Runs, limit: Rates) -> list[dict[str, Any]]:
-    """Every goal with what was found; "met" is None where an arm is missing."""
+def goals(runs: Runs, limit: Rates, bits: int = 16) -> list[dict[str, Any]]:
+    """Every goal with what was found; "met" is None where an arm is missing. Of rounded weights fewer."""
     found = []
 
     def goal(name: str, bound: float, over: Key | None, under: Key | Rates | None) -> None:
@@ -196,14 +197,17 @@ def goals(runs: Runs, limit: Rates) -> list[dict[str, Any]]:
         off, on = (t, Arm(OURS, 0)), key(t, fastest(runs, t, [a for a in here if a.peer == OURS and a.depth]))
         best_on = key(t, fastest(runs, t, [a for a in here if a.peer in (OURS, CHAINED) and a.depth]))
         guessing = [a for a in here if a.peer not in (OURS, CHAINED) and a.depth]
-        if t == 0:
-            plain = fastest(runs, t, [a for a in here if a.peer not in (OURS, CHAINED) and not a.depth])
+        plain = fastest(runs, t, [a for a in here if a.peer not in (OURS, CHAINED) and not a.depth])
+        if t == 0 and bits != 16:
+            goal("off ÷ the best peer's plain decoding", 1.0, off, key(t, plain))
+            goal("on at its best depth ÷ off", 1.0, on, off)
+        elif t == 0:
             goal("off ÷ the best peer's plain decoding", OFF_GOAL, off, key(t, plain))
             goal("off ÷ what the memory allows", LIMIT_GOAL, off, limit)
             rival = key(t, fastest(runs, t, guessing))
             goal("on at its best depth ÷ the best peer's guessing at its best depth, the same draft model", ON_GOAL, on, rival)
             goal("on with its best drafter ÷ the same", BEST_GOAL, best_on, rival)
-        else:
+        elif bits == 16:
             for name in dict.fromkeys(a.peer for a in guessing):
                 best = fastest(runs, t, [a for a in guessing if a.peer == name])
                 goal(f"on with its best drafter ÷ {name}'s guessing, best depths, temperature {t:g}", SAMPLED_GOAL, best_on, key(t, best))
@@ -215,7 +219,8 @@ def page(result: Mapping[str, Any]) -> str:
     lines = [f"Made by `{result['command']}` on {result['machine']['cpu']}, {result['threads']} threads, {result['date']}, revision "
              f"{result['versions']['revision']}: {len(result['prompt_tokens'])} prompts, {result['repeats']} repeats, {result['tokens']} "
              f"tokens. The memory gave {memory['median']:.1f} GB/s ({memory['low']:.1f}–{memory['high']:.1f}), a plain pass of the "
-             f"target reads {result['pass_bytes'] / 1e9:.3f} GB: at least {result['floor_ms']:.2f} ms, the limit below. Ratios are "
+             f"target, {result['bits']} bits a weight, reads {result['pass_bytes'] / 1e9:.3f} GB: at least {result['floor_ms']:.2f} ms, "
+             "the limit below. Ratios are "
              "paired medians [95 % interval over prompts].", "",
              "| T | engine | tokens/s (10th–90th) | ms a token | ÷ limit | ÷ ours off | ÷ own plain | tokens/pass | same ids as own plain "
              "| as ours off |", "|---" * 10 + "|"]
@@ -251,14 +256,14 @@ def run(args: argparse.Namespace, work: Path) -> dict[str, Any]:
     missing: dict[str, str] = {}
     for name, peer in peers.items():
         try:
-            models[name] = converted(name, peer, sources, digest, work)
+            models[name] = converted(name, peer, sources, digest, work, args.bits)
         except Broken as error:
             missing[name] = str(error)
             tell(f"{name}: {error}")
     arms = [Arm(name, depth) for name in models
             for depth in (*((0,) if peers[name].plain else ()), *(args.depths if peers[name].guesses else ()))]
-    memory, size = Memory(), pass_bytes(sources["target"])
-    with Crew(arms, peers, models, prompts[0], work, args.threads, args.together, args.patience) as crew:
+    memory, size = Memory(), pass_bytes(sources["target"]) * args.bits // 16
+    with Crew(arms, peers, models, prompts[0], work, args.threads, args.together, args.patience, args.bits) as crew:
         runs, reads = measure(crew, prompts, args.temperatures, args.repeats, args.tokens, args.seed, memory, tell)
     limit = [[1e9 * read / size for read in each] for each in reads]          # plain tokens per second, were reading the weights all
     flat = sorted(read for each in reads for read in each)
@@ -268,7 +273,8 @@ def run(args: argparse.Namespace, work: Path) -> dict[str, Any]:
             "read_gb_per_s": {"median": median(flat), "low": percentile(flat, 0.1), "high": percentile(flat, 0.9)},
             "floor_ms": size / median(flat) / 1e6, "peers": crew.versions, "load_s": crew.load_s,
             "not_run": {**missing, **{str(arm): why for arm, why in sorted(crew.broken.items())}},
-            "cells": [cell(runs, key, limit) for key in order], "goals": goals(runs, limit)}
+            "bits": args.bits,
+            "cells": [cell(runs, key, limit) for key in order], "goals": goals(runs, limit, args.bits)}
 
 
 def verdict(result: Mapping[str, Any]) -> int:
@@ -320,6 +326,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--patience", type=float, default=300, help="seconds for an answer; three times as long for a start")
     parser.add_argument("--target", type=Path, default=WEIGHTS / "target", help="the small target; default: the built-in one")
     parser.add_argument("--draft", type=Path, default=WEIGHTS / "draft")
+    parser.add_argument("--bits", type=int, default=16, choices=(16, 8, 4), help="of the target's weights; the draft model keeps its own")
     parser.add_argument("--as-is", action="store_true", help="measure this pair, without inflating it")
     parser.add_argument("--prompts-file", type=Path, default=WEIGHTS / "prompts.jsonl", help='lines of {"class", "prompt"}')
     parser.add_argument("--shortest", type=int, default=120, help="tokens of a prompt")

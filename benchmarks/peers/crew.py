@@ -23,7 +23,7 @@ from typing import Any
 @dataclass(frozen=True, slots=True)
 class Peer:
     """split: what is fixed when a worker starts, "arm" (guessing or not) or "depth"; "" if one worker serves all arms. drafter: what
-    guesses, where the worker has a choice; "model" in it stands for the draft model."""
+    guesses, where the worker has a choice; "model" in it stands for the draft model. bits: of weights that it can be given."""
 
     script: Path
     program: Path
@@ -32,6 +32,7 @@ class Peer:
     plain: bool = True
     guesses: bool = True
     drafter: str = "model"
+    bits: tuple[int, ...] = (16,)
 
 
 class Broken(Exception):
@@ -155,9 +156,9 @@ class Crew:
     models: the folders "target" and "draft" of each engine. warm: the prompt on which a worker meets each arm before it is measured."""
 
     def __init__(self, arms: Sequence[Arm], peers: Mapping[str, Peer], models: Mapping[str, Mapping[str, Path]], warm: Sequence[int],
-                 logs: Path, threads: int = 2, together: int = 0, patience: float = 300) -> None:
+                 logs: Path, threads: int = 2, together: int = 0, patience: float = 300, bits: int = 16) -> None:
         self.arms, self.peers, self.models, self.warm, self.logs = arms, peers, models, warm, logs
-        self.threads, self.together, self.patience = threads, together, patience
+        self.threads, self.together, self.patience, self.bits = threads, together, patience, bits
         self.live: dict[tuple[Any, ...], Worker] = {}
         self.broken: dict[Arm, str] = {}
         self.versions: dict[str, Any] = {}
@@ -173,7 +174,7 @@ class Crew:
             self.end(next(iter(self.live)))
         name = "-".join(map(str, key))
         job = {"do": "serve", **{role: str(path) for role, path in self.models[arm.peer].items()}, "arm": arm.mode, "depth": arm.depth,
-               "threads": self.threads, "drafter": peer.drafter}
+               "threads": self.threads, "drafter": peer.drafter, "bits": self.bits}
         command = (peer.program, peer.script, json.dumps(job))
         worker = self.live[key] = Worker(command, self.logs / f"{name}.log", surroundings(self.threads))
         hello = worker.hear(3 * self.patience)
@@ -221,24 +222,29 @@ def request(arm: Arm, prompt: Sequence[int], tokens: int, temperature: float, se
     return {"prompt_ids": list(prompt), "max_tokens": tokens, "arm": arm.mode, "depth": arm.depth, "temperature": temperature, "seed": seed}
 
 
-def converted(name: str, peer: Peer, sources: Mapping[str, Path], digest: Callable[[Path], str], work: Path) -> dict[str, Path]:
-    """The models' folders as this engine reads them, made unless they are there, from the same weights by the same script.
+def converted(name: str, peer: Peer, sources: Mapping[str, Path], digest: Callable[[Path], str], work: Path,
+              bits: int = 16) -> dict[str, Path]:
+    """The models' folders as this engine reads them, made unless they are there, from the same weights by the same script. bits: of the
+    target's weights; the draft model keeps its own.
 
-    Raises Broken if the engine is not there or its converter fails."""
+    Raises Broken if the engine is not there, cannot have such weights or its converter fails."""
+    if bits not in peer.bits:
+        raise Broken(f"it is not given weights of {bits} bits here")
     if not peer.program.exists():
         raise Broken(f"no {peer.program.name} in {peer.program.parent.parent.name}; this module's text says how to make it")
     folders = dict(sources)
     for role, source in sources.items() if peer.converts else ():
         if role == "draft" and not peer.guesses:
             continue
-        folders[role] = out = work / name / role
+        own = bits if role == "target" else 16
+        folders[role] = out = work / name / (role if own == 16 else f"{role}-{own}")
         key = f"{digest(source)} {hashlib.sha256(peer.script.read_bytes()).hexdigest()}"
         note, log = out / "converted.txt", work / f"{name}-{role}.log"
         if note.exists() and note.read_text() == key:
             continue
         shutil.rmtree(out, ignore_errors=True)
         out.mkdir(parents=True)
-        job = json.dumps({"do": "convert", "source": str(source), "out": str(out)})
+        job = json.dumps({"do": "convert", "source": str(source), "out": str(out), "bits": own})
         with log.open("wb") as told:
             done = subprocess.run([peer.program, peer.script, job], stdin=subprocess.DEVNULL, stdout=told, stderr=told, env=surroundings(2))
         if done.returncode:

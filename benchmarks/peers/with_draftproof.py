@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import count
 
 from worker import Accepted, Generate, Job, main
@@ -12,7 +13,7 @@ from draftproof.models.load import load_target
 
 def load(job: Job) -> Generate:
     settings = LoadConfig(device="cpu", threads=job["threads"], cache_tokens=16_384)      # in the type that the load chooses
-    target = load_target(job["target"], settings)
+    target = load_target(job["target"], replace(settings, quantization=None if job["bits"] == 16 else f"int{job['bits']}"))
     engine = Engine(target, job["drafter"].replace("model", f"model:{job['draft']}"), load=settings)
     runs = count()
 

@@ -1,4 +1,4 @@
-"""llama.cpp in peers.py: its server, weights as bf16. A process for each arm and depth.
+"""llama.cpp in peers.py: its server, weights as bf16 or Q4_0. A process for each arm and depth.
 
 The source tree lies in the environment's folder `llama.cpp`, built in its `build`. Its converter knows published tokenizers by a hash;
 it is told that an own one splits as GPT-2's does, which matters to text, not to the ids used here. Told to ignore end tokens, the
@@ -24,13 +24,17 @@ from worker import Accepted, Generate, Job, main
 TREE = Path(sys.prefix) / "llama.cpp"
 
 
-def convert(source: Path, out: Path) -> None:
+def convert(source: Path, out: Path, bits: int) -> None:
     sys.path[:0] = [str(TREE), str(TREE / "gguf-py")]
     from conversion.base import TextModel
 
     TextModel.get_vocab_base_pre = lambda self, tokenizer: "gpt-2"
-    sys.argv = ["convert_hf_to_gguf.py", str(source), "--outtype", "bf16", "--outfile", str(out / "model.gguf")]
+    whole = out / ("model.gguf" if bits == 16 else "whole.gguf")
+    sys.argv = ["convert_hf_to_gguf.py", str(source), "--outtype", "bf16", "--outfile", str(whole)]
     runpy.run_path(str(TREE / "convert_hf_to_gguf.py"), run_name="__main__")
+    if bits == 4:
+        subprocess.run([TREE / "build/bin/llama-quantize", whole, out / "model.gguf", "Q4_0"], check=True)
+        whole.unlink()
 
 
 def load(job: Job) -> Generate:

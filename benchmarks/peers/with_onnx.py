@@ -10,7 +10,7 @@ from pathlib import Path
 from worker import Accepted, Generate, Job, main
 
 
-def convert(source: Path, out: Path) -> None:
+def convert(source: Path, out: Path, bits: int) -> None:
     subprocess.run([sys.executable, "-m", "onnxruntime_genai.models.builder", "-i", source, "-o", out, "-p", "fp32", "-e", "cpu", "-c",
                     out / "cache"], check=True)
 

@@ -13,10 +13,10 @@ import numpy as np
 from worker import Accepted, Generate, Job, main
 
 
-def convert(source: Path, out: Path) -> None:
+def convert(source: Path, out: Path, bits: int) -> None:
     tools = Path(sys.executable).parent
     subprocess.run([tools / "optimum-cli", "export", "openvino", "--model", source, "--task", "text-generation-with-past",
-                    "--weight-format", "fp16", out], check=True)
+                    "--weight-format", *(["fp16"] if bits == 16 else [f"int{bits}", "--group-size", "64"]), out], check=True)
     subprocess.run([tools / "convert_tokenizer", source, "--with-detokenizer", "-o", out], check=True)
 
 

@@ -1,8 +1,8 @@
 """What the workers of peers.py share: a job as JSON on the command line, then one JSON line in, one JSON line out.
 
-    python with_NAME.py '{"do": "convert", "source": FOLDER, "out": FOLDER}'
+    python with_NAME.py '{"do": "convert", "source": FOLDER, "out": FOLDER, "bits": 16}'
     python with_NAME.py '{"do": "serve", "target": FOLDER, "draft": FOLDER, "arm": "plain", "depth": 0, "threads": 2,
-                         "drafter": "model"}'
+                         "drafter": "model", "bits": 16}'
 
 A server first says {"ready": true, "versions": {…}, "load": seconds}. Every line that comes then,
 {"prompt_ids", "max_tokens", "arm": "plain" or "draft", "depth", "temperature", "seed"}, is answered with {"ids": the new tokens,
@@ -38,12 +38,12 @@ def timed(generate: Generate, request: Job, tokens: int) -> tuple[float, list[in
     return seconds, ids, accepted() if callable(accepted) else accepted
 
 
-def main(load: Load, packages: tuple[str, ...], convert: Callable[[Path, Path], None] | None = None) -> None:
-    """`load` prepares the engine for a job; `convert` writes a checkpoint's folder in the engine's own format."""
+def main(load: Load, packages: tuple[str, ...], convert: Callable[[Path, Path, int], None] | None = None) -> None:
+    """`load` prepares the engine for a job; `convert` writes a checkpoint's folder in the engine's own format, weights of so many bits."""
     job = json.loads(sys.argv[1])
     if job["do"] == "convert":
         assert convert is not None, "this engine reads the checkpoint as it is"
-        convert(Path(job["source"]), Path(job["out"]))
+        convert(Path(job["source"]), Path(job["out"]), job["bits"])
         return
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8", buffering=1)
     os.dup2(2, 1)

@@ -7,6 +7,7 @@ import json
 import os
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from worker import main
 kind, clock = {kind!r}, [0.0]
 time.perf_counter = lambda: clock[0]          # it says how long it took, so that no load of the machine counts
 
-def convert(source, out):
+def convert(source, out, bits):
     print("no such format", file=sys.stderr)
     sys.exit(kind == "dies" and 4)
 
@@ -127,6 +128,11 @@ def test_converting(tmp_path: Path) -> None:
         peers.converted("dies", fake(tmp_path, "dies", converts=True), sources, digest, work)
     with pytest.raises(Broken, match="no python in .venv-x"):
         peers.converted("x", Peer(good.script, tmp_path / ".venv-x/bin/python"), sources, digest, work)
+    with pytest.raises(Broken, match="not given weights of 4 bits"):
+        peers.converted("answers", good, sources, digest, work, 4)
+    rounded = replace(good, bits=(16, 4))
+    folders = peers.converted("answers", rounded, sources, digest, work, 4)
+    assert {role: folder.name for role, folder in folders.items()} == {"target": "target-4", "draft": "draft"}
 
 
 def timed(rate: float, ids: tuple[int, ...] = (1, 2, 3), accepted: int | None = None) -> Any:
@@ -158,6 +164,8 @@ def test_goals_and_verdict() -> None:
         ("ours+ngram K=4", "b K=6", False),
         ("ours K=4", "a K=2", True), ("ours K=4", "b K=6", False)]
     assert found[1]["found"]["median"] == pytest.approx(50 / 60)
+    assert [(g["over"], g["against"], g["met"]) for g in peers.goals(runs, limit, bits=4)] == [
+        ("ours plain", "a plain", False), ("ours K=4", "ours plain", True)]
     result = {"cells": [peers.cell(runs, key, limit) for key in runs], "goals": found}
     assert peers.verdict(result) == 3 and peers.verdict({**result, "goals": found[:1]}) == 0
     row = result["cells"][1]
@@ -168,7 +176,7 @@ def test_goals_and_verdict() -> None:
     assert peers.verdict({"cells": [peers.cell(alone, key, limit) for key in alone], "goals": []}) == 1
     page = peers.page({**result, "command": "c", "machine": {"cpu": "x"}, "threads": 2, "date": "d", "versions": {"revision": "r"},
                        "prompt_tokens": [3], "repeats": 2, "tokens": 3, "read_gb_per_s": {"median": 60.0, "low": 50.0, "high": 70.0},
-                       "pass_bytes": 10**9, "floor_ms": 16.7, "not_run": {"c": "no python"}})
+                       "pass_bytes": 10**9, "bits": 16, "floor_ms": 16.7, "not_run": {"c": "no python"}})
     assert "| 0 | ours K=4 | 120.0 (120.0–120.0) | 8.3 | 2.00 [2.00–2.00]" in page and "c: not run: no python" in page and "NO" in page
 
 
@@ -180,7 +188,7 @@ def test_bytes_of_a_pass() -> None:
 @pytest.mark.parametrize("name", ["with_draftproof", "with_transformers"])
 def test_own_workers_on_the_built_in_pair(name: str) -> None:
     load = importlib.import_module(name).load
-    generate = load({"target": str(WEIGHTS / "target"), "draft": str(WEIGHTS / "draft"), "threads": 1, "drafter": "model"})
+    generate = load({"target": str(WEIGHTS / "target"), "draft": str(WEIGHTS / "draft"), "threads": 1, "drafter": "model", "bits": 16})
     ids = json.loads((WEIGHTS / "prompts.jsonl").read_text("utf-8").splitlines()[0])["prompt"]
     prompt = [ord(c) % 256 + 4 for c in ids[:40]]
     plain, _ = generate(peers.request(Arm(name, 0), prompt, 12, 0.0, 1), 12)
