@@ -12,7 +12,6 @@ from draftproof.config import LoadConfig
 from draftproof.models import load, native, passes
 from draftproof.models.fused import FusedLayer, can_fuse, rms_norm
 from draftproof.models.load import load_target
-from draftproof.models.packed import multiplies_bfloat16
 from draftproof.models.paged import PagedTarget
 from draftproof.models.passes import Pass, chain_items, general_items
 from draftproof.types import Draft, Scores
@@ -99,8 +98,6 @@ def test_fused_pass_agrees_with_the_transformers_forward(family: str, dtype: str
 def test_the_block_in_one_call_has_the_bits_of_its_parts(family: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save(family, tmp_path, torch.bfloat16)
     target, twin = (pair(tmp_path, dtype)[0] for _ in range(2))
-    if dtype == "bfloat16" and multiplies_bfloat16():
-        pytest.skip("this processor has products of its own for bfloat16")
     assert target.fused is not None and target.fused.rows_alone() and not target.whole_tiles
     monkeypatch.setattr(twin.fused, "_kernels", lambda pool: None)
     for one, other in zip(play(target), play(twin), strict=True):
