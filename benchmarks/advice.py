@@ -2,7 +2,7 @@
 
     python benchmarks/advice.py                                        the demo target, ngram, suffix and model, depths 1 to 8
     python benchmarks/advice.py --shape demo --shape 0.6B --shape 1B --each 4 --tokens 64 --depth 2 --depth 4 --budget 240 --repeats 6
-        --write docs/advice_accuracy.md                                as the table in docs/; about 25 minutes
+        --write docs/advice_accuracy.md                                a table for docs/; about 25 minutes
     python benchmarks/advice.py --target FOLDER --drafter ngram --drafter model:FOLDER --depth 2 --depth 4 --concurrency 1,8
 
 Per target: the prompts of every class are answered with speculation off, which is the log. The advice is what `draftproof advise`
@@ -134,16 +134,13 @@ def heard(log: Path, target: Target, arms: Sequence[tuple[str, int]], load: Load
 
 def pooled(parts: Sequence[Sequence[Cost]]) -> list[Cost]:
     """One list of costs from several of the same rounds, timed at different moments: means, and of the intervals the mean's."""
-
-    def mean_of(name: str, group: Sequence[Cost]) -> float:
-        return fmean(getattr(cost, name) for cost in group)
-
+    names = ("nodes", "slope", "context", "context_s", "start_s", "token_s")
     found = []
     for group in zip(*parts, strict=True):
         middle = fmean(cost.seconds.median for cost in group)
         half = fmean(cost.seconds.high - cost.seconds.low for cost in group) / 2 / len(group) ** 0.5
         found.append(replace(group[0], seconds=Spread(middle, middle - half, middle + half),
-                             **{name: mean_of(name, group) for name in ("nodes", "slope", "context", "context_s", "start_s", "token_s")}))
+                             **{name: fmean(getattr(cost, name) for cost in group) for name in names}))
     return found
 
 

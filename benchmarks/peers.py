@@ -196,8 +196,8 @@ def goals(runs: Runs, limit: Rates, bits: int = 16) -> list[dict[str, Any]]:
         here = [arm for temperature, arm in runs if temperature == t]
         off, on = (t, Arm(OURS, 0)), key(t, fastest(runs, t, [a for a in here if a.peer == OURS and a.depth]))
         best_on = key(t, fastest(runs, t, [a for a in here if a.peer in (OURS, CHAINED) and a.depth]))
-        guessing = [a for a in here if a.peer not in (OURS, CHAINED) and a.depth]
-        plain = fastest(runs, t, [a for a in here if a.peer not in (OURS, CHAINED) and not a.depth])
+        others = [a for a in here if a.peer not in (OURS, CHAINED)]
+        guessing, plain = [a for a in others if a.depth], fastest(runs, t, [a for a in others if not a.depth])
         if t == 0 and bits != 16:
             goal("off ÷ the best peer's plain decoding", 1.0, off, key(t, plain))
             goal("on at its best depth ÷ off", 1.0, on, off)

@@ -118,7 +118,7 @@ def multiply(x: Tensor, by: Product) -> Tensor:
     columns, halves = x.shape[-1], x.dtype == torch.bfloat16
     assert columns == by.columns and x.dtype in TYPES, f"x {list(x.shape)} {x.dtype} for {by.columns} columns"
     x, y = x.contiguous(), torch.empty(*x.shape[:-1], by.out, dtype=x.dtype)
-    rows, words = x.numel() // columns, _loaded().room_of(by.bits, columns, halves)
+    rows, words = x.numel() // max(1, columns), _loaded().room_of(by.bits, columns, halves)
     room = torch.empty(rows * words, dtype=torch.int32) if words else None
     _loaded().multiply(by, x.data_ptr(), _address(room), y.data_ptr(), rows, halves, torch.get_num_threads())
     return y
