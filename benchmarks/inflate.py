@@ -116,6 +116,11 @@ def opposed(vectors: Tensor) -> Tensor:
     return out
 
 
+def rotation_of(large: int, small: int, generator: torch.Generator) -> Tensor:
+    """R [large, small]: what a seed's generator draws first."""
+    return torch.linalg.qr(torch.randn(large, small, generator=generator, device=generator.device))[0]
+
+
 class Inflater:
     """Fills one large model, matrix by matrix, on its own device, in float32 and then in the model's dtype."""
 
@@ -126,7 +131,7 @@ class Inflater:
         self.large_head_dim = shape.head_dim or self.head_dim
         self.generator = torch.Generator(device=device).manual_seed(seed)
         d = self.config.hidden_size
-        self.rotation = torch.linalg.qr(self.random(shape.hidden, d))[0]               # [D, d]
+        self.rotation = rotation_of(shape.hidden, d, self.generator)
         self.scale = math.sqrt(shape.hidden / d)
         self.filled: set[int] = set()
         m, half = self.large_head_dim // self.head_dim, self.head_dim // 2

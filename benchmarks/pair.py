@@ -1,14 +1,16 @@
-"""The pair that engine.py and peers.py measure: the built-in one, inflated to 579 M and 18 M, and prompts for it."""
+"""The pair that engine.py and peers.py measure: the built-in one, inflated to 579 M and 18 M, a head and prompts for it."""
 
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
 import torch
-from inflate import Shape, build_inflated
+from inflate import Shape, build_inflated, real_layers, rotation_of
 from provenance import digest
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 SHAPES = {"target": Shape(1536, 16, 24, 12, 6144), "draft": Shape(512, 4, 8, 4, 1728)}
@@ -23,6 +25,29 @@ def inflated(source: Path, name: str, work: Path, seed: int) -> Path:
         build_inflated(small, SHAPES[name], "cpu", torch.bfloat16, seed).save_pretrained(folder)
         AutoTokenizer.from_pretrained(source).save_pretrained(folder)
         note.write_text(key)
+    return folder
+
+
+def turned_head(head: Path, source: Path, work: Path, seed: int) -> Path:
+    """The folder of an EAGLE-3 head of the small target `source`, made to fit the inflated one: the same function of the same text.
+
+    The large stream is s·R·h, so its input projection reads it through Rᵀ/s, at the layers that compute the small ones; the embedding
+    that it borrowed goes with it. Everything else is as it was trained, and as small."""
+    config, tensors = json.loads((head / "config.json").read_text("utf-8")), load_file(head / "model.safetensors")
+    small = json.loads((source / "config.json").read_text("utf-8"))
+    width, large, layers = small["hidden_size"], SHAPES["target"].hidden, small["num_hidden_layers"]
+    assert not config["fc_norm"] and not config["norm_before_fc"], "a norm before the projection would have to be turned, too"
+    back = rotation_of(large, width, torch.Generator().manual_seed(seed)).T / math.sqrt(large / width)
+    parts = tensors["fc.weight"].float().split(width, 1)
+    tensors["fc.weight"] = torch.cat([part @ back for part in parts], 1).to(tensors["fc.weight"].dtype)
+    tensors["embed_tokens.weight"] = load_file(source / "model.safetensors")["model.embed_tokens.weight"]
+    places = real_layers(layers, SHAPES["target"].layers)
+    taps = [places.index(layer) for layer in config["eagle_config"]["eagle_aux_hidden_state_layer_ids"]]
+    config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] = taps
+    folder = work / "head"
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps({**config, "target_hidden_size": large}, indent=2))
     return folder
 
 

@@ -5,7 +5,8 @@
     python benchmarks/peers.py --work DIR --together 6 --write docs/peers.md        # at most 6 engines in memory
     python benchmarks/peers.py --work DIR --bits 4                  # the target's weights rounded to four bits, by each engine's own rule
 
-The built-in pair is inflated (see inflate.py: nothing to merge or skip) and converted for each engine, kept in DIR. Each engine runs in
+The built-in pair is inflated (see inflate.py: nothing to merge or skip) and converted for each engine, kept in DIR; the built-in EAGLE-3
+head, which only our own arms use, is turned to fit the inflated target and stays as small as it is. Each engine runs in
 its own environment as one or more workers (peers/), which are stopped while another one is measured. Prompt by prompt, every arm runs
 in an order drawn anew: an engine, plain or guessing at one depth, at one temperature. Rates are of decoding: the tokens after the first
 over the time of the run less that of a run of the same prompt for one token. Ratios are paired by prompt and repeat. Before every arm
@@ -51,7 +52,7 @@ sys.path.append(str(Path(__file__).resolve().parent / "peers"))       # what sta
 import torch
 from crew import Arm, Broken, Crew, Peer, Timed, converted, request
 from pages import put
-from pair import SHAPES, inflated, read_prompts
+from pair import SHAPES, inflated, read_prompts, turned_head
 from provenance import digest, provenance
 from ratios import paired, shown
 from transformers import AutoTokenizer
@@ -60,7 +61,7 @@ from draftproof.bench.cells import percentile
 from draftproof.models.load import WEIGHTS
 
 HERE = Path(__file__).resolve().parent
-OURS, CHAINED = "ours", "ours+ngram"
+OURS = "ours"
 OFF_GOAL, LIMIT_GOAL, ON_GOAL, BEST_GOAL, SAMPLED_GOAL = 0.95, 0.85, 1.15, 1.35, 2.0
 
 
@@ -71,13 +72,17 @@ def peer(script: str, environment: str = "", **more: Any) -> Peer:
 
 PEERS = {
     OURS: peer("with_draftproof.py", bits=(16, 8, 4)),
-    CHAINED: peer("with_draftproof.py", plain=False, drafter="ngram+model", bits=(16, 8, 4)),
+    "ours+ngram": peer("with_draftproof.py", plain=False, drafter="ngram+model", bits=(16, 8, 4)),
+    "ours+eagle3": peer("with_draftproof.py", plain=False, drafter="ngram+eagle3", bits=(16, 8, 4)),
+    "ours+trees": peer("with_draftproof.py", plain=False, drafter="suffix+eagle3", tree=12, bits=(16, 8, 4)),
     "transformers": peer("with_transformers.py"),
     "vllm": peer("with_vllm.py", ".venv-vllm", split="depth"),
     "openvino": peer("with_openvino.py", ".venv-openvino", split="arm", converts=True, bits=(16, 8, 4)),
     "llamacpp": peer("with_llamacpp.py", ".venv-llamacpp", split="depth", converts=True, bits=(16, 4)),
     "onnx": peer("with_onnx.py", ".venv-onnx", converts=True, guesses=False),
 }
+
+OWN = tuple(name for name in PEERS if name.split("+")[0] == OURS)
 
 Key = tuple[float, Arm]                                # temperature and arm
 Runs = dict[Key, list[list[Timed]]]                    # → prompt → repeats
@@ -195,8 +200,8 @@ def goals(runs: Runs, limit: Rates, bits: int = 16) -> list[dict[str, Any]]:
     for t in dict.fromkeys(t for t, _ in runs):
         here = [arm for temperature, arm in runs if temperature == t]
         off, on = (t, Arm(OURS, 0)), key(t, fastest(runs, t, [a for a in here if a.peer == OURS and a.depth]))
-        best_on = key(t, fastest(runs, t, [a for a in here if a.peer in (OURS, CHAINED) and a.depth]))
-        others = [a for a in here if a.peer not in (OURS, CHAINED)]
+        best_on = key(t, fastest(runs, t, [a for a in here if a.peer in OWN and a.depth]))
+        others = [a for a in here if a.peer not in OWN]
         guessing, plain = [a for a in others if a.depth], fastest(runs, t, [a for a in others if not a.depth])
         if t == 0 and bits != 16:
             goal("off ÷ the best peer's plain decoding", 1.0, off, key(t, plain))
@@ -247,6 +252,8 @@ def run(args: argparse.Namespace, work: Path) -> dict[str, Any]:
     facts = provenance()
     sources = {role: path if args.as_is else inflated(path, role, work, args.seed)
                for role, path in (("target", args.target.absolute()), ("draft", args.draft.absolute()))}
+    head = args.head.absolute()
+    sources["head"] = head if args.as_is else turned_head(head, args.target.absolute(), work, args.seed)
     prompts = read_prompts(args.prompts_file, AutoTokenizer.from_pretrained(sources["target"]), args.prompts, args.shortest, args.longest)
     peers = {name: PEERS[name] for name in args.peers}
     for name, program in args.env:
@@ -326,6 +333,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--patience", type=float, default=300, help="seconds for an answer; three times as long for a start")
     parser.add_argument("--target", type=Path, default=WEIGHTS / "target", help="the small target; default: the built-in one")
     parser.add_argument("--draft", type=Path, default=WEIGHTS / "draft")
+    parser.add_argument("--head", type=Path, default=WEIGHTS / "eagle3", help="an EAGLE-3 head of the small target")
     parser.add_argument("--bits", type=int, default=16, choices=(16, 8, 4), help="of the target's weights; the draft model keeps its own")
     parser.add_argument("--as-is", action="store_true", help="measure this pair, without inflating it")
     parser.add_argument("--prompts-file", type=Path, default=WEIGHTS / "prompts.jsonl", help='lines of {"class", "prompt"}')

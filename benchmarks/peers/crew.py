@@ -23,7 +23,8 @@ from typing import Any
 @dataclass(frozen=True, slots=True)
 class Peer:
     """split: what is fixed when a worker starts, "arm" (guessing or not) or "depth"; "" if one worker serves all arms. drafter: what
-    guesses, where the worker has a choice; "model" in it stands for the draft model. bits: of weights that it can be given."""
+    guesses, where the worker has a choice; "model" in it stands for the draft model, "eagle3" for the head. tree: most nodes of a round;
+    0: chains. bits: of weights that it can be given."""
 
     script: Path
     program: Path
@@ -32,6 +33,7 @@ class Peer:
     plain: bool = True
     guesses: bool = True
     drafter: str = "model"
+    tree: int = 0
     bits: tuple[int, ...] = (16,)
 
 
@@ -153,7 +155,8 @@ class Worker:
 class Crew:
     """The workers of all arms, at most `together` (0: all) alive at once: the one unused for longest makes room.
 
-    models: the folders "target" and "draft" of each engine. warm: the prompt on which a worker meets each arm before it is measured."""
+    models: the folders "target", "draft" and perhaps "head" of each engine. warm: the prompt on which a worker meets each arm before it
+    is measured."""
 
     def __init__(self, arms: Sequence[Arm], peers: Mapping[str, Peer], models: Mapping[str, Mapping[str, Path]], warm: Sequence[int],
                  logs: Path, threads: int = 2, together: int = 0, patience: float = 300, bits: int = 16) -> None:
@@ -174,7 +177,7 @@ class Crew:
             self.end(next(iter(self.live)))
         name = "-".join(map(str, key))
         job = {"do": "serve", **{role: str(path) for role, path in self.models[arm.peer].items()}, "arm": arm.mode, "depth": arm.depth,
-               "threads": self.threads, "drafter": peer.drafter, "bits": self.bits}
+               "threads": self.threads, "drafter": peer.drafter, "tree": peer.tree, "bits": self.bits}
         command = (peer.program, peer.script, json.dumps(job))
         worker = self.live[key] = Worker(command, self.logs / f"{name}.log", surroundings(self.threads))
         hello = worker.hear(3 * self.patience)
@@ -234,7 +237,7 @@ def converted(name: str, peer: Peer, sources: Mapping[str, Path], digest: Callab
         raise Broken(f"no {peer.program.name} in {peer.program.parent.parent.name}; this module's text says how to make it")
     folders = dict(sources)
     for role, source in sources.items() if peer.converts else ():
-        if role == "draft" and not peer.guesses:
+        if role == "head" or (role == "draft" and not peer.guesses):
             continue
         own = bits if role == "target" else 16
         folders[role] = out = work / name / (role if own == 16 else f"{role}-{own}")

@@ -14,7 +14,8 @@ from draftproof.models.load import load_target
 def load(job: Job) -> Generate:
     settings = LoadConfig(device="cpu", threads=job["threads"], cache_tokens=16_384)      # in the type that the load chooses
     target = load_target(job["target"], replace(settings, quantization=None if job["bits"] == 16 else f"int{job['bits']}"))
-    engine = Engine(target, job["drafter"].replace("model", f"model:{job['draft']}"), load=settings)
+    drafter = job["drafter"].replace("model", f"model:{job['draft']}").replace("eagle3", f"eagle3:{job.get('head')}")
+    engine = Engine(target, drafter, tree=job["tree"] or None, load=settings)
     runs = count()
 
     def generate(request: Job, tokens: int) -> tuple[list[int], Accepted]:

@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from benchmark_module import FOLDER, benchmark
+from safetensors.torch import load_file
 
 from draftproof.models.load import WEIGHTS
 
@@ -156,7 +158,7 @@ def test_goals_and_verdict() -> None:
     ours, on, slow = Arm("ours", 0), Arm("ours", 4), Arm("ours", 2)
     runs = {(0.0, ours): every(50), (0.0, on): every(120, accepted=1), (0.0, slow): every(70), (0.0, Arm("a", 0)): every(52),
             (0.0, Arm("b", 0)): every(40), (0.0, Arm("a", 2)): every(60), (0.0, Arm("b", 6)): every(100), (0.8, on): every(80),
-            (0.8, Arm("a", 2)): every(39), (0.8, Arm("b", 6)): every(50), (0.0, Arm(peers.CHAINED, 4)): every(130)}
+            (0.8, Arm("a", 2)): every(39), (0.8, Arm("b", 6)): every(50), (0.0, Arm("ours+ngram", 4)): every(130)}
     limit = [[60.0, 60.0]] * 3
     found = peers.goals(runs, limit)
     assert [(g["over"], g["against"], g["met"]) for g in found] == [
@@ -171,7 +173,7 @@ def test_goals_and_verdict() -> None:
     row = result["cells"][1]
     assert row["tokens_per_pass"] == 1.5 and row["over_off"]["median"] == pytest.approx(2.4) and row["same_as_ours_off"] == "6/6"
     assert result["cells"][7]["over_off"] is None, "there is no plain run of ours at that temperature"
-    alone = {key: runs[key] for key in runs if key[1].peer not in ("ours", peers.CHAINED)}
+    alone = {key: runs[key] for key in runs if key[1].peer not in peers.OWN}
     assert [g["met"] for g in peers.goals(alone, limit)] == [None] * 6
     assert peers.verdict({"cells": [peers.cell(alone, key, limit) for key in alone], "goals": []}) == 1
     page = peers.page({**result, "command": "c", "machine": {"cpu": "x"}, "threads": 2, "date": "d", "versions": {"revision": "r"},
@@ -188,7 +190,8 @@ def test_bytes_of_a_pass() -> None:
 @pytest.mark.parametrize("name", ["with_draftproof", "with_transformers"])
 def test_own_workers_on_the_built_in_pair(name: str) -> None:
     load = importlib.import_module(name).load
-    generate = load({"target": str(WEIGHTS / "target"), "draft": str(WEIGHTS / "draft"), "threads": 1, "drafter": "model", "bits": 16})
+    generate = load({"target": str(WEIGHTS / "target"), "draft": str(WEIGHTS / "draft"), "threads": 1, "drafter": "model", "tree": 0,
+                     "bits": 16})
     ids = json.loads((WEIGHTS / "prompts.jsonl").read_text("utf-8").splitlines()[0])["prompt"]
     prompt = [ord(c) % 256 + 4 for c in ids[:40]]
     plain, _ = generate(peers.request(Arm(name, 0), prompt, 12, 0.0, 1), 12)
@@ -196,3 +199,20 @@ def test_own_workers_on_the_built_in_pair(name: str) -> None:
         new, accepted = generate(peers.request(Arm(name, 2), prompt, 12, temperature, 1), 12)
         assert len(new) == 12 and 0 <= accepted < 12
         assert temperature or new == plain
+
+
+def test_a_turned_head_reads_the_large_stream_as_the_small_one(tmp_path: Path) -> None:
+    pair, inflate = benchmark("pair"), benchmark("inflate")
+    folder = pair.turned_head(WEIGHTS / "eagle3", WEIGHTS / "target", tmp_path, 3)
+    small, large = (load_file(place / "model.safetensors") for place in (WEIGHTS / "eagle3", folder))
+    config = json.loads((folder / "config.json").read_text("utf-8"))
+    width, wide = 384, config["target_hidden_size"]
+    random = torch.Generator().manual_seed(3)
+    rotation = inflate.rotation_of(wide, width, random)
+    assert (rotation.T @ rotation - torch.eye(width)).abs().max() < 1e-5
+    hidden = [torch.randn(5, width, generator=random) for _ in range(3)]
+    stream = torch.cat([h @ rotation.T * (wide / width) ** 0.5 for h in hidden], 1)
+    expected, found = torch.cat(hidden, 1) @ small["fc.weight"].float().T, stream @ large["fc.weight"].float().T
+    assert (found - expected).abs().max() < 0.02 * expected.abs().max(), "but for rounding to bfloat16"
+    assert config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [1, 6, 9], "where layers 1, 4 and 6 of ten are among sixteen"
+    assert torch.equal(large["lm_head.weight"], small["lm_head.weight"]) and large["embed_tokens.weight"].shape == (4096, width)

@@ -10,18 +10,18 @@ from draftproof.bench.machine import machine
 from draftproof.models import native
 
 
-@pytest.fixture(scope="module", params=["other width", "no pairs"])
+@pytest.fixture(scope="module", params=["other width", "pairs", "no pairs"])
 def other_kernels(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """The kernels with vectors of the width that this processor does not take, or without its bfloat16 instructions."""
+    """The kernels with vectors of the width that this processor does not take, and with and without its products of bfloat16 pairs."""
     if not native.available()[0]:
         pytest.skip(native.available()[1])
-    if request.param == "no pairs" and not machine()["cpu_flags"]["avx512_bf16"]:
+    if request.param != "other width" and not machine()["cpu_flags"]["avx512_bf16"]:
         pytest.skip("this processor has no bfloat16 instructions")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("kernels")))
         native._library.cache_clear()
         stock = native._loaded().wide() // 2
-        asked = f"-DLANES={24 - stock}" if request.param == "other width" else "-mno-avx512bf16"
+        asked = {"other width": f"-DLANES={24 - stock}", "pairs": "-DTAKES_PAIRS=1", "no pairs": "-DTAKES_PAIRS=0"}[request.param]
         patch.setattr(native, "FLAGS", [*native.FLAGS, asked])
         native._library.cache_clear()
         assert native.available()[0] and native._loaded().wide() == 2 * (24 - stock if request.param == "other width" else stock)

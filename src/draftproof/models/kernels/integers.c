@@ -142,7 +142,7 @@ static void as_groups(const void *x, long first, long in, int halves, void *to)
     }
 }
 
-#ifdef MULTIPLIES_PAIRS
+#if TAKES_PAIRS
 EACH(EIGHT_PAIRS) EACH(FOUR_PAIRS)
 static panel_kernel *const eight_pairs[] = {EACH(EIGHT_PAIRS_NAME)}, *const four_pairs[] = {EACH(FOUR_PAIRS_NAME)};
 
@@ -168,7 +168,7 @@ static void as_groups_of_pairs(const void *x, long first, long in, int halves, v
 form form_of_whole(int bits, long in, int halves)
 {
     long four = (in + 3) / 4, groups = (in + GROUP - 1) / GROUP; /* words of eight bits, groups of four bits */
-#ifdef MULTIPLIES_PAIRS
+#if TAKES_PAIRS
     if (halves && bits == 8) return (form){MOST, 0, four, four * WIDE, 2 * four, as_words_of_pairs, eight_pairs, 0};
     if (halves) return (form){MOST, 0, groups, groups * GROUP_WORDS, groups * (GROUP / 2 + 1), as_groups_of_pairs, four_pairs, 0};
 #endif

@@ -49,8 +49,16 @@ static inline void fill(const void *from, long first, long n, void *to, long wid
     memset((uint16_t *)to + n, 0, 2 * (wide - n));
 }
 
-#if defined __AVX512BF16__ && LANES == 16
-#define MULTIPLIES_PAIRS
+/* Whether products of bfloat16 pairs are used. Intel's processors, which have AVX512-FP16 beside them, take four times as long for one as
+ * for a product of float32; on AMD's they pay (docs/log.md). */
+#ifndef TAKES_PAIRS
+#if defined __AVX512BF16__ && LANES == 16 && !defined __AVX512FP16__
+#define TAKES_PAIRS 1
+#else
+#define TAKES_PAIRS 0
+#endif
+#endif
+#if TAKES_PAIRS
 #include <immintrin.h>
 static inline floats plus_pairs(floats sum, words w, uint32_t x) /* sum + w's odd halves times x's, + the even ones */
 {

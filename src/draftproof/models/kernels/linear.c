@@ -3,7 +3,7 @@
  *
  * W [out, in] lies in panels of WIDE outputs. A panel holds, for each pair of columns, WIDE words of 32 bits: the even column's
  * bfloat16 in the lower half, the odd column's in the upper half. A shift or a mask makes a float32 of each; where x is bfloat16 and the
- * processor multiplies pairs, it takes them as they are (and numbers below 2^-126 as zeros).
+ * processor multiplies pairs well, it takes them as they are (and numbers below 2^-126 as zeros).
  *
  * Every output is one chain of additions over the columns in order, in float32, whatever the number of rows: a row's bits do not depend
  * on its neighbours. Rows share one reading of a panel, as many as the accumulators leave registers for.
@@ -62,7 +62,7 @@
 
 EACH(SINGLES) EACH_OF_TWO(SINGLES)
 static panel_kernel *const singles[] = {EACH(SINGLES_NAME)}, *const singles_of_two[] = {EACH_OF_TWO(SINGLES_NAME)};
-#ifdef MULTIPLIES_PAIRS
+#if TAKES_PAIRS
 EACH(PAIRS) PAIRS(1, 2)
 static panel_kernel *const pairs[] = {EACH(PAIRS_NAME)}, *const pairs_of_two[] = {pairs_1_2};
 
@@ -75,7 +75,7 @@ static form form_of(int bits, long in, int halves)
 {
     long length = (in + 1) / 2;
     if (bits != 16) return form_of_whole(bits, in, halves);
-#ifdef MULTIPLIES_PAIRS
+#if TAKES_PAIRS
     if (halves) return (form){MOST, 1, length, length * WIDE, length, in % 2 ? as_pairs : 0, pairs, pairs_of_two};
 #endif
     return (form){MOST, MOST / 2, length, length * WIDE, 2 * length, halves || in % 2 ? as_singles : 0, singles, singles_of_two};
