@@ -38,9 +38,10 @@ def test_halves_hold_every_class_in_turn(advice: Any) -> None:
 def test_the_ratio_is_one_of_sums_and_its_interval_is_that_of_the_repeats(advice: Any) -> None:
     found = times(ngramat2=0.5)
     found[1, "ngram@2", 7] = [8.0, 80.0, 8.0]               # as slow as off, and a pause in one repeat
-    mid, low, high = advice.resampled(found, 1, ("off", "ngram@2"), range(8))
+    sides = tuple(dict.fromkeys(range(8), arm) for arm in ("off", "ngram@2"))
+    mid, low, high = advice.resampled(found, 1, sides)
     assert mid == pytest.approx(36 / (28 * 0.5 + 8)) and low < mid < high
-    steady = advice.resampled(times(ngramat2=0.5), 1, ("off", "ngram@2"), range(8))
+    steady = advice.resampled(times(ngramat2=0.5), 1, sides)
     assert steady[0] == pytest.approx(2.0) and 0 < steady[2] - steady[1] < 0.1
 
 
@@ -62,16 +63,27 @@ def chosen(depth: int) -> Forecast:
 
 @pytest.mark.parametrize(("depth", "loss", "shown"), [(4, 0.0, False), (2, 0.2, True), (0, 0.6, True)])
 def test_what_a_recommendation_loses(depth: int, loss: float, shown: bool, advice: Any) -> None:
-    (one,) = advice.regrets([chosen(depth)], times(ngramat2=0.5, ngramat4=0.4), ITEMS, ARMS, DEPTHS)
-    assert one["best"] == "ngram@4" and one["slower_by"] == pytest.approx(loss, abs=0.02) and one["shown"] is shown
+    (one,) = advice.regrets(([chosen(depth)], [chosen(depth)]), times(ngramat2=0.5, ngramat4=0.4), ITEMS, ARMS, DEPTHS)
+    assert one["best"] == ["ngram@4"] and one["slower_by"] == pytest.approx(loss, abs=0.02) and one["shown"] is shown
 
 
 def test_a_loss_within_the_noise_is_not_shown(advice: Any) -> None:
     noisy = times(ngramat2=0.5, ngramat4=0.47)
     for i in range(8):
         noisy[1, "ngram@4", i] = [(1 + i) * f for f in (0.3, 0.47, 0.7)]
-    (one,) = advice.regrets([chosen(2)], noisy, ITEMS, ARMS, DEPTHS)
+    (one,) = advice.regrets(([chosen(2)], [chosen(2)]), noisy, ITEMS, ARMS, DEPTHS)
     assert one["slower_by"] > 0.03 and one["low"] < 0.03 and not one["shown"]
+
+
+def test_neither_side_is_judged_on_the_half_that_chose_it(advice: Any) -> None:
+    """Depth 2 is best on one half, depth 4 on the other, by as much: each half recommends its own best, and loses nothing to it."""
+    found = times(ngramat2=0.5, ngramat4=0.5)
+    for i in range(8):
+        found[1, f"ngram@{(2, 4)[advice.half_of(i, ITEMS)]}", i] = [(1 + i) * 0.3] * 3
+    (one,) = advice.regrets(([chosen(2)], [chosen(4)]), found, ITEMS, ARMS, DEPTHS)
+    assert one["slower_by"] == 0 and sorted(one["recommended"]) == sorted(one["best"]) == ["ngram@2", "ngram@4"]
+    (swapped,) = advice.regrets(([chosen(4)], [chosen(2)]), found, ITEMS, ARMS, DEPTHS)
+    assert swapped["slower_by"] < -0.5, "on the other half the other one is faster"
 
 
 def test_all_of_it_on_a_tiny_pair(advice: Any, tiny_pair: tuple[Path, Path], tmp_path: Path) -> None:
