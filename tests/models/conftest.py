@@ -1,4 +1,4 @@
-"""The kernels in the forms that this processor does not take by itself."""
+"""The kernels in the forms that this processor does not take by itself, and a GPU's way through a model."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from collections.abc import Iterator
 import pytest
 
 from draftproof.bench.machine import machine
-from draftproof.models import native
+from draftproof.models import attention, fused, load, native, paged
+from draftproof.models.tiled import TiledLinear
 
 
 @pytest.fixture(scope="module", params=["other width", "pairs", "no pairs"])
@@ -27,3 +28,12 @@ def other_kernels(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempP
         assert native.available()[0] and native._loaded().wide() == 2 * (24 - stock if request.param == "other width" else stock)
         yield
     native._library.cache_clear()
+
+
+@pytest.fixture
+def as_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Loads take the linear layers, norms and attention of a GPU, on the CPU."""
+    for module in (attention, fused, paged):
+        monkeypatch.setattr(module, "compiled", lambda *_: False)
+    monkeypatch.setattr(attention, "flash_page", attention.plain_page)
+    monkeypatch.setattr(load, "_form", lambda *_: TiledLinear)

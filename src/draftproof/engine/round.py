@@ -83,7 +83,7 @@ class Rounds:
 
     def _score(self, batch: abc.Sequence[Sequence], drafts: list[Draft]) -> tuple[Scores, list[Draft]]:
         slots = [_slot(seq) for seq in batch]
-        roots = torch.tensor([seq.tokens[-1] for seq in batch], device=self.target.device)
+        roots = torch.tensor([seq.tokens[-1] for seq in batch])
         try:
             return self.target.score(slots, roots, drafts), drafts
         except CacheFull as full:

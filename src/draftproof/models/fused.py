@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from typing import Any
+from copy import copy
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +25,7 @@ from .attention import attend, compiled
 from .cache import PagePool
 from .packed import Linear, StreamedLinear
 from .passes import Pass
+from .tiled import TiledLinear, by_tiles
 
 FAMILIES = {"llama": "Llama", "mistral": "Mistral", "ministral": "Ministral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
 MOVING_ROPE = {"dynamic", "longrope"}  # their angles depend on the longest row of the pass, so there is no table of them
@@ -37,6 +39,11 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     scale = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
     wide.mul_(scale.mul_(scale).div_(x.shape[-1]).add_(eps).rsqrt_())
     return wide.to(x.dtype).mul_(weight)
+
+
+def tiled_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """`rms_norm` in sums of one shape."""
+    return by_tiles(lambda rows: rms_norm(rows, weight, eps), x)
 
 
 def turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -65,7 +72,8 @@ class FusedLayer(nn.Module):
         # bound once: finding and calling a module costs as much as a small operation
         self._products = self.qkv.forward, self.o.forward, self.gate_up.forward, self.down.forward
         ours = compiled(layer.input_layernorm.weight.device, layer.input_layernorm.weight.dtype)
-        self._norm, self._turn = (native.norm, native.turn) if ours else (rms_norm, turn)
+        self._norm = native.norm if ours else tiled_norm if isinstance(self.qkv, TiledLinear) else rms_norm
+        self._turn = native.turn if ours else turn
         self._gate = native.gate if ours and type(self.act) in SILU else self._act
         self._norms = [(norm.weight.detach(), norm.variance_epsilon) for norm in (self.input_norm, self.mlp_norm)]
         self.head_norm: Tensor | None = None  # [heads + kv_heads, head_dim], Qwen 3's norm of each head
@@ -97,6 +105,10 @@ class FusedLayer(nn.Module):
         """Its products, if the block runs through our kernels alone; else none."""
         found = [part for part in (self.qkv, self.o, self.gate_up, self.down) if isinstance(part, StreamedLinear)]
         return found if len(found) == 4 and self._gate is native.gate else []
+
+    def tiled(self) -> bool:
+        """Whether every product and sum over a row has the one shape of tiled.py."""
+        return all(isinstance(part, TiledLinear) for part in (self.qkv, self.o, self.gate_up, self.down)) and self._norm is tiled_norm
 
     def kernel(self, pool: PagePool) -> native.Layer:
         """The block for `native.blocks`."""
@@ -130,15 +142,28 @@ class FusedPass:
         self.layers: list[FusedLayer] = list(model.model.layers)
         self.norm, self.rotary = model.model.norm, model.model.rotary_emb
         self.moving = self.rotary.rope_type in MOVING_ROPE
-        self._norm = native.norm if compiled(self.norm.weight.device, self.norm.weight.dtype) else rms_norm
+        if compiled(self.norm.weight.device, self.norm.weight.dtype):
+            self._norm = native.norm
+        else:
+            self._norm = tiled_norm if all(layer.tiled() for layer in self.layers) else rms_norm
         self.angles: Tensor | None = None  # [positions, 2, head_dim]: cos, and sin with its first half negated
         self.taps: frozenset[int] = frozenset()
         self.rows: dict[int, Tensor] = {}
         self._table: tuple[tuple[PagePool, int, int], ctypes.Array[native.Layer] | None] | None = None
 
     def rows_alone(self) -> bool:
-        """Whether a row's bits are known not to depend on the number of rows: every product and attention is ours."""
+        """Whether a row may stand alone, because its bits do not depend on the number of rows: every product and attention is ours, or
+        every product and sum has one shape."""
+        if all(layer.tiled() for layer in self.layers):
+            return isinstance(self.output, TiledLinear)
         return self._ours() and isinstance(self.output, StreamedLinear)
+
+    def first(self, count: int) -> Self:
+        """The pass over the first `count` layers alone, with taps of its own."""
+        cut = copy(self)
+        cut.layers = self.layers[:count]
+        cut.set(())
+        return cut
 
     def set(self, chosen: Sequence[int]) -> None:
         """From the next pass on `rows` holds the outputs [rows, hidden] of these layers."""
@@ -148,8 +173,14 @@ class FusedPass:
 
     def __call__(self, p: Pass, pool: PagePool, keep: Sequence[int] | None) -> Tensor:
         """Logits [len(keep), V] of the rows in `keep`, or of all."""
+        self._reach(max(p.position_list) + 1)
+        return self.compute(p.placed(), pool, keep)
+
+    def compute(self, p: Pass, pool: PagePool, keep: Sequence[int] | None) -> Tensor:
+        """The same where the table of angles reaches. Without `keep`, and but for compiled kernels and moving angles, it looks at
+        nothing but tensors, so that graphs.py can record it."""
         x = self.embed(p.ids[0])
-        angles = self._angles_of(x, p)
+        angles = self._measure(x, p.positions) if self.angles is None else self.angles[p.positions[0]]
         cos, sin = angles[:, :1], angles[:, 1:]
         table, ran = self._kernels(pool), 0
         for number, layer in enumerate(self.layers):
@@ -176,14 +207,11 @@ class FusedPass:
             self._table = key, (native.Layer * len(self.layers))(*(layer.kernel(pool) for layer in self.layers)) if self._ours() else None
         return self._table[1]
 
-    def _angles_of(self, like: Tensor, p: Pass) -> Tensor:
-        if self.moving:
-            return self._measure(like, p.positions)
-        need = max(p.position_list) + 1
-        if self.angles is None or self.angles.shape[0] < need:
-            held = max(FIRST_ANGLES, 1 << (need - 1).bit_length())
+    def _reach(self, positions: int) -> None:
+        """A table of angles for so many positions; none where the angles move."""
+        if not self.moving and (self.angles is None or self.angles.shape[0] < positions):
+            held, like = max(FIRST_ANGLES, 1 << (positions - 1).bit_length()), self.embed.weight
             self.angles = self._measure(like, torch.arange(held, device=like.device)[None])
-        return self.angles[p.positions[0]]
 
     def _measure(self, like: Tensor, positions: Tensor) -> Tensor:
         """The model's own angles at positions [1, n], as they are used here: [n, 2, head_dim]."""

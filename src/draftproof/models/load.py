@@ -26,6 +26,7 @@ from .passes import Pass
 from .recurrent import RecurrentTarget
 from .selftest import invisible
 from .target import LoadFacts, Target, TargetParts
+from .tiled import TILE_ROWS, TiledLinear
 from .tokenizer import Tokenizer
 
 WEIGHTS = Path(__file__).parent.parent / "weights"
@@ -118,7 +119,11 @@ def _form(config: LoadConfig, device: torch.device, dtype: torch.dtype, reasons:
         reasons["linear layers"] = f"{config.quantization}: {why}"
         return form
     if device.type != "cpu":
-        return None
+        tiled = config.reproducible and config.packed
+        reasons["linear layers"] = (
+            f"tiled: rows are multiplied {TILE_ROWS} at a time, so that no kernel is chosen by their number (not measured on a GPU)"
+            if tiled else f"stock: {'packing is off' if not config.packed else 'asked to be fast'}")
+        return TiledLinear if tiled else None
     able, why = can_pack(dtype) if config.packed else (False, "packing is off")
     reasons["linear layers"] = f"{'packed' if able else 'stock'}: {why}"
     return packed if able else None

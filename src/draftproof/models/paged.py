@@ -167,6 +167,7 @@ class PagedTarget:
             p = self._plan(slots, drafts, roots)
             if self.fused is not None:
                 return self.fused(p, self.pool, keep)
+            p = p.placed()
             more = {} if keep is None else {"logits_to_keep": torch.tensor(keep, device=self.device)}
             out = self.model(
                 input_ids=p.ids, position_ids=p.positions, use_cache=False, draftproof_pass=p, draftproof_pool=self.pool, **more
@@ -201,14 +202,14 @@ class PagedTarget:
                 paths.append(Path(pages, [first + r for r in mine]))
                 write_to += [pages[(base + depths[r]) // size] * size + (base + depths[r]) % size for r in rows]
                 write_from += [first + r for r in rows]
-        ids = torch.cat([part for i, draft in enumerate(drafts) for part in (roots[i : i + 1], draft.tokens)]).to(self.device)
+        ids = self._ids(roots, drafts)
         readable = [min(t, self.context - 1) for t in positions]  # the row that nobody reads may stand behind the context
         return Pass(
-            ids[None],
-            torch.tensor([readable], device=self.device),
+            ids,
+            torch.tensor([readable]),
             positions,
-            torch.tensor(write_to, device=self.device),
-            None if write_from == list(range(len(positions))) else torch.tensor(write_from, device=self.device),
+            torch.tensor(write_to),
+            None if write_from == list(range(len(positions))) else torch.tensor(write_from),
             paths,
             size,
             self.query_tile,
@@ -220,16 +221,24 @@ class PagedTarget:
         size, base, rows = self.pool.page_tokens, slot.length, len(draft) + 1
         self._reach(slot, base + rows)
         places = list(range(base, base + rows))
-        ids = torch.cat([root, draft.tokens]).to(self.device)[None]
+        ids = self._ids(root, [draft])
         readable = places if places[-1] < self.context else [min(t, self.context - 1) for t in places]
         write_to: Tensor | slice
         if base // size == places[-1] // size:
             start = slot.pages[base // size] * size + base % size
             write_to = slice(start, start + rows)
         else:
-            write_to = torch.tensor([slot.pages[t // size] * size + t % size for t in places], device=self.device)
-        positions = torch.tensor([readable], device=self.device)
-        return Pass(ids, positions, places, write_to, None, [Path(slot.pages, range(rows))], size, self.query_tile)
+            write_to = torch.tensor([slot.pages[t // size] * size + t % size for t in places])
+        return Pass(ids, torch.tensor([readable]), places, write_to, None, [Path(slot.pages, range(rows))], size, self.query_tile)
+
+    def _ids(self, roots: Tensor, drafts: Sequence[Draft]) -> Tensor:
+        """Each root and its nodes, [1, rows] on the model's device. They may come from the host or any device; from the host alone they
+        move together."""
+        on_host = all(part.device.type == "cpu" for part in (roots, *(draft.tokens for draft in drafts)))
+        home = torch.device("cpu") if on_host else self.device
+        roots = roots.to(home)
+        parts = [part for i, draft in enumerate(drafts) for part in (roots[i : i + 1], draft.tokens.to(home))]
+        return torch.cat(parts).to(self.device)[None]
 
     def _tree_paths(self, slot: PagedSlot, draft: Draft, base: int, depth: int) -> Iterator[tuple[list[int], list[int], list[int]]]:
         """(page table, rows whose keys lie on the path, rows that attend through it) per leaf. Row 0 is the root, row 1+i node i.

@@ -67,7 +67,7 @@ class Items:
 @dataclass(slots=True)
 class Pass:
     """ids, positions [1, rows]; writes: storage rows of the keys (a slice if consecutive), and which row of the pass each comes
-    from (None: identity)."""
+    from (None: identity). Ids lie on the model's device; the other tensors may wait on the host until `placed`."""
 
     ids: Tensor
     positions: Tensor
@@ -80,12 +80,25 @@ class Pass:
     cache: dict[tuple[int, int, torch.dtype], Items] = field(default_factory=dict)
     flat: native.Course | None = None
 
+    def placed(self) -> Pass:
+        """With every tensor where the ids are."""
+        device = self.ids.device
+        if device.type != "cpu":
+            self.positions = self.positions.to(device)
+            self.write_to = self.write_to if isinstance(self.write_to, slice) else self.write_to.to(device)
+            self.write_from = None if self.write_from is None else self.write_from.to(device)
+        return self
+
+    def writes(self) -> tuple[Sequence[int], Sequence[int]]:
+        """The storage rows of the keys and the rows of the pass they come from, as numbers."""
+        to = range(self.write_to.start, self.write_to.stop) if isinstance(self.write_to, slice) else self.write_to.tolist()
+        return to, range(len(to)) if self.write_from is None else self.write_from.tolist()
+
     def course(self) -> native.Course:
         """The same for the compiled kernels; made once."""
         if self.flat is None:
-            to = range(self.write_to.start, self.write_to.stop) if isinstance(self.write_to, slice) else self.write_to.tolist()
-            source = range(len(to)) if self.write_from is None else self.write_from.tolist()
-            self.flat = native.Course(self.position_list, [(path.pages, path.rows) for path in self.paths], to, source, self.page_tokens)
+            paths = [(path.pages, path.rows) for path in self.paths]
+            self.flat = native.Course(self.position_list, paths, *self.writes(), self.page_tokens)
         return self.flat
 
     def items(self, window: int | None, group: int, dtype: torch.dtype) -> Items:
@@ -187,13 +200,11 @@ def general_items(p: Pass, window: int | None, group: int, dtype: torch.dtype) -
             back[row] = a * width + place
         padded = [*path.rows, *[path.rows[0]] * (width - len(path.rows))]
         take += padded
-        seen = [p.position_list[r] for r in path.rows]
-        first = max(0, min(seen) - window + 1) // size if window else 0
-        last = max(seen) // size
-        pages += path.pages[first : last + 1]
-        owner += [a] * (last + 1 - first)
-        ranks += range(first, last + 1)
-        counts.append(last + 1 - first)
+        seen = pages_seen([p.position_list[r] for r in path.rows], window, size)
+        pages += path.pages[seen.start : seen.stop]
+        owner += [a] * len(seen)
+        ranks += seen
+        counts.append(len(seen))
     most = max(counts)
     grid = None
     if most > 1:
@@ -203,14 +214,7 @@ def general_items(p: Pass, window: int | None, group: int, dtype: torch.dtype) -
             grid[a, :count] = torch.arange(start, start + count)
             start += count
     query_at = torch.tensor([p.position_list[r] for r in take]).view(len(p.paths), width)[owner]  # [items, width]
-    key_at = torch.tensor(ranks)[:, None] * size + torch.arange(size)  # [items, P]
-    visible = key_at[:, None, :] <= query_at[:, :, None]
-    if window:
-        visible &= key_at[:, None, :] > query_at[:, :, None] - window
-    blind = ~visible.any(-1)  # [items, width]
-    bias = torch.zeros(visible.shape, dtype=dtype).masked_fill_(~visible & ~blind[..., None], float("-inf"))
-    bias = bias[:, None, None].expand(-1, 1, group, -1, -1).reshape(len(pages), 1, group * width, size)
-    dead = blind[:, None, None].expand(-1, 1, group, -1).reshape(len(pages), 1, group * width) if bool(blind.any()) else None
+    bias, dead = sight(query_at, torch.tensor(ranks), window, size, group, dtype)
     identity = take == list(range(len(back)))
     return Items(
         paths=len(p.paths),
@@ -219,5 +223,25 @@ def general_items(p: Pass, window: int | None, group: int, dtype: torch.dtype) -
         back=None if identity else torch.tensor(back, device=device),
         calls=calls_of(pages, owner if len(p.paths) > 1 else None, bias.to(device)),
         grid=None if grid is None else grid.to(device),
-        dead=None if dead is None else dead.to(device),
+        dead=dead.to(device) if bool(dead.any()) else None,
     )
+
+
+def pages_seen(positions: Sequence[int], window: int | None, size: int) -> range:
+    """Which pages of a path, by their ranks in it, rows at these positions see together."""
+    first = max(0, min(positions) - window + 1) // size if window else 0
+    return range(first, max(positions) // size + 1)
+
+
+def sight(query_at: Tensor, ranks: Tensor, window: int | None, size: int, group: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """(bias, dead) as `Call` and `Items` have them, of whole pages: query_at [items, width] positions of the queries, ranks [items] of
+    the pages in their paths."""
+    key_at = ranks[:, None] * size + torch.arange(size, device=ranks.device)  # [items, P]
+    visible = key_at[:, None, :] <= query_at[:, :, None]
+    if window:
+        visible &= key_at[:, None, :] > query_at[:, :, None] - window
+    blind = ~visible.any(-1)  # [items, width]
+    bias = torch.zeros(visible.shape, dtype=dtype, device=ranks.device).masked_fill_(~visible & ~blind[..., None], float("-inf"))
+    items, width = query_at.shape
+    return (bias[:, None, None].expand(-1, 1, group, -1, -1).reshape(items, 1, group * width, size),
+            blind[:, None, None].expand(-1, 1, group, -1).reshape(items, 1, group * width))

@@ -236,7 +236,7 @@ class RecurrentTarget:
     @torch.inference_mode()
     def score(self, slots: Sequence[RecurrentSlot], roots: Tensor, drafts: Sequence[Draft]) -> Scores:
         assert all(d.is_chain for d in drafts), "a recurrent state scores chains; the engine asks for trees only where `trees` is true"
-        news = [torch.cat([roots[i : i + 1], draft.tokens]) for i, draft in enumerate(drafts)]
+        news = [torch.cat([roots[i : i + 1].to(self.device), draft.tokens.to(self.device)]) for i, draft in enumerate(drafts)]
         passes = self._each(slots, news, keep=None)
         starts = [0]
         for slot, root, draft in zip(slots, roots.tolist(), drafts, strict=True):

@@ -58,9 +58,7 @@ class Shallow:
         self.vocab_size, self.context, self.device = target.vocab_size, target.context, target.device
         self.facts = replace(target.facts, name=f"the first {exit} of {count} layers of {target.facts.name}", weight_bytes=0)
         if target.fused is not None:
-            self._fused = copy(target.fused)
-            self._fused.layers = target.fused.layers[:exit]
-            self._fused.set(())
+            self._fused = target.fused.first(exit)
         else:
             self._model = first_layers(target.model, target.parts.layers, exit)
 
@@ -100,6 +98,7 @@ class Shallow:
             logits = self._fused(p, target.pool, keep)
         else:
             more = {} if keep is None else {"logits_to_keep": torch.tensor(keep, device=self.device)}
+            p = p.placed()
             logits = self._model(input_ids=p.ids, position_ids=p.positions, use_cache=False, draftproof_pass=p,
                                  draftproof_pool=target.pool, **more).logits[0]
         for slot, ids in zip(slots, tokens, strict=True):

@@ -1,0 +1,41 @@
+"""Products and sums of one shape, for devices whose libraries choose a kernel by the shape of the call (Law 2).
+
+cuBLAS takes other tiles, and so adds in another order, for 3 rows than for 5; torch's reductions split a row over more threads where
+there are fewer rows. Here rows are filled up to a multiple of TILE_ROWS and taken so many at a time: every call has the one shape, so a
+row's bits do not depend on how many rows stand beside it. A pass of few rows is limited by how fast weights are read, and 64 rows are
+still below the 200 or so at which an H200's arithmetic becomes the limit, so it should cost little; a prefill reads the weights once per
+tile, and pays. Written without a GPU: neither the bits nor the cost have been measured on one. The self-test measures the bits at load.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+TILE_ROWS = 64
+
+
+def by_tiles(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """function, which works row by row, over x [rows, …], TILE_ROWS rows at a time, the last ones filled up with zeros."""
+    rows = x.shape[0]
+    short = -rows % TILE_ROWS
+    filled = functional.pad(x, (0, 0) * (x.ndim - 1) + (0, short)) if short else x.contiguous()
+    parts = [function(tile) for tile in torch.split(filled, TILE_ROWS)]
+    return (parts[0] if len(parts) == 1 else torch.cat(parts))[:rows]
+
+
+class TiledLinear(nn.Linear):
+    """y = x Wᵀ + b in products of one shape, [TILE_ROWS, in] × [in, out]. Keeps the weight it is given, not a copy."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        super().__init__(weight.shape[1], weight.shape[0], bias is not None, device="meta")
+        self.weight = nn.Parameter(weight.detach(), requires_grad=False)
+        if bias is not None:
+            self.bias = nn.Parameter(bias.detach(), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = by_tiles(lambda rows: functional.linear(rows, self.weight, self.bias), x.reshape(-1, self.in_features))
+        return out.view(*x.shape[:-1], self.out_features)
