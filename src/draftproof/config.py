@@ -33,6 +33,7 @@ class LoadConfig(_Config):
     threads: int | None = None            # None: the physical cores
     reproducible: bool = True             # rows independent of their neighbours where the machine allows it (Law 2)
     self_test: bool = True                # measure at load whether speculation is invisible to the bit
+    graphs: bool = True                   # on a CUDA device, record passes of few rows and replay them
     packed: bool = True                   # pack linear layers where that is faster; not for training, which needs plain matrices
     quantization: str | None = None       # "int8", "int4": weights rounded at load; another model, whose text is still its own
     page_tokens: int = 256                # keys per cache page, the attention kernel's block

@@ -121,6 +121,8 @@ load_options = stacked(
     setting(LoadConfig, "dtype", type=str, metavar="NAME", help="bfloat16, float16 or float32.  [default: as saved]"),
     setting(LoadConfig, "quantization", type=str, metavar="NAME", help="int8 or int4: rounded weights of target and draft model."),
     setting(LoadConfig, "device", type=str, metavar="NAME", help="cpu, cuda, cuda:1 …  [default: chosen, with the reason]"),
+    setting(LoadConfig, "graphs", "--graphs/--no-graphs",
+            help="On CUDA, record passes of few rows and replay them, or run them one by one.  [default: graphs]"),
     setting(LoadConfig, "threads", type=int, metavar="N", help="CPU threads.  [default: the physical cores]"),
     setting(LoadConfig, "reproducible", "--reproducible/--fast",
             help="Kernels whose rows do not depend on their neighbours, or the fastest.  [default: reproducible]"),

@@ -100,10 +100,11 @@ class PagePool:
         return key.view(-1, self.page_tokens, *key.shape[1:]), value.view(-1, self.page_tokens, *value.shape[1:])
 
     def read(self, layer: int, pages: slice | Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values [pages, P, kv_heads, dim] of a layer: those of a slice where they lie, others as a copy that the next
-        read overwrites. New memory for every copy would take longer than the copying."""
+        """Keys and values [pages, P, kv_heads, dim] of a layer: those of a slice where they lie, others as a copy. On a CPU the next
+        read overwrites it, because new memory for every copy would take longer than the copying; elsewhere memory is at hand, and a
+        recorded pass may hold no memory that others resize."""
         key, value = self.pages(layer)
-        if isinstance(pages, slice):
+        if isinstance(pages, slice) or self.device.type != "cpu":
             return key[pages], value[pages]
         for store, copy in zip((key, value), self.copies, strict=True):
             torch.index_select(store, 0, pages, out=copy.resize_(len(pages), *store.shape[1:]))

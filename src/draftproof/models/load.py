@@ -20,6 +20,7 @@ from ..errors import LoadError
 from . import attention, int4, int8
 from .cropped import CroppedTarget
 from .fused import FusedPass, can_fuse, fuse
+from .graphs import CudaRecorder, Record, passes
 from .packed import Linear, can_pack, multiplies_bfloat16, pack, packed, widened_bytes
 from .paged import PagedTarget
 from .passes import Pass
@@ -97,7 +98,7 @@ def load_target(path: str | Path, config: LoadConfig | None = None, fused: bool 
         defaults=_defaults(model),
         eos_ids=_eos_ids(model, tokenizer),
     )
-    target = _target(model, tier, config, FusedPass(model) if slim else None, shared)
+    target = _target(model, tier, config, passes(model, _recorder(device), config.graphs, reasons) if slim else None, shared)
     if config.self_test:
         measure = target.measure if isinstance(target, RecurrentTarget) else partial(invisible, target)
         passed, reason = measure(config.page_tokens, config.prefill_chunk)
@@ -136,6 +137,10 @@ def _fuse(model: Any, tier: int, linear: Linear | None, reasons: dict[str, str])
     if able:
         fuse(model, linear)
     return able
+
+
+def _recorder(device: torch.device) -> Record | None:
+    return CudaRecorder(device) if device.type == "cuda" else None
 
 
 def _read_config(path: str | Path, config: LoadConfig) -> Any:

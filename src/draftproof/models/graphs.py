@@ -1,0 +1,241 @@
+"""Passes of few rows, recorded once per shape on a CUDA device and replayed: the device no longer waits for Python between operations.
+
+    host     the plan (passes.Pass) → one list of integers → one copy into the recording's own tensors
+    device   the replay: attention items out of these integers, all layers, logits and taps of all rows
+    host     copies of the rows that were asked for; the next replay overwrites the others
+
+A recording is made for a *bucket* of shapes, and a pass is filled up to its bucket by repeating what is there: rows repeat the first
+row, writes the first write, paths the first path, and so the same numbers go to the same places twice. Pages beyond a path's end are
+page 0, which nobody owns and nobody writes, at a rank behind every text: dead items, whose weight in the merge is exactly 0. So no bit of
+a row depends on its bucket (tests/models/test_graphs.py, with a recorder that hands back what it was given).
+
+Written without a GPU: `CudaRecorder` has never run on one. If a recording fails, the load's facts say so, and passes run one by one.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from .cache import PagePool
+from .fused import FusedPass
+from .passes import Call, Items, Pass, pages_seen, sight
+from .tiled import TILE_ROWS
+
+log = logging.getLogger("draftproof.models")
+
+Run = Callable[[], tuple[Tensor, dict[int, Tensor]]]  # logits and taps of all rows
+Record = Callable[[Run], Run]  # what does the same again, over the same tensors
+Spans = Sequence[Sequence[range]]  # [windows][paths]: which pages of its own each path reads
+MOST_ROWS, MOST_ITEMS = 64, 1024  # of a pass that is recorded; an item's pages are copied, and a recording keeps room for them
+MOST_HELD = 64  # recordings; the one that was idle longest goes
+WARM_UPS = 2  # runs before a recording, in which libraries take the memory they work in
+BEYOND = 1 << 40  # rank of a page behind every text
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """Shapes of a recording: rows, writes of keys, paths, query places of a path, and its pages under each window."""
+
+    rows: int
+    writes: int
+    paths: int
+    width: int
+    pages: tuple[int, ...]
+    taps: frozenset[int]
+
+
+class Recording:
+    """The tensors of one bucket, and the pass over them."""
+
+    def __init__(self, bucket: Bucket, fused: GraphedPass, p: Pass, pool: PagePool) -> None:
+        self.bucket, self.fused, self.pool, self.tile = bucket, fused, pool, p.query_tile
+        pages = [bucket.paths * count for count in bucket.pages]
+        sizes = [*[bucket.rows] * 5, *[bucket.writes] * 2, bucket.paths * bucket.width, *pages, *pages]
+        self.numbers = torch.zeros(sum(sizes), dtype=torch.int64, device=p.ids.device)
+        parts = torch.split(self.numbers, sizes)
+        self.source, self.positions, self.at, self.back, self.keep, self.write_to, self.write_from, self.take = parts[:8]
+        self.pages, self.ranks = parts[8 : 8 + len(pages)], parts[8 + len(pages) :]
+        self.ids = torch.zeros(1, bucket.rows, dtype=torch.int64, device=p.ids.device)
+        self.replay: Run = self.run
+
+    def fill(self, p: Pass, spans: Spans, keep: Sequence[int]) -> None:
+        """Take another pass into the tensors."""
+        bucket = self.bucket
+        take: list[int] = []
+        back = [0] * len(p.position_list)
+        for a, path in enumerate(p.paths):
+            take += filled(path.rows, bucket.width)
+            for place, row in enumerate(path.rows):
+                back[row] = a * bucket.width + place
+        of_rows = (range(len(back)), p.positions[0].tolist(), p.position_list, back, keep)
+        numbers = [number for values in of_rows for number in filled(values, bucket.rows)]
+        numbers += [number for values in p.writes() for number in filled(values, bucket.writes)]
+        numbers += filled(take, bucket.paths * bucket.width, bucket.width)
+        pages: list[int] = []
+        ranks: list[int] = []
+        for most, seen in zip(bucket.pages, spans, strict=True):
+            read = [[*path.pages[span.start : span.stop], *[0] * (most - len(span))] for path, span in zip(p.paths, seen, strict=True)]
+            pages += filled(sum(read, []), bucket.paths * most, most)
+            ranks += filled([rank for span in seen for rank in (*span, *[BEYOND] * (most - len(span)))], bucket.paths * most, most)
+        staged = torch.tensor([*numbers, *pages, *ranks])
+        if self.numbers.is_cuda:
+            staged = staged.pin_memory()  # kept by torch until the copy is done; nobody waits for it
+        self.numbers.copy_(staged, non_blocking=True)
+        torch.index_select(p.ids[0], 0, self.source, out=self.ids[0])
+
+    def run(self) -> tuple[Tensor, dict[int, Tensor]]:
+        """The pass, out of tensors alone."""
+        fused = self.fused
+        cache = {(window, fused.group, fused.dtype): self._items(kind, window) for kind, window in enumerate(fused.windows)}
+        p = Pass(self.ids, self.positions[None], [], self.write_to, self.write_from, [], self.pool.page_tokens, self.tile, cache)
+        fused.rows = {}
+        return fused.compute(p, self.pool, None), dict(fused.rows)
+
+    def _items(self, kind: int, window: int) -> Items:
+        """As `general_items`, every path with equally many pages."""
+        paths, width, most = self.bucket.paths, self.bucket.width, self.bucket.pages[kind]
+        items = torch.arange(paths * most, device=self.numbers.device)
+        owner = items // most
+        query_at = self.at[self.take].view(paths, width)[owner]
+        bias, dead = sight(query_at, self.ranks[kind], window, self.pool.page_tokens, self.fused.group, self.fused.dtype)
+        calls = [Call(self.pages[kind], owner if paths > 1 else None, bias)]
+        return Items(paths, width, self.take, self.back, calls, items.view(paths, most) if most > 1 else None, dead)
+
+
+class GraphedPass(FusedPass):
+    """`FusedPass`, passes of few rows recorded."""
+
+    def __init__(self, model: Any, record: Record, reasons: dict[str, str]) -> None:
+        """reasons: of the load's facts."""
+        super().__init__(model)
+        self.record: Record | None = record
+        self.reasons = reasons
+        self.dtype, self.group = self.norm.weight.dtype, self.layers[0].heads // self.layers[0].kv_heads
+        self.least = TILE_ROWS if self.layers[0].tiled() else 1
+        self.held: OrderedDict[Bucket, Recording] = OrderedDict()
+        self._places: tuple[PagePool, int, int] | None = None  # what recordings point at
+
+    @property
+    def windows(self) -> list[int]:
+        """Of its layers, 0 for none."""
+        return sorted({layer.window or 0 for layer in self.layers})
+
+    def first(self, count: int) -> Self:
+        cut = super().first(count)
+        cut.held = OrderedDict()
+        return cut
+
+    def __call__(self, p: Pass, pool: PagePool, keep: Sequence[int] | None) -> Tensor:
+        rows = len(p.position_list)
+        kept = range(rows) if keep is None else keep
+        bucket, spans = self._bucket(p) if self.record is not None and rows <= MOST_ROWS else (None, [])
+        recording = None if bucket is None else self._recording(bucket, p, pool, spans, kept)
+        if recording is None:
+            return super().__call__(p, pool, keep)
+        logits, taps = recording.replay()
+        self.rows = {layer: hidden[:rows].clone() for layer, hidden in taps.items()}
+        return logits[recording.keep[: len(kept)]]
+
+    def _bucket(self, p: Pass) -> tuple[Bucket | None, Spans]:
+        """The pass's bucket, None if that would be too large, and the pages that each path reads."""
+        seen = [[p.position_list[row] for row in path.rows] for path in p.paths]
+        spans = [[pages_seen(at, window, p.page_tokens) for at in seen] for window in self.windows]
+        rows, paths, width = whole(len(p.position_list), self.least), whole(len(p.paths)), whole(max(map(len, seen)))
+        while self.group * width % p.query_tile:
+            width *= 2
+        pages = tuple(whole(max(map(len, each))) for each in spans)
+        if paths * max(pages) > MOST_ITEMS:
+            return None, spans
+        return Bucket(rows, whole(len(p.writes()[0]), rows), paths, width, pages, self.taps), spans
+
+    def _recording(self, bucket: Bucket, p: Pass, pool: PagePool, spans: Spans, keep: Sequence[int]) -> Recording | None:
+        """The bucket's recording, filled with this pass and made if there is none. None if that failed; then no other is tried."""
+        assert self.record is not None and not self.moving
+        try:
+            self._reach(max(p.position_list) + 1)
+            places = pool, pool.allocated, 0 if self.angles is None else self.angles.shape[0]
+            if places != self._places:
+                self.held.clear()
+                self._places = places
+            found = self.held.get(bucket)
+            recording = found or Recording(bucket, self, p, pool)
+            recording.fill(p, spans, keep)
+            if found is None:
+                recording.replay = self.record(recording.run)
+                self.held[bucket] = recording
+        except Exception as error:  # whatever a driver finds wrong: the pass can always run without
+            first = (str(error).strip() or type(error).__name__).splitlines()[0]
+            self.record, self.reasons["passes"] = None, f"one by one: a recording failed ({first})"
+            self.held.clear()
+            log.warning("passes run one by one from now on: a recording failed (%s)", first)
+            return None
+        self.held.move_to_end(bucket)
+        if len(self.held) > MOST_HELD:
+            self.held.popitem(last=False)
+        return recording
+
+
+class CudaRecorder:
+    """`Record` as CUDA graphs. All share one pool of memory: one runs at a time, and its results are copied before the next."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._home: tuple[torch.cuda.Stream, Any, torch.cuda.CUDAGraph] | None = None
+
+    def __call__(self, run: Run) -> Run:
+        stream, pool, _ = self._home = self._home or self._opened()
+        current = torch.cuda.current_stream(self.device)
+        stream.wait_stream(current)
+        with torch.cuda.stream(stream):
+            for _ in range(WARM_UPS):
+                run()
+        current.wait_stream(stream)
+        graph, found = self._capture(run, stream, pool)
+
+        def replay() -> tuple[Tensor, dict[int, Tensor]]:
+            graph.replay()
+            return found
+
+        return replay
+
+    def _opened(self) -> tuple[torch.cuda.Stream, Any, torch.cuda.CUDAGraph]:
+        """The stream, the pool, and a graph that keeps the pool alive when all others are gone."""
+        stream, pool = torch.cuda.Stream(self.device), torch.cuda.graph_pool_handle()  # type: ignore[no-untyped-call]
+        graph, _ = self._capture(lambda: (torch.zeros(1, device=self.device), {}), stream, pool)
+        return stream, pool, graph
+
+    def _capture(self, run: Run, stream: torch.cuda.Stream, pool: Any) -> tuple[torch.cuda.CUDAGraph, tuple[Tensor, dict[int, Tensor]]]:
+        graph = torch.cuda.CUDAGraph()
+        # the outer context leaves the stream again also where the capture fails, which torch's own does not
+        with torch.cuda.stream(stream), torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
+            found = run()
+        return graph, found
+
+
+def whole(count: int, least: int = 1) -> int:
+    """The next power of two, at least `least`."""
+    return max(least, 1 << (count - 1).bit_length())
+
+
+def filled(values: Sequence[int], count: int, block: int = 1) -> list[int]:
+    """values up to `count` of them, the first `block` repeated."""
+    return [*values, *list(values[:block]) * ((count - len(values)) // block)]
+
+
+def passes(model: Any, record: Record | None, wanted: bool, reasons: dict[str, str]) -> FusedPass:
+    """The slim pass of a model whose layers are fused; recorded, if the device has a `record` for it."""
+    if record is None:
+        return FusedPass(model)
+    plain = FusedPass(model)
+    if not wanted or plain.moving:
+        reasons["passes"] = f"one by one: {'its rotary angles depend on the text' if wanted else 'recording is off'}"
+        return plain
+    reasons["passes"] = f"recorded: those of at most {MOST_ROWS} rows are CUDA graphs, one per shape (not measured on a GPU)"
+    return GraphedPass(model, record, reasons)

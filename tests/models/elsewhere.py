@@ -1,0 +1,96 @@
+"""A second device that is not there: tensors that say they lie on it, while the CPU keeps their numbers.
+
+As on a real one, an operation over tensors of two devices fails (but for copies, single numbers and places to index), and numpy and
+addresses are out of reach. It calls itself `meta`, the one device besides the CPU whose tensors every build of torch can make.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
+
+from draftproof.models import load
+
+NAME = "meta"
+CPU = torch.device("cpu")
+MAY_MIX = {"copy_", "to", "_to_copy", "index", "index_put", "index_put_"}
+
+
+class Elsewhere(torch.Tensor):
+    held: Tensor
+
+    @staticmethod
+    def __new__(cls, held: Tensor) -> Elsewhere:
+        made = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            cls, held.shape, strides=held.stride(), storage_offset=held.storage_offset(), dtype=held.dtype, device=NAME)
+        made.held = held
+        return made  # type: ignore[no-any-return]
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        return f"Elsewhere({self.held!r})"
+
+    def tolist(self) -> Any:
+        return self.held.tolist()
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return run(func, args, kwargs or {})
+
+
+class Present(TorchDispatchMode):
+    """Within it the device takes tensors and makes them."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return run(func, args, kwargs or {})
+
+
+class Numbers(TorchFunctionMode):
+    """Within it Python's numbers reach the device: torch forgets those that are meant for the one whose name this is."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in (torch.tensor, torch.as_tensor) and kwargs.get("device") is not None:
+            return func(*args, **{**kwargs, "device": CPU}).to(kwargs["device"])
+        if func in (torch.Tensor.__getitem__, torch.Tensor.__setitem__):
+            places = args[1] if isinstance(args[1], tuple) else (args[1],)
+            args = (args[0], tuple(torch.tensor(list(p)).long() if isinstance(p, list | range) else p for p in places), *args[2:])
+        return func(*args, **kwargs)
+
+
+def run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    flat, shape = tree_flatten((args, kwargs))
+    tensors = [value for value in flat if isinstance(value, Tensor)]
+    there = [isinstance(value, Elsewhere) for value in tensors]
+    name = func.overloadpacket.__name__
+    if name not in MAY_MIX and any(there) and any(value.ndim and not far for value, far in zip(tensors, there, strict=True)):
+        raise RuntimeError(f"{func}: expected all tensors to be on the same device, but found at least two devices, cpu and {NAME}")
+    asked = [value.type for value in flat if isinstance(value, torch.device)]
+    home = asked[0] == NAME if asked else bool(there) and there[0]
+    flat = [value.held if isinstance(value, Elsewhere) else CPU if isinstance(value, torch.device) else value for value in flat]
+    args, kwargs = tree_unflatten(flat, shape)
+    found = func(*args, **kwargs)
+    if asked and there and home != there[0] and found is args[0]:
+        found = found.clone()  # of the other device's memory
+    return tree_map_only(Tensor, Elsewhere, found) if home else found
+
+
+@contextmanager
+def elsewhere() -> Iterator[None]:
+    """Loads with device=NAME put models there."""
+    stock = load._load_model
+
+    def read(*args: Any) -> Any:
+        with _disable_current_modes():  # transformers has uses of its own for the name
+            return stock(*args)
+
+    with pytest.MonkeyPatch.context() as patch, Numbers(), Present():
+        patch.setattr(load, "_load_model", read)
+        yield
