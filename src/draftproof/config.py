@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, Self
 
 from .errors import OptionError
@@ -30,6 +30,7 @@ class LoadConfig(_Config):
 
     dtype: str | None = None              # "bfloat16", "float16", "float32"; None: what the checkpoint was saved in
     device: str | None = None             # "cpu", "cuda", "cuda:1"
+    draft_device: str | None = None       # of draft models; None: the target's. Heads stay with the target, whose states they read
     threads: int | None = None            # None: the physical cores
     reproducible: bool = True             # rows independent of their neighbours where the machine allows it (Law 2)
     self_test: bool = True                # measure at load whether speculation is invisible to the bit
@@ -53,6 +54,10 @@ class LoadConfig(_Config):
                 raise OptionError(f"{name}={getattr(self, name)}: expected an integer ≥ 2")
         if self.threads is not None and self.threads < 1:
             raise OptionError(f"threads={self.threads}: expected an integer ≥ 1")
+
+    def of_draft(self) -> LoadConfig:
+        """For a draft model: on its own device, and untested, because its bits are not the text's."""
+        return replace(self, device=self.draft_device or self.device, self_test=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -46,8 +46,6 @@ def doctor(target: str | None, drafter: str | None, as_json: bool, **given: Any)
 
 def pair_checks(target: Target, spec: str, config: LoadConfig) -> list[Check]:
     """The self-test of the target, then the checks of the pair; what is not fatal only costs acceptance or bit-equality."""
-    from dataclasses import replace
-
     from ..drafters import build, parse_spec
     from ..drafters.translate import pair
     from ..drafters.vocabulary import Check, Words, compare
@@ -61,7 +59,7 @@ def pair_checks(target: Target, spec: str, config: LoadConfig) -> list[Check]:
               Check("chat", template, f"the target has {'a' if template else 'no'} chat template", fatal=False)]
     parsed = parse_spec(spec)
     if parsed.name == "model":
-        lm = load_target(parsed.path or builtin("draft"), replace(config, self_test=False))
+        lm = load_target(parsed.path or builtin("draft"), config.of_draft())
         try:
             return checks + pair(target, lm).checks
         except VocabularyMismatch:

@@ -231,7 +231,8 @@ def pick(logits: Tensor, groups: Sequence[Rows], seqs: Sequence[SequenceView], p
         law = Law(logits.shape[-1], logits.float()) if greedy and not edited else laws(logits, groups)
     k = min(k, law.size)
     counts = [len(g.paths) for g in groups]
-    best, columns = perturbed_top(law, None if greedy else noise.keys(seqs, positions), k, ids, counts)
+    keys = None if greedy else noise.keys(seqs, positions).to(logits.device)     # a draft model may have a device of its own
+    best, columns = perturbed_top(law, keys, k, ids, counts)
     if any(quiet) and not greedy:
         rows = [row for row, still in enumerate(still for still, count in zip(quiet, counts, strict=True) for _ in range(count)) if still]
         best[rows], columns[rows] = perturbed_top(law.of(rows), None, k)

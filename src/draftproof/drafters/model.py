@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 import torch
@@ -96,7 +96,7 @@ class ModelDrafter(NoOptions):
         from ..models.load import builtin, load_target
         from .translate import pair
 
-        lm = load_target(path or builtin("draft"), replace(site.load, self_test=False))     # its bits are not the text's
+        lm = load_target(path or builtin("draft"), site.load.of_draft())
         return pair(site.target, lm, site.load.prefill_chunk)
 
     def open(self, seq: SequenceView, signals: Signals | None) -> ModelState:

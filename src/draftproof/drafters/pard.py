@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import Self
 
@@ -65,7 +65,7 @@ class PardDrafter(ModelDrafter):
     def from_spec(cls, path: str | None, options: Mapping[str, int], site: Site) -> Self:
         from ..models.load import builtin, load_target
 
-        lm = load_target(path or builtin("pard"), replace(site.load, self_test=False))     # its bits are not the text's
+        lm = load_target(path or builtin("pard"), site.load.of_draft())
         if lm.facts.tier == 3:
             raise LoadError(f"{lm.facts.name} keeps a recurrent state, from which masks cannot be taken back; expected a model whose cache "
                             "holds keys and values")

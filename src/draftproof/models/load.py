@@ -254,6 +254,8 @@ def _device(config: LoadConfig, reasons: dict[str, str]) -> torch.device:
             raise LoadError(f"device={config.device!r}: {_first_line(error)}; expected cpu, cuda or cuda:N") from error
         if device.type == "cuda" and not torch.cuda.is_available():
             raise LoadError(f"device={config.device!r}: this torch sees no CUDA device; use cpu")
+        if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+            raise LoadError(f"device={config.device!r}: this torch sees {torch.cuda.device_count()} CUDA devices; expected a lower number")
         reasons["device"] = f"{device}: as asked"
         return device
     found = torch.cuda.is_available()
