@@ -28,26 +28,26 @@ def inflated(source: Path, name: str, work: Path, seed: int) -> Path:
     return folder
 
 
-def turned_head(head: Path, source: Path, work: Path, seed: int) -> Path:
-    """The folder of an EAGLE-3 head of the small target `source`, made to fit the inflated one: the same function of the same text.
+def turned_head(head: Path, source: Path, shape: Shape, folder: Path, seed: int, device: str | torch.device = "cpu") -> Path:
+    """The folder of an EAGLE-3 head of the small target `source`, made to fit `source` inflated to this shape on this device:
+    the same function of the same text.
 
     The large stream is s·R·h, so its input projection reads it through Rᵀ/s, at the layers that compute the small ones; the embedding
     that it borrowed goes with it. Everything else is as it was trained, and as small."""
     config, tensors = json.loads((head / "config.json").read_text("utf-8")), load_file(head / "model.safetensors")
     small = json.loads((source / "config.json").read_text("utf-8"))
-    width, large, layers = small["hidden_size"], SHAPES["target"].hidden, small["num_hidden_layers"]
+    width, layers = small["hidden_size"], small["num_hidden_layers"]
     assert not config["fc_norm"] and not config["norm_before_fc"], "a norm before the projection would have to be turned, too"
-    back = rotation_of(large, width, torch.Generator().manual_seed(seed)).T / math.sqrt(large / width)
+    back = rotation_of(shape.hidden, width, torch.Generator(device).manual_seed(seed)).cpu().T / math.sqrt(shape.hidden / width)
     parts = tensors["fc.weight"].float().split(width, 1)
     tensors["fc.weight"] = torch.cat([part @ back for part in parts], 1).to(tensors["fc.weight"].dtype)
     tensors["embed_tokens.weight"] = load_file(source / "model.safetensors")["model.embed_tokens.weight"]
-    places = real_layers(layers, SHAPES["target"].layers)
+    places = real_layers(layers, shape.layers)
     taps = [places.index(layer) for layer in config["eagle_config"]["eagle_aux_hidden_state_layer_ids"]]
     config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] = taps
-    folder = work / "head"
     folder.mkdir(parents=True, exist_ok=True)
     save_file(tensors, folder / "model.safetensors")
-    (folder / "config.json").write_text(json.dumps({**config, "target_hidden_size": large}, indent=2))
+    (folder / "config.json").write_text(json.dumps({**config, "target_hidden_size": shape.hidden}, indent=2))
     return folder
 
 

@@ -252,7 +252,7 @@ def run(args: argparse.Namespace, work: Path) -> dict[str, Any]:
     sources = {role: path if args.as_is else inflated(path, role, work, args.seed)
                for role, path in (("target", args.target.absolute()), ("draft", args.draft.absolute()))}
     head = args.head.absolute()
-    sources["head"] = head if args.as_is else turned_head(head, args.target.absolute(), work, args.seed)
+    sources["head"] = head if args.as_is else turned_head(head, args.target.absolute(), SHAPES["target"], work / "head", args.seed)
     prompts = read_prompts(args.prompts_file, AutoTokenizer.from_pretrained(sources["target"]), args.prompts, args.shortest, args.longest)
     peers = {name: PEERS[name] for name in args.peers}
     for name, program in args.env:

@@ -36,7 +36,7 @@ class LoadConfig(_Config):
     self_test: bool = True                # measure at load whether speculation is invisible to the bit
     graphs: bool = True                   # on a CUDA device, record passes of few rows and replay them
     packed: bool = True                   # pack linear layers where that is faster; not for training, which needs plain matrices
-    quantization: str | None = None       # "int8", "int4": weights rounded at load; another model, whose text is still its own
+    quantization: str | None = None       # "int8", "int4", on a GPU "fp8": weights rounded at load; another model, whose text is its own
     page_tokens: int = 256                # keys per cache page, the attention kernel's block
     prefill_chunk: int = 512              # tokens per prefill pass
     cache_tokens: int = 65_536            # most tokens whose keys are kept at a time
@@ -45,8 +45,8 @@ class LoadConfig(_Config):
     def __post_init__(self) -> None:
         if self.dtype not in (None, "bfloat16", "float16", "float32"):
             raise OptionError(f"dtype={self.dtype!r}: expected bfloat16, float16 or float32")
-        if self.quantization not in (None, "int8", "int4"):
-            raise OptionError(f"quantization={self.quantization!r}: expected int8 or int4, or nothing")
+        if self.quantization not in (None, "int8", "int4", "fp8"):
+            raise OptionError(f"quantization={self.quantization!r}: expected int8, int4 or fp8, or nothing")
         if self.quantization and not self.packed:
             raise OptionError(f"quantization={self.quantization}, packed=False: rounded weights cannot be trained; leave one of them out")
         for name in ("page_tokens", "prefill_chunk", "cache_tokens"):

@@ -202,7 +202,7 @@ def test_own_workers_on_the_built_in_pair(name: str) -> None:
 
 def test_a_turned_head_reads_the_large_stream_as_the_small_one(tmp_path: Path) -> None:
     pair, inflate = benchmark("pair"), benchmark("inflate")
-    folder = pair.turned_head(WEIGHTS / "eagle3", WEIGHTS / "target", tmp_path, 3)
+    folder = pair.turned_head(WEIGHTS / "eagle3", WEIGHTS / "target", pair.SHAPES["target"], tmp_path / "head", 3)
     small, large = (load_file(place / "model.safetensors") for place in (WEIGHTS / "eagle3", folder))
     config = json.loads((folder / "config.json").read_text("utf-8"))
     width, wide = 384, config["target_hidden_size"]

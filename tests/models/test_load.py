@@ -12,7 +12,7 @@ import torch
 from draftproof.config import LoadConfig
 from draftproof.errors import CacheFull, LoadError
 from draftproof.models import selftest
-from draftproof.models.load import builtin, load_target
+from draftproof.models.load import as_target, builtin, load_target
 from draftproof.models.packed import PackedLinear, can_pack, has_half_products, scale_to_halves
 from draftproof.models.paged import PagedTarget
 from draftproof.types import Draft, Scores
@@ -248,3 +248,12 @@ def test_truncate_into_a_shared_page_copies_it(tmp_path: Path) -> None:
     target.close(first)
     target.close(second)
     target.check()
+
+
+def test_a_model_in_memory_is_the_one_of_its_folder(tmp_path: Path) -> None:
+    here = as_target(families.save("llama", tmp_path), name="here")
+    there = load_target(tmp_path)
+    prompt = [torch.tensor([3, 5, 7, 11])]
+    logits = [target.extend([target.open([3, 5, 7, 11])], prompt).logits for target in (there, here)]
+    assert torch.equal(*logits) and here.facts.name == "here" and here.facts.reasons["forward pass"] == there.facts.reasons["forward pass"]
+    assert (here.facts.weight_bytes, here.facts.dtype, here.facts.invisible) == (there.facts.weight_bytes, there.facts.dtype, True)

@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from ..config import LoadConfig
 from ..errors import LoadError
-from . import attention, int4, int8
+from . import attention, float8, int4, int8
 from .cropped import CroppedTarget
 from .fused import FusedPass, can_fuse, fuse
 from .graphs import CudaRecorder, Record, passes
@@ -35,10 +35,12 @@ M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3          # glibc's malloc.h
 HALVES = (torch.bfloat16, torch.float16)
 FINAL_NORMS = ("norm", "ln_f", "final_layer_norm", "final_layernorm", "norm_f")  # what families call the norm before the output
 RECURRENT = {"linear_attention", "hybrid", "hybrid_sliding"}  # kinds of layers whose state has no positions
-ROUNDED: dict[str, tuple[Linear, Callable[[], tuple[bool, str]]]] = {
-    "int8": (int8.linear, int8.can_round),
-    "int4": (int4.linear, int4.can_round),
+ROUNDED: dict[str, tuple[str, Linear, Callable[[], tuple[bool, str]]]] = {
+    "int8": ("cpu", int8.linear, int8.can_round),
+    "int4": ("cpu", int4.linear, int4.can_round),
+    "fp8": ("cuda", float8.linear, float8.can_round),
 }
+ROUNDS = {"cpu": "a CPU with AVX2", "cuda": "a GPU of compute capability 8.9 or more"}
 ROW_DEPENDENT_ROPE = {"dynamic", "longrope"}  # their angles depend on the longest row of the pass
 
 
@@ -62,10 +64,21 @@ def load_target(path: str | Path, config: LoadConfig | None = None, fused: bool 
     if device.type == "cpu":
         _keep_memory(reasons)
     dtype = _dtype(config, model_config, device, reasons)
-    threads = _threads(config, device, reasons)
+    _set_threads(config, reasons)
     model = _load_model(path, config, model_config, dtype).to(device).eval()
+    return _made(model, str(path), config, _tokenizer(path, config, reasons), _saved_dtype(model_config), fused, reasons)
+
+
+def as_target(model: Any, config: LoadConfig | None = None, name: str = "a model in memory", tokenizer: Tokenizer | None = None) -> Target:
+    """The same of a transformers model where it lies, in its own type. Its layers are replaced: from then on it is the target's."""
+    config, reasons = config or LoadConfig(), {"device": "where the model is", "dtype": "the model's own"}
+    return _made(model.eval(), name, config, tokenizer, model.dtype, True, reasons)
+
+
+def _made(model: Any, name: str, config: LoadConfig, tokenizer: Tokenizer | None, saved: torch.dtype, fused: bool,
+          reasons: dict[str, str]) -> Target:
+    device, dtype, threads = model.device, model.dtype, torch.get_num_threads()
     weight_bytes, parameters = _sizes(model)
-    tokenizer = _tokenizer(path, config, reasons)
     tier = _tier(model, device, reasons)
     form = _form(config, device, dtype, reasons)
     slim = fused and config.packed and _fuse(model, tier, form, reasons)
@@ -73,7 +86,7 @@ def load_target(path: str | Path, config: LoadConfig | None = None, fused: bool 
         pack(model, form)
     text = model.config.get_text_config()
     facts = LoadFacts(
-        name=str(path),
+        name=name,
         device=str(device),
         dtype=str(dtype).removeprefix("torch."),
         tier=tier,
@@ -93,7 +106,7 @@ def load_target(path: str | Path, config: LoadConfig | None = None, fused: bool 
         cache_tokens=config.cache_tokens,
         whole_tiles=config.reproducible,
         facts=facts,
-        parts=_parts(model, _saved_dtype(model_config)),
+        parts=_parts(model, saved),
         tokenizer=tokenizer,
         defaults=_defaults(model),
         eos_ids=_eos_ids(model, tokenizer),
@@ -112,10 +125,10 @@ def load_target(path: str | Path, config: LoadConfig | None = None, fused: bool 
 def _form(config: LoadConfig, device: torch.device, dtype: torch.dtype, reasons: dict[str, str]) -> Linear | None:
     """In which form linear layers are kept; None: as transformers made them."""
     if config.quantization:
-        form, can_round = ROUNDED[config.quantization]
-        able, why = can_round() if device.type == "cpu" else (False, f"the model is on {device}")
+        kind, form, can_round = ROUNDED[config.quantization]
+        able, why = can_round() if device.type == kind else (False, f"the model is on {device}")
         if not able:
-            raise LoadError(f"quantization={config.quantization}: {why}; expected a CPU with AVX2: leave the option out, or load a "
+            raise LoadError(f"quantization={config.quantization}: {why}; expected {ROUNDS[kind]}: leave the option out, or load a "
                             "checkpoint that is quantised for this device")
         reasons["linear layers"] = f"{config.quantization}: {why}"
         return form
@@ -285,13 +298,12 @@ def _saved_dtype(model_config: Any) -> torch.dtype:
     return found or torch.float32
 
 
-def _threads(config: LoadConfig, device: torch.device, reasons: dict[str, str]) -> int:
+def _set_threads(config: LoadConfig, reasons: dict[str, str]) -> None:
     if config.threads is not None:
         torch.set_num_threads(config.threads)
         reasons["threads"] = f"{config.threads}: as asked"
     else:
         reasons["threads"] = f"{torch.get_num_threads()}: torch's own choice (the cores, or OMP_NUM_THREADS)"
-    return torch.get_num_threads()
 
 
 def _keep_memory(reasons: dict[str, str]) -> None:

@@ -1,0 +1,312 @@
+"""Large shapes on one GPU: off and every drafter by batch, reproducible and fast, beside transformers as it is and compiled.
+
+    python benchmarks/gpu.py --json gpu.json                                 # one GPU of 141 GB, eight minutes; what time cuts off is named
+    python benchmarks/gpu.py --shapes 8B --batches 1,4 --seconds 200
+    python benchmarks/gpu.py --device cpu --shapes tiny --batches 1,2 --tokens 16       # the same path without a GPU: no measurement
+
+The demo pair is inflated in the device's memory (inflate.py): a target of each shape, a draft model of a 1B shape, and the demo target's
+EAGLE-3 head turned to fit, which stays as small as it is. 8B and 32B are bfloat16, 70B is rounded to floats of eight bits. First the
+texts: greedy and at temperature 0.8, depths 0 to 8, sequences that join and leave, against each text alone without a guess. Then speed:
+batch by batch every arm in an order drawn anew, `--repeats` times; rates are of decoding (a run of one token is taken off), ratios paired.
+Bandwidth: what a plain pass of one row reads, over its time, against a copy within the device's memory measured in the same run.
+The last line of standard output is one JSON document; exit code 3 says that a goal was missed, or could not be measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import random
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from inflate import Shape, build_inflated
+from pair import read_prompts, turned_head
+from provenance import provenance
+from ratios import paired, shown
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from draftproof import Engine, LoadConfig, Sampling
+from draftproof.config import EngineConfig
+from draftproof.drafters.base import Drafter
+from draftproof.drafters.model import ModelDrafter
+from draftproof.models.load import WEIGHTS, as_target
+from draftproof.models.target import Target
+
+OFF = "off"
+DEPTHS_CHECKED = range(9)
+MODES = {"reproducible": True, "fast": False}
+COPY_GOAL, ROUNDED_GOAL, ON_GOAL = 0.85, 2.9, 3.0
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """A shape and the numbers its weights are kept in."""
+
+    shape: Shape
+    quantization: str | None = None
+
+
+MODELS = {
+    "8B": Model(Shape(4096, 32, 32, 8, 14336, head_dim=128)),
+    "32B": Model(Shape(5120, 64, 40, 8, 27648, head_dim=128)),
+    "70B": Model(Shape(8192, 80, 64, 8, 28672, head_dim=128), "fp8"),
+    "tiny": Model(Shape(448, 11, 8, 4, 1200)),
+}
+DRAFTS = {"tiny": Shape(320, 4, 8, 4, 900)}                        # else:
+DRAFT = Shape(2048, 16, 32, 8, 8192)
+
+Rates = dict[str, list[float]]                                      # arm → tokens per second, repeat by repeat
+
+
+class Clock:
+    """How long the run may still take; what it cuts off is named."""
+
+    def __init__(self, seconds: float) -> None:
+        self.end = time.perf_counter() + seconds
+        self.left_out: list[str] = []
+
+    def allows(self, what: str) -> bool:
+        if time.perf_counter() < self.end:
+            return True
+        self.left_out.append(what)
+        return False
+
+
+def finished(device: torch.device) -> float:
+    """The time, once the device has nothing left to do."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+def copy_bandwidth(device: torch.device, repeats: int = 5) -> float:
+    """GB/s read and written by copying a large tensor within the device's memory, the best of `repeats`."""
+    source = torch.ones((1 << 32) if device.type == "cuda" else (1 << 28), dtype=torch.uint8, device=device)
+    target, best = torch.empty_like(source), float("inf")
+    for _ in range(repeats):
+        start = finished(device)
+        target.copy_(source)
+        best = min(best, finished(device) - start)
+    return 2 * source.numel() / best / 1e9
+
+
+@contextmanager
+def only_while_needed(device: torch.device) -> Iterator[None]:
+    """What was made within is forgotten after it."""
+    yield
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+# The engines
+
+def build(source: Path, shape: Shape, device: torch.device, seed: int) -> Any:
+    small = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+    return build_inflated(small.to(device), shape, device, torch.bfloat16, seed)
+
+
+def drafters(name: str, target: Target, work: Path, device: torch.device, load: LoadConfig, seed: int) -> dict[str, str | Drafter]:
+    lm = as_target(build(WEIGHTS / "draft", DRAFTS.get(name, DRAFT), device, seed), load.of_draft(), "draft")
+    head = turned_head(WEIGHTS / "eagle3", WEIGHTS / "target", MODELS[name].shape, work / f"head-{name}", seed, device)
+    return {"model": ModelDrafter(lm), "eagle3": f"eagle3:{head}", "ngram": "ngram"}
+
+
+Answers = list[tuple[int, ...]]
+
+
+def answer(engine: Engine, prompts: Sequence[Sequence[int]], sampling: Sequence[Sampling], depth: int, run: Iterator[int]) -> Answers:
+    wish: dict[str, Any] = {"depth": depth} if depth else {"drafter": "none"}
+    done = engine.generate_batch(prompts, sampling, speculation=wish, tenant=f"run {next(run)}")       # its own: no prefix is reused
+    return [tuple(one.token_ids) for one in done]
+
+
+def differing(engine: Engine, prompts: Sequence[Sequence[int]], tokens: int, run: Iterator[int], clock: Clock) -> dict[str, Any]:
+    """How many texts of how many differ from the same text alone without a guess; lengths differ, so that sequences join and leave."""
+    found = {"texts": 0, "different": 0}
+    for temperature in (0.0, 0.8):
+        asked = [Sampling(temperature=temperature, seed=i, max_tokens=tokens * (2 + i % 3) // 4, ignore_eos=True)
+                 for i in range(len(prompts))]
+        alone = [answer(engine, [prompt], [sampling], 0, run)[0] for prompt, sampling in zip(prompts, asked, strict=True)]
+        for depth in DEPTHS_CHECKED:
+            if clock.allows(f"texts at depth {depth}, temperature {temperature:g}"):
+                there = answer(engine, prompts, asked, depth, run)
+                found["texts"] += len(there)
+                found["different"] += sum(a != b for a, b in zip(alone, there, strict=True))
+    return found
+
+
+# The clock
+
+def rate(write: Callable[[int], object], batch: int, tokens: int, device: torch.device) -> float:
+    """Decoded tokens per second of `batch` texts: those after the first, over the time less that of one token each."""
+    seconds = []
+    for count in (1, tokens):
+        start = finished(device)
+        write(count)
+        seconds.append(finished(device) - start)
+    return batch * (tokens - 1) / max(seconds[1] - seconds[0], 1e-9)
+
+
+def interleaved(arms: Mapping[str, Callable[[int], object]], batch: int, tokens: int, repeats: int, device: torch.device) -> Rates:
+    for write in arms.values():
+        write(8)                                                    # graphs are recorded, kernels chosen
+    rates: Rates = {name: [] for name in arms}
+    order, rng = list(arms), random.Random(batch)
+    for _ in range(repeats):
+        rng.shuffle(order)
+        for name in order:
+            rates[name].append(rate(arms[name], batch, tokens, device))
+    return rates
+
+
+def stock_arms(model: Any, prompts: Sequence[Sequence[int]]) -> dict[str, Callable[[int], object]]:
+    """transformers, with its growing cache and, on a GPU, with a static one, for which it compiles the pass."""
+    shortest = min(map(len, prompts))
+    ids = torch.tensor([prompt[-shortest:] for prompt in prompts], device=model.device)
+
+    def write(cache: str | None) -> Callable[[int], object]:
+        def generate(count: int) -> object:
+            more = {"cache_implementation": cache} if cache else {}
+            with torch.inference_mode():
+                return model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, min_new_tokens=count, do_sample=False,
+                                      pad_token_id=0, **more).cpu()
+        return generate
+
+    arms = {"transformers": write(None)}
+    return {**arms, "transformers compiled": write("static")} if model.device.type == "cuda" else arms
+
+
+def measure(name: str, args: argparse.Namespace, work: Path, clock: Clock) -> list[dict[str, Any]]:
+    """The cells of one shape."""
+    device, model = torch.device(args.device), MODELS[name]
+    prompts = read_prompts(WEIGHTS / "prompts.jsonl", AutoTokenizer.from_pretrained(WEIGHTS / "target"), max(args.batches), 60, 300)
+    prompts = [prompts[i % len(prompts)] for i in range(max(args.batches))]
+    cells: list[dict[str, Any]] = []
+    stock: dict[int, Rates] = {}
+    for mode in args.modes:
+        if not clock.allows(f"{name} {mode}"):
+            continue
+        with only_while_needed(device):
+            whole = build(WEIGHTS / "target", model.shape, device, args.seed)
+            if not stock and model.quantization is None:
+                stock = {batch: interleaved(stock_arms(whole, prompts[:batch]), batch, args.tokens, args.repeats, device)
+                         for batch in args.batches if clock.allows(f"{name} transformers, batch {batch}")}
+            rounding = model.quantization if device.type == "cuda" else None
+            load = LoadConfig(device=args.device, reproducible=MODES[mode], quantization=rounding)
+            cells += of_mode(name, mode, as_target(whole, load, name), load, prompts, stock, args, work, clock)
+            del whole
+    return cells
+
+
+def of_mode(name: str, mode: str, target: Target, load: LoadConfig, prompts: Sequence[Sequence[int]], stock: Mapping[int, Rates],
+            args: argparse.Namespace, work: Path, clock: Clock) -> list[dict[str, Any]]:
+    device, run, cells = torch.device(args.device), iter(range(1 << 30)), []
+    guessing = drafters(name, target, work, device, load, args.seed)
+    settings = EngineConfig(max_batch=max(args.batches), profile_s=0, trace="none")
+    engines = {spec: Engine(target, drafter, load=load, config=settings) for spec, drafter in guessing.items()}
+    bits = differing(engines["model"], prompts[:6], args.tokens // 2, run, clock) if MODES[mode] else None
+    read = target.facts.weight_bytes - target.parts.embed.weight.nbytes             # looked up, not read
+    for batch in (batch for batch in args.batches if clock.allows(f"{name} {mode}, batch {batch}")):
+        def write(spec: str, depth: int, batch: int = batch) -> Callable[[int], object]:
+            def generate(count: int) -> Answers:
+                sampling = Sampling(temperature=0, max_tokens=count, ignore_eos=True)
+                return answer(engines[spec], prompts[:batch], [sampling] * batch, depth, run)
+            return generate
+
+        arms = {OFF: write("model", 0), **{f"{spec}@{depth}": write(spec, depth) for spec in engines for depth in args.depths}}
+        rates = interleaved(arms, batch, args.tokens, args.repeats, device)
+        for arm, values in {**stock.get(batch, {}), **rates}.items():
+            plain = median(values) / batch * read / 1e9
+            cells.append({"shape": name, "mode": mode, "batch": batch, "arm": arm, "tokens_per_s": median(values),
+                          "over_off": paired([values], [rates[OFF]]), "read_gb_per_s": plain if arm == OFF else None, "bits": bits})
+        tell(f"{name} {mode} batch {batch}: off {median(rates[OFF]):.0f} tokens/s")
+    return cells
+
+
+# What it says
+
+def goals(cells: Sequence[Mapping[str, Any]], copy: float) -> list[dict[str, Any]]:
+    """Every goal with what was found, None if it was not measured."""
+    def best(shape: str, mode: str, batch: int) -> float | None:
+        there = [c["over_off"]["median"] for c in cells if (c["shape"], c["mode"], c["batch"]) == (shape, mode, batch) and "@" in c["arm"]]
+        return max(there, default=None)
+
+    off = [c["read_gb_per_s"] / copy for c in cells if (c["shape"], c["mode"], c["batch"], c["arm"]) == ("8B", "fast", 1, OFF)]
+    found: list[tuple[str, float | None, float]] = [
+        ("8B, batch 1, off: bandwidth ÷ a copy's", off[0] if off else None, COPY_GOAL),
+        ("8B, batch 1, the best drafter ÷ off", best("8B", "fast", 1), ON_GOAL),
+        ("70B of eight bits, batch 1, the best drafter ÷ off", best("70B", "fast", 1), ROUNDED_GOAL)]
+    bits = [c["bits"] for c in cells if c["bits"] and c["bits"]["texts"]]
+    same = 1 - sum(b["different"] for b in bits) / sum(b["texts"] for b in bits) if bits else None
+    found.append(("reproducible: share of texts equal to the text alone without a guess", same, 1.0))
+    return [{"goal": name, "found": value, "bound": bound, "met": None if value is None else value >= bound}
+            for name, value, bound in found]
+
+
+def page(result: Mapping[str, Any]) -> str:
+    lines = [f"copy {result['copy_gb_per_s']:.0f} GB/s (read and written)", "", "| shape | mode | batch | arm | tokens/s | ÷ off | GB/s |",
+             "|---|---|---|---|---|---|---|"]
+    for c in result["cells"]:
+        read = f"{c['read_gb_per_s']:.0f}" if c["read_gb_per_s"] else ""
+        what = " | ".join(str(c[name]) for name in ("shape", "mode", "batch", "arm"))
+        lines.append(f"| {what} | {c['tokens_per_s']:.1f} | {shown(c['over_off'])} | {read} |")
+    reached = {True: "yes", False: "NO", None: "not measured"}
+    lines += ["", "| goal | at least | found | reached |", "|---|---|---|---|"]
+    lines += [f"| {g['goal']} | {g['bound']} | {'–' if g['found'] is None else format(g['found'], '.3f')} | {reached[g['met']]} |"
+              for g in result["goals"]]
+    return "\n".join([*lines, *(f"left out, no time: {what}" for what in result["left_out"])])
+
+
+def tell(words: str) -> None:
+    print(words, file=sys.stderr, flush=True)
+
+
+def main() -> int:
+    def listed(kind: Any) -> Any:
+        return lambda text: [kind(word) for word in text.split(",") if word]
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--shapes", type=listed(str), default=["8B", "70B", "32B"], help=f"of {', '.join(MODELS)}, in this order")
+    parser.add_argument("--modes", type=listed(str), default=list(MODES), help=",".join(MODES))
+    parser.add_argument("--batches", type=listed(int), default=[1, 4, 16, 64])
+    parser.add_argument("--depths", type=listed(int), default=[4])
+    parser.add_argument("--tokens", type=int, default=96)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--seconds", type=float, default=480, help="after which nothing new begins")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    for name, known in (("shapes", MODELS), ("modes", MODES)):
+        unknown = set(getattr(args, name)) - set(known)
+        if unknown:
+            parser.error(f"--{name} {sorted(unknown)[0]}: expected some of {', '.join(known)}")
+    if args.device.startswith("cuda") and not torch.cuda.is_available():
+        parser.error(f"--device {args.device}: this torch sees no CUDA device; --device cpu --shapes tiny checks the script without one")
+    clock, facts = Clock(args.seconds), provenance()
+    copy = copy_bandwidth(torch.device(args.device))
+    with tempfile.TemporaryDirectory() as work:
+        cells = [cell for name in args.shapes for cell in measure(name, args, Path(work), clock)]
+    gpu = torch.cuda.get_device_name() if args.device.startswith("cuda") else None
+    result = {**facts, "device": args.device, "gpu": gpu, "copy_gb_per_s": copy, "cells": cells, "goals": goals(cells, copy),
+              "left_out": clock.left_out}
+    print(page(result))
+    if args.json:
+        args.json.write_text(json.dumps(result, indent=1) + "\n", "utf-8")
+    print(json.dumps(result))
+    return 0 if all(goal["met"] for goal in result["goals"]) else 3
+
+
+if __name__ == "__main__":
+    sys.exit(main())

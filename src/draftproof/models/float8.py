@@ -1,0 +1,59 @@
+"""Linear layers whose weights and activations are floats of eight bits (E4M3: Micikevicius et al., arXiv 2209.05433), for GPUs that
+multiply them: half the bytes of half precision.
+
+w ≈ s · q with q in E4M3 and one s per output, and every row of x likewise, by its own largest magnitude; products are added in float32
+and rounded to bfloat16. Rows are multiplied in tiles (tiled.py), so a row's bits do not depend on its neighbours. Written without a GPU:
+what the tests run is torch's product of such numbers on a CPU.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .packed import KeptLinear
+from .tiled import TiledLinear, by_tiles
+
+TOP = 448.0     # the largest E4M3
+STEP = 16       # sizes that the hardware multiplies are multiples of it
+LEAST = (8, 9)  # compute capability
+
+
+class Float8Linear(KeptLinear):
+    """y = x Wᵀ + b. Built from a linear layer's tensors; keeps no other copy of them."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        super().__init__(weight)
+        self.bias = None if bias is None else bias.detach()
+        self.eight, self.steps = rounded(weight.detach())
+        self.weight_bytes = self.eight.numel() + 4 * self.steps.numel()
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = by_tiles(self._product, x.reshape(-1, self.in_features)).to(x.dtype)
+        if self.bias is not None:
+            out = out + self.bias
+        return out.view(*x.shape[:-1], self.out_features)
+
+    def _product(self, rows: Tensor) -> Tensor:
+        eight, steps = rounded(rows)
+        return torch._scaled_mm(eight, self.eight.t(), scale_a=steps, scale_b=self.steps.t(), out_dtype=torch.bfloat16)
+
+
+def linear(weight: Tensor, bias: Tensor | None) -> KeptLinear | TiledLinear:
+    """Of sizes that the hardware does not multiply, a layer that is not rounded."""
+    return TiledLinear(weight, bias) if any(size % STEP for size in weight.shape) else Float8Linear(weight, bias)
+
+
+def rounded(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows [N, n] as E4M3 [N, n] times a float32 [N, 1] each."""
+    wide = x.float()
+    steps = wide.abs().amax(1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny * TOP) / TOP
+    return (wide / steps).to(torch.float8_e4m3fn), steps
+
+
+def can_round() -> tuple[bool, str]:
+    """Whether torch's GPU multiplies such numbers, and why or why not."""
+    found = torch.cuda.get_device_capability()
+    if found < LEAST:
+        return False, f"the GPU has compute capability {found[0]}.{found[1]}"
+    return True, "weights and activations are floats of eight bits, with a factor per output and row (not measured on a GPU)"

@@ -1,0 +1,32 @@
+"""benchmarks/gpu.py: its verdicts. The whole of it runs without a GPU by the command in its text."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from benchmark_module import benchmark
+
+gpu = benchmark("gpu")
+EVEN = {"median": 1.0, "low": 1.0, "high": 1.0}
+
+
+def cell(shape: str, arm: str, over_off: float = 1.0, read: float | None = None, bits: dict[str, int] | None = None) -> dict[str, Any]:
+    return {"shape": shape, "mode": "reproducible" if bits else "fast", "batch": 1, "arm": arm, "tokens_per_s": 10.0,
+            "over_off": {**EVEN, "median": over_off}, "read_gb_per_s": read, "bits": bits}
+
+
+def test_goals_are_those_of_the_cells_and_what_is_missing_is_not_met() -> None:
+    cells = [cell("8B", "off", read=3600.0), cell("8B", "model@4", 2.5), cell("8B", "eagle3@4", 3.1),
+             cell("8B", "transformers compiled", 9.0),
+             cell("8B", "off", bits={"texts": 108, "different": 1})]
+    found = gpu.goals(cells, 4000.0)
+    assert [goal["found"] for goal in found] == [pytest.approx(0.9), 3.1, None, pytest.approx(107 / 108)]
+    assert [goal["met"] for goal in found] == [True, True, None, False], "one text that differs is one too many"
+    text = gpu.page({"copy_gb_per_s": 4000.0, "cells": cells, "goals": found, "left_out": ["32B fast"]})
+    assert "| 8B | fast | 1 | off | 10.0 | 1.00 [1.00–1.00] | 3600 |" in text and "not measured" in text and "no time: 32B fast" in text
+
+
+def test_time_that_is_up_is_named() -> None:
+    clock = gpu.Clock(-1.0)
+    assert not clock.allows("32B") and clock.left_out == ["32B"] and gpu.Clock(100.0).allows("8B")
