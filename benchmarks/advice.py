@@ -33,10 +33,9 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-import torch
-from inflate import Shape, build_inflated
-from provenance import digest, provenance
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from inflate import Shape
+from pair import built
+from provenance import provenance
 
 from draftproof.advise.check import GOOD, NARROW, check
 from draftproof.advise.measure import measure
@@ -89,17 +88,6 @@ def settings(asked: argparse.Namespace, work: Path) -> list[Setting]:
         named = [f"model:{folders[1]}" if spec == "model" else spec for spec in asked.drafter or ("ngram", "model")]
         found.append(Setting(shape, str(folders[0]), tuple(named)))
     return found or [demo]
-
-
-def built(source: Path, folder: Path, shape: Shape, seed: int) -> Path:
-    """The folder of the inflated model; built unless it is there already, made from the same weights, shape and seed."""
-    note, key = folder / "inflated.txt", repr((digest(source), shape, seed))
-    if not note.exists() or note.read_text() != key:
-        small = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
-        build_inflated(small, shape, "cpu", torch.bfloat16, seed).save_pretrained(folder)
-        AutoTokenizer.from_pretrained(source).save_pretrained(folder)
-        note.write_text(key)
-    return folder
 
 
 def half_of(number: int, items: Sequence[Item]) -> int:

@@ -22,7 +22,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -50,20 +49,19 @@ COPY_GOAL, ROUNDED_GOAL, ON_GOAL = 0.85, 2.9, 3.0
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """A shape and the numbers its weights are kept in."""
+    """A shape, the numbers its weights are kept in, and the shape of its draft model."""
 
     shape: Shape
     quantization: str | None = None
+    draft: Shape = Shape(2048, 16, 32, 8, 8192)
 
 
 MODELS = {
     "8B": Model(Shape(4096, 32, 32, 8, 14336, head_dim=128)),
     "32B": Model(Shape(5120, 64, 40, 8, 27648, head_dim=128)),
     "70B": Model(Shape(8192, 80, 64, 8, 28672, head_dim=128), "fp8"),
-    "tiny": Model(Shape(448, 11, 8, 4, 1200)),
+    "tiny": Model(Shape(448, 11, 8, 4, 1200), draft=Shape(320, 4, 8, 4, 900)),
 }
-DRAFTS = {"tiny": Shape(320, 4, 8, 4, 900)}                        # else:
-DRAFT = Shape(2048, 16, 32, 8, 8192)
 
 Rates = dict[str, list[float]]                                      # arm → tokens per second, repeat by repeat
 
@@ -100,10 +98,8 @@ def copy_bandwidth(device: torch.device, repeats: int = 5) -> float:
     return 2 * source.numel() / best / 1e9
 
 
-@contextmanager
-def only_while_needed(device: torch.device) -> Iterator[None]:
-    """What was made within is forgotten after it."""
-    yield
+def forget(device: torch.device) -> None:
+    """Give the memory of what nobody holds any more back."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
@@ -117,7 +113,7 @@ def build(source: Path, shape: Shape, device: torch.device, seed: int) -> Any:
 
 
 def drafters(name: str, target: Target, work: Path, device: torch.device, load: LoadConfig, seed: int) -> dict[str, str | Drafter]:
-    lm = as_target(build(WEIGHTS / "draft", DRAFTS.get(name, DRAFT), device, seed), load.of_draft(), "draft")
+    lm = as_target(build(WEIGHTS / "draft", MODELS[name].draft, device, seed), load.of_draft(), "draft")
     head = turned_head(WEIGHTS / "eagle3", WEIGHTS / "target", MODELS[name].shape, work / f"head-{name}", seed, device)
     return {"model": ModelDrafter(lm), "eagle3": f"eagle3:{head}", "ngram": "ngram"}
 
@@ -197,15 +193,15 @@ def measure(name: str, args: argparse.Namespace, work: Path, clock: Clock) -> li
     for mode in args.modes:
         if not clock.allows(f"{name} {mode}"):
             continue
-        with only_while_needed(device):
-            whole = build(WEIGHTS / "target", model.shape, device, args.seed)
-            if not stock and model.quantization is None:
-                stock = {batch: interleaved(stock_arms(whole, prompts[:batch]), batch, args.tokens, args.repeats, device)
-                         for batch in args.batches if clock.allows(f"{name} transformers, batch {batch}")}
-            rounding = model.quantization if device.type == "cuda" else None
-            load = LoadConfig(device=args.device, reproducible=MODES[mode], quantization=rounding)
-            cells += of_mode(name, mode, as_target(whole, load, name), load, prompts, stock, args, work, clock)
-            del whole
+        whole = build(WEIGHTS / "target", model.shape, device, args.seed)
+        if not stock and model.quantization is None:
+            stock = {batch: interleaved(stock_arms(whole, prompts[:batch]), batch, args.tokens, args.repeats, device)
+                     for batch in args.batches if clock.allows(f"{name} transformers, batch {batch}")}
+        rounding = model.quantization if device.type == "cuda" else None
+        load = LoadConfig(device=args.device, reproducible=MODES[mode], quantization=rounding)
+        cells += of_mode(name, mode, as_target(whole, load, name), load, prompts, stock, args, work, clock)
+        del whole
+        forget(device)
     return cells
 
 

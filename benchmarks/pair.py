@@ -16,16 +16,20 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 SHAPES = {"target": Shape(1536, 16, 24, 12, 6144), "draft": Shape(512, 4, 8, 4, 1728)}
 
 
-def inflated(source: Path, name: str, work: Path, seed: int) -> Path:
+def built(source: Path, folder: Path, shape: Shape, seed: int) -> Path:
     """The folder of the inflated model; built unless it is there already, made from the same weights, shape and seed."""
-    folder, key = work / name, repr((digest(source), SHAPES[name], seed))
-    note = folder / "inflated.txt"
+    note, key = folder / "inflated.txt", repr((digest(source), shape, seed))
     if not note.exists() or note.read_text() != key:
         small = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
-        build_inflated(small, SHAPES[name], "cpu", torch.bfloat16, seed).save_pretrained(folder)
+        build_inflated(small, shape, "cpu", torch.bfloat16, seed).save_pretrained(folder)
         AutoTokenizer.from_pretrained(source).save_pretrained(folder)
         note.write_text(key)
     return folder
+
+
+def inflated(source: Path, name: str, work: Path, seed: int) -> Path:
+    """`built` in the shape of the pair's "target" or "draft"."""
+    return built(source, work / name, SHAPES[name], seed)
 
 
 def turned_head(head: Path, source: Path, shape: Shape, folder: Path, seed: int, device: str | torch.device = "cpu") -> Path:

@@ -98,9 +98,9 @@ class CroppedTarget:
         taps = []
         starts = [0]
         for i, (slot, draft) in enumerate(zip(slots, drafts, strict=True)):
-            root = roots[i : i + 1].to(self.device)
+            root = roots[i : i + 1]
             assert draft.is_chain, "a model's own cache scores chains; the engine asks for trees only where `trees` is true"
-            rows.append(self._run(slot, torch.cat([root, draft.tokens.to(self.device)])))
+            rows.append(self._run(slot, torch.cat([root.to(self.device), draft.tokens.to(self.device)])))
             taps.append(self._tapped(len(draft) + 1))
             slot.tokens.append(int(root))
             slot.nodes = draft.tokens.tolist()

@@ -23,7 +23,7 @@ from transformers.activations import SiLUActivation
 from . import native
 from .attention import attend, compiled
 from .cache import PagePool
-from .packed import Linear, StreamedLinear
+from .packed import HeldLinear, Linear, StreamedLinear
 from .passes import Pass
 from .tiled import TiledLinear, by_tiles
 
@@ -233,15 +233,6 @@ def _joined(parts: Sequence[nn.Linear]) -> tuple[Tensor, Tensor | None]:
     return weight, torch.cat([weight.new_zeros(part.out_features) if part.bias is None else part.bias.detach() for part in parts])
 
 
-def stock_linear(weight: Tensor, bias: Tensor | None) -> nn.Module:
-    """An ordinary linear layer around these tensors."""
-    layer = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
-    layer.weight = nn.Parameter(weight.detach(), requires_grad=False)
-    if bias is not None:
-        layer.bias = nn.Parameter(bias.detach(), requires_grad=False)
-    return layer
-
-
 def can_fuse(model: Any) -> tuple[bool, str]:
     """Whether every layer is Llama's block as we know it, and why or why not."""
     family = str(model.config.model_type)
@@ -274,4 +265,4 @@ def fuse(model: Any, linear: Linear | None) -> None:
     makes a layer of a weight and a bias; None: torch's own."""
     layers = model.model.layers
     for number in range(len(layers)):
-        layers[number] = FusedLayer(layers[number], linear or stock_linear)
+        layers[number] = FusedLayer(layers[number], linear or HeldLinear)

@@ -32,6 +32,16 @@ BASE, PROBED = 6, 16  # rows of FBGEMM's slice that others are compared with; ho
 BY_HAND = {"dt_proj"}  # layers of state-space models whose weight the model multiplies by itself
 
 
+class HeldLinear(nn.Linear):
+    """An ordinary linear layer around a weight [out, in] and a bias: keeps these tensors, not copies."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        super().__init__(weight.shape[1], weight.shape[0], bias is not None, device="meta")
+        self.weight = nn.Parameter(weight.detach(), requires_grad=False)
+        if bias is not None:
+            self.bias = nn.Parameter(bias.detach(), requires_grad=False)
+
+
 class KeptLinear(nn.Module):
     """Stands for a linear layer whose weight [out, in] is kept in another form, of `weight_bytes`."""
 

@@ -12,8 +12,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
+
+from .packed import HeldLinear
 
 TILE_ROWS = 64
 
@@ -27,14 +29,8 @@ def by_tiles(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     return (parts[0] if len(parts) == 1 else torch.cat(parts))[:rows]
 
 
-class TiledLinear(nn.Linear):
-    """y = x Wᵀ + b in products of one shape, [TILE_ROWS, in] × [in, out]. Keeps the weight it is given, not a copy."""
-
-    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        super().__init__(weight.shape[1], weight.shape[0], bias is not None, device="meta")
-        self.weight = nn.Parameter(weight.detach(), requires_grad=False)
-        if bias is not None:
-            self.bias = nn.Parameter(bias.detach(), requires_grad=False)
+class TiledLinear(HeldLinear):
+    """y = x Wᵀ + b in products of one shape, [TILE_ROWS, in] × [in, out]."""
 
     def forward(self, x: Tensor) -> Tensor:
         out = by_tiles(lambda rows: functional.linear(rows, self.weight, self.bias), x.reshape(-1, self.in_features))
