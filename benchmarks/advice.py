@@ -1,8 +1,8 @@
 """Is the advice right? Predicted speed-ups against measured ones, and what following the recommendation would have cost.
 
     python benchmarks/advice.py                                        the demo target, ngram, suffix and model, depths 1 to 8
-    python benchmarks/advice.py --shape demo --shape 0.6B --shape 1B --each 4 --tokens 64 --depth 2 --depth 4 --budget 240 --repeats 6
-        --write docs/advice_accuracy.md                                a table for docs/; about 25 minutes
+    python benchmarks/advice.py --shape demo --shape 0.6B --shape 1B --each 4 --tokens 48 --depth 2 --depth 4 --budget 300 --repeats 6
+        --write docs/advice_accuracy.md        the tables for docs/, each put there when it is done; hours where memory is slow
     python benchmarks/advice.py --target FOLDER --drafter ngram --drafter model:FOLDER --depth 2 --depth 4 --concurrency 1,8
 
 Per target: the prompts of every class are answered with speculation off, which is the log. The advice is what `draftproof advise`
@@ -34,10 +34,11 @@ from statistics import fmean, median
 from typing import Any
 
 from inflate import Shape
+from pages import put
 from pair import built
 from provenance import provenance
 
-from draftproof.advise.check import GOOD, NARROW, check
+from draftproof.advise.check import GOOD, check
 from draftproof.advise.measure import measure
 from draftproof.advise.predict import OFF, Cost, Forecast, predict
 from draftproof.audition.logs import Skipped
@@ -259,23 +260,19 @@ def examine(setting: Setting, asked: argparse.Namespace, folder: Path) -> dict[s
 # On paper
 
 
-def page(results: Sequence[Mapping[str, Any]], facts: Mapping[str, Any]) -> str:
-    """The tables as Markdown."""
-    machine, revision = facts["machine"], facts["versions"]["revision"]
-    lines = ["# How right the advice is", "", f"Made by `{facts['command']}` on {facts['date']}, draftproof at {revision};",
-             f"{machine['cpu']}, {machine['cores']} cores, load {machine['load_average']}.", "",
-             f"A cell is judged if its measured interval is within ± {NARROW:.0%}, and right if the prediction is within {GOOD:.0%}.",
-             "What each column is stands at the head of `benchmarks/advice.py`.", ""]
-    for one in results:
-        lines += [*_summary(one), "| class | concurrent | drafter | depth | tokens per round | predicted | measured | error | |",
-                  "|---|---|---|---|---|---|---|---|---|", *map(_line, one["cells"]),
-                  "", "Chosen on one half of the prompts and measured on the other, both ways round:", "",
-                  "| class | concurrent | recommended | best | slower by (95 %) | |", "|---|---|---|---|---|---|"]
-        for r in one["regret"]:
-            own, best = (", ".join(map(_spec, r[side])) for side in ("recommended", "best"))
-            lines.append(f"| {r['class']} | {r['concurrency']} | {own} | {best} | {r['slower_by']:.1%} ({r['low']:.1%}–{r['high']:.1%}) "
-                         f"| {'**shown**' if r['shown'] else ''} |")
-        lines.append("")
+def section(one: Mapping[str, Any], facts: Mapping[str, Any]) -> str:
+    """The tables of one target as Markdown."""
+    machine = facts["machine"]
+    lines = [*_summary(one), f"Made by `{facts['command']}` on {facts['date']}, draftproof at {facts['versions']['revision']}; "
+             f"{machine['cpu']}, {machine['cores']} cores, {machine['read_gb_per_s']} GB/s of memory, load {machine['load_average']}.", "",
+             "| class | concurrent | drafter | depth | tokens per round | predicted | measured | error | |",
+             "|---|---|---|---|---|---|---|---|---|", *map(_line, one["cells"]),
+             "", "Chosen on one half of the prompts and measured on the other, both ways round:", "",
+             "| class | concurrent | recommended | best | slower by (95 %) | |", "|---|---|---|---|---|---|"]
+    for r in one["regret"]:
+        own, best = (", ".join(map(_spec, r[side])) for side in ("recommended", "best"))
+        lines.append(f"| {r['class']} | {r['concurrency']} | {own} | {best} | {r['slower_by']:.1%} ({r['low']:.1%}–{r['high']:.1%}) "
+                     f"| {'**shown**' if r['shown'] else ''} |")
     return "\n".join(lines)
 
 
@@ -321,19 +318,23 @@ def main() -> int:
     parser.add_argument("--threads", type=int)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--work", type=Path, help="keep logs and inflated models here")
-    parser.add_argument("--write", type=Path, metavar="FILE", help="the tables, as Markdown")
+    parser.add_argument("--write", type=Path, metavar="FILE", help="put the tables between each target's marks of this page")
     asked = parser.parse_args()
     if asked.repeats < FEWEST:
         parser.error(f"--repeats {asked.repeats}: {FEWEST} are the least that say something about the noise")
+    if asked.write and not asked.write.exists():
+        asked.write.write_text("# How right the advice is\n", encoding="utf-8")
+    results = []
     with tempfile.TemporaryDirectory() as scratch:
         work = asked.work or Path(scratch)
         work.mkdir(parents=True, exist_ok=True)
-        results = [examine(setting, asked, work) for setting in settings(asked, work)]
-    facts = provenance()
-    text = page(results, facts)
-    print(text, file=sys.stderr)
-    if asked.write:
-        asked.write.write_text(text, encoding="utf-8")
+        for setting in settings(asked, work):
+            results.append(examine(setting, asked, work))
+            facts = provenance()
+            text = section(results[-1], facts)
+            say(text)
+            if asked.write:
+                put(asked.write, setting.name, text)
     passed = all(one["passed"] for one in results)
     print(json.dumps({**facts, "passed": passed, "targets": results}))
     return 0 if passed else 3

@@ -14,17 +14,7 @@ from typing import Any
 import torch
 
 from draftproof.bench.machine import machine, versions
-
-
-def read_bandwidth(size: int = 256 << 20, repeats: int = 5) -> float:
-    """GB/s of summing a large tensor with torch's threads, best of `repeats`: what the memory gives while the benchmark runs."""
-    data = torch.ones(size // 4)
-    best = float("inf")
-    for _ in range(repeats):
-        start = time.perf_counter()
-        data.sum()
-        best = min(best, time.perf_counter() - start)
-    return size / best / 1e9
+from draftproof.bench.profile import read_bandwidth
 
 
 def revision() -> str:
@@ -51,6 +41,6 @@ def provenance() -> dict[str, Any]:
     """`machine`, `versions` and `command` of a result. `load_average` tells whether others were using the machine."""
     facts = machine()
     facts["load_average"] = [round(x, 2) for x in os.getloadavg()] if hasattr(os, "getloadavg") else None
-    facts["read_gb_per_s"] = round(read_bandwidth(), 1)
+    facts["read_gb_per_s"] = round(read_bandwidth(torch.device("cpu")) / 1e9, 1)
     return {"machine": facts, "versions": {**versions(), "revision": revision()},
             "command": shlex.join([Path(sys.executable).name, *sys.argv]), "date": time.strftime("%Y-%m-%d")}

@@ -31,6 +31,7 @@ class LoadConfig(_Config):
     dtype: str | None = None              # "bfloat16", "float16", "float32"; None: what the checkpoint was saved in
     device: str | None = None             # "cpu", "cuda", "cuda:1"
     draft_device: str | None = None       # of draft models; None: the target's. Heads stay with the target, whose states they read
+    tensor_parallel: int = 1              # processes that share every block, each on a device of its own (on CPUs: all on this one)
     threads: int | None = None            # None: the physical cores
     reproducible: bool = True             # rows independent of their neighbours where the machine allows it (Law 2)
     self_test: bool = True                # measure at load whether speculation is invisible to the bit
@@ -52,12 +53,14 @@ class LoadConfig(_Config):
         for name in ("page_tokens", "prefill_chunk", "cache_tokens"):
             if getattr(self, name) < 2:
                 raise OptionError(f"{name}={getattr(self, name)}: expected an integer ≥ 2")
+        if self.tensor_parallel < 1:
+            raise OptionError(f"tensor_parallel={self.tensor_parallel}: expected an integer ≥ 1")
         if self.threads is not None and self.threads < 1:
             raise OptionError(f"threads={self.threads}: expected an integer ≥ 1")
 
     def of_draft(self) -> LoadConfig:
-        """For a draft model: on its own device, and untested, because its bits are not the text's."""
-        return replace(self, device=self.draft_device or self.device, self_test=False)
+        """For a draft model: whole, on its own device, and untested, because its bits are not the text's."""
+        return replace(self, device=self.draft_device or self.device, tensor_parallel=1, self_test=False)
 
 
 @dataclass(frozen=True, slots=True)

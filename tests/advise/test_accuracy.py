@@ -96,8 +96,8 @@ def test_all_of_it_on_a_tiny_pair(advice: Any, tiny_pair: tuple[Path, Path], tmp
     found = advice.examine(setting, asked, tmp_path)
     assert len(found["cells"]) == 3 * 2 * 2 and len(found["regret"]) == 3 * 2 and found["repeats"] == 3
     assert all(row["predicted"] > 0 and row["measured"] > 0 and row["tokens_per_round"] >= 1 for row in found["cells"])
-    facts = {"command": "python x", "date": "2026-01-01", "machine": {"cpu": "c", "cores": 2, "load_average": [0.1]},
+    facts = {"command": "python x", "date": "2026-01-01", "machine": {"cpu": "c", "cores": 2, "load_average": [0.1], "read_gb_per_s": 9.0},
              "versions": {"revision": "abc"}}
-    text = advice.page([found], facts)
+    text = advice.section(found, facts)
     assert text.count("| a | 1 | ngram | 2 |") == 1 and str(tiny_pair[1]) not in text and "cells judged" in text
     assert len((tmp_path / "tiny.jsonl").read_text().splitlines()) == 4 and len((tmp_path / "half.jsonl").read_text().splitlines()) == 2

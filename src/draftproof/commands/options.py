@@ -123,6 +123,8 @@ load_options = stacked(
     setting(LoadConfig, "device", type=str, metavar="NAME", help="cpu, cuda, cuda:1 …  [default: chosen, with the reason]"),
     setting(LoadConfig, "draft_device", type=str, metavar="NAME",
             help="Where drafters model and pard are loaded (not tested on a GPU); heads stay put.  [default: the target's device]"),
+    setting(LoadConfig, "tensor_parallel", type=int, metavar="N",
+            help="Divide the target's blocks among N processes, on GPUs (not tested) from --device on."),
     setting(LoadConfig, "graphs", "--graphs/--no-graphs",
             help="On CUDA, record passes of few rows and replay them, or run them one by one.  [default: graphs]"),
     setting(LoadConfig, "threads", type=int, metavar="N", help="CPU threads.  [default: the physical cores]"),

@@ -25,6 +25,7 @@ from .attention import attend, compiled
 from .cache import PagePool
 from .packed import HeldLinear, Linear, StreamedLinear
 from .passes import Pass
+from .shares import bare, kept
 from .tiled import TiledLinear, by_tiles
 
 FAMILIES = {"llama": "Llama", "mistral": "Mistral", "ministral": "Ministral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
@@ -64,9 +65,9 @@ class FusedLayer(nn.Module):
         self.heads = attention.q_proj.out_features // self.head_dim
         self.kv_heads = attention.k_proj.out_features // self.head_dim
         self.qkv = linear(*_joined([attention.q_proj, attention.k_proj, attention.v_proj]))
-        self.o = linear(attention.o_proj.weight, attention.o_proj.bias)
+        self.o = kept(attention.o_proj, linear)
         self.gate_up = linear(*_joined([mlp.gate_proj, mlp.up_proj]))
-        self.down = linear(mlp.down_proj.weight, mlp.down_proj.bias)
+        self.down = kept(mlp.down_proj, linear)
         self.act = mlp.act_fn
         self.input_norm, self.mlp_norm = layer.input_layernorm, layer.post_attention_layernorm
         # bound once: finding and calling a module costs as much as a small operation
@@ -108,7 +109,8 @@ class FusedLayer(nn.Module):
 
     def tiled(self) -> bool:
         """Whether every product and sum over a row has the one shape of tiled.py."""
-        return all(isinstance(part, TiledLinear) for part in (self.qkv, self.o, self.gate_up, self.down)) and self._norm is tiled_norm
+        products = (self.qkv, bare(self.o), self.gate_up, bare(self.down))
+        return all(isinstance(part, TiledLinear) for part in products) and self._norm is tiled_norm
 
     def kernel(self, pool: PagePool) -> native.Layer:
         """The block for `native.blocks`."""
@@ -248,7 +250,8 @@ def can_fuse(model: Any) -> tuple[bool, str]:
         attention, mlp = layer.self_attn, layer.mlp
         norms = [layer.input_layernorm, layer.post_attention_layernorm]
         norms += [attention.q_norm, attention.k_norm] if hasattr(attention, "q_norm") else []
-        linears = [attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj, mlp.gate_proj, mlp.up_proj, mlp.down_proj]
+        linears = [attention.q_proj, attention.k_proj, attention.v_proj, bare(attention.o_proj)]
+        linears += [mlp.gate_proj, mlp.up_proj, bare(mlp.down_proj)]
         known = known and exact(layer, "DecoderLayer") and exact(attention, "Attention") and exact(mlp, "MLP")
         known = known and all(exact(norm, "RMSNorm") for norm in norms) and all(type(linear) is nn.Linear for linear in linears)
         known = known and attention.k_proj.out_features == attention.v_proj.out_features

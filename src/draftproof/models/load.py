@@ -21,11 +21,13 @@ from . import attention, float8, int4, int8
 from .cropped import CroppedTarget
 from .fused import FusedPass, can_fuse, fuse
 from .graphs import CudaRecorder, Record, passes
+from .leading import lead
 from .packed import Linear, can_pack, multiplies_bfloat16, pack, packed, widened_bytes
 from .paged import PagedTarget
 from .passes import Pass
 from .recurrent import RecurrentTarget
 from .selftest import invisible
+from .shares import Ranks, divided, load_share
 from .target import LoadFacts, Target, TargetParts
 from .tiled import TILE_ROWS, TiledLinear
 from .tokenizer import Tokenizer
@@ -58,6 +60,17 @@ def load_target(path: str | Path, config: LoadConfig | None = None, fused: bool 
     Only safetensors weights are read. Raises LoadError with what was found, what was expected and what to do.
     """
     config = config or LoadConfig()
+    if config.tensor_parallel == 1:
+        return _tested(load_part(path, config, fused, None), config)
+    whole = _read_config(path, config)
+    divided(whole, config.tensor_parallel)  # refuses before processes are started
+    target = lead(str(path), config, fused, _device(config, {}), load_part)
+    target.parts = replace(target.parts, config=whole)
+    return _tested(target, config)
+
+
+def load_part(path: str | Path, config: LoadConfig, fused: bool, ranks: Ranks | None) -> Target:
+    """A target that is not tested yet. ranks: the processes that share it, of which this one loads its part; None: all of it."""
     reasons: dict[str, str] = {}
     model_config = _read_config(path, config)
     device = _device(config, reasons)
@@ -65,14 +78,14 @@ def load_target(path: str | Path, config: LoadConfig | None = None, fused: bool 
         _keep_memory(reasons)
     dtype = _dtype(config, model_config, device, reasons)
     _set_threads(config, reasons)
-    model = _load_model(path, config, model_config, dtype).to(device).eval()
+    model = _load_model(path, config, model_config, dtype, ranks).to(device).eval()
     return _made(model, str(path), config, _tokenizer(path, config, reasons), _saved_dtype(model_config), fused, reasons)
 
 
 def as_target(model: Any, config: LoadConfig | None = None, name: str = "a model in memory", tokenizer: Tokenizer | None = None) -> Target:
     """The same of a transformers model where it lies, in its own type. Its layers are replaced: from then on it is the target's."""
     config, reasons = config or LoadConfig(), {"device": "where the model is", "dtype": "the model's own"}
-    return _made(model.eval(), name, config, tokenizer, model.dtype, True, reasons)
+    return _tested(_made(model.eval(), name, config, tokenizer, model.dtype, True, reasons), config)
 
 
 def _made(model: Any, name: str, config: LoadConfig, tokenizer: Tokenizer | None, saved: torch.dtype, fused: bool,
@@ -111,11 +124,15 @@ def _made(model: Any, name: str, config: LoadConfig, tokenizer: Tokenizer | None
         defaults=_defaults(model),
         eos_ids=_eos_ids(model, tokenizer),
     )
-    target = _target(model, tier, config, passes(model, _recorder(device), config.graphs, reasons) if slim else None, shared)
+    return _target(model, tier, config, passes(model, _recorder(device), config.graphs, reasons) if slim else None, shared)
+
+
+def _tested(target: Target, config: LoadConfig) -> Target:
+    """The target with its facts about law 2, measured if the configuration asks for it."""
     if config.self_test:
         measure = target.measure if isinstance(target, RecurrentTarget) else partial(invisible, target)
         passed, reason = measure(config.page_tokens, config.prefill_chunk)
-        rope = (getattr(text, "rope_parameters", None) or {}).get("rope_type", "default")
+        rope = (getattr(target.parts.config.get_text_config(), "rope_parameters", None) or {}).get("rope_type", "default")
         if rope in ROW_DEPENDENT_ROPE and passed:
             passed, reason = False, f"no: {rope} rotary angles depend on the longest text of the pass"
         target.facts = replace(target.facts, invisible=passed, invisible_reason=reason)
@@ -182,9 +199,9 @@ def _read_config(path: str | Path, config: LoadConfig) -> Any:
     return model_config
 
 
-def _load_model(path: str | Path, config: LoadConfig, model_config: Any, dtype: torch.dtype) -> Any:
+def _load_model(path: str | Path, config: LoadConfig, model_config: Any, dtype: torch.dtype, ranks: Ranks | None) -> Any:
     try:
-        model, info = AutoModelForCausalLM.from_pretrained(
+        model, info = load_share(str(path), model_config, dtype, ranks) if ranks else AutoModelForCausalLM.from_pretrained(
             str(path),
             config=model_config,
             dtype=dtype,

@@ -139,4 +139,4 @@ def _load(place: str | Path, config: LoadConfig) -> tuple[Any, torch.device, tor
     found, reasons = _read_config(place, config), dict[str, str]()
     device = _device(config, reasons)
     dtype = _dtype(config, found, device, reasons)
-    return _load_model(place, config, found, dtype).to(device).eval(), device, dtype
+    return _load_model(place, config, found, dtype, None).to(device).eval(), device, dtype

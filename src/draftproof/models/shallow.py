@@ -134,8 +134,10 @@ def exit_of(target: PagedTarget) -> int | None:
 def shallow(target: Target, exit: int | None) -> Shallow:
     """The first `exit` layers of a target with its own pages. Raises OptionError saying why it cannot be."""
     if not isinstance(target, PagedTarget):
-        raise OptionError(f"layer-skip needs a target of tier 1, whose pages it shares; {target.facts.name} is of tier {target.facts.tier} "
-                          f"({target.facts.reasons.get('tier', 'it has no layers')}); use another drafter")
+        reasons = target.facts.reasons
+        why = reasons.get("tensor parallel") or reasons.get("tier", "it has no layers")
+        raise OptionError(f"layer-skip needs a target of tier 1 in one process, whose pages it shares; {target.facts.name} is of tier "
+                          f"{target.facts.tier} ({why}); use another drafter")
     exit = exit_of(target) if exit is None else exit
     if exit is None:
         raise OptionError(f"layer-skip: {target.facts.name} does not say after which layer to leave; "

@@ -1,0 +1,189 @@
+"""A target over several processes: this one decides, and tells the others to do the same with their shares.
+
+    engine, drafters ── open, extend, score, … ──▶ LeadingTarget ──▶ its own share
+                                                        └── the same call, as numbers ──▶ a follower per share (following.py)
+
+Followers live as long as their line to this process. Their caches go through the same calls as ours, so pages, prefixes and
+errors are the same; taps, noise, verdicts and drafters are here alone.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import count
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..config import LoadConfig
+from ..errors import Failure, LoadError
+from ..types import Draft, Scores
+from .paged import PagedTarget
+from .shares import Ranks
+from .target import Target
+
+GRACE = 10  # seconds that a follower has to end by itself
+
+
+class Followers:
+    """The other processes of a target, ranks 1 … n−1, and their lines."""
+
+    def __init__(self, path: str, config: LoadConfig, fused: bool, device: torch.device) -> None:
+        """Starts them; each loads its share at once. device: of rank 0; on CUDA the others take the ones behind it. Raises LoadError."""
+        number = config.tensor_parallel
+        first = (device.index or 0) if device.type == "cuda" else 0
+        if device.type == "cuda" and first + number > torch.cuda.device_count():
+            raise LoadError(f"tensor_parallel={number} from {device} on: this torch sees {torch.cuda.device_count()} CUDA devices; "
+                            "expected one per process")
+        threads = max(1, (config.threads or torch.get_num_threads()) // number) if device.type == "cpu" else config.threads
+        self._configs = [
+            replace(config, device=f"cuda:{first + rank}" if device.type == "cuda" else str(device), threads=threads, graphs=False,
+                    self_test=False) for rank in range(number)]
+        self._folder = tempfile.mkdtemp(prefix="draftproof-")
+        self._store = str(Path(self._folder, "store"))
+        self.lines: list[Connection] = []
+        self.processes: list[subprocess.Popen[bytes]] = []
+        self.end = weakref.finalize(self, _end, self.lines, self.processes, self._folder)
+        for rank in range(1, number):
+            self._start((path, self._configs[rank], fused, rank, self._store))
+
+    def _start(self, task: tuple[Any, ...]) -> None:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            self.processes.append(subprocess.Popen(
+                [sys.executable, "-m", "draftproof.models.following", str(theirs.fileno())], pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, start_new_session=True,  # Ctrl-C is ours; they end with the line
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}))
+        self.lines.append(Connection(ours.detach()))
+        self.lines[-1].send(task)
+
+    def first(self) -> tuple[LoadConfig, Ranks]:
+        """What rank 0 loads its own share with; returns when all processes have come. Raises LoadError if one does not."""
+        config, complaint = self._configs[0], self.complaint(None)
+        if complaint:
+            raise LoadError(f"tensor_parallel={config.tensor_parallel}: {complaint}")
+        return config, Ranks(0, len(self._configs), self._store, torch.device(config.device or "cpu"))
+
+    def complaint(self, wait: float | None) -> str:
+        """What the first follower that cannot go on says, "" if there is none: one message of each, who sends one when it has started
+        and one when it has loaded. wait: seconds for each; None: as long as it takes."""
+        for rank, line in enumerate(self.lines, 1):
+            try:
+                said = str(line.recv()) if line.poll(wait) else ""
+            except (EOFError, OSError):
+                said = "it ended"
+            if said:
+                return f"process {rank}: {said}"
+        return ""
+
+    def tell(self, *call: Any) -> None:
+        """The same call to each. Raises Failure if one is gone."""
+        for rank, line in enumerate(self.lines, 1):
+            try:
+                line.send(call)
+            except OSError as error:
+                raise Failure(f"tensor_parallel: process {rank} of the target has ended; load the target again") from error
+
+
+def _end(lines: list[Connection], processes: list[subprocess.Popen[bytes]], folder: str) -> None:
+    for line in lines:
+        line.close()
+    for process in processes:
+        try:
+            process.wait(GRACE)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def lead(path: str, config: LoadConfig, fused: bool, device: torch.device,
+         load: Callable[[str, LoadConfig, bool, Ranks], Target]) -> LeadingTarget:
+    """Load a target over `config.tensor_parallel` processes. load: one share. Raises LoadError."""
+    followers = Followers(path, config, fused, device)
+    try:
+        mine, ranks = followers.first()
+        target = load(path, mine, fused, ranks)
+        complaint = followers.complaint(None)
+        if complaint:
+            raise LoadError(f"tensor_parallel={config.tensor_parallel}: {complaint}")
+        if not isinstance(target, PagedTarget):
+            raise LoadError(f"tensor_parallel={config.tensor_parallel}: {path} is of tier {target.facts.tier} "
+                            f"({target.facts.reasons['tier']}), expected tier 1; use one device")
+    except RuntimeError as error:  # of the exchange between processes, mostly because one is gone
+        complaint = followers.complaint(1)
+        followers.end()
+        raise LoadError(f"tensor_parallel={config.tensor_parallel}: {complaint or error}") from error
+    except BaseException:
+        followers.end()
+        raise
+    return LeadingTarget(target, followers)
+
+
+class LeadingTarget:
+    """Implements `Target` over this process's share, which must be of tier 1, and its followers'."""
+
+    trees = True
+
+    def __init__(self, target: PagedTarget, followers: Followers) -> None:
+        self._target, self._followers = target, followers
+        self.vocab_size, self.context, self.device = target.vocab_size, target.context, target.device
+        self.parts, self.tokenizer, self.defaults, self.eos_ids = target.parts, target.tokenizer, target.defaults, target.eos_ids
+        number = len(followers.lines) + 1
+        said = f"{number} processes, each with a share of every block; sizes are one's"
+        self.facts = replace(target.facts, reasons={**target.facts.reasons, "tensor parallel": said})
+        self._numbers: dict[int, int] = {}  # id of a slot → its number on the lines
+        self._next = count()
+
+    def set_taps(self, layers: Sequence[int]) -> None:
+        self._target.set_taps(layers)
+
+    def open(self, tokens: Sequence[int], tenant: str = "", room: int = 0) -> Any:
+        number = next(self._next)
+        self._followers.tell("open", number, list(tokens), tenant, room)
+        slot = self._target.open(tokens, tenant, room)
+        self._numbers[id(slot)] = number
+        return slot
+
+    def extend(self, slots: Sequence[Any], tokens: Sequence[Tensor]) -> Scores:
+        self._followers.tell("extend", self._named(slots), [ids.tolist() for ids in tokens])
+        return self._target.extend(slots, tokens)
+
+    def score(self, slots: Sequence[Any], roots: Tensor, drafts: Sequence[Draft]) -> Scores:
+        self._followers.tell("score", self._named(slots), roots.tolist(), [(draft.tokens.tolist(), draft.parents) for draft in drafts])
+        return self._target.score(slots, roots, drafts)
+
+    def rewind(self, slot: Any, kept: Sequence[int]) -> None:
+        self._followers.tell("rewind", self._numbers[id(slot)], list(kept))
+        self._target.rewind(slot, kept)
+
+    def truncate(self, slot: Any, length: int) -> None:
+        self._followers.tell("truncate", self._numbers[id(slot)], length)
+        self._target.truncate(slot, length)
+
+    def close(self, slot: Any) -> None:
+        number = self._numbers.pop(id(slot), None)
+        if number is not None:
+            self._followers.tell("close", number)
+            self._target.close(slot)
+
+    def fits(self, tokens: int) -> bool:
+        return self._target.fits(tokens)
+
+    def check(self) -> None:
+        """Audit the cache; for tests and idle moments."""
+        self._target.check()
+
+    def _named(self, slots: Sequence[Any]) -> list[int]:
+        return [self._numbers[id(slot)] for slot in slots]

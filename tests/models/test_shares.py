@@ -1,0 +1,178 @@
+"""Tensor parallelism: what comes apart and what is refused; two real processes whose texts do not change with a guess."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import families
+import pytest
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from draftproof import Engine, Failure, LoadConfig, LoadError, OptionError, Sampling
+from draftproof.models import shares
+from draftproof.models.leading import LeadingTarget
+from draftproof.models.load import builtin, load_target
+from draftproof.models.shares import Summed, bare, divided, kept, load_share
+from draftproof.models.tiled import TiledLinear
+from draftproof.types import Draft
+
+COMES_APART = ["llama", "mistral", "qwen2", "qwen3", "granite", "starcoder2"]
+Pair = tuple[Path, Path]
+TWO = LoadConfig(tensor_parallel=2, dtype="float32", page_tokens=64, cache_tokens=4096)
+
+
+class Pretended(shares.Ranks):
+    """One of several processes, the sum over which is its own part."""
+
+    def __init__(self, rank: int, count: int) -> None:
+        self.rank, self.count = rank, count
+
+    def sum(self, part: torch.Tensor) -> torch.Tensor:
+        return part
+
+
+def share(folder: Path, rank: int, count: int = 2) -> nn.Module:
+    model, info = load_share(str(folder), AutoConfig.from_pretrained(folder), torch.float32, Pretended(rank, count))
+    assert not info["missing_keys"] and not info["unexpected_keys"]
+    return model  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("family", COMES_APART)
+def test_shares_make_the_whole(family: str, tmp_path: Path) -> None:
+    families.save(family, tmp_path)
+    whole = dict(AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).named_parameters())
+    parts = [{name.replace(".part.", "."): p for name, p in share(tmp_path, rank).named_parameters()} for rank in (0, 1)]
+    divided_ones = 0
+    for name, full in whole.items():
+        ours = [part[name] for part in parts]
+        if ours[0].shape == full.shape:
+            assert torch.equal(ours[0], full) and torch.equal(ours[1], full), name
+        else:
+            divided_ones += 1
+            assert torch.equal(torch.cat(ours, dim=1 if name.split(".")[-2] in ("o_proj", "down_proj", "c_proj") else 0), full), name
+    assert set(parts[0]) == set(whole) and divided_ones >= 3 * 6
+
+
+def test_a_sum_keeps_its_form_and_adds_the_bias_once() -> None:
+    layer, x = nn.Linear(4, 3, bias=False), torch.randn(5, 4)
+    summed = Summed(layer, nn.Parameter(torch.randn(3)), Pretended(0, 1))
+    tiled = kept(summed, TiledLinear)
+    assert isinstance(tiled, Summed) and isinstance(bare(tiled), TiledLinear) and bare(layer) is layer
+    for form in (summed, tiled):
+        assert torch.allclose(form(x), layer(x) + summed.bias)
+    assert isinstance(kept(layer, TiledLinear), TiledLinear)
+
+
+@pytest.mark.parametrize(("family", "count", "said"), [
+    ("llama", 3, "num_attention_heads=4; expected a tensor_parallel that divides it"),
+    ("llama", 4, "num_key_value_heads=2"),
+    ("mixtral", 2, "comes apart in ways that are not supported"),
+    ("gpt2", 2, "has no plan"),
+])
+def test_what_does_not_come_apart_is_refused(family: str, count: int, said: str, tmp_path: Path) -> None:
+    families.save(family, tmp_path)
+    with pytest.raises(LoadError, match=said):
+        load_target(tmp_path, LoadConfig(tensor_parallel=count))
+
+
+def test_refusals_before_any_process_starts(tmp_path: Path) -> None:
+    with pytest.raises(OptionError, match="tensor_parallel=0"):
+        LoadConfig(tensor_parallel=0)
+    with pytest.raises(LoadError, match="does not exist"):
+        load_target(tmp_path / "nowhere" / "model", TWO)
+    assert TWO.of_draft().tensor_parallel == 1
+    with pytest.raises(LoadError, match="num_key_value_heads=3"):
+        load_target(builtin("target"), TWO)
+    families.save("llama", tmp_path)
+    config = AutoConfig.from_pretrained(tmp_path)
+    config.quantization_config = {"quant_method": "fp8"}
+    with pytest.raises(LoadError, match="quantised"):
+        divided(config, 2)
+
+
+@pytest.fixture(scope="module")
+def led(tiny_pair: Pair) -> Iterator[LeadingTarget]:
+    target = load_target(tiny_pair[0], TWO)
+    assert isinstance(target, LeadingTarget)
+    yield target
+    target._followers.end()
+
+
+def test_two_processes_compute_what_one_does(led: LeadingTarget, tiny_pair: Pair) -> None:
+    alone = load_target(tiny_pair[0], LoadConfig(dtype="float32", page_tokens=64, self_test=False))
+    text = torch.arange(90) * 37 % led.vocab_size
+    tree = Draft(torch.tensor([5, 6, 7, 8]), (-1, 0, -1, 2))
+    found = []
+    for target in (alone, led):
+        target.set_taps([1])
+        slot = target.open(text.tolist(), room=20)
+        first = target.extend([slot], [text])
+        scores = target.score([slot], torch.tensor([3]), [tree])
+        found.append((first.logits.clone(), scores.logits.clone(), scores.taps[1].clone()))
+        target.rewind(slot, (2, 3))
+        target.truncate(slot, 70)
+        found[-1] += (target.extend([slot], [text[70:75]]).logits.clone(),)
+        target.close(slot)
+    for ours, theirs in zip(found[1], found[0], strict=True):
+        assert (ours - theirs).abs().max() < 1e-3 * theirs.abs().max()
+    assert led.facts.invisible, led.facts.invisible_reason
+    assert led.parts.config.num_attention_heads == 2 * led._target.parts.config.num_attention_heads
+    assert "2 processes" in led.facts.reasons["tensor parallel"]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_guesses_change_no_text(temperature: float, led: LeadingTarget, tiny_pair: Pair) -> None:
+    prompts = [[5, 9, 5, 9, 5], list(range(3, 90)), [8] * 70]
+    sampling, texts = Sampling(temperature=temperature, max_tokens=24, seed=5, ignore_eos=True), {}
+    model = f"model:{tiny_pair[1]}"
+    for name, options in {"off": {}, "ngram": {"drafter": "ngram", "depth": 4}, "model": {"drafter": model, "depth": 3},
+                          "tree": {"drafter": model, "depth": 3, "tree": 8}}.items():
+        with Engine(led, load=TWO, **options) as engine:  # type: ignore[arg-type]
+            done = engine.generate_batch(prompts, sampling)
+            assert name == "off" or sum(one.metrics["drafted"] for one in done) > 0, done[0].speculation
+        texts[name] = [one.token_ids for one in done]
+    assert texts["ngram"] == texts["tree"] == texts["model"] == texts["off"]
+    led.check()
+    with pytest.raises(OptionError, match="layer-skip needs a target of tier 1 in one process.*2 processes"):
+        Engine(led, "layer-skip:exit=2", load=TWO)
+
+
+def test_a_full_cache_is_full_everywhere_and_harms_nothing(led: LeadingTarget) -> None:
+    from draftproof import CacheFull
+
+    slots = [led.open([1, 2, 3], tenant=str(i), room=1900) for i in range(2)]
+    with pytest.raises(CacheFull):
+        led.open(list(range(200)), tenant="late", room=1900)
+    scores = [led.extend([slot], [torch.tensor([1, 2, 3])]).logits.clone() for slot in slots]
+    assert torch.equal(*scores)
+    for slot in slots:
+        led.close(slot)
+        led.close(slot)
+    led.check()
+
+
+def test_a_process_that_dies_is_named(tiny_pair: Pair) -> None:
+    target = load_target(tiny_pair[0], LoadConfig(tensor_parallel=2, self_test=False))
+    assert isinstance(target, LeadingTarget)
+    process = target._followers.processes[0]
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait(20)
+    with pytest.raises(Failure, match="process 1 of the target has ended"):
+        for _ in range(100):  # what lies in the line is lost, too
+            target.open([1, 2, 3])
+            time.sleep(0.01)
+
+
+def test_followers_end_with_their_leader(tiny_pair: Pair) -> None:
+    target = load_target(tiny_pair[0], LoadConfig(tensor_parallel=2, self_test=False))
+    assert isinstance(target, LeadingTarget)
+    processes, folder = target._followers.processes, Path(target._followers._folder)
+    assert folder.exists()
+    del target
+    assert [process.wait(20) for process in processes] == [0] and not folder.exists()
