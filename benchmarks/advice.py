@@ -8,8 +8,8 @@
 Per target: the prompts of every class are answered with speculation off, which is the log. The advice is what `draftproof advise`
 says of it: E of every drafter and depth from the audition, costs from rounds timed on texts of the log. Then every setting is
 measured, class by class: whole requests, off and every arm interleaved, repeat after repeat until the time is up; more than one
-request at a time means that others of the class are always beside it, at other places of their answers. The costs are timed in as many
-parts, one before each class: memory's speed, and with it what guesses save, changes from minute to minute. A cell's measured
+request at a time means that others of the class are always beside it, at other places of their answers. The costs of a class are those
+timed just before and just after it: memory's speed, and with it what guesses save, changes from minute to minute. A cell's measured
 speed-up is off's seconds over the arm's, summed over its prompts (the median of each over repeats), with a 95 % bootstrap interval over
 repeats: the log is the traffic that the advice is about. Cells known to ± 5 % judge the prediction. The recommendation is chosen
 from the log of every other prompt, the best setting by what was measured on them; both are judged on the others, as a sample of traffic to
@@ -29,6 +29,7 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
@@ -134,6 +135,11 @@ def pooled(parts: Sequence[Sequence[Cost]]) -> list[Cost]:
     return found
 
 
+def forecast(counts: Sequence[dict[str, Any]], costs: Mapping[str, Sequence[Cost]]) -> list[Forecast]:
+    """`predict`, every class at its own costs."""
+    return [one for name, of_class in costs.items() for one in predict(counts, of_class, apart=True) if one.prompt_class == name]
+
+
 # Measured
 
 
@@ -232,16 +238,18 @@ def examine(setting: Setting, asked: argparse.Namespace, folder: Path) -> dict[s
                     asked.seed, FEWEST)
         warm_up(clients, items, plan)
         found_times: dict[tuple[int, str, int], Sequence[float]] = {}
+        timed = partial(measure, target, arms, texts, loads, sampling, asked.rounds, load)
+        parts.append(timed()[0])
         for name in classes:
-            parts.append(measure(target, arms, texts, loads, sampling, asked.rounds, load)[0])
             say(f"{name} …")
             mine = [number for number, item in enumerate(items) if item.prompt_class == name]
             each = times_of(list(sweep(clients, [items[number] for number in mine], plan)))
             found_times |= {(concurrency, arm, mine[place]): seconds for (concurrency, arm, place), seconds in each.items()}
+            parts.append(timed()[0])
     repeats = min(map(len, found_times.values()))
     times: Times = {key: seconds[:repeats] for key, seconds in found_times.items()}
-    costs = pooled(parts)
-    forecasts, first, second = (predict(counts, costs, apart=True) for counts in (whole, *halves))
+    costs = {ALL: pooled(parts), **{name: pooled(parts[place:place + 2]) for place, name in enumerate(classes)}}
+    forecasts, first, second = (forecast(counts, costs) for counts in (whole, *halves))
     found = check(forecasts, {"cells": list(cells(times, items, arms, depths))})
     lengths = {(c["drafter"], c["depth"], c["class"]): c["acceptance_length"] for c in whole}
     intervals = {(f.prompt_class, f.concurrency, f.drafter, f.depth): f.speedup for f in forecasts}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +85,13 @@ def test_neither_side_is_judged_on_the_half_that_chose_it(advice: Any) -> None:
     assert one["slower_by"] == 0 and sorted(one["recommended"]) == sorted(one["best"]) == ["ngram@2", "ngram@4"]
     (swapped,) = advice.regrets(([chosen(4)], [chosen(2)]), found, ITEMS, ARMS, DEPTHS)
     assert swapped["slower_by"] < -0.5, "on the other half the other one is faster"
+
+
+def test_every_class_is_forecast_at_its_own_costs(advice: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(advice, "predict", lambda counts, costs, apart: [replace(chosen(depth), prompt_class=name)
+                                                                         for name in counts for depth in costs])
+    found = advice.forecast(["a", "b", "all"], {"a": [2], "b": [4], "all": [2, 4]})
+    assert [(one.prompt_class, one.depth) for one in found] == [("a", 2), ("b", 4), ("all", 2), ("all", 4)]
 
 
 def test_all_of_it_on_a_tiny_pair(advice: Any, tiny_pair: tuple[Path, Path], tmp_path: Path) -> None:
