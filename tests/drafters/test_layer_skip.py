@@ -163,7 +163,7 @@ def test_what_the_checkpoint_says_is_the_default(folder: Path, target: PagedTarg
 def test_refusals_say_why(target: PagedTarget) -> None:
     with pytest.raises(OptionError, match="exit=5, but .* has 4 layers; expected an integer from 1 to 4"):
         build("layer-skip:exit=5", target, "match", LOAD)
-    with pytest.raises(OptionError, match="tier 1, whose pages it shares; table-8 is of tier 0"):
+    with pytest.raises(OptionError, match="tier 1 in one process, whose pages it shares; table-8 is of tier 0"):
         build("layer-skip:exit=1", TableTarget(8), "match", LOAD)
     with pytest.raises(SpecError, match="exit='0'"):
         parse_spec("layer-skip:exit=0")
