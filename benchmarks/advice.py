@@ -330,8 +330,6 @@ def main() -> int:
     asked = parser.parse_args()
     if asked.repeats < FEWEST:
         parser.error(f"--repeats {asked.repeats}: {FEWEST} are the least that say something about the noise")
-    if asked.write and not asked.write.exists():
-        asked.write.write_text("# How right the advice is\n", encoding="utf-8")
     results = []
     with tempfile.TemporaryDirectory() as scratch:
         work = asked.work or Path(scratch)

@@ -17,3 +17,8 @@ def test_only_what_stands_between_the_marks_changes(tmp_path: Path) -> None:
     page.write_text("# Bare\n", "utf-8")
     benchmark("pages").put(page, "a", "new")
     assert page.read_text("utf-8") == "# Bare\n<!-- a: begin -->\nnew\n<!-- a: end -->"
+
+
+def test_a_page_that_is_not_there_is_made(tmp_path: Path) -> None:
+    benchmark("pages").put(tmp_path / "new.md", "a", "text")
+    assert (tmp_path / "new.md").read_text() == "<!-- a: begin -->\ntext\n<!-- a: end -->"

@@ -41,21 +41,23 @@ class Followers:
 
     def __init__(self, path: str, config: LoadConfig, fused: bool, device: torch.device) -> None:
         """Starts them; each loads its share at once. device: of rank 0; on CUDA the others take the ones behind it. Raises LoadError."""
-        number = config.tensor_parallel
-        first = (device.index or 0) if device.type == "cuda" else 0
-        if device.type == "cuda" and first + number > torch.cuda.device_count():
-            raise LoadError(f"tensor_parallel={number} from {device} on: this torch sees {torch.cuda.device_count()} CUDA devices; "
-                            "expected one per process")
-        threads = max(1, (config.threads or torch.get_num_threads()) // number) if device.type == "cpu" else config.threads
-        self._configs = [
-            replace(config, device=f"cuda:{first + rank}" if device.type == "cuda" else str(device), threads=threads, graphs=False,
-                    self_test=False) for rank in range(number)]
+        self._ranks = range(config.tensor_parallel)
+        places, threads = [str(device)] * len(self._ranks), config.threads
+        if device.type == "cuda":
+            first = device.index or 0
+            if first + len(places) > torch.cuda.device_count():
+                raise self.refused(f"the first on {device}, but this torch sees {torch.cuda.device_count()} CUDA devices; "
+                                   "expected one per process")
+            places = [f"cuda:{first + rank}" for rank in self._ranks]
+        elif device.type == "cpu":
+            threads = max(1, (threads or torch.get_num_threads()) // len(places))
+        self._configs = [replace(config, device=place, threads=threads, graphs=False, self_test=False) for place in places]
         self._folder = tempfile.mkdtemp(prefix="draftproof-")
         self._store = str(Path(self._folder, "store"))
         self.lines: list[Connection] = []
         self.processes: list[subprocess.Popen[bytes]] = []
         self.end = weakref.finalize(self, _end, self.lines, self.processes, self._folder)
-        for rank in range(1, number):
+        for rank in self._ranks[1:]:
             self._start((path, self._configs[rank], fused, rank, self._store))
 
     def _start(self, task: tuple[Any, ...]) -> None:
@@ -70,10 +72,18 @@ class Followers:
 
     def first(self) -> tuple[LoadConfig, Ranks]:
         """What rank 0 loads its own share with; returns when all processes have come. Raises LoadError if one does not."""
-        config, complaint = self._configs[0], self.complaint(None)
+        config = self._configs[0]
+        self.await_each()
+        return config, Ranks(0, len(self._ranks), self._store, torch.device(config.device or "cpu"))
+
+    def await_each(self) -> None:
+        """Returns when every follower has sent its next message. Raises LoadError if one cannot go on."""
+        complaint = self.complaint(None)
         if complaint:
-            raise LoadError(f"tensor_parallel={config.tensor_parallel}: {complaint}")
-        return config, Ranks(0, len(self._configs), self._store, torch.device(config.device or "cpu"))
+            raise self.refused(complaint)
+
+    def refused(self, why: object) -> LoadError:
+        return LoadError(f"tensor_parallel={len(self._ranks)}: {why}")
 
     def complaint(self, wait: float | None) -> str:
         """What the first follower that cannot go on says, "" if there is none: one message of each, who sends one when it has started
@@ -113,18 +123,15 @@ def lead(path: str, config: LoadConfig, fused: bool, device: torch.device,
     """Load a target over `config.tensor_parallel` processes. load: one share. Raises LoadError."""
     followers = Followers(path, config, fused, device)
     try:
-        mine, ranks = followers.first()
-        target = load(path, mine, fused, ranks)
-        complaint = followers.complaint(None)
-        if complaint:
-            raise LoadError(f"tensor_parallel={config.tensor_parallel}: {complaint}")
+        try:
+            mine, ranks = followers.first()
+            target = load(path, mine, fused, ranks)
+        except RuntimeError as error:  # of the exchange between processes, mostly because one is gone
+            raise followers.refused(followers.complaint(1) or error) from error
+        followers.await_each()
         if not isinstance(target, PagedTarget):
-            raise LoadError(f"tensor_parallel={config.tensor_parallel}: {path} is of tier {target.facts.tier} "
-                            f"({target.facts.reasons['tier']}), expected tier 1; use one device")
-    except RuntimeError as error:  # of the exchange between processes, mostly because one is gone
-        complaint = followers.complaint(1)
-        followers.end()
-        raise LoadError(f"tensor_parallel={config.tensor_parallel}: {complaint or error}") from error
+            raise followers.refused(f"{path} is of tier {target.facts.tier} ({target.facts.reasons['tier']}), expected tier 1; "
+                                    "use one device")
     except BaseException:
         followers.end()
         raise
