@@ -7,14 +7,14 @@
 
 Per target: the prompts of every class are answered with speculation off, which is the log. The advice is what `draftproof advise`
 says of it: E of every drafter and depth from the audition, costs from rounds timed on texts of the log. Then every setting is
-measured, class by class: whole requests, off and every arm interleaved, repeat after repeat until the time is up; more than one
-request at a time means that others of the class are always beside it, at other places of their answers. The costs of a class are those
-timed just before and just after it: memory's speed, and with it what guesses save, changes from minute to minute. A cell's measured
-speed-up is off's seconds over the arm's, summed over its prompts (the median of each over repeats), with a 95 % bootstrap interval over
-repeats: the log is the traffic that the advice is about. Cells known to ± 5 % judge the prediction. The recommendation is chosen
-from the log of every other prompt, the best setting by what was measured on them; both are judged on the others, as a sample of traffic to
-come, and the other way round. A recommendation is *shown* slower if the whole 95 % interval of its loss, over repeats and prompts, lies
-above 3 %.
+measured, repeat after repeat and class by class, until the time is up: whole requests, off and every arm side by side, a step of each in
+turn, everyone on a clock of its own; more than one request at a time means that others of the class are always beside it, at other places
+of their answers. The costs of a class are those timed just before and just after each of its repeats: memory's speed, and with it
+what guesses save, may double within a minute. A cell's measured speed-up is off's seconds over the arm's, summed over its prompts (the
+median of each over repeats), with a 95 % bootstrap interval over repeats: the log is the traffic that the advice is about. Cells known to
+± 5 % judge the prediction. The recommendation is chosen from the log of every other prompt, the best setting by what was measured on them;
+both are judged on the others, as a sample of traffic to come, and the other way round. A recommendation is *shown* slower if the whole
+95 % interval of its loss, over repeats and prompts, lies above 3 %.
 
 The last line of standard output is one JSON document; exit code 3 says that a goal was missed.
 """
@@ -26,10 +26,12 @@ import json
 import random
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
+from itertools import count
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
@@ -48,8 +50,9 @@ from draftproof.audition.stories import Reader
 from draftproof.audition.workers import run as audition
 from draftproof.bench.arms import local_arms
 from draftproof.bench.cells import ALL, Spread, percentile
-from draftproof.bench.load import Answer, Job, Load, Local, play
-from draftproof.bench.sweep import Plan, sweep, warm_up
+from draftproof.bench.load import Answer, Job, Load, Local, paced, play
+from draftproof.bench.sweep import Arm as Contender
+from draftproof.bench.sweep import Plan, warm_up
 from draftproof.bench.workload import Item, first_of_each, read_items
 from draftproof.config import LoadConfig
 from draftproof.drafters import build
@@ -63,6 +66,24 @@ MOST_LOSS = 0.03        # of the recommended setting against the best
 SHARE = 0.9             # of the judged cells that must be right
 RESAMPLES = 400
 FEWEST = 3              # repeats
+
+
+class OwnTime:
+    """The seconds that passed while it was entered."""
+
+    def __init__(self) -> None:
+        self.spent, self.since = 0.0, 0.0
+
+    def __enter__(self) -> None:
+        self.since = time.perf_counter()
+
+    def __exit__(self, *what: object) -> None:
+        self.spent += time.perf_counter() - self.since
+        self.since = 0.0
+
+    def __call__(self) -> float:
+        return self.spent + (time.perf_counter() - self.since if self.since else 0.0)
+
 
 Times = Mapping[tuple[int, str, int], Sequence[float]]
 """(concurrency, arm, item) → seconds of each repeat."""
@@ -124,14 +145,16 @@ def heard(log: Path, target: Target, arms: Sequence[tuple[str, int]], load: Load
 
 
 def pooled(parts: Sequence[Sequence[Cost]]) -> list[Cost]:
-    """One list of costs from several of the same rounds, timed at different moments: means, and of the intervals the mean's."""
-    names = ("nodes", "slope", "context", "context_s", "start_s", "token_s")
+    """One list of costs from several of the same rounds, timed at different moments: means, of the intervals the mean's, and medians of
+    what few rounds said about the differences between them."""
+    typical: dict[str, Callable[[Iterator[float]], float]] = {
+        "nodes": fmean, "context": fmean, "slope": median, "context_s": median, "start_s": median, "token_s": median}
     found = []
     for group in zip(*parts, strict=True):
         middle = fmean(cost.seconds.median for cost in group)
         half = fmean(cost.seconds.high - cost.seconds.low for cost in group) / 2 / len(group) ** 0.5
         found.append(replace(group[0], seconds=Spread(middle, middle - half, middle + half),
-                             **{name: fmean(getattr(cost, name) for cost in group) for name in names}))
+                             **{name: of(getattr(cost, name) for cost in group) for name, of in typical.items()}))
     return found
 
 
@@ -143,13 +166,40 @@ def forecast(counts: Sequence[dict[str, Any]], costs: Mapping[str, Sequence[Cost
 # Measured
 
 
+def side_by_side(arms: Sequence[Contender], items: Mapping[int, Item], loads: Sequence[int], repeat: int,
+                 asked: argparse.Namespace) -> list[Answer]:
+    """Every item once, by every arm and under every load. Between two steps of one arm all others do theirs."""
+    found: list[Answer] = []
+    block = count(1 + repeat * len(loads) * len(items))
+    for load in (Load(n, steady=True) for n in loads):
+        pieces = [[number] for number in items] if load.concurrency == 1 else [list(items)]
+        for piece in pieces:
+            runs, this = [], next(block)
+            for arm in arms:
+                assert isinstance(arm.client, Local)
+                arm.client.clock = clock = OwnTime()
+                jobs = [Job(arm.name, load, repeat, number, items[number], asked.seed + number, items[number].max_tokens or asked.tokens,
+                            0.0, this) for number in piece]
+                runs.append((clock, paced(arm.client, jobs, load, clock)))
+            dice = random.Random(this)
+            while runs:
+                for run in dice.sample(runs, len(runs)):
+                    clock, steps = run
+                    with clock:
+                        answers = next(steps, None)
+                    if answers is None:
+                        runs.remove(run)
+                    else:
+                        found += answers
+    return found
+
+
 def times_of(answers: Sequence[Answer]) -> dict[tuple[int, str, int], list[float]]:
-    found: dict[tuple[int, str, int], dict[int, float]] = {}
+    found: dict[tuple[int, str, int], list[float]] = {}
     for a in answers:
         assert a.error is None and a.job.load.concurrency is not None, a.error
-        found.setdefault((a.job.load.concurrency, a.job.arm, a.job.number), {})[a.job.repeat] = a.e2e_s
-    whole = min(len(each) for each in found.values())                 # the last repeat may have been cut off
-    return {key: [each[repeat] for repeat in sorted(each)[:whole]] for key, each in found.items()}
+        found.setdefault((a.job.load.concurrency, a.job.arm, a.job.number), []).append(a.e2e_s)
+    return found
 
 
 def resampled(times: Times, concurrency: int, sides: tuple[Mapping[int, str], Mapping[int, str]], seed: int = 0,
@@ -232,23 +282,23 @@ def examine(setting: Setting, asked: argparse.Namespace, folder: Path) -> dict[s
         whole = heard(log, target, arms, load)
         halves = [heard(split(log, items, half, folder / "half.jsonl"), target, arms, load) for half in (0, 1)]
         texts = [(read.story.prompt, read.story.answer) for read in Reader.of(target).stories(log, Skipped())]
-        sampling, parts = Sampling(temperature=0.0, max_tokens=asked.tokens, seed=1), list[list[Cost]]()
-        classes = dict.fromkeys(item.prompt_class for item in items)
-        plan = Plan(tuple(Load(n, steady=True) for n in loads), FEWEST, asked.repeats, 1e-6, asked.budget / len(classes), asked.tokens, 0.0,
-                    asked.seed, FEWEST)
-        warm_up(clients, items, plan)
-        found_times: dict[tuple[int, str, int], Sequence[float]] = {}
+        classes = list(dict.fromkeys(item.prompt_class for item in items))
+        sampling = Sampling(temperature=0.0, max_tokens=asked.tokens, seed=1)
         timed = partial(measure, target, arms, texts, loads, sampling, asked.rounds, load)
-        parts.append(timed()[0])
-        for name in classes:
-            say(f"{name} …")
-            mine = [number for number, item in enumerate(items) if item.prompt_class == name]
-            each = times_of(list(sweep(clients, [items[number] for number in mine], plan)))
-            found_times |= {(concurrency, arm, mine[place]): seconds for (concurrency, arm, place), seconds in each.items()}
-            parts.append(timed()[0])
-    repeats = min(map(len, found_times.values()))
-    times: Times = {key: seconds[:repeats] for key, seconds in found_times.items()}
-    costs = {ALL: pooled(parts), **{name: pooled(parts[place:place + 2]) for place, name in enumerate(classes)}}
+        warm_up(clients, items, Plan(tokens=asked.tokens))
+        began, answers, parts = time.perf_counter(), list[Answer](), [timed()[0]]
+        for repeat in range(asked.repeats):
+            if repeat >= FEWEST and time.perf_counter() - began > asked.budget:
+                break
+            for name in classes:
+                say(f"repeat {repeat + 1}, {name} …")
+                mine = {number: item for number, item in enumerate(items) if item.prompt_class == name}
+                answers += side_by_side(clients, mine, loads, repeat, asked)
+                parts.append(timed()[0])
+    times = times_of(answers)
+    around = {name: [part for before in range(place, len(parts) - 1, len(classes)) for part in parts[before:before + 2]]
+              for place, name in enumerate(classes)}
+    costs = {ALL: pooled(parts), **{name: pooled(own) for name, own in around.items()}}
     forecasts, first, second = (forecast(counts, costs) for counts in (whole, *halves))
     found = check(forecasts, {"cells": list(cells(times, items, arms, depths))})
     lengths = {(c["drafter"], c["depth"], c["class"]): c["acceptance_length"] for c in whole}
@@ -259,8 +309,9 @@ def examine(setting: Setting, asked: argparse.Namespace, folder: Path) -> dict[s
         row["predicted_low"], row["predicted_high"] = spread.low, spread.high
     lost, facts = regrets((first, second), times, items, arms, depths), target.facts
     return {"name": setting.name, "facts": {"parameters": facts.parameters, "dtype": facts.dtype, "threads": facts.threads},
-            "prompts": len(items), "tokens": asked.tokens, "repeats": repeats, "cells": found["cells"],
+            "prompts": len(items), "tokens": asked.tokens, "repeats": len(next(iter(times.values()))), "cells": found["cells"],
             "seconds": [[*key, list(seconds)] for key, seconds in times.items()],
+            "costs": [[asdict(cost) for cost in part] for part in parts],
             "judged": found["judged"], "within_10_percent": found["within_10_percent"], "regret": lost,
             "passed": (found["within_10_percent"] or 1.0) >= SHARE and not any(one["shown"] for one in lost)}
 
@@ -320,12 +371,12 @@ def main() -> int:
     parser.add_argument("--prompts-file", type=Path, default=WEIGHTS / "prompts.jsonl")
     parser.add_argument("--each", type=int, default=6, help="prompts of every class")
     parser.add_argument("--tokens", type=int, default=96)
-    parser.add_argument("--rounds", type=int, default=48, help="timed for the advice, of every drafter, depth and load")
+    parser.add_argument("--rounds", type=int, default=24, help="timed around each class of a repeat, of every drafter, depth and load")
     parser.add_argument("--repeats", type=int, default=5, help=f"of the measurement, at most; {FEWEST} are always finished")
-    parser.add_argument("--budget", type=float, default=600, help="seconds after which no arm of a further repeat begins, per target")
+    parser.add_argument("--budget", type=float, default=600, help="seconds after which no further repeat begins, per target")
     parser.add_argument("--threads", type=int)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--work", type=Path, help="keep logs and inflated models here")
+    parser.add_argument("--work", type=Path, help="keep logs, inflated models and what was found here")
     parser.add_argument("--write", type=Path, metavar="FILE", help="put the tables between each target's marks of this page")
     asked = parser.parse_args()
     if asked.repeats < FEWEST:
@@ -336,6 +387,7 @@ def main() -> int:
         work.mkdir(parents=True, exist_ok=True)
         for setting in settings(asked, work):
             results.append(examine(setting, asked, work))
+            (work / f"{setting.name}.json").write_text(json.dumps(results[-1]))
             facts = provenance()
             text = section(results[-1], facts)
             say(text)

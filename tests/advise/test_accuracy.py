@@ -13,7 +13,6 @@ from benchmark_module import benchmark
 
 from draftproof.advise.predict import Forecast
 from draftproof.bench.cells import Spread
-from draftproof.bench.load import Answer, Job, Load
 from draftproof.bench.workload import Item
 
 ITEMS = [Item(str(i), "ab"[i % 2], ("x",)) for i in range(8)]
@@ -46,10 +45,16 @@ def test_the_ratio_is_one_of_sums_and_its_interval_is_that_of_the_repeats(advice
     assert steady[0] == pytest.approx(2.0) and 0 < steady[2] - steady[1] < 0.1
 
 
-def test_a_repeat_that_was_cut_off_is_left_out(advice: Any) -> None:
-    answers = [Answer(Job(arm, Load(1), repeat, i, ITEMS[i], 0, 9, 0.0), 0.0, 1.0 + repeat) for repeat in range(3) for i in range(2)
-               for arm in ("off", "on") if (repeat, i, arm) != (2, 1, "on")]
-    assert advice.times_of(answers) == {(1, arm, i): [1.0, 2.0] for i in range(2) for arm in ("off", "on")}
+def test_an_arm_has_a_clock_of_its_own(advice: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = iter((1.0, 3.0, 10.0, 10.5, 11.0))
+    monkeypatch.setattr(advice.time, "perf_counter", lambda: next(now))
+    clock = advice.OwnTime()
+    with clock:
+        pass
+    assert clock() == 2.0, "it stands still while others run"
+    with clock:
+        assert clock() == 2.5
+    assert clock() == 3.0
 
 
 def test_cells_are_those_of_a_benchmark(advice: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from draftproof.bench.load import Answer, Job, Load, play
 from draftproof.bench.workload import Item
@@ -50,6 +51,16 @@ def test_every_request_that_counts_meets_the_whole_steady_load() -> None:
         others = [job.repeat for job in client.started if job.repeat != 3]
         assert all(repeat < -1 for repeat in others) and len(set(others)) == len(others)
         assert len({job.max_tokens for job in client.started[:3]}) == 3, "they are at different places of their answers"
+
+
+def test_what_fills_a_steady_load_is_new_in_every_block() -> None:
+    """A prompt that an earlier block had read would cost nothing to read again."""
+    filled = []
+    for block in (1, 2):
+        client, load = Paced(), Load(3, steady=True)
+        list(play(client, [replace(job, block=block) for job in jobs([4, 8], load)], load))
+        filled.append({job.repeat for job in client.started if job.repeat != 3})
+    assert all(filled) and not filled[0] & filled[1]
 
 
 def test_a_conversation_keeps_its_place_in_a_steady_load() -> None:

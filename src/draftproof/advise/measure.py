@@ -1,13 +1,13 @@
-"""What rounds cost here: the engine itself, timed for some rounds with and without each drafter, taking turns."""
+"""What rounds cost here: the engine itself, timed for some rounds with and without each drafter, side by side."""
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import replace
-from itertools import count, islice
+from itertools import count
 from random import Random
 from statistics import mean, median
 from typing import Any
@@ -25,10 +25,9 @@ from ..trace.sinks import Memory as Sink
 from ..types import Sampling
 from .predict import OFF, Cost
 
-TURNS = 4               # how often the arms take turns
 STARTS, STARTS_S = 24, 20.0     # texts whose beginning is timed, and seconds after which no further one is
 ALONG = 3               # rounds are timed at the beginning of answers, and after one and two thirds of them
-RUN = 12                # rounds in a row of one group of texts
+RUN = 12                # rounds of one group of texts
 WARM = 4                # rounds that belong to a text's beginning: reading it left other things in the processor's caches
 FEW = 3                 # rounds of a kind below which their median is not believed
 Clock = Callable[[], float]
@@ -56,23 +55,19 @@ def measure(target: Target, arms: Sequence[tuple[str, int]], texts: Sequence[tup
         for spec, depth in arms:
             engines[spec, depth] = stack.enter_context(Engine(target, spec, depth, config=config, load=load))
         weights = {spec: draft_bytes(engine.speculation.drafter) for (spec, _), engine in engines.items()}
-        order = list(engines)
         for batch in batches:
             if progress:
                 progress(f"timing rounds at {batch} concurrent")
-            for turn in range(TURNS + 1):
-                for place in range(len(order)):
-                    key = order[(turn + place) % len(order)]
-                    into = timed.setdefault((*key, batch), []) if turn else Rounds()          # the first turn warms up
-                    _run(engines[key], places, batch, sampling, -(-rounds // TURNS) if turn else 3, turn, into, clock)
+            _side_by_side(engines, places, batch, sampling, FEW, clock)                       # warms up
+            for key, found in _side_by_side(engines, places, batch, sampling, rounds, clock).items():
+                timed[*key, batch] = found
         if progress:
             progress("timing beginnings")
-        firsts = dict(reversed(order))                                                    # of each drafter, the depth named first
+        firsts = dict(reversed(engines))                                                   # of each drafter, the depth named first
         begun = beginnings({spec: engines[spec, depth] for spec, depth in firsts.items()}, _mixed([prompt for prompt, _ in texts]),
                            sampling, clock)
     target.set_taps(())
-    plain = {batch: median(seconds for seconds, *_ in timed[OFF, 0, batch]) for batch in batches}
-    costs = [_cost(*key, found, plain[key[2]]) for key, found in timed.items() if found]
+    costs = [cost for batch in batches for cost in _costs({key[:2]: found for key, found in timed.items() if key[2] == batch}, batch)]
     round_s = {cost.drafter: cost.seconds.median for cost in costs if (cost.batch, cost.depth) == (min(batches), firsts[cost.drafter])}
     free = _free_rows(target, int(median(map(len, places))), batches, max((depth for _, depth in arms), default=0) + 1, clock)
     starts = {spec: _line([(length, seconds - rounds * round_s[spec]) for length, seconds, rounds in each]) for spec, each in begun.items()}
@@ -102,19 +97,38 @@ def _free_rows(target: Target, context: int, batches: Sequence[int], widest: int
     return found
 
 
-def _run(engine: Engine, places: Sequence[Ids], batch: int, sampling: Sampling, rounds: int, turn: int, into: Rounds, clock: Clock) -> None:
-    """Time `rounds` rounds in which all of a batch took part and nothing was prefilled, after the first ones of each text, which are timed
-    elsewhere. Texts come from the cache where they can."""
-    wanted, groups, tries = len(into) + rounds, -(-rounds // RUN), 0
-    at = turn * groups * batch
-    while len(into) < wanted and tries < 4 * groups:
-        tries += 1
-        group = [places[(at + i) % len(places)] for i in range(batch)]
-        at += batch
-        with closing(_steps(engine, group, sampling, "advise", clock)) as steps:
-            whole = ((seconds, done) for seconds, done in steps if len(done) == batch)
-            for seconds, done in islice(whole, WARM, WARM + min(RUN, wanted - len(into))):
-                into.append((seconds, sum(len(event.nodes) for event in done) / batch, sum(event.position for event in done) / batch))
+def _side_by_side(engines: Mapping[tuple[str, int], Engine], places: Sequence[Ids], batch: int, sampling: Sampling, rounds: int,
+                  clock: Clock) -> dict[tuple[str, int], Rounds]:
+    """Time `rounds` rounds of each engine in which all of a batch took part and nothing was prefilled, after the first ones of each
+    text, which are timed elsewhere. The engines do a step each in turn, over the same texts: what changes in the machine meets all."""
+    found: dict[tuple[str, int], Rounds] = {key: [] for key in engines}
+    groups = -(-rounds // RUN)
+    for number in range(4 * groups):                     # texts may end early, or never be all of them in a round
+        group = [places[(number * batch + i) % len(places)] for i in range(batch)]
+        with ExitStack() as stack:
+            runs = {key: _whole(stack.enter_context(closing(_steps(engine, group, sampling, "advise", clock))), batch)
+                    for key, engine in engines.items() if len(found[key]) < rounds}
+            while runs:
+                for key in Random(number).sample(list(runs), len(runs)):
+                    step = next(runs[key], None)
+                    found[key] += step or []
+                    if step is None or len(found[key]) == rounds:
+                        del runs[key]
+        if all(len(each) == rounds for each in found.values()):
+            break
+    return found
+
+
+def _whole(steps: Steps, batch: int) -> Iterator[Rounds]:
+    """Step by step: the round that it was, or nothing if that does not count."""
+    seen = 0
+    for seconds, done in steps:
+        whole = len(done) == batch
+        seen += whole
+        counts = whole and seen > WARM
+        yield [(seconds, sum(len(one.nodes) for one in done) / batch, sum(one.position for one in done) / batch)] if counts else []
+        if seen == WARM + RUN:
+            return
 
 
 def _steps(engine: Engine, group: Sequence[Ids], sampling: Sampling, tenant: str, clock: Clock) -> Steps:
@@ -189,21 +203,29 @@ def _plane(found: Rounds, plain: float) -> tuple[float, float]:
     return typical - slope * each, slope
 
 
-def _cost(drafter: str, depth: int, batch: int, found: Rounds, plain: float) -> Cost:
-    """A round's cost at the drafted tokens and the length of text of all of them, on the plane through rounds without and with a draft,
-    over short and over long texts: by medians, so that a pause of the machine is in neither. plain: a round of an engine without a drafter.
+def _costs(timed: Mapping[tuple[str, int], Rounds], batch: int) -> list[Cost]:
+    """Each engine's round at the drafted tokens and the length of text of all of its rounds, on the plane through those without and with
+    a draft, over short and over long texts: by medians, so that a pause of the machine is in none.
 
+    What a longer text costs is the same for all engines, as the target's attention is, and read off all of them: the machine may become
+    slower between a short text and a long one, and each engine would make another rise of that.
     The interval is that of a median, 1.2533 times as wide as a mean's, with the deviation read off absolute residuals.
     """
-    nodes, context = (mean(one[side] for one in found) for side in (1, 2))
-    zero, slope = _plane(found, plain)
-    rise = _rise((length, seconds - zero - slope * drafted) for seconds, drafted, length in found)
-    level = [(seconds - rise * (length - context), drafted, length) for seconds, drafted, length in found]
-    zero, slope = _plane(level, plain)
-    middle = zero + slope * nodes
-    residual = median(abs(seconds - zero - slope * n) for seconds, n, _ in level)
-    half = min(1.96 * 1.2533 * 1.4826 * residual / math.sqrt(len(found)), 0.5 * middle)
-    return Cost(drafter, depth, batch, Spread(middle, middle - half, middle + half), nodes, slope, context, rise)
+    timed = {key: found for key, found in timed.items() if found}
+    plain = median(seconds for seconds, *_ in timed[OFF, 0])
+    planes = {key: _plane(found, plain) for key, found in timed.items()}
+    rise = _rise((length, seconds - planes[key][0] - planes[key][1] * drafted)
+                 for key, found in timed.items() for seconds, drafted, length in found)
+    costs = []
+    for key, found in timed.items():
+        nodes, context = (mean(one[side] for one in found) for side in (1, 2))
+        level = [(seconds - rise * (length - context), drafted, length) for seconds, drafted, length in found]
+        zero, slope = _plane(level, plain)
+        middle = zero + slope * nodes
+        residual = median(abs(seconds - zero - slope * n) for seconds, n, _ in level)
+        half = min(1.96 * 1.2533 * 1.4826 * residual / math.sqrt(len(found)), 0.5 * middle)
+        costs.append(Cost(*key, batch, Spread(middle, middle - half, middle + half), nodes, slope, context, rise))
+    return costs
 
 
 def from_curve(points: Sequence[Point], cells: Sequence[dict[str, Any]], context: int, draft_cost: float) -> list[Cost]:

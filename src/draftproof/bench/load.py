@@ -19,6 +19,7 @@ from .workload import Item, Message
 
 IDLE_S = 0.05                             # the longest sleep while nothing is to do
 FILLING = -2                              # repeats from here down only keep a load steady; −1 warms up
+FILLERS = 1 << 20                         # more than any block needs
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,11 +130,18 @@ class Client(Protocol):
 def play(client: Client, jobs: Sequence[Job], load: Load, clock: Callable[[], float] = time.perf_counter) -> Iterator[Answer]:
     """Run all jobs under a load. In a closed loop the next turn of a conversation keeps its place; order is the workload's.
 
-    What fills the places of a steady load are copies of the jobs, each under a repeat of its own, below zero, so that none finds another's
-    text in a cache or a store; their answers are not given.
+    What fills the places of a steady load are copies of the jobs, each under a repeat of its own, below zero and of this block alone,
+    so that none finds another's text in a cache or a store; their answers are not given.
     """
+    for answers in paced(client, jobs, load, clock):
+        yield from answers
+
+
+def paced(client: Client, jobs: Sequence[Job], load: Load, clock: Callable[[], float] = time.perf_counter) -> Iterator[list[Answer]]:
+    """`play`, one poll of the client at a time: the answers that it brought, often none."""
     began, waiting, running, unanswered = clock(), deque(jobs), 0, len(jobs)
-    fillers = map(lambda job, repeat: replace(job, repeat=repeat), cycle(jobs), count(FILLING, -1)) if load.steady else None
+    own = count(FILLING - FILLERS * jobs[0].block, -1) if jobs else ()
+    fillers = map(lambda job, repeat: replace(job, repeat=repeat), cycle(jobs), own) if load.steady else None
     if fillers and jobs and load.concurrency:
         for place in range(load.concurrency):
             other = next(fillers)
@@ -150,17 +158,19 @@ def play(client: Client, jobs: Sequence[Job], load: Load, clock: Callable[[], fl
         pause = IDLE_S
         if waiting and not load.concurrency:
             pause = min(pause, max(0.0, (waiting[0].item.arrival_s or 0.0) - now))
+        counted = []
         for answer in client.poll(pause):
             running -= 1
             if answer.job.repeat <= FILLING:
                 continue
-            yield answer
+            counted.append(answer)
             after = None if answer.error else answer.job.following(answer.text)
             if after is not None:
                 client.start(after)
                 running += 1
             else:
                 unanswered -= 1
+        yield counted
 
 
 @dataclass(slots=True)
