@@ -63,8 +63,8 @@
 EACH(SINGLES) EACH_OF_TWO(SINGLES)
 static panel_kernel *const singles[] = {EACH(SINGLES_NAME)}, *const singles_of_two[] = {EACH_OF_TWO(SINGLES_NAME)};
 #if TAKES_PAIRS
-EACH(PAIRS) PAIRS(1, 2)
-static panel_kernel *const pairs[] = {EACH(PAIRS_NAME)}, *const pairs_of_two[] = {pairs_1_2};
+EACH(PAIRS)
+static panel_kernel *const pairs[] = {EACH(PAIRS_NAME)};
 
 static void as_pairs(const void *x, long first, long in, int halves, void *to) { (void)halves, fill(x, first, in, to, in + in % 2); }
 #endif
@@ -76,7 +76,7 @@ static form form_of(int bits, long in, int halves)
     long length = (in + 1) / 2;
     if (bits != 16) return form_of_whole(bits, in, halves);
 #if TAKES_PAIRS
-    if (halves) return (form){MOST, 1, length, length * WIDE, length, in % 2 ? as_pairs : 0, pairs, pairs_of_two};
+    if (halves) return (form){MOST, 0, length, length * WIDE, length, in % 2 ? as_pairs : 0, pairs, 0}; /* one stream: measured */
 #endif
     return (form){MOST, MOST / 2, length, length * WIDE, 2 * length, halves || in % 2 ? as_singles : 0, singles, singles_of_two};
 }
