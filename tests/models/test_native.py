@@ -234,12 +234,29 @@ def test_gates_far_from_zero_neither_overflow_nor_hide_what_is_no_number() -> No
 
 
 @compiled
-def test_a_large_matrix_lies_in_huge_pages_and_multiplies_the_same() -> None:
+def test_a_large_matrix_asks_for_huge_pages_and_multiplies_the_same() -> None:
     torch.manual_seed(6)
     weight = torch.randn(1200, 900).bfloat16()
     assert 2 * weight.numel() > native.HUGE
-    x = torch.randn(2, 900)
-    torch.testing.assert_close(StreamedLinear(weight, None)(x), x @ weight.float().T, rtol=1e-4, atol=1e-4)
+    x, layer = torch.randn(2, 900), StreamedLinear(weight, None)
+    torch.testing.assert_close(layer(x), x @ weight.float().T, rtol=1e-4, atol=1e-4)
+    if Path("/proc/self/smaps").exists() and Path("/sys/kernel/mm/transparent_hugepage").exists():
+        rights, flags = mapping(layer.panels.data_ptr())
+        assert "hg" in flags, "nobody asked"
+        assert rights.endswith("p"), "most systems give shared memory small pages whatever is asked"
+
+
+def mapping(address: int) -> tuple[str, list[str]]:
+    """The rights and the flags of the memory that an address lies in."""
+    rights, inside = "", False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        name, *rest = line.split()
+        if not name.endswith(":"):
+            low, _, high = name.partition("-")
+            rights, inside = rest[0], int(low, 16) <= address < int(high, 16)
+        elif inside and name == "VmFlags:":
+            return rights, rest
+    raise AssertionError("an address without a mapping")
 
 
 @compiled

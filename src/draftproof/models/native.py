@@ -96,10 +96,10 @@ def _panels(out: int, words: int) -> Tensor:
 
 
 def _room(numbers: int) -> Tensor:
-    """int32 [numbers] in huge pages, where the system has them: a twentieth to a tenth faster to read."""
+    """int32 [numbers] in huge pages, where the system has them."""
     if not hasattr(mmap, "MADV_HUGEPAGE") or 4 * numbers < HUGE:
         return torch.empty(numbers, dtype=torch.int32)
-    held = mmap.mmap(-1, 4 * numbers)
+    held = mmap.mmap(-1, 4 * numbers, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # shared memory is seldom given huge pages
     try:
         held.madvise(mmap.MADV_HUGEPAGE)
     except OSError:  # a kernel without them

@@ -25,7 +25,7 @@
 #define ROLLED _Pragma("GCC unroll 1")
 
 #define READ                                                                                                             \
-    __builtin_prefetch(panel + AHEAD);                                                                                   \
+    fetch(panel + AHEAD);                                                                                                \
     UNROLL for (int v = 0; v < 2; v++) w[v] = *(const words *)(panel + v * LANES);
 /* sum += what LEVEL makes of the words w[v], times x's j-th column */
 #define ADD(ROWS, LEVEL, J)                                                                                              \

@@ -10,7 +10,7 @@
  */
 #include "lanes.h"
 
-#define AHEAD(PANELS) ((PANELS) == 1 ? 1024 : 256) /* words to fetch ahead, measured: 4 KB of one stream, 1 KB of each of two */
+#define AHEAD(PANELS) ((PANELS) == 1 ? 1024 : 256) /* words that singles fetch ahead, measured: 4 KB of one stream, 1 KB of each of two */
 
 #if LANES == 16 /* 32 registers */
 #define MOST 12
@@ -40,7 +40,7 @@
         }                                                                                                                \
         memcpy(part, sum, sizeof sum);                                                                                   \
     }
-/* The same with x in pairs of bfloat16. */
+/* The same with x in pairs of bfloat16. Nothing is fetched ahead: processors that come here do it better by themselves. */
 #define PAIRS(ROWS, PANELS)                                                                                              \
     static void pairs_##ROWS##_##PANELS(const uint32_t *panel, const void *rows, long stride, long pairs, float *part)   \
     {                                                                                                                    \
@@ -48,14 +48,13 @@
         floats sum[ROWS][2 * PANELS] = {0};                                                                              \
         words w[2 * PANELS];                                                                                             \
         for (long p = 0; p < pairs; p++) {                                                                               \
-            FETCH(PANELS);                                                                                               \
             UNROLL for (int v = 0; v < 2 * PANELS; v++) w[v] = WORDS(v);                                                 \
             UNROLL for (int r = 0; r < ROWS; r++)                                                                        \
                 UNROLL for (int v = 0; v < 2 * PANELS; v++) sum[r][v] = plus_pairs(sum[r][v], w[v], x[r * stride + p]);  \
         }                                                                                                                \
         memcpy(part, sum, sizeof sum);                                                                                   \
     }
-#define FETCH(PANELS) for (int q = 0; q < PANELS; q++) __builtin_prefetch(panel + (q * pairs + p) * WIDE + AHEAD(PANELS))
+#define FETCH(PANELS) for (int q = 0; q < PANELS; q++) fetch(panel + (q * pairs + p) * WIDE + AHEAD(PANELS))
 #define WORDS(V) *(const words *)(panel + ((V) / 2 * pairs + p) * WIDE + (V) % 2 * LANES)
 #define SINGLES_NAME(ROWS, PANELS) singles_##ROWS##_##PANELS,
 #define PAIRS_NAME(ROWS, PANELS) pairs_##ROWS##_##PANELS,
