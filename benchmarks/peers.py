@@ -58,6 +58,7 @@ from ratios import paired, shown
 from transformers import AutoTokenizer
 
 from draftproof.bench.cells import percentile
+from draftproof.bench.profile import large_block
 from draftproof.models.load import WEIGHTS
 
 HERE = Path(__file__).resolve().parent
@@ -91,10 +92,10 @@ Rates = list[list[float]]                              # prompt → repeats
 # The run.
 
 class Memory:
-    """What the memory gives: GB/s of summing a float32 tensor of `size` bytes, larger than the caches, with torch's threads."""
+    """What the memory gives: GB/s of summing `megabytes` of float32, more than the caches hold, with torch's threads."""
 
-    def __init__(self, size: int = 1 << 30) -> None:
-        self.data = torch.ones(size // 4)
+    def __init__(self, megabytes: int = 1024) -> None:
+        self.data = large_block(megabytes, torch.device("cpu"))
 
     def read(self, repeats: int = 2) -> float:
         times = []

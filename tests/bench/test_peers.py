@@ -75,7 +75,7 @@ def a_crew(folder: Path, there: dict[str, Any], arms: list[Any], **more: Any) ->
 
 
 def measure(crew: Any, repeats: int = 2) -> Any:
-    return peers.measure(crew, PROMPTS, [0.0, 0.8], repeats, 12, 0, peers.Memory(1 << 16), lambda text: None)
+    return peers.measure(crew, PROMPTS, [0.0, 0.8], repeats, 12, 0, peers.Memory(1), lambda text: None)
 
 
 def test_one_that_fails_is_named_and_the_others_go_on(tmp_path: Path) -> None:

@@ -92,10 +92,10 @@ def _panels(out: int, words: int) -> Tensor:
     """Room for `words` words of each output, int32 [panels, words, outputs of a panel]."""
     wide = _loaded().wide()
     shape = -(-out // wide), words, wide
-    return _room(math.prod(shape)).view(shape)
+    return room(math.prod(shape)).view(shape)
 
 
-def _room(numbers: int) -> Tensor:
+def room(numbers: int) -> Tensor:
     """int32 [numbers] in huge pages, where the system has them."""
     if not hasattr(mmap, "MADV_HUGEPAGE") or 4 * numbers < HUGE:
         return torch.empty(numbers, dtype=torch.int32)

@@ -11,11 +11,17 @@
 
 #include "lanes.h"
 
-#define MOST 3      /* queries of a micro-kernel */
+#if LANES == 16 /* 32 registers */
+#define MOST 6 /* queries of a micro-kernel */
+#define EACH(DO, HALVES) DO(1, HALVES) DO(2, HALVES) DO(3, HALVES) DO(4, HALVES) DO(5, HALVES) DO(6, HALVES)
+#else
+#define MOST 3
+#define EACH(DO, HALVES) DO(1, HALVES) DO(2, HALVES) DO(3, HALVES)
+#endif
 #define SIDE 4      /* keys, or vectors of values, of a micro-kernel: MOST * SIDE sums fill the registers */
-#define CHUNK 16    /* keys widened at a time, all heads of a piece of work before the next: the order in which they lie */
+#define CHUNK 16    /* keys at a time, all heads of a piece of work before the next: the order in which they lie */
 #define MOST_QUERIES 48 /* of a piece of work, over all its heads; more only where one head of keys has more */
-#define MOST_WIDENED 16384 /* numbers of a chunk, over all heads of a piece of work: they stay in the caches */
+#define MOST_NUMBERS 16384 /* of a chunk, over all heads of a piece of work: they stay in the caches */
 #define UP(n, to) (((n) + (to) - 1) / (to) * (to))
 
 /* The sums over the lanes of four vectors. A fold adds halves, quarters or neighbours of two vectors and keeps both side by side. */
@@ -35,41 +41,47 @@ static inline void totals(const floats *x, float *four)
     memcpy(four, &sum, 16);
 }
 
-/* score [ROWS, SIDE] = query [ROWS, dim] · key [SIDE, dim] */
-#define SCORE(ROWS)                                                                                                      \
-    static void score_##ROWS(const float *query, const float *key, long dim, float *score, long width)                   \
+/* The same numbers of the next chunk. One by one between the products: all at once, they wait for each other. */
+#define NEXT(from, i, halves) __builtin_prefetch((const char *)(from) + ((halves) ? 2 : 4) * ((i) + CHUNK * stride))
+
+/* score [ROWS, SIDE] = query [ROWS, dim] · key [SIDE, dim], keys `stride` numbers apart */
+#define SCORE(ROWS, HALVES)                                                                                              \
+    static void score_##ROWS##_##HALVES(const float *query, const void *key, long stride, long dim, float *score, long width)           \
     {                                                                                                                    \
         floats sum[ROWS][SIDE] = {0};                                                                                    \
         for (long d = 0; d < dim; d += LANES) {                                                                          \
             floats q[ROWS];                                                                                              \
             UNROLL for (int r = 0; r < ROWS; r++) q[r] = *(const floats *)(query + r * dim + d);                         \
             UNROLL for (int s = 0; s < SIDE; s++) {                                                                      \
-                floats k = *(const floats *)(key + s * dim + d);                                                         \
+                floats k = load_lanes(key, s * stride + d, HALVES);                                                      \
+                NEXT(key, s * stride + d, HALVES);                                                                       \
                 UNROLL for (int r = 0; r < ROWS; r++) sum[r][s] += q[r] * k;                                             \
             }                                                                                                            \
         }                                                                                                                \
         for (int r = 0; r < ROWS; r++) totals(sum[r], score + r * width);                                                \
     }
-/* out [ROWS, SIDE * LANES] += weight [ROWS, keys] times value [keys, SIDE * LANES], the keys in turn */
-#define AVERAGE(ROWS)                                                                                                    \
-    static void average_##ROWS(const float *weight, const float *value, long keys, long width, long dim, float *out)     \
+/* out [ROWS, SIDE * LANES] += weight [ROWS, keys] times value [keys, SIDE * LANES], `stride` numbers apart, from `at` on; keys in turn */
+#define AVERAGE(ROWS, HALVES)                                                                                            \
+    static void average_##ROWS##_##HALVES(const float *weight, const void *value, long stride, long at, long width, long dim, float *out) \
     {                                                                                                                    \
         floats sum[ROWS][SIDE];                                                                                          \
         for (int r = 0; r < ROWS; r++) memcpy(sum[r], out + r * dim, sizeof sum[r]);                                     \
-        for (long s = 0; s < keys; s++) {                                                                                \
+        for (long s = 0; s < CHUNK; s++) {                                                                               \
             UNROLL for (int v = 0; v < SIDE; v++) {                                                                      \
-                floats x = *(const floats *)(value + s * dim + v * LANES);                                               \
+                floats x = load_lanes(value, s * stride + at + v * LANES, HALVES);                                       \
+                NEXT(value, s * stride + at + v * LANES, HALVES);                                                        \
                 UNROLL for (int r = 0; r < ROWS; r++) sum[r][v] += x * weight[r * width + s];                            \
             }                                                                                                            \
         }                                                                                                                \
         for (int r = 0; r < ROWS; r++) memcpy(out + r * dim, sum[r], sizeof sum[r]);                                     \
     }
-SCORE(1) SCORE(2) SCORE(3)
-AVERAGE(1) AVERAGE(2) AVERAGE(3)
-typedef void score(const float *, const float *, long, float *, long);
-typedef void average(const float *, const float *, long, long, long, float *);
-static score *const scores[MOST] = {score_1, score_2, score_3};
-static average *const averages[MOST] = {average_1, average_2, average_3};
+EACH(SCORE, 0) EACH(SCORE, 1) EACH(AVERAGE, 0) EACH(AVERAGE, 1)
+typedef void score(const float *, const void *, long, long, float *, long);
+typedef void average(const float *, const void *, long, long, long, long, float *);
+#define SCORE_NAME(ROWS, HALVES) score_##ROWS##_##HALVES,
+#define AVERAGE_NAME(ROWS, HALVES) average_##ROWS##_##HALVES,
+static score *const scores[2][MOST] = {{EACH(SCORE_NAME, 0)}, {EACH(SCORE_NAME, 1)}};
+static average *const averages[2][MOST] = {{EACH(AVERAGE_NAME, 0)}, {EACH(AVERAGE_NAME, 1)}};
 
 /* weight [from, to): scores → exponentials of their distance to the greatest so far, 0 but in [low, high). Returns the scale of what was
  * summed before. */
@@ -110,29 +122,30 @@ static float normalise(float *weight, long low, long high, long from, long to, f
     return kept;
 }
 
-/* Widen the keys, or values, [s, s + CHUNK) of `count` heads: to [count, CHUNK, wide]; what is from `end` on is zero. Asks for the next. */
-static inline __attribute__((always_inline)) void take(const char *from, long stride, long dim, long count, long s, long end, int halves,
-                                                       float *to, long wide)
+/* CHUNK keys, or values, of some heads: numbers from one key to the next, and from one head to the next. */
+typedef struct {
+    const char *from;
+    long key, head;
+    int halves;
+} view;
+
+/* Those from `s` on of `count` heads, read where they lie if they are whole: heads that fill vectors, and no key at `end` or behind. Others
+ * are copied, to [count, CHUNK, wide] and zeros. */
+static view look(const attention *a, const void *pages, long dim, long at, long head, long count, long s, long end, float *to, long wide)
 {
-    long size = halves ? 2 : 4;
-    for (long r = 0; r < CHUNK; r++) {
-        const char *key = from + size * (s + r) * stride;
-        if (s + r + CHUNK < end)
-            for (long b = 0; b < size * count * dim; b += 64) __builtin_prefetch(key + size * CHUNK * stride + b);
-        for (long h = 0; h < count; h++) {
-            if (s + r < end) widen(key, h * dim, dim, halves, to + (h * CHUNK + r) * wide, wide);
-            else memset(to + (h * CHUNK + r) * wide, 0, 4 * wide);
+    long size = a->halves ? 2 : 4, stride = a->heads * dim;
+    const char *from = (const char *)pages + size * ((at + s) * stride + head * dim);
+    if (dim == wide && s + CHUNK <= end) return (view){from, stride, dim, a->halves};
+    for (long h = 0; h < count; h++)
+        for (long r = 0; r < CHUNK; r++) {
+            float *row = to + (h * CHUNK + r) * wide;
+            if (s + r < end) widen(from, r * stride + h * dim, dim, a->halves, row, wide);
+            else memset(row, 0, 4 * wide);
         }
-    }
+    return (view){(const char *)to, wide, CHUNK * wide, 0};
 }
 
-static void take_chunk(const attention *a, const void *pages, long dim, long at, long head, long count, long s, long end, float *to,
-                       long wide)
-{
-    const char *from = (const char *)pages + (a->halves ? 2 : 4) * (at * a->heads + head) * dim;
-    if (a->halves) take(from, a->heads * dim, dim, count, s, end, 1, to, wide);
-    else take(from, a->heads * dim, dim, count, s, end, 0, to, wide);
-}
+static const char *of_head(view v, long head) { return v.from + (v.halves ? 2 : 4) * head * v.head; }
 
 /* Numbers of a thread's memory for `queries` over `heads` heads of keys. */
 static long needed(const course *c, const attention *a, long queries, long heads)
@@ -167,11 +180,13 @@ static void follow(const course *c, const attention *a, long path, long first, l
     for (long j = from / c->page; j * c->page < to; j++) {
         long base = j * c->page, end = to - base < c->page ? to - base : c->page, start = from > base ? (from - base) / CHUNK * CHUNK : 0;
         for (long s = start; s < end; s += CHUNK) {
-            take_chunk(a, a->keys, a->dim, pages[j] * c->page, head, heads, s, end, chunk, deep);
+            view keys = look(a, a->keys, a->dim, pages[j] * c->page, head, heads, s, end, chunk, deep);
+            long group_of_keys = SIDE * keys.key * (keys.halves ? 2 : 4);
             for (long q = 0, many; q < all; q += many) {
-                many = n - q % n < MOST ? n - q % n : MOST;
-                for (long k = 0; k < CHUNK; k += SIDE)
-                    scores[many - 1](asked + q * deep, chunk + (q / n * CHUNK + k) * deep, deep, weight + q * width + s + k, width);
+                many = sharing(n - q % n, MOST);
+                const char *key = of_head(keys, q / n);
+                for (long k = 0; k < CHUNK; k += SIDE, key += group_of_keys)
+                    scores[keys.halves][many - 1](asked + q * deep, key, keys.key, deep, weight + q * width + s + k, width);
             }
         }
         for (long q = 0; q < all; q++) {
@@ -182,11 +197,12 @@ static void follow(const course *c, const attention *a, long path, long first, l
                 for (long v = 0; v < broad; v++) sum[q * broad + v] *= kept;
         }
         for (long s = start; s < end; s += CHUNK) {
-            take_chunk(a, a->values, a->value_dim, pages[j] * c->page, head, heads, s, end, chunk, broad);
+            view values = look(a, a->values, a->value_dim, pages[j] * c->page, head, heads, s, end, chunk, broad);
             for (long q = 0, many; q < all; q += many) {
-                many = n - q % n < MOST ? n - q % n : MOST;
+                many = sharing(n - q % n, MOST);
                 for (long v = 0; v < broad; v += SIDE * LANES)
-                    averages[many - 1](weight + q * width + s, chunk + q / n * CHUNK * broad + v, CHUNK, width, broad, sum + q * broad + v);
+                    averages[values.halves][many - 1](weight + q * width + s, of_head(values, q / n), values.key, v, width, broad,
+                                                      sum + q * broad + v);
             }
         }
     }
@@ -209,7 +225,7 @@ int attend(const course *c, const attention *a, int threads)
     if (!pieces) return 0;
     if (most > longest) most = longest;
     long widest = a->dim > a->value_dim ? a->dim : a->value_dim;
-    long together = MOST_QUERIES / (most * a->group), fitting = MOST_WIDENED / (CHUNK * widest); /* heads of keys of a piece */
+    long together = MOST_QUERIES / (most * a->group), fitting = MOST_NUMBERS / (CHUNK * widest); /* heads of keys of a piece */
     if (together > fitting) together = fitting;
     if (together < 1) together = 1;
     long shares = (threads + pieces - 1) / pieces, parts = UP((a->heads + together - 1) / together, shares); /* every thread has as many */

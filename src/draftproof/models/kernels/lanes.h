@@ -22,6 +22,9 @@ typedef uint32_t pair __attribute__((aligned(2), may_alias)); /* of bfloat16 */
 /* What a step of a panel reads. Every line of it: fetching one of two is slower than fetching none, measured. */
 static inline void fetch(const uint32_t *step) { for (int i = 0; i < WIDE; i += 16) __builtin_prefetch(step + i); }
 
+/* Of the rows that are left, how many share the next reading: no reading is left to very few. */
+static inline long sharing(long left, long most) { return left < most ? left : left < 2 * most ? (left + 1) / 2 : most; }
+
 static inline float widened(uint16_t half)
 {
     uint32_t word = (uint32_t)half << 16;

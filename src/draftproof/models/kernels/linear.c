@@ -104,9 +104,6 @@ long room_of(int bits, long in, int halves)
     return f.prepare ? f.stride : 0;
 }
 
-/* Of the rows that are left, how many share the next reading of a panel: no reading is left to very few. */
-static long sharing(long left, long most) { return left < most ? left : left < 2 * most ? (left + 1) / 2 : most; }
-
 /* y [rows, from, from + count) = part [rows, width], a panel's sums. */
 static void hand_out(const product *p, const float *part, long rows, long width, void *y, long row, long from, int halves)
 {
