@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import shlex
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,10 +39,15 @@ def digest(folder: str | Path) -> str:
     return total.hexdigest()[:16]
 
 
+def command(words: Sequence[str]) -> str:
+    """What was typed. Of absolute paths only the last part: a published page does not say where somebody keeps things."""
+    return shlex.join([Path(sys.executable).name, *(re.sub(r"(^|=)/.*/(?=.)", r"\1.../", word) for word in words)])
+
+
 def provenance() -> dict[str, Any]:
     """`machine`, `versions` and `command` of a result. `load_average` tells whether others were using the machine."""
     facts = machine()
     facts["load_average"] = [round(x, 2) for x in os.getloadavg()] if hasattr(os, "getloadavg") else None
     facts["read_gb_per_s"] = round(read_bandwidth(torch.device("cpu")) / 1e9, 1)
     return {"machine": facts, "versions": {**versions(), "revision": revision()},
-            "command": shlex.join([Path(sys.executable).name, *sys.argv]), "date": time.strftime("%Y-%m-%d")}
+            "command": command(sys.argv), "date": time.strftime("%Y-%m-%d")}
