@@ -233,15 +233,21 @@ def draw(found: dict[str, Any], file: Path) -> None:
             panels[0].plot([r["context"] for r in found["context"]], [value(r) for r in found["context"]], label=name, **look)
         panels[0].plot([r["context"] for r in found["context"]], [r["limit_ms"] for r in found["context"]], linestyle="--",
                        color=colours["plain"], label="reading once")
-        panels[0].set(xlabel="tokens before the pass", ylabel="milliseconds per pass", xscale="log", ylim=(0, None))
+        panels[0].set(xlabel="tokens before the pass", ylabel="milliseconds per pass")
         for r, look in zip(found["batch"], style.looks(colours, len(found["batch"])), strict=True):
             panels[1].plot([n * r["batch"] for n in WIDTHS], list(r["ms"].values()), label=f"batch {r['batch']}", **look)
-        panels[1].set(xlabel="rows of all texts", xscale="log", ylim=(0, None))
+        panels[1].set(xlabel="rows of all texts")
         for (name, value), look in zip([*series[:2], ("outside, top-p 0.95", lambda r: r["outside_ms"]["top-p 0.95"])],
                                        style.looks(colours, 3), strict=True):
             panels[2].plot([r["vocabulary"] for r in found["vocabulary"]], [value(r) for r in found["vocabulary"]], label=name, **look)
-        panels[2].set(xlabel="tokens in the vocabulary", xscale="log", ylim=(0, None))
-        for axes, name in zip(panels, ("Context", "Batch", "Vocabulary"), strict=True):
+        panels[2].set(xlabel="tokens in the vocabulary")
+        marks = [r["context"] for r in found["context"]], [4 ** n for n in range(5)], [r["vocabulary"] for r in found["vocabulary"]]
+        for axes, name, ticks in zip(panels, ("Context", "Batch", "Vocabulary"), marks, strict=True):
+            axes.set_xscale("log", base=2)
+            # Labels of our own: a log axis writes formulas, which our sheet shows as they are typed.
+            axes.set_xticks(ticks, [f"{n >> 10}k" if n >= 1 << 10 else str(n) for n in ticks])
+            axes.set_xticks([], minor=True)
+            axes.set_ylim(0, None)
             axes.grid(True)
             axes.legend()
             style.title(axes, name, "", colours)

@@ -50,3 +50,13 @@ def test_free_rows_and_ratios() -> None:
     assert scale.free(times) == 5
     assert scale.ratio([2.0, 4.0, 3.0], [1.0, 2.0, 3.0])["median"] == 2.0
     assert scale.table(["a", "b"], [[1.25, 4096]]) == "| a | b |\n| ---: | ---: |\n| 1.2 | 4,096 |"
+
+
+def test_the_picture_says_in_plain_numbers_what_its_axes_count(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    ms = {rows: 1.0 + rows for rows in scale.WIDTHS}
+    scale.draw({"context": [{"context": n, "ms": ms, "fast_ms": ms, "limit_ms": 1.0} for n in (1024, 32768)],
+                "batch": [{"batch": n, "ms": ms} for n in (1, 16)],
+                "vocabulary": [{"vocabulary": n, "ms": ms, "outside_ms": {"top-p 0.95": 0.5}} for n in (4096, 262144)]}, tmp_path / "s.svg")
+    drawn = (tmp_path / "s.svg").read_text()
+    assert all(f">{label}<" in drawn for label in ("1k", "32k", "1", "256", "4k", "256k")) and "mathdefault" not in drawn
