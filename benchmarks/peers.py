@@ -40,7 +40,6 @@ import random
 import signal
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -51,6 +50,7 @@ sys.path.append(str(Path(__file__).resolve().parent / "peers"))       # what sta
 
 import torch
 from crew import Arm, Broken, Crew, Peer, Timed, converted, request
+from memory import Memory
 from pages import put
 from pair import SHAPES, inflated, read_prompts, turned_head
 from provenance import digest, provenance
@@ -58,7 +58,6 @@ from ratios import paired, shown
 from transformers import AutoTokenizer
 
 from draftproof.bench.cells import percentile
-from draftproof.bench.profile import large_block
 from draftproof.models.load import WEIGHTS
 
 HERE = Path(__file__).resolve().parent
@@ -90,21 +89,6 @@ Rates = list[list[float]]                              # prompt → repeats
 
 
 # The run.
-
-class Memory:
-    """What the memory gives: GB/s of summing `megabytes` of float32, more than the caches hold, with torch's threads."""
-
-    def __init__(self, megabytes: int = 1024) -> None:
-        self.data = large_block(megabytes, torch.device("cpu"))
-
-    def read(self, repeats: int = 2) -> float:
-        times = []
-        for _ in range(repeats):
-            start = time.perf_counter()
-            self.data.sum()
-            times.append(time.perf_counter() - start)
-        return self.data.nbytes / min(times) / 1e9
-
 
 def pass_bytes(folder: Path) -> int:
     """Bytes of weights that a pass of one row reads: all but the embedding table, which is looked up. Keys and values come on top."""

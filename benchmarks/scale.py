@@ -26,6 +26,7 @@ from statistics import median
 from typing import Any
 
 import torch
+from memory import Memory
 from overhead import constant_overhead, scoring_pass
 from pages import put
 from pair import SHAPES, inflated, read_prompts
@@ -34,7 +35,7 @@ from ratios import paired, shown
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from draftproof import Engine, Sampling
-from draftproof.bench.profile import FREE, most_free, read_bandwidth, timed_pass
+from draftproof.bench.profile import FREE, most_free, timed_pass
 from draftproof.config import LoadConfig
 from draftproof.core.budget import speedup
 from draftproof.drafters.model import ModelDrafter
@@ -84,8 +85,9 @@ def standing(target: Any, context: int, batch: int) -> Iterator[list[Any]]:
                 target.close(slot)
 
 
-def passes(target: Any, context: int, batch: int, modes: Sequence[str], repeats: int) -> dict[str, Times]:
-    """Seconds per mode and width, all of them in turn; the first turn warms up."""
+def passes(target: Any, context: int, batch: int, modes: Sequence[str], repeats: int,
+           between: Callable[[], Any] = lambda: None) -> dict[str, Times]:
+    """Seconds per mode and width, all of them in turn, with `between` after every turn; the first turn warms up."""
     text = [3] * (context + max(WIDTHS))
     found: dict[str, Times] = {mode: {rows: [] for rows in WIDTHS} for mode in modes}
     kinds = [(mode, rows) for rows in WIDTHS for mode in modes]
@@ -98,6 +100,7 @@ def passes(target: Any, context: int, batch: int, modes: Sequence[str], repeats:
                 seconds = timed_pass(target, slots, [text] * batch, context, rows)
                 if turn:
                     found[mode][rows].append(seconds)
+            between()
     target.whole_tiles = True
     return found
 
@@ -106,13 +109,15 @@ def free(times: Times) -> int:
     return most_free(milliseconds(times))
 
 
-def by_context(target: Any, contexts: Sequence[int], repeats: int, bandwidth: float) -> list[dict[str, Any]]:
+def by_context(target: Any, contexts: Sequence[int], repeats: int, memory: Memory) -> list[dict[str, Any]]:
+    """limit_ms: reading weights and keys once, as fast as the memory was read between the very passes."""
     rows = []
     for context in contexts:
-        times = passes(target, context, 1, tuple(MODES), repeats)
+        reads: list[float] = []
+        times = passes(target, context, 1, tuple(MODES), repeats, lambda found=reads: found.append(memory.read()))
         moved = target.facts.weight_bytes + context * target.facts.cache_bytes_per_token
         rows.append({"context": context, "ms": milliseconds(times["reproducible"]), "fast_ms": milliseconds(times["fast"]),
-                     "limit_ms": 1e3 * moved / bandwidth, "free_rows": free(times["reproducible"]),
+                     "limit_ms": moved / median(reads) / 1e6, "read_gb_per_s": median(reads), "free_rows": free(times["reproducible"]),
                      "reproducible_over_fast": {n: ratio(times["reproducible"][n], times["fast"][n]) for n in (1, 5)}})
         tell(f"context {context}: {rows[-1]['ms'][1]:.1f} ms")
     return rows
@@ -273,9 +278,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as temporary:
         work = args.work or Path(temporary)
         target: Target = load(random_model(SMALL_VOCABULARY, work), args.dtype, max(*args.contexts, max(args.batches) * (CONTEXT + 256)))
-        bandwidth = read_bandwidth(torch.device("cpu"))
-        found: dict[str, Any] = {"dtype": target.facts.dtype, "parameters": target.facts.parameters, "read_gb_per_s": bandwidth / 1e9,
-                                 "context": by_context(target, args.contexts, args.repeats, bandwidth),
+        memory = Memory()
+        found: dict[str, Any] = {"dtype": target.facts.dtype, "parameters": target.facts.parameters, "read_gb_per_s": memory.read(),
+                                 "context": by_context(target, args.contexts, args.repeats, memory),
                                  "batch": by_batch(target, args.batches, args.repeats)}
         del target
         found["vocabulary"] = by_vocabulary(args.vocabularies, work, args.dtype, args.repeats)
