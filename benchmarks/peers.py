@@ -73,6 +73,7 @@ def peer(script: str, environment: str = "", **more: Any) -> Peer:
 PEERS = {
     OURS: peer("with_draftproof.py", bits=(16, 8, 4)),
     "ours+ngram": peer("with_draftproof.py", plain=False, drafter="ngram+model", bits=(16, 8, 4)),
+    "ours+block": peer("with_draftproof.py", plain=False, drafter="ngram+model", rule="block", bits=(16, 8, 4)),
     "ours+eagle3": peer("with_draftproof.py", plain=False, drafter="eagle3", bits=(16, 8, 4)),
     "transformers": peer("with_transformers.py"),
     "vllm": peer("with_vllm.py", ".venv-vllm", split="depth"),

@@ -23,8 +23,8 @@ from typing import Any
 @dataclass(frozen=True, slots=True)
 class Peer:
     """split: what is fixed when a worker starts, "arm" (guessing or not) or "depth"; "" if one worker serves all arms. drafter: what
-    guesses, where the worker has a choice; "model" in it stands for the draft model, "eagle3" for the head. bits: of weights
-    that it can be given."""
+    guesses, where the worker has a choice; "model" in it stands for the draft model, "eagle3" for the head; rule: which of our own
+    judges it. bits: of weights that it can be given."""
 
     script: Path
     program: Path
@@ -33,6 +33,7 @@ class Peer:
     plain: bool = True
     guesses: bool = True
     drafter: str = "model"
+    rule: str = "match"
     bits: tuple[int, ...] = (16,)
 
 
@@ -176,7 +177,7 @@ class Crew:
             self.end(next(iter(self.live)))
         name = "-".join(map(str, key))
         job = {"do": "serve", **{role: str(path) for role, path in self.models[arm.peer].items()}, "arm": arm.mode, "depth": arm.depth,
-               "threads": self.threads, "drafter": peer.drafter, "bits": self.bits}
+               "threads": self.threads, "drafter": peer.drafter, "rule": peer.rule, "bits": self.bits}
         command = (peer.program, peer.script, json.dumps(job))
         worker = self.live[key] = Worker(command, self.logs / f"{name}.log", surroundings(self.threads))
         hello = worker.hear(3 * self.patience)

@@ -20,8 +20,8 @@ def load(job: Job) -> Generate:
 
     def generate(request: Job, tokens: int) -> tuple[list[int], Accepted]:
         sampling = Sampling(temperature=request["temperature"], seed=request["seed"], max_tokens=tokens, ignore_eos=True)
-        out = engine.generate(request["prompt_ids"], sampling, tenant=f"run {next(runs)}",         # its own tenant: no prefix is reused
-                              speculation={"depth": request["depth"]} if request["depth"] else {"drafter": "none"})
+        speculation = {"depth": request["depth"], "rule": job["rule"]} if request["depth"] else {"drafter": "none"}
+        out = engine.generate(request["prompt_ids"], sampling, tenant=f"run {next(runs)}", speculation=speculation)   # no prefix is reused
         return list(out.token_ids), int(out.metrics["accepted"])
 
     return generate
