@@ -9,10 +9,10 @@ The built-in pair is inflated (see inflate.py: nothing to merge or skip) and con
 head, which only our own arms use, is turned to fit the inflated target and stays as small as it is. Each engine runs in
 its own environment as one or more workers (peers/), which are stopped while another one is measured. Prompt by prompt, every arm runs
 in an order drawn anew: an engine, plain or guessing at one depth, at one temperature. Rates are of decoding: the tokens after the first
-over the time of the run less that of a run of the same prompt for one token. Ratios are paired by prompt and repeat. Before every arm
-the memory is read; a plain pass cannot take less than reading the target's matrices does: the floor. "Best" is the arm with the highest
-median rate of this very run. What cannot run is named with its reason. Prints tables and, as the last line, JSON; exits with 3 if a
-measured goal is missed, with 1 if our own engine did not run.
+over the time of the run less that of a run of the same prompt for one token. Ratios are paired by prompt and repeat. Just before and just
+after every run the memory is read; a plain pass cannot take less than reading the target's matrices does at that speed: the floor. "Best"
+is the arm with the highest median rate of this very run. What cannot run is named with its reason. Prints tables and, as the last line,
+JSON; exits with 3 if a measured goal is missed, with 1 if our own engine did not run.
 
 The environments, in the repository's folder (elsewhere: --env NAME=PATH of a python):
 
@@ -43,7 +43,7 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from statistics import median
+from statistics import harmonic_mean, median
 from typing import Any
 
 sys.path.append(str(Path(__file__).resolve().parent / "peers"))       # what stands there is no package: this file has its name
@@ -87,6 +87,7 @@ OWN = tuple(name for name in PEERS if name.split("+")[0] == OURS)
 Key = tuple[float, Arm]                                # temperature and arm
 Runs = dict[Key, list[list[Timed]]]                    # → prompt → repeats
 Rates = list[list[float]]                              # prompt → repeats
+Limits = dict[Key, Rates]                              # of each run
 
 
 # The run.
@@ -103,8 +104,8 @@ def pass_bytes(folder: Path) -> int:
 
 
 def measure(crew: Crew, prompts: Sequence[Sequence[int]], temperatures: Sequence[float], repeats: int, tokens: int, seed: int,
-            memory: Memory, tell: Callable[[str], None]) -> tuple[Runs, Rates]:
-    """Every arm on every prompt, `repeats` times, in a new order each time; with the median GB/s of each prompt and repeat."""
+            memory: Memory, tell: Callable[[str], None]) -> tuple[Runs, Limits]:
+    """Every arm on every prompt, `repeats` times, in a new order each time; with what the memory gave around each run, GB/s."""
     def attempt(arm: Arm, what: Mapping[str, Any]) -> Timed | None:
         try:
             return None if arm in crew.broken else crew.ask(arm, what)
@@ -117,22 +118,21 @@ def measure(crew: Crew, prompts: Sequence[Sequence[int]], temperatures: Sequence
         attempt(arm, request(arm, prompts[0], 8, 0.0, 1))
     cases = [(t, arm) for t in temperatures for arm in crew.arms]
     runs: Runs = {case: [[] for _ in prompts] for case in cases}
-    reads: Rates = [[] for _ in prompts]
+    reads: Limits = {case: [[] for _ in prompts] for case in cases}
     dice = random.Random(seed)
     for repeat in range(repeats):
         for i, prompt in enumerate(prompts):
             dice.shuffle(cases)
-            found = []
+            gave = memory.read()
             for t, arm in cases:
-                if arm in crew.broken:
-                    continue
-                found.append(memory.read())
-                run = attempt(arm, request(arm, prompt, tokens, t, 1 + i + len(prompts) * repeat))
+                run, before = attempt(arm, request(arm, prompt, tokens, t, 1 + i + len(prompts) * repeat)), gave
                 if run:
+                    gave = memory.read()
                     runs[t, arm][i].append(run)
-            reads[i].append(median(found or [memory.read()]))
-            tell(f"repeat {repeat + 1}/{repeats}, prompt {i + 1}/{len(prompts)}, {reads[i][-1]:.0f} GB/s")
-    return {case: by_prompt for case, by_prompt in runs.items() if case[1] not in crew.broken}, reads
+                    reads[t, arm][i].append(harmonic_mean([before, gave]))      # half of the bytes at each speed
+            tell(f"repeat {repeat + 1}/{repeats}, prompt {i + 1}/{len(prompts)}, {gave:.0f} GB/s")
+    there = [case for case in cases if case[1] not in crew.broken]
+    return {case: runs[case] for case in there}, {case: reads[case] for case in there}
 
 
 # What it says.
@@ -154,21 +154,21 @@ def same(a: Sequence[Sequence[Timed]], b: Sequence[Sequence[Timed]] | None) -> s
     return f"{sum(equal)}/{len(equal)}"
 
 
-def cell(runs: Runs, key: Key, limit: Rates) -> dict[str, Any]:
+def cell(runs: Runs, key: Key, limits: Limits) -> dict[str, Any]:
     (t, arm), flat = key, [run for each in runs[key] for run in each]
     values, off, own = sorted(run.rate for run in flat), runs.get((t, Arm(OURS, 0))), runs.get((t, Arm(arm.peer, 0)))
     stood = [run.accepted for run in flat if run.accepted is not None] if arm.depth else []
     tokens = sum(len(run.ids) for run in flat)
     return {"temperature": t, "peer": arm.peer, "depth": arm.depth, "ms_per_token": 1e3 / median(values),
             "tokens_per_s": {"median": median(values), "low": percentile(values, 0.1), "high": percentile(values, 0.9)},
-            "whole_tokens_per_s": median(len(run.ids) / run.seconds for run in flat), "of_limit": paired(rates(runs[key]), limit),
+            "whole_tokens_per_s": median(len(run.ids) / run.seconds for run in flat), "of_limit": paired(rates(runs[key]), limits[key]),
             "over_off": paired(rates(runs[key]), rates(off)) if off else None,
             "over_own_plain": paired(rates(runs[key]), rates(own)) if own else None,
             "tokens_per_pass": tokens / max(1, tokens - sum(stood)) if stood else None,
             "same_as_own_plain": same(runs[key], own), "same_as_ours_off": same(runs[key], off)}
 
 
-def goals(runs: Runs, limit: Rates, bits: int = 16) -> list[dict[str, Any]]:
+def goals(runs: Runs, limits: Limits, bits: int = 16) -> list[dict[str, Any]]:
     """Every goal with what was found; "met" is None where an arm is missing. Of rounded weights fewer."""
     found = []
 
@@ -193,7 +193,7 @@ def goals(runs: Runs, limit: Rates, bits: int = 16) -> list[dict[str, Any]]:
             goal("on at its best depth ÷ off", 1.0, on, off)
         elif t == 0:
             goal("off ÷ the best peer's plain decoding", OFF_GOAL, off, key(t, plain))
-            goal("off ÷ what the memory allows", LIMIT_GOAL, off, limit)
+            goal("off ÷ what the memory allows", LIMIT_GOAL, off, limits.get(off))
             rival = key(t, fastest(runs, t, guessing))
             goal("on at its best depth ÷ the best peer's guessing at its best depth, the same draft model", ON_GOAL, on, rival)
             goal("on with its best drafter ÷ the same", BEST_GOAL, best_on, rival)
@@ -257,8 +257,9 @@ def run(args: argparse.Namespace, work: Path) -> dict[str, Any]:
     memory, size = Memory(), pass_bytes(sources["target"]) * args.bits // 16
     with Crew(arms, peers, models, prompts[0], work, args.threads, args.together, args.patience, args.bits) as crew:
         runs, reads = measure(crew, prompts, args.temperatures, args.repeats, args.tokens, args.seed, memory, tell)
-    limit = [[1e9 * read / size for read in each] for each in reads]          # plain tokens per second, were reading the weights all
-    flat = sorted(read for each in reads for read in each)
+    # plain tokens per second, were reading the weights all
+    limits = {key: [[1e9 * read / size for read in each] for each in by_prompt] for key, by_prompt in reads.items()}
+    flat = sorted(read for by_prompt in reads.values() for each in by_prompt for read in each) or [memory.read()]
     order = sorted(runs, key=lambda key: (key[0], list(peers).index(key[1].peer), key[1].depth))
     return {**facts, "threads": args.threads, "prompt_tokens": [len(p) for p in prompts], "tokens": args.tokens, "repeats": args.repeats,
             "pair": {role: "as it is" if args.as_is else str(shape) for role, shape in SHAPES.items()}, "pass_bytes": size,
@@ -266,7 +267,7 @@ def run(args: argparse.Namespace, work: Path) -> dict[str, Any]:
             "floor_ms": size / median(flat) / 1e6, "peers": crew.versions, "load_s": crew.load_s,
             "not_run": {**missing, **{str(arm): why for arm, why in sorted(crew.broken.items())}},
             "bits": args.bits,
-            "cells": [cell(runs, key, limit) for key in order], "goals": goals(runs, limit, args.bits)}
+            "cells": [cell(runs, key, limits) for key in order], "goals": goals(runs, limits, args.bits)}
 
 
 def verdict(result: Mapping[str, Any]) -> int:

@@ -89,7 +89,7 @@ def test_one_that_fails_is_named_and_the_others_go_on(tmp_path: Path) -> None:
     assert worker.process.returncode == 0, "its input is closed, so it ends by itself"
     assert set(runs) == {(t, arm) for t in (0.0, 0.8) for arm in arms[:2]}
     assert all(len(each) == 2 for by_prompt in runs.values() for each in by_prompt)
-    assert [len(each) for each in reads] == [2, 2] and all(read > 0 for each in reads for read in each)
+    assert set(reads) == set(runs) and all(len(each) == 2 and min(each) > 0 for by_prompt in reads.values() for each in by_prompt)
     why = {str(arm): text for arm, text in crew.broken.items()}
     assert why == {"dies plain": "ended with 1: out of luck", "garbage plain": "not an answer: '[1, 2'", "hangs plain": "no answer in 4 s",
                    "never starts plain": "ended with 1: not today", "never starts K=2": "ended with 1: not today"}
@@ -159,23 +159,23 @@ def test_goals_and_verdict() -> None:
     runs = {(0.0, ours): every(50), (0.0, on): every(120, accepted=1), (0.0, slow): every(70), (0.0, Arm("a", 0)): every(52),
             (0.0, Arm("b", 0)): every(40), (0.0, Arm("a", 2)): every(60), (0.0, Arm("b", 6)): every(100), (0.8, on): every(80),
             (0.8, Arm("a", 2)): every(39), (0.8, Arm("b", 6)): every(50), (0.0, Arm("ours+ngram", 4)): every(130)}
-    limit = [[60.0, 60.0]] * 3
-    found = peers.goals(runs, limit)
+    limits = {key: [[60.0, 60.0]] * 3 for key in runs}
+    found = peers.goals(runs, limits)
     assert [(g["over"], g["against"], g["met"]) for g in found] == [
         ("ours plain", "a plain", True), ("ours plain", None, False), ("ours K=4", "b K=6", True),
         ("ours+ngram K=4", "b K=6", False),
         ("ours K=4", "a K=2", True), ("ours K=4", "b K=6", False)]
     assert found[1]["found"]["median"] == pytest.approx(50 / 60)
-    assert [(g["over"], g["against"], g["met"]) for g in peers.goals(runs, limit, bits=4)] == [
+    assert [(g["over"], g["against"], g["met"]) for g in peers.goals(runs, limits, bits=4)] == [
         ("ours plain", "a plain", False), ("ours K=4", "ours plain", True)]
-    result = {"cells": [peers.cell(runs, key, limit) for key in runs], "goals": found}
+    result = {"cells": [peers.cell(runs, key, limits) for key in runs], "goals": found}
     assert peers.verdict(result) == 3 and peers.verdict({**result, "goals": found[:1]}) == 0
     row = result["cells"][1]
     assert row["tokens_per_pass"] == 1.5 and row["over_off"]["median"] == pytest.approx(2.4) and row["same_as_ours_off"] == "6/6"
     assert result["cells"][7]["over_off"] is None, "there is no plain run of ours at that temperature"
     alone = {key: runs[key] for key in runs if key[1].peer not in peers.OWN}
-    assert [g["met"] for g in peers.goals(alone, limit)] == [None] * 6
-    assert peers.verdict({"cells": [peers.cell(alone, key, limit) for key in alone], "goals": []}) == 1
+    assert [g["met"] for g in peers.goals(alone, limits)] == [None] * 6
+    assert peers.verdict({"cells": [peers.cell(alone, key, limits) for key in alone], "goals": []}) == 1
     page = peers.page({**result, "command": "c", "machine": {"cpu": "x"}, "threads": 2, "date": "d", "versions": {"revision": "r"},
                        "prompt_tokens": [3], "repeats": 2, "tokens": 3, "read_gb_per_s": {"median": 60.0, "low": 50.0, "high": 70.0},
                        "pass_bytes": 10**9, "bits": 16, "floor_ms": 16.7, "not_run": {"c": "no python"}})

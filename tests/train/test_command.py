@@ -121,6 +121,15 @@ def test_wrong_wishes_are_one_line(target: Path, log: Path, tmp_path: Path, caps
     assert "does not exist" in capsys.readouterr().err
 
 
+def test_a_head_reads_the_layers_that_were_asked_for(target: Path, log: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(command("eagle3", target, log, tmp_path / "head", "--steps", "1", "--taps", "0,2,3,5")) in (0, 3)
+    made = [folder for folder in (tmp_path / "head", tmp_path / "head.training" / "candidate") if folder.exists()]
+    config = json.loads((made[0] / "config.json").read_text())
+    assert config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [0, 2, 3, 5]
+    assert run(command("eagle3", target, log, tmp_path / "other", "--steps", "1", "--taps", "1,6")) == 2
+    assert "the target has 6 layers; expected numbers from 0 to 5" in capsys.readouterr().err
+
+
 def test_extract_from_the_command_line(target: Path, log: Path, tmp_path: Path) -> None:
     wish = ["extract", "--target", str(target), "--data", str(log), "--threads", "1", "--out", str(tmp_path / "states"), "--layers"]
     assert run([*wish, "one"]) == 2

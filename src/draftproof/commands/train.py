@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ..config import LoadConfig
-from ..errors import OptionError
 from . import options as o
 from .console import emit_json, facts_lines, note
 
@@ -21,6 +20,21 @@ if TYPE_CHECKING:
     from ..train.corpus import Text
     from ..train.gate import Served
     from ..train.team import Team
+
+
+class Layers(click.ParamType[tuple[int, ...]]):
+    """Layers by their 0-based numbers, separated by commas."""
+
+    name = "I,J,…"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
+        if isinstance(value, tuple):
+            return value
+        parts = [part.strip() for part in value.split(",")]
+        if not all(part.isdecimal() for part in parts):
+            self.fail(f"{value!r}: expected layer ids separated by commas, as in 1,4,6", param, ctx)
+        return tuple(int(part) for part in parts)
+
 
 DATA = click.option("--data", type=click.Path(dir_okay=False, path_type=Path), required=True, metavar="LOG",
                     help="Traffic: OpenAI chat or request/response pairs, ShareGPT, our traces, {prompt} or {text} lines, or a .txt file.")
@@ -43,6 +57,7 @@ KINDS = ("eagle", "eagle3", "medusa", "hydra", "mlp", "mtp", "pard", "dflash", "
 @click.option("--layers", type=click.IntRange(1), metavar="N")
 @click.option("--depth", type=click.IntRange(1), metavar="N", help="Tokens guessed, or steps unrolled.  [default: the family's]")
 @click.option("--mask-token", type=click.IntRange(0), metavar="ID", help="Of pard and dflash: a token that no text holds.")
+@click.option("--taps", type=Layers(), help="Of eagle3: 0-based layers of the target whose outputs it reads.  [default: 1, L/2 - 1, L - 4]")
 @click.option("--shared", is_flag=True, help="Of mlp: use the target's embedding and output matrix instead of own ones.")
 @click.option("--answers", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE",
               help="Where the target's answers are kept; drafters trained on one log may share it.  [default: in OUT.training]")
@@ -78,7 +93,7 @@ def train(kind: str, target: str | None, data: Path, out: Path, as_json: bool, *
     texts, held = _texts(model, data, work, given, team, say)
     torch.manual_seed(given["seed"])          # a fresh drafter is the same one in a run that goes on
     task = begin(kind, model, texts, Wish(given["init"], given["draft_vocab"], given["layers"], given["depth"], given["mask_token"],
-                                            given["shared"]))
+                                            given["shared"], given["taps"]))
     size = sum(p.numel() for p in task.module.parameters() if p.requires_grad)
     say(f"{kind}: {size / 1e6:.2f} M parameters to train, {len(texts)} texts to learn from, {len(held)} held out; processes: {team.size}")
     depth = given["depth"] or 4
@@ -120,21 +135,19 @@ def train(kind: str, target: str | None, data: Path, out: Path, as_json: bool, *
 @click.command(short_help="Write the target's hidden states to disk, for other trainers.")
 @o.target_option
 @DATA
-@click.option("--layers", required=True, metavar="I,J,…", help="0-based decoder layers whose outputs are kept.")
+@click.option("--layers", type=Layers(), required=True, help="0-based decoder layers whose outputs are kept.")
 @click.option("--out", type=click.Path(file_okay=False, path_type=Path), required=True, metavar="DIR")
 @click.option("--length", type=click.IntRange(16), default=2048, show_default=True, help="Longest text in tokens.")
 @click.option("--shard-mb", type=click.IntRange(1), default=512, show_default=True)
 @o.load_options
-def extract(target: str | None, data: Path, layers: str, out: Path, length: int, shard_mb: int, **given: Any) -> None:
+def extract(target: str | None, data: Path, layers: tuple[int, ...], out: Path, length: int, shard_mb: int, **given: Any) -> None:
     """Dump ids, answer masks and hidden states of every text of a log as safetensors shards with an index."""
     from ..audition.logs import Skipped, read_log
     from ..train.corpus import as_logged
     from ..train.extract import extract as write
 
-    if not all(part.strip().isdecimal() for part in layers.split(",")):
-        raise OptionError(f"--layers {layers!r}: expected layer ids separated by commas, as in 1,4,6")
     model, skipped = _open(target, given), Skipped()
-    index = write(model, as_logged(read_log(data, skipped), model, length), [int(part) for part in layers.split(",")], out, shard_mb << 20)
+    index = write(model, as_logged(read_log(data, skipped), model, length), layers, out, shard_mb << 20)
     _complain(skipped)
     note(f"{len(index['texts'])} texts in {index['shards']} shards: {out}")  # type: ignore[arg-type]
 

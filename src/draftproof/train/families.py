@@ -22,7 +22,8 @@ class Wish:
     """What the user asked of the drafter. None means the family's own default.
 
     init: a folder to begin with · draft_vocab: tokens of a reduced vocabulary (eagle3, medusa) · layers · depth: tokens guessed, or
-    steps unrolled · mask_token: of pard and dflash, one that no text holds · shared: an mlp with the target's embedding and output matrix
+    steps unrolled · mask_token: of pard and dflash, one that no text holds · shared: an mlp with the target's embedding and output matrix ·
+    taps: 0-based layers of the target whose outputs an eagle3 head reads
     """
 
     init: Path | None = None
@@ -31,6 +32,7 @@ class Wish:
     depth: int | None = None
     mask_token: int | None = None
     shared: bool = False
+    taps: tuple[int, ...] | None = None
 
     @property
     def files(self) -> HeadFiles | None:
@@ -73,11 +75,13 @@ def _eagle3(target: Target, texts: Sequence[Text], wish: Wish) -> Task:
     from .eagle3 import Eagle3Task
     from .warm import warm_eagle3
 
-    files = wish.files
+    files, count = wish.files, len(target.parts.layers)
     if files:
         head = Eagle3Head.read(files, target.parts, target.vocab_size)
+    elif wish.taps is not None and not all(tap < count for tap in wish.taps):
+        raise OptionError(f"--taps {','.join(map(str, wish.taps))}: the target has {count} layers; expected numbers from 0 to {count - 1}")
     else:
-        head = Eagle3Head.fresh(target.parts, _vocabulary(target, texts, wish), **wish.sizes(layers="layers"))
+        head = Eagle3Head.fresh(target.parts, _vocabulary(target, texts, wish), **wish.sizes(layers="layers", taps="taps"))
         warm_eagle3(head, target.parts)
     return Eagle3Task(head, target.parts, **wish.sizes(steps="depth"))
 
