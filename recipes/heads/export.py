@@ -3,7 +3,7 @@
     python recipes/heads/export.py WORK [NAME …]
 
 Copies WORK/NAME (what `draftproof train` published) to src/draftproof/weights/NAME and writes HEADS.md from WORK/NAME.json and the
-head's checkpoint. A head that was not published is left out, with the reason.
+head's checkpoint. A head that was not published is left out, with the reason; the page keeps the rows of heads that are not named.
 """
 
 from __future__ import annotations
@@ -24,6 +24,10 @@ Draft heads for the built-in demo target, made by `recipes/heads` with `draftpro
 files of its own training corpus (see MODEL_CARD.md), greedily and at temperature 0.8 in turn, and the heads learnt from its hidden
 states and its distributions. Held-out prompts judged them; *acceptance length* is what the engine measured there at the head's
 depth, over temperature 0 and 1. They know nothing but this target and are of use with it only.
+
+`eagle3` was trained in two goes: 1,800 steps on 1,184 texts with the 2,048 tokens that the target writes most (acceptance length 2.15),
+then, with a row for every token, the steps and texts of the table, three in ten of them pieces of the corpus itself. What it and the
+others were judged on are different prompts.
 
 | head | parameters | bytes | steps | texts | acceptance length when served (rounds) |
 |---|---|---|---|---|---|
@@ -46,7 +50,9 @@ def main() -> None:
     parser.add_argument("names", nargs="*", default=["eagle3", "medusa", "mlp", "mtp", "dflash", "pard"])
     parser.add_argument("--out", type=Path, default=WEIGHTS)
     args = parser.parse_args()
-    lines = []
+    page = args.out / "HEADS.md"
+    rows = [line for line in page.read_text("utf-8").splitlines() if line.startswith("| ")]
+    lines = [line for line in rows if line.split()[1] not in (*args.names, "head")]
     for name in args.names:
         source = args.work / name
         if not (source / "config.json").is_file():
@@ -57,7 +63,7 @@ def main() -> None:
         for file in (args.out / name).iterdir():
             file.chmod(0o644)
         lines.append(row(args.work, name, args.out / name))
-    (args.out / "HEADS.md").write_text(TOP + "\n".join(lines) + "\n", encoding="utf-8")
+    page.write_text(TOP + "\n".join(lines) + "\n", encoding="utf-8")
     sizes = [file.stat().st_size for file in args.out.rglob("*") if file.is_file()]
     if max(sizes) > FILE_LIMIT or sum(sizes) > TOTAL_LIMIT:
         raise SystemExit(f"{args.out}: largest file {max(sizes)} bytes, all {sum(sizes)}; expected at most {FILE_LIMIT} and {TOTAL_LIMIT}")

@@ -44,7 +44,8 @@ def main() -> None:
         for i, (name, prompt) in enumerate(chosen):
             request = {"prompt": prompt, "temperature": (0.0, 0.8)[i % 2], "metadata": {"prompt_class": name}}
             out.write(json.dumps({"request": request}) + "\n")
-    documents = [text for _, text in texts] + [chat(request, answer) for _, text in texts for _, request, answer in exercises(text, words, rng)]
+    documents = [text for _, text in texts]
+    documents += [chat(request, answer) for text in documents for _, request, answer in exercises(text, words, rng)]
     with open(args.work / "general.jsonl", "w", encoding="utf-8") as out:
         out.writelines(json.dumps({"text": text}) + "\n" for text in rng.sample(documents, min(args.documents, len(documents))))
     print({name: len(group) for name, group in by_class.items()}, "found,", len(chosen), "written")

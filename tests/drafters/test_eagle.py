@@ -12,7 +12,7 @@ import pytest
 import torch
 from contract.table_rounds import SharedNoise, Text, opened, plain, rows_of, speculate
 from models import families
-from torch import Tensor
+from torch import Tensor, nn
 
 from draftproof import Engine, LoadConfig, Sampling
 from draftproof.core.probs import distribution
@@ -23,8 +23,9 @@ from draftproof.drafters.eagle3 import Eagle3Drafter
 from draftproof.drafters.grow import CANDIDATES, Growth, Margins
 from draftproof.errors import LoadError
 from draftproof.models.fake import TableTarget
+from draftproof.models.heads.blocks import join
 from draftproof.models.heads.cache import HeadCache, HeadPass
-from draftproof.models.heads.eagle import EagleHead
+from draftproof.models.heads.eagle import EagleHead, give_biases
 from draftproof.models.heads.eagle3 import Eagle3Head
 from draftproof.models.load import load_target
 from draftproof.models.target import Target
@@ -57,6 +58,34 @@ def once(drafter: Any, target: TableTarget, one: Text, depth: int, nodes: int, n
     states, _ = opened(target, drafter, [one])
     draft, = drafter.propose(states, [Budget(depth, nodes, "", "")], noise or SharedNoise())
     return draft
+
+
+@pytest.mark.parametrize(("dtype", "near"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
+def test_a_head_that_serves_says_what_it_was_trained_to_say(dtype: torch.dtype, near: float) -> None:
+    """Joined products and compiled small operations against torch's lines, with biases that not every part has."""
+    torch.manual_seed(3)
+    head = Eagle3Head.fresh(TableTarget(V, order=1, seed=1).parts, SOME, hidden=32, layers=2, **SIZES)
+    give_biases(head, ["layers.0.self_attn.k_proj.bias", "layers.1.mlp.up_proj.bias", "layers.1.mlp.down_proj.bias"])
+    for name, parameter in head.named_parameters():
+        if "norm" in name or "bias" in name:
+            nn.init.normal_(parameter, 1.0, 0.3)
+    head.to(dtype)
+    tokens, hidden = torch.tensor([1, 2, 4, 9]), torch.randn(4, 32, dtype=dtype)
+
+    def says() -> tuple[Tensor, Tensor]:
+        attend = HeadPass([HeadCache(2, head.kv_heads, head.head_dim, dtype, "cpu")], [4])
+        out = head.step(tokens, hidden, torch.arange(4), attend)
+        return out, head.logits(out)
+
+    with torch.no_grad():
+        trained = says()
+    join(head)
+    join(head)
+    assert not any("q_proj" in name or "gate_proj" in name for name, _ in head.named_parameters())
+    with torch.inference_mode():
+        served = says()
+    for a, b in zip(trained, served, strict=True):
+        assert torch.allclose(a.float(), b.float(), rtol=near, atol=near * float(a.abs().max())), float((a - b).abs().max())
 
 
 # Chains and trees

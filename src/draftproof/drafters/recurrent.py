@@ -16,6 +16,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from ..models.heads.blocks import join
 from ..models.heads.cache import HeadCache, HeadPass
 from ..models.packed import can_pack, pack
 from ..types import Budget, Commit, Draft, DraftLaw, SequenceView, Signals
@@ -88,6 +89,7 @@ class RecurrentDrafter:
         first = next(head.parameters())
         self.device, self.dtype = first.device, first.dtype
         head.requires_grad_(False).eval()
+        join(head)
         if self.device.type == "cpu" and can_pack(self.dtype)[0]:
             pack(head)
         self.head: RecurrentHead = head  # type: ignore[assignment]

@@ -1,8 +1,13 @@
-"""The pieces that draft heads are made of: RMSNorm, rotary positions, the gated MLP. Names of parameters are Llama's."""
+"""The pieces that draft heads are made of: RMSNorm, rotary positions, the gated MLP. Names of parameters are Llama's.
+
+To serve, `join` puts products of one input together, and where there are compiled kernels (../native.py) the small operations between
+products run through them: a head's step is so short that finding and calling twenty operations takes longer than its weights. The lines of
+torch beside them are their twins, by which heads are trained.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,6 +15,33 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from .. import native
+
+
+def served(x: Tensor) -> bool:
+    """Whether x passes through a head that serves, where there are compiled kernels for it."""
+    return torch.is_inference_mode_enabled() and x.device.type == "cpu" and x.dtype in native.TYPES and native.available()[0]
+
+
+def joined(parts: Sequence[nn.Linear]) -> nn.Linear:
+    """One product for several of the same input, their outputs side by side."""
+    weight = torch.cat([part.weight.detach() for part in parts])
+    biases = [part.weight.new_zeros(part.out_features) if part.bias is None else part.bias.detach() for part in parts]
+    own = any(part.bias is not None for part in parts)
+    made = nn.Linear(weight.shape[1], weight.shape[0], own, device="meta")
+    made.weight = nn.Parameter(weight, requires_grad=False)
+    if own:
+        made.bias = nn.Parameter(torch.cat(biases), requires_grad=False)
+    return made
+
+
+def join(module: nn.Module) -> None:
+    """Join the products below `module` that have one input, in place, to serve: their weights have other names then."""
+    for part in list(module.modules()):
+        own = getattr(part, "join", None)
+        if own is not None:
+            own()
 
 
 class RMSNorm(nn.Module):
@@ -20,6 +52,8 @@ class RMSNorm(nn.Module):
         self.weight, self.eps = nn.Parameter(torch.ones(size)), eps
 
     def forward(self, x: Tensor) -> Tensor:
+        if x.shape[1:] == self.weight.shape and x.dtype == self.weight.dtype and served(x):
+            return native.norm(x.contiguous(), self.weight, self.eps)
         wide = x.float()
         normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
         return self.weight * normed.to(x.dtype)
@@ -33,9 +67,20 @@ class GatedMlp(nn.Module):
         self.gate_proj = nn.Linear(hidden, inner, bias=False)
         self.up_proj = nn.Linear(hidden, inner, bias=False)
         self.down_proj = nn.Linear(inner, hidden, bias=False)
+        self.gate_up: nn.Module | None = None
+
+    def join(self) -> None:
+        if self.gate_up is None:
+            self.gate_up = joined([self.gate_proj, self.up_proj])
+            del self.gate_proj, self.up_proj
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.down_proj(functional.silu(self.gate_proj(x)) * self.up_proj(x))
+        if self.gate_up is None:
+            inner = functional.silu(self.gate_proj(x)) * self.up_proj(x)
+        else:
+            both: Tensor = self.gate_up(x)
+            inner = native.gate(both) if served(both) else functional.silu(both.chunk(2, -1)[0]) * both.chunk(2, -1)[1]
+        out: Tensor = self.down_proj(inner)
         return out
 
 

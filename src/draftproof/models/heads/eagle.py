@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from ...errors import LoadError
 from ..target import TargetParts
-from .blocks import GatedMlp, RMSNorm, Rope, rotate
+from .blocks import GatedMlp, RMSNorm, Rope, joined, rotate
 from .files import HeadFiles, converted, fill, write_files
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
@@ -89,14 +89,23 @@ class HeadAttention(nn.Module):
         self.o_proj = nn.Linear(shape.heads * shape.head_dim, shape.hidden, bias=False)
         self.q_norm = RMSNorm(shape.head_dim, shape.eps) if shape.qk_norm else None
         self.k_norm = RMSNorm(shape.head_dim, shape.eps) if shape.qk_norm else None
+        self.qkv: nn.Module | None = None
+
+    def join(self) -> None:
+        if self.qkv is None:
+            self.qkv = joined([self.q_proj, self.k_proj, self.v_proj])
+            del self.q_proj, self.k_proj, self.v_proj
 
     def forward(self, x: Tensor, turn: tuple[Tensor, Tensor], attend: Attend, layer: int) -> Tensor:
-        rows, dim = x.shape[0], self.shape.head_dim
-        q, k, v = (project(x).view(rows, -1, dim) for project in (self.q_proj, self.k_proj, self.v_proj))
+        rows, dim, heads, kv_heads = x.shape[0], self.shape.head_dim, self.shape.heads, self.shape.kv_heads
+        if self.qkv is None:
+            q, k, v = (project(x).view(rows, -1, dim) for project in (self.q_proj, self.k_proj, self.v_proj))
+        else:
+            q, k, v = self.qkv(x).view(rows, -1, dim).split((heads, kv_heads, kv_heads), 1)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         turned = rotate(torch.cat((q, k), 1), *turn)
-        out: Tensor = self.o_proj(attend(layer, turned[:, :self.shape.heads], turned[:, self.shape.heads:], v))
+        out: Tensor = self.o_proj(attend(layer, turned[:, :heads], turned[:, heads:], v))
         return out
 
 
