@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import time
-
 import torch
 
-from draftproof.bench.profile import large_block
+from draftproof.bench.profile import large_block, reading
 
 
 class Memory:
@@ -16,9 +14,4 @@ class Memory:
         self.data = large_block(megabytes, torch.device("cpu"))
 
     def read(self, repeats: int = 2) -> float:
-        times = []
-        for _ in range(repeats):
-            start = time.perf_counter()
-            self.data.sum()
-            times.append(time.perf_counter() - start)
-        return self.data.nbytes / min(times) / 1e9
+        return self.data.nbytes / min(reading(self.data) for _ in range(repeats)) / 1e9

@@ -18,6 +18,7 @@ from safetensors import safe_open
 from draftproof.models.load import WEIGHTS
 
 FILE_LIMIT, TOTAL_LIMIT = 45_000_000, 96_000_000
+NAMES = ["eagle3", "medusa", "mlp", "mtp", "dflash", "pard"]
 TOP = """# The built-in heads
 
 Draft heads for the built-in demo target, made by `recipes/heads` with `draftproof train`: the target answered prompts drawn from the
@@ -47,12 +48,11 @@ def row(work: Path, name: str, folder: Path) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("work", type=Path)
-    parser.add_argument("names", nargs="*", default=["eagle3", "medusa", "mlp", "mtp", "dflash", "pard"])
+    parser.add_argument("names", nargs="*", default=NAMES)
     parser.add_argument("--out", type=Path, default=WEIGHTS)
     args = parser.parse_args()
     page = args.out / "HEADS.md"
-    rows = [line for line in page.read_text("utf-8").splitlines() if line.startswith("| ")]
-    lines = [line for line in rows if line.split()[1] not in (*args.names, "head")]
+    rows = {line.split()[1]: line for line in page.read_text("utf-8").splitlines() if line.startswith("| ")}
     for name in args.names:
         source = args.work / name
         if not (source / "config.json").is_file():
@@ -62,7 +62,8 @@ def main() -> None:
         shutil.copytree(source, args.out / name)
         for file in (args.out / name).iterdir():
             file.chmod(0o644)
-        lines.append(row(args.work, name, args.out / name))
+        rows[name] = row(args.work, name, args.out / name)
+    lines = [rows[name] for name in dict.fromkeys([*NAMES, *args.names]) if name in rows]
     page.write_text(TOP + "\n".join(lines) + "\n", encoding="utf-8")
     sizes = [file.stat().st_size for file in args.out.rglob("*") if file.is_file()]
     if max(sizes) > FILE_LIMIT or sum(sizes) > TOTAL_LIMIT:

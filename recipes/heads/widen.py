@@ -9,12 +9,13 @@ target's rows to the head's with the least squared error over the tokens that bo
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
+from draftproof.models.heads.files import read_files, write_files
+from draftproof.models.heads.vocabulary import draft_ids
 from draftproof.models.load import builtin
 
 
@@ -23,20 +24,19 @@ def main() -> None:
     parser.add_argument("head", type=Path)
     parser.add_argument("new", type=Path)
     args = parser.parse_args()
-    config, tensors = json.loads((args.head / "config.json").read_text("utf-8")), load_file(args.head / "model.safetensors")
-    target = load_file(builtin("target") / "model.safetensors")
+    head, target = read_files(args.head), load_file(builtin("target") / "model.safetensors")
     theirs = target.get("lm_head.weight", target["model.embed_tokens.weight"]).float()
-    offsets, own = tensors.pop("d2t"), tensors["lm_head.weight"]
-    ids = torch.arange(own.shape[0]) + offsets
-    del tensors["t2d"]
+    tensors = {name: tensor for name, tensor in head.tensors.items() if name not in ("d2t", "t2d")}
+    own = tensors["lm_head.weight"]
+    ids = draft_ids(head.tensors, own.shape[0], theirs.shape[0], args.head)
+    if ids is None:
+        raise SystemExit(f"{args.head} has a row for each of the target's {own.shape[0]} tokens; expected a head with fewer")
     found = torch.linalg.lstsq(theirs[ids].double(), own.double()).solution.float()
     rows = theirs @ found
     error = (rows[ids] - own.float()).norm() / own.float().norm()
     rows[ids] = own.float()
     tensors["lm_head.weight"] = rows.to(own.dtype)
-    args.new.mkdir(parents=True, exist_ok=True)
-    save_file(tensors, args.new / "model.safetensors")
-    (args.new / "config.json").write_text(json.dumps({**config, "draft_vocab_size": rows.shape[0]}, indent=2) + "\n", encoding="utf-8")
+    write_files(args.new, {**head.config, "draft_vocab_size": rows.shape[0]}, tensors)
     print(f"{own.shape[0]} rows kept, {rows.shape[0] - own.shape[0]} made; over the kept ones the map leaves {error:.0%}")
 
 

@@ -37,7 +37,7 @@ class LoadConfig(_Config):
     self_test: bool = True                # measure at load whether speculation is invisible to the bit
     graphs: bool = True                   # on a CUDA device, record passes of few rows and replay them
     packed: bool = True                   # pack linear layers where that is faster; not for training, which needs plain matrices
-    quantization: str | None = None       # "int8", "int4", on a GPU "fp8": weights rounded at load; another model, whose text is its own
+    quantization: str | None = None       # "int8", "int4", on a GPU "int4", "fp8": rounded at load; another model, whose text is its own
     page_tokens: int = 256                # keys per cache page, the attention kernel's block
     prefill_chunk: int = 512              # tokens per prefill pass
     cache_tokens: int = 65_536            # most tokens whose keys are kept at a time

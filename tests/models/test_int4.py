@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-from draftproof.models.int4 import GROUP, SPANS, STEPS, Int4Linear, rounded
+from draftproof.models import int4
+from draftproof.models.int4 import GROUP, INNER, ROWS, SPANS, STEPS, Int4Linear, TensorCoreInt4Linear, plain, rounded
 
 pytestmark = pytest.mark.skipif(
     not hasattr(torch.ops.aten, "_weight_int4pack_mm_for_cpu"), reason="this torch has no product with four-bit weights")
@@ -57,3 +59,49 @@ def test_constant_groups_and_zeros_are_kept() -> None:
 def test_bytes_are_counted_as_they_are() -> None:
     made = Int4Linear(weights(256, 512), None)
     assert made.weight_bytes == 256 * 512 // 2 + 256 * (512 // GROUP) * 8
+
+
+@pytest.fixture
+def pretended(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """A GPU's product, by the plain one; how many rows each call had."""
+    calls: list[int] = []
+
+    def multiply(rows: torch.Tensor, packed: torch.Tensor, steps: torch.Tensor) -> torch.Tensor:
+        calls.append(rows.shape[0])
+        return plain(rows, packed, steps).bfloat16()
+
+    monkeypatch.setattr(int4, "pack_tiles", lambda levels: levels)
+    monkeypatch.setattr(int4, "multiply_tiles", multiply)
+    return calls
+
+
+@pytest.mark.parametrize("outputs,inputs", [(16, 64), (61, 200)])
+@pytest.mark.parametrize("bias", [True, False])
+def test_a_gpus_product_goes_in_tiles_of_the_same_weights(pretended: list[int], outputs: int, inputs: int, bias: bool) -> None:
+    weight, b = weights(outputs, inputs).bfloat16(), torch.randn(outputs).bfloat16() if bias else None
+    made, x = TensorCoreInt4Linear(weight, b), torch.randn(70, inputs, generator=torch.Generator().manual_seed(1)).bfloat16()
+    exact = dense(*rounded(weight, torch.bfloat16))[:outputs, :inputs]
+    want = x.double() @ exact.T + (0 if b is None else b.double())
+    assert ((made(x).double() - want).abs() <= 2**-7 * (x.abs().double() @ exact.abs().T + 1)).all()
+    for count in (1, 5, ROWS, ROWS + 1, 70):
+        assert torch.equal(made(x[:count]), made(x)[:count])
+    assert torch.equal(made(x.view(2, 35, inputs)).view(70, outputs), made(x)) and set(pretended) == {ROWS}
+
+
+def test_a_gpus_product_is_compared_before_it_is_used(pretended: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert int4.multiplies_as_packed("cpu")[0]
+    monkeypatch.setattr(int4, "pack_tiles", lambda levels: levels.view(64, -1, 2).flip(2).reshape(64, -1))
+    able, why = int4.multiplies_as_packed("cpu")
+    assert not able and "another order" in why
+    monkeypatch.undo()
+    able, why = int4.multiplies_as_packed("cpu")
+    assert not able and "this torch has no product" in why, "a CPU has none of a GPU's"
+
+
+def test_torch_takes_what_its_gpu_product_is_given() -> None:
+    """Shapes and types, by torch's own checks, on tensors without numbers."""
+    with FakeTensorMode():
+        levels, steps = rounded(torch.empty(61, 200), torch.bfloat16)
+        packed = int4.pack_tiles(levels)
+        assert packed.shape == (64 // 8, 256 // (INNER * 16), 32, INNER // 2)
+        assert int4.multiply_tiles(torch.empty(ROWS, 256, dtype=torch.bfloat16), packed, steps).shape == (ROWS, 64)

@@ -14,7 +14,7 @@ from draftproof.models.load import ROUNDED, _form, load_target
 from draftproof.models.packed import PackedLinear
 
 Pair = tuple[Path, Path]
-OURS = {name: rest for name, (device, *rest) in ROUNDED.items() if device == "cpu"}
+OURS = {name: forms["cpu"][:2] for name, forms in ROUNDED.items() if "cpu" in forms}
 forms = pytest.mark.parametrize("name", OURS)
 CLASSES = {"int8": (int8.StreamedInt8Linear, int8.Int8Linear), "int4": (int4.StreamedInt4Linear, int4.Int4Linear)}
 
@@ -122,8 +122,19 @@ def test_bytes_of_our_panels_are_counted(name: str) -> None:
 def test_what_cannot_be_rounded_is_refused(name: str) -> None:
     with pytest.raises(OptionError, match="rounded weights cannot be trained"):
         LoadConfig(quantization=name, packed=False)
-    with pytest.raises(LoadError, match=f"quantization={name}: the model is on cuda"):
-        _form(LoadConfig(quantization=name), torch.device("cuda"), torch.bfloat16, {})
+    with pytest.raises(LoadError, match=f"quantization={name}: the model is on mps; expected a CPU with AVX2"):
+        _form(LoadConfig(quantization=name), torch.device("mps"), torch.bfloat16, {})
+
+
+def test_four_bits_on_a_gpu_need_a_product_that_is_right(monkeypatch: pytest.MonkeyPatch) -> None:
+    config, reasons, capability = LoadConfig(quantization="int4"), dict[str, str](), [(7, 5)]
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability[0])
+    with pytest.raises(LoadError, match="has compute capability 7.5; expected a CPU with AVX2 or a GPU of compute capability 8.0 or more"):
+        _form(config, torch.device("cuda"), torch.bfloat16, reasons)
+    capability[0] = (9, 0)
+    monkeypatch.setattr(int4, "multiplies_as_packed", lambda device: (device == "cuda", "as the test says"))
+    assert _form(config, torch.device("cuda"), torch.bfloat16, reasons) is int4.TensorCoreInt4Linear
+    assert reasons["linear layers"] == "int4: as the test says"
 
 
 def test_names_and_machines_are_checked(tiny_pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:

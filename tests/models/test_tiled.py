@@ -9,6 +9,7 @@ import torch
 from test_fused import save
 
 from draftproof.config import LoadConfig
+from draftproof.models import float8, int4, load
 from draftproof.models.fused import rms_norm, tiled_norm
 from draftproof.models.load import _form, load_target
 from draftproof.models.paged import PagedTarget
@@ -80,6 +81,20 @@ def test_a_target_of_tiles_is_invisible_and_its_rows_stand_alone(family: str, dt
     assert target.facts.invisible, target.facts.invisible_reason
     kinds = {type(module) for module in target.model.modules() if isinstance(module, torch.nn.Linear)}
     assert kinds == {TiledLinear}
+
+
+@pytest.mark.parametrize("form", ["fp8", "int4"])
+def test_a_target_of_rounded_weights_is_tiled_too(form: str, tmp_path: Path, as_on_a_device: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    save("llama", tmp_path)
+    monkeypatch.setattr(int4, "pack_tiles", lambda levels: levels)
+    monkeypatch.setattr(int4, "multiply_tiles", lambda *given: int4.plain(*given).bfloat16())
+    made, kind, tile = {"fp8": (float8.linear, float8.Float8Linear, TILE_ROWS),
+                        "int4": (int4.TensorCoreInt4Linear, int4.TensorCoreInt4Linear, int4.ROWS)}[form]
+    monkeypatch.setattr(load, "_form", lambda *_: made)
+    target = load_target(tmp_path, LoadConfig(dtype="bfloat16", page_tokens=64, threads=torch.get_num_threads()))
+    assert isinstance(target, PagedTarget) and target.fused is not None
+    assert target.fused.rows_alone() and [layer.tile() for layer in target.fused.layers] == [tile] * len(target.fused.layers)
+    assert type(target.fused.layers[0].qkv) is kind and target.facts.invisible, target.facts.invisible_reason
 
 
 def test_a_family_that_is_not_fused_is_tiled_too(tmp_path: Path, as_on_a_device: None) -> None:

@@ -130,12 +130,18 @@ def read_bandwidth(device: torch.device, megabytes: int = 256, repeats: int = 5,
     block = large_block(megabytes, device)
     best = float("inf")
     for turn in range(repeats + 1):
-        _settle(device)
-        before = clock()
-        block.sum().item()
+        seconds = reading(block, clock)
         if turn:
-            best = min(best, clock() - before)
+            best = min(best, seconds)
     return block.numel() * 4 / best
+
+
+def reading(block: torch.Tensor, clock: Clock = time.perf_counter) -> float:
+    """Seconds that its device takes to read every number of it."""
+    _settle(block.device)
+    before = clock()
+    block.sum().item()
+    return clock() - before
 
 
 def free_rows(points: Sequence[Point], context: int, batch: int) -> int | None:

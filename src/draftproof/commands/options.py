@@ -119,7 +119,7 @@ target_option = click.option("--target", metavar="PATH|ID", help="A model folder
 
 load_options = stacked(
     setting(LoadConfig, "dtype", type=str, metavar="NAME", help="bfloat16, float16 or float32.  [default: as saved]"),
-    setting(LoadConfig, "quantization", type=str, metavar="NAME", help="int8 or int4, on a GPU fp8: rounded weights, of both models."),
+    setting(LoadConfig, "quantization", type=str, metavar="NAME", help="int8 or int4, on a GPU int4 or fp8: both models' rounded."),
     setting(LoadConfig, "device", type=str, metavar="NAME", help="cpu, cuda, cuda:1 …  [default: chosen, with the reason]"),
     setting(LoadConfig, "draft_device", type=str, metavar="NAME",
             help="Where drafters model and pard are loaded (not tested on a GPU); heads stay put.  [default: the target's device]"),

@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 
 from .packed import KeptLinear
-from .tiled import TiledLinear, by_tiles
+from .tiled import InTiles, TiledLinear, by_tiles
 
 TOP = 448.0     # the largest E4M3
 STEP = 16       # sizes that the hardware multiplies are multiples of it
 LEAST = (8, 9)  # compute capability
 
 
-class Float8Linear(KeptLinear):
+class Float8Linear(KeptLinear, InTiles):
     """y = x Wᵀ + b. Built from a linear layer's tensors; keeps no other copy of them."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:

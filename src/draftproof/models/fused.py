@@ -23,10 +23,10 @@ from transformers.activations import SiLUActivation
 from . import native
 from .attention import attend, compiled
 from .cache import PagePool
-from .packed import HeldLinear, Linear, StreamedLinear
+from .packed import HeldLinear, Linear, StreamedLinear, joined
 from .passes import Pass
 from .shares import bare, kept
-from .tiled import TiledLinear, by_tiles
+from .tiled import InTiles, by_tiles
 
 FAMILIES = {"llama": "Llama", "mistral": "Mistral", "ministral": "Ministral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
 MOVING_ROPE = {"dynamic", "longrope"}  # their angles depend on the longest row of the pass, so there is no table of them
@@ -64,16 +64,16 @@ class FusedLayer(nn.Module):
             self.window = attention.config.sliding_window
         self.heads = attention.q_proj.out_features // self.head_dim
         self.kv_heads = attention.k_proj.out_features // self.head_dim
-        self.qkv = linear(*_joined([attention.q_proj, attention.k_proj, attention.v_proj]))
+        self.qkv = linear(*joined([attention.q_proj, attention.k_proj, attention.v_proj]))
         self.o = kept(attention.o_proj, linear)
-        self.gate_up = linear(*_joined([mlp.gate_proj, mlp.up_proj]))
+        self.gate_up = linear(*joined([mlp.gate_proj, mlp.up_proj]))
         self.down = kept(mlp.down_proj, linear)
         self.act = mlp.act_fn
         self.input_norm, self.mlp_norm = layer.input_layernorm, layer.post_attention_layernorm
         # bound once: finding and calling a module costs as much as a small operation
         self._products = self.qkv.forward, self.o.forward, self.gate_up.forward, self.down.forward
         ours = compiled(layer.input_layernorm.weight.device, layer.input_layernorm.weight.dtype)
-        self._norm = native.norm if ours else tiled_norm if isinstance(self.qkv, TiledLinear) else rms_norm
+        self._norm = native.norm if ours else tiled_norm if isinstance(self.qkv, InTiles) else rms_norm
         self._turn = native.turn if ours else turn
         self._gate = native.gate if ours and type(self.act) in SILU else self._act
         self._norms = [(norm.weight.detach(), norm.variance_epsilon) for norm in (self.input_norm, self.mlp_norm)]
@@ -107,10 +107,10 @@ class FusedLayer(nn.Module):
         found = [part for part in (self.qkv, self.o, self.gate_up, self.down) if isinstance(part, StreamedLinear)]
         return found if len(found) == 4 and self._gate is native.gate else []
 
-    def tiled(self) -> bool:
-        """Whether every product and sum over a row has the one shape of tiled.py."""
-        products = (self.qkv, bare(self.o), self.gate_up, bare(self.down))
-        return all(isinstance(part, TiledLinear) for part in products) and self._norm is tiled_norm
+    def tile(self) -> int:
+        """The rows of a tile, if every product and sum over a row has one shape (tiled.py); else 0."""
+        products = [part.tile for part in (self.qkv, bare(self.o), self.gate_up, bare(self.down)) if isinstance(part, InTiles)]
+        return max(products) if len(products) == 4 and self._norm is tiled_norm else 0
 
     def kernel(self, pool: PagePool) -> native.Layer:
         """The block for `native.blocks`."""
@@ -147,7 +147,7 @@ class FusedPass:
         if compiled(self.norm.weight.device, self.norm.weight.dtype):
             self._norm = native.norm
         else:
-            self._norm = tiled_norm if all(layer.tiled() for layer in self.layers) else rms_norm
+            self._norm = tiled_norm if all(layer.tile() for layer in self.layers) else rms_norm
         self.angles: Tensor | None = None  # [positions, 2, head_dim]: cos, and sin with its first half negated
         self.taps: frozenset[int] = frozenset()
         self.rows: dict[int, Tensor] = {}
@@ -156,8 +156,8 @@ class FusedPass:
     def rows_alone(self) -> bool:
         """Whether a row may stand alone, because its bits do not depend on the number of rows: every product and attention is ours, or
         every product and sum has one shape."""
-        if all(layer.tiled() for layer in self.layers):
-            return isinstance(self.output, TiledLinear)
+        if all(layer.tile() for layer in self.layers):
+            return isinstance(self.output, InTiles)
         return self._ours() and isinstance(self.output, StreamedLinear)
 
     def first(self, count: int) -> Self:
@@ -225,14 +225,6 @@ def _signed(sin: Tensor) -> Tensor:
     """rotate_half(x) · sin = roll(x) · signed(sin): the first half of the rotated vector is the negated second half of x."""
     first, second = sin.chunk(2, -1)
     return torch.cat([-first, second], -1)
-
-
-def _joined(parts: Sequence[nn.Linear]) -> tuple[Tensor, Tensor | None]:
-    """The weights, one below the other, and their biases (zeros where only some have one)."""
-    weight = torch.cat([part.weight.detach() for part in parts])
-    if all(part.bias is None for part in parts):
-        return weight, None
-    return weight, torch.cat([weight.new_zeros(part.out_features) if part.bias is None else part.bias.detach() for part in parts])
 
 
 def can_fuse(model: Any) -> tuple[bool, str]:

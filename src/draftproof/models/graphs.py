@@ -26,7 +26,6 @@ from torch import Tensor
 from .cache import PagePool
 from .fused import FusedPass
 from .passes import Call, Items, Pass, pages_seen, sight
-from .tiled import TILE_ROWS
 
 log = logging.getLogger("draftproof.models")
 
@@ -118,7 +117,7 @@ class GraphedPass(FusedPass):
         self.record: Record | None = record
         self.reasons = reasons
         self.dtype, self.group = self.norm.weight.dtype, self.layers[0].heads // self.layers[0].kv_heads
-        self.least = TILE_ROWS if self.layers[0].tiled() else 1
+        self.least = self.layers[0].tile() or 1
         self.held: OrderedDict[Bucket, Recording] = OrderedDict()
         self._places: tuple[PagePool, int, int] | None = None  # what recordings point at
 

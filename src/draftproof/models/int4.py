@@ -3,7 +3,8 @@
 Weights: w = (q − 8) · s + z with q in 0 … 15 and one s and z per output and group of inputs (Lin et al., arXiv 2306.00978, use the same
 form). Of a few spans per group, the full one and narrower ones that cut the extremes off, the one with the least squared error is kept.
 Activations stay what they are. Our kernels multiply where a C compiler is found (native.py), torch's own elsewhere; both add a row's
-products in an order that does not depend on how many rows there are.
+products in an order that does not depend on how many rows there are. On a GPU torch's product for tensor cores takes the same weights, in
+tiles of rows (tiled.py); written without a GPU: `can_round_on_gpu` compares it with the plain one before it is used.
 """
 
 from __future__ import annotations
@@ -13,11 +14,14 @@ from torch import Tensor, nn
 
 from . import native
 from .packed import KeptLinear, StreamedLinear, multiplies_bfloat16
+from .tiled import InTiles, by_tiles
 
 GROUP = 64                                  # inputs that share a step
 OUTPUTS = 16                                # the kernel takes multiples of so many
 STEPS = 15
 SPANS = (1.0, 0.93, 0.86, 0.79)             # of a group's own
+INNER, ROWS = 4, 16                         # of the GPU's product: 16 columns of which so many lie together, and rows of its own tile
+LEAST = (8, 0)                              # compute capability
 
 
 class StreamedInt4Linear(StreamedLinear):
@@ -56,6 +60,50 @@ class Int4Linear(KeptLinear):
         return out.view(*x.shape[:-1], self.out_features).to(x.dtype)
 
 
+class TensorCoreInt4Linear(KeptLinear, InTiles):
+    """The same with weights of bfloat16 steps, by torch's product on a GPU."""
+
+    steps: Tensor
+    tile = ROWS
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        super().__init__(weight)
+        levels, steps = rounded(weight, torch.bfloat16)
+        self.bias = None if bias is None else bias.detach()
+        self.packed = pack_tiles(levels)
+        self.register_buffer("steps", steps, persistent=False)
+        self.weight_bytes = levels.numel() // 2 + 2 * steps.numel()
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.reshape(-1, self.in_features).bfloat16()
+        missing = self.steps.shape[0] * GROUP - self.in_features
+        if missing:
+            rows = nn.functional.pad(rows, (0, missing))
+        out = by_tiles(lambda tile: multiply_tiles(tile, self.packed, self.steps), rows, ROWS)[:, : self.out_features].to(x.dtype)
+        if self.bias is not None:
+            out = out + self.bias
+        return out.reshape(*x.shape[:-1], self.out_features)
+
+
+def pack_tiles(levels: Tensor) -> Tensor:
+    """Levels int32 [out, in] in the order of the GPU's product: of two columns the first in the upper half of a byte."""
+    packed: Tensor = torch.ops.aten._convert_weight_to_int4pack((levels[:, ::2] << 4 | levels[:, 1::2]).to(torch.uint8), INNER)
+    return packed
+
+
+def multiply_tiles(rows: Tensor, packed: Tensor, steps: Tensor) -> Tensor:
+    """rows bfloat16 [n, in] → bfloat16 [n, out]."""
+    out: Tensor = torch.ops.aten._weight_int4pack_mm(rows, packed, GROUP, steps)
+    return out
+
+
+def plain(rows: Tensor, levels: Tensor, steps: Tensor) -> Tensor:
+    """The product [n, out] in float32 of rows [n, in] with the weights that levels [out, in] and steps [groups, out, 2] stand for."""
+    step, zero = steps.float().transpose(0, 1)[..., None].unbind(2)
+    weight = (levels.view(levels.shape[0], -1, GROUP) - 8) * step + zero
+    return rows.float() @ weight.view(levels.shape).t()
+
+
 def linear(weight: Tensor, bias: Tensor | None) -> KeptLinear:
     return (StreamedInt4Linear if native.available()[0] else Int4Linear)(weight, bias)
 
@@ -84,3 +132,26 @@ def can_round() -> tuple[bool, str]:
     if not native.available()[0] and not hasattr(torch.ops.aten, "_weight_int4pack_mm_for_cpu"):
         return False, f"this torch has no product with four-bit weights on a CPU, and {native.available()[1]}"
     return True, f"weights are four-bit integers, {GROUP} to a step; activations stay as they are"
+
+
+def can_round_on_gpu() -> tuple[bool, str]:
+    """The same of its GPU, and whether its product is that of the levels as they are packed here."""
+    found = torch.cuda.get_device_capability()
+    if found < LEAST:
+        return False, f"the GPU has compute capability {found[0]}.{found[1]}"
+    return multiplies_as_packed("cuda")
+
+
+def multiplies_as_packed(device: str) -> tuple[bool, str]:
+    """Whether `multiply_tiles` of a small matrix is `plain` up to the rounding of bfloat16."""
+    random = torch.Generator().manual_seed(0)
+    weight, rows = torch.randn(64, 4 * GROUP, generator=random).to(device), torch.randn(ROWS, 4 * GROUP, generator=random).to(device)
+    levels, steps = rounded(weight, torch.bfloat16)
+    rows = rows.bfloat16()
+    try:
+        found, wanted = multiply_tiles(rows, pack_tiles(levels), steps).float(), plain(rows, levels, steps)
+    except (RuntimeError, NotImplementedError, AttributeError) as error:
+        return False, f"this torch has no product with four-bit weights on a GPU ({str(error).splitlines()[0]})"
+    if not torch.allclose(found, wanted, rtol=0.02, atol=0.02 * float(wanted.abs().max())):
+        return False, "this torch's product with four-bit weights reads them in another order than they are packed in here"
+    return True, f"weights are four-bit integers, {GROUP} to a step, multiplied by tensor cores (not measured on a GPU)"

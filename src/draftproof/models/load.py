@@ -37,12 +37,12 @@ M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3          # glibc's malloc.h
 HALVES = (torch.bfloat16, torch.float16)
 FINAL_NORMS = ("norm", "ln_f", "final_layer_norm", "final_layernorm", "norm_f")  # what families call the norm before the output
 RECURRENT = {"linear_attention", "hybrid", "hybrid_sliding"}  # kinds of layers whose state has no positions
-ROUNDED: dict[str, tuple[str, Linear, Callable[[], tuple[bool, str]]]] = {
-    "int8": ("cpu", int8.linear, int8.can_round),
-    "int4": ("cpu", int4.linear, int4.can_round),
-    "fp8": ("cuda", float8.linear, float8.can_round),
+ROUNDED: dict[str, dict[str, tuple[Linear, Callable[[], tuple[bool, str]], str]]] = {   # by kind of device, and what that must be
+    "int8": {"cpu": (int8.linear, int8.can_round, "a CPU with AVX2")},
+    "int4": {"cpu": (int4.linear, int4.can_round, "a CPU with AVX2"),
+             "cuda": (int4.TensorCoreInt4Linear, int4.can_round_on_gpu, "a GPU of compute capability 8.0 or more")},
+    "fp8": {"cuda": (float8.linear, float8.can_round, "a GPU of compute capability 8.9 or more")},
 }
-ROUNDS = {"cpu": "a CPU with AVX2", "cuda": "a GPU of compute capability 8.9 or more"}
 ROW_DEPENDENT_ROPE = {"dynamic", "longrope"}  # their angles depend on the longest row of the pass
 
 
@@ -142,11 +142,12 @@ def _tested(target: Target, config: LoadConfig) -> Target:
 def _form(config: LoadConfig, device: torch.device, dtype: torch.dtype, reasons: dict[str, str]) -> Linear | None:
     """In which form linear layers are kept; None: as transformers made them."""
     if config.quantization:
-        kind, form, can_round = ROUNDED[config.quantization]
-        able, why = can_round() if device.type == kind else (False, f"the model is on {device}")
+        kinds = ROUNDED[config.quantization]
+        form, can_round, _ = kinds.get(device.type, (None, lambda: (False, f"the model is on {device}"), ""))
+        able, why = can_round()
         if not able:
-            raise LoadError(f"quantization={config.quantization}: {why}; expected {ROUNDS[kind]}: leave the option out, or load a "
-                            "checkpoint that is quantised for this device")
+            raise LoadError(f"quantization={config.quantization}: {why}; expected {' or '.join(wanted for *_, wanted in kinds.values())}: "
+                            "leave the option out, or load a checkpoint that is quantised for this device")
         reasons["linear layers"] = f"{config.quantization}: {why}"
         return form
     if device.type != "cpu":

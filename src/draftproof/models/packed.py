@@ -15,7 +15,7 @@ slower.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
@@ -193,10 +193,18 @@ def widened_bytes(module: nn.Module) -> int:
     return sum(layer.weight_bytes - layer.weight.numel() * layer.weight.element_size() for layer in layers)
 
 
+def joined(parts: Sequence[nn.Linear]) -> tuple[Tensor, Tensor | None]:
+    """The weights of products of one input, one below the other, and their biases (zeros where only some have one)."""
+    weight = torch.cat([part.weight.detach() for part in parts])
+    if all(part.bias is None for part in parts):
+        return weight, None
+    return weight, torch.cat([weight.new_zeros(part.out_features) if part.bias is None else part.bias.detach() for part in parts])
+
+
 def pack(module: nn.Module, form: Linear = packed) -> None:
     """Replace every linear layer below `module` by its packed form, in place."""
     for name, child in list(module.named_children()):
-        if type(child) is nn.Linear and name not in BY_HAND:
+        if isinstance(child, nn.Linear) and type(child) in (nn.Linear, HeldLinear) and name not in BY_HAND:
             kept = form(child.weight, child.bias)
         elif isinstance(child, Conv1D):
             kept = form(child.weight.data.t(), child.bias.data)

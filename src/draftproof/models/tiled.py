@@ -20,16 +20,22 @@ from .packed import HeldLinear
 TILE_ROWS = 64
 
 
-def by_tiles(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """function, which works row by row, over x [rows, …], TILE_ROWS rows at a time, the last ones filled up with zeros."""
+class InTiles:
+    """What a linear layer is whose rows are multiplied `tile` at a time, however many there are."""
+
+    tile = TILE_ROWS
+
+
+def by_tiles(function: Callable[[Tensor], Tensor], x: Tensor, tile: int = TILE_ROWS) -> Tensor:
+    """function, which works row by row, over x [rows, …], `tile` rows at a time, the last ones filled up with zeros."""
     rows = x.shape[0]
-    short = -rows % TILE_ROWS
+    short = -rows % tile
     filled = functional.pad(x, (0, 0) * (x.ndim - 1) + (0, short)) if short else x.contiguous()
-    parts = [function(tile) for tile in torch.split(filled, TILE_ROWS)]
+    parts = [function(tile) for tile in torch.split(filled, tile)]
     return (parts[0] if len(parts) == 1 else torch.cat(parts))[:rows]
 
 
-class TiledLinear(HeldLinear):
+class TiledLinear(HeldLinear, InTiles):
     """y = x Wᵀ + b in products of one shape, [TILE_ROWS, in] × [in, out]."""
 
     def forward(self, x: Tensor) -> Tensor:

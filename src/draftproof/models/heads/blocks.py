@@ -7,7 +7,7 @@ torch beside them are their twins, by which heads are trained.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,23 +17,13 @@ from torch.nn import functional
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from .. import native
+from ..attention import compiled
+from ..packed import HeldLinear, joined
 
 
 def served(x: Tensor) -> bool:
     """Whether x passes through a head that serves, where there are compiled kernels for it."""
-    return torch.is_inference_mode_enabled() and x.device.type == "cpu" and x.dtype in native.TYPES and native.available()[0]
-
-
-def joined(parts: Sequence[nn.Linear]) -> nn.Linear:
-    """One product for several of the same input, their outputs side by side."""
-    weight = torch.cat([part.weight.detach() for part in parts])
-    biases = [part.weight.new_zeros(part.out_features) if part.bias is None else part.bias.detach() for part in parts]
-    own = any(part.bias is not None for part in parts)
-    made = nn.Linear(weight.shape[1], weight.shape[0], own, device="meta")
-    made.weight = nn.Parameter(weight, requires_grad=False)
-    if own:
-        made.bias = nn.Parameter(torch.cat(biases), requires_grad=False)
-    return made
+    return torch.is_inference_mode_enabled() and compiled(x.device, x.dtype)
 
 
 def join(module: nn.Module) -> None:
@@ -71,7 +61,7 @@ class GatedMlp(nn.Module):
 
     def join(self) -> None:
         if self.gate_up is None:
-            self.gate_up = joined([self.gate_proj, self.up_proj])
+            self.gate_up = HeldLinear(*joined([self.gate_proj, self.up_proj]))
             del self.gate_proj, self.up_proj
 
     def forward(self, x: Tensor) -> Tensor:
@@ -79,7 +69,8 @@ class GatedMlp(nn.Module):
             inner = functional.silu(self.gate_proj(x)) * self.up_proj(x)
         else:
             both: Tensor = self.gate_up(x)
-            inner = native.gate(both) if served(both) else functional.silu(both.chunk(2, -1)[0]) * both.chunk(2, -1)[1]
+            gate, up = both.chunk(2, -1)
+            inner = native.gate(both) if served(both) else functional.silu(gate) * up
         out: Tensor = self.down_proj(inner)
         return out
 

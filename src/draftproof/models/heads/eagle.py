@@ -19,8 +19,9 @@ import torch
 from torch import Tensor, nn
 
 from ...errors import LoadError
+from ..packed import HeldLinear, joined
 from ..target import TargetParts
-from .blocks import GatedMlp, RMSNorm, Rope, joined, rotate
+from .blocks import GatedMlp, RMSNorm, Rope, rotate
 from .files import HeadFiles, converted, fill, write_files
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
@@ -93,7 +94,7 @@ class HeadAttention(nn.Module):
 
     def join(self) -> None:
         if self.qkv is None:
-            self.qkv = joined([self.q_proj, self.k_proj, self.v_proj])
+            self.qkv = HeldLinear(*joined([self.q_proj, self.k_proj, self.v_proj]))
             del self.q_proj, self.k_proj, self.v_proj
 
     def forward(self, x: Tensor, turn: tuple[Tensor, Tensor], attend: Attend, layer: int) -> Tensor:

@@ -42,7 +42,7 @@ static inline void totals(const floats *x, float *four)
 }
 
 /* The same numbers of the next chunk. One by one between the products: all at once, they wait for each other. */
-#define NEXT(from, i, halves) __builtin_prefetch((const char *)(from) + ((halves) ? 2 : 4) * ((i) + CHUNK * stride))
+#define NEXT(from, i, halves) __builtin_prefetch((const char *)(from) + size(halves) * ((i) + CHUNK * stride))
 
 /* score [ROWS, SIDE] = query [ROWS, dim] · key [SIDE, dim], keys `stride` numbers apart */
 #define SCORE(ROWS, HALVES)                                                                                              \
@@ -133,8 +133,8 @@ typedef struct {
  * are copied, to [count, CHUNK, wide] and zeros. */
 static view look(const attention *a, const void *pages, long dim, long at, long head, long count, long s, long end, float *to, long wide)
 {
-    long size = a->halves ? 2 : 4, stride = a->heads * dim;
-    const char *from = (const char *)pages + size * ((at + s) * stride + head * dim);
+    long stride = a->heads * dim;
+    const char *from = (const char *)pages + size(a->halves) * ((at + s) * stride + head * dim);
     if (dim == wide && s + CHUNK <= end) return (view){from, stride, dim, a->halves};
     for (long h = 0; h < count; h++)
         for (long r = 0; r < CHUNK; r++) {
@@ -145,7 +145,7 @@ static view look(const attention *a, const void *pages, long dim, long at, long 
     return (view){(const char *)to, wide, CHUNK * wide, 0};
 }
 
-static const char *of_head(view v, long head) { return v.from + (v.halves ? 2 : 4) * head * v.head; }
+static const char *of_head(view v, long head) { return v.from + size(v.halves) * head * v.head; }
 
 /* Numbers of a thread's memory for `queries` over `heads` heads of keys. */
 static long needed(const course *c, const attention *a, long queries, long heads)
@@ -181,7 +181,7 @@ static void follow(const course *c, const attention *a, long path, long first, l
         long base = j * c->page, end = to - base < c->page ? to - base : c->page, start = from > base ? (from - base) / CHUNK * CHUNK : 0;
         for (long s = start; s < end; s += CHUNK) {
             view keys = look(a, a->keys, a->dim, pages[j] * c->page, head, heads, s, end, chunk, deep);
-            long group_of_keys = SIDE * keys.key * (keys.halves ? 2 : 4);
+            long group_of_keys = SIDE * keys.key * size(keys.halves);
             for (long q = 0, many; q < all; q += many) {
                 many = sharing(n - q % n, MOST);
                 const char *key = of_head(keys, q / n);

@@ -16,8 +16,8 @@ void norm(const void *x, const void *weight, void *y, long outer, long inner, lo
 #pragma omp parallel for num_threads(threads) if (outer * inner * n > FEW)
     for (long o = 0; o < outer; o++)
         for (long i = 0; i < inner; i++) {
-            const char *from = (const char *)x + (halves ? 2 : 4) * (o * stride + i * n);
-            char *to = (char *)y + (halves ? 2 : 4) * (o * inner + i) * n;
+            const char *from = (const char *)x + size(halves) * (o * stride + i * n);
+            char *to = (char *)y + size(halves) * (o * inner + i) * n;
             floats squares = {0};
             long c = 0;
             for (; c + LANES <= n; c += LANES) squares += load_lanes(from, c, halves) * load_lanes(from, c, halves);
@@ -38,8 +38,8 @@ void turn(const void *x, const void *cos, const void *sin, void *y, long rows, l
 #pragma omp parallel for num_threads(threads) if (rows * heads * dim > FEW)
     for (long r = 0; r < rows; r++)
         for (long h = 0; h < heads; h++) {
-            const char *from = (const char *)x + (halves ? 2 : 4) * (r * stride + h * dim);
-            char *to = (char *)y + (halves ? 2 : 4) * (r * heads + h) * dim;
+            const char *from = (const char *)x + size(halves) * (r * stride + h * dim);
+            char *to = (char *)y + size(halves) * (r * heads + h) * dim;
             for (long side = 0; side < 2; side++) {
                 long d = side * dim / 2, end = d + dim / 2, other = dim / 2 - d;
                 for (; d + LANES <= end; d += LANES, other += LANES) {
@@ -102,7 +102,7 @@ static long most(long a, long b) { return a > b ? a : b; }
 int blocks(const layer *layers, long count, const course *c, void *x, const void *cos, const void *sin, long angles, int halves,
            int threads)
 {
-    long rows = c->rows, size = halves ? 2 : 4, a = 0, b = 0, d = 0, e = 0;
+    long rows = c->rows, each = size(halves), a = 0, b = 0, d = 0, e = 0;
     for (const layer *l = layers; l < layers + count; l++) {
         long turned = (l->heads + l->kv_heads) * l->dim;
         a = most(a, most(turned, l->qkv.in));
@@ -111,8 +111,8 @@ int blocks(const layer *layers, long count, const course *c, void *x, const void
         const product *products[] = {&l->qkv, &l->o, &l->gate_up, &l->down};
         for (int i = 0; i < 4; i++) e = most(e, room_of(products[i]->bits, products[i]->in, halves));
     }
-    uint32_t *room = malloc(rows * (4 * e + size * (a + b + d)));
-    char *first = (char *)(room + rows * e), *second = first + rows * size * a, *third = second + rows * size * b;
+    uint32_t *room = malloc(rows * (4 * e + each * (a + b + d)));
+    char *first = (char *)(room + rows * e), *second = first + rows * each * a, *third = second + rows * each * b;
     if (!room) return 1;
     for (const layer *l = layers; l < layers + count; l++) {
         long hidden = l->qkv.in, turned = l->heads + l->kv_heads, row = l->qkv.out;
@@ -121,9 +121,9 @@ int blocks(const layer *layers, long count, const course *c, void *x, const void
         if (l->of_heads) norm(second, l->of_heads, first, rows, turned, l->dim, row, l->heads_eps, halves, threads);
         const char *turning = l->of_heads ? first : second;
         turn(turning, cos, sin, third, rows, turned, l->dim, l->of_heads ? turned * l->dim : row, angles, halves, threads);
-        for (long i = 0, key = size * l->kv_heads * l->dim; i < c->writes; i++) {
-            memcpy((char *)l->keys + c->write_to[i] * key, third + size * (c->write_from[i] * turned + l->heads) * l->dim, key);
-            memcpy((char *)l->values + c->write_to[i] * key, second + size * (c->write_from[i] * row + turned * l->dim), key);
+        for (long i = 0, key = each * l->kv_heads * l->dim; i < c->writes; i++) {
+            memcpy((char *)l->keys + c->write_to[i] * key, third + each * (c->write_from[i] * turned + l->heads) * l->dim, key);
+            memcpy((char *)l->values + c->write_to[i] * key, second + each * (c->write_from[i] * row + turned * l->dim), key);
         }
         attention asked = {third, l->keys, l->values, 0, first, turned * l->dim, l->kv_heads, l->heads / l->kv_heads, l->dim, l->dim,
                            l->window, l->scaling, halves};

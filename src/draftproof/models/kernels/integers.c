@@ -202,9 +202,10 @@ void arrange_four(const uint8_t *levels, const uint32_t *steps, uint32_t *panels
                 for (long i = 0; i < WIDE; i++) {
                     long o = a * WIDE + i;
                     uint32_t word = 0;
+                    const uint8_t *from = levels + (o * groups + g) * GROUP + 8 * j;
                     if (o < out && j == GROUP / 8) word = steps[o * groups + g];
                     else if (o < out)
-                        for (int k = 0; k < 8; k++) word |= (uint32_t)levels[(o * groups + g) * GROUP + 8 * j + k] << (k / 2 * 4 + k % 2 * 16);
+                        for (int k = 0; k < 8; k++) word |= (uint32_t)from[k] << (k / 2 * 4 + k % 2 * 16);
                     panels[((a * groups + g) * (GROUP / 8 + 1) + j) * WIDE + i] = word;
                 }
 }

@@ -23,7 +23,9 @@ typedef uint32_t pair __attribute__((aligned(2), may_alias)); /* of bfloat16 */
 static inline void fetch(const uint32_t *step) { for (int i = 0; i < WIDE; i += 16) __builtin_prefetch(step + i); }
 
 /* Of the rows that are left, how many share the next reading: no reading is left to very few. */
-static inline long sharing(long left, long most) { return left < most ? left : left < 2 * most ? (left + 1) / 2 : most; }
+static inline long sharing(long left, long most) { return left <= most ? left : left < 2 * most ? (left + 1) / 2 : most; }
+
+static inline long size(int halves) { return halves ? 2 : 4; } /* bytes of a number */
 
 static inline float widened(uint16_t half)
 {
