@@ -150,7 +150,7 @@ def multiplies_as_packed(device: str) -> tuple[bool, str]:
     rows = rows.bfloat16()
     try:
         found, wanted = multiply_tiles(rows, pack_tiles(levels), steps).float(), plain(rows, levels, steps)
-    except (RuntimeError, NotImplementedError, AttributeError) as error:
+    except (RuntimeError, AttributeError) as error:  # no such operation, or none for this device
         return False, f"this torch has no product with four-bit weights on a GPU ({str(error).splitlines()[0]})"
     if not torch.allclose(found, wanted, rtol=0.02, atol=0.02 * float(wanted.abs().max())):
         return False, "this torch's product with four-bit weights reads them in another order than they are packed in here"
