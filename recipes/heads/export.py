@@ -52,7 +52,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=WEIGHTS)
     args = parser.parse_args()
     page = args.out / "HEADS.md"
-    rows = {line.split()[1]: line for line in page.read_text("utf-8").splitlines() if line.startswith("| ")}
+    before = page.read_text("utf-8").splitlines() if page.exists() else []
+    rows = {line.split()[1]: line for line in before if line.startswith("| ")}
     for name in args.names:
         source = args.work / name
         if not (source / "config.json").is_file():

@@ -128,12 +128,8 @@ def large_block(megabytes: int, device: torch.device) -> Tensor:
 def read_bandwidth(device: torch.device, megabytes: int = 256, repeats: int = 5, clock: Clock = time.perf_counter) -> float:
     """Bytes per second at which this device reads memory: the best of some sums over a block that no cache holds."""
     block = large_block(megabytes, device)
-    best = float("inf")
-    for turn in range(repeats + 1):
-        seconds = reading(block, clock)
-        if turn:
-            best = min(best, seconds)
-    return block.numel() * 4 / best
+    _, *times = [reading(block, clock) for _ in range(repeats + 1)]      # the first warms up
+    return block.nbytes / min(times)
 
 
 def reading(block: torch.Tensor, clock: Clock = time.perf_counter) -> float:

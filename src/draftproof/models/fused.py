@@ -109,8 +109,8 @@ class FusedLayer(nn.Module):
 
     def tile(self) -> int:
         """The rows of a tile, if every product and sum over a row has one shape (tiled.py); else 0."""
-        products = [part.tile for part in (self.qkv, bare(self.o), self.gate_up, bare(self.down)) if isinstance(part, InTiles)]
-        return max(products) if len(products) == 4 and self._norm is tiled_norm else 0
+        tiles = [part.tile for part in (self.qkv, bare(self.o), self.gate_up, bare(self.down)) if isinstance(part, InTiles)]
+        return max(tiles) if len(tiles) == 4 and self._norm is tiled_norm else 0
 
     def kernel(self, pool: PagePool) -> native.Layer:
         """The block for `native.blocks`."""

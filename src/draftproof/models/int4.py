@@ -36,53 +36,55 @@ class StreamedInt4Linear(StreamedLinear):
 
 
 class Int4Linear(KeptLinear):
-    """y = x Wᵀ + b with W [out, in] rounded to sixteen levels. Built from a linear layer's tensors; keeps no other copy of them."""
+    """y = x Wᵀ + b with W [out, in] rounded to sixteen levels, by torch's product on a CPU. Built from a linear layer's tensors; keeps no
+    other copy of them."""
 
     steps: Tensor
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         super().__init__(weight)
-        narrow = weight.dtype == torch.bfloat16 and multiplies_bfloat16()
-        levels, steps = rounded(weight, torch.bfloat16 if narrow else torch.float32)
+        levels, steps = rounded(weight, self._precision(weight.dtype))
         self.bias = None if bias is None else bias.detach().to(steps.dtype, copy=True)
-        self.packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(levels, 1)
+        self.packed = self._pack(levels)
         self.register_buffer("steps", steps, persistent=False)
-        self.weight_bytes = self.packed.numel() + steps.numel() * steps.element_size()
+        self.weight_bytes = self.packed.nbytes + steps.nbytes
 
     def forward(self, x: Tensor) -> Tensor:
         rows = x.reshape(-1, self.in_features).to(self.steps.dtype)
         missing = self.steps.shape[0] * GROUP - self.in_features
         if missing:
             rows = nn.functional.pad(rows, (0, missing))
-        out: Tensor = torch.ops.aten._weight_int4pack_mm_for_cpu(rows, self.packed, GROUP, self.steps)[:, : self.out_features]
+        out = self._product(rows)[:, : self.out_features]
         if self.bias is not None:
             out = out + self.bias
-        return out.view(*x.shape[:-1], self.out_features).to(x.dtype)
+        return out.reshape(*x.shape[:-1], self.out_features).to(x.dtype)
+
+    def _precision(self, dtype: torch.dtype) -> torch.dtype:
+        """Of steps and products."""
+        return torch.bfloat16 if dtype == torch.bfloat16 and multiplies_bfloat16() else torch.float32
+
+    def _pack(self, levels: Tensor) -> Tensor:
+        packed: Tensor = torch.ops.aten._convert_weight_to_int4pack_for_cpu(levels, 1)
+        return packed
+
+    def _product(self, rows: Tensor) -> Tensor:
+        out: Tensor = torch.ops.aten._weight_int4pack_mm_for_cpu(rows, self.packed, GROUP, self.steps)
+        return out
 
 
-class TensorCoreInt4Linear(KeptLinear, InTiles):
-    """The same with weights of bfloat16 steps, by torch's product on a GPU."""
+class TensorCoreInt4Linear(Int4Linear, InTiles):
+    """The same in bfloat16, by torch's product on a GPU."""
 
-    steps: Tensor
     tile = ROWS
 
-    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        super().__init__(weight)
-        levels, steps = rounded(weight, torch.bfloat16)
-        self.bias = None if bias is None else bias.detach()
-        self.packed = pack_tiles(levels)
-        self.register_buffer("steps", steps, persistent=False)
-        self.weight_bytes = levels.numel() // 2 + 2 * steps.numel()
+    def _precision(self, dtype: torch.dtype) -> torch.dtype:
+        return torch.bfloat16
 
-    def forward(self, x: Tensor) -> Tensor:
-        rows = x.reshape(-1, self.in_features).bfloat16()
-        missing = self.steps.shape[0] * GROUP - self.in_features
-        if missing:
-            rows = nn.functional.pad(rows, (0, missing))
-        out = by_tiles(lambda tile: multiply_tiles(tile, self.packed, self.steps), rows, ROWS)[:, : self.out_features].to(x.dtype)
-        if self.bias is not None:
-            out = out + self.bias
-        return out.reshape(*x.shape[:-1], self.out_features)
+    def _pack(self, levels: Tensor) -> Tensor:
+        return pack_tiles(levels)
+
+    def _product(self, rows: Tensor) -> Tensor:
+        return by_tiles(lambda tile: multiply_tiles(tile, self.packed, self.steps), rows, ROWS)
 
 
 def pack_tiles(levels: Tensor) -> Tensor:

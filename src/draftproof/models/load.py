@@ -143,13 +143,13 @@ def _form(config: LoadConfig, device: torch.device, dtype: torch.dtype, reasons:
     """In which form linear layers are kept; None: as transformers made them."""
     if config.quantization:
         kinds = ROUNDED[config.quantization]
-        form, can_round, _ = kinds.get(device.type, (None, lambda: (False, f"the model is on {device}"), ""))
-        able, why = can_round()
-        if not able:
+        found = kinds.get(device.type)
+        able, why = found[1]() if found else (False, f"the model is on {device}")
+        if found is None or not able:
             raise LoadError(f"quantization={config.quantization}: {why}; expected {' or '.join(wanted for *_, wanted in kinds.values())}: "
                             "leave the option out, or load a checkpoint that is quantised for this device")
         reasons["linear layers"] = f"{config.quantization}: {why}"
-        return form
+        return found[0]
     if device.type != "cpu":
         tiled = config.reproducible and config.packed
         reasons["linear layers"] = (

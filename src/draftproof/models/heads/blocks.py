@@ -69,8 +69,11 @@ class GatedMlp(nn.Module):
             inner = functional.silu(self.gate_proj(x)) * self.up_proj(x)
         else:
             both: Tensor = self.gate_up(x)
-            gate, up = both.chunk(2, -1)
-            inner = native.gate(both) if served(both) else functional.silu(gate) * up
+            if served(both):
+                inner = native.gate(both)
+            else:
+                gate, up = both.chunk(2, -1)
+                inner = functional.silu(gate) * up
         out: Tensor = self.down_proj(inner)
         return out
 
