@@ -40,8 +40,8 @@ import random
 import signal
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import harmonic_mean, median
 from typing import Any
@@ -77,7 +77,10 @@ PEERS = {
     "ours+eagle3": peer("with_draftproof.py", plain=False, drafter="eagle3", bits=(16, 8, 4)),
     "transformers": peer("with_transformers.py"),
     "vllm": peer("with_vllm.py", ".venv-vllm", split="depth"),
+    "vllm+lookup": peer("with_vllm.py", ".venv-vllm", split="depth", plain=False, drafter="lookup"),
     "openvino": peer("with_openvino.py", ".venv-openvino", split="arm", converts=True, bits=(16, 8, 4)),
+    "openvino+lookup": peer("with_openvino.py", ".venv-openvino", split="arm", converts=True, plain=False, drafter="lookup",
+                            bits=(16, 8, 4)),
     "llamacpp": peer("with_llamacpp.py", ".venv-llamacpp", split="depth", converts=True, bits=(16, 4)),
     "onnx": peer("with_onnx.py", ".venv-onnx", converts=True, guesses=False),
 }
@@ -104,7 +107,7 @@ def pass_bytes(folder: Path) -> int:
 
 
 def measure(crew: Crew, prompts: Sequence[Sequence[int]], temperatures: Sequence[float], repeats: int, tokens: int, seed: int,
-            memory: Memory, tell: Callable[[str], None]) -> tuple[Runs, Limits]:
+            memory: Memory) -> tuple[Runs, Limits]:
     """Every arm on every prompt, `repeats` times, in a new order each time; with what the memory gave around each run, GB/s."""
     def attempt(arm: Arm, what: Mapping[str, Any]) -> Timed | None:
         try:
@@ -194,13 +197,14 @@ def goals(runs: Runs, limits: Limits, bits: int = 16) -> list[dict[str, Any]]:
         elif t == 0:
             goal("off ÷ the best peer's plain decoding", OFF_GOAL, off, key(t, plain))
             goal("off ÷ what the memory allows", LIMIT_GOAL, off, limits.get(off))
-            rival = key(t, fastest(runs, t, guessing))
+            rival = key(t, fastest(runs, t, [a for a in guessing if "+" not in a.peer]))
             goal("on at its best depth ÷ the best peer's guessing at its best depth, the same draft model", ON_GOAL, on, rival)
-            goal("on with its best drafter ÷ the same", BEST_GOAL, best_on, rival)
+            goal("on with its best drafter ÷ the best peer's guessing, any drafter", BEST_GOAL, best_on, key(t, fastest(runs, t, guessing)))
         elif bits == 16:
-            for name in dict.fromkeys(a.peer for a in guessing):
-                best = fastest(runs, t, [a for a in guessing if a.peer == name])
-                goal(f"on with its best drafter ÷ {name}'s guessing, best depths, temperature {t:g}", SAMPLED_GOAL, best_on, key(t, best))
+            for way, arms in (("guessing, best depths", guessing), ("plain decoding", [a for a in others if not a.depth])):
+                for name in dict.fromkeys(a.peer for a in arms):
+                    best = fastest(runs, t, [a for a in arms if a.peer == name])
+                    goal(f"on with its best drafter ÷ {name}'s {way}, temperature {t:g}", SAMPLED_GOAL, best_on, key(t, best))
     return found
 
 
@@ -229,43 +233,65 @@ def page(result: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def run(args: argparse.Namespace, work: Path) -> dict[str, Any]:
-    def tell(text: str) -> None:
-        print(text, file=sys.stderr, flush=True)
+def tell(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
 
-    torch.set_num_threads(args.threads)
-    facts = provenance()
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """What a run needs of models and engines. sources: the pair and the head as published; models: by engine, as it reads them; missing:
+    why an engine is not there."""
+
+    sources: dict[str, Path]
+    prompts: list[list[int]]
+    peers: dict[str, Peer]
+    models: dict[str, dict[str, Path]]
+    missing: dict[str, str]
+
+    def arms(self, depths: Sequence[int]) -> list[Arm]:
+        return [Arm(name, depth) for name in self.models
+                for depth in (*((0,) if self.peers[name].plain else ()), *(depths if self.peers[name].guesses else ()))]
+
+    def crew(self, args: argparse.Namespace, arms: Sequence[Arm], work: Path) -> Crew:
+        return Crew(arms, self.peers, self.models, self.prompts[0], work, args.threads, args.together, args.patience, args.bits)
+
+
+def prepared(args: argparse.Namespace, work: Path) -> Prepared:
+    """The pair inflated, the head turned, both converted for each engine; what work already holds is taken."""
     sources = {role: path if args.as_is else inflated(path, role, work, args.seed)
                for role, path in (("target", args.target.absolute()), ("draft", args.draft.absolute()))}
     head = args.head.absolute()
     sources["head"] = head if args.as_is else turned_head(head, args.target.absolute(), SHAPES["target"], work / "head", args.seed)
     prompts = read_prompts(args.prompts_file, AutoTokenizer.from_pretrained(sources["target"]), args.prompts, args.shortest, args.longest)
-    peers = {name: PEERS[name] for name in args.peers}
+    found = Prepared(sources, prompts, {name: PEERS[name] for name in args.peers}, {}, {})
     for name, program in args.env:
-        if name in peers:
-            peers[name] = replace(peers[name], program=program)
-    models: dict[str, dict[str, Path]] = {}
-    missing: dict[str, str] = {}
-    for name, peer in peers.items():
+        if name in found.peers:
+            found.peers[name] = replace(found.peers[name], program=program)
+    for name, peer in found.peers.items():
         try:
-            models[name] = converted(name, peer, sources, digest, work, args.bits)
+            found.models[name] = converted(name, peer, sources, digest, work, args.bits)
         except Broken as error:
-            missing[name] = str(error)
+            found.missing[name] = str(error)
             tell(f"{name}: {error}")
-    arms = [Arm(name, depth) for name in models
-            for depth in (*((0,) if peers[name].plain else ()), *(args.depths if peers[name].guesses else ()))]
-    memory, size = Memory(), pass_bytes(sources["target"]) * args.bits // 16
-    with Crew(arms, peers, models, prompts[0], work, args.threads, args.together, args.patience, args.bits) as crew:
-        runs, reads = measure(crew, prompts, args.temperatures, args.repeats, args.tokens, args.seed, memory, tell)
+    return found
+
+
+def run(args: argparse.Namespace, work: Path) -> dict[str, Any]:
+    torch.set_num_threads(args.threads)
+    facts, there = provenance(), prepared(args, work)
+    memory, size = Memory(), pass_bytes(there.sources["target"]) * args.bits // 16
+    with there.crew(args, there.arms(args.depths), work) as crew:
+        runs, reads = measure(crew, there.prompts, args.temperatures, args.repeats, args.tokens, args.seed, memory)
     # plain tokens per second, were reading the weights all
     limits = {key: [[1e9 * read / size for read in each] for each in by_prompt] for key, by_prompt in reads.items()}
     flat = sorted(read for by_prompt in reads.values() for each in by_prompt for read in each) or [memory.read()]
-    order = sorted(runs, key=lambda key: (key[0], list(peers).index(key[1].peer), key[1].depth))
-    return {**facts, "threads": args.threads, "prompt_tokens": [len(p) for p in prompts], "tokens": args.tokens, "repeats": args.repeats,
+    order = sorted(runs, key=lambda key: (key[0], list(there.peers).index(key[1].peer), key[1].depth))
+    return {**facts, "threads": args.threads, "prompt_tokens": [len(p) for p in there.prompts], "tokens": args.tokens,
+            "repeats": args.repeats,
             "pair": {role: "as it is" if args.as_is else str(shape) for role, shape in SHAPES.items()}, "pass_bytes": size,
             "read_gb_per_s": {"median": median(flat), "low": percentile(flat, 0.1), "high": percentile(flat, 0.9)},
             "floor_ms": size / median(flat) / 1e6, "peers": crew.versions, "load_s": crew.load_s,
-            "not_run": {**missing, **{str(arm): why for arm, why in sorted(crew.broken.items())}},
+            "not_run": {**there.missing, **{str(arm): why for arm, why in sorted(crew.broken.items())}},
             "bits": args.bits,
             "cells": [cell(runs, key, limits) for key in order], "goals": goals(runs, limits, args.bits)}
 
@@ -276,27 +302,41 @@ def verdict(result: Mapping[str, Any]) -> int:
     return 3 if any(goal["met"] is False for goal in result["goals"]) else 0
 
 
-def main() -> int:
-    args = arguments()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))          # so that stopped workers are not left behind
-    with tempfile.TemporaryDirectory(prefix="draftproof-peers-") if args.work is None else contextlib.nullcontext(args.work) as folder:
-        work = Path(folder).absolute()
+@contextlib.contextmanager
+def workplace(folder: Path | None) -> Iterator[Path]:
+    """The folder of the models and logs, made; one of its own, gone afterwards, if none is named. Told to end, it ends by SystemExit, so
+    that stopped workers are not left behind."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    with tempfile.TemporaryDirectory(prefix="draftproof-peers-") if folder is None else contextlib.nullcontext(folder) as place:
+        work = Path(place).absolute()
         work.mkdir(parents=True, exist_ok=True)
-        result = run(args, work)
-    text = page(result)
+        yield work
+
+
+def deliver(args: argparse.Namespace, name: str, text: str, result: Mapping[str, Any]) -> None:
+    """The page printed and put where --write says, under `name`; the JSON as the last line and where --json says."""
     print(text)
     if args.write:
-        put(args.write, "measured", text)
+        put(args.write, name, text)
     if args.json:
         args.json.write_text(json.dumps(result, indent=1) + "\n", "utf-8")
     print(json.dumps(result))
+
+
+def main() -> int:
+    args = arguments()
+    with workplace(args.work) as work:
+        result = run(args, work)
+    deliver(args, "measured", page(result), result)
     return verdict(result)
 
 
-def arguments() -> argparse.Namespace:
-    def listed(kind: Any) -> Any:
-        return lambda text: [kind(word) for word in text.split(",") if word]
+def listed(kind: Any) -> Any:
+    return lambda text: [kind(word) for word in text.split(",") if word]
 
+
+def shared_options(parser: argparse.ArgumentParser, prompts: int, tokens: int, depths: Sequence[int]) -> None:
+    """Of every program that asks the engines; the numbers are its defaults."""
     def known(name: str) -> str:
         if name not in PEERS:
             raise argparse.ArgumentTypeError(f"{name!r}: expected one of {', '.join(PEERS)}")
@@ -306,14 +346,11 @@ def arguments() -> argparse.Namespace:
         name, _, program = text.partition("=")
         return known(name), Path(program).absolute()
 
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--peers", type=listed(known), default=list(PEERS), help=",".join(PEERS))
     parser.add_argument("--env", type=environment, action="append", default=[], metavar="NAME=PYTHON", help="an engine's own python")
-    parser.add_argument("--prompts", type=int, default=8)
-    parser.add_argument("--repeats", type=int, default=2)
-    parser.add_argument("--depths", type=listed(int), default=[2, 4, 6], help="of guessing, for every engine (2,4,6)")
-    parser.add_argument("--temperatures", type=listed(float), default=[0.0, 0.8], help="(0,0.8)")
-    parser.add_argument("--tokens", type=int, default=96, help="new tokens of each answer")
+    parser.add_argument("--prompts", type=int, default=prompts)
+    parser.add_argument("--depths", type=listed(int), default=list(depths), help="of guessing, for every engine (%(default)s)")
+    parser.add_argument("--tokens", type=int, default=tokens, help="new tokens of each answer")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--together", type=int, default=0, help="workers alive at once, if memory is short; 0: all")
     parser.add_argument("--patience", type=float, default=300, help="seconds for an answer; three times as long for a start")
@@ -321,7 +358,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--draft", type=Path, default=WEIGHTS / "draft")
     parser.add_argument("--head", type=Path, default=WEIGHTS / "eagle3", help="an EAGLE-3 head of the small target")
     parser.add_argument("--bits", type=int, default=16, choices=(16, 8, 4), help="of the target's weights; the draft model keeps its own")
-    parser.add_argument("--as-is", action="store_true", help="measure this pair, without inflating it")
+    parser.add_argument("--as-is", action="store_true", help="take this pair, without inflating it")
     parser.add_argument("--prompts-file", type=Path, default=WEIGHTS / "prompts.jsonl", help='lines of {"class", "prompt"}')
     parser.add_argument("--shortest", type=int, default=120, help="tokens of a prompt")
     parser.add_argument("--longest", type=int, default=300)
@@ -329,6 +366,13 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--work", type=Path, help="keep the models and the workers' logs here (10 GB)")
     parser.add_argument("--write", type=Path, help="put the tables between the marks of this page")
     parser.add_argument("--json", type=Path, help="also write the JSON to this file")
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    shared_options(parser, prompts=8, tokens=96, depths=(2, 4, 6))
+    parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--temperatures", type=listed(float), default=[0.0, 0.8], help="(0,0.8)")
     return parser.parse_args()
 
 

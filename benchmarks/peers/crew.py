@@ -17,14 +17,16 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
 class Peer:
     """split: what is fixed when a worker starts, "arm" (guessing or not) or "depth"; "" if one worker serves all arms. drafter: what
     guesses, where the worker has a choice; "model" in it stands for the draft model, "eagle3" for the head; rule: which of our own
-    judges it. bits: of weights that it can be given."""
+    judges it. bits: of weights that it can be given. The arms of one engine, NAME and NAME+…, read the same converted models."""
 
     script: Path
     program: Path
@@ -187,8 +189,12 @@ class Crew:
         return worker
 
     def ask(self, arm: Arm, what: Mapping[str, Any]) -> Timed:
-        """Raises Broken, notes it in `broken` and ends the worker if there is no answer. One that does not start is broken for all of
-        its arms; after a failed answer the other arms get a new one."""
+        """Raises Broken as `answer` does, and for an answer without a rate."""
+        return self.answer(arm, what, Timed.of)
+
+    def answer(self, arm: Arm, what: Mapping[str, Any], read: Callable[[Mapping[str, Any]], T]) -> T:
+        """What `read` finds in the answer. Raises Broken, notes it in `broken` and ends the worker if there is none. One that does not
+        start is broken for all of its arms; after a failed answer the other arms get a new one."""
         key = self.key(arm)
         lost = [other for other in self.arms if self.key(other) == key]
         try:
@@ -198,7 +204,7 @@ class Crew:
             if arm not in worker.warmed:
                 worker.ask(request(arm, self.warm, 8, 0.0, 1), self.patience)
                 worker.warmed.add(arm)
-            return Timed.of(worker.ask(what, self.patience))
+            return read(worker.ask(what, self.patience))
         except (Broken, OSError) as error:
             self.end(key, 0.5)
             self.broken |= dict.fromkeys(lost, str(error))
@@ -240,9 +246,9 @@ def converted(name: str, peer: Peer, sources: Mapping[str, Path], digest: Callab
         if role == "head" or (role == "draft" and not peer.guesses):
             continue
         own = bits if role == "target" else 16
-        folders[role] = out = work / name / (role if own == 16 else f"{role}-{own}")
+        folders[role] = out = work / name.split("+")[0] / (role if own == 16 else f"{role}-{own}")
         key = f"{digest(source)} {hashlib.sha256(peer.script.read_bytes()).hexdigest()}"
-        note, log = out / "converted.txt", work / f"{name}-{role}.log"
+        note, log = out / "converted.txt", work / f"{name.split('+')[0]}-{role}.log"
         if note.exists() and note.read_text() == key:
             continue
         shutil.rmtree(out, ignore_errors=True)

@@ -1,4 +1,5 @@
-"""OpenVINO GenAI in peers.py: weights exported as fp16, computed in what OpenVINO chooses for this CPU. A process for each arm.
+"""OpenVINO GenAI in peers.py: weights exported as fp16, computed in what OpenVINO chooses for this CPU. A process for each arm. Its other
+drafter is prompt lookup.
 
 Both arms get the same scheduler: without one, plain generation keeps prefixes, and the run for one token would pay the other's prompt.
 """
@@ -28,14 +29,17 @@ def load(job: Job) -> Generate:
     scheduler.cache_size, scheduler.max_num_seqs, scheduler.enable_prefix_caching = 1, 1, False         # GB, requests
     scheduler.max_num_batched_tokens = 1 << 20          # as without one: a prompt is read at once
     threads = {"INFERENCE_NUM_THREADS": job["threads"]}
-    more = {"draft_model": genai.draft_model(job["draft"], "CPU", **threads)} if job["depth"] else {}
-    pipe = genai.LLMPipeline(job["target"], "CPU", scheduler_config=scheduler, **threads, **more)
+    lookup = job["drafter"] == "lookup"
+    more = {"prompt_lookup": True} if lookup else {"draft_model": genai.draft_model(job["draft"], "CPU", **threads)}
+    pipe = genai.LLMPipeline(job["target"], "CPU", scheduler_config=scheduler, **threads, **(more if job["depth"] else {}))
 
     def generate(request: Job, tokens: int) -> tuple[list[int], Accepted]:
         config = genai.GenerationConfig()
         config.max_new_tokens, config.ignore_eos = tokens, True
         if request["depth"]:
             config.num_assistant_tokens = request["depth"]
+            if lookup:
+                config.max_ngram_size = 3
         if request["temperature"]:
             config.do_sample, config.temperature, config.rng_seed = True, request["temperature"], request["seed"]
         ids = np.array([request["prompt_ids"]], dtype=np.int64)

@@ -22,7 +22,9 @@ ACCEPTED = "vllm:spec_decode_num_accepted_tokens"
 def load(job: Job) -> Generate:
     from vllm import LLM, SamplingParams
 
-    guesses = {"method": "draft_model", "model": job["draft"], "num_speculative_tokens": job["depth"]} if job["depth"] else None
+    lookup = {"method": "ngram", "prompt_lookup_min": 2, "prompt_lookup_max": 4}
+    way = lookup if job["drafter"] == "lookup" else {"method": "draft_model", "model": job["draft"]}
+    guesses = {**way, "num_speculative_tokens": job["depth"]} if job["depth"] else None
     llm = LLM(model=job["target"], dtype="bfloat16", max_model_len=1024, max_num_seqs=4, enable_prefix_caching=False,
               kv_cache_memory_bytes=512 << 20, speculative_config=guesses, disable_log_stats=False)
 

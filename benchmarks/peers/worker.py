@@ -7,7 +7,8 @@
 A server first says {"ready": true, "versions": {…}, "load": seconds}. Every line that comes then,
 {"prompt_ids", "max_tokens", "arm": "plain" or "draft", "depth", "temperature", "seed"}, is answered with {"ids": the new tokens,
 "seconds": of that run, "first_s": of a run of the same prompt for one token, "accepted": draft tokens that stood, or null}. What the
-engine itself prints goes to standard error. Runs in any engine's environment, so it needs nothing but Python.
+engine itself prints goes to standard error; a line with "timed": false gets only {"ids"}, from one run. Runs in any engine's
+environment, so it needs nothing but Python.
 """
 
 from __future__ import annotations
@@ -56,6 +57,9 @@ def main(load: Load, packages: tuple[str, ...], convert: Callable[[Path, Path, i
     say({"ready": True, "versions": versions(packages), "load": round(time.perf_counter() - start, 2)})
     for line in sys.stdin:
         request = json.loads(line)
+        if not request.get("timed", True):
+            say({"ids": generate(request, request["max_tokens"])[0]})
+            continue
         first_s, _, _ = timed(generate, request, 1)
         seconds, ids, accepted = timed(generate, request, request["max_tokens"])
         say({"ids": ids, "seconds": seconds, "first_s": first_s, "accepted": accepted})

@@ -75,7 +75,7 @@ def a_crew(folder: Path, there: dict[str, Any], arms: list[Any], **more: Any) ->
 
 
 def measure(crew: Any, repeats: int = 2) -> Any:
-    return peers.measure(crew, PROMPTS, [0.0, 0.8], repeats, 12, 0, peers.Memory(1), lambda text: None)
+    return peers.measure(crew, PROMPTS, [0.0, 0.8], repeats, 12, 0, peers.Memory(1))
 
 
 def test_one_that_fails_is_named_and_the_others_go_on(tmp_path: Path) -> None:
@@ -125,7 +125,8 @@ def test_converting(tmp_path: Path) -> None:
         folders = peers.converted("answers", good, sources, digest, work)
         (folders["target"] / "kept").touch()
     assert folders == {"target": work / "answers/target", "draft": work / "answers/draft"} and (folders["target"] / "kept").exists()
-    assert len(told) == 4 and peers.converted("answers", fake(tmp_path, "plain only"), sources, digest, work) == sources
+    assert peers.converted("answers+lookup", good, sources, digest, work) == folders and len(told) == 6, "an engine's arms share them"
+    assert peers.converted("answers", fake(tmp_path, "plain only"), sources, digest, work) == sources
     with pytest.raises(Broken, match="converting the target ended with 4: no such format"):
         peers.converted("dies", fake(tmp_path, "dies", converts=True), sources, digest, work)
     with pytest.raises(Broken, match="no python in .venv-x"):
@@ -158,13 +159,16 @@ def test_goals_and_verdict() -> None:
     ours, on, slow = Arm("ours", 0), Arm("ours", 4), Arm("ours", 2)
     runs = {(0.0, ours): every(50), (0.0, on): every(120, accepted=1), (0.0, slow): every(70), (0.0, Arm("a", 0)): every(52),
             (0.0, Arm("b", 0)): every(40), (0.0, Arm("a", 2)): every(60), (0.0, Arm("b", 6)): every(100), (0.8, on): every(80),
-            (0.8, Arm("a", 2)): every(39), (0.8, Arm("b", 6)): every(50), (0.0, Arm("ours+ngram", 4)): every(130)}
+            (0.8, Arm("a", 2)): every(39), (0.8, Arm("b", 6)): every(50), (0.0, Arm("ours+ngram", 4)): every(130),
+            (0.0, Arm("b+lookup", 4)): every(90), (0.8, Arm("b+lookup", 4)): every(44), (0.8, Arm("a", 0)): every(30)}
     limits = {key: [[60.0, 60.0]] * 3 for key in runs}
     found = peers.goals(runs, limits)
     assert [(g["over"], g["against"], g["met"]) for g in found] == [
         ("ours plain", "a plain", True), ("ours plain", None, False), ("ours K=4", "b K=6", True),
         ("ours+ngram K=4", "b K=6", False),
-        ("ours K=4", "a K=2", True), ("ours K=4", "b K=6", False)]
+        ("ours K=4", "a K=2", True), ("ours K=4", "b K=6", False), ("ours K=4", "b+lookup K=4", False), ("ours K=4", "a plain", True)]
+    faster = peers.goals({**runs, (0.0, Arm("b+lookup", 4)): every(101)}, limits)
+    assert [(g["against"], g["met"]) for g in faster[2:4]] == [("b K=6", True), ("b+lookup K=4", False)], "lookup has no draft model"
     assert found[1]["found"]["median"] == pytest.approx(50 / 60)
     assert [(g["over"], g["against"], g["met"]) for g in peers.goals(runs, limits, bits=4)] == [
         ("ours plain", "a plain", False), ("ours K=4", "ours plain", True)]
@@ -174,7 +178,7 @@ def test_goals_and_verdict() -> None:
     assert row["tokens_per_pass"] == 1.5 and row["over_off"]["median"] == pytest.approx(2.4) and row["same_as_ours_off"] == "6/6"
     assert result["cells"][7]["over_off"] is None, "there is no plain run of ours at that temperature"
     alone = {key: runs[key] for key in runs if key[1].peer not in peers.OWN}
-    assert [g["met"] for g in peers.goals(alone, limits)] == [None] * 6
+    assert [g["met"] for g in peers.goals(alone, limits)] == [None] * 8
     assert peers.verdict({"cells": [peers.cell(alone, key, limits) for key in alone], "goals": []}) == 1
     page = peers.page({**result, "command": "c", "machine": {"cpu": "x"}, "threads": 2, "date": "d", "versions": {"revision": "r"},
                        "prompt_tokens": [3], "repeats": 2, "tokens": 3, "read_gb_per_s": {"median": 60.0, "low": 50.0, "high": 70.0},
