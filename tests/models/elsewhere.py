@@ -2,10 +2,14 @@
 
 As on a real one, an operation over tensors of two devices fails (but for copies, single numbers and places to index), and numpy and
 addresses are out of reach. It calls itself `meta`, the one device besides the CPU whose tensors every build of torch can make.
+
+`WAITS` keeps where the host would wait for a real device until it had done all it was asked: to read numbers, to count those that a mask
+chooses, and for a copy in either direction that is not said to be `non_blocking`.
 """
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -21,7 +25,17 @@ from draftproof.models import load
 
 NAME = "meta"
 CPU = torch.device("cpu")
+READS = {"_local_scalar_dense", "nonzero", "masked_select", "unique_dim", "_unique2", "is_nonzero", "equal"}
 MAY_MIX = {"copy_", "to", "_to_copy", "index", "index_put", "index_put_"}
+
+
+WAITS: list[str] = []
+
+
+def waited(what: str) -> None:
+    """Notes it with the place in our own code."""
+    own = [f for f in traceback.extract_stack() if "/draftproof/" in f.filename and "/tests/" not in f.filename]
+    WAITS.append(f"{what} {own[-1].filename.rpartition('/draftproof/')[2]}:{own[-1].lineno} {own[-1].line}" if own else what)
 
 
 class Elsewhere(torch.Tensor):
@@ -38,6 +52,7 @@ class Elsewhere(torch.Tensor):
         return f"Elsewhere({self.held!r})"
 
     def tolist(self) -> Any:
+        waited("tolist")
         return self.held.tolist()
 
     @classmethod
@@ -73,6 +88,7 @@ def run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if name not in MAY_MIX and any(there) and any(value.ndim and not far for value, far in zip(tensors, there, strict=True)):
         raise RuntimeError(f"{func}: expected all tensors to be on the same device, but found at least two devices, cpu and {NAME}")
     asked = [value.type for value in flat if isinstance(value, torch.device)]
+    _note_wait(func, args, kwargs, there, asked)
     home = asked[0] == NAME if asked else bool(there) and there[0]
     flat = [value.held if isinstance(value, Elsewhere) else CPU if isinstance(value, torch.device) else value for value in flat]
     args, kwargs = tree_unflatten(flat, shape)
@@ -80,6 +96,22 @@ def run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if asked and there and home != there[0] and found is args[0]:
         found = found.clone()  # of the other device's memory
     return tree_map_only(Tensor, Elsewhere, found) if home else found
+
+
+def _note_wait(func: Any, args: Any, kwargs: dict[str, Any], there: list[bool], asked: list[str]) -> None:
+    name = func.overloadpacket.__name__
+    given = dict(zip([each.name for each in func._schema.arguments], args, strict=False)) | kwargs
+    if name in READS and any(there):
+        waited(name)
+    elif name in ("index", "index_put", "index_put_") and any(there):
+        places = [place for place in given["indices"] if isinstance(place, Tensor)]
+        if any(place.dtype in (torch.bool, torch.uint8) for place in places):
+            waited("mask")
+        elif any(place.ndim and not isinstance(place, Elsewhere) for place in places):
+            waited("places from the host")
+    elif name in ("to", "_to_copy", "copy_") and not given.get("non_blocking"):
+        if name == "copy_" and there[0] != there[1] or name != "copy_" and asked and asked[0] != (NAME if there[0] else "cpu"):
+            waited("copy")
 
 
 @contextmanager

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from . import host
 from .noise import gumbel
+from .upload import rows_of, uploaded
 
 _DENSE = 1024        # up to this vocabulary, noise for all of it costs no more than finding who needs it
 _LOW = 0xFFFFFFFF
@@ -41,9 +42,8 @@ class Law:
 
     def of(self, rows: Sequence[int]) -> Law:
         """The law of some rows."""
-        chosen = list(rows)
-        return Law(self.size, None if self.given is None else self.given[chosen],
-                   None if self.few is None else (self.few[0][chosen], self.few[1][chosen]))
+        return Law(self.size, None if self.given is None else rows_of(self.given, rows),
+                   None if self.few is None else (rows_of(self.few[0], rows), rows_of(self.few[1], rows)))
 
 
 def choose(law: Law | Tensor, keys: Tensor | None) -> Tensor:
@@ -87,7 +87,7 @@ def _plus(logp: Tensor, noise: Tensor, counts: Sequence[int] | None) -> Tensor:
         return logp + noise
     if len(set(counts)) == 1:
         return (logp.view(len(counts), counts[0], -1) + noise[:, None]).flatten(0, 1)
-    return logp + noise.repeat_interleave(torch.tensor(counts, device=noise.device), 0, output_size=logp.shape[0])
+    return logp + noise.repeat_interleave(uploaded(counts, noise.device), 0, output_size=logp.shape[0])
 
 
 def _best(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:

@@ -35,6 +35,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from .upload import sent
+
 STREAMS = {"text": 0, "draft": 1, "coin": 2, "residual": 3}
 
 _WORD = 2**64 - 1
@@ -71,7 +73,7 @@ def _shift(z: Tensor, bits: int) -> Tensor:
 
 def key_rows(rows: Sequence[tuple[int, int]], device: torch.device | str) -> Tensor:
     """Row keys from `key` as an int32 tensor [R, 2]."""
-    return torch.from_numpy(np.array(rows, np.uint32).view(np.int32).reshape(-1, 2)).to(device)
+    return sent(torch.from_numpy(np.array(rows, np.uint32).view(np.int32).reshape(-1, 2)), device)
 
 
 def bits(keys: Tensor, tokens: Tensor) -> Tensor:

@@ -26,6 +26,7 @@ from . import host
 from .choice import Law, first_largest
 from .edits import Rows, edit
 from .host import Filters
+from .upload import uploaded
 
 _SHORT = 1024        # up to this vocabulary, and on a device, rows are sorted whole
 _SLACK = {torch.float32: 1e-6, torch.float64: 1e-12}
@@ -63,13 +64,13 @@ def laws(logits: Tensor, groups: Sequence[Rows]) -> Law:
         batches.setdefault(_filters(g.sampling, x.shape[1]), []).extend(range(start, stop))
         start = stop
     top = torch.from_numpy(x.numpy().max(-1, keepdims=True)) if x.device.type == "cpu" else x.amax(-1, keepdim=True)
-    if (edited or not x.is_cuda) and not np.isfinite(top.cpu().numpy()).all():    # on a GPU the question costs a host sync
+    if (edited or x.device.type == "cpu") and not np.isfinite(top.cpu().numpy()).all():    # a device would be waited for
         _refuse(logits, top, groups)
     if len(batches) == 1:
         return _law(x, top, next(iter(batches)))
     out = torch.empty_like(x)
     for filters, members in batches.items():
-        rows = torch.tensor(members, device=x.device)
+        rows = uploaded(members, x.device)
         out[rows] = _law(x[rows], top[rows], filters).whole
     return Law(x.shape[1], out)
 

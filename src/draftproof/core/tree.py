@@ -17,6 +17,7 @@ from torch import Tensor
 from ..errors import DrafterError
 from ..types import Role, Verdict
 from .choice import choose
+from .upload import uploaded
 
 
 def children(parents: Sequence[int]) -> list[list[int]]:
@@ -145,7 +146,7 @@ def tree_odds(p: Tensor, q: Tensor | None, tokens: Sequence[int], parents: Seque
         return refuse_all(p[row].to(torch.float64), law, [tokens[kid] for kid in kids])
 
     # A first child needs no leftover law, so that chains are judged without touching the vocabulary.
-    rows, ids = (torch.tensor(list(index), dtype=torch.int64, device=p.device) for index in ((parent + 1 for parent in parents), tokens))
+    rows, ids = (uploaded(list(index), p.device, torch.int64) for index in ((parent + 1 for parent in parents), tokens))
     accept = p[rows, ids].to(torch.float64)
     if q is not None:
         accept = quotient(accept, q.gather(1, ids[:, None])[:, 0].to(torch.float64)).clamp_max(1)

@@ -21,6 +21,7 @@ from torch import Tensor
 from ..errors import DrafterError, OptionError
 from ..types import LOSSY, Draft, DraftLaw, Rule, Verdict
 from .tree import Odds, draw_next, normalised, passes, quotient, tree_draw, tree_odds, walk
+from .upload import rows_of, uploaded
 
 __all__ = ["Odds", "Shape", "allowed", "block_draw", "block_odds", "dense_law", "joint", "match", "ratio_draw", "ratio_odds", "shape_of",
            "shares_noise"]
@@ -80,7 +81,7 @@ def dense_law(law: DraftLaw, vocab_size: int, dtype: torch.dtype = torch.float64
         raise DrafterError(f"the draft's law has {q.shape[1]} tokens and no id map, the target {vocab_size}; "
                            "expected at most as many: give DraftLaw.ids, or cut the drafter's unused rows")
     if law.row != tuple(range(q.shape[0])):
-        q = q[torch.tensor(law.row, dtype=torch.int64, device=q.device)]
+        q = rows_of(q, law.row)
     if q.shape[1] == vocab_size and law.ids is None:
         return q
     ids = torch.arange(q.shape[1], device=q.device) if law.ids is None else law.ids.to(q.device)
@@ -108,7 +109,7 @@ def block_odds(p: Tensor, q: Tensor | None, tokens: Sequence[int]) -> Odds:
     p [n+1, V], q [n, V] or None for point masses, where Zᵢ = ρᵢ (1 − pᵢ₊₁(xᵢ₊₁)). Sun et al., arXiv 2403.10444.
     """
     n = len(tokens)
-    token = torch.tensor(tokens, dtype=torch.int64, device=p.device).view(n, 1)
+    token = uploaded(tokens, p.device, torch.int64).view(n, 1)
     chance = p[:n].gather(1, token).to(torch.float64)
     if q is not None:
         chance = quotient(chance, q.gather(1, token).to(torch.float64))

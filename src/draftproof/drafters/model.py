@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from ..core.upload import rows_of, uploaded
 from ..errors import CacheFull
 from ..models.target import Slot, Target
 from ..types import Budget, Commit, Draft, DraftLaw, SequenceView, Signals
@@ -218,7 +219,7 @@ class ModelDrafter(NoOptions):
 
     def _catch_up(self, lines: Sequence[_Line]) -> Tensor:
         """Feed the text that the slots lack, in chunks; logits [lines, V] after the last token of each text."""
-        missing = [torch.tensor(line.state.seq.tokens[line.slot.length:], dtype=torch.int64, device=self.lm.device) for line in lines]
+        missing = [uploaded(line.state.seq.tokens[line.slot.length:], self.lm.device, torch.int64) for line in lines]
         while any(ids.shape[0] > self.chunk for ids in missing):
             behind = [i for i, ids in enumerate(missing) if ids.shape[0] > self.chunk]
             self.lm.extend([lines[i].slot for i in behind], [missing[i][:self.chunk] for i in behind])
@@ -242,8 +243,8 @@ class ModelDrafter(NoOptions):
         for line in lines:
             line.state.base, line.state.guess = len(line.state.seq.tokens), torch.cat(line.spine)
             greedy, count = line.state.seq.sampling.greedy, len(line.rows)
-            law = None if logq is None or greedy else DraftLaw(logq[line.rows], tuple(range(count)))
-            mine, above = tokens[line.rows], values[line.rows].float()
+            law = None if logq is None or greedy else DraftLaw(rows_of(logq, line.rows), tuple(range(count)))
+            mine, above = rows_of(tokens, line.rows), rows_of(values, line.rows).float()
             if not line.spare or law is not None:
                 extra = evenly(line.depth, line.spare)[:count]
             else:

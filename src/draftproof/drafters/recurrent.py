@@ -16,6 +16,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from ..core.upload import rows_of, uploaded
 from ..models.heads.blocks import join
 from ..models.heads.cache import HeadCache, HeadPass
 from ..models.packed import can_pack, pack
@@ -196,7 +197,7 @@ class RecurrentDrafter:
                 tokens += state.seq.tokens[start + 1:start + 1 + count]
                 positions += range(start, start + count)
         flat = features[0] if len(features) == 1 else torch.cat(features)
-        ids, places = torch.tensor([tokens, positions], device=self.device).unbind()
+        ids, places = uploaded([tokens, positions], self.device).unbind()
         attend = HeadPass([state.cache for state in behind if state.cache is not None], counts)
         out = self.head.step(ids, self.head.fuse(flat), places, attend)
         attend.done()
@@ -240,11 +241,9 @@ class RecurrentDrafter:
                 elif deeper:
                     going.append(i)
             row += len(live)
-            if len(going) < len(live):
-                hidden = hidden[going]
-            tokens, live = picks.tokens[:, 0] if len(going) == len(live) else picks.tokens[going, 0], [live[i] for i in going]
+            live = [live[i] for i in going]
             if live:
-                hidden = self._extend(live, tokens, hidden, level, 1, None)
+                hidden = self._extend(live, rows_of(picks.tokens, going)[:, 0], rows_of(hidden, going), level, 1, None)
         return self._collect(lines, levels)
 
     def _collect(self, lines: Sequence[_Line], levels: Sequence[Picks]) -> list[Draft]:
@@ -258,8 +257,9 @@ class RecurrentDrafter:
                 drafts.append(Draft.empty(self.name, line.reason))
                 continue
             if logq is not None and not line.state.seq.sampling.greedy:
-                law = DraftLaw(logq[line.rows], tuple(range(len(line.rows))), ids)
-            drafts.append(spine(tokens[line.rows], values[line.rows], line.extra[:len(line.rows)], law, self.name, line.reason))
+                law = DraftLaw(rows_of(logq, line.rows), tuple(range(len(line.rows))), ids)
+            mine, above = rows_of(tokens, line.rows), rows_of(values, line.rows)
+            drafts.append(spine(mine, above, line.extra[:len(line.rows)], law, self.name, line.reason))
         return drafts
 
     def _trees(self, lines: Sequence[_Line], noise: Noise) -> list[Draft]:
@@ -300,7 +300,7 @@ class RecurrentDrafter:
             masks = [torch.cat((true, own), 1) for true, own in zip(held, seen, strict=True)]
         at = [len(line.state.seq.tokens) - 1 + level for line in lines for _ in range(slots)]
         attend = HeadPass([line.cache for line in lines], [slots] * len(lines), masks)
-        out = self.head.step(tokens, hidden, torch.tensor(at, device=self.device), attend)
+        out = self.head.step(tokens, hidden, uploaded(at, self.device), attend)
         attend.done()
         return out
 

@@ -18,12 +18,14 @@ from ..core.tally import fates
 from ..core.tree import path
 from ..core.tree import positions as places
 from ..core.typical import typical
+from ..core.upload import uploaded
 from ..core.verify import joint, match, shares_noise
 from ..errors import CacheFull, DrafterError, OptionError
 from ..models.target import Slot, Target
 from ..trace.events import Alternative, Times
 from ..types import LOSSY, Commit, Draft, Fate, Scores, Signals, Verdict
 from .lanes import Lanes
+from .marks import Marks
 from .port import TokenLogprob
 from .records import Judged, Recorder
 from .sequence import Sequence
@@ -40,16 +42,16 @@ class Rounds:
 
     def run(self, batch: abc.Sequence[Sequence]) -> list[Commit]:
         """Advance every sequence by at least one token. If it raises, texts and caches still agree and no token is half in."""
-        start = perf_counter()
+        marks = Marks(self.target.device)
         budgets = self.speculation.plan(batch)
         drafts = self.speculation.propose(batch, budgets)
-        drafted = perf_counter()
+        marks.mark()
         try:
             scores, drafts = self._score(batch, drafts)
-            scored = perf_counter()
-            nodes = [draft.tokens.tolist() for draft in drafts]
-            law = laws(scores.logits, [_options(*each, scores.logits) for each in zip(batch, drafts, nodes, strict=True)])
-            verdicts, coins = self._verify(batch, drafts, nodes, law, scores.starts)
+            marks.mark()
+            law = laws(scores.logits, [_options(seq, draft, scores.logits) for seq, draft in zip(batch, drafts, strict=True)])
+            verdicts, coins, nodes = self._verify(batch, drafts, law, scores.starts)
+            draft_s, score_s, verify_s = marks.spans()
             verified = perf_counter()
             for seq, budget in zip(batch, budgets, strict=True):
                 seq.drafted(budget.depth)
@@ -61,7 +63,7 @@ class Rounds:
             raise
         self.speculation.observe(batch, commits, _signals(scores, commits))
         end = perf_counter()
-        times = Times(drafted - start, scored - drafted, verified - scored, end - verified)
+        times = Times(draft_s, score_s, verify_s, end - verified)
         judged = [Judged(seq, budgets[i], drafts[i], nodes[i], commits[i], _fates(drafts[i], verdicts[i], commits[i]), coins.get(i))
                   for i, seq in enumerate(batch)]
         for i, one in enumerate(judged):
@@ -93,9 +95,10 @@ class Rounds:
             drafts = [Draft.empty(draft.drafter, f"no room to score it: {full}") for draft in drafts]
             return self.target.score(slots, roots, drafts), drafts
 
-    def _verify(self, batch: abc.Sequence[Sequence], drafts: list[Draft], nodes: list[list[int]], law: Law,
-                starts: abc.Sequence[int]) -> tuple[list[Verdict], dict[int, Tensor]]:
-        """A verdict per sequence, and the coins of those whose draft a joint rule judged.
+    def _verify(self, batch: abc.Sequence[Sequence], drafts: list[Draft], law: Law,
+                starts: abc.Sequence[int]) -> tuple[list[Verdict], dict[int, Tensor], list[list[int]]]:
+        """A verdict per sequence, the coins of those whose draft a joint rule judged, and the drafted tokens. Here a round waits for
+        its device: choices and guesses are read together.
 
         Without a draft, at temperature 0 and under `match` the target chooses, with the shared noise. A draft that its rule
         cannot judge is dropped and retires the drafter.
@@ -109,22 +112,23 @@ class Rounds:
                 except (DrafterError, OptionError) as error:
                     lane = self.speculation.of(seq)
                     lane.retire(error)
-                    drafts[i], nodes[i] = Draft.empty(draft.drafter, lane.failure), []
+                    drafts[i] = Draft.empty(draft.drafter, lane.failure)
         rest = [i for i in range(len(batch)) if i not in verdicts]
+        choices = None
         if rest:
             if len(rest) < len(batch) or starts[-1] > sum(len(d) + 1 for d in drafts):
-                chosen = [row for i in rest for row in range(starts[i], starts[i] + len(drafts[i]) + 1)]
-                law = law.of(chosen)
-            choices = choose(law, _choice_keys([batch[i] for i in rest], [drafts[i] for i in rest], self.target.device)).tolist()
-            at = 0
-            for i in rest:
-                own = choices[at:at + len(nodes[i]) + 1]
-                if batch[i].rule in LOSSY:
-                    verdicts[i] = typical(drafts[i].parents, nodes[i], law.whole[at:at + len(own)], own)
-                else:
-                    verdicts[i] = match(drafts[i].parents, nodes[i], own)
-                at += len(own)
-        return [verdicts[i] for i in range(len(batch))], coins
+                law = law.of([row for i in rest for row in range(starts[i], starts[i] + len(drafts[i]) + 1)])
+            choices = choose(law, _choice_keys([batch[i] for i in rest], [drafts[i] for i in rest], self.target.device))
+        chosen, nodes = _read(choices, drafts)
+        at = 0
+        for i in rest:
+            own = chosen[at:at + len(nodes[i]) + 1]
+            if batch[i].rule in LOSSY:
+                verdicts[i] = typical(drafts[i].parents, nodes[i], law.whole[at:at + len(own)], own)
+            else:
+                verdicts[i] = match(drafts[i].parents, nodes[i], own)
+            at += len(own)
+        return [verdicts[i] for i in range(len(batch))], coins, nodes
 
     def _restore(self, batch: abc.Sequence[Sequence]) -> None:
         """After an interruption: forget the scored nodes; no slot holds more than its text but the last token."""
@@ -156,11 +160,23 @@ def _slot(seq: Sequence) -> Slot:
     return seq.slot
 
 
-def _options(seq: Sequence, draft: Draft, nodes: list[int], logits: Tensor) -> Rows:
-    """The options that act on a sequence's rows; the tokens on the way to each are only needed where options look back."""
+def _read(choices: Tensor | None, drafts: abc.Sequence[Draft]) -> tuple[list[int], list[list[int]]]:
+    """The choices [N] and every draft's tokens, as numbers; what lies on the choices' device in one look."""
+    if choices is None or choices.device.type == "cpu":
+        return [] if choices is None else choices.tolist(), [draft.tokens.tolist() for draft in drafts]
+    near = [i for i, draft in enumerate(drafts) if len(draft) and draft.tokens.device == choices.device]
+    seen = torch.cat([choices, *(drafts[i].tokens for i in near)]).tolist()
+    ends = dict(zip(near, accumulate((len(drafts[i]) for i in near), initial=choices.shape[0]), strict=False))
+    return seen[:choices.shape[0]], [seen[ends[i]:ends[i] + len(draft)] if i in ends else draft.tokens.tolist()
+                                     for i, draft in enumerate(drafts)]
+
+
+def _options(seq: Sequence, draft: Draft, logits: Tensor) -> Rows:
+    """The options that act on a sequence's rows; the tokens on the way to each are only read where options look back."""
     if not len(draft) or not (seq.sampling.needs_history or seq.grammar):
         paths: abc.Sequence[abc.Sequence[int]] = ((),) * (len(draft) + 1)
     else:
+        nodes = draft.tokens.tolist()
         paths = [(), *(tuple(nodes[n] for n in path(draft.parents, node)) for node in range(len(draft)))]
     return _rows(seq, paths, logits)
 
@@ -196,7 +212,8 @@ def _signals(scores: Scores, commits: abc.Sequence[Commit]) -> abc.Sequence[Sign
     if not scores.taps:
         return [None] * len(commits)
     rows = [row for root, commit in zip(scores.starts, commits, strict=False) for row in (root, *(root + 1 + n for n in commit.kept))]
-    kept = {layer: hidden[rows] for layer, hidden in scores.taps.items()}
+    places = uploaded(rows, scores.logits.device)
+    kept = {layer: hidden[places] for layer, hidden in scores.taps.items()}
     ends = list(accumulate(1 + len(commit.kept) for commit in commits))
     return [Signals(commit.start - 1, {layer: hidden[end - 1 - len(commit.kept):end] for layer, hidden in kept.items()})
             for commit, end in zip(commits, ends, strict=True)]

@@ -225,7 +225,9 @@ class Speculation:
         need(all(-1 <= parent < i for i, parent in enumerate(parents)), f"parents {parents}", "parents before children, −1 for the root")
         depth = n if draft.is_chain else max(levels(parents))
         need(depth <= budget.depth, f"a draft of depth {depth}", f"at most {budget.depth}")
+        need(draft.law is None or len(draft.law.row) == n, "a law whose rows do not cover its nodes", "one row per node")
+        if draft.tokens.device.type != "cpu":       # a look would wait for the device; a guess that is no token becomes a wrong one
+            return replace(draft, tokens=draft.tokens.clamp(0, self._vocab_size - 1))
         low, high = torch.stack(draft.tokens.aminmax()).tolist()
         need(0 <= low and high < self._vocab_size, f"token id {low if low < 0 else high}", f"ids in [0, {self._vocab_size})")
-        need(draft.law is None or len(draft.law.row) == n, "a law whose rows do not cover its nodes", "one row per node")
         return draft

@@ -25,19 +25,44 @@ Prefix = tuple[str, int, tuple[int, ...]]  # tenant, page before it (−1: none)
 
 @dataclass(slots=True, eq=False)
 class PagedSlot:
-    """One sequence: its tokens (those whose keys are held), its page table, and the draft that awaits `rewind`."""
+    """One sequence: its tokens (those whose keys are held), its page table, and the draft that awaits `rewind`.
+
+    From the first one that was drafted on a device on, tokens are `unread` until somebody asks for them: a look waits for the device."""
 
     tenant: str
-    tokens: list[int] = field(default_factory=list)
+    held: list[int] = field(default_factory=list)  # its tokens but for those unread
     pages: list[int] = field(default_factory=list)
     shared: int = 0  # leading pages that other slots may read
-    nodes: list[int] = field(default_factory=list)  # drafted tokens of the pass in flight
+    nodes: Tensor | None = None  # drafted tokens of the pass in flight
     tails: list[tuple[tuple[int, ...], list[int]]] = field(default_factory=list)  # (path, its own pages) in a tree
     closed: bool = False
+    unread: list[Tensor] = field(default_factory=list)
 
     @property
     def length(self) -> int:
-        return len(self.tokens)
+        return len(self.held) + sum(map(len, self.unread)) if self.unread else len(self.held)
+
+    @property
+    def tokens(self) -> list[int]:
+        """Waits for the device if tokens are unread."""
+        for ids in self.unread:
+            self.held += ids.tolist()
+        self.unread.clear()
+        return self.held
+
+    def add(self, ids: Tensor) -> None:
+        if ids.device.type == "cpu" and not self.unread:
+            self.held += ids.tolist()
+        else:
+            self.unread.append(ids)
+
+    def cut(self, length: int) -> None:
+        """Forget the tokens from `length` on."""
+        while self.unread and self.length - len(self.unread[-1]) >= length:
+            self.unread.pop()
+        if self.length > length and self.unread:
+            self.unread[-1] = self.unread[-1][: length - self.length]
+        del self.held[length:]
 
 
 class PagePool:

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from transformers.activations import SiLUActivation
 
+from ..core.upload import rows_of
 from . import native
 from .attention import attend, compiled
 from .cache import PagePool
@@ -194,8 +195,7 @@ class FusedPass:
             if number in self.taps:
                 self.rows[number] = x.clone()
         if keep is not None:
-            first, last = keep[0], keep[-1]
-            x = x[first : last + 1] if last - first == len(keep) - 1 else x[torch.tensor(keep, device=x.device)]
+            x = rows_of(x, keep)
         logits: Tensor = self.output(self._norm(x, self.norm.weight, self.norm.variance_epsilon))
         return logits
 

@@ -8,6 +8,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor, nn
 
+from ..core.upload import rows_of, sent, uploaded
 from ..types import Draft, Scores
 from .attention import TILE, compiled
 from .cache import PagedSlot, PagePool
@@ -72,7 +73,7 @@ class PagedTarget:
         return -(-tokens // self.pool.page_tokens) <= self.pool.available()
 
     def truncate(self, slot: PagedSlot, length: int) -> None:
-        assert not slot.nodes and length <= slot.length, "a slot only shrinks, between passes"
+        assert slot.nodes is None and length <= slot.length, "a slot only shrinks, between passes"
         size = self.pool.page_tokens
         if length < slot.shared * size:  # never write into a page that others may read
             for page in slot.pages[length // size :]:
@@ -85,13 +86,13 @@ class PagedTarget:
                 slot.pages.append(self.pool.take())
                 with torch.inference_mode():
                     self.pool.copy_head(source, slot.pages[-1], length % size)
-        del slot.tokens[length:]
+        slot.cut(length)
 
     def close(self, slot: PagedSlot) -> None:
         if slot.closed:
             return
         self._drop_tails(slot)
-        slot.nodes.clear()
+        slot.nodes = None
         self.pool.publish(slot)
         for page in slot.pages:
             self.pool.release(page)
@@ -124,8 +125,8 @@ class PagedTarget:
         else:
             logits = self._run(slots, drafts, tokens[0][:1], [len(drafts[0]) - 1, len(drafts[0])])[1:]
         for slot, ids in zip(slots, tokens, strict=True):
-            slot.nodes = []
-            slot.tokens += ids.tolist()
+            slot.nodes = None
+            slot.add(ids)
             if slot.length >= (slot.shared + 1) * self.pool.page_tokens:
                 self.pool.publish(slot)
         rows = sum(map(len, tokens))
@@ -138,18 +139,19 @@ class PagedTarget:
             run = [Draft.chain(roots)]
         logits = self._run(slots, run, roots, None)[:rows]
         starts = [0]
-        for slot, root, draft in zip(slots, roots.tolist(), drafts, strict=True):
-            slot.tokens.append(root)
-            slot.nodes = draft.tokens.tolist()
+        for i, (slot, draft) in enumerate(zip(slots, drafts, strict=True)):
+            slot.add(roots[i : i + 1])
+            slot.nodes = draft.tokens
             starts.append(starts[-1] + len(draft) + 1)
         return Scores(logits, tuple(starts), {k: v[:rows] for k, v in self._taps.rows.items()})
 
     def rewind(self, slot: PagedSlot, kept: Sequence[int]) -> None:
         if kept and slot.tails:
             self._adopt_tail(slot, kept[-1])
-        slot.tokens += [slot.nodes[i] for i in kept]
+        if kept and slot.nodes is not None:
+            slot.add(rows_of(slot.nodes, kept))
         self._drop_tails(slot)
-        slot.nodes = []
+        slot.nodes = None
 
     def _adopt_tail(self, slot: PagedSlot, node: int) -> None:
         """Make the winner's copy of the last pages the slot's own (the first path writes into the slot's own pages)."""
@@ -168,15 +170,15 @@ class PagedTarget:
             if self.fused is not None:
                 return self.fused(p, self.pool, keep)
             p = p.placed()
-            more = {} if keep is None else {"logits_to_keep": torch.tensor(keep, device=self.device)}
+            more = {} if keep is None else {"logits_to_keep": uploaded(keep, self.device)}
             out = self.model(
                 input_ids=p.ids, position_ids=p.positions, use_cache=False, draftproof_pass=p, draftproof_pool=self.pool, **more
             )
         except BaseException:
             for slot, length in zip(slots, lengths, strict=True):
                 self._drop_tails(slot)
-                slot.nodes = []
-                del slot.tokens[length:]
+                slot.nodes = None
+                slot.cut(length)
             raise
         logits: Tensor = out.logits[0]
         return logits
@@ -190,7 +192,7 @@ class PagedTarget:
         write_to: list[int] = []
         write_from: list[int] = []
         for slot, draft in zip(slots, drafts, strict=True):
-            assert not slot.nodes and not slot.closed, "rewind before the next pass"
+            assert slot.nodes is None and not slot.closed, "rewind before the next pass"
             first, base = len(positions), slot.length
             depths = [0]
             for parent in draft.parents:
@@ -217,7 +219,7 @@ class PagedTarget:
 
     def _plan_chain(self, slot: PagedSlot, draft: Draft, root: Tensor) -> Pass:
         """`_plan` for one chain, the shape of most passes."""
-        assert not slot.nodes and not slot.closed, "rewind before the next pass"
+        assert slot.nodes is None and not slot.closed, "rewind before the next pass"
         size, base, rows = self.pool.page_tokens, slot.length, len(draft) + 1
         self._reach(slot, base + rows)
         places = list(range(base, base + rows))
@@ -236,9 +238,9 @@ class PagedTarget:
         move together."""
         on_host = all(part.device.type == "cpu" for part in (roots, *(draft.tokens for draft in drafts)))
         home = torch.device("cpu") if on_host else self.device
-        roots = roots.to(home)
-        parts = [part for i, draft in enumerate(drafts) for part in (roots[i : i + 1], draft.tokens.to(home))]
-        return torch.cat(parts).to(self.device)[None]
+        roots = sent(roots, home)
+        parts = [part for i, draft in enumerate(drafts) for part in (roots[i : i + 1], sent(draft.tokens, home))]
+        return sent(torch.cat(parts), self.device)[None]
 
     def _tree_paths(self, slot: PagedSlot, draft: Draft, base: int, depth: int) -> Iterator[tuple[list[int], list[int], list[int]]]:
         """(page table, rows whose keys lie on the path, rows that attend through it) per leaf. Row 0 is the root, row 1+i node i.

@@ -14,6 +14,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from ..core.upload import sent, uploaded
 from . import native
 
 LEAST_KEYS, MOST_KEYS = 64, 256  # of a page: an attention call reads no fewer, and of pages with more keys always all
@@ -84,9 +85,9 @@ class Pass:
         """With every tensor where the ids are."""
         device = self.ids.device
         if device.type != "cpu":
-            self.positions = self.positions.to(device)
-            self.write_to = self.write_to if isinstance(self.write_to, slice) else self.write_to.to(device)
-            self.write_from = None if self.write_from is None else self.write_from.to(device)
+            self.positions = sent(self.positions, device)
+            self.write_to = self.write_to if isinstance(self.write_to, slice) else sent(self.write_to, device)
+            self.write_from = None if self.write_from is None else sent(self.write_from, device)
         return self
 
     def writes(self) -> tuple[Sequence[int], Sequence[int]]:
@@ -127,7 +128,7 @@ def chain_items(p: Pass, group: int, dtype: torch.dtype) -> Items:
     places += places[:1] * (width - rows)
     keys = _keys_read(places[rows - 1], size) if device.type == "cpu" else size
     bias = torch.zeros(group * width, keys, dtype=dtype, device=device)
-    bias.masked_fill_(torch.arange(keys, device=device) > torch.tensor(places * group, device=device)[:, None], float("-inf"))
+    bias.masked_fill_(torch.arange(keys, device=device) > uploaded(places * group, device)[:, None], float("-inf"))
     before = bias.new_zeros(last, 1, group * width, size)
     if keys < size:
         calls = [*calls_of(pages[:last], None, before), *calls_of(pages[last:], None, bias[None, None])]
@@ -136,7 +137,7 @@ def chain_items(p: Pass, group: int, dtype: torch.dtype) -> Items:
     return Items(
         paths=1,
         width=width,
-        take=None if width == rows else torch.tensor([*range(rows), *[0] * (width - rows)], device=device),
+        take=None if width == rows else uploaded([*range(rows), *[0] * (width - rows)], device),
         back=None if width == rows else slice(0, rows),
         calls=calls,
         grid=torch.arange(last + 1, device=device)[None] if last else None,
@@ -157,7 +158,7 @@ def calls_of(pages: Sequence[int], owner: Sequence[int] | None, bias: Tensor) ->
 def _index(ids: Sequence[int], device: torch.device) -> slice | Tensor:
     """A slice if they are consecutive, because it copies nothing."""
     run = range(ids[0], ids[0] + len(ids))
-    return slice(run.start, run.stop) if list(ids) == list(run) else torch.tensor(ids, device=device)
+    return slice(run.start, run.stop) if list(ids) == list(run) else uploaded(ids, device)
 
 
 def _cuts(pages: Sequence[int]) -> list[tuple[int, int]]:
@@ -219,11 +220,11 @@ def general_items(p: Pass, window: int | None, group: int, dtype: torch.dtype) -
     return Items(
         paths=len(p.paths),
         width=width,
-        take=None if identity else torch.tensor(take, device=device),
-        back=None if identity else torch.tensor(back, device=device),
-        calls=calls_of(pages, owner if len(p.paths) > 1 else None, bias.to(device)),
-        grid=None if grid is None else grid.to(device),
-        dead=dead.to(device) if bool(dead.any()) else None,
+        take=None if identity else uploaded(take, device),
+        back=None if identity else uploaded(back, device),
+        calls=calls_of(pages, owner if len(p.paths) > 1 else None, sent(bias, device)),
+        grid=None if grid is None else sent(grid, device),
+        dead=sent(dead, device) if bool(dead.any()) else None,
     )
 
 

@@ -18,6 +18,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from ..core.upload import uploaded
 from ..errors import OptionError
 from ..types import Draft, Scores
 from .cache import PagedSlot
@@ -85,7 +86,7 @@ class Shallow:
         target = self.target
         for slot in slots:
             assert slot.base.length >= slot.base.shared * target.pool.page_tokens, "shared pages end before the text does"
-            assert not slot.base.nodes, "the target awaits a rewind"
+            assert slot.base.nodes is None, "the target awaits a rewind"
         drafts = [Draft.chain(ids[1:]) for ids in tokens]
         ends = [sum(len(d) + 1 for d in drafts[: i + 1]) - 1 for i in range(len(drafts))]
         keep: list[int] | None = ends
@@ -97,7 +98,7 @@ class Shallow:
         if target.fused is not None:
             logits = self._fused(p, target.pool, keep)
         else:
-            more = {} if keep is None else {"logits_to_keep": torch.tensor(keep, device=self.device)}
+            more = {} if keep is None else {"logits_to_keep": uploaded(keep, self.device)}
             p = p.placed()
             logits = self._model(input_ids=p.ids, position_ids=p.positions, use_cache=False, draftproof_pass=p,
                                  draftproof_pool=target.pool, **more).logits[0]

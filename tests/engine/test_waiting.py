@@ -1,0 +1,128 @@
+"""A round waits for its device once, for the verdict. The device is pretended (tests/models/elsewhere.py); what would wait for a real one
+is counted there."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import pytest
+import torch
+from elsewhere import NAME, WAITS, elsewhere
+
+from draftproof import Engine, LoadConfig, Sampling
+from draftproof.core.upload import rows_of, sent, uploaded
+from draftproof.drafters.base import Needs, Noise
+from draftproof.engine.marks import Marks
+from draftproof.engine.round import Rounds
+from draftproof.models.cache import PagedSlot
+from draftproof.models.load import builtin, load_target
+from draftproof.types import Budget, Commit, Draft, SequenceView, Signals
+
+LOAD = {"dtype": "float32", "self_test": False}
+PROMPT = "def fib(n):\n    return fib(n - 1) + fib("
+
+
+class Wrong:
+    """Guesses on the device, always wrongly and outside of the vocabulary."""
+
+    name, needs = "wrong", Needs()
+
+    def __init__(self, device: str) -> None:
+        self.device = device
+
+    def open(self, seq: SequenceView, signals: Signals | None) -> None:
+        return None
+
+    def propose(self, states: Sequence[None], budgets: Sequence[Budget], noise: Noise) -> list[Draft]:
+        return [Draft.chain(uploaded([10**9] * budget.depth, self.device, torch.int64), drafter="wrong") for budget in budgets]
+
+    def observe(self, states: Sequence[None], commits: Sequence[Commit], signals: Sequence[Signals | None]) -> None:
+        return None
+
+    def close(self, state: None) -> None:
+        return None
+
+
+@pytest.fixture
+def rounds(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """The waits of every round."""
+    found: list[list[str]] = []
+    run = Rounds.run
+
+    def counted(self: Rounds, batch: Sequence[object]) -> object:
+        WAITS.clear()
+        done = run(self, batch)  # type: ignore[arg-type]
+        found.append(list(WAITS))
+        return done
+
+    monkeypatch.setattr(Rounds, "run", counted)
+    return found
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_one_wait_a_round_and_the_text_of_the_cpu(temperature: float, rounds: list[list[str]]) -> None:
+    sampling = Sampling(temperature=temperature, max_tokens=10, seed=3, ignore_eos=True)
+    with Engine(str(builtin("target")), "none", 0, load=LoadConfig(device="cpu", **LOAD)) as engine:  # type: ignore[arg-type]
+        expected = [one.token_ids for one in engine.generate_batch([PROMPT, "x = [1, 2, "], sampling)]
+    load = LoadConfig(device=NAME, **LOAD)  # type: ignore[arg-type]
+    with elsewhere():
+        target = load_target(builtin("target"), load)
+        for spec in ("none", "ngram", "model", "eagle3", "mtp", Wrong(NAME)):
+            rounds.clear()
+            with Engine(target, spec, 0 if spec == "none" else 3, load=load) as engine:
+                done = engine.generate_batch([PROMPT, "x = [1, 2, "], sampling)
+            assert [one.token_ids for one in done] == expected, spec
+            assert spec == "none" or all(one.speculation["state"] == "on" for one in done), done[0].speculation
+            assert not isinstance(spec, Wrong) or all(one.metrics["drafted"] > one.metrics["accepted"] == 0 for one in done)
+            for waits in rounds:
+                assert "engine/round.py" in waits[0] and "choices" in waits[0], waits
+                # behind the verdict nothing is under way: the draft model's look at what it guessed costs no more than its copy
+                assert len(waits) == 1 or spec == "model" and all("drafters/model.py" in wait for wait in waits[1:]), waits
+
+
+def test_the_count_sees_what_waits() -> None:
+    with elsewhere():
+        x = torch.arange(5.0).to(NAME)
+        WAITS.clear()
+        for wait in (lambda: x.tolist(), lambda: x.sum().item(), lambda: x.cpu(), lambda: torch.tensor([1, 2], device=NAME),
+                     lambda: x[x > 2], lambda: (x > 2).nonzero(), lambda: x[torch.tensor([0, 3])], lambda: x.copy_(torch.ones(5))):
+            before = len(WAITS)
+            wait()
+            assert len(WAITS) == before + 1, WAITS
+        WAITS.clear()
+        y = uploaded([1, 2, 3], NAME) + sent(torch.ones(3).long(), NAME)
+        found = rows_of(x, [0, 2]), rows_of(x, [1, 2]), rows_of(x, []), x[1:3] * 2
+        assert not WAITS and y.tolist() == [2, 3, 4] and [len(each) for each in found] == [2, 2, 0, 2]
+
+
+@pytest.mark.parametrize("rows", [[], [3], [1, 2, 3], [3, 2, 1], [0, 2], [2, 2, 3]])
+def test_rows(rows: list[int]) -> None:
+    x = torch.randn(5, 3)
+    assert torch.equal(rows_of(x, rows), x[torch.tensor(rows, dtype=torch.int64)])
+
+
+def test_a_slot_reads_its_tokens_when_it_is_asked() -> None:
+    with elsewhere():
+        slot = PagedSlot("", [1, 2])
+        slot.add(torch.tensor([3]))
+        WAITS.clear()
+        for part in (uploaded([4, 5, 6], NAME), torch.tensor([7]), uploaded([8, 9], NAME)):
+            slot.add(part)
+        assert slot.length == 9 and not WAITS
+        slot.cut(8)
+        assert slot.length == 8
+        slot.cut(5)
+        assert slot.length == 5 and not WAITS
+        assert slot.tokens == [1, 2, 3, 4, 5] and WAITS
+        slot.cut(1)
+        assert slot.tokens == [1] and slot.length == 1
+
+
+def test_marks_are_of_the_host_where_there_are_no_events() -> None:
+    marks = Marks(torch.device("cpu"))
+    time.sleep(0.02)
+    marks.mark()
+    marks.mark()
+    first, second, rest = marks.spans()
+    assert first >= 0.02 > second >= 0 and rest >= 0
