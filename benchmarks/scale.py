@@ -77,7 +77,7 @@ def standing(target: Any, context: int, batch: int) -> Iterator[list[Any]]:
                 text = [(7 * t + i) % target.vocab_size for t in range(context)]
                 slots.append(target.open(text, f"scale {context} {batch} {i}", max(WIDTHS) + 1))
                 target.extend([slots[-1]], [torch.tensor(text[:1])])
-                slots[-1].tokens += text[1:]
+                slots[-1].tokens.extend(text[1:])
             yield slots
         finally:
             for slot in slots:

@@ -36,6 +36,7 @@ class LoadConfig(_Config):
     reproducible: bool = True             # rows independent of their neighbours where the machine allows it (Law 2)
     self_test: bool = True                # measure at load whether speculation is invisible to the bit
     graphs: bool = True                   # on a CUDA device, record passes of few rows and replay them
+    compile: bool = False                 # on a GPU, join the small operations between products by torch.compile; takes a minute at load
     packed: bool = True                   # pack linear layers where that is faster; not for training, which needs plain matrices
     quantization: str | None = None       # "int8", "int4", on a GPU "int4", "fp8": rounded at load; another model, whose text is its own
     page_tokens: int = 256                # keys per cache page, the attention kernel's block
@@ -50,6 +51,8 @@ class LoadConfig(_Config):
             raise OptionError(f"quantization={self.quantization!r}: expected int8, int4 or fp8, or nothing")
         if self.quantization and not self.packed:
             raise OptionError(f"quantization={self.quantization}, packed=False: rounded weights cannot be trained; leave one of them out")
+        if self.compile and not self.packed:
+            raise OptionError("compile=True, packed=False: what is trained runs as torch runs it; leave one of them out")
         for name in ("page_tokens", "prefill_chunk", "cache_tokens"):
             if getattr(self, name) < 2:
                 raise OptionError(f"{name}={getattr(self, name)}: expected an integer ≥ 2")
@@ -60,7 +63,8 @@ class LoadConfig(_Config):
 
     def of_draft(self) -> LoadConfig:
         """For a draft model: whole, on its own device, and untested, because its bits are not the text's."""
-        return replace(self, device=self.draft_device or self.device, tensor_parallel=1, self_test=False)
+        device = self.draft_device or self.device
+        return replace(self, device=device, tensor_parallel=1, self_test=False, compile=self.compile and device != "cpu")
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ def filled(p: PagePool, tokens: list[int], tenant: str = "") -> PagedSlot:
     slot = PagedSlot(tenant, tokens[: len(pages) * P], pages, shared=len(pages))
     while len(slot.pages) * P < len(tokens):
         slot.pages.append(p.take())
-    slot.tokens = list(tokens)
+    slot.held = list(tokens)
     p.publish(slot)
     return slot
 

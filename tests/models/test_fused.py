@@ -10,7 +10,8 @@ import torch
 
 from draftproof.config import LoadConfig
 from draftproof.models import load, native, passes
-from draftproof.models.fused import FusedLayer, can_fuse, rms_norm
+from draftproof.models.between import rms_norm
+from draftproof.models.fused import FusedLayer, can_fuse
 from draftproof.models.load import load_target
 from draftproof.models.paged import PagedTarget
 from draftproof.models.passes import Pass, chain_items, general_items

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from draftproof.models import native
-from draftproof.models.fused import rms_norm, turn
+from draftproof.models.between import rms_norm, turn
 from draftproof.models.packed import PackedLinear, StreamedLinear, holds_bfloat16, packed
 
 ROWS = 29

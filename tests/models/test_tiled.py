@@ -10,7 +10,7 @@ from test_fused import save
 
 from draftproof.config import LoadConfig
 from draftproof.models import float8, int4, load
-from draftproof.models.fused import rms_norm, tiled_norm
+from draftproof.models.between import rms_norm, tiled_norm
 from draftproof.models.load import _form, load_target
 from draftproof.models.paged import PagedTarget
 from draftproof.models.tiled import TILE_ROWS, TiledLinear, by_tiles

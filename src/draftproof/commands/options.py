@@ -127,6 +127,8 @@ load_options = stacked(
             help="Divide the target's blocks among N processes, on GPUs (not tested) from --device on."),
     setting(LoadConfig, "graphs", "--graphs/--no-graphs",
             help="On CUDA, record passes of few rows and replay them, or run them one by one.  [default: graphs]"),
+    setting(LoadConfig, "compile", "--compile/--no-compile",
+            help="On a GPU (not tested), join the operations between products by torch.compile.  [default: no-compile]"),
     setting(LoadConfig, "threads", type=int, metavar="N", help="CPU threads.  [default: the physical cores]"),
     setting(LoadConfig, "reproducible", "--reproducible/--fast",
             help="Kernels whose rows do not depend on their neighbours, or the fastest.  [default: reproducible]"),

@@ -8,6 +8,7 @@ see adds exactly nothing and may be skipped without moving a bit.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from .cache import PagePool
 from .passes import Call, Items, Pass
 
 NAME = "draftproof_pages"
+Weigh = Callable[[Tensor, Tensor, float, float | None], tuple[Tensor, Tensor]]  # as `weights_of`
 TILE = 4  # queries per product; tiles of 1–3 rows take another kernel with other bits
 
 
@@ -33,13 +35,24 @@ def flash_page(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, scaling:
     return out, lse if lse.shape[1] == key.shape[1] else lse.transpose(1, 2)
 
 
+def weights_of(scores: Tensor, bias: Tensor, scaling: float, softcap: float | None) -> tuple[Tensor, Tensor]:
+    """Softmax over the last dimension of scores, scaled, capped and with `bias` added, in their type, and its log-sum-exp, float32."""
+    scores = scores.float() * scaling
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    wide = scores + bias.float()
+    logp = torch.log_softmax(wide, -1)  # per-row kernel: independent of the number of rows
+    return logp.exp().to(bias.dtype), wide.amax(-1) - logp.amax(-1)
+
+
 def plain_page(
-    query: Tensor, key: Tensor, value: Tensor, bias: Tensor, scaling: float, softcap: float | None = None
+    query: Tensor, key: Tensor, value: Tensor, bias: Tensor, scaling: float, softcap: float | None = None, weigh: Weigh = weights_of
 ) -> tuple[Tensor, Tensor]:
     """The same by matrix products of fixed shape [TILE, D] × [D, P]; softcap as in Gemma 2 (arXiv 2408.00118).
 
     The products see tiles of constant shape as a batch, because a product's bits may depend on its number of rows. They may also
-    depend on the order in which a matrix is stored: the keys are laid out [D, P] here, else the number of tiles would decide.
+    depend on the order in which a matrix is stored: the keys are laid out [D, P] here, else the number of tiles would decide. weigh: what
+    stands for `weights_of`.
     """
     items, heads, queries, dim = query.shape
     tiles = -(-queries // TILE)
@@ -47,13 +60,9 @@ def plain_page(
         query = torch.nn.functional.pad(query, (0, 0, 0, tiles * TILE - queries))
         bias = torch.nn.functional.pad(bias, (0, 0, 0, tiles * TILE - queries))
     tiled = query.reshape(items, heads, tiles, TILE, dim)
-    scores = torch.matmul(tiled, key.transpose(-1, -2).contiguous()[:, :, None]).float() * scaling
-    if softcap is not None:
-        scores = softcap * torch.tanh(scores / softcap)
-    scores = scores + bias.view(items, 1, tiles, TILE, -1).float()
-    logp = torch.log_softmax(scores, -1)  # per-row kernel: independent of the number of rows
-    lse = scores.amax(-1) - logp.amax(-1)
-    out = torch.matmul(logp.exp().to(value.dtype), value[:, :, None])
+    scores = torch.matmul(tiled, key.transpose(-1, -2).contiguous()[:, :, None])
+    weights, lse = weigh(scores, bias.reshape(items, 1, tiles, TILE, -1), scaling, softcap)
+    out = torch.matmul(weights, value[:, :, None])
     shape = (items, heads, tiles * TILE)
     return out.reshape(*shape, -1)[:, :, :queries], lse.reshape(shape)[:, :, :queries]
 
@@ -121,10 +130,12 @@ def attend(
     pool: PagePool,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    weigh: Weigh | None = None,
 ) -> Tensor:
     """Write the rows' keys into their pages, then attend along each path. query [rows, H, D], key and value [rows, KV, D] → [rows, H, D].
 
-    window: how many keys a row sees, itself included (None: all). softcap and sinks [H] as the functions above take them.
+    window: how many keys a row sees, itself included (None: all). softcap and sinks [H] as the functions above take them. weigh: what
+    stands for `weights_of`; then pages go through `plain_page` on any device.
     """
     rows, heads, dim = query.shape
     kv_heads = key.shape[1]
@@ -138,13 +149,14 @@ def attend(
         keys.index_copy_(0, p.write_to, key)
         values.index_copy_(0, p.write_to, value)
 
-    if softcap is None and compiled(query.device, query.dtype):
+    if softcap is None and weigh is None and compiled(query.device, query.dtype):
         return native.attend(p.course(), query, keys, values, scaling, window, sinks)
-    return _by_torch(layer, query, scaling, p.items(window, group, query.dtype), pool, softcap, sinks)
+    return _by_torch(layer, query, scaling, p.items(window, group, query.dtype), pool, softcap, sinks, weigh)
 
 
 def _by_torch(
-    layer: int, query: Tensor, scaling: float, items: Items, pool: PagePool, softcap: float | None, sinks: Tensor | None
+    layer: int, query: Tensor, scaling: float, items: Items, pool: PagePool, softcap: float | None, sinks: Tensor | None,
+    weigh: Weigh | None,
 ) -> Tensor:
     """With the query heads of a key head and a path's rows as the queries of one product."""
     if items.take is not None:
@@ -152,12 +164,14 @@ def _by_torch(
     paths, width, heads, dim = items.paths, items.width, *query.shape[1:]
     kv_heads, deep = pool.values[layer].shape[1:]
     query = query.reshape(paths, width, kv_heads, -1, dim).permute(0, 2, 3, 1, 4).reshape(paths, kv_heads, -1, dim)
-    flash = softcap is None and query.device.type == "cpu" and dim == deep
+    flash = weigh is None and softcap is None and query.device.type == "cpu" and dim == deep
 
     def answer(call: Call) -> tuple[Tensor, Tensor]:
         asked = (query if call.owner is None else query[call.owner]).expand(len(call.bias), -1, -1, -1)
         key, value = (pages[:, : call.bias.shape[-1]].transpose(1, 2) for pages in pool.read(layer, call.pages))
-        return flash_page(asked, key, value, call.bias, scaling) if flash else plain_page(asked, key, value, call.bias, scaling, softcap)
+        if flash:
+            return flash_page(asked, key, value, call.bias, scaling)
+        return plain_page(asked, key, value, call.bias, scaling, softcap, weigh or weights_of)
 
     out, lse = _joined([answer(call) for call in items.calls])
     if sinks is not None:

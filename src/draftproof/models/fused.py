@@ -14,6 +14,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from copy import copy
+from functools import partial
 from typing import Any, Self
 
 import torch
@@ -23,11 +24,12 @@ from transformers.activations import SiLUActivation
 from ..core.upload import rows_of
 from . import native
 from .attention import attend, compiled
+from .between import Between, rms_norm, tiled_norm, turn
 from .cache import PagePool
 from .packed import HeldLinear, Linear, StreamedLinear, joined
 from .passes import Pass
 from .shares import bare, kept
-from .tiled import InTiles, by_tiles
+from .tiled import InTiles
 
 FAMILIES = {"llama": "Llama", "mistral": "Mistral", "ministral": "Ministral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
 MOVING_ROPE = {"dynamic", "longrope"}  # their angles depend on the longest row of the pass, so there is no table of them
@@ -35,28 +37,11 @@ SILU = (nn.SiLU, SiLUActivation)
 FIRST_ANGLES = 1024  # positions; the table doubles when a text outgrows it
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x / rms(x) · weight over the last dimension, rounded where the transformers modules round (Zhang & Sennrich, arXiv 1910.07467)."""
-    wide = x.to(torch.float32, copy=True)
-    scale = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
-    wide.mul_(scale.mul_(scale).div_(x.shape[-1]).add_(eps).rsqrt_())
-    return wide.to(x.dtype).mul_(weight)
-
-
-def tiled_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """`rms_norm` in sums of one shape."""
-    return by_tiles(lambda rows: rms_norm(rows, weight, eps), x)
-
-
-def turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x [rows, heads, n] turned by rotary angles (Su et al., arXiv 2104.09864); cos, sin [rows, 1, n], sin negative in its first half."""
-    return (x * cos).add_(x.roll(x.shape[-1] // 2, -1).mul_(sin))
-
-
 class FusedLayer(nn.Module):
     """One block with its products joined. Stands in the model's own list of layers and can be called as they are."""
 
-    def __init__(self, layer: Any, linear: Linear) -> None:
+    def __init__(self, layer: Any, linear: Linear, between: Between | None = None) -> None:
+        """between: what stands for the block's own choice."""
         super().__init__()
         attention, mlp = layer.self_attn, layer.mlp
         self.layer_idx, self.head_dim, self.scaling = attention.layer_idx, attention.head_dim, attention.scaling
@@ -65,6 +50,7 @@ class FusedLayer(nn.Module):
             self.window = attention.config.sliding_window
         self.heads = attention.q_proj.out_features // self.head_dim
         self.kv_heads = attention.k_proj.out_features // self.head_dim
+        self.inner: int = mlp.gate_proj.out_features
         self.qkv = linear(*joined([attention.q_proj, attention.k_proj, attention.v_proj]))
         self.o = kept(attention.o_proj, linear)
         self.gate_up = linear(*joined([mlp.gate_proj, mlp.up_proj]))
@@ -73,10 +59,11 @@ class FusedLayer(nn.Module):
         self.input_norm, self.mlp_norm = layer.input_layernorm, layer.post_attention_layernorm
         # bound once: finding and calling a module costs as much as a small operation
         self._products = self.qkv.forward, self.o.forward, self.gate_up.forward, self.down.forward
-        ours = compiled(layer.input_layernorm.weight.device, layer.input_layernorm.weight.dtype)
-        self._norm = native.norm if ours else tiled_norm if isinstance(self.qkv, InTiles) else rms_norm
-        self._turn = native.turn if ours else turn
-        self._gate = native.gate if ours and type(self.act) in SILU else self._act
+        ours = between is None and compiled(layer.input_layernorm.weight.device, layer.input_layernorm.weight.dtype)
+        tiled = isinstance(self.qkv, InTiles)
+        found = between or (Between(native.norm, native.turn) if ours else Between(tiled_norm if tiled else rms_norm, turn, tiled=tiled))
+        self._norm, self._turn, self._weigh, self._tiled = found.norm, found.turn, found.weigh, found.tiled
+        self._gate = native.gate if ours and type(self.act) in SILU else partial(found.gate, self.act)
         self._norms = [(norm.weight.detach(), norm.variance_epsilon) for norm in (self.input_norm, self.mlp_norm)]
         self.head_norm: Tensor | None = None  # [heads + kv_heads, head_dim], Qwen 3's norm of each head
         if hasattr(attention, "q_norm"):
@@ -94,14 +81,10 @@ class FusedLayer(nn.Module):
         if self.head_norm is not None:
             qk = self._norm(qk, self.head_norm, self.head_eps)
         qk = self._turn(qk, cos, sin)
-        out = attend(self.layer_idx, qk[:, : self.heads], qk[:, self.heads :], heads[:, turned:], self.scaling, self.window, p, pool)
+        out = attend(self.layer_idx, qk[:, : self.heads], qk[:, self.heads :], heads[:, turned:], self.scaling, self.window, p, pool,
+                     weigh=self._weigh)
         x.add_(to_out(out.reshape(rows, -1)))
         return x.add_(to_down(self._gate(to_gate_up(self._norm(x, *after)))))
-
-    def _act(self, gate_up: Tensor) -> Tensor:
-        gate, up = gate_up.chunk(2, -1)
-        activated: Tensor = self.act(gate)
-        return activated.mul_(up)
 
     def streamed(self) -> list[StreamedLinear]:
         """Its products, if the block runs through our kernels alone; else none."""
@@ -111,7 +94,7 @@ class FusedLayer(nn.Module):
     def tile(self) -> int:
         """The rows of a tile, if every product and sum over a row has one shape (tiled.py); else 0."""
         tiles = [part.tile for part in (self.qkv, bare(self.o), self.gate_up, bare(self.down)) if isinstance(part, InTiles)]
-        return max(tiles) if len(tiles) == 4 and self._norm is tiled_norm else 0
+        return max(tiles) if len(tiles) == 4 and self._tiled else 0
 
     def kernel(self, pool: PagePool) -> native.Layer:
         """The block for `native.blocks`."""
@@ -145,10 +128,7 @@ class FusedPass:
         self.layers: list[FusedLayer] = list(model.model.layers)
         self.norm, self.rotary = model.model.norm, model.model.rotary_emb
         self.moving = self.rotary.rope_type in MOVING_ROPE
-        if compiled(self.norm.weight.device, self.norm.weight.dtype):
-            self._norm = native.norm
-        else:
-            self._norm = tiled_norm if all(layer.tile() for layer in self.layers) else rms_norm
+        self._norm = self.layers[0]._norm
         self.angles: Tensor | None = None  # [positions, 2, head_dim]: cos, and sin with its first half negated
         self.taps: frozenset[int] = frozenset()
         self.rows: dict[int, Tensor] = {}
@@ -255,9 +235,9 @@ def can_fuse(model: Any) -> tuple[bool, str]:
     return True, "one product for q, k and v, one for gate and up, and few operations between them"
 
 
-def fuse(model: Any, linear: Linear | None) -> None:
+def fuse(model: Any, linear: Linear | None, between: Between | None = None) -> None:
     """Replace the model's layers by fused ones, in place and one at a time, so that no more than one layer is held twice. linear: what
-    makes a layer of a weight and a bias; None: torch's own."""
+    makes a layer of a weight and a bias; None: torch's own. between: for `FusedLayer`."""
     layers = model.model.layers
     for number in range(len(layers)):
-        layers[number] = FusedLayer(layers[number], linear or HeldLinear)
+        layers[number] = FusedLayer(layers[number], linear or HeldLinear, between)

@@ -18,6 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from ..config import LoadConfig
 from ..errors import LoadError
 from . import attention, float8, int4, int8
+from .between import compare, compiled_between
 from .cropped import CroppedTarget
 from .fused import FusedPass, can_fuse, fuse
 from .graphs import CudaRecorder, Record, passes
@@ -94,7 +95,7 @@ def _made(model: Any, name: str, config: LoadConfig, tokenizer: Tokenizer | None
     weight_bytes, parameters = _sizes(model)
     tier = _tier(model, device, reasons)
     form = _form(config, device, dtype, reasons)
-    slim = fused and config.packed and _fuse(model, tier, form, reasons)
+    slim = fused and config.packed and _fuse(model, tier, form, config, reasons)
     if form:
         pack(model, form)
     text = model.config.get_text_config()
@@ -161,12 +162,15 @@ def _form(config: LoadConfig, device: torch.device, dtype: torch.dtype, reasons:
     return packed if able else None
 
 
-def _fuse(model: Any, tier: int, linear: Linear | None, reasons: dict[str, str]) -> bool:
+def _fuse(model: Any, tier: int, linear: Linear | None, config: LoadConfig, reasons: dict[str, str]) -> bool:
     """Join the products of each block, where the blocks are known and attend through our pages."""
     able, why = can_fuse(model) if tier == 1 else (False, "the model keeps its own cache")
     reasons["forward pass"] = f"{'fused' if able else 'as transformers runs it'}: {why}"
+    between = compiled_between(able, why, model.device, config.reproducible, reasons) if config.compile else None
     if able:
-        fuse(model, linear)
+        fuse(model, linear, between)
+        if between is not None:
+            compare(between, model.model.layers[0], config.page_tokens)
     return able
 
 

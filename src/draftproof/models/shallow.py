@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from copy import copy
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -32,7 +32,7 @@ class ShallowSlot:
 
     base: PagedSlot
     drafted: int = 0
-    nodes: list[int] = field(default_factory=list)      # always empty: passes here are chains that nobody judges
+    nodes: None = None      # passes here are chains that nobody judges
 
     @property
     def length(self) -> int:

@@ -1,0 +1,120 @@
+"""What a pass computes between its products: norm, rotation, gate, and a page's softmax, as torch runs them or joined by torch.compile.
+
+On a GPU each of some twenty small operations of a block is a kernel that reads and writes all rows; `joined` makes one kernel of every
+group. A joined kernel and torch's own do not give the same bits, so a target takes one kind for all of its passes, made and compared with
+its plain twin before the first one. Law 2 holds as before: sums over a row see tiles of one shape (tiled.py), and a page's softmax, whose
+shape is that of the pass, is joined in fast mode alone. Written without a GPU; the tests compile for a CPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import LoadError
+from .attention import Weigh, weights_of
+from .tiled import by_tiles
+
+COMPILES = {"cuda"}  # kinds of devices; a CPU has kernels of its own for all this (native.py)
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}  # of the largest value: a few roundings
+
+Norm = Callable[[Tensor, Tensor, float], Tensor]
+Turn = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x / rms(x) · weight over the last dimension, rounded where the transformers modules round (Zhang & Sennrich, arXiv 1910.07467)."""
+    wide = x.to(torch.float32, copy=True)
+    scale = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
+    wide.mul_(scale.mul_(scale).div_(x.shape[-1]).add_(eps).rsqrt_())
+    return wide.to(x.dtype).mul_(weight)
+
+
+def tiled_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """`rms_norm` in sums of one shape."""
+    return by_tiles(lambda rows: rms_norm(rows, weight, eps), x)
+
+
+def turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """x [rows, heads, n] turned by rotary angles (Su et al., arXiv 2104.09864); cos, sin [rows, 1, n], sin negative in its first half."""
+    return (x * cos).add_(x.roll(x.shape[-1] // 2, -1).mul_(sin))
+
+
+def gated(act: Callable[[Tensor], Tensor], gate_up: Tensor) -> Tensor:
+    """act(gate) · up of gate_up [rows, 2 n]."""
+    gate, up = gate_up.chunk(2, -1)
+    return act(gate).mul_(up)
+
+
+@dataclass(frozen=True, slots=True)
+class Between:
+    """tiled: sums over rows see one shape. weigh: None where attention chooses its own way."""
+
+    norm: Norm
+    turn: Turn
+    gate: Callable[[Callable[[Tensor], Tensor], Tensor], Tensor] = gated
+    weigh: Weigh | None = None
+    tiled: bool = False
+
+
+def joined(tiled: bool) -> Between:
+    """Compiled at their first calls."""
+    norm: Norm = torch.compile(rms_norm, fullgraph=True, dynamic=not tiled)
+
+    def in_tiles(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return by_tiles(lambda rows: norm(rows, weight, eps), x)
+
+    return Between(in_tiles if tiled else norm, torch.compile(turn, fullgraph=True, dynamic=True),
+                   torch.compile(gated, fullgraph=True, dynamic=True),
+                   None if tiled else torch.compile(weights_of, fullgraph=True, dynamic=True), tiled)
+
+
+def compiled_between(able: bool, why: str, device: torch.device, reproducible: bool, reasons: dict[str, str]) -> Between:
+    """`joined` for a load with compile=True. able, why: whether the model's blocks are fused. Raises LoadError where it cannot be."""
+    if device.type not in COMPILES:
+        raise LoadError(f"compile=True: the model is on {device}, whose kernels need no compiler of torch's; expected a GPU: leave it out")
+    if not able:
+        raise LoadError(f"compile=True: {why}; expected a model whose blocks are fused: leave it out")
+    kinds = "norm, rotation and gate" if reproducible else "norm, rotation, gate and a page's softmax"
+    reasons["between products"] = f"joined by torch.compile: {kinds}, compared with their plain twins (not measured on a GPU)"
+    return joined(reproducible)
+
+
+@torch.inference_mode()
+def compare(found: Between, layer: Any, page_tokens: int) -> None:
+    """Compile all of it on the shapes of a `FusedLayer`, and compare it with its twins on random rows. Raises LoadError."""
+    weight, eps = layer.input_norm.weight, layer.input_norm.variance_epsilon
+    heads, dim = layer.heads + layer.kv_heads, layer.head_dim
+    dice = torch.Generator(weight.device).manual_seed(0)
+
+    def some(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=dice, device=weight.device, dtype=torch.float32).to(weight.dtype)
+
+    x, qk, angles, inner = some(6, weight.numel()), some(6, heads, dim), some(6, 1, dim), some(6, 2 * layer.inner)
+    scores, bias = some(2, layer.kv_heads, 2, 4, page_tokens), weight.new_zeros(2, 1, 2, 4, page_tokens)
+    asked: list[tuple[str, Callable[..., Any], Callable[..., Any], tuple[Any, ...]]] = [
+        ("norm", found.norm, rms_norm, (x, weight, eps)), ("rotation", found.turn, turn, (qk, angles, angles)),
+        ("gate", found.gate, gated, (layer.act, inner))]
+    if layer.head_norm is not None:
+        asked.append(("norm of heads", found.norm, rms_norm, (qk, layer.head_norm, layer.head_eps)))
+    if found.weigh is not None:
+        asked.append(("softmax of a page", found.weigh, weights_of, (scores, bias, dim**-0.5, None)))
+    for name, ours, twin, given in asked:
+        try:
+            pairs = list(zip(_all(ours(*given)), _all(twin(*given)), strict=True))
+        except Exception as error:  # a compiler fails in many ways
+            said = (str(error).splitlines() or [type(error).__name__])[0]
+            raise LoadError(f"compile=True: the {name} did not compile ({said}); expected a working Triton: leave it out") from error
+        for a, b in pairs:
+            off = float((a.float() - b.float()).abs().max() / b.float().abs().max())
+            if not off <= TOLERANCE[weight.dtype]:
+                raise LoadError(f"compile=True: the joined {name} is off by {off:.1e} of its largest value; expected at most "
+                                f"{TOLERANCE[weight.dtype]:.0e}: leave it out, and report this")
+
+
+def _all(found: Any) -> tuple[Tensor, ...]:
+    return found if isinstance(found, tuple) else (found,)
