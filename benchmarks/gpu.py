@@ -43,7 +43,7 @@ from draftproof.models.target import Target
 
 OFF = "off"
 DEPTHS_CHECKED = range(9)
-MODES = {"reproducible": True, "fast": False}
+MODES = {"reproducible": {"reproducible": True}, "fast": {"reproducible": False}, "compiled": {"reproducible": False, "compile": True}}
 COPY_GOAL, ROUNDED_GOAL, ON_GOAL = 0.85, 2.9, 3.0
 
 
@@ -76,7 +76,7 @@ class Clock:
     def allows(self, what: str) -> bool:
         if time.perf_counter() < self.end:
             return True
-        self.left_out.append(what)
+        self.left_out.append(f"{what}: no time")
         return False
 
 
@@ -191,6 +191,9 @@ def measure(name: str, args: argparse.Namespace, work: Path, clock: Clock) -> li
     cells: list[dict[str, Any]] = []
     stock: dict[int, Rates] = {}
     for mode in args.modes:
+        if MODES[mode].get("compile") and device.type != "cuda":
+            clock.left_out.append(f"{name} {mode}: torch.compile joins operations on a GPU alone")
+            continue
         if not clock.allows(f"{name} {mode}"):
             continue
         whole = build(WEIGHTS / "target", model.shape, device, args.seed)
@@ -198,7 +201,7 @@ def measure(name: str, args: argparse.Namespace, work: Path, clock: Clock) -> li
             stock = {batch: interleaved(stock_arms(whole, prompts[:batch]), batch, args.tokens, args.repeats, device)
                      for batch in args.batches if clock.allows(f"{name} transformers, batch {batch}")}
         rounding = model.quantization if device.type == "cuda" else None
-        load = LoadConfig(device=args.device, reproducible=MODES[mode], quantization=rounding)
+        load = LoadConfig(device=args.device, quantization=rounding, **MODES[mode])
         cells += of_mode(name, mode, as_target(whole, load, name), load, prompts, stock, args, work, clock)
         del whole
         forget(device)
@@ -211,7 +214,7 @@ def of_mode(name: str, mode: str, target: Target, load: LoadConfig, prompts: Seq
     guessing = drafters(name, target, work, device, load, args.seed)
     settings = EngineConfig(max_batch=max(args.batches), profile_s=0, trace="none")
     engines = {spec: Engine(target, drafter, load=load, config=settings) for spec, drafter in guessing.items()}
-    bits = differing(engines["model"], prompts[:6], args.tokens // 2, run, clock) if MODES[mode] else None
+    bits = differing(engines["model"], prompts[:6], args.tokens // 2, run, clock) if load.reproducible else None
     read = target.facts.weight_bytes - target.parts.embed.weight.nbytes             # looked up, not read
     for batch in (batch for batch in args.batches if clock.allows(f"{name} {mode}, batch {batch}")):
         def write(spec: str, depth: int, batch: int = batch) -> Callable[[int], object]:
@@ -234,15 +237,20 @@ def of_mode(name: str, mode: str, target: Target, load: LoadConfig, prompts: Seq
 
 def goals(cells: Sequence[Mapping[str, Any]], copy: float) -> list[dict[str, Any]]:
     """Every goal with what was found, None if it was not measured."""
-    def best(shape: str, mode: str, batch: int) -> float | None:
-        there = [c["over_off"]["median"] for c in cells if (c["shape"], c["mode"], c["batch"]) == (shape, mode, batch) and "@" in c["arm"]]
-        return max(there, default=None)
+    def of(shape: str) -> list[Mapping[str, Any]]:
+        """The cells of batch 1 in the fast mode, joined or not, whose plain decoding is faster: guesses are held against the better one."""
+        here = [c for c in cells if c["shape"] == shape and c["batch"] == 1 and c["mode"] != "reproducible"]
+        mode = max((c for c in here if c["arm"] == OFF), key=lambda c: c["tokens_per_s"], default={"mode": ""})["mode"]
+        return [c for c in here if c["mode"] == mode]
 
-    off = [c["read_gb_per_s"] / copy for c in cells if (c["shape"], c["mode"], c["batch"], c["arm"]) == ("8B", "fast", 1, OFF)]
+    def best(shape: str) -> float | None:
+        return max((c["over_off"]["median"] for c in of(shape) if "@" in c["arm"]), default=None)
+
+    off = [c["read_gb_per_s"] / copy for c in of("8B") if c["arm"] == OFF]
     found: list[tuple[str, float | None, float]] = [
         ("8B, batch 1, off: bandwidth ÷ a copy's", off[0] if off else None, COPY_GOAL),
-        ("8B, batch 1, the best drafter ÷ off", best("8B", "fast", 1), ON_GOAL),
-        ("70B of eight bits, batch 1, the best drafter ÷ off", best("70B", "fast", 1), ROUNDED_GOAL)]
+        ("8B, batch 1, the best drafter ÷ off", best("8B"), ON_GOAL),
+        ("70B of eight bits, batch 1, the best drafter ÷ off", best("70B"), ROUNDED_GOAL)]
     bits = [c["bits"] for c in cells if c["bits"] and c["bits"]["texts"]]
     same = 1 - sum(b["different"] for b in bits) / sum(b["texts"] for b in bits) if bits else None
     found.append(("reproducible: share of texts equal to the text alone without a guess", same, 1.0))
@@ -261,7 +269,7 @@ def page(result: Mapping[str, Any]) -> str:
     lines += ["", "| goal | at least | found | reached |", "|---|---|---|---|"]
     lines += [f"| {g['goal']} | {g['bound']} | {'–' if g['found'] is None else format(g['found'], '.3f')} | {reached[g['met']]} |"
               for g in result["goals"]]
-    return "\n".join([*lines, *(f"left out, no time: {what}" for what in result["left_out"])])
+    return "\n".join([*lines, *(f"left out: {what}" for what in result["left_out"])])
 
 
 def tell(words: str) -> None:

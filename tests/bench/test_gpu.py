@@ -23,10 +23,15 @@ def test_goals_are_those_of_the_cells_and_what_is_missing_is_not_met() -> None:
     found = gpu.goals(cells, 4000.0)
     assert [goal["found"] for goal in found] == [pytest.approx(0.9), 3.1, None, pytest.approx(107 / 108)]
     assert [goal["met"] for goal in found] == [True, True, None, False], "one text that differs is one too many"
-    text = gpu.page({"copy_gb_per_s": 4000.0, "cells": cells, "goals": found, "left_out": ["32B fast"]})
-    assert "| 8B | fast | 1 | off | 10.0 | 1.00 [1.00–1.00] | 3600 |" in text and "not measured" in text and "no time: 32B fast" in text
+    joined = [{**c, "mode": "compiled", "tokens_per_s": 11.0} for c in (cell("8B", "off", read=3700.0), cell("8B", "model@4", 2.9))]
+    assert [goal["found"] for goal in gpu.goals([*cells, *joined], 4000.0)][:2] == [pytest.approx(0.925), 2.9], "the faster off counts"
+    slower = [{**c, "tokens_per_s": 9.0} for c in joined]
+    assert gpu.goals([*cells, *slower], 4000.0) == found
+    text = gpu.page({"copy_gb_per_s": 4000.0, "cells": cells, "goals": found, "left_out": ["32B fast: no time"]})
+    assert "| 8B | fast | 1 | off | 10.0 | 1.00 [1.00–1.00] | 3600 |" in text and "not measured" in text
+    assert "left out: 32B fast: no time" in text
 
 
 def test_time_that_is_up_is_named() -> None:
     clock = gpu.Clock(-1.0)
-    assert not clock.allows("32B") and clock.left_out == ["32B"] and gpu.Clock(100.0).allows("8B")
+    assert not clock.allows("32B") and clock.left_out == ["32B: no time"] and gpu.Clock(100.0).allows("8B")
