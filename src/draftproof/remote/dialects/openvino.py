@@ -37,6 +37,9 @@ def export(plan: Plan) -> Exported:
         notes.append(f"tree {plan.tree}: chains only with this drafter; the depth is kept")
     if plan.schedule is not None:
         notes.append("a depth by batch size cannot be expressed: the largest depth is written")
+    if plan.name == "model" and plan.k:
+        notes.append("greedy text is plain decoding's; at a temperature a draft model changes the law of the text (measured, 2026.4.1: "
+                     "docs/peers.md), prompt lookup does not")
     if plan.extra:
         notes.append(f"arguments not written: {' '.join(plan.extra)}")
     return Exported("openvino", VERSION, files={"run.py": script}, notes=tuple(notes))

