@@ -264,8 +264,8 @@ def prepared(args: argparse.Namespace, work: Path) -> Prepared:
     sources["head"] = head if args.as_is else turned_head(head, args.target.absolute(), SHAPES["target"], work / "head", args.seed)
     prompts = read_prompts(args.prompts_file, AutoTokenizer.from_pretrained(sources["target"]), args.prompts, args.shortest, args.longest)
     found = Prepared(sources, prompts, {name: PEERS[name] for name in args.peers}, {}, {})
-    for name, program in args.env:
-        if name in found.peers:
+    for engine, program in args.env:
+        for name in (name for name in found.peers if name.split("+")[0] == engine.split("+")[0]):
             found.peers[name] = replace(found.peers[name], program=program)
     for name, peer in found.peers.items():
         try:

@@ -7,7 +7,7 @@
 A server first says {"ready": true, "versions": {…}, "load": seconds}. Every line that comes then,
 {"prompt_ids", "max_tokens", "arm": "plain" or "draft", "depth", "temperature", "seed"}, is answered with {"ids": the new tokens,
 "seconds": of that run, "first_s": of a run of the same prompt for one token, "accepted": draft tokens that stood, or null}. What the
-engine itself prints goes to standard error; a line with "timed": false gets only {"ids"}, from one run. Runs in any engine's
+engine itself prints goes to standard error; a line with "timed": false gets only {"ids", "accepted"}, from one run. Runs in any engine's
 environment, so it needs nothing but Python.
 """
 
@@ -58,7 +58,8 @@ def main(load: Load, packages: tuple[str, ...], convert: Callable[[Path, Path, i
     for line in sys.stdin:
         request = json.loads(line)
         if not request.get("timed", True):
-            say({"ids": generate(request, request["max_tokens"])[0]})
+            _, ids, accepted = timed(generate, request, request["max_tokens"])
+            say({"ids": ids, "accepted": accepted})
             continue
         first_s, _, _ = timed(generate, request, 1)
         seconds, ids, accepted = timed(generate, request, request["max_tokens"])
