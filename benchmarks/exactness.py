@@ -35,7 +35,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peers import OWN, Arm, Broken, Crew, deliver, prepared, request, shared_options, tell, workplace
+from peers import OWN, Arm, Broken, Crew, carry_out, prepared, request, shared_options, tell
 from provenance import provenance
 from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache
@@ -186,11 +186,7 @@ def verdict(result: Mapping[str, Any]) -> int:
 
 
 def main() -> int:
-    args = arguments()
-    with workplace(args.work) as work:
-        result = run(args, work)
-    deliver(args, "exactness", page(result), result)
-    return verdict(result)
+    return carry_out(arguments(), "exactness", run, page, verdict)
 
 
 def arguments() -> argparse.Namespace:

@@ -38,6 +38,7 @@ from draftproof import Engine, LoadConfig, Sampling
 from draftproof.config import EngineConfig
 from draftproof.drafters.base import Drafter
 from draftproof.drafters.model import ModelDrafter
+from draftproof.models.between import COMPILES
 from draftproof.models.load import WEIGHTS, as_target
 from draftproof.models.target import Target
 
@@ -191,7 +192,7 @@ def measure(name: str, args: argparse.Namespace, work: Path, clock: Clock) -> li
     cells: list[dict[str, Any]] = []
     stock: dict[int, Rates] = {}
     for mode in args.modes:
-        if MODES[mode].get("compile") and device.type != "cuda":
+        if MODES[mode].get("compile") and device.type not in COMPILES:
             clock.left_out.append(f"{name} {mode}: torch.compile joins operations on a GPU alone")
             continue
         if not clock.allows(f"{name} {mode}"):

@@ -40,7 +40,7 @@ import random
 import signal
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import harmonic_mean, median
@@ -49,7 +49,7 @@ from typing import Any
 sys.path.append(str(Path(__file__).resolve().parent / "peers"))       # what stands there is no package: this file has its name
 
 import torch
-from crew import Arm, Broken, Crew, Peer, Timed, converted, request
+from crew import Arm, Broken, Crew, Peer, Timed, converted, engine_of, request
 from memory import Memory
 from pages import put
 from pair import SHAPES, inflated, read_prompts, turned_head
@@ -85,7 +85,7 @@ PEERS = {
     "onnx": peer("with_onnx.py", ".venv-onnx", converts=True, guesses=False),
 }
 
-OWN = tuple(name for name in PEERS if name.split("+")[0] == OURS)
+OWN = tuple(name for name in PEERS if engine_of(name) == OURS)
 
 Key = tuple[float, Arm]                                # temperature and arm
 Runs = dict[Key, list[list[Timed]]]                    # → prompt → repeats
@@ -265,7 +265,7 @@ def prepared(args: argparse.Namespace, work: Path) -> Prepared:
     prompts = read_prompts(args.prompts_file, AutoTokenizer.from_pretrained(sources["target"]), args.prompts, args.shortest, args.longest)
     found = Prepared(sources, prompts, {name: PEERS[name] for name in args.peers}, {}, {})
     for engine, program in args.env:
-        for name in (name for name in found.peers if name.split("+")[0] == engine.split("+")[0]):
+        for name in (name for name in found.peers if engine_of(name) == engine_of(engine)):
             found.peers[name] = replace(found.peers[name], program=program)
     for name, peer in found.peers.items():
         try:
@@ -302,33 +302,27 @@ def verdict(result: Mapping[str, Any]) -> int:
     return 3 if any(goal["met"] is False for goal in result["goals"]) else 0
 
 
-@contextlib.contextmanager
-def workplace(folder: Path | None) -> Iterator[Path]:
-    """The folder of the models and logs, made; one of its own, gone afterwards, if none is named. Told to end, it ends by SystemExit, so
-    that stopped workers are not left behind."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    with tempfile.TemporaryDirectory(prefix="draftproof-peers-") if folder is None else contextlib.nullcontext(folder) as place:
-        work = Path(place).absolute()
+def carry_out(args: argparse.Namespace, name: str, run: Callable[[argparse.Namespace, Path], Mapping[str, Any]],
+              page: Callable[[Mapping[str, Any]], str], verdict: Callable[[Mapping[str, Any]], int]) -> int:
+    """Run in the folder --work, or in one of its own; print the page, and put it between the marks `name` where --write says; the JSON as
+    the last line and where --json says. Returns the exit code."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))          # so that stopped workers are not left behind
+    with tempfile.TemporaryDirectory(prefix="draftproof-peers-") if args.work is None else contextlib.nullcontext(args.work) as folder:
+        work = Path(folder).absolute()
         work.mkdir(parents=True, exist_ok=True)
-        yield work
-
-
-def deliver(args: argparse.Namespace, name: str, text: str, result: Mapping[str, Any]) -> None:
-    """The page printed and put where --write says, under `name`; the JSON as the last line and where --json says."""
+        result = run(args, work)
+    text = page(result)
     print(text)
     if args.write:
         put(args.write, name, text)
     if args.json:
         args.json.write_text(json.dumps(result, indent=1) + "\n", "utf-8")
     print(json.dumps(result))
+    return verdict(result)
 
 
 def main() -> int:
-    args = arguments()
-    with workplace(args.work) as work:
-        result = run(args, work)
-    deliver(args, "measured", page(result), result)
-    return verdict(result)
+    return carry_out(arguments(), "measured", run, page, verdict)
 
 
 def listed(kind: Any) -> Any:

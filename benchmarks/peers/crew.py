@@ -39,6 +39,11 @@ class Peer:
     bits: tuple[int, ...] = (16,)
 
 
+def engine_of(name: str) -> str:
+    """Whose arm it is: NAME and NAME+… are one engine's."""
+    return name.split("+")[0]
+
+
 class Broken(Exception):
     """A worker cannot be used; the text says why."""
 
@@ -246,9 +251,9 @@ def converted(name: str, peer: Peer, sources: Mapping[str, Path], digest: Callab
         if role == "head" or (role == "draft" and not peer.guesses):
             continue
         own = bits if role == "target" else 16
-        folders[role] = out = work / name.split("+")[0] / (role if own == 16 else f"{role}-{own}")
+        folders[role] = out = work / engine_of(name) / (role if own == 16 else f"{role}-{own}")
         key = f"{digest(source)} {hashlib.sha256(peer.script.read_bytes()).hexdigest()}"
-        note, log = out / "converted.txt", work / f"{name.split('+')[0]}-{role}.log"
+        note, log = out / "converted.txt", work / f"{engine_of(name)}-{role}.log"
         if note.exists() and note.read_text() == key:
             continue
         shutil.rmtree(out, ignore_errors=True)

@@ -30,8 +30,8 @@ def load(job: Job) -> Generate:
     scheduler.max_num_batched_tokens = 1 << 20          # as without one: a prompt is read at once
     threads = {"INFERENCE_NUM_THREADS": job["threads"]}
     lookup = job["drafter"] == "lookup"
-    more = {"prompt_lookup": True} if lookup else {"draft_model": genai.draft_model(job["draft"], "CPU", **threads)}
-    pipe = genai.LLMPipeline(job["target"], "CPU", scheduler_config=scheduler, **threads, **(more if job["depth"] else {}))
+    more = {"prompt_lookup": True} if lookup else {"draft_model": genai.draft_model(job["draft"], "CPU", **threads)} if job["depth"] else {}
+    pipe = genai.LLMPipeline(job["target"], "CPU", scheduler_config=scheduler, **threads, **more)
 
     def generate(request: Job, tokens: int) -> tuple[list[int], Accepted]:
         config = genai.GenerationConfig()

@@ -13,12 +13,17 @@ import torch
 from torch import Tensor
 
 
+def pinned(x: Tensor, device: torch.device) -> Tensor:
+    """x of the host where a copy to `device` may begin without being waited for; torch keeps it until the copy is done."""
+    return x.pin_memory() if device.type == "cuda" else x
+
+
 def sent(x: Tensor, device: torch.device | str) -> Tensor:
     """x on `device`; from the host by a copy that nobody waits for. x itself may not be written afterwards."""
     device = torch.device(device)
     if x.device.type != "cpu" or device.type == "cpu":
         return x.to(device)
-    return (x.pin_memory() if device.type == "cuda" else x).to(device, non_blocking=True)
+    return pinned(x, device).to(device, non_blocking=True)
 
 
 def uploaded(values: Any, device: torch.device | str, dtype: torch.dtype | None = None) -> Tensor:
@@ -26,8 +31,13 @@ def uploaded(values: Any, device: torch.device | str, dtype: torch.dtype | None 
     return sent(torch.tensor(values, dtype=dtype), device)
 
 
+def index_of(rows: Sequence[int], device: torch.device) -> slice | Tensor:
+    """What takes these rows of a tensor on `device`: a slice if they are consecutive, because it copies nothing."""
+    start = rows[0] if rows else 0
+    run = range(start, start + len(rows))
+    return slice(run.start, run.stop) if list(rows) == list(run) else uploaded(rows, device)
+
+
 def rows_of(x: Tensor, rows: Sequence[int]) -> Tensor:
     """x[rows], a view where they are consecutive."""
-    if rows and rows[-1] - rows[0] == len(rows) - 1 and all(b - a == 1 for a, b in zip(rows, rows[1:], strict=False)):
-        return x[rows[0]:rows[-1] + 1]
-    return x[list(rows)] if x.device.type == "cpu" else x.index_select(0, uploaded(rows, x.device, torch.int64))
+    return x[index_of(rows, x.device)]

@@ -166,9 +166,8 @@ def _read(choices: Tensor | None, drafts: abc.Sequence[Draft]) -> tuple[list[int
         return [] if choices is None else choices.tolist(), [draft.tokens.tolist() for draft in drafts]
     near = [i for i, draft in enumerate(drafts) if len(draft) and draft.tokens.device == choices.device]
     seen = torch.cat([choices, *(drafts[i].tokens for i in near)]).tolist()
-    ends = dict(zip(near, accumulate((len(drafts[i]) for i in near), initial=choices.shape[0]), strict=False))
-    return seen[:choices.shape[0]], [seen[ends[i]:ends[i] + len(draft)] if i in ends else draft.tokens.tolist()
-                                     for i, draft in enumerate(drafts)]
+    at = dict(zip(near, accumulate((len(drafts[i]) for i in near), initial=choices.shape[0]), strict=False))
+    return seen[:choices.shape[0]], [seen[at[i]:at[i] + len(draft)] if i in at else draft.tokens.tolist() for i, draft in enumerate(drafts)]
 
 
 def _options(seq: Sequence, draft: Draft, logits: Tensor) -> Rows:
@@ -212,8 +211,8 @@ def _signals(scores: Scores, commits: abc.Sequence[Commit]) -> abc.Sequence[Sign
     if not scores.taps:
         return [None] * len(commits)
     rows = [row for root, commit in zip(scores.starts, commits, strict=False) for row in (root, *(root + 1 + n for n in commit.kept))]
-    places = uploaded(rows, scores.logits.device)
-    kept = {layer: hidden[places] for layer, hidden in scores.taps.items()}
+    index = uploaded(rows, scores.logits.device)
+    kept = {layer: hidden[index] for layer, hidden in scores.taps.items()}
     ends = list(accumulate(1 + len(commit.kept) for commit in commits))
     return [Signals(commit.start - 1, {layer: hidden[end - 1 - len(commit.kept):end] for layer, hidden in kept.items()})
             for commit, end in zip(commits, ends, strict=True)]

@@ -23,6 +23,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from ..core.upload import pinned
 from .cache import PagePool
 from .fused import FusedPass
 from .passes import Call, Items, Pass, pages_seen, sight
@@ -83,10 +84,7 @@ class Recording:
             read = [[*path.pages[span.start : span.stop], *[0] * (most - len(span))] for path, span in zip(p.paths, seen, strict=True)]
             pages += filled(sum(read, []), bucket.paths * most, most)
             ranks += filled([rank for span in seen for rank in (*span, *[BEYOND] * (most - len(span)))], bucket.paths * most, most)
-        staged = torch.tensor([*numbers, *pages, *ranks])
-        if self.numbers.is_cuda:
-            staged = staged.pin_memory()  # kept by torch until the copy is done; nobody waits for it
-        self.numbers.copy_(staged, non_blocking=True)
+        self.numbers.copy_(pinned(torch.tensor([*numbers, *pages, *ranks]), self.numbers.device), non_blocking=True)
         torch.index_select(p.ids[0], 0, self.source, out=self.ids[0])
 
     def run(self) -> tuple[Tensor, dict[int, Tensor]]:

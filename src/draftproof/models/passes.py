@@ -14,7 +14,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from ..core.upload import sent, uploaded
+from ..core.upload import index_of, sent, uploaded
 from . import native
 
 LEAST_KEYS, MOST_KEYS = 64, 256  # of a page: an attention call reads no fewer, and of pages with more keys always all
@@ -150,15 +150,9 @@ def calls_of(pages: Sequence[int], owner: Sequence[int] | None, bias: Tensor) ->
     device = bias.device
     cuts = _cuts(pages) if device.type == "cpu" else [(0, len(pages))]
     return [
-        Call(_index(pages[a:b], device), None if owner is None else _index(owner[a:b], device), bias[a:b])
+        Call(index_of(pages[a:b], device), None if owner is None else index_of(owner[a:b], device), bias[a:b])
         for a, b in cuts
     ]
-
-
-def _index(ids: Sequence[int], device: torch.device) -> slice | Tensor:
-    """A slice if they are consecutive, because it copies nothing."""
-    run = range(ids[0], ids[0] + len(ids))
-    return slice(run.start, run.stop) if list(ids) == list(run) else uploaded(ids, device)
 
 
 def _cuts(pages: Sequence[int]) -> list[tuple[int, int]]:
