@@ -15,11 +15,14 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from draftproof.errors import LoadError
+from draftproof.models import native
+from draftproof.models.heads.blocks import Rope, join
 from draftproof.models.heads.cache import HeadCache, HeadPass
 from draftproof.models.heads.detect import detect, require
 from draftproof.models.heads.eagle import EagleHead
 from draftproof.models.heads.eagle3 import Eagle3Head
 from draftproof.models.heads.files import HeadFiles, read_files
+from draftproof.models.packed import pack
 from draftproof.models.target import TargetParts
 
 V, VD, HT, L = 40, 12, 24, 16                 # vocabulary, draft vocabulary, the target's width and layers
@@ -195,9 +198,9 @@ def eagle3_reference(t: Tensors, target: TargetParts, features: list[Tensor], to
     return logits
 
 
-def served(head: Any, features: Tensor, tokens: list[int]) -> Tensor:
+def served(head: Any, features: Tensor, tokens: list[int], dtype: torch.dtype = torch.float32) -> Tensor:
     """The same through the cache: true entries in two passes, then one entry per pass on the head's own output."""
-    cache = HeadCache(head.depth, head.kv_heads, head.head_dim, torch.float32, "cpu")
+    cache = HeadCache(head.depth, head.kv_heads, head.head_dim, dtype, "cpu")
     found, true = [], features.shape[0]
     hidden = head.fuse(features)
     for rows in (range(true - 2), range(true - 2, true), *((i,) for i in range(true, len(tokens)))):
@@ -279,6 +282,94 @@ def test_eagle_1(more: dict[str, bool], tmp_path: Path) -> None:
     head.save(tmp_path)
     again = EagleHead.read(read_files(tmp_path), target, V)
     assert torch.equal(served(again, features, tokens), served(head, features, tokens))
+
+
+# To serve
+
+
+def ready(head: Any) -> Any:
+    """Joined and packed, as a drafter does."""
+    head.requires_grad_(False).eval()
+    join(head)
+    pack(head)
+    return head
+
+
+def rounded(tensors: Tensors) -> Tensors:
+    """Weights that the kernels take: all of them bfloat16."""
+    return {name: tensor.bfloat16().float() if tensor.is_floating_point() else tensor for name, tensor in tensors.items()}
+
+
+def head_of(name: str) -> Any:
+    if name.startswith("eagle-1"):
+        config, tensors = eagle1(bias=True, norms=name.endswith("hass"))
+        return EagleHead.read(HeadFiles(Path(name), config, rounded(tensors)), parts(), V)
+    files, _ = files_of(name)
+    return Eagle3Head.read(HeadFiles(files.path, files.config, rounded(dict(files.tensors))), parts(), V)
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many courses each call of the compiled layers had."""
+    if not native.available()[0]:
+        pytest.skip("no compiler")
+    found: list[int] = []
+
+    def counted(*given: Any) -> None:
+        found.append(len(given[6]))
+        blocks(*given)
+
+    blocks = native.blocks
+    monkeypatch.setattr(native, "blocks", counted)
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", [*LAYOUTS, "eagle-1", "eagle-1-hass"])
+def test_the_compiled_layers_are_the_layers(name: str, dtype: torch.dtype, calls: list[int]) -> None:
+    head = head_of(name)
+    features, tokens = torch.randn(5, len(head.taps) * HT).to(dtype), [3, 17, 0, 39, 8, 21, 30]
+    for part in (head, *head._parts):
+        for module in [part] if isinstance(part, nn.Module) else [m for m in (part.embed, part.output, part.norm) if m is not None]:
+            module.to(dtype)
+    head.rope.inv_freq = Rope(head.config, head.head_dim).inv_freq
+    with torch.no_grad():
+        plain = served(head, features, tokens, dtype)
+        assert not calls
+    with torch.inference_mode():
+        ours = served(ready(head), features, tokens, dtype)
+    assert torch.allclose(ours.float(), plain.float(), atol=1e-5 if dtype == torch.float32 else 0.1)
+    assert calls == [1] * 4
+
+
+def test_sequences_of_a_pass_do_not_meet_in_the_compiled_layers(calls: list[int]) -> None:
+    """Texts whose entries fill pages, and outgrow the cache's room, in one pass: bit for bit what each alone computes."""
+    head, counts = ready(head_of("official")), [(3, 60, 9), (70, 1, 64), (1, 130, 1)]
+    size, places = [sum(of) for of in counts], []
+    rows = [torch.randn(n, H) for n in size]
+    with torch.inference_mode():
+
+        def run(which: list[int]) -> list[Tensor]:
+            caches, found, at = [HeadCache(1, KV, D, torch.float32, "cpu") for _ in which], [], [0] * len(which)
+            for step in range(3):
+                new = [counts[i][step] for i in which]
+                ends = [a + n for a, n in zip(at, new, strict=True)]
+                some = [rows[i][a:b] for i, a, b in zip(which, at, ends, strict=True)]
+                places[:] = [p for a, b in zip(at, ends, strict=True) for p in range(a, b)]
+                attend = HeadPass(caches, new)
+                out = head.step(torch.tensor([p % V for p in places]), torch.cat(some), torch.tensor(places), attend)
+                attend.done()
+                found.append(out.split(new))
+                at = ends
+            return [torch.cat([step[i] for step in found]) for i in range(len(which))]
+
+        together = run([0, 1, 2])
+        assert calls == [3, 3, 3]
+        for i, own in enumerate(together):
+            assert torch.equal(run([i])[0], own)
+            cache = HeadCache(1, KV, D, torch.float32, "cpu")
+            whole = HeadPass([cache], [size[i]], [torch.ones(size[i], size[i], dtype=torch.bool).tril()])      # a mask: torch's way
+            assert torch.allclose(head.step(torch.arange(size[i]) % V, rows[i], torch.arange(size[i]), whole), own, atol=1e-5)
 
 
 def test_a_tree_node_sees_its_ancestors_and_nothing_else() -> None:

@@ -104,8 +104,8 @@ class FusedLayer(nn.Module):
         of_heads, heads_eps = (None, 0.0) if self.head_norm is None else (self.head_norm.data_ptr(), self.head_eps)
         return native.Layer(
             *(part.product for part in self.streamed()),
-            before.data_ptr(), after.data_ptr(), of_heads, before_eps, after_eps, heads_eps, self.scaling,
-            self.heads, self.kv_heads, self.head_dim, self.window or 0, keys.data_ptr(), values.data_ptr())
+            before.data_ptr(), after.data_ptr(), of_heads, None, before_eps, after_eps, heads_eps, self.scaling,
+            self.heads, self.kv_heads, self.head_dim, self.window or 0, 0, keys.data_ptr(), values.data_ptr())
 
     def forward(
         self,
@@ -170,7 +170,7 @@ class FusedPass:
             if table is None:
                 x = layer.run(x, cos, sin, p, pool)
             elif number in self.taps or number == len(self.layers) - 1:
-                native.blocks(table, ran, number + 1, x, cos, sin, p.course())
+                native.blocks(table, ran, number + 1, x, cos, sin, [p.course()])
                 ran = number + 1
             if number in self.taps:
                 self.rows[number] = x.clone()

@@ -50,7 +50,7 @@ def _fields(**kinds: str) -> list[tuple[str, type]]:
 
 class _Course(ctypes.Structure):
     _fields_ = _fields(
-        numbers="rows paths writes page", pointers="position row_start page_start row_of page_of write_to write_from")
+        numbers="rows paths writes page", pointers="position row_start page_start row_of page_of write_to write_from own", numbers_="room")
 
 
 class _Attention(ctypes.Structure):
@@ -69,8 +69,8 @@ class Layer(ctypes.Structure):
 
     _fields_ = [
         *((name, Product) for name in ("qkv", "o", "gate_up", "down")),
-        *_fields(pointers="before after of_heads", reals="before_eps after_eps heads_eps scaling", numbers="heads kv_heads dim window",
-                 pointers_="keys values"),
+        *_fields(pointers="before after of_heads of_stream", reals="before_eps after_eps heads_eps scaling",
+                 numbers="heads kv_heads dim window normed", pointers_="keys values"),
     ]
 
 
@@ -147,11 +147,12 @@ def _address(tensor: Tensor | None) -> int | None:
 
 class Course:
     """Where a pass runs, as kernels/lanes.h has it. positions [rows]; paths: pages in order, and the rows that attend through them;
-    write_to, write_from: places of the storage, and the rows whose keys go there; page: tokens of one."""
+    write_to, write_from: places of the storage, and the rows whose keys go there; page: tokens of one. own [layers, 2, places, kv_heads,
+    head_dim]: keys and values of these rows alone, which must outlive it; None: each layer's storage."""
 
     def __init__(
         self, positions: Sequence[int], paths: Sequence[tuple[Sequence[int], Sequence[int]]], write_to: Sequence[int],
-        write_from: Sequence[int], page: int
+        write_from: Sequence[int], page: int, own: Tensor | None = None
     ) -> None:
         pages, rows = [pages for pages, _ in paths], [rows for _, rows in paths]
         starts = [list(accumulate(map(len, lists), initial=0)) for lists in (rows, pages)]
@@ -160,7 +161,8 @@ class Course:
         address, size = self._numbers.buffer_info()[0], self._numbers.itemsize
         self.rows = len(positions)
         at = accumulate(map(len, parts), initial=0)
-        self.struct = _Course(self.rows, len(paths), len(write_to), page, *(address + size * next(at) for _ in parts))
+        self.struct = _Course(self.rows, len(paths), len(write_to), page, *(address + size * next(at) for _ in parts), _address(own),
+                              0 if own is None else own.shape[2])
 
 
 def attend(
@@ -181,14 +183,19 @@ def attend(
     return out
 
 
-def blocks(layers: ctypes.Array[Layer], first: int, last: int, x: Tensor, cos: Tensor, sin: Tensor, course: Course) -> None:
-    """Layers [first, last) one after the other over x [rows, hidden], which is overwritten; cos, sin [rows, 1, head_dim] as for `turn`."""
-    assert x.is_contiguous() and x.shape[0] == course.rows and x.dtype == cos.dtype == sin.dtype and cos.stride(0) == sin.stride(0)
+def blocks(layers: ctypes.Array[Layer], first: int, last: int, x: Tensor, cos: Tensor, sin: Tensor, courses: Sequence[Course],
+           beside: Tensor | None = None) -> None:
+    """Layers [first, last) one after the other over x [rows, hidden], which is overwritten: the rows of all courses. cos, sin
+    [rows, 1, head_dim] as for `turn`; beside [rows, hidden]: what a layer with `of_stream` reads, too."""
+    rows = sum(course.rows for course in courses)
+    assert x.is_contiguous() and x.shape[0] == rows and x.dtype == cos.dtype == sin.dtype and cos.stride(0) == sin.stride(0)
+    assert beside is None or beside.is_contiguous() and beside.shape == x.shape and beside.dtype == x.dtype
+    structs = (_Course * len(courses))(*(course.struct for course in courses))
     failed = _loaded().blocks(
-        ctypes.byref(layers[first]), last - first, course.struct, x.data_ptr(), cos.data_ptr(), sin.data_ptr(), cos.stride(0),
-        x.dtype == torch.bfloat16, torch.get_num_threads())
+        ctypes.byref(layers[first]), last - first, structs, len(courses), x.data_ptr(), _address(beside), cos.data_ptr(), sin.data_ptr(),
+        cos.stride(0), x.dtype == torch.bfloat16, torch.get_num_threads())
     if failed:
-        raise MemoryError(f"a pass of {course.rows} rows found no memory to work in")
+        raise MemoryError(f"a pass of {rows} rows found no memory to work in")
 
 
 def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -295,7 +302,7 @@ def _open(path: Path) -> ctypes.CDLL:
     library.arrange_eight.argtypes, library.arrange_eight.restype = [pointer, pointer, whole, whole, small], None
     library.arrange_four.argtypes, library.arrange_four.restype = [pointer, pointer, pointer, whole, whole, small], None
     library.attend.argtypes, library.attend.restype = [ctypes.POINTER(_Course), ctypes.POINTER(_Attention), small], small
-    library.blocks.argtypes = [ctypes.POINTER(Layer), whole, ctypes.POINTER(_Course), *[pointer] * 3, whole, small, small]
+    library.blocks.argtypes = [ctypes.POINTER(Layer), whole, ctypes.POINTER(_Course), whole, *[pointer] * 4, whole, small, small]
     library.blocks.restype = small
     library.norm.argtypes, library.norm.restype = [*[pointer] * 3, *[whole] * 4, ctypes.c_float, small, small], None
     library.turn.argtypes, library.turn.restype = [*[pointer] * 4, *[whole] * 5, small, small], None

@@ -20,6 +20,8 @@ from .. import native
 from ..attention import compiled
 from ..packed import HeldLinear, joined
 
+FIRST_ANGLES = 1024     # positions of a table; it doubles when a text outgrows it
+
 
 def served(x: Tensor) -> bool:
     """Whether x passes through a head that serves, where there are compiled kernels for it."""
@@ -104,12 +106,24 @@ class Rope(nn.Module):
             like = SimpleNamespace(**known, standardize_rope_params=lambda: None)
             frequencies, self.scale = ROPE_INIT_FUNCTIONS[kind](like, torch.device("cpu"))
         self.register_buffer("inv_freq", frequencies, persistent=False)
+        self.whole = self.rotary == head_dim
+        self._table: Tensor | None = None   # [positions, 2, rotary], as `angles` gives them
 
     def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """cos, sin [n, rotary] float32 of positions [n]."""
         angles = positions[:, None].float() * self.inv_freq.float()
         angles = torch.cat((angles, angles), -1)
         return angles.cos() * self.scale, angles.sin() * self.scale
+
+    def angles(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """The same [n, 1, rotary] of a dtype as `native.turn` takes them, sin negative in its first half, out of a table."""
+        last = int(positions.max())
+        if self._table is None or self._table.dtype != dtype or self._table.shape[0] <= last:
+            cos, sin = self(torch.arange(max(FIRST_ANGLES, 1 << last.bit_length())))
+            sin = torch.cat((-sin[:, :self.rotary // 2], sin[:, self.rotary // 2:]), -1)
+            self._table = torch.stack((cos, sin), 1).to(dtype)
+        found = self._table[positions]
+        return found[:, :1], found[:, 1:]
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

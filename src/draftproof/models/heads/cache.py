@@ -18,6 +18,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from ..native import Course
+
 ROOM = 64      # entries that a new cache has room for; it doubles when full
 
 
@@ -26,7 +28,7 @@ class HeadCache:
 
     def __init__(self, layers: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device | str) -> None:
         self.length = 0
-        self._store = torch.empty(2, layers, kv_heads, ROOM, head_dim, dtype=dtype, device=device)
+        self._store = torch.empty(layers, 2, ROOM, kv_heads, head_dim, dtype=dtype, device=device)
 
     @property
     def device(self) -> torch.device:
@@ -36,15 +38,19 @@ class HeadCache:
     def bytes(self) -> int:
         return self._store.numel() * self._store.element_size()
 
+    def room(self, new: int) -> Tensor:
+        """The storage [layers, 2, places, kv, D], keys before values, with places for so many entries behind those held."""
+        if self.length + new > self._store.shape[2]:
+            self._grow(self.length + new)
+        return self._store
+
     def write(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Place k, v [n, kv, D] behind the held entries; keys and values [kv, length + n, D] with them."""
         end = self.length + k.shape[0]
-        if end > self._store.shape[3]:
-            self._grow(end)
-        store = self._store[:, layer]
-        store[0, :, self.length:end] = k.transpose(0, 1)
-        store[1, :, self.length:end] = v.transpose(0, 1)
-        return store[0, :, :end], store[1, :, :end]
+        store = self.room(k.shape[0])[layer]
+        keys, values = store[0], store[1]
+        keys[self.length:end], values[self.length:end] = k, v
+        return keys[:end].transpose(0, 1), values[:end].transpose(0, 1)
 
     def advance(self, rows: int) -> None:
         """Rows written to every layer now count."""
@@ -56,13 +62,12 @@ class HeadCache:
         self.length = length
 
     def _grow(self, needed: int) -> None:
-        room = self._store.shape[3]
+        layers, _, room, kv_heads, head_dim = self._store.shape
         while room < needed:
             room *= 2
-        layers, kv_heads, head_dim = self._store.shape[1], self._store.shape[2], self._store.shape[4]
-        wider = self._store.new_empty(2, layers, kv_heads, room, head_dim)
+        wider = self._store.new_empty(layers, 2, room, kv_heads, head_dim)
         # Layers before this one may already hold rows beyond `length` of the pass that is under way.
-        wider[:, :, :, :self._store.shape[3]] = self._store
+        wider[:, :, :self._store.shape[2]] = self._store
         self._store = wider
 
 
@@ -71,8 +76,22 @@ class HeadPass:
 
     def __init__(self, caches: Sequence[HeadCache], counts: Sequence[int], masks: Sequence[Tensor | None] | None = None) -> None:
         assert len(caches) == len(counts) and (masks is None or len(masks) == len(caches)), "one count, and one mask, per cache"
-        self.caches, self.counts = caches, counts
-        self.masks = masks if masks is not None else [_causal(c.length, n, c.device) for c, n in zip(caches, counts, strict=True)]
+        self.caches, self.counts, self.causal, self._masks = caches, counts, masks is None, masks
+
+    @property
+    def masks(self) -> Sequence[Tensor | None]:
+        if self._masks is None:
+            self._masks = [_causal(cache.length, n, cache.device) for cache, n in zip(self.caches, self.counts, strict=True)]
+        return self._masks
+
+    def courses(self) -> list[Course]:
+        """The same for the compiled kernels, if it is causal: each sequence's own storage, in pages of ROOM entries."""
+        found = []
+        for cache, count in zip(self.caches, self.counts, strict=True):
+            assert self.causal, "kernels know no masks"
+            new, end = range(cache.length, cache.length + count), cache.length + count
+            found.append(Course(new, [(range(-(-end // ROOM)), range(count))], new, range(count), ROOM, cache.room(count)))
+        return found
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         found, start = [], 0

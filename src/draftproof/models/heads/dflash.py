@@ -26,8 +26,9 @@ from ...errors import LoadError
 from ..target import TargetParts
 from .blocks import RMSNorm, Rope, rotate
 from .cache import HeadCache, HeadPass
-from .eagle import ROTARY, Attend, HeadLayer, Shape, count_layers, give_biases, needed, require_vocabulary, rope_fields, settle, text_config
-from .files import HeadFiles, converted, fill, write_files
+from .eagle import ROTARY, count_layers, give_biases, require_vocabulary, rope_fields, settle, text_config
+from .files import HeadFiles, converted, fill, needed, write_files
+from .layers import Attend, HeadLayer, Shape
 from .layout import Layout, View, body_of, renamed
 from .vocabulary import draft_ids, mask, offsets
 

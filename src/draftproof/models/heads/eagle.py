@@ -1,4 +1,4 @@
-"""EAGLE-1 and EAGLE-2 heads (Li et al., arXiv 2401.15077 and 2406.16858), and the decoder layer that EAGLE-3 shares with them.
+"""EAGLE-1 and EAGLE-2 heads (Li et al., arXiv 2401.15077 and 2406.16858).
 
     entry t:  x = fc([embed(token t+1), h_t])    y = layer(x)    logits for token t+2 = output(y)    next entry reads y for h
 
@@ -10,8 +10,7 @@ A head has one *entry* per text token; `attend(layer, q, k, v)` is given by whoe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
@@ -19,111 +18,12 @@ import torch
 from torch import Tensor, nn
 
 from ...errors import LoadError
-from ..packed import HeldLinear, joined
 from ..target import TargetParts
-from .blocks import GatedMlp, RMSNorm, Rope, rotate
-from .files import HeadFiles, converted, fill, write_files
-
-Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
-"""layer, q [R, heads, D], k and v [R, kv, D] → [R, heads · D]; q and k are rotated."""
+from .blocks import RMSNorm, Rope
+from .files import HeadFiles, converted, fill, needed, write_files
+from .layers import Attend, HeadLayer, HeadLayers, Shape
 
 H = TypeVar("H", bound=nn.Module)
-
-HEADS, EPS = 32, 1e-6       # what a Llama config means where it is silent
-
-
-@dataclass(frozen=True, slots=True)
-class Shape:
-    """Sizes of a decoder layer. qk_norm: queries and keys are normed per head (Qwen3)."""
-
-    hidden: int
-    inner: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    eps: float = EPS
-    qk_norm: bool = False
-
-    @classmethod
-    def of(cls, tensors: Mapping[str, Tensor], config: Mapping[str, Any], source: str | Path) -> Self:
-        """From the tensors of `layers.0.`; the config is asked for what no tensor shows: the head count and the norm's epsilon."""
-        q, k, o, up = (needed(tensors, f"layers.0.{name}.weight", source)
-                       for name in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.o_proj", "mlp.up_proj"))
-        q_norm = tensors.get("layers.0.self_attn.q_norm.weight")
-        rows = q.shape[0]
-        dim = int(config.get("head_dim") or 0) or rows // int(config.get("num_attention_heads") or HEADS)
-        dim = dim if q_norm is None else q_norm.shape[0]
-        if dim < 2 or dim % 2 or rows % dim or k.shape[0] % dim or rows % max(k.shape[0], 1):
-            raise LoadError(f"{source}: queries of {rows} rows and keys of {k.shape[0]} do not divide into heads of {dim}; "
-                            "expected head_dim and num_attention_heads in config.json to fit the tensors")
-        activation = config.get("hidden_act") or "silu"
-        if activation not in ("silu", "swish"):
-            raise LoadError(f"{source}: hidden_act is {activation!r}; expected silu, with which draft heads are published")
-        eps = float(config.get("rms_norm_eps") or EPS)
-        return cls(o.shape[0], up.shape[0], rows // dim, k.shape[0] // dim, dim, eps, q_norm is not None)
-
-    @classmethod
-    def like(cls, parts: TargetParts, **sizes: Any) -> Self:
-        """The target's own sizes, but for those given."""
-        config = text_config(parts)
-        heads = int(sizes.get("heads") or getattr(config, "num_attention_heads", 0) or max(1, config.hidden_size // 64))
-        hidden = int(sizes.get("hidden") or config.hidden_size)
-        return cls(hidden, int(sizes.get("inner") or getattr(config, "intermediate_size", 0) or 3 * hidden), heads,
-                   int(sizes.get("kv_heads") or getattr(config, "num_key_value_heads", 0) or heads),
-                   int(sizes.get("head_dim") or getattr(config, "head_dim", 0) or hidden // heads),
-                   float(getattr(config, "rms_norm_eps", None) or EPS), bool(sizes.get("qk_norm")))
-
-    def config(self) -> dict[str, Any]:
-        return {"hidden_size": self.hidden, "intermediate_size": self.inner, "num_attention_heads": self.heads,
-                "num_key_value_heads": self.kv_heads, "head_dim": self.head_dim, "rms_norm_eps": self.eps, "hidden_act": "silu"}
-
-
-class HeadAttention(nn.Module):
-    """Rotary self-attention whose inputs may be wider than its output."""
-
-    def __init__(self, shape: Shape, width: int) -> None:
-        super().__init__()
-        self.shape = shape
-        self.q_proj = nn.Linear(width, shape.heads * shape.head_dim, bias=False)
-        self.k_proj = nn.Linear(width, shape.kv_heads * shape.head_dim, bias=False)
-        self.v_proj = nn.Linear(width, shape.kv_heads * shape.head_dim, bias=False)
-        self.o_proj = nn.Linear(shape.heads * shape.head_dim, shape.hidden, bias=False)
-        self.q_norm = RMSNorm(shape.head_dim, shape.eps) if shape.qk_norm else None
-        self.k_norm = RMSNorm(shape.head_dim, shape.eps) if shape.qk_norm else None
-        self.qkv: nn.Module | None = None
-
-    def join(self) -> None:
-        if self.qkv is None:
-            self.qkv = HeldLinear(*joined([self.q_proj, self.k_proj, self.v_proj]))
-            del self.q_proj, self.k_proj, self.v_proj
-
-    def forward(self, x: Tensor, turn: tuple[Tensor, Tensor], attend: Attend, layer: int) -> Tensor:
-        rows, dim, heads, kv_heads = x.shape[0], self.shape.head_dim, self.shape.heads, self.shape.kv_heads
-        if self.qkv is None:
-            q, k, v = (project(x).view(rows, -1, dim) for project in (self.q_proj, self.k_proj, self.v_proj))
-        else:
-            q, k, v = self.qkv(x).view(rows, -1, dim).split((heads, kv_heads, kv_heads), 1)
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
-        turned = rotate(torch.cat((q, k), 1), *turn)
-        out: Tensor = self.o_proj(attend(layer, turned[:, :heads], turned[:, heads:], v))
-        return out
-
-
-class HeadLayer(nn.Module):
-    """A Llama decoder layer; without `input_norm`, as the first layer of EAGLE-1, its input goes into attention as it is."""
-
-    def __init__(self, shape: Shape, input_norm: bool = True) -> None:
-        super().__init__()
-        self.input_layernorm = RMSNorm(shape.hidden, shape.eps) if input_norm else None
-        self.self_attn = HeadAttention(shape, shape.hidden)
-        self.post_attention_layernorm = RMSNorm(shape.hidden, shape.eps)
-        self.mlp = GatedMlp(shape.hidden, shape.inner)
-
-    def forward(self, x: Tensor, turn: tuple[Tensor, Tensor], attend: Attend, layer: int) -> Tensor:
-        y = x + self.self_attn(x if self.input_layernorm is None else self.input_layernorm(x), turn, attend, layer)
-        out: Tensor = y + self.mlp(self.post_attention_layernorm(y))
-        return out
 
 
 class EagleHead(nn.Module):
@@ -144,7 +44,7 @@ class EagleHead(nn.Module):
         self.context: int | None = self.config.get("max_position_embeddings")
         self._parts = (parts,)              # in a tuple, so that the target's weights are not this module's
         self.fc = nn.Linear(2 * shape.hidden, shape.hidden, bias=fc_bias)
-        self.layers = nn.ModuleList(HeadLayer(shape, input_norm=i > 0 or first_norm) for i in range(layers))
+        self.layers = HeadLayers(HeadLayer(shape, input_norm=i > 0 or first_norm) for i in range(layers))
         self.embed_tokens = nn.Embedding(target.vocab_size, shape.hidden) if own_embed else None
         self.embedding_layernorm = RMSNorm(shape.hidden, shape.eps) if input_norms else None
         self.hidden_states_layernorm = RMSNorm(shape.hidden, shape.eps) if input_norms else None
@@ -199,11 +99,9 @@ class EagleHead(nn.Module):
         embedded = embed(self._parts[0], self.embed_tokens, tokens)
         if self.embedding_layernorm is not None and self.hidden_states_layernorm is not None:
             embedded, hidden = self.embedding_layernorm(embedded), self.hidden_states_layernorm(hidden)
-        x: Tensor = self.fc(torch.cat((embedded, hidden), -1))
-        turn = self.rope(positions)
-        for i, layer in enumerate(self.layers):
-            x = layer(x, turn, attend, i)
-        return x
+        x = self.fc(torch.cat((embedded, hidden), -1))
+        out: Tensor = self.layers(x, self.rope, positions, attend)
+        return out
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[R, V] for the token after the one that `step` read."""
@@ -225,13 +123,6 @@ def kept(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def text_config(parts: TargetParts) -> Any:
     return parts.config.get_text_config()
-
-
-def needed(tensors: Mapping[str, Tensor], name: str, source: str | Path) -> Tensor:
-    if name not in tensors:
-        raise LoadError(f"{source}: tensor {name} is missing (found: {', '.join(sorted(tensors)[:6])} …); expected a complete head: "
-                        "fetch it again")
-    return tensors[name]
 
 
 def require_vocabulary(tensors: Mapping[str, Tensor], config: Mapping[str, Any], vocab_size: int, source: str | Path) -> None:

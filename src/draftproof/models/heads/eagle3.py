@@ -23,47 +23,13 @@ from torch import Tensor, nn
 
 from ...errors import LoadError
 from ..target import TargetParts
-from .blocks import GatedMlp, RMSNorm, Rope
-from .eagle import (
-    ROTARY,
-    Attend,
-    HeadAttention,
-    HeadLayer,
-    Shape,
-    count_layers,
-    embed,
-    give_biases,
-    kept,
-    needed,
-    require_vocabulary,
-    rope_fields,
-    settle,
-    text_config,
-)
-from .files import HeadFiles, converted, fill, write_files
+from .blocks import RMSNorm, Rope
+from .eagle import ROTARY, count_layers, embed, give_biases, kept, require_vocabulary, rope_fields, settle, text_config
+from .files import HeadFiles, converted, fill, needed, write_files
+from .layers import Attend, FirstLayer, HeadLayer, HeadLayers, Shape
 from .vocabulary import draft_ids, mask, offsets
 
 TABLES = frozenset({"d2t", "t2d"})      # read here, not by the module
-
-
-class FirstLayer(nn.Module):
-    """Attention over embedding and hidden state side by side; the residual is the hidden state's."""
-
-    def __init__(self, shape: Shape, norm_before_residual: bool) -> None:
-        super().__init__()
-        self.norm_before_residual = norm_before_residual
-        self.input_layernorm = RMSNorm(shape.hidden, shape.eps)
-        self.hidden_norm = RMSNorm(shape.hidden, shape.eps)
-        self.self_attn = HeadAttention(shape, 2 * shape.hidden)
-        self.post_attention_layernorm = RMSNorm(shape.hidden, shape.eps)
-        self.mlp = GatedMlp(shape.hidden, shape.inner)
-
-    def forward(self, embedded: Tensor, hidden: Tensor, turn: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
-        normed = self.hidden_norm(hidden)
-        y = self.self_attn(torch.cat((self.input_layernorm(embedded), normed), -1), turn, attend, 0)
-        y = y + (normed if self.norm_before_residual else hidden)
-        out: Tensor = y + self.mlp(self.post_attention_layernorm(y))
-        return out
 
 
 class Eagle3Head(nn.Module):
@@ -87,7 +53,7 @@ class Eagle3Head(nn.Module):
         self.fc = nn.Linear(width, shape.hidden, bias=False)
         self.fc_norm = nn.ModuleList(RMSNorm(self.target_hidden, shape.eps) for _ in self.taps) if norms == "fc_norm" else None
         self.input_norm = RMSNorm(width, shape.eps) if norms == "input_norm" else None
-        self.layers = nn.ModuleList([FirstLayer(shape, norm_before_residual), *(HeadLayer(shape) for _ in range(layers - 1))])
+        self.layers = HeadLayers([FirstLayer(shape, norm_before_residual), *(HeadLayer(shape) for _ in range(layers - 1))])
         self.norm = RMSNorm(shape.hidden, shape.eps)
         self.lm_head = nn.Linear(shape.hidden, size, bias=False)
         self.embed_tokens = nn.Embedding(self.vocab_size, shape.hidden) if own_embed else None
@@ -162,10 +128,7 @@ class Eagle3Head(nn.Module):
 
     def step(self, tokens: Tensor, hidden: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """tokens [R] and the hidden states before them [R, H] → hidden states [R, H]: for `logits`, and for the next step."""
-        turn = self.rope(positions)
-        x: Tensor = self.layers[0](embed(self._parts[0], self.embed_tokens, tokens), hidden, turn, attend)
-        for i, layer in enumerate(self.layers[1:], 1):
-            x = layer(x, turn, attend, i)
+        x: Tensor = self.layers(hidden, self.rope, positions, attend, embed(self._parts[0], self.embed_tokens, tokens))
         return self.norm(x) if self.norm_output else x
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -102,3 +102,10 @@ def write_files(path: str | Path, config: Mapping[str, Any], tensors: Mapping[st
 def converted(tensors: Mapping[str, Tensor], dtype: torch.dtype | None) -> dict[str, Tensor]:
     """Tensors as a file is to hold them; dtype None keeps each one's own."""
     return {name: tensor if dtype is None else tensor.to(dtype) for name, tensor in tensors.items()}
+
+
+def needed(tensors: Mapping[str, Tensor], name: str, source: str | Path) -> Tensor:
+    if name not in tensors:
+        raise LoadError(f"{source}: tensor {name} is missing (found: {', '.join(sorted(tensors)[:6])} …); expected a complete head: "
+                        "fetch it again")
+    return tensors[name]

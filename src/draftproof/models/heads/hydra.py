@@ -24,8 +24,9 @@ from torch.nn import functional
 from ...errors import LoadError, VocabularyMismatch
 from ..target import TargetParts
 from .blocks import RMSNorm, Rope
-from .eagle import Attend, HeadLayer, Shape, rope_fields, settle, text_config
+from .eagle import rope_fields, settle, text_config
 from .files import HeadFiles, fill, write_files
+from .layers import Attend, HeadLayer, HeadLayers, Shape
 from .medusa import rows_of
 
 DEPTH = 4                                        # of a fresh head
@@ -51,13 +52,13 @@ class Prefix(nn.Module):
     def __init__(self, shape: Shape, config: Mapping[str, Any]) -> None:
         super().__init__()
         self.shape = shape
-        self.layers = nn.ModuleList([HeadLayer(shape)])
+        self.layers = HeadLayers([HeadLayer(shape)])
         self.norm = RMSNorm(shape.hidden, shape.eps)
         self.rope = Rope(config, shape.head_dim)
 
     def forward(self, hidden: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """Hidden states [R, H] at positions [R] → [R, H]."""
-        return self.norm(self.layers[0](hidden, self.rope(positions), attend, 0))      # type: ignore[no-any-return]
+        return self.norm(self.layers(hidden, self.rope, positions, attend))      # type: ignore[no-any-return]
 
 
 class HydraHead(nn.Module):

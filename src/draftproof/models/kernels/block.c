@@ -89,24 +89,43 @@ static void add(void *x, const void *y, long n, int halves) /* x += y */
 
 typedef struct {
     product qkv, o, gate_up, down;
-    const void *before, *after, *of_heads; /* weights of the norms; of_heads [heads + kv_heads, dim], or null */
+    const void *before, *after, *of_heads; /* weights of the norms; before may be null, of_heads is [heads + kv_heads, dim] or null */
+    const void *of_stream; /* not null: the layer reads norm(beside; before) and norm(x; of_stream), side by side (EAGLE-3) */
     float before_eps, after_eps, heads_eps, scaling;
-    long heads, kv_heads, dim, window;
+    long heads, kv_heads, dim, window, normed; /* normed: x itself goes on as norm(x; of_stream) */
     void *keys, *values; /* the layer's storage, [places, kv_heads, dim] */
 } layer;
 
 static long most(long a, long b) { return a > b ? a : b; }
 
-/* `count` layers one after the other, over x [rows, hidden], which is overwritten; cos, sin as `turn` takes them. Returns 0, or 1 without
- * memory. */
-int blocks(const layer *layers, long count, const course *c, void *x, const void *cos, const void *sin, long angles, int halves,
-           int threads)
+/* What a layer's first product reads [rows, qkv.in], in `to`; `room` [rows, hidden]. */
+static void enter(const layer *l, void *x, const void *beside, void *to, void *room, long rows, int halves, int threads)
 {
-    long rows = c->rows, each = size(halves), a = 0, b = 0, d = 0, e = 0;
+    long hidden = l->o.out, bytes = size(halves) * hidden;
+    if (l->of_stream) {
+        for (int side = 0; side < 2; side++) {
+            norm(side ? x : beside, side ? l->of_stream : l->before, room, rows, 1, hidden, hidden, l->before_eps, halves, threads);
+            for (long r = 0; r < rows; r++) memcpy((char *)to + (2 * r + side) * bytes, (char *)room + r * bytes, bytes);
+        }
+        if (l->normed) memcpy(x, room, rows * bytes);
+    } else if (l->before) {
+        norm(x, l->before, to, rows, 1, hidden, hidden, l->before_eps, halves, threads);
+    } else {
+        memcpy(to, x, rows * bytes);
+    }
+}
+
+/* `count` layers one after the other, over x [rows, hidden], which is overwritten: the rows of `courses` courses, one after the other.
+ * beside [rows, hidden], or null: what a layer with `of_stream` reads, too. cos, sin as `turn` takes them. Returns 0, or 1 without memory. */
+int blocks(const layer *layers, long count, const course *first_course, long courses, void *x, const void *beside, const void *cos,
+           const void *sin, long angles, int halves, int threads)
+{
+    long rows = 0, each = size(halves), a = 0, b = 0, d = 0, e = 0;
+    for (const course *c = first_course; c < first_course + courses; c++) rows += c->rows;
     for (const layer *l = layers; l < layers + count; l++) {
         long turned = (l->heads + l->kv_heads) * l->dim;
-        a = most(a, most(turned, l->qkv.in));
-        b = most(b, most(l->gate_up.out, l->qkv.out));
+        a = most(a, most(turned, most(l->qkv.in, l->o.out)));
+        b = most(b, most(most(l->gate_up.out, l->qkv.out), l->o.out));
         d = most(d, most(turned, l->down.in));
         const product *products[] = {&l->qkv, &l->o, &l->gate_up, &l->down};
         for (int i = 0; i < 4; i++) e = most(e, room_of(products[i]->bits, products[i]->in, halves));
@@ -115,21 +134,27 @@ int blocks(const layer *layers, long count, const course *c, void *x, const void
     char *first = (char *)(room + rows * e), *second = first + rows * each * a, *third = second + rows * each * b;
     if (!room) return 1;
     for (const layer *l = layers; l < layers + count; l++) {
-        long hidden = l->qkv.in, turned = l->heads + l->kv_heads, row = l->qkv.out;
-        norm(x, l->before, first, rows, 1, hidden, hidden, l->before_eps, halves, threads);
+        long hidden = l->o.out, turned = l->heads + l->kv_heads, row = l->qkv.out, at = 0; /* at: the course's first row */
+        enter(l, x, beside, first, second, rows, halves, threads);
         multiply(&l->qkv, first, room, second, rows, halves, threads);
         if (l->of_heads) norm(second, l->of_heads, first, rows, turned, l->dim, row, l->heads_eps, halves, threads);
         const char *turning = l->of_heads ? first : second;
         turn(turning, cos, sin, third, rows, turned, l->dim, l->of_heads ? turned * l->dim : row, angles, halves, threads);
-        for (long i = 0, key = each * l->kv_heads * l->dim; i < c->writes; i++) {
-            memcpy((char *)l->keys + c->write_to[i] * key, third + each * (c->write_from[i] * turned + l->heads) * l->dim, key);
-            memcpy((char *)l->values + c->write_to[i] * key, second + each * (c->write_from[i] * row + turned * l->dim), key);
-        }
-        attention asked = {third, l->keys, l->values, 0, first, turned * l->dim, l->kv_heads, l->heads / l->kv_heads, l->dim, l->dim,
-                           l->window, l->scaling, halves};
-        if (attend(c, &asked, threads)) {
-            free(room);
-            return 1;
+        for (const course *c = first_course; c < first_course + courses; at += c->rows, c++) {
+            long key = each * l->kv_heads * l->dim, number = l - layers;
+            char *query = third + each * at * turned * l->dim, *here = second + each * at * row;
+            char *keys = c->own ? (char *)c->own + 2 * number * c->room * key : l->keys;
+            char *values = c->own ? keys + c->room * key : l->values;
+            for (long i = 0; i < c->writes; i++) {
+                memcpy(keys + c->write_to[i] * key, query + each * (c->write_from[i] * turned + l->heads) * l->dim, key);
+                memcpy(values + c->write_to[i] * key, here + each * (c->write_from[i] * row + turned * l->dim), key);
+            }
+            attention asked = {query, keys, values, 0, first + each * at * l->heads * l->dim, turned * l->dim, l->kv_heads,
+                               l->heads / l->kv_heads, l->dim, l->dim, l->window, l->scaling, halves};
+            if (attend(c, &asked, threads)) {
+                free(room);
+                return 1;
+            }
         }
         multiply(&l->o, first, room, second, rows, halves, threads);
         add(x, second, rows * hidden, halves);

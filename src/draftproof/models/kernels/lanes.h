@@ -138,14 +138,16 @@ static inline void widen(const void *from, long first, long n, int halves, float
     for (; i < wide; i++) to[i] = 0;
 }
 
-/* Where a pass runs (native.Course): its rows stand at positions; each path has rows that attend through it, and pages that hold the keys
- * of its text in order; and the keys of some rows are written to places of the storage. */
+/* Where rows of a pass run (native.Course): they stand at positions; each path has rows that attend through it, and pages that hold the
+ * keys of its text in order; and the keys of some rows are written to places of the storage. */
 typedef struct {
     long rows, paths, writes, page; /* page: tokens that one holds */
     const int64_t *position;              /* [rows] */
     const int64_t *row_start, *page_start; /* [paths + 1] where a path's rows and pages begin, among all */
     const int64_t *row_of, *page_of;
     const int64_t *write_to, *write_from; /* [writes] */
+    void *own; /* storage of this course alone, [layers, 2, room, kv_heads, dim], or null: the layers' own */
+    long room;
 } course;
 
 /* One layer's attention: query [rows, heads * group, dim], rows `query_stride` numbers apart; keys and values [places, heads, ...];
