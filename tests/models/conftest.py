@@ -6,8 +6,9 @@ from collections.abc import Iterator
 
 import pytest
 
+from draftproof import native
 from draftproof.bench.machine import machine
-from draftproof.models import attention, fused, load, native, paged
+from draftproof.models import attention, fused, load, paged
 from draftproof.models.tiled import TiledLinear
 
 

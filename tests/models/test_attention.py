@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from draftproof.models import native
+from draftproof import native
 from draftproof.models.attention import TILE, attend, flash_page, merge, plain_page
 from draftproof.models.cache import PagePool
 from draftproof.models.passes import LEAST_RUN, MOST_COPIED, Pass, Path, calls_of

@@ -14,8 +14,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from draftproof import native
 from draftproof.errors import LoadError
-from draftproof.models import native
 from draftproof.models.heads.blocks import Rope, join
 from draftproof.models.heads.cache import HeadCache, HeadPass
 from draftproof.models.heads.detect import detect, require

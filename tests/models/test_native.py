@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
-from draftproof.models import native
+from draftproof import native
+from draftproof.core import host
 from draftproof.models.between import rms_norm, turn
 from draftproof.models.packed import PackedLinear, StreamedLinear, holds_bfloat16, packed
 
@@ -273,6 +276,50 @@ def test_what_does_not_lie_in_order_is_copied_for_as_long_as_it_is_read() -> Non
     assert torch.equal(made(x.t().contiguous().t()), plain(x))
 
 
+def all_scored(x: torch.Tensor, keys: torch.Tensor | None, names: torch.Tensor | None, k: int) -> tuple[np.ndarray, np.ndarray]:
+    """The k best of every row with everybody's noise computed: scores and columns."""
+    tokens = np.arange(x.shape[1]) if names is None else names.numpy()
+    scores = x.numpy() if keys is None else x.numpy() + host.gumbel(keys.numpy().view(np.uint32), tokens)
+    columns = np.argsort(-scores, axis=1, kind="stable")[:, :k]
+    return np.take_along_axis(scores, columns, 1), columns
+
+
+@compiled
+@pytest.mark.parametrize("shape", [(1, 1), (3, 7), (5, 4096), (2, 4099), (40, 600), (3, 70_001)])
+@pytest.mark.parametrize("noisy", [True, False])
+def test_the_best_are_the_best_of_all(shape: tuple[int, int], noisy: bool) -> None:
+    """Flat rows and steep ones, of many ties, with few possible tokens and with names of their own."""
+    rows, size = shape
+    random = torch.Generator().manual_seed(size)
+    keys = torch.randint(-2**31, 2**31, (rows, 2), generator=random, dtype=torch.int64).int() if noisy else None
+    names = torch.randperm(3 * size, generator=random)[:size]
+    for scale in (0.0, 0.1, 1.0, 30.0, 1e6):
+        x = (scale * torch.randn(rows, size, generator=random)).round(decimals=2).log_softmax(-1)
+        excluded = torch.rand(rows, size, generator=random) < 0.5
+        excluded[:, 0] = False
+        for given in (x, x.masked_fill(excluded, -math.inf)):
+            for k in {1, min(2, size), min(17, size)}:
+                for named in (None, names):
+                    scores, columns = native.best(given, keys, named, k)
+                    wanted, places = all_scored(given, keys, named, k)
+                    possible = wanted > -math.inf
+                    assert np.array_equal(scores.numpy(), wanted), "to the bit"
+                    assert np.array_equal(columns.numpy()[possible], places[possible]), "ties go to the lowest"
+                    assert all(len(set(row)) == k and 0 <= min(row) <= max(row) < size for row in columns.tolist())
+
+
+@compiled
+def test_a_choice_is_its_twins() -> None:
+    """Over as many rows as a long text has choices."""
+    random = torch.Generator().manual_seed(8)
+    x = (2 * torch.randn(3000, 1500, generator=random)).log_softmax(-1)
+    keys = torch.randint(-2**31, 2**31, (3000, 2), generator=random, dtype=torch.int64).int()
+    drawn = keys.numpy().view(np.uint32)
+    values, columns = host.best_of_row(x.numpy(), host.bound(drawn, None, 1500), drawn, None, 2)
+    scores, places = native.best(x, keys, None, 2)
+    assert np.array_equal(scores.numpy(), values) and np.array_equal(places.numpy(), columns)
+
+
 @compiled
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_other_kernels_compute_the_same(dtype: torch.dtype, other_kernels: None) -> None:
@@ -283,6 +330,8 @@ def test_other_kernels_compute_the_same(dtype: torch.dtype, other_kernels: None)
         test_the_product_is_the_linear_layer_and_a_row_does_not_feel_the_others(out, columns, True, dtype)
     for heads, dim in ((3, 64), (1, 20), (5, 6)):
         test_the_small_operations_of_a_block_are_their_twins(heads, dim, dtype)
+    for noisy in (True, False):
+        test_the_best_are_the_best_of_all((3, 4099), noisy)
 
 
 @compiled

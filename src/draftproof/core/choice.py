@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from .. import native
 from . import host
 from .noise import gumbel
 from .upload import rows_of, uploaded
@@ -66,19 +67,26 @@ def perturbed_top(law: Law | Tensor, keys: Tensor | None, k: int, ids: Tensor | 
     if keys is None:
         return law.few[::-1] if law.few is not None and k == law.few[0].shape[1] == 1 else _best(law.whole, k)
     if keys.device.type == "cpu" and (law.few is not None or law.size > _DENSE):
-        return _searched(law, keys.numpy().view(np.uint32), k, None if ids is None else ids.numpy(), counts)
+        return _searched(law, keys, k, ids, counts)
     tokens = torch.arange(law.size, dtype=torch.int32, device=keys.device) if ids is None else ids
     return _best(_plus(law.whole, gumbel(keys, tokens), counts), k)
 
 
-def _searched(law: Law, keys: host.Ids, k: int, names: host.Ids | None, counts: Sequence[int] | None) -> tuple[Tensor, Tensor]:
-    """On a processor. Rows of one key share the bound of its noise."""
+def _searched(law: Law, noise: Tensor, k: int, ids: Tensor | None, counts: Sequence[int] | None) -> tuple[Tensor, Tensor]:
+    """On a processor; whole rows by the compiled kernel, of which numpy's way is the twin. Rows of one key share the bound of its noise."""
     owners = slice(None) if counts is None or max(counts) == 1 else np.repeat(np.arange(len(counts)), counts)
+    if law.few is None and _compiled(law.whole):
+        return native.best(law.whole, noise[owners], ids, k)
+    keys, names = noise.numpy().view(np.uint32), None if ids is None else ids.numpy()
     if law.few is not None:
         values, columns = host.best_of_few(law.few[1].numpy(), law.few[0].numpy(), keys[owners], names, k)
     else:
         values, columns = host.best_of_row(law.whole.numpy(), host.bound(keys, names, law.size)[owners], keys[owners], names, k)
     return torch.from_numpy(values), torch.from_numpy(columns)
+
+
+def _compiled(rows: Tensor) -> bool:
+    return rows.device.type == "cpu" and rows.dtype == torch.float32 and native.available()[0]
 
 
 def _plus(logp: Tensor, noise: Tensor, counts: Sequence[int] | None) -> Tensor:
@@ -94,6 +102,8 @@ def _best(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """The k largest scores [N, V] and their columns, ties by the lowest column."""
     if k == 1:
         columns = first_largest(scores)
+    elif _compiled(scores):
+        return native.best(scores, None, None, k)
     elif scores.device.type == "cpu":
         columns = torch.from_numpy(host.largest(scores.numpy(), k))
     elif scores.dtype == torch.float32:                                     # one integer holds value and column: no ties are left

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from transformers import AttentionInterface
 
-from . import native
+from .. import native
 from .cache import PagePool
 from .passes import Call, Items, Pass
 

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor, nn
 from transformers.activations import SiLUActivation
 
+from .. import native
 from ..core.upload import rows_of
-from . import native
 from .attention import attend, compiled
 from .between import Between, rms_norm, tiled_norm, turn
 from .cache import PagePool

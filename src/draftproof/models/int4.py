@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from . import native
+from .. import native
 from .packed import KeptLinear, StreamedLinear, multiplies_bfloat16
 from .tiled import InTiles, by_tiles
 

@@ -14,7 +14,7 @@ import warnings
 import torch
 from torch import Tensor
 
-from . import native
+from .. import native
 from .packed import KeptLinear, StreamedLinear
 
 HIGH, LOW = 63, 126          # steps of the coarse integer up to the peak; steps of the fine one within a coarse step

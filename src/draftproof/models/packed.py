@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from . import native
+from .. import native
 
 Linear = Callable[[Tensor, Tensor | None], nn.Module]  # makes a layer of a weight [out, in] and a bias
 PACK_ROWS = 8  # the row count that oneDNN's layout is chosen for

@@ -14,8 +14,8 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from .. import native
 from ..core.upload import index_of, sent, uploaded
-from . import native
 
 LEAST_KEYS, MOST_KEYS = 64, 256  # of a page: an attention call reads no fewer, and of pages with more keys always all
 LEAST_RUN = 4  # consecutive pages that are worth a call of their own on a CPU; shorter runs are copied together,

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from .. import native
+from ... import native
 from ..attention import compiled
 from ..packed import HeldLinear, joined
 

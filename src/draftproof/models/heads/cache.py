@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from ..native import Course
+from ...native import Course
 
 ROOM = 64      # entries that a new cache has room for; it doubles when full
 

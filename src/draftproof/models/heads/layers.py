@@ -18,8 +18,8 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
+from ... import native
 from ...errors import LoadError
-from .. import native
 from ..packed import HeldLinear, StreamedLinear, joined
 from ..target import TargetParts
 from .blocks import GatedMlp, RMSNorm, Rope, rotate, served

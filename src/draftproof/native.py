@@ -1,12 +1,13 @@
-"""The operations of a pass that torch is slow at on a CPU, in C (kernels/), made by the machine's own compiler at first use.
+"""The operations that torch and numpy are slow at on a CPU, in C (kernels/), made by the machine's own compiler at first use.
 
 * Products of few rows with a bfloat16 matrix: torch takes them below the speed of memory, by a third where the processor has no bfloat16
   instructions; and with whole numbers of eight or four bits, where it is slower still.
 * Attention over pages: torch copies pages that do not adjoin, and reads keys at a third of the speed of memory, bfloat16 ones slower.
 * Llama's block as a whole: between its products stand twenty small calls of torch, each of which finds the caches cold.
+* The choice under noise: numpy reads a row a dozen times to find the few tokens that can win.
 
 docs/log.md has the figures. The compiled library is kept in the user's cache folder, by what it was made of. Where there is no compiler
-`available` says so, and packed.py and attention.py take torch's ways, which are the plain twins.
+`available` says so, and packed.py, attention.py and choice.py take torch's and numpy's ways, which are the plain twins.
 """
 
 from __future__ import annotations
@@ -198,6 +199,20 @@ def blocks(layers: ctypes.Array[Layer], first: int, last: int, x: Tensor, cos: T
         raise MemoryError(f"a pass of {rows} rows found no memory to work in")
 
 
+def best(x: Tensor, keys: Tensor | None, names: Tensor | None, k: int) -> tuple[Tensor, Tensor]:
+    """The k best of log p + g: x [N, V] float32 log-probabilities, keys int32 [N, 2] of `core.noise`, None for no noise; names int64 [V]:
+    the target's ids of the columns → scores float32 and columns int64 [N, k], as `core.choice.perturbed_top` gives them."""
+    rows, size = x.shape
+    assert x.dtype == torch.float32 and 1 <= k <= size and (names is None or names.dtype == torch.int64 and len(names) == size)
+    x, keys = x.contiguous(), None if keys is None else keys.contiguous()
+    assert keys is None or keys.dtype == torch.int32 and keys.shape == (rows, 2)
+    scores, columns = torch.empty(rows, k), torch.empty(rows, k, dtype=torch.int64)
+    if _loaded().best(x.data_ptr(), rows, size, _address(keys), _address(names), k, scores.data_ptr(), columns.data_ptr(),
+                      torch.get_num_threads()):
+        raise MemoryError(f"the choice of {rows} rows found no memory to work in")
+    return scores, columns
+
+
 def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x / rms(x) · weight over the last dimension: x [rows, n], weight [n]; or x [rows, heads, n], weight [heads, n]."""
     inner, n = weight.numel() // weight.shape[-1], weight.shape[-1]
@@ -304,6 +319,8 @@ def _open(path: Path) -> ctypes.CDLL:
     library.attend.argtypes, library.attend.restype = [ctypes.POINTER(_Course), ctypes.POINTER(_Attention), small], small
     library.blocks.argtypes = [ctypes.POINTER(Layer), whole, ctypes.POINTER(_Course), whole, *[pointer] * 4, whole, small, small]
     library.blocks.restype = small
+    library.best.argtypes = [pointer, whole, whole, pointer, pointer, whole, pointer, pointer, small]
+    library.best.restype = small
     library.norm.argtypes, library.norm.restype = [*[pointer] * 3, *[whole] * 4, ctypes.c_float, small, small], None
     library.turn.argtypes, library.turn.restype = [*[pointer] * 4, *[whole] * 5, small, small], None
     library.gate.argtypes, library.gate.restype = [*[pointer] * 2, *[whole] * 2, small, small], None
