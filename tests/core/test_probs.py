@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from draftproof import native
 from draftproof.core import choice, host, noise, probs
 from draftproof.core.choice import choose, perturbed_top
 from draftproof.core.edits import Counts, Rows
@@ -295,6 +296,16 @@ def top_plain(logp: Tensor, keys: Tensor, k: int, ids: Sequence[int]) -> tuple[l
     return values, columns
 
 
+@pytest.fixture(params=["compiled", "numpy"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whole rows through the compiled kernel and, as without a compiler, through numpy."""
+    if request.param == "numpy":
+        monkeypatch.setattr(choice, "_compiled", lambda rows: False)
+    elif not native.available()[0]:
+        pytest.skip(native.available()[1])
+
+
+@pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("v", [7, 4096, 32000])
 @pytest.mark.parametrize("s", [PLAIN, FILTERS[2], FILTERS[4], FILTERS[5], Sampling(temperature=0.0)], ids=str)
 def test_sparse_dense_and_pruned_choices_agree_with_the_plain_twin(s: Sampling, v: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -315,6 +326,7 @@ def test_sparse_dense_and_pruned_choices_agree_with_the_plain_twin(s: Sampling, 
     assert torch.equal(choose(logp, keys), torch.tensor(top_plain(logp, keys, 1, range(v))[1])[:, 0])
 
 
+@pytest.mark.usefixtures("way")
 def test_pruning_is_never_too_bold(monkeypatch: pytest.MonkeyPatch) -> None:
     """Few likely tokens with large u, where the bound is loose: whoever it raises above the winner must be looked at."""
     generator = torch.Generator().manual_seed(1)
@@ -330,6 +342,7 @@ def test_pruning_is_never_too_bold(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not torch.equal((logp + reach).argmax(-1), scores.argmax(-1)), "in some rows the highest bound is not the winner's"
 
 
+@pytest.mark.usefixtures("way")
 def test_ties_go_to_the_lowest_id() -> None:
     x = torch.zeros(2, 500)
     x[:, 40::7] = 3.0
@@ -341,6 +354,7 @@ def test_ties_go_to_the_lowest_id() -> None:
     assert perturbed_top(zeros, None, 2)[1].tolist() == [[0, 1]]
 
 
+@pytest.mark.usefixtures("way")
 def test_too_few_tokens_end_in_minus_infinity() -> None:
     logp = torch.full((1, 40_000), -math.inf)
     logp[0, 17] = 0.0
@@ -391,6 +405,7 @@ def test_long_rows_are_ranked_as_short_ones_are() -> None:
         assert np.array_equal(host._rising(row.astype(np.float64)), row.argsort(kind="stable"))
 
 
+@pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("s", [*FILTERS[2:], Sampling(temperature=0.0)], ids=str)
 @pytest.mark.parametrize("v", [300, 4096, 32_000])
 def test_the_few_columns_hold_every_possible_token_and_change_no_choice(s: Sampling, v: int) -> None:
@@ -411,6 +426,7 @@ def test_the_few_columns_hold_every_possible_token_and_change_no_choice(s: Sampl
             assert torch.equal(known[0], blind[0]) and torch.equal(known[1][real], blind[1][real])
 
 
+@pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("v", [5, 300, 4096])
 def test_a_row_without_any_token_left_has_no_winner(v: int) -> None:
     """A drafter whose vocabulary the options exclude: values of −inf, beside a row that has its token."""
