@@ -51,7 +51,8 @@ def _fields(**kinds: str) -> list[tuple[str, type]]:
 
 class _Course(ctypes.Structure):
     _fields_ = _fields(
-        numbers="rows paths writes page", pointers="position row_start page_start row_of page_of write_to write_from own", numbers_="room")
+        numbers="rows paths writes page", pointers="position row_start page_start row_of page_of write_to write_from own", numbers_="room",
+        pointers_="sight", numbers__="seen")
 
 
 class _Attention(ctypes.Structure):
@@ -149,11 +150,12 @@ def _address(tensor: Tensor | None) -> int | None:
 class Course:
     """Where a pass runs, as kernels/lanes.h has it. positions [rows]; paths: pages in order, and the rows that attend through them;
     write_to, write_from: places of the storage, and the rows whose keys go there; page: tokens of one. own [layers, 2, places, kv_heads,
-    head_dim]: keys and values of these rows alone, which must outlive it; None: each layer's storage."""
+    head_dim]: keys and values of these rows alone, which must outlive it; None: each layer's storage. sight bool [rows, n]: which of the
+    first n keys a row sees, none behind its position; None: all."""
 
     def __init__(
         self, positions: Sequence[int], paths: Sequence[tuple[Sequence[int], Sequence[int]]], write_to: Sequence[int],
-        write_from: Sequence[int], page: int, own: Tensor | None = None
+        write_from: Sequence[int], page: int, own: Tensor | None = None, sight: Tensor | None = None
     ) -> None:
         pages, rows = [pages for pages, _ in paths], [rows for _, rows in paths]
         starts = [list(accumulate(map(len, lists), initial=0)) for lists in (rows, pages)]
@@ -162,8 +164,9 @@ class Course:
         address, size = self._numbers.buffer_info()[0], self._numbers.itemsize
         self.rows = len(positions)
         at = accumulate(map(len, parts), initial=0)
+        self._sight = None if sight is None else sight.contiguous()
         self.struct = _Course(self.rows, len(paths), len(write_to), page, *(address + size * next(at) for _ in parts), _address(own),
-                              0 if own is None else own.shape[2])
+                              0 if own is None else own.shape[2], _address(self._sight), 0 if sight is None else sight.shape[1])
 
 
 def attend(

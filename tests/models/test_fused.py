@@ -8,8 +8,9 @@ import families
 import pytest
 import torch
 
+from draftproof import native
 from draftproof.config import LoadConfig
-from draftproof.models import load, native, passes
+from draftproof.models import load, passes
 from draftproof.models.between import rms_norm
 from draftproof.models.fused import FusedLayer, can_fuse
 from draftproof.models.load import load_target

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from draftproof import Engine, LoadConfig, Sampling
+from draftproof import Engine, LoadConfig, Sampling, native
 from draftproof.errors import LoadError, OptionError
-from draftproof.models import int4, int8, native
+from draftproof.models import int4, int8
 from draftproof.models.load import ROUNDED, _form, load_target
 from draftproof.models.packed import PackedLinear
 

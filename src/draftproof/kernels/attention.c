@@ -191,6 +191,9 @@ static void follow(const course *c, const attention *a, long path, long first, l
         }
         for (long q = 0; q < all; q++) {
             long low = SEEN_FROM(ROW(q)) - base, high = c->position[ROW(q)] + 1 - base;
+            if (c->sight)
+                for (long s = start; s < end; s++)
+                    if (!c->sight[ROW(q) * c->seen + base + s]) weight[q * width + s] = -INFINITY;
             float kept = normalise(weight + q * width, low > start ? low : start, high < end ? high : end, start, UP(end, CHUNK),
                                    a->scaling, top + q, norm + q);
             if (kept != 1)

@@ -148,6 +148,8 @@ typedef struct {
     const int64_t *write_to, *write_from; /* [writes] */
     void *own; /* storage of this course alone, [layers, 2, room, kv_heads, dim], or null: the layers' own */
     long room;
+    const uint8_t *sight; /* [rows, seen] 0 where a row does not see a key before its position, or null: it sees all */
+    long seen;
 } course;
 
 /* One layer's attention: query [rows, heads * group, dim], rows `query_stride` numbers apart; keys and values [places, heads, ...];

@@ -85,12 +85,13 @@ class HeadPass:
         return self._masks
 
     def courses(self) -> list[Course]:
-        """The same for the compiled kernels, if it is causal: each sequence's own storage, in pages of ROOM entries."""
+        """The same for the compiled kernels: each sequence's own storage, in pages of ROOM entries."""
         found = []
-        for cache, count in zip(self.caches, self.counts, strict=True):
-            assert self.causal, "kernels know no masks"
+        masks = [None] * len(self.caches) if self.causal else self.masks
+        for cache, count, mask in zip(self.caches, self.counts, masks, strict=True):
             new, end = range(cache.length, cache.length + count), cache.length + count
-            found.append(Course(new, [(range(-(-end // ROOM)), range(count))], new, range(count), ROOM, cache.room(count)))
+            places = new if mask is None else [end - 1] * count
+            found.append(Course(places, [(range(-(-end // ROOM)), range(count))], new, range(count), ROOM, cache.room(count), mask))
         return found
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -4,7 +4,7 @@
     y = y + mlp(norm(y))
 
 To serve, all layers of a step run in one call of the compiled kernels (../native.py `blocks`): their weights are read in less time than
-twenty operations take to be found and called. The lines of torch are the twin; with them heads are trained, and trees are grown.
+twenty operations take to be found and called. The lines of torch are the twin; with them heads are trained.
 """
 
 from __future__ import annotations
@@ -155,7 +155,7 @@ class HeadLayers(nn.ModuleList):
 
     def forward(self, x: Tensor, rope: Rope, positions: Tensor, attend: Attend, beside: Tensor | None = None) -> Tensor:
         """x, beside [R, H], entries at positions [R] → [R, H]."""
-        if served(x) and isinstance(attend, HeadPass) and attend.causal and rope.whole and self._compiled():
+        if served(x) and isinstance(attend, HeadPass) and rope.whole and self._compiled():
             assert self._table is not None
             cos, sin = rope.angles(positions, x.dtype)
             x = x.clone(memory_format=torch.contiguous_format)
