@@ -276,6 +276,19 @@ def test_what_does_not_lie_in_order_is_copied_for_as_long_as_it_is_read() -> Non
     assert torch.equal(made(x.t().contiguous().t()), plain(x))
 
 
+@compiled
+def test_rows_are_copied_in_every_store() -> None:
+    random = torch.Generator().manual_seed(9)
+    for count, rows in ((1, 1), (3, 5), (9, 64)):
+        kinds = [(torch.float32, torch.bfloat16)[i % 2] for i in range(count)]
+        stores = [torch.randn(200, 1 + i % 3, 40 + i, generator=random).to(kind) for i, kind in enumerate(kinds)]
+        wanted = [store.clone() for store in stores]
+        for store in wanted:
+            store[100:100 + rows] = store[7:7 + rows].clone()
+        native.copy_rows(stores, 7, 100, rows)
+        assert all(torch.equal(a, b) for a, b in zip(stores, wanted, strict=True))
+
+
 def all_scored(x: torch.Tensor, keys: torch.Tensor | None, names: torch.Tensor | None, k: int) -> tuple[np.ndarray, np.ndarray]:
     """The k best of every row with everybody's noise computed: scores and columns."""
     tokens = np.arange(x.shape[1]) if names is None else names.numpy()

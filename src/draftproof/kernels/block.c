@@ -87,6 +87,14 @@ static void add(void *x, const void *y, long n, int halves) /* x += y */
     for (; i < n; i++) store(x, i, load(x, i, halves) + load(y, i, halves), halves);
 }
 
+/* Rows [from, from + rows) of every store to [to, to + rows) of it; a row of store i has sizes[i] bytes. */
+void copy_rows(void *const *stores, const long *sizes, long count, long from, long to, long rows, int threads)
+{
+#pragma omp parallel for num_threads(threads) if (count * rows * sizes[0] > 8 * FEW)
+    for (long i = 0; i < count; i++)
+        memcpy((char *)stores[i] + to * sizes[i], (char *)stores[i] + from * sizes[i], rows * sizes[i]);
+}
+
 typedef struct {
     product qkv, o, gate_up, down;
     const void *before, *after, *of_heads; /* weights of the norms; before may be null, of_heads is [heads + kv_heads, dim] or null */

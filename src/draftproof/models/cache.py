@@ -18,6 +18,7 @@ from heapq import heappop, heappush
 import torch
 from torch import Tensor
 
+from .. import native
 from ..errors import CacheFull
 
 Prefix = tuple[str, int, tuple[int, ...]]  # tenant, page before it (−1: none), the page's tokens
@@ -138,9 +139,12 @@ class PagePool:
     def copy_head(self, source: int, target: int, tokens: int) -> None:
         """Copy the first `tokens` keys of a page into another, in every layer."""
         a, b = source * self.page_tokens, target * self.page_tokens
-        for store in (self.keys, self.values):
-            for rows in store.values():
-                rows[b : b + tokens] = rows[a : a + tokens]
+        stores = [*self.keys.values(), *self.values.values()]
+        if stores and self.device.type == "cpu" and native.available()[0]:
+            native.copy_rows(stores, a, b, tokens)
+            return
+        for rows in stores:
+            rows[b : b + tokens] = rows[a : a + tokens]
 
     def _grow(self) -> None:
         grown = min(self.capacity, self.allocated * 2)
