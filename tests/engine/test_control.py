@@ -191,6 +191,22 @@ def test_weather_moves_all_costs_and_no_decision() -> None:
     passes.learn(1, 5, 100, 0.0)                                           # a clock that did not move
 
 
+@pytest.mark.parametrize("slow", [0.3, 1.0, 3.0, 14.0, 100.0])
+@pytest.mark.parametrize("unread", [2, 28, 300])
+def test_a_slow_first_call_is_soon_forgotten(slow: float, unread: int) -> None:
+    """A drafter whose first call met a cold machine, and that finds nothing in its first calls: what levels, tokens and reading cost is
+    not known yet, and must not be believed to be as slow as that call was. All true costs are a quarter of a millisecond."""
+    costs = DraftCosts()
+    costs.learn(0, 0, unread, slow * 2.5e-4 * (1 + unread / 100))
+    for _ in range(2):
+        costs.learn(0, 0, 1, 2.5e-4)
+    assert 1e-4 < costs.seconds(0, 0, 1) < 5e-4
+    assert costs.seconds(2, 2, 4) < 5e-3 and costs.seconds(2, 2, 100) < 1e-2
+    for _ in range(2):
+        costs.learn(2, 2, 4, 7.5e-4)
+    assert 3e-4 < costs.seconds(2, 2, 4) < 2e-3
+
+
 def test_draft_costs() -> None:
     costs = DraftCosts()
     for _ in range(20):

@@ -20,6 +20,7 @@ Vector = NDArray[np.float64]
 NOISE = 0.1             # standard deviation of one timing's logarithm
 SURPRISE = 0.5          # of a logarithm: more is not believed at once …
 COLD = 3                # … after this many measurements; the first call of anything is slow
+SCALE = 2.0             # standard deviation of the logarithm of the machine's speed, before a second measurement
 WEATHER = 0.03          # drift of the weather between two rounds
 AGEING = 1e-3           # drift of everything else
 SETTLED = 8             # measurements of one shape, after which only one in so many is looked at: that costs time itself
@@ -37,14 +38,15 @@ class Filter:
         self.terms: Vector = np.zeros(len(terms))
         self.seen = 0
         self._cov = np.zeros((known + len(terms),) * 2)
-        self._cov[:known, :known], self._cov[known:, known:] = np.eye(known) * spread**2, terms
+        self._cov[:known, :known], self._cov[known:, known:] = np.eye(known) * spread**2 + SCALE**2, terms
         self.drift = np.full(len(self._cov), AGEING**2)              # added to the variances before each measurement
 
     def learn(self, parts: Vector, mix: Vector, log_seconds: float) -> None:
         """One measurement. parts [n]: the x_j; mix [terms]: how much of each further term stands in it."""
-        if not self.seen:
-            self.weights *= math.exp(log_seconds) / float(self.weights @ parts)
         self.seen += 1
+        if self.seen == 1:                      # a scale to begin with; the first call of anything is slow, so nothing rests on it
+            self.weights *= math.exp(log_seconds) / float(self.weights @ parts)
+            return
         each = self.weights * parts
         level = float(each.sum())
         slope = np.concatenate((each / level, mix))
