@@ -22,6 +22,8 @@ from .tiled import by_tiles
 COMPILES = {"cuda"}  # kinds of devices; a CPU has kernels of its own for all this (native.py)
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}  # of the largest value: a few roundings
 
+FIRST_ANGLES = 1024  # positions of a table of angles; it doubles when a text outgrows it
+
 Norm = Callable[[Tensor, Tensor, float], Tensor]
 Turn = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -42,6 +44,17 @@ def tiled_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """x [rows, heads, n] turned by rotary angles (Su et al., arXiv 2104.09864); cos, sin [rows, 1, n], sin negative in its first half."""
     return (x * cos).add_(x.roll(x.shape[-1] // 2, -1).mul_(sin))
+
+
+def signed(sin: Tensor) -> Tensor:
+    """rotate_half(x) · sin = roll(x) · signed(sin): the first half of the rotated vector is the negated second half of x."""
+    first, second = sin.chunk(2, -1)
+    return torch.cat([-first, second], -1)
+
+
+def angles_held(positions: int) -> int:
+    """How many positions a table of angles is made for that must hold these."""
+    return max(FIRST_ANGLES, 1 << (positions - 1).bit_length())
 
 
 def gated(act: Callable[[Tensor], Tensor], gate_up: Tensor) -> Tensor:

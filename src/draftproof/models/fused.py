@@ -24,7 +24,7 @@ from transformers.activations import SiLUActivation
 from .. import native
 from ..core.upload import rows_of
 from .attention import attend, compiled
-from .between import Between, rms_norm, tiled_norm, turn
+from .between import Between, angles_held, rms_norm, signed, tiled_norm, turn
 from .cache import PagePool
 from .packed import HeldLinear, Linear, StreamedLinear, joined
 from .passes import Pass
@@ -34,7 +34,6 @@ from .tiled import InTiles
 FAMILIES = {"llama": "Llama", "mistral": "Mistral", "ministral": "Ministral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
 MOVING_ROPE = {"dynamic", "longrope"}  # their angles depend on the longest row of the pass, so there is no table of them
 SILU = (nn.SiLU, SiLUActivation)
-FIRST_ANGLES = 1024  # positions; the table doubles when a text outgrows it
 
 
 class FusedLayer(nn.Module):
@@ -117,7 +116,7 @@ class FusedLayer(nn.Module):
     ) -> Tensor:
         """As a transformers block is called: hidden_states [1, rows, hidden] and (cos, sin) [1, rows, head_dim] of the model's rotary."""
         cos, sin = (angle[0][:, None] for angle in position_embeddings)
-        return self.run(hidden_states[0].clone(), cos, _signed(sin), draftproof_pass, draftproof_pool)[None]
+        return self.run(hidden_states[0].clone(), cos, signed(sin), draftproof_pass, draftproof_pool)[None]
 
 
 class FusedPass:
@@ -192,19 +191,13 @@ class FusedPass:
     def _reach(self, positions: int) -> None:
         """A table of angles for so many positions; none where the angles move."""
         if not self.moving and (self.angles is None or self.angles.shape[0] < positions):
-            held, like = max(FIRST_ANGLES, 1 << (positions - 1).bit_length()), self.embed.weight
+            held, like = angles_held(positions), self.embed.weight
             self.angles = self._measure(like, torch.arange(held, device=like.device)[None])
 
     def _measure(self, like: Tensor, positions: Tensor) -> Tensor:
         """The model's own angles at positions [1, n], as they are used here: [n, 2, head_dim]."""
         cos, sin = self.rotary(like, positions)
-        return torch.stack([cos[0], _signed(sin[0])], 1)
-
-
-def _signed(sin: Tensor) -> Tensor:
-    """rotate_half(x) · sin = roll(x) · signed(sin): the first half of the rotated vector is the negated second half of x."""
-    first, second = sin.chunk(2, -1)
-    return torch.cat([-first, second], -1)
+        return torch.stack([cos[0], signed(sin[0])], 1)
 
 
 def can_fuse(model: Any) -> tuple[bool, str]:

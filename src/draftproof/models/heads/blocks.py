@@ -18,9 +18,8 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from ... import native
 from ..attention import compiled
+from ..between import angles_held, signed
 from ..packed import HeldLinear, joined
-
-FIRST_ANGLES = 1024     # positions of a table; it doubles when a text outgrows it
 
 
 def served(x: Tensor) -> bool:
@@ -119,9 +118,8 @@ class Rope(nn.Module):
         """The same [n, 1, rotary] of a dtype as `native.turn` takes them, sin negative in its first half, out of a table."""
         last = int(positions.max())
         if self._table is None or self._table.dtype != dtype or self._table.shape[0] <= last:
-            cos, sin = self(torch.arange(max(FIRST_ANGLES, 1 << last.bit_length())))
-            sin = torch.cat((-sin[:, :self.rotary // 2], sin[:, self.rotary // 2:]), -1)
-            self._table = torch.stack((cos, sin), 1).to(dtype)
+            cos, sin = self(torch.arange(angles_held(last + 1)))
+            self._table = torch.stack((cos, signed(sin)), 1).to(dtype)
         found = self._table[positions]
         return found[:, :1], found[:, 1:]
 

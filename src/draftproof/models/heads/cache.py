@@ -13,6 +13,7 @@ bool [counts[i], length + counts[i]] says what each new row of sequence i sees, 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -76,19 +77,18 @@ class HeadPass:
 
     def __init__(self, caches: Sequence[HeadCache], counts: Sequence[int], masks: Sequence[Tensor | None] | None = None) -> None:
         assert len(caches) == len(counts) and (masks is None or len(masks) == len(caches)), "one count, and one mask, per cache"
-        self.caches, self.counts, self.causal, self._masks = caches, counts, masks is None, masks
+        self.caches, self.counts, self._given = caches, counts, masks
 
-    @property
+    @cached_property
     def masks(self) -> Sequence[Tensor | None]:
-        if self._masks is None:
-            self._masks = [_causal(cache.length, n, cache.device) for cache, n in zip(self.caches, self.counts, strict=True)]
-        return self._masks
+        if self._given is not None:
+            return self._given
+        return [_causal(cache.length, n, cache.device) for cache, n in zip(self.caches, self.counts, strict=True)]
 
     def courses(self) -> list[Course]:
         """The same for the compiled kernels: each sequence's own storage, in pages of ROOM entries."""
         found = []
-        masks = [None] * len(self.caches) if self.causal else self.masks
-        for cache, count, mask in zip(self.caches, self.counts, masks, strict=True):
+        for cache, count, mask in zip(self.caches, self.counts, self._given or [None] * len(self.caches), strict=True):
             new, end = range(cache.length, cache.length + count), cache.length + count
             places = new if mask is None else [end - 1] * count
             found.append(Course(places, [(range(-(-end // ROOM)), range(count))], new, range(count), ROOM, cache.room(count), mask))
