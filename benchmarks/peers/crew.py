@@ -26,7 +26,8 @@ T = TypeVar("T")
 class Peer:
     """split: what is fixed when a worker starts, "arm" (guessing or not) or "depth"; "" if one worker serves all arms. drafter: what
     guesses, where the worker has a choice; "model" in it stands for the draft model, "eagle3" for the head; rule: which of our own
-    judges it. bits: of weights that it can be given. The arms of one engine, NAME and NAME+…, read the same converted models."""
+    judges it; tree: most nodes of a round of ours, 0 for chains. bits: of weights that it can be given. The arms of one engine, NAME
+    and NAME+…, read the same converted models."""
 
     script: Path
     program: Path
@@ -36,6 +37,7 @@ class Peer:
     guesses: bool = True
     drafter: str = "model"
     rule: str = "match"
+    tree: int = 0
     bits: tuple[int, ...] = (16,)
 
 
@@ -184,7 +186,7 @@ class Crew:
             self.end(next(iter(self.live)))
         name = "-".join(map(str, key))
         job = {"do": "serve", **{role: str(path) for role, path in self.models[arm.peer].items()}, "arm": arm.mode, "depth": arm.depth,
-               "threads": self.threads, "drafter": peer.drafter, "rule": peer.rule, "bits": self.bits}
+               "threads": self.threads, "drafter": peer.drafter, "rule": peer.rule, "tree": peer.tree, "bits": self.bits}
         command = (peer.program, peer.script, json.dumps(job))
         worker = self.live[key] = Worker(command, self.logs / f"{name}.log", surroundings(self.threads))
         hello = worker.hear(3 * self.patience)

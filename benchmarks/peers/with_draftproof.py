@@ -15,7 +15,7 @@ def load(job: Job) -> Generate:
     settings = LoadConfig(device="cpu", threads=job["threads"], cache_tokens=16_384)      # in the type that the load chooses
     target = load_target(job["target"], replace(settings, quantization=None if job["bits"] == 16 else f"int{job['bits']}"))
     drafter = job["drafter"].replace("model", f"model:{job['draft']}").replace("eagle3", f"eagle3:{job.get('head')}")
-    engine = Engine(target, drafter, load=settings)
+    engine = Engine(target, drafter, tree=job["tree"] or None, load=settings)
     runs = count()
 
     def generate(request: Job, tokens: int) -> tuple[list[int], Accepted]:

@@ -2,7 +2,7 @@
 
     python with_NAME.py '{"do": "convert", "source": FOLDER, "out": FOLDER, "bits": 16}'
     python with_NAME.py '{"do": "serve", "target": FOLDER, "draft": FOLDER, "head": FOLDER, "arm": "plain", "depth": 0, "threads": 2,
-                         "drafter": "model", "rule": "match", "bits": 16}'
+                         "drafter": "model", "rule": "match", "tree": 0, "bits": 16}'
 
 A server first says {"ready": true, "versions": {…}, "load": seconds}. Every line that comes then,
 {"prompt_ids", "max_tokens", "arm": "plain" or "draft", "depth", "temperature", "seed"}, is answered with {"ids": the new tokens,

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from .errors import OptionError
@@ -211,15 +211,27 @@ class Draft:
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """How far one sequence may guess this round: at most `depth` levels and `nodes` tokens, by `drafter`, for `reason`."""
+    """How far one sequence may guess this round: at most `depth` levels and `nodes` tokens, by `drafter`, for `reason`.
+
+    prices: what a tree of 1, 2, … nodes must bring, in expected tokens, to be worth the rows that it takes; empty: its size is given.
+    A drafter that chooses nodes after the noise may stop where the next ones are not worth it, one that keeps q must not.
+    """
 
     depth: int
     nodes: int
     drafter: str
     reason: str
+    prices: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         assert 0 <= self.depth <= self.nodes or self.depth == self.nodes == 0, "a chain of the depth must fit the nodes"
+        assert not self.prices or len(self.prices) >= self.nodes, "a price for every number of nodes"
+
+    def without(self, taken: int) -> Budget:
+        """What is left when another drafter has filled `taken` nodes of it."""
+        left = self.nodes - taken
+        paid = self.prices[taken - 1] if taken and self.prices else 0.0
+        return replace(self, depth=min(self.depth, left), nodes=left, prices=tuple(price - paid for price in self.prices[taken:]))
 
 
 @dataclass(frozen=True, slots=True)

@@ -191,11 +191,12 @@ def test_bytes_of_a_pass() -> None:
     assert 0.99 < peers.pass_bytes(tied) / os.path.getsize(tied / "model.safetensors") <= 1
 
 
-@pytest.mark.parametrize(("name", "rule"), [("with_draftproof", "match"), ("with_draftproof", "block"), ("with_transformers", "match")])
-def test_own_workers_on_the_built_in_pair(name: str, rule: str) -> None:
+@pytest.mark.parametrize(("name", "rule", "tree"), [("with_draftproof", "match", 0), ("with_draftproof", "block", 0),
+                                                    ("with_draftproof", "match", 6), ("with_transformers", "match", 0)])
+def test_own_workers_on_the_built_in_pair(name: str, rule: str, tree: int) -> None:
     load = importlib.import_module(name).load
     generate = load({"target": str(WEIGHTS / "target"), "draft": str(WEIGHTS / "draft"), "threads": 1, "drafter": "model", "rule": rule,
-                     "bits": 16})
+                     "tree": tree, "bits": 16})
     ids = json.loads((WEIGHTS / "prompts.jsonl").read_text("utf-8").splitlines()[0])["prompt"]
     prompt = [ord(c) % 256 + 4 for c in ids[:40]]
     plain, _ = generate(peers.request(Arm(name, 0), prompt, 12, 0.0, 1), 12)

@@ -20,7 +20,7 @@ from draftproof.core.tree import depths, path
 from draftproof.drafters.base import Ranking, pick
 from draftproof.drafters.eagle import Eagle2Drafter, EagleDrafter
 from draftproof.drafters.eagle3 import Eagle3Drafter
-from draftproof.drafters.grow import CANDIDATES, Growth, Margins
+from draftproof.drafters.grow import CANDIDATES, Growth, Margins, affordable, worthiest
 from draftproof.errors import LoadError
 from draftproof.models.fake import TableTarget
 from draftproof.models.heads.blocks import join
@@ -248,10 +248,11 @@ def test_margins_learn_what_happens() -> None:
     assert torch.equal(after[1], before[1]) and torch.equal(after[0, 2:], before[0, 2:]), "what was not seen stays a guess"
 
 
-def test_a_grown_tree_is_the_best_of_all_candidates() -> None:
-    """Against a plain search over every candidate of the same frontiers."""
+@pytest.mark.parametrize("prices", [(), ((0.3, 0.35, 0.4, 1.9, 1.91, 1.92, 1.93, 3.0, 9.0), (0.01, 0.02, 2.0, 2.0))])
+def test_a_grown_tree_is_the_best_of_all_candidates(prices: tuple[tuple[float, ...], ...]) -> None:
+    """Against a plain search over every candidate of the same frontiers, and of those as many as are worth their prices."""
     generator, margins = torch.Generator().manual_seed(4), Margins()
-    growth = Growth([3, 2], [9, 4], [False, True], [frozenset(), frozenset({5})], margins, [3, 2])
+    growth = Growth([3, 2], [9, 4], [False, True], [frozenset(), frozenset({5})], margins, [3, 2], prices)
     table, worths, slots = margins.table(torch.device("cpu"))[0], [{}, {}], [{0: (0.0, ())}, {0: (0.0, ())}]
     for level in range(3):
         count = len(slots[0])
@@ -279,7 +280,28 @@ def test_a_grown_tree_is_the_best_of_all_candidates() -> None:
         ids = draft.tokens.tolist()
         ways = {tuple(ids[i] for i in path(draft.parents, node)) for node in range(len(draft))}
         expected = sorted(worths[b], key=lambda way: -worths[b][way])[:(9, 4)[b]]
+        if prices:
+            gains = [sum(math.exp(worths[b][way]) for way in expected[:n]) - prices[b][n - 1] for n in range(1, len(expected) + 1)]
+            assert len(draft) < len(expected)
+            expected = expected[:gains.index(max(gains)) + 1]
         assert ways == set(expected)
+
+
+def test_nodes_are_kept_while_they_are_worth_their_rows() -> None:
+    """Not until the first that is not: behind a step of the costs rows may be free. Against all numbers of nodes."""
+    assert affordable([0.9, 0.5, 0.4, 0.1], []) == 4
+    assert affordable([0.9, 0.5, 0.4, 0.1], [0.1, 0.9, 0.95, 1.2]) == 3, "the second alone is not worth 0.8, with the third it is"
+    assert affordable([0.2, 0.1], [1.0, 2.0]) == 1 and affordable([0.2, 0.1], [1.0, 2.0], 0) == 0 == affordable([], [1.0], 0)
+    budget = Budget(3, 5, "x", "", (1.0, 2.0, 4.0, 8.0, 16.0))
+    assert budget.without(2) == Budget(3, 3, "x", "", (2.0, 6.0, 14.0)) and budget.without(0) == budget
+    assert replace(budget, prices=()).without(3) == Budget(2, 2, "x", "")
+
+
+def test_siblings_beside_a_line_are_kept_while_they_are_worth_their_rows() -> None:
+    gaps, margins = torch.tensor([[2.0, 0.2, 0.5], [0.1, 0.1, 3.0]]), Margins()
+    counts = [sum(worthiest(gaps, 4, False, margins, [price * n for n in range(1, 5)])) for price in (0.0, 0.05, 0.15, 1.0)]
+    assert counts[0] == 4 and counts == sorted(counts, reverse=True) and counts[-1] == 0 < counts[1] + counts[2]
+    assert sum(worthiest(gaps, 4, False, margins)) == 4
 
 
 def test_trees_learn_from_commits_and_catch_more_than_chains() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from engine.engine_support import OPTIONS, alone, check_counts, foresight, table
-from engine.worlds import Arm, World, best_fixed, flat, pass_seconds
+from engine.worlds import Always, Arm, World, best_fixed, flat, pass_seconds
 
 from draftproof import Engine, EngineConfig, Sampling
 from draftproof.drafters.chain import ChainDrafter
@@ -62,6 +62,23 @@ def test_regret(name: str, noise: float) -> None:
     assert first > 0.9 * off, "the beginning: a few first trials, and not of all texts at once"
     assert found > least * off, f"{found / off:.3f} of plain decoding"
     assert found > least_of_best * best, f"{found / best:.3f} of the best fixed depth"
+
+
+@pytest.mark.parametrize(("batch", "knee"), [(1, math.inf), (1, 5), (1, 9), (4, 12), (8, 64)])
+@pytest.mark.parametrize("level", [0.02, 0.1])
+def test_a_tree_has_as_many_nodes_as_are_worth_their_rows(batch: int, knee: float, level: float) -> None:
+    """Close to trees of the size and depth that are best in hindsight; a tree of all its nodes would often lose to plain decoding."""
+    settings: dict[str, Any] = dict(batch=batch, knee=knee, arms={"": Arm(level=level, token=0.001)}, depth=6)
+    rounds = 900 if batch == 1 else 250
+    off = World(**settings).rate(Always(0), rounds)
+    fixed = {(depth, nodes): World(tree=nodes, **settings).rate(Always(depth), rounds)
+             for depth in (1, 2, 3, 4, 6) for nodes in (2, 4, 6, 8, 12, 24)}
+    world = World(tree=24, noise=0.1, **settings)
+    control = world.auto()
+    world.play(control, 100)
+    found = world.rate(control, rounds)
+    assert found > 0.9 * max(fixed.values()) > off
+    assert control.arms[0].share < 0.5
 
 
 @pytest.mark.parametrize("batch", [1, 8])

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from draftproof import Budget, Draft, Verdict
+from draftproof.drafters.grow import affordable
 from draftproof.engine.control import AutoDepth, Control
 from draftproof.engine.costs import PassCosts
 from draftproof.trace.events import Times
@@ -32,6 +33,17 @@ class Arm:
 
 
 CHAINS = [Draft.chain([0] * n) for n in range(33)]
+SURE, UNSURE = 0.9, 0.35                 # of the worthiest guess after every node, in rounds of two kinds
+
+
+def grown(depth: int, nodes: int, chance: float) -> list[tuple[float, int]]:
+    """P(node stands), falling, and the level of the worthiest nodes of a tree that has two guesses after every node: one of `chance`,
+    one of a third of the rest."""
+    level, found = [1.0], list[tuple[float, int]]()
+    for at in range(depth):
+        level = sorted((up * each for up in level for each in (chance, (1 - chance) / 3)), reverse=True)[:nodes]
+        found += [(each, -at) for each in level]
+    return [(each, -at) for each, at in sorted(found, reverse=True)[:nodes]]
 
 
 def flat(first: float, *more: float) -> Chance:
@@ -58,6 +70,7 @@ class World:
     prompt: int = 100
     noise: float = 0.0                   # of a measured time, as the standard deviation of its logarithm
     depth: int = 12
+    tree: int | None = None              # trees as `grown`, sure in a third of the rounds; `chance` is not looked at
     seed: int = 4
 
     def __post_init__(self) -> None:
@@ -90,7 +103,16 @@ class World:
         for seq, (depth, choice) in zip(self.live, plan, strict=True):
             arm = choice.drafter or next(iter(self.arms))
             drafted = accepted = 0
-            if depth:
+            nodes, prices = max(depth, self.tree or 0) if depth else 0, getattr(choice, "prices", ())
+            if depth and self.tree:
+                self.asked += 1
+                tree = grown(depth, nodes, SURE if self.dice.random() < 1 / 3 else UNSURE)
+                drafted, luck = affordable([each for each, _ in tree], prices), self.dice.random()
+                reached = [sum(each for each, at in tree[:drafted] if at == k) for k in range(depth)]
+                self.tokens += sum(reached)
+                accepted = sum(luck < each for each in reached)
+                levels[arm], tokens[arm], lag[arm] = max(levels.get(arm, 0), depth), tokens.get(arm, 0) + drafted, 0
+            elif depth:
                 self.asked += 1
                 self.probes += "probe" in choice.reason
                 seq.state = seq
@@ -102,7 +124,7 @@ class World:
                 while accepted < drafted and self.dice.random() < chances[min(accepted, len(chances) - 1)]:
                     accepted += 1
                 levels[arm], tokens[arm] = max(levels.get(arm, 0), drafted), tokens.get(arm, 0) + drafted
-            budgets.append(Budget(depth, depth, arm, choice.reason))
+            budgets.append(Budget(depth, nodes, arm, choice.reason, prices[:nodes]))
             drafts.append(CHAINS[drafted])
             verdicts.append(Verdict(tuple(range(accepted)), 0, "bonus", (accepted,) if accepted < drafted else ()))
         draft_s = sum(self.arms[a].call + self.arms[a].level * levels[a] + self.arms[a].token * tokens[a] + self.arms[a].lag * lag[a]
@@ -132,7 +154,7 @@ class World:
             for each, batch, keys in 2 * [*shapes, (1, 1, 256), (9, 1, 256)]:
                 rows = int(each * batch)
                 self.passes.learn(batch, rows, keys * batch, pass_seconds(batch, rows, keys * batch, self.knee))
-        return AutoDepth(self.depth, parts=parts, passes=self.passes, **options)
+        return AutoDepth(self.depth, self.tree, parts=parts, passes=self.passes, **options)
 
     # What is compared with.
 

@@ -155,11 +155,10 @@ class ChainDrafter:
             way = self._choose(state, firsts[i], joined[i])
             if joined[i]:
                 firsts[i] = _beginning(firsts[i], (budget.nodes, max(1, budget.nodes // 2), max(1, budget.nodes // FEW), 0)[way])
-                left = budget.nodes - len(firsts[i])
-                if not left:
+                if len(firsts[i]) == budget.nodes:
                     drafts[i] = firsts[i]
                     continue
-                wanted.append((i, state.seq, state.rest, replace(budget, depth=min(budget.depth, left), nodes=left)))
+                wanted.append((i, state.seq, state.rest, budget.without(len(firsts[i]))))
             else:
                 drafts[i] = firsts[i]
                 if way or not len(firsts[i]):

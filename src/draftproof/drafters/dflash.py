@@ -129,7 +129,8 @@ class DFlashDrafter(NoOptions):
             if not depth:
                 drafts[place] = Draft.empty(self.name, reason)
                 continue
-            lines.append(Line(state.seq, state.ranking, place, depth, max(budget.nodes - (budget.depth - depth), depth), reason))
+            nodes = max(budget.nodes - (budget.depth - depth), depth)
+            lines.append(Line(state.seq, state.ranking, place, depth, nodes, budget.prices, reason))
         growing = [line for line in lines if not noise.keep_law and line.nodes > line.depth]
         for some in (growing, [line for line in lines if line not in growing] if growing else lines):
             if some:

@@ -20,6 +20,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -95,8 +96,8 @@ class _Level:
 class Growth:
     """Trees of B sequences that grow together; no value is read on the host until `finish`, except on a CPU, to stop early.
 
-    depths, nodes [B]: their budgets · greedy [B]: texts at temperature 0 · ends: tokens that end a text, behind which nothing grows
-    widths [B]: how many nodes the next level may extend; a function of the own budget alone, so that company changes nothing
+    depths, nodes, prices [B]: their budgets · greedy [B]: texts at temperature 0 · ends: tokens that end a text, behind which nothing
+    grows · widths [B]: how many nodes the next level may extend; a function of the own budget alone, so that company changes nothing
     """
 
     depths: Sequence[int]
@@ -105,6 +106,7 @@ class Growth:
     ends: Sequence[frozenset[int]]
     margins: Margins
     widths: Sequence[int]
+    prices: Sequence[Sequence[float]] = ()
     levels: list[_Level] = field(default_factory=list)
     _reach: Tensor | None = None        # [B, F] log chance that the walk comes to each slot of the frontier
     _spots: Tensor | None = None
@@ -165,7 +167,8 @@ class Growth:
         return bool((self._reach[:, :1] <= self._kept.gather(1, last)).all())
 
     def finish(self, name: str) -> list[Draft]:
-        """The worthiest nodes of each tree. score: perturbed margin, as for chains; a sibling's is negative."""
+        """The worthiest nodes of each tree, and no more than are worth their rows. score: perturbed margin, as for chains; a
+        sibling's is negative."""
         worth = [level.worth.flatten(1).clone() for level in self.levels]
         for at, rows in enumerate(worth):
             for i, depth in enumerate(self.depths):
@@ -174,8 +177,12 @@ class Growth:
         merged = torch.cat(worth, 1)
         best, order = _best(merged, max(self.nodes))
         chosen, alive = order.tolist(), (best > -math.inf).sum(1).tolist()
+        counts = [min(n, room) for n, room in zip(self.nodes, alive, strict=True)]
+        if any(self.prices):
+            chances = best.exp().tolist()
+            counts = [affordable(row[:n], prices) for row, n, prices in zip(chances, counts, self.prices, strict=True)]
         tokens, gaps = (torch.cat([getattr(level, what).flatten(1) for level in self.levels], 1) for what in ("tokens", "gaps"))
-        return [self._draft(i, sorted(chosen[i][:min(n, alive[i])]), tokens[i], gaps[i], name) for i, n in enumerate(self.nodes)]
+        return [self._draft(i, sorted(chosen[i][:n]), tokens[i], gaps[i], name) for i, n in enumerate(counts)]
 
     def _draft(self, i: int, chosen: list[int], tokens: Tensor, gaps: Tensor, name: str) -> Draft:
         """One tree out of candidates numbered over all levels, in rising order, so that parents come first."""
@@ -221,17 +228,29 @@ def _best(worth: Tensor, n: int) -> tuple[Tensor, Tensor]:
     return values[:, :n], places[:, :n]
 
 
+def affordable(chances: Sequence[float], prices: Sequence[float], at_least: int = 1) -> int:
+    """How many of the worthiest nodes to keep: as many as bring most beyond what their rows cost (`Budget.prices`).
+
+    chances: P(the node stands), never rising. As costs may jump, where a kernel takes another form, no number is skipped.
+    """
+    if not prices:
+        return len(chances)
+    gains = [brought - price for brought, price in zip(accumulate(chances), prices, strict=False)]
+    return max(range(min(at_least, len(chances)), len(chances) + 1), key=lambda n: gains[n - 1] if n else 0.0)
+
+
 def evenly(levels: int, spare: int) -> list[int]:
     """Siblings per level where q is kept: fixed before anything is drawn. A sibling withheld because of the value it
     turned out to have would no longer be a draw from q."""
     return [spare // levels + (level < spare % levels) for level in range(levels)]
 
 
-def worthiest(gaps: Tensor, spare: int, greedy: bool, margins: Margins) -> list[int]:
+def worthiest(gaps: Tensor, spare: int, greedy: bool, margins: Margins, prices: Sequence[float] = ()) -> list[int]:
     """Siblings per level beside a line of the best, where only the choice matters (`match`, and greedy): those likeliest to be
     the target's choice, each discounted by the chance that the walk gets to its level at all.
 
-    gaps [levels, k]: as `gaps_of` gives them. The answer counts them, and a level's come in order of rank.
+    gaps [levels, k]: as `gaps_of` gives them · prices: of 1, 2, … siblings (`Budget.prices`). The answer counts them, and a level's
+    come in order of rank.
     """
     table, edges = margins.table(gaps.device)
     ranks = torch.arange(gaps.shape[1], device=gaps.device).clamp(max=CANDIDATES - 1)
@@ -239,7 +258,8 @@ def worthiest(gaps: Tensor, spare: int, greedy: bool, margins: Margins) -> list[
     reach = chances[:, 0].cumsum(0) - chances[:, 0]
     worth = (reach[:, None] + chances[:, 1:]).masked_fill(gaps[:, 1:] == math.inf, -math.inf).flatten()
     best = worth.sort(descending=True, stable=True)
-    levels = best.indices[:spare][best.values[:spare] > -math.inf] // max(1, gaps.shape[1] - 1)
+    kept = affordable(best.values[:spare][best.values[:spare] > -math.inf].exp().tolist(), prices, 0)
+    levels = best.indices[:kept] // max(1, gaps.shape[1] - 1)
     counts: list[int] = torch.bincount(levels, minlength=gaps.shape[0]).tolist()
     return counts
 

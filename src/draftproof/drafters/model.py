@@ -69,6 +69,7 @@ class _Line:
     depth: int
     spare: int                      # nodes beyond the spine
     reason: str
+    prices: Sequence[float] = ()                          # of the spare ones
     rows: list[int] = field(default_factory=list)         # its row of every level's picks, counted over the whole round
     spine: list[Tensor] = field(default_factory=list)     # [1] int64 per level
     path: tuple[int, ...] = ()                            # the spine on the host, where it is read
@@ -132,7 +133,8 @@ class ModelDrafter(NoOptions):
             if budget.depth:
                 depth, reason = self._grant(state, budget.depth)
                 if depth and state.slot is not None:
-                    lines.append(_Line(state, state.slot, place, depth, budget.nodes - budget.depth, reason))
+                    rest = budget.without(budget.depth)
+                    lines.append(_Line(state, state.slot, place, depth, rest.nodes, reason, rest.prices))
                 else:
                     drafts[place] = Draft.empty(self.name, reason)
         if not lines:
@@ -249,7 +251,7 @@ class ModelDrafter(NoOptions):
                 extra = evenly(line.depth, line.spare)[:count]
             else:
                 gaps = gaps_of(above)
-                extra = worthiest(gaps, line.spare, greedy, self.margins)
+                extra = worthiest(gaps, line.spare, greedy, self.margins, line.prices)
                 line.state.offered = Offered(mine.tolist(), gaps.tolist())
             drafts.append(spine(mine, above, extra, law, self.name, line.reason))
         return drafts

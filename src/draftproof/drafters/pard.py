@@ -97,7 +97,8 @@ class PardDrafter(ModelDrafter):
             if budget.depth:
                 depth, reason = self._grant(state, budget.depth)
                 if depth:
-                    lines.append(Line(state.seq, state.ranking, place, depth, max(budget.nodes - (budget.depth - depth), depth), reason))
+                    nodes = max(budget.nodes - (budget.depth - depth), depth)
+                    lines.append(Line(state.seq, state.ranking, place, depth, nodes, budget.prices, reason))
                 else:
                     drafts[place] = Draft.empty(self.name, reason)
         if not lines:

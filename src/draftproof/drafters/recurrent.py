@@ -268,7 +268,8 @@ class RecurrentDrafter:
         history = any(line.state.ranking.looks_back for line in lines)
         growth = Growth([line.budget.depth for line in lines], [line.budget.nodes for line in lines],
                         [line.state.seq.sampling.greedy for line in lines], [line.state.seq.end_ids for line in lines], self.margins,
-                        [min(WIDEST, max(2, line.budget.nodes // line.budget.depth + 1)) for line in lines])
+                        [min(WIDEST, max(2, line.budget.nodes // line.budget.depth + 1)) for line in lines],
+                        [line.budget.prices for line in lines])
         paths: list[list[tuple[int, ...]]] = [[()] for _ in lines]
         hidden, slots = self._last(lines), 1
         seen = torch.zeros(len(lines), 1, 0, dtype=torch.bool, device=self.device)

@@ -50,6 +50,7 @@ class Line:
     place: int                              # of its draft in the answer
     depth: int
     nodes: int
+    prices: Sequence[float] = ()                          # as in its budget
     reason: str = ""
     rows: list[int] = field(default_factory=list)         # its row of every level's picks, counted over the whole round
     path: tuple[int, ...] = ()                            # the chain on the host, where it is read
@@ -136,7 +137,7 @@ def trees(lines: Sequence[Line], slots: Slots, noise: Noise, vocab_size: int, de
     history = any(line.ranking.looks_back for line in lines)
     growth = Growth([line.depth for line in lines], [line.nodes for line in lines], [line.seq.sampling.greedy for line in lines],
                     [line.seq.end_ids for line in lines], margins,
-                    [min(WIDEST, max(2, line.nodes // line.depth + 1)) for line in lines])
+                    [min(WIDEST, max(2, line.nodes // line.depth + 1)) for line in lines], [line.prices for line in lines])
     seqs, count = [line.seq for line in lines], min(CANDIDATES, most)
     paths: list[list[tuple[int, ...]]] = [[()] for _ in lines]
     line_of = came = torch.arange(batch, device=device)

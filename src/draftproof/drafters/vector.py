@@ -46,6 +46,7 @@ class Line:
     place: int                              # of its draft in the answer
     depth: int
     nodes: int
+    prices: Sequence[float] = ()                          # as in its budget
     reason: str = ""
     rows: list[int] = field(default_factory=list)         # its row of every level's picks, counted over the whole round
     path: Path = ()                                       # the chain on the host, where it is read
@@ -144,7 +145,8 @@ class VectorDrafter(ABC):
             elif budget.depth:
                 depth = min(budget.depth, self.head.depth)
                 nodes = budget.nodes if budget.nodes > budget.depth else depth
-                lines.append(Line(state, place, depth, nodes, f"the head looks {depth} tokens ahead" if depth < budget.depth else ""))
+                reason = f"the head looks {depth} tokens ahead" if depth < budget.depth else ""
+                lines.append(Line(state, place, depth, nodes, budget.prices, reason))
         trees = [line for line in lines if line.nodes > line.depth and not noise.keep_law]
         chains = [line for line in lines if line.nodes == line.depth or noise.keep_law]
         for some, draw in ((chains, self.chains), (trees, self.trees)):
@@ -222,7 +224,7 @@ class VectorDrafter(ABC):
         history = any(line.state.ranking.looks_back for line in lines)
         growth = Growth([line.depth for line in lines], [line.nodes for line in lines], [line.seq.sampling.greedy for line in lines],
                         [line.seq.end_ids for line in lines], self.margins,
-                        [self.width(line) for line in lines])
+                        [self.width(line) for line in lines], [line.prices for line in lines])
         paths: list[list[Path]] = [[()] for _ in lines]
         carry, tokens = self.begin(lines, deepest), self.roots(lines)[:, None]
         for level in range(deepest):

@@ -28,6 +28,7 @@ class Choice(NamedTuple):
     depth: int
     reason: str                      # in words
     drafter: str | None = None       # of a chain, the part to be asked; None: the drafter as it is
+    prices: tuple[float, ...] = ()   # of the nodes of a tree, as a budget has them
 
 
 class Control(Protocol):
@@ -70,6 +71,7 @@ REPLAN, REST = 4, 32    # rounds between two plans for the same sequences, and a
 TRIALS = 3              # rounds of a drafter before it may be chosen
 TRIAL_DEPTH, FIRST_DEPTH = 2, 4
 AGAIN = 64              # rounds with drafts after which a plain pass is timed again
+SIZES = 50              # trees whose sizes are remembered
 HORIZON = 64            # tokens over which reading a text for the first time must pay off
 OVERDRAFT = 1.0, 8.0    # plain passes that a trial is charged at most, one of the first and a later one: neither what a first call
                         # costs nor a pause of the machine is what drafting costs
@@ -86,6 +88,8 @@ class Arm:
     asked: int = 0                        # the last round in which it was
     read: dict[str, int] = field(default_factory=dict)           # sequence → tokens of its text that the drafter has read
     kinds: dict[object, int] = field(default_factory=dict)       # kind of text → the last round in which it was asked about one
+    share: float = 1.0                    # of the nodes that a tree may have, those that were worth their rows
+    trees: int = 0
 
     def earn(self, seconds: float) -> None:
         if self.credit is not None:
@@ -140,7 +144,6 @@ class Scene:
     @property
     def others(self) -> int:
         return self.rows - len(self.batch)
-
 
 
 class AutoDepth:
@@ -260,20 +263,33 @@ class AutoDepth:
         draft = arm.costs.levels(self.max_depth)
         score = (scene.score + arm.costs.per_token * np.arange(1.0 - scene.rows, len(scene.score) + 1 - scene.rows)).tolist()
         if self.tree:
-            depths, rate = self._best_tree(scene, chances, draft, score)
+            depths, rate = self._best_tree(arm, scene, chances, draft, score)
         else:
             depths, rate = best_batch(chances, draft, score, 0.0, shares, scene.others)
         tokens = scene.rows + sum(sum(chance[:depth]) for chance, depth in zip(chances, depths, strict=True))
         return Plan(arm, depths, tokens, tokens / rate, chances)
 
-    def _best_tree(self, scene: Scene, chances: list[list[float]], draft: list[float], score: list[float]) -> tuple[list[int], float]:
-        """A common depth: the nodes of a tree are paid for whatever its depth."""
+    def _nodes(self, arm: Arm, depths: abc.Iterable[int]) -> float:
+        """How many are expected to be drafted at these depths."""
+        return float(sum(max(d, self.tree) * arm.share if self.tree else d for d in depths if d))
+
+    def _prices(self, arm: Arm, scene: Scene, plan: Plan, depths: abc.Sequence[int]) -> list[tuple[float, ...]]:
+        """Of each sequence's 1, 2, … nodes: the tokens that the plan gives in the time that their rows take, beside those of the others."""
+        score, most, prices = scene.score.tolist(), max(self.max_depth, self.tree) if self.tree else 0, []
+        for i, depth in enumerate(depths):
+            rows = scene.rows + self._nodes(arm, depths[:i]) + self._nodes(arm, depths[i + 1:])
+            base, sizes = between(score, rows), range(1, most + 1) if depth else ()
+            prices.append(tuple(plan.rate * (between(score, rows + n) - base + n * arm.costs.per_token) for n in sizes))
+        return prices
+
+    def _best_tree(self, arm: Arm, scene: Scene, chances: list[list[float]], draft: list[float],
+                   score: list[float]) -> tuple[list[int], float]:
+        """A common depth; the nodes hardly depend on it."""
         best, best_rate = [0] * len(chances), scene.plain.rate
         for depth in range(1, self.max_depth + 1):
             depths = [min(depth, len(c)) for c in chances]
             tokens = scene.rows + sum(sum(chance[:d]) for chance, d in zip(chances, depths, strict=True))
-            rows = scene.rows + sum(max(d, self.tree or 0) for d in depths if d)
-            rate = tokens / (draft[max(depths)] + score[rows - 1])
+            rate = tokens / (draft[max(depths)] + between(score, scene.rows + self._nodes(arm, depths)))
             if rate > best_rate:
                 best, best_rate = depths, rate
         return best, best_rate
@@ -281,8 +297,8 @@ class AutoDepth:
     def _told(self, scene: Scene, plan: Plan) -> list[Choice]:
         """The plan in words."""
         name = "" if plan.arm is None or plan.arm.name is None else f"{plan.arm.name}, "
-        told = []
-        for seq, depth, chance in zip(scene.batch, plan.depths, plan.chances, strict=True):
+        told, prices = [], [()] * len(plan.depths) if plan.arm is None else self._prices(plan.arm, scene, plan, plan.depths)
+        for seq, depth, chance, price in zip(scene.batch, plan.depths, plan.chances, prices, strict=True):
             if depth:
                 gain = plan.rate / scene.plain.rate
                 why = f"{name}{1 + sum(chance[:depth]):.2f} tokens expected, {gain:.2f}× the plain rate"
@@ -294,7 +310,7 @@ class AutoDepth:
                 why = f"{name}too few of this text's guesses stand (the first in {chance[0] if chance else 0:.0%})"
             else:
                 why = "no draft is expected to pay for its time"
-            told.append(Choice(depth, f"auto: {why}", plan.arm.name if plan.arm else None))
+            told.append(Choice(depth, f"auto: {why}", plan.arm.name if plan.arm else None, price))
         return told
 
     # Trials.
@@ -317,7 +333,8 @@ class AutoDepth:
             if arm.costs.seen < TRIALS or self.tried and trial.loss <= arm.credit:
                 self._trial = trial
                 why = f"auto: a probe{f' of {arm.name}' if arm.name else ''} after {self.rounds - arm.asked} rounds without"
-                return [Choice(depths[i], why, arm.name) if i in depths else choice for i, choice in enumerate(self._choices)]
+                prices = self._prices(arm, scene, plan, [depths.get(i, depth) for i, depth in enumerate(plan.depths)])
+                return [Choice(depths[i], why, arm.name, prices[i]) if i in depths else choice for i, choice in enumerate(self._choices)]
             wait = min(wait, (trial.loss - arm.credit) * len(self.arms) / (SHARE * plan.seconds))
         if plan.drafts:
             loss = plain - scene.rows / plan.rate
@@ -336,8 +353,8 @@ class AutoDepth:
             return Trial(arm, places, 0.0, 0.0, beside, plan.rate)
         asked = [scene.batch[i] for i in places]
         chances, shares = arm.survival.of(asked, self.rounds, list(depths.values()))
-        new = float(sum(max(d, self.tree) for d in depths.values())) if self.tree else sum(map(sum, shares))
-        rows = scene.rows + sum(max(d, self.tree or 0) if d else 0 for d in rest) + new
+        new = self._nodes(arm, depths.values()) if self.tree else sum(map(sum, shares))
+        rows = scene.rows + self._nodes(arm if plan.arm is None else plan.arm, rest) + new
         deepest = max(depths.values())
         drafting = beside + arm.costs.seconds(deepest, new, sum(map(arm.unread, asked)))
         if plan.arm is arm and any(rest):
@@ -370,6 +387,9 @@ class AutoDepth:
             arm.read[seq.id] = length
             arm.kinds[arm.survival.kind(seq)] = self.rounds
             arm.survival.learn(seq, self.rounds, budgets[i].depth, depth, len(verdicts[i].accepted))
+            if depth and budgets[i].prices:
+                arm.trees = min(arm.trees + 1, SIZES)
+                arm.share += (len(drafts[i]) / budgets[i].nodes - arm.share) / arm.trees
         if seconds is not None:
             arm.costs.learn(deepest, sum(len(drafts[i]) for i in here), unread, seconds)
 

@@ -108,15 +108,15 @@ class Speculation:
         rooms = [0 if isinstance(seq.depth, int) else limit for seq, (limit, _) in zip(batch, limits, strict=True)]
         chosen = self.control.depths(batch, rooms, whole)
         budgets = []
-        for seq, (limit, bound), (depth, reason, part) in zip(batch, limits, chosen, strict=True):
+        for seq, (limit, bound), (depth, reason, part, prices) in zip(batch, limits, chosen, strict=True):
             if isinstance(seq.depth, int):
-                depth, reason = seq.depth, "fixed by the request"
+                depth, reason, prices = seq.depth, "fixed by the request", ()
             if not seq.speculate:
                 depth, reason = 0, "the request asked for no drafter"
             elif depth > limit:
                 depth, reason = limit, bound
             nodes = max(depth, self.tree) if depth and self.tree and self.drafter.needs.tree else depth
-            budgets.append(Budget(depth, nodes, part or name, reason))
+            budgets.append(Budget(depth, nodes, part or name, reason, prices[:nodes]))
         self.reason = budgets[-1].reason if budgets else self.reason
         return budgets
 
