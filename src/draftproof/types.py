@@ -228,7 +228,7 @@ class Budget:
         assert not self.prices or len(self.prices) >= self.nodes, "a price for every number of nodes"
 
     def without(self, taken: int) -> Budget:
-        """What is left when another drafter has filled `taken` nodes of it."""
+        """What is left when `taken` nodes of it are filled."""
         left = self.nodes - taken
         paid = self.prices[taken - 1] if taken and self.prices else 0.0
         return replace(self, depth=min(self.depth, left), nodes=left, prices=tuple(price - paid for price in self.prices[taken:]))

@@ -275,9 +275,11 @@ class AutoDepth:
 
     def _prices(self, arm: Arm, scene: Scene, plan: Plan, depths: abc.Sequence[int]) -> list[tuple[float, ...]]:
         """Of each sequence's 1, 2, … nodes: the tokens that the plan gives in the time that their rows take, beside those of the others."""
-        score, most, prices = scene.score.tolist(), max(self.max_depth, self.tree) if self.tree else 0, []
+        if not self.tree:
+            return [()] * len(depths)
+        score, most, prices = scene.score.tolist(), max(self.max_depth, self.tree), []
         for i, depth in enumerate(depths):
-            rows = scene.rows + self._nodes(arm, depths[:i]) + self._nodes(arm, depths[i + 1:])
+            rows = scene.rows + self._nodes(arm, [*depths[:i], *depths[i + 1:]])
             base, sizes = between(score, rows), range(1, most + 1) if depth else ()
             prices.append(tuple(plan.rate * (between(score, rows + n) - base + n * arm.costs.per_token) for n in sizes))
         return prices
