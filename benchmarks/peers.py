@@ -70,15 +70,20 @@ def peer(script: str, environment: str = "", **more: Any) -> Peer:
     return Peer(HERE / "peers" / script, program, **more)
 
 
+def ours(drafter: str, *, plain: bool = False, **more: Any) -> Peer:
+    """An arm of our own; one worker serves them all."""
+    return peer("with_draftproof.py", plain=plain, drafter=drafter, bits=(16, 8, 4), **more)
+
+
 PEERS = {
-    OURS: peer("with_draftproof.py", bits=(16, 8, 4)),
-    "ours+ngram": peer("with_draftproof.py", plain=False, drafter="ngram+model", bits=(16, 8, 4)),
-    "ours+block": peer("with_draftproof.py", plain=False, drafter="ngram+model", rule="block", bits=(16, 8, 4)),
-    "ours+eagle3": peer("with_draftproof.py", plain=False, drafter="eagle3", bits=(16, 8, 4)),
-    "ours+eagle3+block": peer("with_draftproof.py", plain=False, drafter="eagle3", rule="block", bits=(16, 8, 4)),
-    "ours+eagle3+tree": peer("with_draftproof.py", plain=False, drafter="eagle3", tree=8, bits=(16, 8, 4)),
-    "ours+ngram+eagle3": peer("with_draftproof.py", plain=False, drafter="ngram+eagle3", bits=(16, 8, 4)),
-    "ours+ngram+eagle3+block": peer("with_draftproof.py", plain=False, drafter="ngram+eagle3", rule="block", bits=(16, 8, 4)),
+    OURS: ours("model", plain=True),
+    "ours+ngram": ours("ngram+model"),
+    "ours+block": ours("ngram+model", rule="block"),
+    "ours+eagle3": ours("eagle3"),
+    "ours+eagle3+block": ours("eagle3", rule="block"),
+    "ours+eagle3+tree": ours("eagle3", tree=8),
+    "ours+ngram+eagle3": ours("ngram+eagle3"),
+    "ours+ngram+eagle3+block": ours("ngram+eagle3", rule="block"),
     "transformers": peer("with_transformers.py"),
     "vllm": peer("with_vllm.py", ".venv-vllm", split="depth"),
     "vllm+lookup": peer("with_vllm.py", ".venv-vllm", split="depth", plain=False, drafter="lookup"),

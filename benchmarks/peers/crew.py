@@ -24,10 +24,10 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """split: what is fixed when a worker starts, "arm" (guessing or not) or "depth"; "" if one worker serves all arms. drafter: what
-    guesses, where the worker has a choice; "model" in it stands for the draft model, "eagle3" for the head; rule: which of our own
-    judges it; tree: most nodes of a round of ours, 0 for chains. bits: of weights that it can be given. The arms of one engine, NAME
-    and NAME+…, read the same converted models."""
+    """split: what is fixed when a worker starts, "arm" (guessing or not) or "depth"; "" if one worker serves all arms of an engine, NAME
+    and NAME+…. drafter: what guesses, where the worker has a choice; "model" in it stands for the draft model, "eagle3" for the head;
+    rule: which of our own judges it; tree: most nodes of a round of ours, 0 for chains. bits: of weights that it can be given. The arms
+    of one engine read the same converted models."""
 
     script: Path
     program: Path
@@ -39,6 +39,11 @@ class Peer:
     rule: str = "match"
     tree: int = 0
     bits: tuple[int, ...] = (16,)
+
+    @property
+    def way(self) -> dict[str, Any]:
+        """Of guessing, as a worker is told at its start and with each request."""
+        return {"drafter": self.drafter, "rule": self.rule, "tree": self.tree}
 
 
 def engine_of(name: str) -> str:
@@ -178,7 +183,7 @@ class Crew:
 
     def key(self, arm: Arm) -> tuple[Any, ...]:
         split = self.peers[arm.peer].split
-        return (arm.peer, *([arm.mode] if split == "arm" else [arm.depth] if split == "depth" else []))
+        return (arm.peer, arm.mode if split == "arm" else arm.depth) if split else (engine_of(arm.peer),)
 
     def start(self, arm: Arm) -> Worker:
         key, peer = self.key(arm), self.peers[arm.peer]
@@ -186,13 +191,13 @@ class Crew:
             self.end(next(iter(self.live)))
         name = "-".join(map(str, key))
         job = {"do": "serve", **{role: str(path) for role, path in self.models[arm.peer].items()}, "arm": arm.mode, "depth": arm.depth,
-               "threads": self.threads, "drafter": peer.drafter, "rule": peer.rule, "tree": peer.tree, "bits": self.bits}
+               "threads": self.threads, "bits": self.bits, **peer.way}
         command = (peer.program, peer.script, json.dumps(job))
         worker = self.live[key] = Worker(command, self.logs / f"{name}.log", surroundings(self.threads))
         hello = worker.hear(3 * self.patience)
         if not hello.get("ready"):
             raise Broken(f"not ready: {hello}")
-        self.versions[arm.peer], self.load_s[name] = hello.get("versions"), hello.get("load")
+        self.versions[str(key[0])], self.load_s[name] = hello.get("versions"), hello.get("load")
         return worker
 
     def ask(self, arm: Arm, what: Mapping[str, Any]) -> Timed:
@@ -209,9 +214,9 @@ class Crew:
             self.live[key] = self.live.pop(key)                    # the last one used
             lost = [arm]
             if arm not in worker.warmed:
-                worker.ask(request(arm, self.warm, 8, 0.0, 1), self.patience)
+                worker.ask(request(arm, self.warm, 8, 0.0, 1) | self.peers[arm.peer].way, self.patience)
                 worker.warmed.add(arm)
-            return read(worker.ask(what, self.patience))
+            return read(worker.ask({**what, **self.peers[arm.peer].way}, self.patience))
         except (Broken, OSError) as error:
             self.end(key, 0.5)
             self.broken |= dict.fromkeys(lost, str(error))

@@ -1,8 +1,9 @@
-"""Draftproof in peers.py: one engine, the drafter switched and its depth set per request."""
+"""Draftproof in peers.py: one target, an engine over it for each drafter and size of tree, depth and rule set per request."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 from itertools import count
 
 from worker import Accepted, Generate, Job, main
@@ -14,14 +15,18 @@ from draftproof.models.load import load_target
 def load(job: Job) -> Generate:
     settings = LoadConfig(device="cpu", threads=job["threads"], cache_tokens=16_384)      # in the type that the load chooses
     target = load_target(job["target"], replace(settings, quantization=None if job["bits"] == 16 else f"int{job['bits']}"))
-    drafter = job["drafter"].replace("model", f"model:{job['draft']}").replace("eagle3", f"eagle3:{job.get('head')}")
-    engine = Engine(target, drafter, tree=job["tree"] or None, load=settings)
     runs = count()
+
+    @cache
+    def engine(drafter: str, tree: int) -> Engine:
+        spec = drafter.replace("model", f"model:{job['draft']}").replace("eagle3", f"eagle3:{job.get('head')}")
+        return Engine(target, spec, tree=tree or None, load=settings)
 
     def generate(request: Job, tokens: int) -> tuple[list[int], Accepted]:
         sampling = Sampling(temperature=request["temperature"], seed=request["seed"], max_tokens=tokens, ignore_eos=True)
-        speculation = {"depth": request["depth"], "rule": job["rule"]} if request["depth"] else {"drafter": "none"}
-        out = engine.generate(request["prompt_ids"], sampling, tenant=f"run {next(runs)}", speculation=speculation)   # no prefix is reused
+        speculation = {"depth": request["depth"], "rule": request["rule"]} if request["depth"] else {"drafter": "none"}
+        out = engine(request["drafter"], request["tree"]).generate(
+            request["prompt_ids"], sampling, tenant=f"run {next(runs)}", speculation=speculation)      # no prefix is reused
         return list(out.token_ids), int(out.metrics["accepted"])
 
     return generate

@@ -52,6 +52,12 @@ def load(job):
 
 main(load, (), convert)
 """
+TELLING = """
+import sys
+sys.path.insert(0, {folder!r})
+from worker import main
+main(lambda job: lambda request, tokens: ("{{drafter}} {{rule}} {{tree}}".format(**request), None), ())
+"""
 GARBAGE = "print('[1, 2'); input(); input()"
 
 
@@ -108,6 +114,16 @@ def test_workers_by_what_is_fixed_and_at_most_so_many(tmp_path: Path, split: str
             crew.ask(arm, peers.request(arm, [1], 4, 0.0, 1))
             assert list(crew.live) == [crew.key(arm)]
     assert not crew.broken and not crew.live
+
+
+def test_arms_of_one_engine_share_a_worker_that_is_told_the_way_each_time(tmp_path: Path) -> None:
+    script = tmp_path / "telling.py"
+    script.write_text(TELLING.format(folder=str(FOLDER / "peers")))
+    there = {"own": Peer(script, Path(sys.executable)), "own+block": Peer(script, Path(sys.executable), rule="block", tree=3)}
+    with a_crew(tmp_path, there, [Arm("own", 2), Arm("own+block", 2)]) as crew:
+        for name, told in (("own", "model match 0"), ("own+block", "model block 3"), ("own", "model match 0")):
+            answer = crew.answer(Arm(name, 2), {**peers.request(Arm(name, 2), [1], 4, 0.0, 1), "timed": False}, dict)
+            assert answer["ids"] == told and list(crew.live) == [("own",)]
 
 
 def test_converting(tmp_path: Path) -> None:
@@ -191,19 +207,24 @@ def test_bytes_of_a_pass() -> None:
     assert 0.99 < peers.pass_bytes(tied) / os.path.getsize(tied / "model.safetensors") <= 1
 
 
-@pytest.mark.parametrize(("name", "rule", "tree"), [("with_draftproof", "match", 0), ("with_draftproof", "block", 0),
-                                                    ("with_draftproof", "match", 6), ("with_transformers", "match", 0)])
-def test_own_workers_on_the_built_in_pair(name: str, rule: str, tree: int) -> None:
+WAYS = {"with_draftproof": [{"drafter": "model", "rule": "match", "tree": 0}, {"drafter": "model", "rule": "block", "tree": 0},
+                            {"drafter": "ngram+eagle3", "rule": "match", "tree": 6}],
+        "with_transformers": [{"drafter": "model", "rule": "match", "tree": 0}]}
+
+
+@pytest.mark.parametrize("name", WAYS)
+def test_own_workers_on_the_built_in_pair(name: str) -> None:
     load = importlib.import_module(name).load
-    generate = load({"target": str(WEIGHTS / "target"), "draft": str(WEIGHTS / "draft"), "threads": 1, "drafter": "model", "rule": rule,
-                     "tree": tree, "bits": 16})
+    generate = load({"target": str(WEIGHTS / "target"), "draft": str(WEIGHTS / "draft"), "head": str(WEIGHTS / "eagle3"), "threads": 1,
+                     "bits": 16, **WAYS[name][0]})
     ids = json.loads((WEIGHTS / "prompts.jsonl").read_text("utf-8").splitlines()[0])["prompt"]
     prompt = [ord(c) % 256 + 4 for c in ids[:40]]
-    plain, _ = generate(peers.request(Arm(name, 0), prompt, 12, 0.0, 1), 12)
-    for temperature in (0.0, 0.8):
-        new, accepted = generate(peers.request(Arm(name, 2), prompt, 12, temperature, 1), 12)
-        assert len(new) == 12 and 0 <= accepted < 12
-        assert temperature or new == plain
+    plain, _ = generate(peers.request(Arm(name, 0), prompt, 12, 0.0, 1) | WAYS[name][0], 12)
+    for way in WAYS[name]:
+        for temperature in (0.0, 0.8):
+            new, accepted = generate(peers.request(Arm(name, 2), prompt, 12, temperature, 1) | way, 12)
+            assert len(new) == 12 and 0 <= accepted < 12
+            assert temperature or new == plain
 
 
 def test_a_turned_head_reads_the_large_stream_as_the_small_one(tmp_path: Path) -> None:
