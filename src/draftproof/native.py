@@ -120,7 +120,8 @@ def multiply(x: Tensor, by: Product) -> Tensor:
     columns, halves = x.shape[-1], x.dtype == torch.bfloat16
     assert columns == by.columns and x.dtype in TYPES, f"x {list(x.shape)} {x.dtype} for {by.columns} columns"
     x, y = x.contiguous(), torch.empty(*x.shape[:-1], by.out, dtype=x.dtype)
-    rows, words = x.numel() // max(1, columns), _loaded().room_of(by.bits, columns, halves)
+    rows = x.numel() // max(1, columns)
+    words = _loaded().room_of(by.bits, columns, halves, rows)
     room = torch.empty(rows * words, dtype=torch.int32) if words else None
     _loaded().multiply(by, x.data_ptr(), _address(room), y.data_ptr(), rows, halves, torch.get_num_threads())
     return y
@@ -323,7 +324,7 @@ def _open(path: Path) -> ctypes.CDLL:
     whole, pointer, small = ctypes.c_long, ctypes.c_void_p, ctypes.c_int
     library.wide.argtypes, library.wide.restype = [], whole
     library.arrange.argtypes, library.arrange.restype = [pointer, pointer, whole, whole, small], None
-    library.room_of.argtypes, library.room_of.restype = [small, whole, small], whole
+    library.room_of.argtypes, library.room_of.restype = [small, whole, small, whole], whole
     library.multiply.argtypes, library.multiply.restype = [ctypes.POINTER(Product), *[pointer] * 3, whole, small, small], None
     library.arrange_eight.argtypes, library.arrange_eight.restype = [pointer, pointer, whole, whole, small], None
     library.arrange_four.argtypes, library.arrange_four.restype = [pointer, pointer, pointer, whole, whole, small], None

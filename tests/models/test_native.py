@@ -32,7 +32,7 @@ def forgotten(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]
 
 @compiled
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("out", "columns"), [(80, 48), (81, 47), (5, 3), (1, 1), (256, 1000), (33, 2)])
+@pytest.mark.parametrize(("out", "columns"), [(80, 48), (81, 47), (5, 3), (1, 1), (256, 1000), (33, 2), (40, 1538), (33, 4609)])
 @pytest.mark.parametrize("bias", [True, False])
 def test_the_product_is_the_linear_layer_and_a_row_does_not_feel_the_others(out: int, columns: int, bias: bool, dtype: torch.dtype) -> None:
     torch.manual_seed(out)

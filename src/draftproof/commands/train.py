@@ -87,10 +87,16 @@ def train(kind: str, target: str | None, data: Path, out: Path, as_json: bool, *
 
     team = join(given["batch"])
     say = note if team.leads else _silent
-    model = _open(target, {**given, "device": given["device"] or team.device}, say)
+    given["device"] = given["device"] or team.device
     work = out.with_name(out.name + ".training")
     work.mkdir(parents=True, exist_ok=True)
+    model = _open(target, given, packed=not given["as_logged"])
     texts, held = _texts(model, data, work, given, team, say)
+    if not given["as_logged"]:                # answers come sooner from packed matrices, which have no gradients
+        del model
+        model = _open(target, given)
+    for line in facts_lines(model.facts, _loading(given).cache_tokens):
+        say(line)
     torch.manual_seed(given["seed"])          # a fresh drafter is the same one in a run that goes on
     task = begin(kind, model, texts, Wish(given["init"], given["draft_vocab"], given["layers"], given["depth"], given["mask_token"],
                                             given["shared"], given["taps"]))
@@ -147,6 +153,8 @@ def extract(target: str | None, data: Path, layers: tuple[int, ...], out: Path, 
     from ..train.extract import extract as write
 
     model, skipped = _open(target, given), Skipped()
+    for line in facts_lines(model.facts, _loading(given).cache_tokens):
+        note(line)
     index = write(model, as_logged(read_log(data, skipped), model, length), layers, out, shard_mb << 20)
     _complain(skipped)
     note(f"{len(index['texts'])} texts in {index['shards']} shards: {out}")  # type: ignore[arg-type]
@@ -156,19 +164,21 @@ def _silent(line: str) -> None:
     """What a process that does not lead says."""
 
 
-def _open(target: str | None, given: dict[str, Any], say: Callable[[str], None] = note) -> Target:
-    """The target with plain matrices, through which gradients can flow."""
-    from dataclasses import fields, replace
+def _loading(given: dict[str, Any]) -> LoadConfig:
+    """Of the options; --depth is another's here."""
+    from dataclasses import fields
+
+    return o.settings_of({field.name: given[field.name] for field in fields(LoadConfig) if field.name in given}).load
+
+
+def _open(target: str | None, given: dict[str, Any], packed: bool = False) -> Target:
+    """The target with plain matrices, through which gradients can flow, or packed."""
+    from dataclasses import replace
 
     from ..engine.setup import open_target
 
-    own = {field.name: given[field.name] for field in fields(LoadConfig) if field.name in given}       # --depth is another's here
-    load = replace(o.settings_of(own).load, packed=False, self_test=False)
     o.check_target(target)
-    model = open_target(target, load)
-    for line in facts_lines(model.facts, load.cache_tokens):
-        say(line)
-    return model
+    return open_target(target, replace(_loading(given), packed=packed, self_test=False))
 
 
 def _texts(model: Target, data: Path, work: Path, given: dict[str, Any], team: Team,

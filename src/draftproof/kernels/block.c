@@ -136,7 +136,7 @@ int blocks(const layer *layers, long count, const course *first_course, long cou
         b = most(b, most(most(l->gate_up.out, l->qkv.out), l->o.out));
         d = most(d, most(turned, l->down.in));
         const product *products[] = {&l->qkv, &l->o, &l->gate_up, &l->down};
-        for (int i = 0; i < 4; i++) e = most(e, room_of(products[i]->bits, products[i]->in, halves));
+        for (int i = 0; i < 4; i++) e = most(e, room_of(products[i]->bits, products[i]->in, halves, rows));
     }
     uint32_t *room = malloc(rows * (4 * e + each * (a + b + d)));
     char *first = (char *)(room + rows * e), *second = first + rows * each * a, *third = second + rows * each * b;

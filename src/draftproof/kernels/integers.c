@@ -34,13 +34,14 @@
         UNROLL for (int v = 0; v < 2; v++) sum[r][v] += level[v] * x[r * stride + (J)];
 #define SHIFT(BITS) UNROLL for (int v = 0; v < 2; v++) w[v] >>= BITS;
 
-/* part [ROWS, WIDE] = x [ROWS, 4 * count] times a panel */
+/* part [ROWS, WIDE] += x [ROWS, 4 * count] times a panel */
 #define EIGHT(ROWS, UNROLLED)                                                                                            \
     static void eight_##ROWS(const uint32_t *panel, const void *rows, long stride, long count, float *part)              \
     {                                                                                                                    \
         const float *x = rows;                                                                                           \
-        floats sum[ROWS][2] = {0}, level[2];                                                                             \
+        floats sum[ROWS][2], level[2];                                                                                   \
         words w[2];                                                                                                      \
+        memcpy(sum, part, sizeof sum);                                                                                   \
         for (long c = 0; c < count; c++, panel += WIDE, x += 4) {                                                        \
             READ                                                                                                         \
             UNROLLED for (int k = 0; k < 4; k++) {                                                                       \
@@ -55,8 +56,9 @@
     static void eight_pairs_##ROWS(const uint32_t *panel, const void *rows, long stride, long count, float *part)        \
     {                                                                                                                    \
         const pair *x = rows;                                                                                            \
-        floats sum[ROWS][2] = {0};                                                                                       \
+        floats sum[ROWS][2];                                                                                             \
         words w[2], level[2];                                                                                            \
+        memcpy(sum, part, sizeof sum);                                                                                   \
         for (long c = 0; c < count; c++, panel += WIDE, x += 2) {                                                        \
             READ                                                                                                         \
             UNROLL for (int k = 0; k < 2; k++) {                                                                         \
@@ -79,8 +81,9 @@
     static void NAME##_##ROWS(const uint32_t *panel, const void *rows, long stride, long groups, float *part)            \
     {                                                                                                                    \
         const uint32_t *at = rows;                                                                                       \
-        floats all[ROWS][2] = {0};                                                                                       \
+        floats all[ROWS][2];                                                                                             \
         words w[2];                                                                                                      \
+        memcpy(all, part, sizeof all);                                                                                   \
         for (long g = 0; g < groups; g++, at++) {                                                                        \
             floats sum[ROWS][2] = {0};                                                                                   \
             for (long c = 0; c < GROUP / 8; c++, panel += WIDE, at += NUMBERS / (GROUP / 8)) {                           \
@@ -169,11 +172,11 @@ form form_of_whole(int bits, long in, int halves)
 {
     long four = (in + 3) / 4, groups = (in + GROUP - 1) / GROUP; /* words of eight bits, groups of four bits */
 #if TAKES_PAIRS
-    if (halves && bits == 8) return (form){MOST, 0, four, four * WIDE, 2 * four, as_words_of_pairs, eight_pairs, 0};
-    if (halves) return (form){MOST, 0, groups, groups * GROUP_WORDS, groups * (GROUP / 2 + 1), as_groups_of_pairs, four_pairs, 0};
+    if (halves && bits == 8) return (form){MOST, 0, four, four * WIDE, 2 * four, 0, 0, as_words_of_pairs, eight_pairs, 0};
+    if (halves) return (form){MOST, 0, groups, groups * GROUP_WORDS, groups * (GROUP / 2 + 1), 0, 0, as_groups_of_pairs, four_pairs, 0};
 #endif
-    if (bits == 8) return (form){MOST, 0, four, four * WIDE, 4 * four, as_words, eights, 0};
-    return (form){MOST, 0, groups, groups * GROUP_WORDS, groups * (GROUP + 1), as_groups, fours, 0};
+    if (bits == 8) return (form){MOST, 0, four, four * WIDE, 4 * four, 0, 0, as_words, eights, 0};
+    return (form){MOST, 0, groups, groups * GROUP_WORDS, groups * (GROUP + 1), 0, 0, as_groups, fours, 0};
 }
 
 /* levels [out, in] → panels; what is beyond the matrix is zero. */

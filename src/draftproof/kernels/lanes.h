@@ -170,19 +170,21 @@ typedef struct {
     long in, out, bits;
 } product;
 
-/* part [rows, WIDE], or of two adjoining panels [rows, 2 * WIDE] = rows of x, `stride` words apart, times a panel of `length` steps. */
+/* part [rows, WIDE], or of two adjoining panels [rows, 2 * WIDE] += rows of x, `stride` words apart, times a panel of `length` steps. */
 typedef void panel_kernel(const uint32_t *panel, const void *x, long stride, long length, float *part);
 
 /* How rows meet panels of a kind: `most` share a reading of one, `most_of_two` of two adjoining ones; a panel has `words` words and a row
- * `stride`. `prepare` brings a row of x, from its number `first` on, into the kernels' form; null: they take it as it is. one [most],
- * two [most_of_two]: kernels by rows. */
+ * `stride`. `prepare` brings n numbers of x, from the `first` on, into the kernels' form; as_is: rows have it, if they are whole. block:
+ * steps after which rows may be cut, 0: never. one [most], two [most_of_two]: kernels by rows. */
 typedef struct {
     long most, most_of_two, length, words, stride;
-    void (*prepare)(const void *x, long first, long in, int halves, void *to);
+    int as_is;
+    long block;
+    void (*prepare)(const void *x, long first, long n, int halves, void *to);
     panel_kernel *const *one, *const *two;
 } form;
 
 int attend(const course *c, const attention *a, int threads);
 form form_of_whole(int bits, long in, int halves);
-long room_of(int bits, long in, int halves);
+long room_of(int bits, long in, int halves, long rows);
 void multiply(const product *p, const void *x, uint32_t *room, void *y, long rows, int halves, int threads);

@@ -12,23 +12,30 @@
 
 #define AHEAD(PANELS) ((PANELS) == 1 ? 1024 : 256) /* words that singles fetch ahead, measured: 4 KB of one stream, 1 KB of each of two */
 
+#define BLOCK 768 /* pairs of columns: of MANY rows or more so many lie together, row by row, with a line between two of them, measured: */
+#define GAP 16    /* whole rows, a power of two apart, would meet in the same lines of the first cache and push each other out */
+#define MANY 7
+
 #if LANES == 16 /* 32 registers */
 #define MOST 12
 #define EACH(DO) DO(1, 1) DO(2, 1) DO(3, 1) DO(4, 1) DO(5, 1) DO(6, 1) DO(7, 1) DO(8, 1) DO(9, 1) DO(10, 1) DO(11, 1) DO(12, 1)
+#define MOST_OF_TWO 6
 #define EACH_OF_TWO(DO) DO(1, 2) DO(2, 2) DO(3, 2) DO(4, 2) DO(5, 2) DO(6, 2)
 #else /* 16 */
 #define MOST 6
 #define EACH(DO) DO(1, 1) DO(2, 1) DO(3, 1) DO(4, 1) DO(5, 1) DO(6, 1)
+#define MOST_OF_TWO 3
 #define EACH_OF_TWO(DO) DO(1, 2) DO(2, 2) DO(3, 2)
 #endif
 
-/* part [ROWS, WIDE * PANELS] = x [ROWS, 2 * pairs] times PANELS adjoining panels. */
+/* part [ROWS, WIDE * PANELS] += x [ROWS, 2 * pairs] times PANELS adjoining panels. */
 #define SINGLES(ROWS, PANELS)                                                                                            \
     static void singles_##ROWS##_##PANELS(const uint32_t *panel, const void *rows, long stride, long pairs, float *part)                 \
     {                                                                                                                    \
         const float *x = rows;                                                                                           \
-        floats sum[ROWS][2 * PANELS] = {0};                                                                              \
+        floats sum[ROWS][2 * PANELS];                                                                                    \
         words w[2 * PANELS];                                                                                             \
+        memcpy(sum, part, sizeof sum);                                                                                   \
         for (long p = 0; p < pairs; p++) {                                                                               \
             FETCH(PANELS);                                                                                               \
             UNROLL for (int v = 0; v < 2 * PANELS; v++) w[v] = WORDS(v) << 16;                                           \
@@ -45,8 +52,9 @@
     static void pairs_##ROWS##_##PANELS(const uint32_t *panel, const void *rows, long stride, long pairs, float *part)   \
     {                                                                                                                    \
         const pair *x = rows;                                                                                            \
-        floats sum[ROWS][2 * PANELS] = {0};                                                                              \
+        floats sum[ROWS][2 * PANELS];                                                                                    \
         words w[2 * PANELS];                                                                                             \
+        memcpy(sum, part, sizeof sum);                                                                                   \
         for (long p = 0; p < pairs; p++) {                                                                               \
             UNROLL for (int v = 0; v < 2 * PANELS; v++) w[v] = WORDS(v);                                                 \
             UNROLL for (int r = 0; r < ROWS; r++)                                                                        \
@@ -75,9 +83,9 @@ static form form_of(int bits, long in, int halves)
     long length = (in + 1) / 2;
     if (bits != 16) return form_of_whole(bits, in, halves);
 #if TAKES_PAIRS
-    if (halves) return (form){MOST, 0, length, length * WIDE, length, in % 2 ? as_pairs : 0, pairs, 0}; /* one stream: measured */
+    if (halves) return (form){MOST, 0, length, length * WIDE, length, in % 2 == 0, BLOCK, as_pairs, pairs, 0}; /* one stream: measured */
 #endif
-    return (form){MOST, MOST / 2, length, length * WIDE, 2 * length, halves || in % 2 ? as_singles : 0, singles, singles_of_two};
+    return (form){MOST, MOST_OF_TWO, length, length * WIDE, 2 * length, !halves && in % 2 == 0, 0, as_singles, singles, singles_of_two};
 }
 
 long wide(void) { return WIDE; }
@@ -97,11 +105,18 @@ void arrange(const uint16_t *weight, uint32_t *panels, long out, long in, int th
             }
 }
 
-/* 32-bit words of memory that `multiply` needs for each row. */
-long room_of(int bits, long in, int halves)
+static inline long least(long a, long b) { return a < b ? a : b; }
+
+/* Steps of a block of so many rows, which lie as [blocks, rows, block]; of few rows all. */
+static long block_of(const form *f, long rows) { return f->block && rows >= MANY ? least(f->block, f->length) : f->length; }
+
+/* 32-bit words of memory that `multiply` needs for each of so many rows. */
+long room_of(int bits, long in, int halves, long rows)
 {
     form f = form_of(bits, in, halves);
-    return f.prepare ? f.stride : 0;
+    long block = block_of(&f, rows);
+    if (block == f.length) return f.as_is ? 0 : f.stride;
+    return (f.length + block - 1) / block * (block + GAP);
 }
 
 /* y [rows, from, from + count) = part [rows, width], a panel's sums. */
@@ -118,16 +133,22 @@ static void hand_out(const product *p, const float *part, long rows, long width,
 void multiply(const product *p, const void *x, uint32_t *room, void *y, long rows, int halves, int threads)
 {
     form f = form_of(p->bits, p->in, halves);
-    long count = (p->out + WIDE - 1) / WIDE, step = rows <= f.most_of_two ? 2 : 1;
-    for (long r = 0; f.prepare && r < rows; r++) f.prepare(x, r * p->in, p->in, halves, room + r * f.stride);
-    const uint32_t *from = f.prepare ? room : x;
+    long count = (p->out + WIDE - 1) / WIDE, step = rows <= f.most_of_two ? 2 : 1, block = block_of(&f, rows);
+    long stride = block == f.length ? f.stride : block + GAP, blocks = (f.length + block - 1) / block, columns = blocks > 1 ? 2 * block : p->in;
+    const uint32_t *from = f.as_is && blocks == 1 ? x : room;
+    for (long b = 0; from == room && b < blocks; b++)
+        for (long r = 0; r < rows; r++)
+            f.prepare(x, r * p->in + b * columns, least(columns, p->in - b * columns), halves, room + (b * rows + r) * stride);
 #pragma omp parallel for schedule(static) num_threads(threads) if (rows * p->out * p->in > SMALL)
     for (long a = 0; a < count; a += step) {
         long adjoining = step == 2 && a + 1 < count ? 2 : 1;
         float part[MOST * WIDE]; /* of MOST rows and one panel, or half of them and two */
         for (long r = 0, many; r < rows; r += many) {
             many = sharing(rows - r, f.most);
-            (adjoining == 2 ? f.two : f.one)[many - 1](p->panels + a * f.words, from + r * f.stride, f.stride, f.length, part);
+            memset(part, 0, 4 * many * adjoining * WIDE);
+            for (long b = 0; b < blocks; b++)
+                (adjoining == 2 ? f.two : f.one)[many - 1](p->panels + a * f.words + b * block * WIDE, from + (b * rows + r) * stride, stride,
+                                                           least(block, f.length - b * block), part);
             hand_out(p, part, many, adjoining * WIDE, y, r, a * WIDE, halves);
         }
     }
