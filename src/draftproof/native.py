@@ -34,6 +34,7 @@ from torch import Tensor
 KERNELS = Path(__file__).with_name("kernels")
 FLAGS = ["-O3", "-march=native", "-ffp-contract=fast", "-fopenmp", "-fPIC"]
 HUGE = 2 << 20  # bytes of a huge page
+CHUNK = 16  # keys that attention takes at a time (kernels/lanes.h)
 PATIENCE = 60  # seconds for the compiler
 TYPES = (torch.float32, torch.bfloat16)
 OPENMP = ("libgomp", "libiomp5", "libomp")
@@ -51,8 +52,8 @@ def _fields(**kinds: str) -> list[tuple[str, type]]:
 
 class _Course(ctypes.Structure):
     _fields_ = _fields(
-        numbers="rows paths writes page", pointers="position row_start page_start row_of page_of write_to write_from own", numbers_="room",
-        pointers_="sight", numbers__="seen")
+        numbers="rows paths writes page", pointers="position row_start page_start row_of page_of common write_to write_from own",
+        numbers_="room", pointers_="sight", numbers__="seen")
 
 
 class _Attention(ctypes.Structure):
@@ -149,18 +150,20 @@ def _address(tensor: Tensor | None) -> int | None:
 
 
 class Course:
-    """Where a pass runs, as kernels/lanes.h has it. positions [rows]; paths: pages in order, and the rows that attend through them;
-    write_to, write_from: places of the storage, and the rows whose keys go there; page: tokens of one. own [layers, 2, places, kv_heads,
+    """Where a pass runs, as kernels/lanes.h has it. positions [rows]; paths: pages in order, the rows that attend through them, and how
+    many leading keys are those of the path before it, whole chunks of a page, and are read there (0: a new family of paths); write_to,
+    write_from: places of the storage, and the rows whose keys go there; page: tokens of one. own [layers, 2, places, kv_heads,
     head_dim]: keys and values of these rows alone, which must outlive it; None: each layer's storage. sight bool [rows, n]: which of the
     first n keys a row sees, none behind its position; None: all."""
 
     def __init__(
-        self, positions: Sequence[int], paths: Sequence[tuple[Sequence[int], Sequence[int]]], write_to: Sequence[int],
+        self, positions: Sequence[int], paths: Sequence[tuple[Sequence[int], Sequence[int], int]], write_to: Sequence[int],
         write_from: Sequence[int], page: int, own: Tensor | None = None, sight: Tensor | None = None
     ) -> None:
-        pages, rows = [pages for pages, _ in paths], [rows for _, rows in paths]
+        pages, rows, common = zip(*paths, strict=True)
+        assert all(keys % page % CHUNK == 0 for keys in common) and not any(common[:1]), f"keys in common: {common}"
         starts = [list(accumulate(map(len, lists), initial=0)) for lists in (rows, pages)]
-        parts = [positions, *starts, list(chain(*rows)), list(chain(*pages)), write_to, write_from]
+        parts = [positions, *starts, list(chain(*rows)), list(chain(*pages)), common, write_to, write_from]
         self._numbers = array("q", chain(*parts))
         address, size = self._numbers.buffer_info()[0], self._numbers.itemsize
         self.rows = len(positions)

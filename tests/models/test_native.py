@@ -120,7 +120,7 @@ class Play:
         """Of these rows alone; with the storage's page i moved to places[i]."""
         chosen = list(range(len(self.positions))) if rows is None else list(rows)
         places = list(range(PAGES)) if places is None else places
-        paths = [([places[i] for i in pages], [chosen.index(r) for r in mine if r in chosen])
+        paths = [([places[i] for i in pages], [chosen.index(r) for r in mine if r in chosen], 0)
                  for pages, mine in zip(self.pages, self.rows, strict=True)]
         course = native.Course([self.positions[r] for r in chosen], paths, [], [], self.page)
         keys, values = torch.empty_like(self.keys), torch.empty_like(self.values)
@@ -176,6 +176,41 @@ def test_a_row_does_not_feel_the_others_nor_where_its_pages_lie(shape: tuple[int
                 assert torch.equal(play.attend(), whole), f"{other} threads"
         finally:
             torch.set_num_threads(threads)
+
+
+@compiled
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("page", "heads", "dim", "deep", "root"), [(256, 2, 64, 64, 300), (64, 1, 80, 48, 126), (32, 3, 20, 20, 71),
+                                                                    (48, 2, 128, 128, 5)])
+def test_paths_read_a_common_beginning_in_the_first_ones_pages(page: int, heads: int, dim: int, deep: int, root: int,
+                                                               dtype: torch.dtype) -> None:
+    """Three paths through pages of their own, which hold the same keys before the root: or nothing there, and are told that they share
+    it. Between them and behind them stand rows of other texts."""
+    random = torch.Generator().manual_seed(page)
+    whole = root // page
+    first, second, third = ([*range(whole), whole + 3 * i, whole + 3 * i + 1] for i in range(3))
+    other = [3 * whole + 20, 3 * whole + 21]
+    paths = [(other, [0, 1]), (first, [2, 3, 4]), (second, [5, 6]), (third, [7]), (other, [8, 9])]
+    positions = [3, page + 1, root, root + 1, root + 2, root + 2, root + 3, root + 1, 0, page]
+    storage = (3 * whole + 22) * page
+    keys, values = (torch.randn(storage, heads, n, generator=random).to(dtype) for n in (dim, deep))
+    query = torch.randn(len(positions), heads * GROUP, dim, generator=random).to(dtype) * 3
+    start, common = whole * page, root // native.CHUNK * native.CHUNK if page % native.CHUNK == 0 else 0
+    for store in (keys, values):
+        for pages in (second, third):
+            store[pages[whole] * page:pages[whole] * page + root - start] = store[first[whole] * page:first[whole] * page + root - start]
+    bare = [store.clone() for store in (keys, values)]
+    for store in bare:
+        for pages in (second, third):
+            store[pages[whole] * page:pages[whole] * page + common - start] = float("nan")
+    for window in (None, 40):
+        for sinks in (None, torch.linspace(-3, 30, heads * GROUP)):
+            apart = native.Course(positions, [(*path, 0) for path in paths], [], [], page)
+            shared = native.Course(positions, [(*path, common if path[0] in (second, third) else 0) for path in paths], [], [], page)
+            wanted = native.attend(apart, query, keys, values, 0.3, window, sinks)
+            assert torch.equal(native.attend(shared, query, *bare, 0.3, window, sinks), wanted)
+            alone = native.Course([positions[7]], [(first, [], 0), (third, [0], common)], [], [], page)
+            assert torch.equal(native.attend(alone, query[7:8], *bare, 0.3, window, sinks), wanted[7:8]), "none of the first one's rows"
 
 
 @compiled

@@ -19,7 +19,6 @@
 #define EACH(DO, HALVES) DO(1, HALVES) DO(2, HALVES) DO(3, HALVES)
 #endif
 #define SIDE 4      /* keys, or vectors of values, of a micro-kernel: MOST * SIDE sums fill the registers */
-#define CHUNK 16    /* keys at a time, all heads of a piece of work before the next: the order in which they lie */
 #define MOST_QUERIES 48 /* of a piece of work, over all its heads; more only where one head of keys has more */
 #define MOST_NUMBERS 16384 /* of a chunk, over all heads of a piece of work: they stay in the caches */
 #define UP(n, to) (((n) + (to) - 1) / (to) * (to))
@@ -154,15 +153,86 @@ static long needed(const course *c, const attention *a, long queries, long heads
     return queries * (deep + broad + UP(c->page, CHUNK) + 2) + heads * CHUNK * (deep > broad ? deep : broad);
 }
 
-/* A piece of work: rows [first, first + count) of a path with the queries of `heads` heads of keys from `head` on. */
-static void follow(const course *c, const attention *a, long path, long first, long count, long head, long heads, float *scratch)
+/* Rows [first, end) of a piece of work that read the same keys, in these pages: those before `until`. */
+typedef struct {
+    const int64_t *pages;
+    long first, end, until;
+} party;
+
+/* A piece of work: `count` rows with the queries of `heads` heads of keys from `head` on. Queries of a head of keys lie together, row by
+ * row: `group` of each row, n in all. */
+typedef struct {
+    const attention *a;
+    long count, head, heads, n, deep, broad, width;
+    float *asked, *sum, *weight, *chunk;
+} piece;
+
+/* The rows of a piece, which begin with row `from` of all: the part of each path, and in front all of them for the `common` keys. path: the
+ * first of the family. Returns how many parties there are: one more than paths. */
+static long gather(const course *c, long path, long from, long count, party *found, long *common)
+{
+    const int64_t *rows = c->row_of + from;
+    long parties = 1;
+    *found = (party){c->page_of + c->page_start[path], 0, count, LONG_MAX};
+    *common = 0;
+    for (long i = 0; i < count; i = found[parties++].end) {
+        while (c->row_start[path + 1] <= from + i) path++;
+        party mine = {c->page_of + c->page_start[path], i, c->row_start[path + 1] - from, 0};
+        if (mine.end > count) mine.end = count;
+        for (long r = i; r < mine.end; r++)
+            if (c->position[rows[r]] >= mine.until) mine.until = c->position[rows[r]] + 1;
+        if (c->common[path] > *common) *common = c->common[path];
+        found[parties] = mine;
+    }
+    return parties;
+}
+
+/* CHUNK keys from `s` of page j on: the scores of a party's queries, or the averages of the values. */
+static void meet(const piece *w, const party *p, long page, long j, long s, int averaging)
+{
+    const attention *a = w->a;
+    long until = p->until - j * page, end = until < page ? until : page;
+    view seen = look(a, averaging ? a->values : a->keys, averaging ? a->value_dim : a->dim, p->pages[j] * page, w->head, w->heads, s, end,
+                     w->chunk, averaging ? w->broad : w->deep);
+    long apart = seen.key * size(seen.halves);
+    for (long h = 0; h < w->heads; h++) {
+        const char *from = of_head(seen, h);
+        long last = h * w->n + p->end * a->group;
+        for (long q = h * w->n + p->first * a->group, many; q < last; q += many) {
+            many = sharing(last - q, MOST);
+            float *weight = w->weight + q * w->width + s;
+            if (averaging)
+                for (long v = 0; v < w->broad; v += SIDE * LANES)
+                    averages[seen.halves][many - 1](weight, from, seen.key, v, w->width, w->broad, w->sum + q * w->broad + v);
+            else
+                for (long k = 0; k < CHUNK; k += SIDE)
+                    scores[seen.halves][many - 1](w->asked + q * w->deep, from + k * apart, seen.key, w->deep, weight + k, w->width);
+        }
+    }
+}
+
+/* The same over chunks [start, end) of page j, by whoever reads them. */
+static void over(const piece *w, const party *parties, long count, long common, long page, long j, long start, long end, int averaging)
+{
+    for (long s = start; s < end; s += CHUNK) {
+        if (j * page + s < common) meet(w, parties, page, j, s, averaging);
+        else
+            for (const party *p = parties + 1; p < parties + count; p++)
+                if (j * page + s < p->until) meet(w, p, page, j, s, averaging);
+    }
+}
+
+/* Rows [from, from + count) of a family, whose first path is `path`, with the queries of `heads` heads of keys from `head` on. */
+static void follow(const course *c, const attention *a, long path, long from, long count, long head, long heads, float *scratch)
 {
     long deep = UP(a->dim, LANES), broad = UP(a->value_dim, SIDE * LANES), width = UP(c->page, CHUNK);
     long group = a->group, n = count * group, all = heads * n; /* queries of a head of keys, and of all */
     float *asked = scratch, *sum = asked + all * deep, *weight = sum + all * broad, *top = weight + all * width, *norm = top + all;
-    float *chunk = norm + all;
-    const int64_t *rows = c->row_of + c->row_start[path] + first, *pages = c->page_of + c->page_start[path];
-    long from = LONG_MAX, to = 0; /* the keys that one of the rows sees at least */
+    const piece work = {a, count, head, heads, n, deep, broad, width, asked, sum, weight, norm + all};
+    const int64_t *rows = c->row_of + from;
+    party parties[MOST_QUERIES + 1];
+    long common, members = gather(c, path, from, count, parties, &common);
+    long low = LONG_MAX, to = 0; /* the keys that one of the rows sees at least */
 #define COLUMN(q) ((head + (q) / n) * group + (q) % group)
 #define ROW(q) rows[(q) % n / group]
 #define SEEN_FROM(row) (a->window && c->position[row] >= a->window ? c->position[row] + 1 - a->window : 0)
@@ -173,41 +243,24 @@ static void follow(const course *c, const attention *a, long path, long first, l
         norm[q] = a->sinks ? 1 : 0;
     }
     for (long i = 0; i < count; i++) {
-        if (SEEN_FROM(rows[i]) < from) from = SEEN_FROM(rows[i]);
+        if (SEEN_FROM(rows[i]) < low) low = SEEN_FROM(rows[i]);
         if (c->position[rows[i]] >= to) to = c->position[rows[i]] + 1;
     }
     memset(sum, 0, 4 * all * broad);
-    for (long j = from / c->page; j * c->page < to; j++) {
-        long base = j * c->page, end = to - base < c->page ? to - base : c->page, start = from > base ? (from - base) / CHUNK * CHUNK : 0;
-        for (long s = start; s < end; s += CHUNK) {
-            view keys = look(a, a->keys, a->dim, pages[j] * c->page, head, heads, s, end, chunk, deep);
-            long group_of_keys = SIDE * keys.key * size(keys.halves);
-            for (long q = 0, many; q < all; q += many) {
-                many = sharing(n - q % n, MOST);
-                const char *key = of_head(keys, q / n);
-                for (long k = 0; k < CHUNK; k += SIDE, key += group_of_keys)
-                    scores[keys.halves][many - 1](asked + q * deep, key, keys.key, deep, weight + q * width + s + k, width);
-            }
-        }
+    for (long j = low / c->page; j * c->page < to; j++) {
+        long base = j * c->page, end = to - base < c->page ? to - base : c->page, start = low > base ? (low - base) / CHUNK * CHUNK : 0;
+        over(&work, parties, members, common, c->page, j, start, end, 0);
         for (long q = 0; q < all; q++) {
-            long low = SEEN_FROM(ROW(q)) - base, high = c->position[ROW(q)] + 1 - base;
+            long first = SEEN_FROM(ROW(q)) - base, last = c->position[ROW(q)] + 1 - base;
             if (c->sight)
                 for (long s = start; s < end; s++)
                     if (!c->sight[ROW(q) * c->seen + base + s]) weight[q * width + s] = -INFINITY;
-            float kept = normalise(weight + q * width, low > start ? low : start, high < end ? high : end, start, UP(end, CHUNK),
+            float kept = normalise(weight + q * width, first > start ? first : start, last < end ? last : end, start, UP(end, CHUNK),
                                    a->scaling, top + q, norm + q);
             if (kept != 1)
                 for (long v = 0; v < broad; v++) sum[q * broad + v] *= kept;
         }
-        for (long s = start; s < end; s += CHUNK) {
-            view values = look(a, a->values, a->value_dim, pages[j] * c->page, head, heads, s, end, chunk, broad);
-            for (long q = 0, many; q < all; q += many) {
-                many = sharing(n - q % n, MOST);
-                for (long v = 0; v < broad; v += SIDE * LANES)
-                    averages[values.halves][many - 1](weight + q * width + s, of_head(values, q / n), values.key, v, width, broad,
-                                                      sum + q * broad + v);
-            }
-        }
+        over(&work, parties, members, common, c->page, j, start, end, 1);
     }
     for (long q = 0; q < all; q++) {
         long at = (ROW(q) * a->heads * group + COLUMN(q)) * a->value_dim, v = 0;
@@ -216,12 +269,21 @@ static void follow(const course *c, const attention *a, long path, long first, l
     }
 }
 
+/* The path behind the family that begins with this one. */
+static long behind(const course *c, long path)
+{
+    do path++;
+    while (path < c->paths && c->common[path]);
+    return path;
+}
+
 /* All rows of a pass. Returns 0, or 1 without memory. */
 int attend(const course *c, const attention *a, int threads)
 {
     long most = a->group < MOST_QUERIES ? MOST_QUERIES / a->group : 1, pieces = 0, longest = 1; /* rows of a piece of work */
-    for (long i = 0; i < c->paths; i++) {
-        long rows = c->row_start[i + 1] - c->row_start[i];
+    for (long i = 0, next; i < c->paths; i = next) {
+        next = behind(c, i);
+        long rows = c->row_start[next] - c->row_start[i];
         pieces += (rows + most - 1) / most;
         if (rows > longest) longest = rows;
     }
@@ -244,13 +306,13 @@ int attend(const course *c, const attention *a, int threads)
 #pragma omp for schedule(dynamic)
         for (long task = 0; task < pieces * parts; task++) {
             if (!scratch) continue;
-            long path = -1, first = task / parts * most, rows = 0, head = task % parts * together;
+            long path, next = 0, first = task / parts * most, rows = 0, head = task % parts * together;
             do {
                 first -= UP(rows, most);
-                path++;
-                rows = c->row_start[path + 1] - c->row_start[path];
+                path = next, next = behind(c, path);
+                rows = c->row_start[next] - c->row_start[path];
             } while (first >= rows);
-            follow(c, a, path, first, rows - first < most ? rows - first : most, head,
+            follow(c, a, path, c->row_start[path] + first, rows - first < most ? rows - first : most, head,
                    a->heads - head < together ? a->heads - head : together, scratch);
         }
         free(scratch);

@@ -11,6 +11,7 @@
 #endif
 #define WIDE (2 * LANES) /* outputs of a panel */
 #define UNROLL _Pragma("GCC unroll 12")
+#define CHUNK 16    /* keys that attention takes at a time */
 #define SMALL 65536 /* products that one thread finishes before a second has woken */
 
 typedef float floats __attribute__((vector_size(4 * LANES), aligned(4)));
@@ -139,12 +140,13 @@ static inline void widen(const void *from, long first, long n, int halves, float
 }
 
 /* Where rows of a pass run (native.Course): they stand at positions; each path has rows that attend through it, and pages that hold the
- * keys of its text in order; and the keys of some rows are written to places of the storage. */
+ * keys of its text in order; and the keys of some rows are written to places of the storage. The first `common` keys of a path are those
+ * of the path before it, and are read there: paths with a common beginning follow one another, and are a family. */
 typedef struct {
     long rows, paths, writes, page; /* page: tokens that one holds */
     const int64_t *position;              /* [rows] */
     const int64_t *row_start, *page_start; /* [paths + 1] where a path's rows and pages begin, among all */
-    const int64_t *row_of, *page_of;
+    const int64_t *row_of, *page_of, *common; /* common: [paths] 0 for the first of a family; whole CHUNKs, as many for all others */
     const int64_t *write_to, *write_from; /* [writes] */
     void *own; /* storage of this course alone, [layers, 2, room, kv_heads, dim], or null: the layers' own */
     long room;

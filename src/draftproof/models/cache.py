@@ -136,9 +136,9 @@ class PagePool:
             torch.index_select(store, 0, pages, out=copy.resize_(len(pages), *store.shape[1:]))
         return self.copies
 
-    def copy_head(self, source: int, target: int, tokens: int) -> None:
-        """Copy the first `tokens` keys of a page into another, in every layer."""
-        a, b = source * self.page_tokens, target * self.page_tokens
+    def copy(self, source: int, target: int, start: int, end: int) -> None:
+        """Copy the keys at places [start, end) of a page to the same places of another, in every layer."""
+        a, b, tokens = source * self.page_tokens + start, target * self.page_tokens + start, end - start
         stores = [*self.keys.values(), *self.values.values()]
         if stores and self.device.type == "cpu" and native.available()[0]:
             native.copy_rows(stores, a, b, tokens)

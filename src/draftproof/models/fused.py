@@ -138,7 +138,7 @@ class FusedPass:
         every product and sum has one shape."""
         if all(layer.tile() for layer in self.layers):
             return isinstance(self.output, InTiles)
-        return self._ours() and isinstance(self.output, StreamedLinear)
+        return self.compiled() and isinstance(self.output, StreamedLinear)
 
     def first(self, count: int) -> Self:
         """The pass over the first `count` layers alone, with taps of its own."""
@@ -178,14 +178,16 @@ class FusedPass:
         logits: Tensor = self.output(self._norm(x, self.norm.weight, self.norm.variance_epsilon))
         return logits
 
-    def _ours(self) -> bool:
+    def compiled(self) -> bool:
+        """Whether every layer runs through our kernels alone."""
         return all(layer.streamed() for layer in self.layers)
 
     def _kernels(self, pool: PagePool) -> ctypes.Array[native.Layer] | None:
         """The layers for `native.blocks`, made anew when the pool's storage has moved; None if they do not all run through it."""
         key = pool, pool.allocated, len(self.layers)
         if self._table is None or self._table[0] != key:
-            self._table = key, (native.Layer * len(self.layers))(*(layer.kernel(pool) for layer in self.layers)) if self._ours() else None
+            layers = (native.Layer * len(self.layers))(*(layer.kernel(pool) for layer in self.layers)) if self.compiled() else None
+            self._table = key, layers
         return self._table[1]
 
     def _reach(self, positions: int) -> None:

@@ -8,6 +8,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor, nn
 
+from .. import native
 from ..core.upload import rows_of, sent, uploaded
 from ..types import Draft, Scores
 from .attention import TILE, compiled
@@ -50,6 +51,7 @@ class PagedTarget:
         self.pool = PagePool(page_tokens, cache_tokens, self.device)
         self.slots: list[PagedSlot] = []
         self.fused = fused
+        self.joint = fused is not None and fused.compiled()  # the kernels read what paths have in common in the first one's pages
         self._taps: Taps | FusedPass = fused or Taps(parts.layers)
 
     def set_taps(self, layers: Sequence[int]) -> None:
@@ -85,7 +87,7 @@ class PagedTarget:
             if length % size:
                 slot.pages.append(self.pool.take())
                 with torch.inference_mode():
-                    self.pool.copy_head(source, slot.pages[-1], length % size)
+                    self.pool.copy(source, slot.pages[-1], 0, length % size)
         slot.cut(length)
 
     def close(self, slot: PagedSlot) -> None:
@@ -154,12 +156,19 @@ class PagedTarget:
         slot.nodes = None
 
     def _adopt_tail(self, slot: PagedSlot, node: int) -> None:
-        """Make the winner's copy of the last pages the slot's own (the first path writes into the slot's own pages)."""
+        """Make the winner's last pages the slot's own (the first path writes into the slot's own pages); of pages without what the
+        paths have in common, the guesses' keys alone."""
+        size = self.pool.page_tokens
         for path, pages in slot.tails:
             if node in path:
-                first = (slot.length - 1) // self.pool.page_tokens  # the root's page; its key is already in the text
+                first = (slot.length - 1) // size  # the root's page; its key is already in the text
                 for offset, page in enumerate(pages):
-                    slot.pages[first + offset], pages[offset] = page, slot.pages[first + offset]
+                    own, start = slot.pages[first + offset], (first + offset) * size
+                    if self.joint:
+                        low, high = max(slot.length, start), min(slot.length + len(path), start + size)
+                        self.pool.copy(page, own, low - start, max(low, high) - start)
+                    else:
+                        slot.pages[first + offset], pages[offset] = page, own
                 return
 
     def _run(self, slots: Sequence[PagedSlot], drafts: Sequence[Draft], roots: Tensor, keep: list[int] | None) -> Tensor:
@@ -200,8 +209,9 @@ class PagedTarget:
             self._reach(slot, base + max(depths) + 1)
             positions += [base + d for d in depths]
             whole = list(range(len(depths)))
-            for pages, rows, mine in [(slot.pages, whole, whole)] if draft.is_chain else self._tree_paths(slot, draft, base, max(depths)):
-                paths.append(Path(pages, [first + r for r in mine]))
+            one = [(slot.pages, whole, whole, 0)]
+            for pages, rows, mine, common in one if draft.is_chain else self._tree_paths(slot, draft, base, max(depths)):
+                paths.append(Path(pages, [first + r for r in mine], common))
                 write_to += [pages[(base + depths[r]) // size] * size + (base + depths[r]) % size for r in rows]
                 write_from += [first + r for r in rows]
         ids = self._ids(roots, drafts)
@@ -242,13 +252,16 @@ class PagedTarget:
         parts = [part for i, draft in enumerate(drafts) for part in (roots[i : i + 1], sent(draft.tokens, home))]
         return sent(torch.cat(parts), self.device)[None]
 
-    def _tree_paths(self, slot: PagedSlot, draft: Draft, base: int, depth: int) -> Iterator[tuple[list[int], list[int], list[int]]]:
-        """(page table, rows whose keys lie on the path, rows that attend through it) per leaf. Row 0 is the root, row 1+i node i.
+    def _tree_paths(self, slot: PagedSlot, draft: Draft, base: int, depth: int) -> Iterator[tuple[list[int], list[int], list[int], int]]:
+        """(page table, rows whose keys lie on the path, rows that attend through it, keys read in the path before it) per leaf. Row 0 is
+        the root, row 1+i node i.
 
-        The first leaf writes into the slot's own pages, every other one into copies of the pages from the root's on.
+        The first leaf writes into the slot's own pages, every other one into pages of its own from the root's on, with copies of what
+        lies before the root there, unless that is read in common.
         """
         size = self.pool.page_tokens
         head, end = base // size, (base + depth) // size + 1
+        start = base % size // native.CHUNK * native.CHUNK if self.joint else 0
         inner = set(draft.parents)
         served: set[int] = set()
         for leaf in range(len(draft)):
@@ -266,11 +279,12 @@ class PagedTarget:
                 slot.tails.append((tuple(nodes), tail))  # registered before it is filled: a failure gives it back
                 for _ in range(head, end):
                     tail.append(self.pool.take())
-                self.pool.copy_head(slot.pages[head], tail[0], base % size)
+                self.pool.copy(slot.pages[head], tail[0], start, base % size)
                 pages = [*slot.pages[:head], *tail]
             mine = [r for r in rows if r not in served]
+            common = head * size + start if served else 0
             served.update(mine)
-            yield pages, rows, mine
+            yield pages, rows, mine, common
 
     def check(self) -> None:
         """Audit the cache; for tests and idle moments."""

@@ -2,7 +2,7 @@
 
 Rows of all sequences stand side by side in one flat row of tokens. A row attends along a *path*: the pages that hold the
 keys of its text in canonical order. A chain is one path, the sequence's own pages; a tree has a path per leaf, each with
-its own copy of the last page, so that every key stands where plain decoding would put it.
+pages of its own from the root's on, so that every key stands where plain decoding would put it.
 """
 
 from __future__ import annotations
@@ -24,10 +24,12 @@ MOST_COPIED = 8  # so many pages at a time that the copies stay in the caches
 
 @dataclass(frozen=True, slots=True)
 class Path:
-    """pages[j] holds positions j*P … j*P+P−1; rows are the rows of the pass that attend through it."""
+    """pages[j] holds positions j*P … j*P+P−1; rows are the rows of the pass that attend through it. common: how many leading keys are
+    those of the path before it; the compiled kernels read them there, for all rows at once."""
 
     pages: Sequence[int]
     rows: Sequence[int]
+    common: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +100,7 @@ class Pass:
     def course(self) -> native.Course:
         """The same for the compiled kernels; made once."""
         if self.flat is None:
-            paths = [(path.pages, path.rows) for path in self.paths]
+            paths = [(path.pages, path.rows, path.common) for path in self.paths]
             self.flat = native.Course(self.position_list, paths, *self.writes(), self.page_tokens)
         return self.flat
 

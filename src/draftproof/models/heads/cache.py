@@ -91,7 +91,7 @@ class HeadPass:
         for cache, count, mask in zip(self.caches, self.counts, self._given or [None] * len(self.caches), strict=True):
             new, end = range(cache.length, cache.length + count), cache.length + count
             places = new if mask is None else [end - 1] * count
-            found.append(Course(places, [(range(-(-end // ROOM)), range(count))], new, range(count), ROOM, cache.room(count), mask))
+            found.append(Course(places, [(range(-(-end // ROOM)), range(count), 0)], new, range(count), ROOM, cache.room(count), mask))
         return found
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
