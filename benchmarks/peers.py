@@ -83,6 +83,7 @@ PEERS = {
     "ours+eagle3+block": ours("eagle3", rule="block"),
     "ours+eagle3+tree": ours("eagle3", tree=8),
     "ours+ngram+eagle3": ours("ngram+eagle3"),
+    "ours+ngram+eagle3+tree": ours("ngram+eagle3", tree=8),
     "ours+ngram+eagle3+block": ours("ngram+eagle3", rule="block"),
     "transformers": peer("with_transformers.py"),
     "vllm": peer("with_vllm.py", ".venv-vllm", split="depth"),

@@ -27,6 +27,7 @@ from collections.abc import Sequence
 from functools import cache
 from itertools import accumulate, chain
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -64,7 +65,17 @@ class _Attention(ctypes.Structure):
 class Product(ctypes.Structure):
     """A matrix as `product` makes it."""
 
-    _fields_ = _fields(pointers="panels bias steps", numbers="columns out bits")
+    _fields_ = _fields(pointers="panels bias steps spare_start spare_at spare", numbers="columns out bits")
+
+
+class Spare(NamedTuple):
+    """Blocks of four columns that panels of twelve bits cannot hold: where each panel's begin among all, int64 [panels + 1]; which blocks
+    of the panel they are, int64 [n + panels], each panel's ended by a number that none has; and their words, int32 [n, 2, outputs of a
+    panel]."""
+
+    starts: Tensor
+    at: Tensor
+    words: Tensor
 
 
 class Layer(ctypes.Structure):
@@ -110,10 +121,34 @@ def room(numbers: int) -> Tensor:
     return torch.frombuffer(held, dtype=torch.int32)
 
 
-def product(panels: Tensor, bias: Tensor | None, steps: Tensor | None, out: int, columns: int, bits: int) -> Product:
-    """What `multiply` and `Layer` take: panels by an `arrange…`, of 16, 8 or 4 bits; bias, and steps of 8 bits, float32 [out]. The tensors
-    must outlive it."""
-    return Product(panels.data_ptr(), _address(bias), _address(steps), columns, out, bits)
+def takes_narrow() -> bool:
+    """Whether products of bfloat16 numbers can be taken with the panels of `arrange_narrow`."""
+    return bool(_loaded().takes_narrow())
+
+
+def arrange_narrow(weight: Tensor) -> tuple[Tensor, Spare]:
+    """weight [out, in] bfloat16 → narrow.c's panels, int32 [panels, words], in twelve bits a weight, and the blocks of four columns that
+    are not in them."""
+    library, (out, columns) = _loaded(), weight.shape
+    weight, blocks, wide = weight.contiguous(), -(-columns // 4), library.wide()
+    count, words = -(-out // wide), 16 + blocks * 3 * wide // 2
+    panels, spare = room(count * words).view(count, words), torch.empty(count, blocks, dtype=torch.uint8)
+    library.arrange_narrow(weight.data_ptr(), panels.data_ptr(), spare.data_ptr(), out, columns, torch.get_num_threads())
+    at = spare.nonzero().contiguous()
+    held = torch.empty(len(at), 2, wide, dtype=torch.int32)
+    library.arrange_spare(weight.data_ptr(), at.data_ptr(), held.data_ptr(), len(at), out, columns)
+    counts = spare.sum(1)
+    listed = at.new_full((len(at) + count,), torch.iinfo(torch.int64).max)
+    listed[torch.arange(len(at)) + at[:, 0]] = at[:, 1]
+    return panels, Spare(torch.cat([at.new_zeros(1), counts.cumsum(0)]), listed, held)
+
+
+def product(panels: Tensor, bias: Tensor | None, steps: Tensor | None, out: int, columns: int, bits: int,
+            spare: Spare | None = None) -> Product:
+    """What `multiply` and `Layer` take: panels by an `arrange…`, of 16, 12, 8 or 4 bits; bias, and steps of 8 bits, float32 [out]; spare,
+    of 12 bits. The tensors must outlive it."""
+    blocks = (None,) * 3 if spare is None else tuple(map(_address, spare))
+    return Product(panels.data_ptr(), _address(bias), _address(steps), *blocks, columns, out, bits)
 
 
 def multiply(x: Tensor, by: Product) -> Tensor:
@@ -124,7 +159,8 @@ def multiply(x: Tensor, by: Product) -> Tensor:
     rows = x.numel() // max(1, columns)
     words = _loaded().room_of(by.bits, columns, halves, rows)
     room = torch.empty(rows * words, dtype=torch.int32) if words else None
-    _loaded().multiply(by, x.data_ptr(), _address(room), y.data_ptr(), rows, halves, torch.get_num_threads())
+    if _loaded().multiply(by, x.data_ptr(), _address(room), y.data_ptr(), rows, halves, torch.get_num_threads()):
+        raise MemoryError(f"a product of {rows} rows found no memory to work in")
     return y
 
 
@@ -328,7 +364,10 @@ def _open(path: Path) -> ctypes.CDLL:
     library.wide.argtypes, library.wide.restype = [], whole
     library.arrange.argtypes, library.arrange.restype = [pointer, pointer, whole, whole, small], None
     library.room_of.argtypes, library.room_of.restype = [small, whole, small, whole], whole
-    library.multiply.argtypes, library.multiply.restype = [ctypes.POINTER(Product), *[pointer] * 3, whole, small, small], None
+    library.multiply.argtypes, library.multiply.restype = [ctypes.POINTER(Product), *[pointer] * 3, whole, small, small], small
+    library.takes_narrow.argtypes, library.takes_narrow.restype = [], small
+    library.arrange_narrow.argtypes, library.arrange_narrow.restype = [*[pointer] * 3, whole, whole, small], None
+    library.arrange_spare.argtypes, library.arrange_spare.restype = [*[pointer] * 3, *[whole] * 3], None
     library.arrange_eight.argtypes, library.arrange_eight.restype = [pointer, pointer, whole, whole, small], None
     library.arrange_four.argtypes, library.arrange_four.restype = [pointer, pointer, pointer, whole, whole, small], None
     library.attend.argtypes, library.attend.restype = [ctypes.POINTER(_Course), ctypes.POINTER(_Attention), small], small

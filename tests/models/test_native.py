@@ -40,13 +40,51 @@ def test_the_product_is_the_linear_layer_and_a_row_does_not_feel_the_others(out:
     streamed, x = StreamedLinear(layer.weight, layer.bias), torch.randn(ROWS, columns).to(dtype)
     exact = torch.nn.functional.linear(x.double(), layer.weight.double(), layer.bias.double() if bias else None)
     got = streamed(x)
-    assert got.dtype == dtype and got.shape == (ROWS, out) and streamed.weight_bytes == 2 * out * columns
+    assert got.dtype == dtype and got.shape == (ROWS, out)
+    assert streamed.bits == 12 or streamed.weight_bytes == 2 * out * columns
     near = 2**-8 if dtype == torch.bfloat16 else 1e-5
     assert ((got.double() - exact).abs() <= exact.abs() * near + 2e-6).all(), "half a unit of the last place, and float32's noise"
     for count in range(1, ROWS):
         for start in range(0, ROWS - count, 5):
             assert torch.equal(streamed(x[start:start + count]), got[start:start + count]), f"{count} rows from {start}"
     assert streamed(x.view(1, ROWS, 1, columns)).shape == (1, ROWS, 1, out) and streamed(x[:0]).shape == (0, out)
+
+
+narrow = pytest.mark.skipif(not native.available()[0] or not native.takes_narrow(), reason="no products with weights in twelve bits here")
+
+
+@narrow
+@pytest.mark.parametrize(("out", "columns"), [(80, 48), (81, 47), (5, 3), (1, 1), (256, 1000), (40, 1538), (33, 4609)])
+@pytest.mark.parametrize("spread", [0.0, 0.5, 4.0])
+def test_twelve_bits_hold_every_weight_and_no_product_tells(out: int, columns: int, spread: float) -> None:
+    """Weights of a normal law and of ever wider ones, with infinities, numbers that are none, and zeros of both signs."""
+    random = torch.Generator().manual_seed(columns)
+    weight = torch.randn(out, columns, generator=random) * torch.exp(spread * torch.randn(out, columns, generator=random))
+    weight[out // 2], weight[-1] = 0.0, -0.0
+    weight[0, 0], weight[0, columns // 2], weight[0, -1] = float("inf"), 2.0**-126, float("nan")
+    weight = weight.bfloat16()
+    wide = native.product(panels := native.arrange(weight), None, None, out, columns, 16)
+    held, spare = native.arrange_narrow(weight)
+    product = native.product(held, None, None, out, columns, 12, spare)
+    assert len(spare.at) == len(spare.words) + held.shape[0] and (spread < 4 or columns < 40 or len(spare.words) > 0)
+    for rows in (1, 2, 6, 7, 12, 13, 29):
+        for dtype in (torch.bfloat16, torch.float32):
+            x = torch.randn(rows, columns, generator=random).to(dtype)
+            got, wanted = native.multiply(x, product), native.multiply(x, wide)
+            assert torch.equal(got[:, 0].isnan(), wanted[:, 0].isnan()) and torch.equal(got[:, 1:], wanted[:, 1:]), f"{rows} rows, {dtype}"
+    assert panels.numel() and held.nbytes <= 0.75 * panels.nbytes + 64 * held.shape[0] + 96 * native._loaded().wide()
+
+
+@narrow
+def test_a_layer_keeps_twelve_bits_where_they_hold_nearly_all() -> None:
+    random = torch.Generator().manual_seed(3)
+    normal = torch.randn(512, 512, generator=random)
+    kept = packed(normal.bfloat16(), None)
+    assert isinstance(kept, StreamedLinear) and kept.bits == 12 and kept.weight_bytes < 0.8 * 2 * normal.numel()
+    wild = packed((normal * torch.exp(4 * torch.randn(512, 512, generator=random))).bfloat16(), None)
+    assert isinstance(wild, StreamedLinear) and wild.bits == 16 and wild.weight_bytes == 2 * normal.numel()
+    single = packed(normal.bfloat16().float(), None)
+    assert isinstance(single, StreamedLinear) and single.bits == 16, "float32 rows meet the words themselves"
 
 
 @compiled
@@ -274,8 +312,8 @@ def test_gates_far_from_zero_neither_overflow_nor_hide_what_is_no_number() -> No
 @compiled
 def test_a_large_matrix_asks_for_huge_pages_and_multiplies_the_same() -> None:
     torch.manual_seed(6)
-    weight = torch.randn(1200, 900).bfloat16()
-    assert 2 * weight.numel() > native.HUGE
+    weight = torch.randn(1700, 900).bfloat16()
+    assert 1.5 * weight.numel() > native.HUGE
     x, layer = torch.randn(2, 900), StreamedLinear(weight, None)
     torch.testing.assert_close(layer(x), x @ weight.float().T, rtol=1e-4, atol=1e-4)
     if Path("/proc/self/smaps").exists() and Path("/sys/kernel/mm/transparent_hugepage").exists():

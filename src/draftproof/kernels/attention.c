@@ -21,7 +21,6 @@
 #define SIDE 4      /* keys, or vectors of values, of a micro-kernel: MOST * SIDE sums fill the registers */
 #define MOST_QUERIES 48 /* of a piece of work, over all its heads; more only where one head of keys has more */
 #define MOST_NUMBERS 16384 /* of a chunk, over all heads of a piece of work: they stay in the caches */
-#define UP(n, to) (((n) + (to) - 1) / (to) * (to))
 
 /* The sums over the lanes of four vectors. A fold adds halves, quarters or neighbours of two vectors and keeps both side by side. */
 #define FOLD(a, b, one, other) (__builtin_shuffle(a, b, one) + __builtin_shuffle(a, b, other))

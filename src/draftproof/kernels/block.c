@@ -141,10 +141,11 @@ int blocks(const layer *layers, long count, const course *first_course, long cou
     uint32_t *room = malloc(rows * (4 * e + each * (a + b + d)));
     char *first = (char *)(room + rows * e), *second = first + rows * each * a, *third = second + rows * each * b;
     if (!room) return 1;
+    int failed = 0;
     for (const layer *l = layers; l < layers + count; l++) {
         long hidden = l->o.out, turned = l->heads + l->kv_heads, row = l->qkv.out, at = 0; /* at: the course's first row */
         enter(l, x, beside, first, second, rows, halves, threads);
-        multiply(&l->qkv, first, room, second, rows, halves, threads);
+        failed |= multiply(&l->qkv, first, room, second, rows, halves, threads);
         if (l->of_heads) norm(second, l->of_heads, first, rows, turned, l->dim, row, l->heads_eps, halves, threads);
         const char *turning = l->of_heads ? first : second;
         turn(turning, cos, sin, third, rows, turned, l->dim, l->of_heads ? turned * l->dim : row, angles, halves, threads);
@@ -159,19 +160,16 @@ int blocks(const layer *layers, long count, const course *first_course, long cou
             }
             attention asked = {query, keys, values, 0, first + each * at * l->heads * l->dim, turned * l->dim, l->kv_heads,
                                l->heads / l->kv_heads, l->dim, l->dim, l->window, l->scaling, halves};
-            if (attend(c, &asked, threads)) {
-                free(room);
-                return 1;
-            }
+            failed |= attend(c, &asked, threads);
         }
-        multiply(&l->o, first, room, second, rows, halves, threads);
+        failed |= multiply(&l->o, first, room, second, rows, halves, threads);
         add(x, second, rows * hidden, halves);
         norm(x, l->after, first, rows, 1, hidden, hidden, l->after_eps, halves, threads);
-        multiply(&l->gate_up, first, room, second, rows, halves, threads);
+        failed |= multiply(&l->gate_up, first, room, second, rows, halves, threads);
         gate(second, third, rows, l->gate_up.out / 2, halves, threads);
-        multiply(&l->down, third, room, first, rows, halves, threads);
+        failed |= multiply(&l->down, third, room, first, rows, halves, threads);
         add(x, first, rows * hidden, halves);
     }
     free(room);
-    return 0;
+    return failed;
 }

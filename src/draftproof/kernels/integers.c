@@ -36,12 +36,13 @@
 
 /* part [ROWS, WIDE] += x [ROWS, 4 * count] times a panel */
 #define EIGHT(ROWS, UNROLLED)                                                                                            \
-    static void eight_##ROWS(const uint32_t *panel, const void *rows, long stride, long count, float *part)              \
+    KERNEL(eight_##ROWS)                                                                                                 \
     {                                                                                                                    \
+        panel += first * WIDE;                                                                                           \
         const float *x = rows;                                                                                           \
         floats sum[ROWS][2], level[2];                                                                                   \
         words w[2];                                                                                                      \
-        memcpy(sum, part, sizeof sum);                                                                                   \
+        TAKE(ROWS, 2)                                                                                                    \
         for (long c = 0; c < count; c++, panel += WIDE, x += 4) {                                                        \
             READ                                                                                                         \
             UNROLLED for (int k = 0; k < 4; k++) {                                                                       \
@@ -49,16 +50,17 @@
                 SHIFT(8)                                                                                                 \
             }                                                                                                            \
         }                                                                                                                \
-        memcpy(part, sum, sizeof sum);                                                                                   \
+        GIVE(ROWS, 2)                                                                                                    \
     }
 
 #define EIGHT_PAIRS(ROWS, UNROLLED)                                                                                      \
-    static void eight_pairs_##ROWS(const uint32_t *panel, const void *rows, long stride, long count, float *part)        \
+    KERNEL(eight_pairs_##ROWS)                                                                                           \
     {                                                                                                                    \
+        panel += first * WIDE;                                                                                           \
         const pair *x = rows;                                                                                            \
         floats sum[ROWS][2];                                                                                             \
         words w[2], level[2];                                                                                            \
-        memcpy(sum, part, sizeof sum);                                                                                   \
+        TAKE(ROWS, 2)                                                                                                    \
         for (long c = 0; c < count; c++, panel += WIDE, x += 2) {                                                        \
             READ                                                                                                         \
             UNROLL for (int k = 0; k < 2; k++) {                                                                         \
@@ -72,19 +74,20 @@
                 SHIFT(16)                                                                                                \
             }                                                                                                            \
         }                                                                                                                \
-        memcpy(part, sum, sizeof sum);                                                                                   \
+        GIVE(ROWS, 2)                                                                                                    \
     }
 
 /* The same of groups. A level's bits go into those of 1 + level / 16, so W = 16 * step * (1 + level / 16) + zero - 24 * step. x holds, of
  * each group, NUMBERS words of its columns, single or in pairs, and their sum. */
 #define GROUPS(NAME, ROWS, NUMBERS, WORD)                                                                                \
-    static void NAME##_##ROWS(const uint32_t *panel, const void *rows, long stride, long groups, float *part)            \
+    KERNEL(NAME##_##ROWS)                                                                                                \
     {                                                                                                                    \
+        panel += first * GROUP_WORDS;                                                                                    \
         const uint32_t *at = rows;                                                                                       \
         floats all[ROWS][2];                                                                                             \
         words w[2];                                                                                                      \
         memcpy(all, part, sizeof all);                                                                                   \
-        for (long g = 0; g < groups; g++, at++) {                                                                        \
+        for (long g = 0; g < count; g++, at++) {                                                                        \
             floats sum[ROWS][2] = {0};                                                                                   \
             for (long c = 0; c < GROUP / 8; c++, panel += WIDE, at += NUMBERS / (GROUP / 8)) {                           \
                 READ                                                                                                     \
@@ -172,11 +175,12 @@ form form_of_whole(int bits, long in, int halves)
 {
     long four = (in + 3) / 4, groups = (in + GROUP - 1) / GROUP; /* words of eight bits, groups of four bits */
 #if TAKES_PAIRS
-    if (halves && bits == 8) return (form){MOST, 0, four, four * WIDE, 2 * four, 0, 0, as_words_of_pairs, eight_pairs, 0};
-    if (halves) return (form){MOST, 0, groups, groups * GROUP_WORDS, groups * (GROUP / 2 + 1), 0, 0, as_groups_of_pairs, four_pairs, 0};
+    if (halves && bits == 8) return (form){MOST, 0, four, 4, four * WIDE, 2, 2 * four, 0, 0, as_words_of_pairs, eight_pairs, 0};
+    if (halves)
+        return (form){MOST, 0, groups, GROUP, groups * GROUP_WORDS, GROUP / 2 + 1, groups * (GROUP / 2 + 1), 0, 0, as_groups_of_pairs, four_pairs, 0};
 #endif
-    if (bits == 8) return (form){MOST, 0, four, four * WIDE, 4 * four, 0, 0, as_words, eights, 0};
-    return (form){MOST, 0, groups, groups * GROUP_WORDS, groups * (GROUP + 1), 0, 0, as_groups, fours, 0};
+    if (bits == 8) return (form){MOST, 0, four, 4, four * WIDE, 4, 4 * four, 0, 0, as_words, eights, 0};
+    return (form){MOST, 0, groups, GROUP, groups * GROUP_WORDS, GROUP + 1, groups * (GROUP + 1), 0, 0, as_groups, fours, 0};
 }
 
 /* levels [out, in] → panels; what is beyond the matrix is zero. */

@@ -12,6 +12,7 @@
 #define WIDE (2 * LANES) /* outputs of a panel */
 #define UNROLL _Pragma("GCC unroll 12")
 #define CHUNK 16    /* keys that attention takes at a time */
+#define UP(n, to) (((n) + (to) - 1) / (to) * (to))
 #define SMALL 65536 /* products that one thread finishes before a second has woken */
 
 typedef float floats __attribute__((vector_size(4 * LANES), aligned(4)));
@@ -51,6 +52,14 @@ static inline float total(floats x) /* over the lanes */
         for (int i = 0; i < half; i++) lanes[i] += lanes[i + half];
     return lanes[0];
 }
+
+/* The sums [ROWS, COUNT] of a kernel from memory and back; the compiler would call memcpy, and keep the sums on the stack for it. */
+#define TAKE(ROWS, COUNT)                                                                                                \
+    UNROLL for (int r = 0; r < ROWS; r++)                                                                                \
+        UNROLL for (int v = 0; v < COUNT; v++) sum[r][v] = *(const floats *)(part + (r * COUNT + v) * LANES);
+#define GIVE(ROWS, COUNT)                                                                                                \
+    UNROLL for (int r = 0; r < ROWS; r++)                                                                                \
+        UNROLL for (int v = 0; v < COUNT; v++) *(floats *)(part + (r * COUNT + v) * LANES) = sum[r][v];
 
 static inline void fill(const void *from, long first, long n, void *to, long wide) /* bfloat16 as they are, and zeros */
 {
@@ -165,21 +174,35 @@ typedef struct {
     int halves;
 } attention;
 
-/* y = x Wᵀ + b: the panels of W [out, in], of numbers of 16, 8 or 4 bits; steps [out] of 8 bits, or null; bias [out], or null. */
+/* y = x Wᵀ + b: the panels of W [out, in], of numbers of 16, 12, 8 or 4 bits; steps [out] of 8 bits, or null; bias [out], or null. Of 12
+ * bits: spare [n, 2, WIDE] are blocks that the panels cannot hold, those of panel a from spare_start[a] on; spare_at [n + panels]: which of
+ * its blocks they are, ended for each panel by a number that none has. */
 typedef struct {
     const uint32_t *panels;
     const float *bias, *steps;
+    const int64_t *spare_start, *spare_at;
+    const uint32_t *spare;
     long in, out, bits;
 } product;
 
-/* part [rows, WIDE], or of two adjoining panels [rows, 2 * WIDE] += rows of x, `stride` words apart, times a panel of `length` steps. */
-typedef void panel_kernel(const uint32_t *panel, const void *x, long stride, long length, float *part);
-
-/* How rows meet panels of a kind: `most` share a reading of one, `most_of_two` of two adjoining ones; a panel has `words` words and a row
- * `stride`. `prepare` brings n numbers of x, from the `first` on, into the kernels' form; as_is: rows have it, if they are whole. block:
- * steps after which rows may be cut, 0: never. one [most], two [most_of_two]: kernels by rows. */
+/* Steps of a panel that are not in it, from one on: which they are, rising and ended by one that no panel has, and their words. */
 typedef struct {
-    long most, most_of_two, length, words, stride;
+    const int64_t *at;
+    const uint32_t *words;
+} spares;
+
+/* part [rows, WIDE], or of two adjoining panels [rows, 2 * WIDE] += x [rows, …], `stride` words apart, times `count` steps of a panel from
+ * the `first` on; x begins with that step. */
+typedef void panel_kernel(const uint32_t *panel, long first, const void *rows, long stride, long count, float *part, const spares *beside);
+#define KERNEL(NAME)                                                                                                     \
+    static void NAME(const uint32_t *panel, long first, const void *rows, long stride, long count, float *part, const spares *beside)
+
+/* How rows meet panels of a kind: `most` share a reading of one, `most_of_two` of two adjoining ones; a panel has `length` steps of so many
+ * `columns` in so many `words`; a row has `apart` words of each step, `stride` in all. `prepare` brings n numbers of x, from the `first`
+ * on, into the kernels' form; as_is: rows have it, if they are whole. block: steps after which rows may be cut, 0: never. one [most],
+ * two [most_of_two]: kernels by rows. */
+typedef struct {
+    long most, most_of_two, length, columns, words, apart, stride;
     int as_is;
     long block;
     void (*prepare)(const void *x, long first, long n, int halves, void *to);
@@ -188,5 +211,7 @@ typedef struct {
 
 int attend(const course *c, const attention *a, int threads);
 form form_of_whole(int bits, long in, int halves);
+form form_of_narrow(long in);
+void open_narrow(const uint32_t *panel, long first, long count, spares *left, uint32_t *to);
 long room_of(int bits, long in, int halves, long rows);
-void multiply(const product *p, const void *x, uint32_t *room, void *y, long rows, int halves, int threads);
+int multiply(const product *p, const void *x, uint32_t *room, void *y, long rows, int halves, int threads);

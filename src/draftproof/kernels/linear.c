@@ -8,6 +8,8 @@
  * Every output is one chain of additions over the columns in order, in float32, whatever the number of rows: a row's bits do not depend
  * on its neighbours. Rows share one reading of a panel, as many as the accumulators leave registers for.
  */
+#include <stdlib.h>
+
 #include "lanes.h"
 
 #define AHEAD(PANELS) ((PANELS) == 1 ? 1024 : 256) /* words that singles fetch ahead, measured: 4 KB of one stream, 1 KB of each of two */
@@ -15,6 +17,7 @@
 #define BLOCK 768 /* pairs of columns: of MANY rows or more so many lie together, row by row, with a line between two of them, measured: */
 #define GAP 16    /* whole rows, a power of two apart, would meet in the same lines of the first cache and push each other out */
 #define MANY 7
+#define OPENED 64 /* steps of a narrow panel: their words fit the first cache */
 
 #if LANES == 16 /* 32 registers */
 #define MOST 12
@@ -30,13 +33,14 @@
 
 /* part [ROWS, WIDE * PANELS] += x [ROWS, 2 * pairs] times PANELS adjoining panels. */
 #define SINGLES(ROWS, PANELS)                                                                                            \
-    static void singles_##ROWS##_##PANELS(const uint32_t *panel, const void *rows, long stride, long pairs, float *part)                 \
+    KERNEL(singles_##ROWS##_##PANELS)                                                                                    \
     {                                                                                                                    \
+        panel += first * WIDE;                                                                                           \
         const float *x = rows;                                                                                           \
         floats sum[ROWS][2 * PANELS];                                                                                    \
         words w[2 * PANELS];                                                                                             \
-        memcpy(sum, part, sizeof sum);                                                                                   \
-        for (long p = 0; p < pairs; p++) {                                                                               \
+        TAKE(ROWS, 2 * PANELS)                                                                                           \
+        for (long p = 0; p < count; p++) {                                                                               \
             FETCH(PANELS);                                                                                               \
             UNROLL for (int v = 0; v < 2 * PANELS; v++) w[v] = WORDS(v) << 16;                                           \
             UNROLL for (int r = 0; r < ROWS; r++)                                                                        \
@@ -45,25 +49,29 @@
             UNROLL for (int r = 0; r < ROWS; r++)                                                                        \
                 UNROLL for (int v = 0; v < 2 * PANELS; v++) sum[r][v] += (floats)w[v] * x[r * stride + 2 * p + 1];       \
         }                                                                                                                \
-        memcpy(part, sum, sizeof sum);                                                                                   \
+        GIVE(ROWS, 2 * PANELS)                                                                                           \
     }
-/* The same with x in pairs of bfloat16. Nothing is fetched ahead: processors that come here do it better by themselves. */
+/* The same with x in pairs of bfloat16. Of the panel nothing is fetched ahead: processors that come here do it better by themselves. `beside`
+ * may hold what is wanted next instead: a line is fetched at every step. */
 #define PAIRS(ROWS, PANELS)                                                                                              \
-    static void pairs_##ROWS##_##PANELS(const uint32_t *panel, const void *rows, long stride, long pairs, float *part)   \
+    KERNEL(pairs_##ROWS##_##PANELS)                                                                                      \
     {                                                                                                                    \
+        panel += first * WIDE;                                                                                           \
         const pair *x = rows;                                                                                            \
+        const char *next = beside ? (const char *)beside->words : 0;                                                     \
         floats sum[ROWS][2 * PANELS];                                                                                    \
         words w[2 * PANELS];                                                                                             \
-        memcpy(sum, part, sizeof sum);                                                                                   \
-        for (long p = 0; p < pairs; p++) {                                                                               \
+        TAKE(ROWS, 2 * PANELS)                                                                                           \
+        for (long p = 0; p < count; p++) {                                                                               \
+            if (next) __builtin_prefetch(next + 64 * p, 0, 2);                                                           \
             UNROLL for (int v = 0; v < 2 * PANELS; v++) w[v] = WORDS(v);                                                 \
             UNROLL for (int r = 0; r < ROWS; r++)                                                                        \
                 UNROLL for (int v = 0; v < 2 * PANELS; v++) sum[r][v] = plus_pairs(sum[r][v], w[v], x[r * stride + p]);  \
         }                                                                                                                \
-        memcpy(part, sum, sizeof sum);                                                                                   \
+        GIVE(ROWS, 2 * PANELS)                                                                                           \
     }
-#define FETCH(PANELS) for (int q = 0; q < PANELS; q++) fetch(panel + (q * pairs + p) * WIDE + AHEAD(PANELS))
-#define WORDS(V) *(const words *)(panel + ((V) / 2 * pairs + p) * WIDE + (V) % 2 * LANES)
+#define FETCH(PANELS) for (int q = 0; q < PANELS; q++) fetch(panel + (q * count + p) * WIDE + AHEAD(PANELS))
+#define WORDS(V) *(const words *)(panel + ((V) / 2 * count + p) * WIDE + (V) % 2 * LANES)
 #define SINGLES_NAME(ROWS, PANELS) singles_##ROWS##_##PANELS,
 #define PAIRS_NAME(ROWS, PANELS) pairs_##ROWS##_##PANELS,
 
@@ -74,18 +82,31 @@ EACH(PAIRS)
 static panel_kernel *const pairs[] = {EACH(PAIRS_NAME)};
 
 static void as_pairs(const void *x, long first, long in, int halves, void *to) { (void)halves, fill(x, first, in, to, in + in % 2); }
+#else
+#define pairs singles
 #endif
 
 static void as_singles(const void *x, long first, long in, int halves, void *to) { widen(x, first, in, halves, to, in + in % 2); }
 
+static void as_fours(const void *x, long first, long in, int halves, void *to) { widen(x, first, in, halves, to, UP(in, 4)); }
+
+/* Narrow panels are made for rows in pairs. Others meet them opened. */
+static form singles_of_narrow(form f, long in)
+{
+    f.apart = 4, f.stride = 4 * f.length, f.as_is = in % 4 == 0, f.block = 0, f.prepare = as_fours, f.one = singles;
+    return f;
+}
+
 static form form_of(int bits, long in, int halves)
 {
     long length = (in + 1) / 2;
+    if (bits == 12) return halves ? form_of_narrow(in) : singles_of_narrow(form_of_narrow(in), in);
     if (bits != 16) return form_of_whole(bits, in, halves);
 #if TAKES_PAIRS
-    if (halves) return (form){MOST, 0, length, length * WIDE, length, in % 2 == 0, BLOCK, as_pairs, pairs, 0}; /* one stream: measured */
+    if (halves) /* one stream: measured */
+        return (form){MOST, 0, length, 2, length * WIDE, 1, length, in % 2 == 0, BLOCK, as_pairs, pairs, 0};
 #endif
-    return (form){MOST, MOST_OF_TWO, length, length * WIDE, 2 * length, !halves && in % 2 == 0, 0, as_singles, singles, singles_of_two};
+    return (form){MOST, MOST_OF_TWO, length, 2, length * WIDE, 2, 2 * length, !halves && in % 2 == 0, 0, as_singles, singles, singles_of_two};
 }
 
 long wide(void) { return WIDE; }
@@ -116,7 +137,7 @@ long room_of(int bits, long in, int halves, long rows)
     form f = form_of(bits, in, halves);
     long block = block_of(&f, rows);
     if (block == f.length) return f.as_is ? 0 : f.stride;
-    return (f.length + block - 1) / block * (block + GAP);
+    return (f.length + block - 1) / block * (block * f.apart + GAP);
 }
 
 /* y [rows, from, from + count) = part [rows, width], a panel's sums. */
@@ -129,27 +150,90 @@ static void hand_out(const product *p, const float *part, long rows, long width,
                   part[i * width + c] * (p->steps ? p->steps[from + c] : 1) + (p->bias ? p->bias[from + c] : 0), halves);
 }
 
-/* x [rows, in] and y [rows, out], both float32 or, with halves, both bfloat16; room [rows, room_of]: memory. */
-void multiply(const product *p, const void *x, uint32_t *room, void *y, long rows, int halves, int threads)
+/* The spare steps of a panel from `first` on. */
+static spares beside(const product *p, long panel, long first)
+{
+    if (!p->spare_at) return (spares){0, 0};
+    spares found = {p->spare_at + p->spare_start[panel] + panel, p->spare + p->spare_start[panel] * 2 * WIDE};
+    for (; *found.at < first; found.at++) found.words += 2 * WIDE;
+    return found;
+}
+
+/* Rows of x as the kernels take them: [blocks, rows, block], `stride` words from one to the next; whole rows are one block. */
+typedef struct {
+    const uint32_t *from;
+    long rows, block, blocks, stride;
+} sheaf;
+
+/* part [rows, WIDE] += x times panel a, which is opened once for all rows, OPENED steps at a time, while the next ones are fetched. */
+static void multiply_opened(const product *p, const form *f, panel_kernel *const *by, const sheaf *x, long a, uint32_t *words, float *part)
+{
+    const uint32_t *panel = p->panels + a * f->words;
+    spares left = beside(p, a, 0);
+    for (long s = 0, n; s < f->length; s += n) {
+        long b = s / x->block;
+        n = least(OPENED, least((b + 1) * x->block, f->length) - s);
+        open_narrow(panel, s, n, &left, words);
+        spares next = {0, panel + f->words / f->length * (s + n)};
+        for (long r = 0, many; r < x->rows; r += many, next.words += 16 * n * f->columns / 2) {
+            many = sharing(x->rows - r, f->most);
+            by[many - 1](words, 0, x->from + (b * x->rows + r) * x->stride + (s - b * x->block) * f->apart, x->stride, n * f->columns / 2,
+                         part + r * WIDE, next.words < panel + f->words / f->length * (s + 2 * n) ? &next : 0);
+        }
+    }
+}
+
+/* x [rows, in] and y [rows, out], both float32 or, with halves, both bfloat16; room [rows, room_of]: memory. Returns 0, or 1 without
+ * memory. */
+int multiply(const product *p, const void *x, uint32_t *room, void *y, long rows, int halves, int threads)
 {
     form f = form_of(p->bits, p->in, halves);
+    int failed = 0, opened = p->bits == 12 && (rows > f.most || !halves);
     long count = (p->out + WIDE - 1) / WIDE, step = rows <= f.most_of_two ? 2 : 1, block = block_of(&f, rows);
-    long stride = block == f.length ? f.stride : block + GAP, blocks = (f.length + block - 1) / block, columns = blocks > 1 ? 2 * block : p->in;
-    const uint32_t *from = f.as_is && blocks == 1 ? x : room;
-    for (long b = 0; from == room && b < blocks; b++)
+    long blocks = (f.length + block - 1) / block, stride = blocks > 1 ? block * f.apart + GAP : f.stride;
+    long columns = blocks > 1 ? block * f.columns : p->in;
+    const sheaf whole = {f.as_is && blocks == 1 ? x : room, rows, block, blocks, stride};
+    for (long b = 0; whole.from == room && b < blocks; b++)
         for (long r = 0; r < rows; r++)
             f.prepare(x, r * p->in + b * columns, least(columns, p->in - b * columns), halves, room + (b * rows + r) * stride);
-#pragma omp parallel for schedule(static) num_threads(threads) if (rows * p->out * p->in > SMALL)
-    for (long a = 0; a < count; a += step) {
-        long adjoining = step == 2 && a + 1 < count ? 2 : 1;
-        float part[MOST * WIDE]; /* of MOST rows and one panel, or half of them and two */
-        for (long r = 0, many; r < rows; r += many) {
-            many = sharing(rows - r, f.most);
-            memset(part, 0, 4 * many * adjoining * WIDE);
-            for (long b = 0; b < blocks; b++)
-                (adjoining == 2 ? f.two : f.one)[many - 1](p->panels + a * f.words + b * block * WIDE, from + (b * rows + r) * stride, stride,
-                                                           least(block, f.length - b * block), part);
-            hand_out(p, part, many, adjoining * WIDE, y, r, a * WIDE, halves);
+#pragma omp parallel num_threads(threads) if (rows * p->out * p->in > SMALL)
+    {
+        float few[MOST * WIDE]; /* of MOST rows and one panel, or half of them and two */
+        uint32_t *words = opened ? aligned_alloc(64, 4 * WIDE * (OPENED * f.columns / 2 + rows)) : 0;
+        float *part = opened ? (float *)(words + OPENED * f.columns / 2 * WIDE) : few;
+        if (opened && !words) failed = 1;
+#pragma omp for schedule(static)
+        for (long a = 0; a < count; a += step) {
+            if (opened) {
+                if (!words) continue;
+                memset(part, 0, 4 * rows * WIDE);
+                multiply_opened(p, &f, halves ? pairs : singles, &whole, a, words, part);
+                hand_out(p, part, rows, WIDE, y, 0, a * WIDE, halves);
+                continue;
+            }
+            long adjoining = step == 2 && a + 1 < count ? 2 : 1;
+            for (long r = 0, many; r < rows; r += many) {
+                many = sharing(rows - r, f.most);
+                memset(part, 0, 4 * many * adjoining * WIDE);
+                for (long b = 0; b < blocks; b++) {
+                    spares left = beside(p, a, b * block);
+                    (adjoining == 2 ? f.two : f.one)[many - 1](p->panels + a * f.words, b * block, whole.from + (b * rows + r) * stride, stride,
+                                                               least(block, f.length - b * block), part, p->spare_at ? &left : 0);
+                }
+                hand_out(p, part, many, adjoining * WIDE, y, r, a * WIDE, halves);
+            }
         }
+        free(words);
+    }
+    return failed;
+}
+
+/* The words of spare blocks, spare [n, 2, WIDE]: of panels and steps `at` [n, 2] of four columns. */
+void arrange_spare(const uint16_t *weight, const int64_t *at, uint32_t *spare, long n, long out, long in)
+{
+    for (long i = 0; i < n * 2 * WIDE; i++) {
+        long o = at[i / (2 * WIDE) * 2] * WIDE + i % WIDE, c = at[i / (2 * WIDE) * 2 + 1] * 4 + i / WIDE % 2 * 2;
+        uint32_t even = o < out && c < in ? weight[o * in + c] : 0, odd = o < out && c + 1 < in ? weight[o * in + c + 1] : 0;
+        spare[i] = even | odd << 16;
     }
 }

@@ -29,6 +29,7 @@ Linear = Callable[[Tensor, Tensor | None], nn.Module]  # makes a layer of a weig
 PACK_ROWS = 8  # the row count that oneDNN's layout is chosen for
 HALF_TOP = 15  # weights are scaled to below 2 ** HALF_TOP, so that small ones stay clear of the subnormal halves
 BASE, PROBED = 6, 16  # rows of FBGEMM's slice that others are compared with; how many numbers of rows are tried
+MOST_SPARE = 0.1  # of narrow panels' bytes, that blocks beside them may have
 BY_HAND = {"dt_proj"}  # layers of state-space models whose weight the model multiplies by itself
 
 
@@ -63,15 +64,21 @@ class StreamedLinear(KeptLinear):
 
     bits = 16
     steps: Tensor | None = None  # of each output
+    spare: native.Spare | None = None
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         super().__init__(weight)
         self.bias = None if bias is None else bias.detach().float()
         self.panels, self.weight_bytes = self._arrange(weight.detach())
-        self.product = native.product(self.panels, self.bias, self.steps, self.out_features, self.in_features, self.bits)
+        self.product = native.product(self.panels, self.bias, self.steps, self.out_features, self.in_features, self.bits, self.spare)
 
     def _arrange(self, weight: Tensor) -> tuple[Tensor, int]:
         """The panels, and how many bytes of them are weights."""
+        if weight.dtype == torch.bfloat16 and native.takes_narrow():
+            panels, spare = native.arrange_narrow(weight)
+            if spare.words.nbytes <= MOST_SPARE * panels.nbytes:
+                self.bits, self.spare = 12, spare
+                return panels, panels.nbytes + sum(part.nbytes for part in spare)
         return native.arrange(weight.bfloat16()), 2 * weight.numel()
 
     def forward(self, x: Tensor) -> Tensor:

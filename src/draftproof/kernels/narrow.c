@@ -1,0 +1,133 @@
+/* Panels of a bfloat16 matrix in twelve bits a weight, without loss, for linear.c's products: a pass of few rows waits for memory, and
+ * reads three quarters of it.
+ *
+ * A weight's upper byte, its sign and all but the last bit of its exponent, takes few values: with a normal distribution a panel's sixteen
+ * commonest are all but one of ten thousand. A panel is a line with these sixteen, then, for each BLOCK of four columns, 2 * WIDE lower
+ * bytes of the first two columns, as many of the others, and 2 * WIDE bytes with the numbers of the upper bytes: of the first two columns
+ * in their lower halves, of the others in their upper ones. Bytes stand where interleaving puts them into linear.c's words.
+ * A block with a weight that has another upper byte is spare: it stands apart, in linear.c's words. Words and the order of the sums are
+ * those of linear.c: no bit of a product tells that the weights are narrow.
+ */
+#include "lanes.h"
+
+#define COLUMNS 4
+#define HEAD 16 /* words before the first block: a line, of which the first four are the upper bytes */
+#define WORDS (3 * WIDE / 2) /* of a block */
+#define MOST 12
+
+#if TAKES_PAIRS
+#define EACH(DO) DO(1) DO(2) DO(3) DO(4) DO(5) DO(6) DO(7) DO(8) DO(9) DO(10) DO(11) DO(12)
+
+/* part [ROWS, WIDE] += x [ROWS, COLUMNS * count] times blocks [first, first + count) of a panel */
+#define NARROW(ROWS)                                                                                                     \
+    KERNEL(narrow_##ROWS)                                                                                                \
+    {                                                                                                                    \
+        const pair *x = rows;                                                                                            \
+        const __m512i upper = _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)panel)), half = _mm512_set1_epi8(15);              \
+        const int64_t *at = beside->at;                                                                                  \
+        const uint32_t *spare = beside->words;                                                                           \
+        floats sum[ROWS][2];                                                                                             \
+        words w[2];                                                                                                      \
+        TAKE(ROWS, 2)                                                                                                    \
+        panel += HEAD + first * WORDS;                                                                                   \
+        for (long b = first; b < first + count; b++, panel += WORDS, x += 2) {                                           \
+            UNROLL for (int k = 0; k < 2; k++) {                                                                         \
+                if (__builtin_expect(b == *at, 0)) {                                                                     \
+                    UNROLL for (int v = 0; v < 2; v++) w[v] = *(const words *)(spare + (2 * k + v) * LANES);             \
+                    if (k) at++, spare += 2 * WIDE;                                                                      \
+                } else {                                                                                                 \
+                    __m512i numbers = _mm512_loadu_si512(panel + WIDE), below = _mm512_loadu_si512(panel + k * LANES);   \
+                    if (k) numbers = _mm512_srli_epi16(numbers, 4);                                                      \
+                    __m512i above = _mm512_shuffle_epi8(upper, _mm512_and_si512(numbers, half));                         \
+                    w[0] = (words)_mm512_unpacklo_epi8(below, above), w[1] = (words)_mm512_unpackhi_epi8(below, above);  \
+                }                                                                                                        \
+                UNROLL for (int r = 0; r < ROWS; r++)                                                                    \
+                    UNROLL for (int v = 0; v < 2; v++) sum[r][v] = plus_pairs(sum[r][v], w[v], x[r * stride + k]);       \
+            }                                                                                                            \
+        }                                                                                                                \
+        GIVE(ROWS, 2)                                                                                                    \
+    }
+#define NARROW_NAME(ROWS) narrow_##ROWS,
+EACH(NARROW)
+static panel_kernel *const narrows[] = {EACH(NARROW_NAME)};
+
+/* Blocks [first, first + count) of a panel in linear.c's words, [count, 2, WIDE], for many rows; `left` begins with the first and goes on. */
+void open_narrow(const uint32_t *panel, long first, long count, spares *left, uint32_t *to)
+{
+    const __m512i upper = _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)panel)), half = _mm512_set1_epi8(15);
+    panel += HEAD + first * WORDS;
+    for (long b = first; b < first + count; b++, panel += WORDS, to += 2 * WIDE) {
+        if (b == *left->at) {
+            memcpy(to, left->words, 8 * WIDE);
+            left->at++, left->words += 2 * WIDE;
+            continue;
+        }
+        __m512i numbers = _mm512_loadu_si512(panel + WIDE);
+        for (int k = 0; k < 2; k++, numbers = _mm512_srli_epi16(numbers, 4)) {
+            __m512i below = _mm512_loadu_si512(panel + k * LANES), above = _mm512_shuffle_epi8(upper, _mm512_and_si512(numbers, half));
+            _mm512_storeu_si512(to + 2 * k * LANES, _mm512_unpacklo_epi8(below, above));
+            _mm512_storeu_si512(to + (2 * k + 1) * LANES, _mm512_unpackhi_epi8(below, above));
+        }
+    }
+}
+#else
+static panel_kernel *const *const narrows = 0;
+
+void open_narrow(const uint32_t *panel, long first, long count, spares *left, uint32_t *to) { (void)panel, (void)first, (void)count, (void)left, (void)to; }
+#endif
+
+static void as_pairs(const void *x, long first, long n, int halves, void *to)
+{
+    (void)halves;
+    fill(x, first, n, to, UP(n, COLUMNS));
+}
+
+form form_of_narrow(long in)
+{
+    long length = (in + COLUMNS - 1) / COLUMNS;
+    return (form){MOST, 0, length, COLUMNS, HEAD + length * WORDS, 2, 2 * length, in % COLUMNS == 0, 384, as_pairs, narrows, 0};
+}
+
+/* Whether products of pairs can be taken with narrow panels. */
+int takes_narrow(void) { return TAKES_PAIRS; }
+
+/* The place of a lower byte among those of two columns: output o of a panel, the first column or the second. */
+static long place(long o, long second) { return o % LANES / 4 * 16 + o / LANES * 8 + o % 4 * 2 + second; }
+
+static uint16_t entry(const uint16_t *weight, long out, long in, long o, long c) { return o < out && c < in ? weight[o * in + c] : 0; }
+
+/* weight [out, in] → panels [ceil(out / WIDE), HEAD + blocks * WORDS]; what is beyond the matrix is zero. spare [panels, blocks]: 1 where a
+ * block is spare. */
+void arrange_narrow(const uint16_t *weight, uint32_t *panels, uint8_t *spare, long out, long in, int threads)
+{
+    long count = (out + WIDE - 1) / WIDE, blocks = (in + COLUMNS - 1) / COLUMNS;
+#pragma omp parallel for num_threads(threads)
+    for (long a = 0; a < count; a++) {
+        long seen[256] = {0};
+        for (long o = a * WIDE; o < (a + 1) * WIDE; o++)
+            for (long c = 0; c < blocks * COLUMNS; c++) seen[entry(weight, out, in, o, c) >> 8]++;
+        uint8_t number[256], *to = (uint8_t *)(panels + a * (HEAD + blocks * WORDS));
+        memset(number, 255, sizeof number);
+        memset(to, 0, 4 * HEAD);
+        for (int n = 0; n < 16; n++) {
+            int best = 0;
+            for (int value = 1; value < 256; value++)
+                if (seen[value] > seen[best]) best = value;
+            if (seen[best] <= 0) break;
+            to[n] = best, number[best] = n, seen[best] = 0;
+        }
+        to += 4 * HEAD;
+        for (long b = 0; b < blocks; b++, to += 4 * WORDS) {
+            spare[a * blocks + b] = 0;
+            memset(to, 0, 4 * WORDS);
+            for (long o = 0; o < WIDE; o++)
+                for (long k = 0; k < COLUMNS; k++) {
+                    uint16_t value = entry(weight, out, in, a * WIDE + o, b * COLUMNS + k);
+                    long at = place(o, k % 2);
+                    to[k / 2 * 2 * WIDE + at] = value;
+                    if (number[value >> 8] > 15) spare[a * blocks + b] = 1;
+                    to[4 * WIDE + at] |= (number[value >> 8] & 15) << 4 * (k / 2);
+                }
+        }
+    }
+}
