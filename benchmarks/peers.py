@@ -10,7 +10,8 @@ head, which only our own arms use, is turned to fit the inflated target and stay
 its own environment as one or more workers (peers/), which are stopped while another one is measured. Prompt by prompt, every arm runs
 in an order drawn anew: an engine, plain or guessing at one depth, at one temperature. Rates are of decoding: the tokens after the first
 over the time of the run less that of a run of the same prompt for one token. Ratios are paired by prompt and repeat. Just before and just
-after every run the memory is read; a plain pass cannot take less than reading the target's matrices does at that speed: the floor. "Best"
+after every run the memory is read; a plain pass cannot take less than reading the checkpoint's matrices does at that speed, the floor, unless
+it reads fewer bytes: ours keeps bfloat16 weights in twelve bits, without loss, where the processor multiplies them in pairs. "Best"
 is the arm with the highest median rate of this very run. What cannot run is named with its reason. Prints tables and, as the last line,
 JSON; exits with 3 if a measured goal is missed, with 1 if our own engine did not run.
 
@@ -49,7 +50,7 @@ from typing import Any
 sys.path.append(str(Path(__file__).resolve().parent / "peers"))       # what stands there is no package: this file has its name
 
 import torch
-from crew import Arm, Broken, Crew, Peer, Timed, converted, engine_of, request
+from crew import AUTO, Arm, Broken, Crew, Peer, Timed, converted, engine_of, request
 from memory import Memory
 from pages import put
 from pair import SHAPES, inflated, read_prompts, turned_head
@@ -84,6 +85,7 @@ PEERS = {
     "ours+eagle3+tree": ours("eagle3", tree=8),
     "ours+ngram+eagle3": ours("ngram+eagle3"),
     "ours+ngram+eagle3+tree": ours("ngram+eagle3", tree=8),
+    "ours+ngram+eagle3+auto": ours("ngram+eagle3", auto=True),
     "ours+ngram+eagle3+block": ours("ngram+eagle3", rule="block"),
     "transformers": peer("with_transformers.py"),
     "vllm": peer("with_vllm.py", ".venv-vllm", split="depth"),
@@ -259,8 +261,10 @@ class Prepared:
     missing: dict[str, str]
 
     def arms(self, depths: Sequence[int]) -> list[Arm]:
-        return [Arm(name, depth) for name in self.models
-                for depth in (*((0,) if self.peers[name].plain else ()), *(depths if self.peers[name].guesses else ()))]
+        def those(peer: Peer) -> list[int]:
+            return [*([0] if peer.plain else []), *([AUTO] if peer.auto else depths if peer.guesses else [])]
+
+        return [Arm(name, depth) for name in self.models for depth in those(self.peers[name])]
 
     def crew(self, args: argparse.Namespace, arms: Sequence[Arm], work: Path) -> Crew:
         return Crew(arms, self.peers, self.models, self.prompts[0], work, args.threads, args.together, args.patience, args.bits)

@@ -20,14 +20,15 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+AUTO = -1           # a depth that the engine chooses, round by round
 
 
 @dataclass(frozen=True, slots=True)
 class Peer:
     """split: what is fixed when a worker starts, "arm" (guessing or not) or "depth"; "" if one worker serves all arms of an engine, NAME
     and NAME+…. drafter: what guesses, where the worker has a choice; "model" in it stands for the draft model, "eagle3" for the head;
-    rule: which of our own judges it; tree: most nodes of a round of ours, 0 for chains. bits: of weights that it can be given. The arms
-    of one engine read the same converted models."""
+    rule: which of our own judges it; tree: most nodes of a round of ours, 0 for chains; auto: it chooses its depths itself. bits: of
+    weights that it can be given. The arms of one engine read the same converted models."""
 
     script: Path
     program: Path
@@ -38,6 +39,7 @@ class Peer:
     drafter: str = "model"
     rule: str = "match"
     tree: int = 0
+    auto: bool = False
     bits: tuple[int, ...] = (16,)
 
     @property
@@ -57,13 +59,13 @@ class Broken(Exception):
 
 @dataclass(frozen=True, slots=True, order=True)
 class Arm:
-    """An engine, plain (depth 0) or guessing `depth` tokens."""
+    """An engine, plain (depth 0) or guessing `depth` tokens, or as many as it chooses (AUTO)."""
 
     peer: str
     depth: int
 
     def __str__(self) -> str:
-        return f"{self.peer} K={self.depth}" if self.depth else f"{self.peer} plain"
+        return f"{self.peer} {'auto' if self.depth == AUTO else f'K={self.depth}' if self.depth else 'plain'}"
 
     @property
     def mode(self) -> str:

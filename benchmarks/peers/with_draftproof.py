@@ -6,6 +6,7 @@ from dataclasses import replace
 from functools import cache
 from itertools import count
 
+from crew import AUTO
 from worker import Accepted, Generate, Job, main
 
 from draftproof import Engine, LoadConfig, Sampling
@@ -24,7 +25,8 @@ def load(job: Job) -> Generate:
 
     def generate(request: Job, tokens: int) -> tuple[list[int], Accepted]:
         sampling = Sampling(temperature=request["temperature"], seed=request["seed"], max_tokens=tokens, ignore_eos=True)
-        speculation = {"depth": request["depth"], "rule": request["rule"]} if request["depth"] else {"drafter": "none"}
+        depth = "auto" if request["depth"] == AUTO else request["depth"]
+        speculation = {"depth": depth, "rule": request["rule"]} if depth else {"drafter": "none"}
         out = engine(request["drafter"], request["tree"]).generate(
             request["prompt_ids"], sampling, tenant=f"run {next(runs)}", speculation=speculation)      # no prefix is reused
         return list(out.token_ids), int(out.metrics["accepted"])

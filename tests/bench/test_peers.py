@@ -116,6 +116,12 @@ def test_workers_by_what_is_fixed_and_at_most_so_many(tmp_path: Path, split: str
     assert not crew.broken and not crew.live
 
 
+def test_depths_that_are_the_engines_own() -> None:
+    there = {"own": Peer(Path("x"), Path("y")), "own+auto": Peer(Path("x"), Path("y"), plain=False, auto=True)}
+    arms = peers.Prepared({}, [], there, dict.fromkeys(there, {}), {}).arms([2, 4])
+    assert [str(arm) for arm in arms] == ["own plain", "own K=2", "own K=4", "own+auto auto"] and arms[-1].mode == "draft"
+
+
 def test_arms_of_one_engine_share_a_worker_that_is_told_the_way_each_time(tmp_path: Path) -> None:
     script = tmp_path / "telling.py"
     script.write_text(TELLING.format(folder=str(FOLDER / "peers")))
@@ -225,6 +231,8 @@ def test_own_workers_on_the_built_in_pair(name: str) -> None:
             new, accepted = generate(peers.request(Arm(name, 2), prompt, 12, temperature, 1) | way, 12)
             assert len(new) == 12 and 0 <= accepted < 12
             assert temperature or new == plain
+    if name == "with_draftproof":
+        assert generate(peers.request(Arm(name, peers.AUTO), prompt, 12, 0.0, 1) | WAYS[name][2], 12)[0] == plain
 
 
 def test_a_turned_head_reads_the_large_stream_as_the_small_one(tmp_path: Path) -> None:
