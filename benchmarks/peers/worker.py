@@ -7,8 +7,8 @@
 A server first says {"ready": true, "versions": {…}, "load": seconds}. Every line that comes then,
 {"prompt_ids", "max_tokens", "arm": "plain" or "draft", "depth", "temperature", "seed", "drafter", "rule", "tree"}, is answered with
 {"ids": the new tokens, "seconds": of that run, "first_s": of a run of the same prompt for one token, "accepted": draft tokens that stood,
-or null}; a depth of −1 is the engine's to choose. What the engine itself prints goes to standard error; a line with "timed": false gets only {"ids", "accepted"}, from one run.
-Runs in any engine's environment, so it needs nothing but Python.
+or null}; a depth of −1 is the engine's to choose. What the engine itself prints goes to standard error; a line with "timed": false gets
+only {"ids", "accepted"}, from one run. Runs in any engine's environment, so it needs nothing but Python.
 """
 
 from __future__ import annotations
