@@ -90,13 +90,7 @@ def train(kind: str, target: str | None, data: Path, out: Path, as_json: bool, *
     given["device"] = given["device"] or team.device
     work = out.with_name(out.name + ".training")
     work.mkdir(parents=True, exist_ok=True)
-    model = _open(target, given, packed=not given["as_logged"])
-    texts, held = _texts(model, data, work, given, team, say)
-    if not given["as_logged"]:                # answers come sooner from packed matrices, which have no gradients
-        del model
-        model = _open(target, given)
-    for line in facts_lines(model.facts, _loading(given).cache_tokens):
-        say(line)
+    model, texts, held = _material(target, data, work, given, team, say)
     torch.manual_seed(given["seed"])          # a fresh drafter is the same one in a run that goes on
     task = begin(kind, model, texts, Wish(given["init"], given["draft_vocab"], given["layers"], given["depth"], given["mask_token"],
                                             given["shared"], given["taps"]))
@@ -179,6 +173,19 @@ def _open(target: str | None, given: dict[str, Any], packed: bool = False) -> Ta
 
     o.check_target(target)
     return open_target(target, replace(_loading(given), packed=packed, self_test=False))
+
+
+def _material(target: str | None, data: Path, work: Path, given: dict[str, Any], team: Team,
+              say: Callable[[str], None]) -> tuple[Target, list[Text], list[Text]]:
+    """The target, and what `_texts` makes of the log."""
+    model = _open(target, given, packed=not given["as_logged"])
+    texts, held = _texts(model, data, work, given, team, say)
+    if not given["as_logged"]:                # answers come sooner from packed matrices, which have no gradients
+        del model
+        model = _open(target, given)
+    for line in facts_lines(model.facts, _loading(given).cache_tokens):
+        say(line)
+    return model, texts, held
 
 
 def _texts(model: Target, data: Path, work: Path, given: dict[str, Any], team: Team,
