@@ -15,6 +15,7 @@ Writes WORK/tokenizer.json, WORK/train.bin and WORK/heldout.bin (uint16 ids) and
 
 from __future__ import annotations
 
+import argparse
 import ast
 import csv
 import hashlib
@@ -23,7 +24,6 @@ import io
 import json
 import random
 import re
-import sys
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
@@ -211,4 +211,6 @@ def main(work: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("work", type=Path)
+    main(parser.parse_args().work)

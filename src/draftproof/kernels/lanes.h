@@ -13,6 +13,8 @@
 #define UNROLL _Pragma("GCC unroll 12")
 #define CHUNK 16    /* keys that attention takes at a time */
 #define UP(n, to) (((n) + (to) - 1) / (to) * (to))
+#define BLOCK 768 /* pairs of columns: of MANY rows or more so many lie together, row by row, with a line between two of them, measured: */
+#define GAP 16    /* whole rows, a power of two apart, would meet in the same lines of the first cache and push each other out */
 #define SMALL 65536 /* products that one thread finishes before a second has woken */
 
 typedef float floats __attribute__((vector_size(4 * LANES), aligned(4)));
@@ -26,6 +28,11 @@ static inline void fetch(const uint32_t *step) { for (int i = 0; i < WIDE; i += 
 
 /* Of the rows that are left, how many share the next reading: no reading is left to very few. */
 static inline long sharing(long left, long most) { return left <= most ? left : left < 2 * most ? (left + 1) / 2 : most; }
+
+static inline uint16_t entry_of(const uint16_t *weight, long out, long in, long o, long c) /* of weight [out, in], 0 beyond it */
+{
+    return o < out && c < in ? weight[o * in + c] : 0;
+}
 
 static inline long size(int halves) { return halves ? 2 : 4; } /* bytes of a number */
 

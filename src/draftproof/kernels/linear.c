@@ -14,8 +14,6 @@
 
 #define AHEAD(PANELS) ((PANELS) == 1 ? 1024 : 256) /* words that singles fetch ahead, measured: 4 KB of one stream, 1 KB of each of two */
 
-#define BLOCK 768 /* pairs of columns: of MANY rows or more so many lie together, row by row, with a line between two of them, measured: */
-#define GAP 16    /* whole rows, a power of two apart, would meet in the same lines of the first cache and push each other out */
 #define MANY 7
 #define OPENED 64 /* steps of a narrow panel: their words fit the first cache */
 
@@ -111,6 +109,12 @@ static form form_of(int bits, long in, int halves)
 
 long wide(void) { return WIDE; }
 
+/* Of an output, the column c and the next. */
+static uint32_t word_of(const uint16_t *weight, long out, long in, long o, long c)
+{
+    return entry_of(weight, out, in, o, c) | (uint32_t)entry_of(weight, out, in, o, c + 1) << 16;
+}
+
 /* weight [out, in] → panels [ceil(out / WIDE), ceil(in / 2), WIDE]; what is beyond the matrix is zero. */
 void arrange(const uint16_t *weight, uint32_t *panels, long out, long in, int threads)
 {
@@ -118,12 +122,7 @@ void arrange(const uint16_t *weight, uint32_t *panels, long out, long in, int th
 #pragma omp parallel for num_threads(threads)
     for (long a = 0; a < count; a++)
         for (long p = 0; p < length; p++)
-            for (long i = 0; i < WIDE; i++) {
-                const uint16_t *from = weight + (a * WIDE + i) * in + 2 * p;
-                int inside = a * WIDE + i < out;
-                uint32_t even = inside ? from[0] : 0, odd = inside && 2 * p + 1 < in ? from[1] : 0;
-                panels[(a * length + p) * WIDE + i] = even | odd << 16;
-            }
+            for (long i = 0; i < WIDE; i++) panels[(a * length + p) * WIDE + i] = word_of(weight, out, in, a * WIDE + i, 2 * p);
 }
 
 static inline long least(long a, long b) { return a < b ? a : b; }
@@ -232,8 +231,7 @@ int multiply(const product *p, const void *x, uint32_t *room, void *y, long rows
 void arrange_spare(const uint16_t *weight, const int64_t *at, uint32_t *spare, long n, long out, long in)
 {
     for (long i = 0; i < n * 2 * WIDE; i++) {
-        long o = at[i / (2 * WIDE) * 2] * WIDE + i % WIDE, c = at[i / (2 * WIDE) * 2 + 1] * 4 + i / WIDE % 2 * 2;
-        uint32_t even = o < out && c < in ? weight[o * in + c] : 0, odd = o < out && c + 1 < in ? weight[o * in + c + 1] : 0;
-        spare[i] = even | odd << 16;
+        const int64_t *where = at + i / (2 * WIDE) * 2;
+        spare[i] = word_of(weight, out, in, where[0] * WIDE + i % WIDE, where[1] * 4 + i / WIDE % 2 * 2);
     }
 }

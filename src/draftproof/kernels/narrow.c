@@ -2,7 +2,7 @@
  * reads three quarters of it.
  *
  * A weight's upper byte, its sign and all but the last bit of its exponent, takes few values: with a normal distribution a panel's sixteen
- * commonest are all but one of ten thousand. A panel is a line with these sixteen, then, for each BLOCK of four columns, 2 * WIDE lower
+ * commonest are all but one of ten thousand. A panel is a line with these sixteen, then, for each block of four columns, 2 * WIDE lower
  * bytes of the first two columns, as many of the others, and 2 * WIDE bytes with the numbers of the upper bytes: of the first two columns
  * in their lower halves, of the others in their upper ones. Bytes stand where interleaving puts them into linear.c's words.
  * A block with a weight that has another upper byte is spare: it stands apart, in linear.c's words. Words and the order of the sums are
@@ -85,7 +85,7 @@ static void as_pairs(const void *x, long first, long n, int halves, void *to)
 form form_of_narrow(long in)
 {
     long length = (in + COLUMNS - 1) / COLUMNS;
-    return (form){MOST, 0, length, COLUMNS, HEAD + length * WORDS, 2, 2 * length, in % COLUMNS == 0, 384, as_pairs, narrows, 0};
+    return (form){MOST, 0, length, COLUMNS, HEAD + length * WORDS, 2, 2 * length, in % COLUMNS == 0, BLOCK / 2, as_pairs, narrows, 0};
 }
 
 /* Whether products of pairs can be taken with narrow panels. */
@@ -93,8 +93,6 @@ int takes_narrow(void) { return TAKES_PAIRS; }
 
 /* The place of a lower byte among those of two columns: output o of a panel, the first column or the second. */
 static long place(long o, long second) { return o % LANES / 4 * 16 + o / LANES * 8 + o % 4 * 2 + second; }
-
-static uint16_t entry(const uint16_t *weight, long out, long in, long o, long c) { return o < out && c < in ? weight[o * in + c] : 0; }
 
 /* weight [out, in] → panels [ceil(out / WIDE), HEAD + blocks * WORDS]; what is beyond the matrix is zero. spare [panels, blocks]: 1 where a
  * block is spare. */
@@ -105,7 +103,7 @@ void arrange_narrow(const uint16_t *weight, uint32_t *panels, uint8_t *spare, lo
     for (long a = 0; a < count; a++) {
         long seen[256] = {0};
         for (long o = a * WIDE; o < (a + 1) * WIDE; o++)
-            for (long c = 0; c < blocks * COLUMNS; c++) seen[entry(weight, out, in, o, c) >> 8]++;
+            for (long c = 0; c < blocks * COLUMNS; c++) seen[entry_of(weight, out, in, o, c) >> 8]++;
         uint8_t number[256], *to = (uint8_t *)(panels + a * (HEAD + blocks * WORDS));
         memset(number, 255, sizeof number);
         memset(to, 0, 4 * HEAD);
@@ -122,7 +120,7 @@ void arrange_narrow(const uint16_t *weight, uint32_t *panels, uint8_t *spare, lo
             memset(to, 0, 4 * WORDS);
             for (long o = 0; o < WIDE; o++)
                 for (long k = 0; k < COLUMNS; k++) {
-                    uint16_t value = entry(weight, out, in, a * WIDE + o, b * COLUMNS + k);
+                    uint16_t value = entry_of(weight, out, in, a * WIDE + o, b * COLUMNS + k);
                     long at = place(o, k % 2);
                     to[k / 2 * 2 * WIDE + at] = value;
                     if (number[value >> 8] > 15) spare[a * blocks + b] = 1;
