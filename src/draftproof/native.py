@@ -281,12 +281,16 @@ def _rows_whole(x: Tensor) -> bool:
     return x.stride(-1) == 1 and (x.ndim == 2 or x.stride(1) == x.shape[2])
 
 
-def copy_rows(stores: Sequence[Tensor], start: int, to: int, rows: int) -> None:
-    """Rows [start, start + rows) of every store [places, …] to [to, to + rows) of it; they do not overlap."""
-    assert all(store.is_contiguous() and max(start, to) + rows <= len(store) for store in stores) and abs(start - to) >= rows
+def copy_rows(stores: Sequence[Tensor], moves: Sequence[tuple[int, int, int]]) -> None:
+    """In every store [places, …], for each move (start, to, rows) in turn: rows [start, start + rows) to [to, to + rows), which do not
+    overlap."""
+    end = max(max(start, to) + rows for start, to, rows in moves)
+    assert all(store.is_contiguous() and end <= len(store) for store in stores)
+    assert all(abs(start - to) >= rows >= 0 for start, to, rows in moves)
+    numbers = array("q", chain(*moves))
     addresses = (ctypes.c_void_p * len(stores))(*(store.data_ptr() for store in stores))
     sizes = (ctypes.c_long * len(stores))(*(store.stride(0) * store.element_size() for store in stores))
-    _loaded().copy_rows(addresses, sizes, len(stores), start, to, rows, torch.get_num_threads())
+    _loaded().copy_rows(addresses, sizes, len(stores), numbers.buffer_info()[0], len(moves), torch.get_num_threads())
 
 
 def gate(x: Tensor) -> Tensor:
@@ -375,7 +379,7 @@ def _open(path: Path) -> ctypes.CDLL:
     library.blocks.restype = small
     library.best.argtypes = [pointer, whole, whole, pointer, pointer, whole, pointer, pointer, small]
     library.best.restype = small
-    library.copy_rows.argtypes, library.copy_rows.restype = [pointer, pointer, whole, whole, whole, whole, small], None
+    library.copy_rows.argtypes, library.copy_rows.restype = [pointer, pointer, whole, pointer, whole, small], None
     library.norm.argtypes, library.norm.restype = [*[pointer] * 3, *[whole] * 4, ctypes.c_float, small, small], None
     library.turn.argtypes, library.turn.restype = [*[pointer] * 4, *[whole] * 5, small, small], None
     library.gate.argtypes, library.gate.restype = [*[pointer] * 2, *[whole] * 2, small, small], None

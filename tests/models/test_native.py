@@ -358,7 +358,8 @@ def test_rows_are_copied_in_every_store() -> None:
         wanted = [store.clone() for store in stores]
         for store in wanted:
             store[100:100 + rows] = store[7:7 + rows].clone()
-        native.copy_rows(stores, 7, 100, rows)
+            store[:2] = store[100:102].clone()
+        native.copy_rows(stores, [(7, 100, rows), (100, 0, 2)])
         assert all(torch.equal(a, b) for a, b in zip(stores, wanted, strict=True))
 
 

@@ -87,12 +87,16 @@ static void add(void *x, const void *y, long n, int halves) /* x += y */
     for (; i < n; i++) store(x, i, load(x, i, halves) + load(y, i, halves), halves);
 }
 
-/* Rows [from, from + rows) of every store to [to, to + rows) of it; a row of store i has sizes[i] bytes. */
-void copy_rows(void *const *stores, const long *sizes, long count, long from, long to, long rows, int threads)
+/* Within each of `count` stores, whose rows have sizes[i] bytes: for each of n moves [n, 3], from, to and how many, the rows from `from` on
+ * to `to`. */
+void copy_rows(void *const *stores, const long *sizes, long count, const int64_t *moves, long n, int threads)
 {
+    long rows = 0;
+    for (long m = 0; m < n; m++) rows += moves[3 * m + 2];
 #pragma omp parallel for num_threads(threads) if (count * rows * sizes[0] > 8 * FEW)
     for (long i = 0; i < count; i++)
-        memcpy((char *)stores[i] + to * sizes[i], (char *)stores[i] + from * sizes[i], rows * sizes[i]);
+        for (const int64_t *move = moves; move < moves + 3 * n; move += 3)
+            memcpy((char *)stores[i] + move[1] * sizes[i], (char *)stores[i] + move[0] * sizes[i], move[2] * sizes[i]);
 }
 
 typedef struct {

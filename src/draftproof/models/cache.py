@@ -136,15 +136,16 @@ class PagePool:
             torch.index_select(store, 0, pages, out=copy.resize_(len(pages), *store.shape[1:]))
         return self.copies
 
-    def copy(self, source: int, target: int, start: int, end: int) -> None:
-        """Copy the keys at places [start, end) of a page to the same places of another, in every layer."""
-        a, b, tokens = source * self.page_tokens + start, target * self.page_tokens + start, end - start
-        stores = [*self.keys.values(), *self.values.values()]
-        if stores and self.device.type == "cpu" and native.available()[0]:
-            native.copy_rows(stores, a, b, tokens)
+    def copy(self, copies: Sequence[tuple[int, int, int, int]]) -> None:
+        """For each (source, target, start, end): the keys at places [start, end) of a page to the same places of another, in every layer."""
+        size, stores = self.page_tokens, [*self.keys.values(), *self.values.values()]
+        moves = [(source * size + start, target * size + start, end - start) for source, target, start, end in copies if end > start]
+        if moves and stores and self.device.type == "cpu" and native.available()[0]:
+            native.copy_rows(stores, moves)
             return
         for rows in stores:
-            rows[b : b + tokens] = rows[a : a + tokens]
+            for a, b, tokens in moves:
+                rows[b : b + tokens] = rows[a : a + tokens]
 
     def _grow(self) -> None:
         grown = min(self.capacity, self.allocated * 2)

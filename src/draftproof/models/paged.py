@@ -87,7 +87,7 @@ class PagedTarget:
             if length % size:
                 slot.pages.append(self.pool.take())
                 with torch.inference_mode():
-                    self.pool.copy(source, slot.pages[-1], 0, length % size)
+                    self.pool.copy([(source, slot.pages[-1], 0, length % size)])
         slot.cut(length)
 
     def close(self, slot: PagedSlot) -> None:
@@ -162,13 +162,14 @@ class PagedTarget:
         for path, pages in slot.tails:
             if node in path:
                 first = (slot.length - 1) // size  # the root's page; its key is already in the text
-                for offset, page in enumerate(pages):
-                    own, start = slot.pages[first + offset], (first + offset) * size
-                    if self.joint:
-                        low, high = max(slot.length, start), min(slot.length + len(path), start + size)
-                        self.pool.copy(page, own, low - start, max(low, high) - start)
-                    else:
-                        slot.pages[first + offset], pages[offset] = page, own
+                last = len(pages)
+                if self.joint:
+                    starts = range(first * size, (first + last) * size, size)
+                    self.pool.copy([
+                        (page, own, max(slot.length - start, 0), min(slot.length + len(path) - start, size))
+                        for page, own, start in zip(pages, slot.pages[first : first + last], starts, strict=True)])
+                else:
+                    slot.pages[first : first + last], pages[:] = pages[:], slot.pages[first : first + last]
                 return
 
     def _run(self, slots: Sequence[PagedSlot], drafts: Sequence[Draft], roots: Tensor, keep: list[int] | None) -> Tensor:
@@ -200,6 +201,7 @@ class PagedTarget:
         paths: list[Path] = []
         write_to: list[int] = []
         write_from: list[int] = []
+        copies: list[tuple[int, int, int, int]] = []
         for slot, draft in zip(slots, drafts, strict=True):
             assert slot.nodes is None and not slot.closed, "rewind before the next pass"
             first, base = len(positions), slot.length
@@ -210,10 +212,11 @@ class PagedTarget:
             positions += [base + d for d in depths]
             whole = list(range(len(depths)))
             one = [(slot.pages, whole, whole, 0)]
-            for pages, rows, mine, common in one if draft.is_chain else self._tree_paths(slot, draft, base, max(depths)):
+            for pages, rows, mine, common in one if draft.is_chain else self._tree_paths(slot, draft, base, max(depths), copies):
                 paths.append(Path(pages, [first + r for r in mine], common))
                 write_to += [pages[(base + depths[r]) // size] * size + (base + depths[r]) % size for r in rows]
                 write_from += [first + r for r in rows]
+        self.pool.copy(copies)
         ids = self._ids(roots, drafts)
         readable = [min(t, self.context - 1) for t in positions]  # the row that nobody reads may stand behind the context
         return Pass(
@@ -252,12 +255,14 @@ class PagedTarget:
         parts = [part for i, draft in enumerate(drafts) for part in (roots[i : i + 1], sent(draft.tokens, home))]
         return sent(torch.cat(parts), self.device)[None]
 
-    def _tree_paths(self, slot: PagedSlot, draft: Draft, base: int, depth: int) -> Iterator[tuple[list[int], list[int], list[int], int]]:
+    def _tree_paths(
+        self, slot: PagedSlot, draft: Draft, base: int, depth: int, copies: list[tuple[int, int, int, int]]
+    ) -> Iterator[tuple[list[int], list[int], list[int], int]]:
         """(page table, rows whose keys lie on the path, rows that attend through it, keys read in the path before it) per leaf. Row 0 is
         the root, row 1+i node i.
 
-        The first leaf writes into the slot's own pages, every other one into pages of its own from the root's on, with copies of what
-        lies before the root there, unless that is read in common.
+        The first leaf writes into the slot's own pages, every other one into pages of its own from the root's on, with copies (for `pool.copy`)
+        of what lies before the root there, unless that is read in common.
         """
         size = self.pool.page_tokens
         head, end = base // size, (base + depth) // size + 1
@@ -279,7 +284,7 @@ class PagedTarget:
                 slot.tails.append((tuple(nodes), tail))  # registered before it is filled: a failure gives it back
                 for _ in range(head, end):
                     tail.append(self.pool.take())
-                self.pool.copy(slot.pages[head], tail[0], start, base % size)
+                copies.append((slot.pages[head], tail[0], start, base % size))
                 pages = [*slot.pages[:head], *tail]
             mine = [r for r in rows if r not in served]
             common = head * size + start if served else 0
