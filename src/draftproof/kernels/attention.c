@@ -1,7 +1,8 @@
 /* Attention of rows along their paths, over pages of keys and values that are read where they lie. Compiled and called by ../native.py.
  *
- * Every sum has an order of its own, given by places within pages and heads: scores add over the head's lanes, a page's softmax over the
- * page's lanes, averages over the keys in turn, pages one after the other, what came before scaled down where a greater score is met
+ * Every sum has an order of its own, given by places within pages and heads: a score adds the products of a key's even words and those of
+ * its odd ones, apart, then both, where a word is a number, or two of bfloat16 (plus_pairs); a page's softmax adds over the page's lanes;
+ * averages add over the keys in turn, and pages one after the other, what came before scaled down where a greater score is met
  * (Milakov & Gimelshein, arXiv 1805.02867). A key that a row does not see adds exactly nothing. So a row's bits depend on nothing but
  * its query and the keys it sees: not on other rows, on threads, or on where the pages lie.
  */
@@ -12,144 +13,169 @@
 #include "lanes.h"
 
 #if LANES == 16 /* 32 registers */
-#define MOST 6 /* queries of a micro-kernel */
-#define EACH(DO, HALVES) DO(1, HALVES) DO(2, HALVES) DO(3, HALVES) DO(4, HALVES) DO(5, HALVES) DO(6, HALVES)
+#define MOST 12 /* queries of a micro-kernel of scores */
+#define EACH(DO, PAIRS)                                                                                                  \
+    EACH_OF_VALUES(DO, PAIRS) DO(7, PAIRS) DO(8, PAIRS) DO(9, PAIRS) DO(10, PAIRS) DO(11, PAIRS) DO(12, PAIRS)
+#define MOST_OF_VALUES 6
+#define EACH_OF_VALUES(DO, HALVES) DO(1, HALVES) DO(2, HALVES) DO(3, HALVES) DO(4, HALVES) DO(5, HALVES) DO(6, HALVES)
 #else
-#define MOST 3
-#define EACH(DO, HALVES) DO(1, HALVES) DO(2, HALVES) DO(3, HALVES)
+#define MOST 6
+#define EACH(DO, PAIRS) EACH_OF_VALUES(DO, PAIRS) DO(4, PAIRS) DO(5, PAIRS) DO(6, PAIRS)
+#define MOST_OF_VALUES 3
+#define EACH_OF_VALUES(DO, HALVES) DO(1, HALVES) DO(2, HALVES) DO(3, HALVES)
 #endif
-#define SIDE 4      /* keys, or vectors of values, of a micro-kernel: MOST * SIDE sums fill the registers */
+#define SIDE 4      /* vectors of values of a micro-kernel: MOST_OF_VALUES * SIDE sums fill the registers */
 #define MOST_QUERIES 48 /* of a piece of work, over all its heads; more only where one head of keys has more */
 #define MOST_NUMBERS 16384 /* of a chunk, over all heads of a piece of work: they stay in the caches */
+#define ALL _Pragma("GCC unroll 16")
 
-/* The sums over the lanes of four vectors. A fold adds halves, quarters or neighbours of two vectors and keeps both side by side. */
-#define FOLD(a, b, one, other) (__builtin_shuffle(a, b, one) + __builtin_shuffle(a, b, other))
-#if LANES == 16
-static const integers LOW = {0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23};
-static const integers EVEN_QUARTERS = {0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27};
-static const integers EVEN = {0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30};
-#else
-static const integers LOW = {0, 1, 2, 3, 8, 9, 10, 11}, EVEN_QUARTERS = {0, 1, 4, 5, 8, 9, 12, 13}, EVEN = {0, 2, 4, 6, 8, 10, 12, 14};
-#endif
-static inline void totals(const floats *x, float *four)
+/* sum + the products of LANES keys' words with a query's */
+static inline floats plus(floats sum, words key, uint32_t asked, int pairs)
 {
-    floats sides = FOLD(x[0], x[1], LOW, LOW + LANES / 2), others = FOLD(x[2], x[3], LOW, LOW + LANES / 2);
-    floats sum = FOLD(sides, others, EVEN_QUARTERS, EVEN_QUARTERS + LANES / 4);
-    for (int lanes = LANES / 4; lanes > 1; lanes /= 2) sum = FOLD(sum, sum, EVEN, EVEN + 1);
-    memcpy(four, &sum, 16);
+#if TAKES_PAIRS
+    if (pairs) return plus_pairs(sum, key, asked);
+#endif
+    float number;
+    memcpy(&number, &asked, 4);
+    return sum + (floats)key * number;
 }
 
-/* The same numbers of the next chunk. One by one between the products: all at once, they wait for each other. */
-#define NEXT(from, i, halves) __builtin_prefetch((const char *)(from) + size(halves) * ((i) + CHUNK * stride))
-
-/* score [ROWS, SIDE] = query [ROWS, dim] · key [SIDE, dim], keys `stride` numbers apart */
-#define SCORE(ROWS, HALVES)                                                                                              \
-    static void score_##ROWS##_##HALVES(const float *query, const void *key, long stride, long dim, float *score, long width)           \
+/* to [ROWS, LANES] = query [deep, ROWS], its words `n` apart, times key [deep, CHUNK], and scaled; deep is even */
+#define SCORE(ROWS, PAIRS)                                                                                               \
+    static void score_##ROWS##_##PAIRS(const uint32_t *query, long n, const uint32_t *key, long deep, float scale, float *to, long width) \
     {                                                                                                                    \
-        floats sum[ROWS][SIDE] = {0};                                                                                    \
-        for (long d = 0; d < dim; d += LANES) {                                                                          \
-            floats q[ROWS];                                                                                              \
-            UNROLL for (int r = 0; r < ROWS; r++) q[r] = *(const floats *)(query + r * dim + d);                         \
-            UNROLL for (int s = 0; s < SIDE; s++) {                                                                      \
-                floats k = load_lanes(key, s * stride + d, HALVES);                                                      \
-                NEXT(key, s * stride + d, HALVES);                                                                       \
-                UNROLL for (int r = 0; r < ROWS; r++) sum[r][s] += q[r] * k;                                             \
+        floats sum[ROWS][2] = {0};                                                                                       \
+        for (long d = 0; d < deep; d += 2)                                                                               \
+            UNROLL for (int i = 0; i < 2; i++) {                                                                         \
+                words k = *(const words *)(key + (d + i) * CHUNK);                                                       \
+                UNROLL for (int r = 0; r < ROWS; r++) sum[r][i] = plus(sum[r][i], k, query[(d + i) * n + r], PAIRS);     \
             }                                                                                                            \
-        }                                                                                                                \
-        for (int r = 0; r < ROWS; r++) totals(sum[r], score + r * width);                                                \
+        UNROLL for (int r = 0; r < ROWS; r++) *(floats *)(to + r * width) = (sum[r][0] + sum[r][1]) * scale;             \
     }
-/* out [ROWS, SIDE * LANES] += weight [ROWS, keys] times value [keys, SIDE * LANES], `stride` numbers apart, from `at` on; keys in turn */
+
+/* Vector v of some values. Of bfloat16: the even numbers of 2 * LANES, or for odd v the odd ones, which takes no shuffle. */
+static inline floats value_lanes(const char *value, int v, int halves)
+{
+    if (!halves) return ((const floats *)value)[v];
+    words pairs = ((const words *)value)[v / 2];
+    return (floats)(v % 2 ? pairs & 0xffff0000u : pairs << 16);
+}
+
+/* out [ROWS, SIDE * LANES] += weight [ROWS, keys] times value [keys, SIDE * LANES], `apart` bytes from one to the next; keys in turn. What
+ * is read next lies `ahead`, and is fetched bit by bit between the products: all at once, they wait for each other. */
 #define AVERAGE(ROWS, HALVES)                                                                                            \
-    static void average_##ROWS##_##HALVES(const float *weight, const void *value, long stride, long at, long width, long dim, float *out) \
+    static void average_##ROWS##_##HALVES(const float *weight, long width, const char *value, long keys, long apart, long ahead,        \
+                                          float *out, long broad)                                                        \
     {                                                                                                                    \
         floats sum[ROWS][SIDE];                                                                                          \
-        for (int r = 0; r < ROWS; r++) memcpy(sum[r], out + r * dim, sizeof sum[r]);                                     \
-        for (long s = 0; s < CHUNK; s++) {                                                                               \
+        UNROLL for (int r = 0; r < ROWS; r++)                                                                            \
+            UNROLL for (int v = 0; v < SIDE; v++) sum[r][v] = *(const floats *)(out + r * broad + v * LANES);            \
+        for (long s = 0; s < keys; s++, value += apart) {                                                                \
+            UNROLL for (int b = 0; b < SIDE * LANES * size(HALVES); b += 64) __builtin_prefetch(value + ahead + b);      \
             UNROLL for (int v = 0; v < SIDE; v++) {                                                                      \
-                floats x = load_lanes(value, s * stride + at + v * LANES, HALVES);                                       \
-                NEXT(value, s * stride + at + v * LANES, HALVES);                                                        \
+                floats x = value_lanes(value, v, HALVES);                                                                \
                 UNROLL for (int r = 0; r < ROWS; r++) sum[r][v] += x * weight[r * width + s];                            \
             }                                                                                                            \
         }                                                                                                                \
-        for (int r = 0; r < ROWS; r++) memcpy(out + r * dim, sum[r], sizeof sum[r]);                                     \
+        UNROLL for (int r = 0; r < ROWS; r++)                                                                            \
+            UNROLL for (int v = 0; v < SIDE; v++) *(floats *)(out + r * broad + v * LANES) = sum[r][v];                  \
     }
-EACH(SCORE, 0) EACH(SCORE, 1) EACH(AVERAGE, 0) EACH(AVERAGE, 1)
-typedef void score(const float *, const void *, long, long, float *, long);
-typedef void average(const float *, const void *, long, long, long, long, float *);
-#define SCORE_NAME(ROWS, HALVES) score_##ROWS##_##HALVES,
+EACH(SCORE, 0) EACH(SCORE, 1) EACH_OF_VALUES(AVERAGE, 0) EACH_OF_VALUES(AVERAGE, 1)
+#define SCORE_NAME(ROWS, PAIRS) score_##ROWS##_##PAIRS,
 #define AVERAGE_NAME(ROWS, HALVES) average_##ROWS##_##HALVES,
-static score *const scores[2][MOST] = {{EACH(SCORE_NAME, 0)}, {EACH(SCORE_NAME, 1)}};
-static average *const averages[2][MOST] = {{EACH(AVERAGE_NAME, 0)}, {EACH(AVERAGE_NAME, 1)}};
+static typeof(score_1_0) *const scores[2][MOST] = {{EACH(SCORE_NAME, 0)}, {EACH(SCORE_NAME, 1)}};
+static typeof(average_1_0) *const averages[2][MOST_OF_VALUES] = {{EACH_OF_VALUES(AVERAGE_NAME, 0)}, {EACH_OF_VALUES(AVERAGE_NAME, 1)}};
 
-/* weight [from, to): scores → exponentials of their distance to the greatest so far, 0 but in [low, high). Returns the scale of what was
- * summed before. */
-static float normalise(float *weight, long low, long high, long from, long to, float scaling, float *top, float *norm)
+/* LANES words of a query or key, or those of n numbers, if they are fewer, and zeros */
+static inline words words_of(const char *from, long n, int halves, int pairs)
 {
-    if (high <= low) {
+    words some;
+    if (n >= (pairs ? 2 * LANES : LANES)) return pairs ? *(const words *)from : (words)load_lanes(from, 0, halves);
+    if (pairs) fill(from, 0, n, &some, 2 * LANES);
+    else widen(from, 0, n, halves, (float *)&some, LANES);
+    return some;
+}
+
+/* Rows of x [LANES, LANES] that stand `APART` exchange a part of each: numbers, pairs, or fours of them. */
+#if LANES == 16
+static const integers AT = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+static const integers ONES = {0, 16, 1, 17, 4, 20, 5, 21, 8, 24, 9, 25, 12, 28, 13, 29};
+static const integers TWOS = {0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29};
+static const integers FOURS = {0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27};
+#else
+static const integers AT = {0, 1, 2, 3, 4, 5, 6, 7};
+static const integers ONES = {0, 8, 1, 9, 4, 12, 5, 13}, TWOS = {0, 1, 8, 9, 4, 5, 12, 13}, FOURS = {0, 1, 2, 3, 8, 9, 10, 11};
+#endif
+#define EXCHANGE(APART, FIRST, SECOND)                                                                                   \
+    ALL for (int i = 0; i < LANES / 2; i++) {                                                                            \
+        int low = i / APART * 2 * APART + i % APART, high = low + APART;                                                 \
+        words a = x[low], b = x[high];                                                                                   \
+        x[low] = __builtin_shuffle(a, b, FIRST), x[high] = __builtin_shuffle(a, b, SECOND);                              \
+    }
+#define TURNED(i) (((i) & ~3) | ((i) & 1) << 1 | ((i) & 2) >> 1) /* the column that row i has become */
+
+/* to [UP(words, LANES), CHUNK]: the words of `count` keys, `apart` bytes from one to the next, and behind them the last one's, which nobody
+ * sees. So a query's scores of LANES keys are a vector, and no sum goes across one. */
+static inline __attribute__((always_inline)) void turned(const char *from, long count, long apart, long ahead, long dim, int halves,
+                                                         int pairs, uint32_t *to)
+{
+    long step = pairs ? 2 * LANES : LANES;
+    for (int k = 0; k < CHUNK; k += LANES) {
+        const char *key[LANES];
+        for (int i = 0; i < LANES; i++) key[i] = from + (k + i < count ? k + i : count - 1) * apart;
+        for (long d = 0; d < dim; d += step) {
+            long at = size(halves) * d;
+            words x[LANES];
+            if (d + step <= dim)
+                ALL for (int i = 0; i < LANES; i++) {
+                    __builtin_prefetch(key[i] + at + ahead);
+                    x[i] = words_of(key[i] + at, step, halves, pairs);
+                }
+            else
+                for (int i = 0; i < LANES; i++) x[i] = words_of(key[i] + at, dim - d, halves, pairs);
+            EXCHANGE(1, ONES, ONES + 2)
+            EXCHANGE(2, TWOS, TWOS + 2)
+            for (int half = 4; half < LANES; half *= 2) EXCHANGE(half, FOURS, FOURS + 4)
+            ALL for (int i = 0; i < LANES; i++) *(words *)(to + (d / step * LANES + TURNED(i)) * CHUNK + k) = x[i];
+        }
+    }
+}
+
+static inline floats either(integers which, floats a, floats b) { return (floats)(((integers)a & which) | ((integers)b & ~which)); }
+#define GREATER(a, b) either((a) > (b), a, b)
+#define ACROSS(half, x) __builtin_shuffle(x, AT ^ (half))
+
+/* weight [from, to), two vectors at a time: scores → exponentials of their distance to the greatest so far, 0 but in [low, high). Returns
+ * the scale of what was summed before. */
+static float normalise(float *weight, long low, long high, long from, long to, float *top, float *norm)
+{
+    floats sum = {0}, none = sum - INFINITY, best[2] = {none, none};
+    integers sound = AT >= 0;
+    for (long s = from; s < to; s += 2 * LANES)
+        UNROLL for (int i = 0; i < 2; i++) {
+            long at = s + i * LANES;
+            floats *w = (floats *)(weight + at);
+            if (at < low || at + LANES > high) *w = either((AT >= (int)(low - at)) & (AT < (int)(high - at)), *w, none);
+            best[i] = GREATER(*w, best[i]);
+            sound &= *w < INFINITY; /* false for what is not a number, too */
+        }
+    best[0] = either(sound, GREATER(best[0], best[1]), -none);
+    UNROLL for (int half = LANES / 2; half; half /= 2) best[0] = GREATER(best[0], ACROSS(half, best[0]));
+    if (best[0][0] == INFINITY) {
         memset(weight + from, 0, 4 * (to - from));
+        *norm = NAN; /* and with it all that the row is told */
         return 1;
     }
-    for (long s = from; s < low; s++) weight[s] = -INFINITY;
-    for (long s = low; s < high; s++) weight[s] *= scaling;
-    for (long s = high; s < to; s++) weight[s] = -INFINITY;
-    floats best = *(const floats *)(weight + from), sum = {0};
-    integers sound = best < INFINITY; /* false for what is not a number, too */
-    for (long s = from + LANES; s < to; s += LANES) {
-        floats w = *(const floats *)(weight + s);
-        integers more = w > best;
-        best = (floats)(((integers)w & more) | ((integers)best & ~more));
-        sound &= w < INFINITY;
-    }
-    float greatest = *top;
-    for (int i = 0; i < LANES; i++) {
-        if (!sound[i]) {
-            memset(weight + from, 0, 4 * (to - from));
-            *norm = NAN; /* and with it all that the row is told */
-            return 1;
-        }
-        if (best[i] > greatest) greatest = best[i];
-    }
-    float kept = greatest == *top ? 1 : expf(*top - greatest);
+    float greatest = best[0][0] > *top ? best[0][0] : *top, kept = greatest == *top ? 1 : expf(*top - greatest);
     for (long s = from; s < to; s += LANES) {
         floats *w = (floats *)(weight + s);
         *w = exponential(*w - greatest);
         sum += *w;
     }
-    *norm = *norm * kept + total(sum);
+    UNROLL for (int half = LANES / 2; half; half /= 2) sum += ACROSS(half, sum);
+    *norm = *norm * kept + sum[0];
     *top = greatest;
     return kept;
-}
-
-/* CHUNK keys, or values, of some heads: numbers from one key to the next, and from one head to the next. */
-typedef struct {
-    const char *from;
-    long key, head;
-    int halves;
-} view;
-
-/* Those from `s` on of `count` heads, read where they lie if they are whole: heads that fill vectors, and no key at `end` or behind. Others
- * are copied, to [count, CHUNK, wide] and zeros. */
-static view look(const attention *a, const void *pages, long dim, long at, long head, long count, long s, long end, float *to, long wide)
-{
-    long stride = a->heads * dim;
-    const char *from = (const char *)pages + size(a->halves) * ((at + s) * stride + head * dim);
-    if (dim == wide && s + CHUNK <= end) return (view){from, stride, dim, a->halves};
-    for (long h = 0; h < count; h++)
-        for (long r = 0; r < CHUNK; r++) {
-            float *row = to + (h * CHUNK + r) * wide;
-            if (s + r < end) widen(from, r * stride + h * dim, dim, a->halves, row, wide);
-            else memset(row, 0, 4 * wide);
-        }
-    return (view){(const char *)to, wide, CHUNK * wide, 0};
-}
-
-static const char *of_head(view v, long head) { return v.from + size(v.halves) * head * v.head; }
-
-/* Numbers of a thread's memory for `queries` over `heads` heads of keys. */
-static long needed(const course *c, const attention *a, long queries, long heads)
-{
-    long deep = UP(a->dim, LANES), broad = UP(a->value_dim, SIDE * LANES);
-    return queries * (deep + broad + UP(c->page, CHUNK) + 2) + heads * CHUNK * (deep > broad ? deep : broad);
 }
 
 /* Rows [first, end) of a piece of work that read the same keys, in these pages: those before `until`. */
@@ -159,113 +185,166 @@ typedef struct {
 } party;
 
 /* A piece of work: `count` rows with the queries of `heads` heads of keys from `head` on. Queries of a head of keys lie together, row by
- * row: `group` of each row, n in all. */
+ * row: `group` of each row, n in all. asked [heads, deep, n]: their words; sum [heads * n, broad], in the order of value_lanes; weight
+ * [heads * n, width]; chunk: keys or values of one head. */
 typedef struct {
     const attention *a;
-    long count, head, heads, n, deep, broad, width;
-    float *asked, *sum, *weight, *chunk;
+    long page, count, head, heads, n, deep, broad, width;
+    int pairs;
+    float *chunk, *sum, *weight, *top, *norm;
+    uint32_t *asked;
+    long numbers; /* of its memory, in all */
 } piece;
 
-/* The rows of a piece, which begin with row `from` of all: the part of each path, and in front all of them for the `common` keys. path: the
- * first of the family. Returns how many parties there are: one more than paths. */
-static long gather(const course *c, long path, long from, long count, party *found, long *common)
+static piece piece_of(const course *c, const attention *a, long count, long head, long heads, float *memory)
+{
+    int pairs = TAKES_PAIRS && a->halves;
+    long n = count * a->group, all = heads * n, deep = pairs ? UP(a->dim, 4) / 2 : UP(a->dim, 2), broad = UP(a->value_dim, SIDE * LANES);
+    long width = UP(c->page, 2 * LANES) + CHUNK; /* not a power of two: lines of all queries would meet in one place of the cache */
+    long one = CHUNK * UP(a->dim > broad ? a->dim : broad, LANES); /* chunk */
+    float *sum = memory + one, *weight = sum + all * broad, *top = weight + all * width;
+    return (piece){a, c->page, count, head, heads, n, deep, broad, width, pairs, memory, sum, weight, top, top + all,
+                   (uint32_t *)(top + 2 * all), one + all * (broad + width + 2 + deep)};
+}
+
+/* The rows of a piece, which begin with row `from` of all: the part of each path, and in front all of them for the keys in common. path:
+ * the first of the family. Returns how many parties there are: one more than paths. */
+static long gather(const course *c, long path, long from, long count, party *found)
 {
     const int64_t *rows = c->row_of + from;
     long parties = 1;
-    *found = (party){c->page_of + c->page_start[path], 0, count, LONG_MAX};
-    *common = 0;
+    *found = (party){c->page_of + c->page_start[path], 0, count, 0};
     for (long i = 0; i < count; i = found[parties++].end) {
         while (c->row_start[path + 1] <= from + i) path++;
         party mine = {c->page_of + c->page_start[path], i, c->row_start[path + 1] - from, 0};
         if (mine.end > count) mine.end = count;
         for (long r = i; r < mine.end; r++)
             if (c->position[rows[r]] >= mine.until) mine.until = c->position[rows[r]] + 1;
-        if (c->common[path] > *common) *common = c->common[path];
+        if (c->common[path] > found->until) found->until = c->common[path];
         found[parties] = mine;
     }
     return parties;
 }
 
-/* CHUNK keys from `s` of page j on: the scores of a party's queries, or the averages of the values. */
-static void meet(const piece *w, const party *p, long page, long j, long s, int averaging)
+/* Key, or value, `s` of page j as a party has it: of the piece's first head. */
+static const char *place(const piece *w, const party *p, long j, long s, int averaging)
+{
+    long at = size(w->a->halves) * ((p->pages[j] * w->page + s) * w->a->heads + w->head);
+    return averaging ? (const char *)w->a->values + at * w->a->value_dim : (const char *)w->a->keys + at * w->a->dim;
+}
+
+/* `count` keys of a head, turned, or its values, if they do not fill vectors; what stands behind them there, nobody is told. */
+static void bring(const piece *w, const char *from, long count, long apart, long ahead, int averaging)
 {
     const attention *a = w->a;
-    long until = p->until - j * page, end = until < page ? until : page;
-    view seen = look(a, averaging ? a->values : a->keys, averaging ? a->value_dim : a->dim, p->pages[j] * page, w->head, w->heads, s, end,
-                     w->chunk, averaging ? w->broad : w->deep);
-    long apart = seen.key * size(seen.halves);
-    for (long h = 0; h < w->heads; h++) {
-        const char *from = of_head(seen, h);
-        long last = h * w->n + p->end * a->group;
-        for (long q = h * w->n + p->first * a->group, many; q < last; q += many) {
-            many = sharing(last - q, MOST);
-            float *weight = w->weight + q * w->width + s;
-            if (averaging)
-                for (long v = 0; v < w->broad; v += SIDE * LANES)
-                    averages[seen.halves][many - 1](weight, from, seen.key, v, w->width, w->broad, w->sum + q * w->broad + v);
-            else
-                for (long k = 0; k < CHUNK; k += SIDE)
-                    scores[seen.halves][many - 1](w->asked + q * w->deep, from + k * apart, seen.key, w->deep, weight + k, w->width);
+    long each = size(a->halves);
+    if (averaging)
+        for (long k = 0; k < count; k++) memcpy((char *)w->chunk + k * each * w->broad, from + k * apart, each * a->value_dim);
+    else if (a->halves) turned(from, count, apart, ahead, a->dim, 1, TAKES_PAIRS, (uint32_t *)w->chunk);
+    else turned(from, count, apart, ahead, a->dim, 0, 0, (uint32_t *)w->chunk);
+}
+
+/* CHUNK keys from `s` of page j on: the scores of a party's queries, or the averages of the values. next: what is read after them. */
+static void meet(const piece *w, const party *p, long j, long s, int averaging, const char *next)
+{
+    const attention *a = w->a;
+    const char *from = place(w, p, j, s, averaging);
+    long each = size(a->halves), own = each * (averaging ? a->value_dim : a->dim), apart = own * a->heads, ahead = next - from;
+    long until = p->until - j * w->page, left = (until < w->page ? until : w->page) - s, count = left < CHUNK ? left : CHUNK;
+    int copied = !averaging || a->value_dim != w->broad;
+    for (long h = 0; h < w->heads; h++, from += own) {
+        if (copied) bring(w, from, count, apart, ahead, averaging);
+        for (long q = p->first * a->group, last = p->end * a->group, many; q < last; q += many) {
+            many = sharing(last - q, averaging ? MOST_OF_VALUES : MOST);
+            float *weight = w->weight + (h * w->n + q) * w->width + s, *sum = w->sum + (h * w->n + q) * w->broad;
+            for (long k = 0; !averaging && k < CHUNK; k += LANES)
+                scores[w->pairs][many - 1](w->asked + h * w->n * w->deep + q, w->n, (uint32_t *)w->chunk + k, w->deep, a->scaling,
+                                           weight + k, w->width);
+            for (long v = 0; averaging && v < w->broad; v += SIDE * LANES)
+                averages[a->halves][many - 1](weight, w->width, (copied ? (char *)w->chunk : from) + each * v, count,
+                                              copied ? each * w->broad : apart, copied ? 0 : ahead, sum + v, w->broad);
         }
     }
 }
 
-/* The same over chunks [start, end) of page j, by whoever reads them. */
-static void over(const piece *w, const party *parties, long count, long common, long page, long j, long start, long end, int averaging)
+/* Chunks [start, end) of page j, by whoever reads them. */
+static void over(const piece *w, const party *parties, long count, long j, long start, long end, int averaging)
 {
-    for (long s = start; s < end; s += CHUNK) {
-        if (j * page + s < common) meet(w, parties, page, j, s, averaging);
-        else
-            for (const party *p = parties + 1; p < parties + count; p++)
-                if (j * page + s < p->until) meet(w, p, page, j, s, averaging);
+    const party *first = 0, *now = 0; /* each meets its keys when it is known who comes next */
+    long s_first = 0, s_now = 0, behind = (j + 1) * w->page;
+    for (long s = start; s < end; s += CHUNK)
+        for (const party *p = parties; p < parties + count; p++) {
+            if (j * w->page + s >= p->until) continue;
+            if (now) meet(w, now, j, s_now, averaging, place(w, p, j, s, averaging));
+            else first = p, s_first = s;
+            now = p, s_now = s;
+            if (p == parties) break; /* for all */
+        }
+    if (!now) return;
+    meet(w, now, j, s_now, averaging,
+         !averaging ? place(w, first, j, s_first, 1) : now->until > behind ? place(w, now, j + 1, 0, 0) : place(w, now, j, s_now, 1));
+}
+
+/* What a query is told: numbers from `at` on of all. */
+static void answer(const attention *a, long at, const float *sum, float norm)
+{
+    for (long v = 0; v < a->value_dim; v += 2 * LANES) {
+        floats two[2];
+        for (int i = 0; i < 2; i++) two[i] = *(const floats *)(sum + v + i * LANES) / norm + 0; /* -0 tells of keys that nobody sees */
+        words pairs = (words)kept_lanes(two[0], 1) >> 16 | (words)kept_lanes(two[1], 1);
+        char *to = (char *)a->out + size(a->halves) * (at + v);
+        if (v + 2 * LANES > a->value_dim) memcpy(to, a->halves ? (void *)&pairs : two, size(a->halves) * (a->value_dim - v));
+        else if (a->halves) memcpy(to, &pairs, sizeof pairs);
+        else memcpy(to, two, sizeof two);
     }
 }
 
-/* Rows [from, from + count) of a family, whose first path is `path`, with the queries of `heads` heads of keys from `head` on. */
-static void follow(const course *c, const attention *a, long path, long from, long count, long head, long heads, float *scratch)
+/* Rows [from, from + count) of a family, whose first path is `path`, with the queries of a piece's heads of keys. */
+static void follow(const course *c, const piece *w, long path, long from)
 {
-    long deep = UP(a->dim, LANES), broad = UP(a->value_dim, SIDE * LANES), width = UP(c->page, CHUNK);
-    long group = a->group, n = count * group, all = heads * n; /* queries of a head of keys, and of all */
-    float *asked = scratch, *sum = asked + all * deep, *weight = sum + all * broad, *top = weight + all * width, *norm = top + all;
-    const piece work = {a, count, head, heads, n, deep, broad, width, asked, sum, weight, norm + all};
+    const attention *a = w->a;
     const int64_t *rows = c->row_of + from;
+    long group = a->group, n = w->n, all = w->heads * n, numbers = w->pairs ? 2 : 1; /* of a word */
     party parties[MOST_QUERIES + 1];
-    long common, members = gather(c, path, from, count, parties, &common);
+    long members = gather(c, path, from, w->count, parties);
     long low = LONG_MAX, to = 0; /* the keys that one of the rows sees at least */
-#define COLUMN(q) ((head + (q) / n) * group + (q) % group)
+#define COLUMN(q) ((w->head + (q) / n) * group + (q) % group)
 #define ROW(q) rows[(q) % n / group]
 #define SEEN_FROM(row) (a->window && c->position[row] >= a->window ? c->position[row] + 1 - a->window : 0)
 
     for (long q = 0; q < all; q++) {
-        widen(a->query, ROW(q) * a->query_stride + COLUMN(q) * a->dim, a->dim, a->halves, asked + q * deep, deep);
-        top[q] = a->sinks ? a->sinks[COLUMN(q)] : -INFINITY;
-        norm[q] = a->sinks ? 1 : 0;
+        const char *query = (const char *)a->query + size(a->halves) * (ROW(q) * a->query_stride + COLUMN(q) * a->dim);
+        uint32_t *asked = w->asked + q / n * n * w->deep + q % n;
+        for (long d = 0; d < w->deep; d += LANES) {
+            words some = words_of(query + size(a->halves) * d * numbers, a->dim - d * numbers, a->halves, w->pairs);
+            for (long i = 0; i < LANES && d + i < w->deep; i++) asked[(d + i) * n] = some[i];
+        }
+        w->top[q] = a->sinks ? a->sinks[COLUMN(q)] : -INFINITY;
+        w->norm[q] = a->sinks ? 1 : 0;
     }
-    for (long i = 0; i < count; i++) {
+    for (long i = 0; i < w->count; i++) {
         if (SEEN_FROM(rows[i]) < low) low = SEEN_FROM(rows[i]);
         if (c->position[rows[i]] >= to) to = c->position[rows[i]] + 1;
     }
-    memset(sum, 0, 4 * all * broad);
+    memset(w->sum, 0, 4 * all * w->broad);
     for (long j = low / c->page; j * c->page < to; j++) {
         long base = j * c->page, end = to - base < c->page ? to - base : c->page, start = low > base ? (low - base) / CHUNK * CHUNK : 0;
-        over(&work, parties, members, common, c->page, j, start, end, 0);
+        over(w, parties, members, j, start, end, 0);
         for (long q = 0; q < all; q++) {
             long first = SEEN_FROM(ROW(q)) - base, last = c->position[ROW(q)] + 1 - base;
+            float *weight = w->weight + q * w->width;
             if (c->sight)
                 for (long s = start; s < end; s++)
-                    if (!c->sight[ROW(q) * c->seen + base + s]) weight[q * width + s] = -INFINITY;
-            float kept = normalise(weight + q * width, first > start ? first : start, last < end ? last : end, start, UP(end, CHUNK),
-                                   a->scaling, top + q, norm + q);
+                    if (!c->sight[ROW(q) * c->seen + base + s]) weight[s] = -INFINITY;
+            float kept = normalise(weight, first > start ? first : start, last < end ? last : end, start,
+                                   start + UP(end - start, 2 * LANES), w->top + q, w->norm + q);
             if (kept != 1)
-                for (long v = 0; v < broad; v++) sum[q * broad + v] *= kept;
+                for (long v = 0; v < w->broad; v++) w->sum[q * w->broad + v] *= kept;
         }
-        over(&work, parties, members, common, c->page, j, start, end, 1);
+        over(w, parties, members, j, start, end, 1);
     }
-    for (long q = 0; q < all; q++) {
-        long at = (ROW(q) * a->heads * group + COLUMN(q)) * a->value_dim, v = 0;
-        for (; v + LANES <= a->value_dim; v += LANES) store_lanes(a->out, at + v, *(floats *)(sum + q * broad + v) / norm[q], a->halves);
-        for (; v < a->value_dim; v++) store(a->out, at + v, sum[q * broad + v] / norm[q], a->halves);
-    }
+    for (long q = 0; q < all; q++)
+        answer(a, (ROW(q) * a->heads * group + COLUMN(q)) * a->value_dim, w->sum + q * w->broad, w->norm[q]);
 }
 
 /* The path behind the family that begins with this one. */
@@ -296,7 +375,7 @@ int attend(const course *c, const attention *a, int threads)
     if (parts > a->heads) parts = a->heads;
     together = (a->heads + parts - 1) / parts;
     parts = (a->heads + together - 1) / together;
-    long need = UP(4 * needed(c, a, together * most * a->group, together), 64);
+    long need = UP(4 * piece_of(c, a, most, 0, together, 0).numbers, 64);
     int failed = 0;
 #pragma omp parallel num_threads(threads) if (pieces * parts > 1)
     {
@@ -311,8 +390,9 @@ int attend(const course *c, const attention *a, int threads)
                 path = next, next = behind(c, path);
                 rows = c->row_start[next] - c->row_start[path];
             } while (first >= rows);
-            follow(c, a, path, c->row_start[path] + first, rows - first < most ? rows - first : most, head,
-                   a->heads - head < together ? a->heads - head : together, scratch);
+            piece w = piece_of(c, a, rows - first < most ? rows - first : most, head,
+                               a->heads - head < together ? a->heads - head : together, scratch);
+            follow(c, &w, path, c->row_start[path] + first);
         }
         free(scratch);
     }
