@@ -13,15 +13,9 @@ docs/log.md has the figures. The compiled library is kept in the user's cache fo
 from __future__ import annotations
 
 import ctypes
-import hashlib
 import math
 import mmap
-import os
-import platform
-import shlex
-import shutil
 import subprocess
-import tempfile
 from array import array
 from collections.abc import Sequence
 from functools import cache
@@ -32,40 +26,34 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-KERNELS = Path(__file__).with_name("kernels")
-FLAGS = ["-O3", "-march=native", "-ffp-contract=fast", "-fopenmp", "-fPIC"]
+from . import compiler
+
 HUGE = 2 << 20  # bytes of a huge page
 CHUNK = 16  # keys that attention takes at a time (kernels/lanes.h)
-PATIENCE = 60  # seconds for the compiler
 TYPES = (torch.float32, torch.bfloat16)
-OPENMP = ("libgomp", "libiomp5", "libomp")
 
 
-class Unavailable(Exception):
-    """Why there is no compiled library."""
-
-
-def _fields(**kinds: str) -> list[tuple[str, type]]:
+def fields(**kinds: str) -> list[tuple[str, type]]:
     """Of a struct in kernels/, in their order: names by type."""
     types = {"pointers": ctypes.c_void_p, "numbers": ctypes.c_long, "reals": ctypes.c_float, "flags": ctypes.c_int}
     return [(name, types[kind.rstrip("_")]) for kind, names in kinds.items() for name in names.split()]
 
 
 class _Course(ctypes.Structure):
-    _fields_ = _fields(
+    _fields_ = fields(
         numbers="rows paths writes page", pointers="position row_start page_start row_of page_of common write_to write_from own",
         numbers_="room", pointers_="sight", numbers__="seen")
 
 
 class _Attention(ctypes.Structure):
-    _fields_ = _fields(
+    _fields_ = fields(
         pointers="query keys values sinks out", numbers="query_stride heads group dim value_dim window", reals="scaling", flags="halves")
 
 
 class Product(ctypes.Structure):
     """A matrix as `product` makes it."""
 
-    _fields_ = _fields(pointers="panels bias steps spare_start spare_at spare", numbers="columns out bits")
+    _fields_ = fields(pointers="panels bias steps spare_start spare_at spare", numbers="columns out bits")
 
 
 class Spare(NamedTuple):
@@ -83,7 +71,7 @@ class Layer(ctypes.Structure):
 
     _fields_ = [
         *((name, Product) for name in ("qkv", "o", "gate_up", "down")),
-        *_fields(pointers="before after of_heads of_stream", reals="before_eps after_eps heads_eps scaling",
+        *fields(pointers="before after of_heads of_stream", reals="before_eps after_eps heads_eps scaling",
                  numbers="heads kv_heads dim window normed", pointers_="keys values"),
     ]
 
@@ -256,6 +244,23 @@ def best(x: Tensor, keys: Tensor | None, names: Tensor | None, k: int) -> tuple[
     return scores, columns
 
 
+def law(x: Tensor, temperature: float) -> Tensor:
+    """log softmax of x [N, V] float32, whose rows have finite maxima, at this temperature above 0."""
+    x, y = x.contiguous(), torch.empty(x.shape)
+    wrong = _loaded().law(x.data_ptr(), y.data_ptr(), *x.shape, temperature, torch.get_num_threads())
+    assert not wrong, "a row has no finite maximum"
+    return y
+
+
+def draft(head: ctypes.Structure, growth: ctypes.Structure, last: Tensor, slots: ctypes.Array[ctypes.c_long]) -> int:
+    """kernels/draft.c's draft, its structures as models/heads/compiled.py makes them: how many levels there are; -2 if a logit is no
+    number. last [hidden]; slots: of each level."""
+    made = int(_loaded().draft(ctypes.byref(head), ctypes.byref(growth), last.data_ptr(), slots, torch.get_num_threads()))
+    if made == -1:
+        raise MemoryError("a draft found no memory to work in")
+    return made
+
+
 def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x / rms(x) · weight over the last dimension: x [rows, n], weight [n]; or x [rows, heads, n], weight [heads, n]."""
     inner, n = weight.numel() // weight.shape[-1], weight.shape[-1]
@@ -311,55 +316,10 @@ def _loaded() -> ctypes.CDLL:
 def _library() -> ctypes.CDLL | str:
     """The compiled library, or why there is none."""
     try:
-        library = _open(_build(_compiler(), _openmp()))
-    except (Unavailable, OSError, RuntimeError, subprocess.SubprocessError) as error:
+        library = _open(compiler.built())
+    except (compiler.Unavailable, OSError, RuntimeError, subprocess.SubprocessError) as error:
         return f"the kernels were not compiled: {error}"
     return library
-
-
-def _compiler() -> list[str]:
-    asked = shlex.split(os.environ.get("CC", ""))
-    found = asked or [name for name in ("gcc", "cc") if shutil.which(name)][:1]
-    if not found:
-        raise Unavailable("no C compiler found (gcc, or cc if it is GCC; the variable CC names another)")
-    return found
-
-
-def _openmp() -> str:
-    """The OpenMP library that torch runs in this process: a second one would bring threads of its own."""
-    maps = Path("/proc/self/maps")
-    mapped = {line.split(None, 5)[-1].strip() for line in maps.read_text().splitlines()} if maps.exists() else set()
-    found = sorted(path for path in mapped if Path(path).name.startswith(OPENMP))
-    if not found:
-        raise Unavailable("torch runs without an OpenMP library that this process could find")
-    return found[0]
-
-
-def _build(compiler: list[str], openmp: str) -> Path:
-    version = subprocess.run([*compiler, "--version"], capture_output=True, check=True, timeout=PATIENCE).stdout
-    sources = sorted(KERNELS.iterdir())
-    made_of = [*(source.read_bytes() for source in sources), version, openmp.encode(), " ".join(FLAGS).encode(), _processor().encode()]
-    name = hashlib.sha256(b"\0".join(made_of)).hexdigest()[:32] + ".so"
-    kept = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "draftproof" / name
-    if kept.exists():
-        return kept
-    kept.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=kept.parent) as folder:  # another process may be building the same
-        parts = [source for source in sources if source.suffix == ".c"]
-        for step in ([*FLAGS, "-c", *map(str, parts)], ["-shared", *(f"{part.stem}.o" for part in parts), openmp, "-lm", "-o", name]):
-            made = subprocess.run([*compiler, *step], capture_output=True, text=True, timeout=PATIENCE, cwd=folder)
-            if made.returncode:
-                said = (made.stderr.splitlines() or ["no message"])[0]
-                raise Unavailable(f"{shlex.join(compiler)} stopped with {made.returncode}: {said}")
-        os.replace(f"{folder}/{name}", kept)
-    return kept
-
-
-def _processor() -> str:
-    """What `-march=native` depends on: a home folder may be shared by machines."""
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    return "\n".join([platform.machine(), *sorted({line for line in lines if line.startswith(("flags", "Features", "model name"))})])
 
 
 def _open(path: Path) -> ctypes.CDLL:
@@ -379,6 +339,8 @@ def _open(path: Path) -> ctypes.CDLL:
     library.blocks.restype = small
     library.best.argtypes = [pointer, whole, whole, pointer, pointer, whole, pointer, pointer, small]
     library.best.restype = small
+    library.law.argtypes, library.law.restype = [pointer, pointer, whole, whole, ctypes.c_float, small], small
+    library.draft.argtypes, library.draft.restype = [*[pointer] * 4, small], whole
     library.copy_rows.argtypes, library.copy_rows.restype = [pointer, pointer, whole, pointer, whole, small], None
     library.norm.argtypes, library.norm.restype = [*[pointer] * 3, *[whole] * 4, ctypes.c_float, small, small], None
     library.turn.argtypes, library.turn.restype = [*[pointer] * 4, *[whole] * 5, small, small], None

@@ -454,3 +454,14 @@ def test_counts_read_on_and_begin_anew() -> None:
         used = replace(s, repetition_penalty=1.0) if step > 40 else s
         fresh = distribution(x, [Rows(used, text, 4, paths, frozenset())])
         assert torch.equal(distribution(x, [Rows(used, text, 4, paths, frozenset(), counts=counts)]), fresh)
+
+
+def test_the_shares_of_some_columns_are_those_of_the_whole_law() -> None:
+    """Of laws that filters left few tokens of, and of whole ones."""
+    logits = torch.randn(4, 5000, generator=torch.Generator().manual_seed(1)) * 3
+    columns = torch.cat([logits.topk(6).indices, torch.tensor([[0, 4999]] * 4)], 1)
+    for options in ({"top_k": 9}, {"top_p": 0.8}, {"top_p": 1.0}):
+        law = laws(logits, [Rows(Sampling(temperature=0.7, **options), [1, 2], 1, ((),) * 4, frozenset())])
+        assert (law.few is None) == (options == {"top_p": 1.0})
+        found = law.at(columns)
+        assert torch.equal(found, law.whole.gather(1, columns)) and bool((found[:, 0] > -math.inf).all())

@@ -237,15 +237,19 @@ def test_the_law_is_what_the_draft_was_drawn_from(nodes: int) -> None:
 def test_margins_learn_what_happens() -> None:
     margins, generator = Margins(), torch.Generator().manual_seed(0)
     before = margins.table(torch.device("cpu"))[0].exp()
-    assert bool((before[0, 0].diff() > 0).all()) and bool((before[0, 1].diff() < 0).all()), "a larger gap favours the first"
+    low, high = before.diff(dim=2), before.diff(dim=3)                           # 0 where a chance is held within its bounds
+    assert bool((low[:, 0] >= 0).all()) and bool((low[:, 1:] <= 0).all()) and bool((low[:, :, 0] != 0).all()), "a gap favours the first"
+    assert bool((high >= 0).all()) and bool((high[:, :, 0] > 0).all()), "what q itself makes likely stands sooner than what noise lifts"
     for _ in range(3000):
         gap = float(torch.rand(1, generator=generator)) * 2
         right = float(torch.rand(1, generator=generator)) < 0.3 + 0.3 * (gap > 1)
-        margins.learn(False, [gap, gap, math.inf], 0 if right else 1)
+        margins.learn(False, [gap, gap, math.inf], [-0.9, -2.5, -math.inf], 0 if right else 1)
     after = margins.table(torch.device("cpu"))[0].exp()
-    assert after[0, 0, 1] == pytest.approx(0.3, abs=0.06) and after[0, 0, 4] == pytest.approx(0.6, abs=0.06)
-    assert after[0, 1, 4] == pytest.approx(0.4, abs=0.06)
-    assert torch.equal(after[1], before[1]) and torch.equal(after[0, 2:], before[0, 2:]), "what was not seen stays a guess"
+    assert after[0, 0, 1, 5] == pytest.approx(0.3, abs=0.06) and after[0, 0, 4, 5] == pytest.approx(0.6, abs=0.06)
+    assert after[0, 1, 4, 3] == pytest.approx(0.4, abs=0.06)
+    after[0, 0, :, 5] = before[0, 0, :, 5]
+    after[0, 1, :, 3] = before[0, 1, :, 3]
+    assert torch.equal(after, before), "what was not seen stays a guess"
 
 
 @pytest.mark.parametrize("prices", [(), ((0.3, 0.35, 0.4, 1.9, 1.91, 1.92, 1.93, 3.0, 9.0), (0.01, 0.02, 2.0, 2.0))])
@@ -254,19 +258,22 @@ def test_a_grown_tree_is_the_best_of_all_candidates(prices: tuple[tuple[float, .
     generator, margins = torch.Generator().manual_seed(4), Margins()
     growth = Growth([3, 2], [9, 4], [False, True], [frozenset(), frozenset({5})], margins, [3, 2], prices)
     table, worths, slots = margins.table(torch.device("cpu"))[0], [{}, {}], [{0: (0.0, ())}, {0: (0.0, ())}]
+    gaps = torch.tensor([0.15, 0.4, 0.7, 1.1, 1.6, 2.2, 3.0, 4.0, 5.5, 8.0])
+    edges = torch.tensor([-6.5, -4.5, -3.0, -2.0, -1.2, -0.7, -0.35, -0.15, -0.05])
     for level in range(3):
         count = len(slots[0])
         values = torch.randn(2, count, CANDIDATES, generator=generator).sort(-1, descending=True).values * 2
         tokens = torch.stack([torch.randperm(V, generator=generator)[:CANDIDATES] for _ in range(2 * count)]).view(2, count, -1)
-        front = growth.grow(tokens, values)
+        shares = -8 * torch.rand(2, count, CANDIDATES, generator=generator)
+        front = growth.grow(tokens, values, shares)
         below: list[dict[int, tuple[float, tuple[int, ...]]]] = [{}, {}]
         for b in range(2):
             found = []
             for slot, (reach, way) in slots[b].items():
                 for rank in range(CANDIDATES):
                     gap = float(values[b, slot, 0] - values[b, slot, max(rank, 1)])
-                    cell = int(torch.bucketize(torch.tensor(gap), torch.tensor([0.15, 0.4, 0.7, 1.1, 1.6, 2.2, 3.0, 4.0, 5.5, 8.0])))
-                    worth, token = reach + float(table[b, rank, cell]), int(tokens[b, slot, rank])
+                    cell = int(torch.bucketize(torch.tensor(gap), gaps)), int(torch.bucketize(shares[b, slot, rank], edges))
+                    worth, token = reach + float(table[b, rank, *cell]), int(tokens[b, slot, rank])
                     if level < (3, 2)[b]:
                         worths[b][(*way, token)] = worth
                     if b == 0 or token != 5:
@@ -299,9 +306,10 @@ def test_nodes_are_kept_while_they_are_worth_their_rows() -> None:
 
 def test_siblings_beside_a_line_are_kept_while_they_are_worth_their_rows() -> None:
     gaps, margins = torch.tensor([[2.0, 0.2, 0.5], [0.1, 0.1, 3.0]]), Margins()
-    counts = [sum(worthiest(gaps, 4, False, margins, [price * n for n in range(1, 5)])) for price in (0.0, 0.05, 0.15, 1.0)]
+    shares = torch.tensor([[-0.5, -2.0, -2.0], [-1.0, -1.0, -3.0]])
+    counts = [sum(worthiest(gaps, shares, 4, False, margins, [price * n for n in range(1, 5)])) for price in (0.0, 0.05, 0.15, 1.0)]
     assert counts[0] == 4 and counts == sorted(counts, reverse=True) and counts[-1] == 0 < counts[1] + counts[2]
-    assert sum(worthiest(gaps, 4, False, margins)) == 4
+    assert sum(worthiest(gaps, shares, 4, False, margins)) == 4
 
 
 def test_trees_learn_from_commits_and_catch_more_than_chains() -> None:
@@ -312,8 +320,7 @@ def test_trees_learn_from_commits_and_catch_more_than_chains() -> None:
         texts = [text(1.0, [1, i], max_tokens=60) for i in range(4)]
         log = speculate(target, drafter, texts, lambda i, round_, n=nodes: (4, n))
         caught[nodes] = log.accepted / len(log.verdicts)
-        seen = sum(map(sum, drafter.margins.seen[0]))
-        assert (seen > sum(map(sum, Margins().seen[0])) + 100) == (nodes == 24)
+        assert (drafter.margins.seen[0].sum() > Margins().seen[0].sum() + 100) == (nodes == 24)
     assert caught[24] > caught[4] + 0.3
 
 

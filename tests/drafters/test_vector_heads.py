@@ -19,6 +19,7 @@ from draftproof import Engine, LoadConfig, Sampling
 from draftproof.core.probs import distribution
 from draftproof.core.tree import depths, path
 from draftproof.drafters.base import Ranking
+from draftproof.drafters.grow import CANDIDATES
 from draftproof.errors import LoadError
 from draftproof.models.fake import TableTarget
 from draftproof.models.heads.files import read_files
@@ -92,7 +93,7 @@ def test_a_chain_is_the_heads_perturbed_best_step_by_step(name: str, options: di
 @pytest.mark.parametrize("options", [{"temperature": 0.0}, {"temperature": 0.9}, {"temperature": 0.9, "repetition_penalty": 1.4}],
                          ids=["greedy", "sampled", "penalties"])
 @pytest.mark.parametrize("name", VECTOR_HEADS)
-def test_children_in_a_tree_are_the_perturbed_best_after_their_own_path(name: str, options: dict[str, Any]) -> None:
+def test_children_in_a_tree_are_of_the_perturbed_best_after_their_own_path(name: str, options: dict[str, Any]) -> None:
     target = TableTarget(V, order=1, seed=1)
     drafter, text = VECTOR_HEADS[name](target, None), make_text(**options)
     tree = once(drafter, target, text, 3, 24)
@@ -102,7 +103,8 @@ def test_children_in_a_tree_are_the_perturbed_best_after_their_own_path(name: st
         children = [ids[i] for i, parent in enumerate(tree.parents) if parent == node]
         drafted = [ids[i] for i in path(tree.parents, node)]
         order = heights(drafter, target, text, drafted).argsort(descending=True).tolist()
-        assert children == order[:len(children)]
+        ranks = [order.index(child) for child in children]
+        assert ranks == sorted(set(ranks)) and max(ranks, default=0) < CANDIDATES, "the worthiest of the best, in their order"
 
 
 @pytest.mark.parametrize("name", VECTOR_HEADS)
@@ -295,6 +297,6 @@ def test_one_text_is_the_same_beside_others() -> None:
     target = TableTarget(V, order=1, seed=1)
     drafter, texts = VECTOR_HEADS["mlp"](target, None), [make_text(0.9), make_text(0.0), make_text(0.5)]
     expected = [plain(target, text) for text in texts]
-    before = [row[:] for row in drafter.margins.seen[0]]
+    before = drafter.margins.seen[0].copy()
     speculate(target, drafter, texts, lambda i, round_: (3, 9))
-    assert [text.tokens for text in texts] == expected and drafter.margins.seen[0] != before
+    assert [text.tokens for text in texts] == expected and (drafter.margins.seen[0] != before).any()

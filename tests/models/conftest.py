@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from draftproof import native
+from draftproof import compiler, native
 from draftproof.bench.machine import machine
 from draftproof.models import attention, fused, load, paged
 from draftproof.models.tiled import TiledLinear
@@ -24,7 +24,7 @@ def other_kernels(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempP
         native._library.cache_clear()
         stock = native._loaded().wide() // 2
         asked = {"other width": f"-DLANES={24 - stock}", "pairs": "-DTAKES_PAIRS=1", "no pairs": "-DTAKES_PAIRS=0"}[request.param]
-        patch.setattr(native, "FLAGS", [*native.FLAGS, asked])
+        patch.setattr(compiler, "FLAGS", [*compiler.FLAGS, asked])
         native._library.cache_clear()
         assert native.available()[0] and native._loaded().wide() == 2 * (24 - stock if request.param == "other width" else stock)
         yield

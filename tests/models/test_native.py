@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from draftproof import native
+from draftproof import compiler, native
 from draftproof.core import host
 from draftproof.models.between import rms_norm, turn
 from draftproof.models.packed import PackedLinear, StreamedLinear, holds_bfloat16, packed
@@ -422,6 +422,25 @@ def test_other_kernels_compute_the_same(dtype: torch.dtype, other_kernels: None)
 
 
 @compiled
+@pytest.mark.parametrize("size", [1, 7, 64, 300, 4099, 70_001])
+def test_a_law_is_the_log_softmax_at_its_temperature(size: int) -> None:
+    """Flat and steep rows, some without most of their tokens, each as if it were alone."""
+    random = torch.Generator().manual_seed(size)
+    for scale in (0.0, 1.0, 30.0, 1e4):
+        x = scale * torch.randn(5, size, generator=random)
+        x[2, 1:] = -math.inf
+        x[3, torch.rand(size, generator=random) < 0.5] = -math.inf
+        x[3, 0] = 1.0
+        for temperature in (1e-30, 0.3, 0.8, 1.0, 2.0):
+            found = native.law(x, temperature)
+            wanted = ((x.double() - x.double().amax(1, keepdim=True)) / temperature).log_softmax(1)
+            assert torch.equal(found == -math.inf, wanted.float() == -math.inf)
+            close = torch.isclose(found.double(), wanted, rtol=1e-5, atol=2e-6) | (wanted < -3e38)
+            assert bool(close.all()), float((found - wanted)[~close].abs().max())
+            assert torch.equal(found[1:2], native.law(x[1:2], temperature))
+
+
+@compiled
 def test_it_is_compiled_once_and_found_again(forgotten: Path) -> None:
     assert native.available()[0]
     first = [(path, path.stat().st_mtime_ns) for path in forgotten.iterdir()]
@@ -442,7 +461,7 @@ def test_without_a_working_compiler_torchs_own_layouts_are_taken(
 def test_a_source_that_does_not_compile_says_where(forgotten: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "kernels").mkdir()
     (tmp_path / "kernels" / "wrong.c").write_text("int wide(void) { return }\n")
-    monkeypatch.setattr(native, "KERNELS", tmp_path / "kernels")
+    monkeypatch.setattr(compiler, "KERNELS", tmp_path / "kernels")
     able, why = native.available()
     assert not able and (("stopped with 1" in why and "wrong.c" in why) or "no C compiler" in why)
 

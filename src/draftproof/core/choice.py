@@ -41,6 +41,13 @@ class Law:
             self.given = wide.scatter_(1, columns.remainder(self.size + 1), values)[:, :self.size]
         return self.given
 
+    def at(self, columns: Tensor) -> Tensor:
+        """The log-probabilities [N, K] of these columns [N, K]."""
+        if self.few is None or self.given is not None:
+            return self.whole.gather(1, columns)
+        names, values = self.few
+        return torch.where(names[:, None] == columns[..., None], values[:, None], -math.inf).amax(-1)
+
     def of(self, rows: Sequence[int]) -> Law:
         """The law of some rows."""
         return Law(self.size, None if self.given is None else rows_of(self.given, rows),

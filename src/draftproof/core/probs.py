@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from .. import native
 from ..errors import Failure, OptionError
 from ..types import Sampling
 from . import host
@@ -112,6 +113,8 @@ def _law(x: Tensor, top: Tensor, f: Filters) -> Law:
 
 
 def _log_softmax(x: Tensor, top: Tensor, temperature: float) -> Tensor:
+    if x.device.type == "cpu" and x.dtype == torch.float32 and native.available()[0]:
+        return native.law(x, max(temperature, host.COLD))
     if temperature == 1:
         return torch.log_softmax(x, -1)
     return torch.log_softmax((x - top).div_(max(temperature, host.COLD)), -1)   # shifted first: no overflow, and precise where the mass is

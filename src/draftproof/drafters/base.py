@@ -18,6 +18,7 @@ from torch import Tensor
 from ..config import LoadConfig
 from ..core.choice import Law, perturbed_top
 from ..core.edits import Counts, Rows
+from ..core.host import COLD
 from ..core.probs import laws
 from ..errors import OptionError
 from ..models.target import Target
@@ -180,12 +181,18 @@ class PerSequence(ABC, Generic[S]):
 class Picks:
     """tokens [N, k] int64, the target's ids, best first · values [N, k] log q + noise, −inf where q excludes the token
     logq [N, V or Vd], the law they were drawn from, None unless the noise asks for it (`keep_law`) · ids [Vd]: its columns'
-    target ids, None for the target's whole vocabulary."""
+    target ids, None for the target's whole vocabulary · shares [N, k]: log q, None unless they were asked for."""
 
     tokens: Tensor
     values: Tensor
     logq: Tensor | None
     ids: Tensor | None = None
+    shares: Tensor | None = None
+
+    def offered(self, shape: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
+        """tokens, values and shares in this shape, as trees grow by them."""
+        assert self.shares is not None, "asked for"
+        return self.tokens.view(shape), self.values.view(shape), self.shares.float().view(shape)
 
 
 class Ranking:
@@ -206,6 +213,17 @@ class Ranking:
     def names_tokens(self) -> bool:
         return bool(self.sampling.needs_history or self.sampling.logit_bias)
 
+    @property
+    def plain(self) -> bool:
+        """Whether nothing but the temperature makes a law out of logits."""
+        s = self.sampling
+        return not self.names_tokens and not s.top_k and (s.top_p is None or s.top_p == 1) and not s.min_p
+
+    @property
+    def temperature(self) -> float:
+        """What logits are divided by."""
+        return max(1.0 if self.sampling.temperature is None else self.sampling.temperature, COLD)
+
     def rows(self, *paths: Sequence[int]) -> Rows:
         """The rows of the text as it is, followed by each path."""
         seq = self.seq
@@ -213,14 +231,15 @@ class Ranking:
 
 
 def pick(logits: Tensor, groups: Sequence[Rows], seqs: Sequence[SequenceView], positions: Sequence[int], noise: Noise, k: int,
-         ids: Tensor | None = None, vocab_size: int = 0) -> Picks:
+         ids: Tensor | None = None, vocab_size: int = 0, *, shares: bool = False) -> Picks:
     """The k best tokens of each row by log q + g (Gumbel-top-k: without replacement, first drawn first; Kool et al., arXiv 1903.06059).
 
     logits [N, V] over the target's ids, groups[i] being the rows of seqs[i], one per path, with its `Ranking`, and
     positions[i] the number of tokens before the ones to pick; the rows of a sequence share their noise, which is drawn once. At
-    temperature 0 nothing is added, and rows without any option stay raw logits. Reduced vocabularies: logits [N, Vd], ids int64
-    [Vd] the target's id of each column, vocab_size the target's; noise is keyed by the target's ids, and only options that name
-    ids make the rows as wide as the target's. A row whose options leave none of the drafter's tokens has values of −inf.
+    temperature 0 nothing is added, and rows without any option stay raw logits unless `shares` are asked for. Reduced vocabularies:
+    logits [N, Vd], ids int64 [Vd] the target's id of each column, vocab_size the target's; noise is keyed by the target's ids, and
+    only options that name ids make the rows as wide as the target's. A row whose options leave none of the drafter's tokens has
+    values of −inf.
     """
     quiet = [seq.sampling.greedy for seq in seqs]
     greedy, edited = all(quiet), any(g.edited for g in groups)
@@ -228,7 +247,7 @@ def pick(logits: Tensor, groups: Sequence[Rows], seqs: Sequence[SequenceView], p
         logits, ids = _widened(logits, ids, vocab_size), None
         law = _each_law(logits, groups)
     else:
-        law = Law(logits.shape[-1], logits.float()) if greedy and not edited else laws(logits, groups)
+        law = Law(logits.shape[-1], logits.float()) if greedy and not edited and not shares else laws(logits, groups)
     k = min(k, law.size)
     counts = [len(g.paths) for g in groups]
     keys = None if greedy else noise.keys(seqs, positions).to(logits.device)     # a draft model may have a device of its own
@@ -236,7 +255,8 @@ def pick(logits: Tensor, groups: Sequence[Rows], seqs: Sequence[SequenceView], p
     if any(quiet) and not greedy:
         rows = [row for row, still in enumerate(still for still, count in zip(quiet, counts, strict=True) for _ in range(count)) if still]
         best[rows], columns[rows] = perturbed_top(law.of(rows), None, k)
-    return Picks(columns if ids is None else ids[columns], best, law.whole if noise.keep_law and not greedy else None, ids)
+    return Picks(columns if ids is None else ids[columns], best, law.whole if noise.keep_law and not greedy else None, ids,
+                 law.at(columns) if shares else None)
 
 
 def joined_laws(levels: Sequence[Picks], vocab_size: int) -> tuple[Tensor | None, Tensor | None]:

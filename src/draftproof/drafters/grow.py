@@ -1,13 +1,13 @@
 """Trees that grow level by level under `match`, and the odds by which their nodes are judged.
 
 A node's candidates are its best tokens by log q + g, the noise being the target's own. What a candidate is worth is judged after
-the noise, by its rank and its *gap* to the best of them (the best's own: first minus second): the chance that it is the target's
-choice is counted, online, by rank and gap, from what the texts became. A path's worth is the product of its chances; the
-next level extends the worthiest candidates, and at the end the worthiest of all levels are kept (EAGLE-2's expand and
-re-rank, arXiv 2406.16858, with these chances in place of q).
+the noise, by its rank, its *gap* to the best of them (the best's own: first minus second) and its *share*, log q: what noise alone has
+lifted seldom stands. The chance that it is the target's choice begins as a guess and is counted, online, by these three, from what the
+texts became. A path's worth is the product of its chances; the next level extends the worthiest candidates, and at the end the worthiest of
+all levels are kept (EAGLE-2's expand and re-rank, arXiv 2406.16858, with these chances in place of q).
 
     tree = Growth(depths, nodes, greedy, ends, margins, widths)
-    front = tree.grow(tokens [B, F, K], values [B, F, K])      None when no deeper node could enter any tree
+    front = tree.grow(tokens, values, shares [B, F, K])        None when no deeper node could enter any tree
     … the drafter runs its network on front.tokens [B, W], children of slots front.parents [B, W] of the frontier before …
     drafts = tree.finish(name)
 
@@ -18,60 +18,87 @@ nothing may be decided after the draw: `evenly` fixes the siblings. `spine` buil
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
+from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from ..models.heads.compiled import Level
 from ..types import Draft, DraftLaw
 
 CANDIDATES = 8          # per node: the 8 best perturbed catch 0.93 of the target's choices at T = 1
 SURE = 64.0             # margin of a token that has no rival
-EDGES = (0.15, 0.4, 0.7, 1.1, 1.6, 2.2, 3.0, 4.0, 5.5, 8.0)
-PRIOR = 6.0             # observations that the guess at a chance is worth
+GAPS = (0.15, 0.4, 0.7, 1.1, 1.6, 2.2, 3.0, 4.0, 5.5, 8.0)                         # edges of the bins
+SHARES = (-6.5, -4.5, -3.0, -2.0, -1.2, -0.7, -0.35, -0.15, -0.05)
+FIRST = (0.22, 0.66, -0.82), (1.75, 0.85, -1.63)        # of the guess, for sampled texts and greedy ones
+OTHERS = (0.52, -0.52, -0.97, -0.48), (0.59, -0.99, -1.05, -0.44)
+PRIOR = 20.0            # observations that the guess at a chance is worth
 MEMORY = 4000.0         # observations of a cell after which old ones begin to fade
 
 
 class Margins:
-    """P(the candidate of this rank and gap is the target's choice), for texts at temperature 0 and for sampled ones. Starts
+    """P(the candidate of this rank, gap and share is the target's choice), for sampled texts and for those at temperature 0. Starts
     from a guess, and counts: `learn` once per node that the target has judged."""
 
     def __init__(self) -> None:
-        middles = [(low + high) / 2 for low, high in zip((0.0, *EDGES), (*EDGES, 2 * EDGES[-1]), strict=True)]
-        guesses = [[_guess(rank, gap) for gap in middles] for rank in range(CANDIDATES)]
-        self.hits = [[[PRIOR * guess for guess in row] for row in guesses] for _ in range(2)]
-        self.seen = [[[PRIOR] * len(middles) for _ in guesses] for _ in range(2)]
-        self._table: tuple[Tensor, Tensor] | None = None
+        gaps, shares = _middles(0.0, GAPS, 2 * GAPS[-1]), _middles(-9.0, SHARES, 0.0)
+        each = [[_guess(kind, rank, gap, share) for gap in gaps for share in shares] for kind in range(2) for rank in range(CANDIDATES)]
+        self.hits = PRIOR * np.reshape(each, (2, CANDIDATES, len(gaps), len(shares)))
+        self.seen = np.full_like(self.hits, PRIOR)
+        self._table: Odds | None = None
 
-    def table(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """log chance [2, ranks, bins], row 0 for sampled texts and row 1 for temperature 0, and the edges of the bins."""
-        if self._table is None or self._table[0].device != device:
-            chances = (torch.tensor(self.hits) / torch.tensor(self.seen)).clamp(1e-4, 0.999)
-            self._table = chances.log().to(device), torch.tensor(EDGES, device=device)
+    def table(self, device: torch.device) -> Odds:
+        if self._table is None or self._table.chances.device != device:
+            chances = torch.from_numpy(self.hits / self.seen).float().clamp(1e-4, 0.999).log()
+            self._table = Odds(*(part.to(device) for part in (chances, torch.tensor(GAPS), torch.tensor(SHARES))))
         return self._table
 
-    def learn(self, greedy: bool, gaps: Sequence[float], chosen: int | None) -> None:
-        """One node: its candidates' gaps, best first, and which of them the target chose, None if none."""
-        hits, seen = self.hits[greedy], self.seen[greedy]
-        for rank, gap in enumerate(gaps[:CANDIDATES]):
+    def learn(self, greedy: bool, gaps: Sequence[float], shares: Sequence[float], chosen: int | None) -> None:
+        """One node: its candidates' gaps and shares, best first, and which of them the target chose, None if none."""
+        for rank, (gap, share) in enumerate(zip(gaps[:CANDIDATES], shares, strict=False)):
             if gap == math.inf:
                 break
-            cell = sum(edge < gap for edge in EDGES)
-            if seen[rank][cell] >= MEMORY:
-                hits[rank][cell] *= 0.5
-                seen[rank][cell] *= 0.5
-            seen[rank][cell] += 1
-            hits[rank][cell] += rank == chosen
+            cell = int(greedy), rank, bisect_left(GAPS, gap), bisect_left(SHARES, share)
+            if self.seen[cell] >= MEMORY:
+                self.hits[cell] *= 0.5
+                self.seen[cell] *= 0.5
+            self.seen[cell] += 1
+            self.hits[cell] += rank == chosen
         self._table = None
 
 
-def _guess(rank: int, gap: float) -> float:
-    """Before anything is counted: what a fair head shows."""
+class Odds(NamedTuple):
+    """log chances float32 [2, ranks, gaps, shares], of sampled texts and greedy ones, and the edges of the bins of gaps and shares."""
+
+    chances: Tensor
+    gaps: Tensor
+    shares: Tensor
+
+    def of(self, rows: Tensor, gaps: Tensor, shares: Tensor) -> Tensor:
+        """The log chance of each candidate. rows: of the first two dimensions, as one."""
+        bins = (torch.bucketize(x.contiguous(), edges) for x, edges in ((gaps, self.gaps), (shares, self.shares)))
+        return self.chances.flatten(0, 1)[rows, *bins]
+
+
+def _middles(low: float, edges: Sequence[float], high: float) -> list[float]:
+    return [(a + b) / 2 for a, b in zip((low, *edges), (*edges, high), strict=True)]
+
+
+def _guess(kind: int, rank: int, gap: float, share: float) -> float:
+    """Before anything is counted: what a fair head shows, fitted (docs/log.md, 2026-11-25)."""
+    gap, rare = min(gap, GAPS[-1]), math.sqrt(-share)
     if rank == 0:
-        return 0.95 / (1 + math.exp(-0.2 - 0.8 * gap))
-    return float(0.4 * math.exp(-0.7 * gap) / rank**0.6)
+        base, by_gap, by_rare = FIRST[kind]
+        odds = base + by_gap * gap + by_rare * rare
+    else:
+        base, by_gap, by_rare, by_rank = OTHERS[kind]
+        odds = base + by_gap * gap + by_rare * rare + by_rank * math.log(rank)
+    return 1 / (1 + math.exp(-odds))
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,10 +111,11 @@ class Front:
 
 @dataclass(slots=True)
 class _Level:
-    """candidates of one level: tokens, gaps, worth (log) [B, F, K]; spots [B, F]: which candidate of the level above each slot is."""
+    """candidates of one level: tokens, gaps, shares, worth (log) [B, F, K]; spots [B, F]: which candidate of the level above a slot is."""
 
     tokens: Tensor
     gaps: Tensor
+    shares: Tensor
     worth: Tensor
     spots: Tensor
 
@@ -114,16 +142,17 @@ class Growth:
     _ends: Tensor | None = None         # [B, 1, 1, E]
     _rows: Tensor | None = None         # [B, 1, K] rows of the table of chances
 
-    def grow(self, tokens: Tensor, values: Tensor) -> Front | None:
-        """Take a level's candidates [B, F, K], best first, −inf for none; say which to extend, None if no further level pays."""
+    def grow(self, tokens: Tensor, values: Tensor, shares: Tensor) -> Front | None:
+        """Take a level's candidates [B, F, K], their log q + g, −inf for none, best first, and log q; say which to extend, None if no
+        further level pays."""
         batch, slots, count = tokens.shape
         device = tokens.device
         if self._reach is None or self._spots is None:
             self._reach, self._spots = values.new_zeros(batch, 1), torch.zeros(batch, 1, dtype=torch.int64, device=device)
         gaps = gaps_of(values)
-        worth = self._reach[..., None] + self._chances(gaps, count)
+        worth = self._reach[..., None] + self._chances(gaps, shares)
         worth = worth.masked_fill(values == -math.inf, -math.inf)
-        self.levels.append(_Level(tokens, gaps, worth, self._spots))
+        self.levels.append(_Level(tokens, gaps, shares, worth, self._spots))
         if len(self.levels) >= max(self.depths):
             return None
         flat = self._open(tokens, worth).view(batch, -1)
@@ -136,13 +165,22 @@ class Growth:
         parents = self._spots // count
         return Front(tokens.reshape(batch, -1).gather(1, self._spots), parents)
 
-    def _chances(self, gaps: Tensor, count: int) -> Tensor:
+    def odds(self, i: int) -> Odds:
+        """For kernels that judge the candidates of sequence i: its own row of the chances."""
+        every = self.margins.table(torch.device("cpu"))
+        return every._replace(chances=every.chances[int(self.greedy[i])])
+
+    def take(self, levels: Sequence[Level]) -> None:
+        """All that one sequence's tree grew elsewhere, in place of `grow`."""
+        self.levels = [_Level(level.tokens[None], level.gaps[None], level.shares[None], level.worth[None], level.spots[None])
+                       for level in levels]
+
+    def _chances(self, gaps: Tensor, shares: Tensor) -> Tensor:
         """log chance of each candidate, as far as it has been counted."""
-        table, edges = self.margins.table(gaps.device)
         if self._rows is None:
             kinds = torch.tensor(self.greedy, device=gaps.device).long() * CANDIDATES
-            self._rows = kinds[:, None, None] + torch.arange(count, device=gaps.device)
-        return table.flatten(0, 1)[self._rows, torch.bucketize(gaps, edges)]
+            self._rows = kinds[:, None, None] + torch.arange(gaps.shape[2], device=gaps.device)
+        return self.margins.table(gaps.device).of(self._rows, gaps, shares)
 
     def _open(self, tokens: Tensor, worth: Tensor) -> Tensor:
         """The worth of candidates that may be extended; −inf for those that end the text."""
@@ -212,7 +250,7 @@ class Growth:
             level = self.levels[at]
             offered = level.tokens[i, slot].tolist()
             rank = offered.index(token) if token in offered else None
-            self.margins.learn(self.greedy[i], level.gaps[i, slot].tolist(), rank)
+            self.margins.learn(self.greedy[i], level.gaps[i, slot].tolist(), level.shares[i, slot].tolist(), rank)
             if rank is None or at + 1 == len(self.levels):
                 return
             below = self.levels[at + 1].spots[i].tolist()
@@ -245,16 +283,15 @@ def evenly(levels: int, spare: int) -> list[int]:
     return [spare // levels + (level < spare % levels) for level in range(levels)]
 
 
-def worthiest(gaps: Tensor, spare: int, greedy: bool, margins: Margins, prices: Sequence[float] = ()) -> list[int]:
+def worthiest(gaps: Tensor, shares: Tensor, spare: int, greedy: bool, margins: Margins, prices: Sequence[float] = ()) -> list[int]:
     """Siblings per level beside a line of the best, where only the choice matters (`match`, and greedy): those likeliest to be
     the target's choice, each discounted by the chance that the walk gets to its level at all.
 
-    gaps [levels, k]: as `gaps_of` gives them · prices: of 1, 2, … siblings (`Budget.prices`). The answer counts them, and a level's
-    come in order of rank.
+    gaps [levels, k]: as `gaps_of` gives them · shares [levels, k]: log q · prices: of 1, 2, … siblings (`Budget.prices`). The answer counts
+    them, and a level's come in order of rank.
     """
-    table, edges = margins.table(gaps.device)
     ranks = torch.arange(gaps.shape[1], device=gaps.device).clamp(max=CANDIDATES - 1)
-    chances = table[int(greedy)][ranks, torch.bucketize(gaps, edges)]
+    chances = margins.table(gaps.device).of(int(greedy) * CANDIDATES + ranks, gaps, shares)
     reach = chances[:, 0].cumsum(0) - chances[:, 0]
     worth = (reach[:, None] + chances[:, 1:]).masked_fill(gaps[:, 1:] == math.inf, -math.inf).flatten()
     best = worth.sort(descending=True, stable=True)
@@ -269,7 +306,7 @@ def gaps_of(values: Tensor) -> Tensor:
     inf where there is no candidate."""
     gaps = values[..., :1] - values
     gaps[..., 0] = gaps[..., 1] if values.shape[-1] > 1 else SURE
-    return gaps.nan_to_num(nan=math.inf)
+    return gaps.nan_to_num(nan=math.inf, posinf=math.inf)
 
 
 def spine(tokens: Tensor, values: Tensor, extra: Sequence[int], law: DraftLaw | None, name: str, reason: str) -> Draft:

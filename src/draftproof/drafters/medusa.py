@@ -71,10 +71,11 @@ class MedusaDrafter(NoOptions, VectorDrafter):
         logits = carry[:, level].repeat_interleave(slots, 0) if apart else carry[:, level]
         groups = [line.state.ranking.rows(*(paths[i] if apart else ((),))) for i, line in enumerate(lines)]
         picks = pick(logits, groups, [line.seq for line in lines], [len(line.seq.tokens) + level for line in lines], noise,
-                     CANDIDATES, self.head.ids, self.vocab_size)
+                     CANDIDATES, self.head.ids, self.vocab_size, shares=True)
         if apart or slots == 1:
             return picks, carry
-        return Picks(picks.tokens.repeat_interleave(slots, 0), picks.values.repeat_interleave(slots, 0), None, picks.ids), carry
+        tokens, values, shares = (part.repeat_interleave(slots, 0) for part in picks.offered(picks.tokens.shape))
+        return Picks(tokens, values, None, picks.ids, shares), carry
 
     def width(self, line: Line) -> int:
         return self.widest

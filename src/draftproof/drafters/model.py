@@ -31,16 +31,17 @@ SIBLINGS = CANDIDATES - 1       # beside the best, how many a tree's level consi
 
 @dataclass(frozen=True, slots=True)
 class Offered:
-    """A tree's candidates: tokens and gaps [levels][k], best first, beside a line of the best."""
+    """A tree's candidates: tokens, gaps and shares [levels][k], best first, beside a line of the best."""
 
     tokens: list[list[int]]
     gaps: list[list[float]]
+    shares: list[list[float]]
 
     def teach(self, margins: Margins, greedy: bool, committed: Sequence[int]) -> None:
         """The text went on with these tokens: count which candidates on the way were the target's choice."""
-        for offered, gaps, token in zip(self.tokens, self.gaps, committed, strict=False):
+        for offered, gaps, shares, token in zip(self.tokens, self.gaps, self.shares, committed, strict=False):
             rank = offered.index(token) if token in offered else None
-            margins.learn(greedy, gaps, rank)
+            margins.learn(greedy, gaps, shares, rank)
             if rank != 0:
                 return
 
@@ -194,11 +195,12 @@ class ModelDrafter(NoOptions):
         logits = self._catch_up(lines)
         levels: list[Picks] = []
         width = 1 + max(max(min(line.spare, SIBLINGS), -(-line.spare // line.depth), 1) for line in lines)
+        trees = any(line.spare for line in lines) and not noise.keep_law
         live, row = list(lines), 0
         while True:
             level = len(levels)
             picks = pick(logits, [line.state.ranking.rows(line.path) for line in live], [line.state.seq for line in live],
-                         [len(line.state.seq.tokens) + level for line in live], noise, width)
+                         [len(line.state.seq.tokens) + level for line in live], noise, width, shares=trees)
             levels.append(picks)
             best = picks.tokens[:, :1].unbind()
             host = picks.tokens[:, 0].tolist() if read else ()
@@ -240,6 +242,7 @@ class ModelDrafter(NoOptions):
     def _finish(self, lines: Sequence[_Line], levels: Sequence[Picks]) -> list[Draft]:
         """Drafts out of the picks; only trees are shaped on the host."""
         tokens, values = torch.cat([p.tokens for p in levels]), torch.cat([p.values for p in levels])
+        shares = None if levels[0].shares is None else torch.cat([p.shares for p in levels if p.shares is not None]).float()
         logq = None if levels[0].logq is None else torch.cat([p.logq for p in levels if p.logq is not None])
         drafts = []
         for line in lines:
@@ -247,11 +250,11 @@ class ModelDrafter(NoOptions):
             greedy, count = line.state.seq.sampling.greedy, len(line.rows)
             law = None if logq is None or greedy else DraftLaw(rows_of(logq, line.rows), tuple(range(count)))
             mine, above = rows_of(tokens, line.rows), rows_of(values, line.rows).float()
-            if not line.spare or law is not None:
+            if not line.spare or law is not None or shares is None:
                 extra = evenly(line.depth, line.spare)[:count]
             else:
-                gaps = gaps_of(above)
-                extra = worthiest(gaps, line.spare, greedy, self.margins, line.prices)
-                line.state.offered = Offered(mine.tolist(), gaps.tolist())
+                gaps, own = gaps_of(above), rows_of(shares, line.rows)
+                extra = worthiest(gaps, own, line.spare, greedy, self.margins, line.prices)
+                line.state.offered = Offered(mine.tolist(), gaps.tolist(), own.tolist())
             drafts.append(spine(mine, above, extra, law, self.name, line.reason))
         return drafts

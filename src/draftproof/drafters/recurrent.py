@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import torch
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from ..core.upload import rows_of, uploaded
 from ..models.heads.blocks import join
 from ..models.heads.cache import HeadCache, HeadPass
+from ..models.heads.compiled import CompiledHead, Level, Wish
 from ..models.packed import can_pack, pack
 from ..types import Budget, Commit, Draft, DraftLaw, SequenceView, Signals
 from .base import Needs, Noise, Picks, Ranking, joined_laws, pick
@@ -27,6 +28,7 @@ from .grow import CANDIDATES, Front, Growth, Margins, evenly, spine
 CHUNK = 1024        # rows of one sequence that wait, or are fed, at most in one pass
 WIDEST = 8          # nodes of one sequence that a level extends at most
 NOTHING = "the options leave none of the drafter's tokens"
+ENDS = "the draft ends the text"
 
 
 class RecurrentHead(Protocol):
@@ -94,6 +96,7 @@ class RecurrentDrafter:
         if self.device.type == "cpu" and can_pack(self.dtype)[0]:
             pack(head)
         self.head: RecurrentHead = head  # type: ignore[assignment]
+        self.compiled = CompiledHead.of(head)
         taps = tuple(sorted(set(self.head.taps)))
         self.needs = Needs(taps=taps, parts=("embed", "output"), law=True, tree=True, context=self.head.context)
         self.margins = Margins()
@@ -212,12 +215,15 @@ class RecurrentDrafter:
 
     def _chains(self, lines: Sequence[_Line], noise: Noise) -> list[Draft]:
         """One pass per level over all sequences; siblings, if any, are fixed before anything is drawn."""
-        edited = any(line.state.ranking.names_tokens for line in lines)
-        read = edited or self.device.type == "cpu"          # elsewhere a look at a token would wait for the device
         for line in lines:
             depth, nodes = line.budget.depth, line.budget.nodes
             line.extra = evenly(depth, nodes - depth)
         width = max(2, 1 + max(line.extra[0] for line in lines))
+        made = self._compiled(lines, noise, width)
+        if made is not None:
+            return [self._chain(lines[0], made)]
+        edited = any(line.state.ranking.names_tokens for line in lines)
+        read = edited or self.device.type == "cpu"          # elsewhere a look at a token would wait for the device
         levels: list[Picks] = []
         live, row = list(lines), 0
         hidden = self._last(lines)
@@ -237,7 +243,7 @@ class RecurrentDrafter:
                 line.path += (host[i],)
                 deeper = level + 1 < line.budget.depth
                 if deeper and host[i] in line.state.seq.end_ids:
-                    line.reason = "the draft ends the text"
+                    line.reason = ENDS
                 elif deeper:
                     going.append(i)
             row += len(live)
@@ -262,32 +268,58 @@ class RecurrentDrafter:
             drafts.append(spine(mine, above, line.extra[:len(line.rows)], law, self.name, line.reason))
         return drafts
 
+    def _compiled(self, lines: Sequence[_Line], noise: Noise, candidates: int, growth: Growth | None = None) -> list[Level] | None:
+        """The levels of a chain, or of a growth's tree, by one call of the kernels; None where they go the way of torch: several sequences,
+        options that change a law, or a rule that asks for it."""
+        if self.compiled is None or noise.keep_law or len(lines) > 1 or not lines[0].state.ranking.plain:
+            return None
+        state, depth = lines[0].state, lines[0].budget.depth
+        seq, length = state.seq, len(state.seq.tokens)
+        assert state.last is not None
+        keys = None if seq.sampling.greedy else noise.keys([seq] * depth, range(length, length + depth))
+        wish = Wish(length - 1, state.held, depth, candidates, state.ranking.temperature, seq.end_ids)
+        if growth is not None:
+            wish = replace(wish, nodes=growth.nodes[0], widest=growth.widths[0], odds=growth.odds(0))
+        return self.compiled.draft(wish, state.last, lines[0].cache, keys)
+
+    def _chain(self, line: _Line, levels: Sequence[Level]) -> Draft:
+        """A draft out of levels of one slot."""
+        tokens, values = torch.cat([level.tokens for level in levels]), torch.cat([level.values for level in levels])
+        return spine(tokens, values, line.extra[:len(levels)], None, self.name, ENDS if len(levels) < line.budget.depth else "")
+
     def _trees(self, lines: Sequence[_Line], noise: Noise) -> list[Draft]:
-        """One pass per level over the frontiers of all sequences; what is worth its node is known after the noise."""
-        deepest = max(line.budget.depth for line in lines)
-        history = any(line.state.ranking.looks_back for line in lines)
+        """What is worth its node is known after the noise."""
         growth = Growth([line.budget.depth for line in lines], [line.budget.nodes for line in lines],
                         [line.state.seq.sampling.greedy for line in lines], [line.state.seq.end_ids for line in lines], self.margins,
                         [min(WIDEST, max(2, line.budget.nodes // line.budget.depth + 1)) for line in lines],
                         [line.budget.prices for line in lines])
+        levels = self._compiled(lines, noise, CANDIDATES, growth)
+        if levels is None:
+            self._grow(lines, growth, noise)
+        else:
+            growth.take(levels)
+        for i, line in enumerate(lines):
+            line.state.tree, line.state.length = (growth, i), len(line.state.seq.tokens)
+        return [draft if len(draft) else Draft.empty(self.name, NOTHING) for draft in growth.finish(self.name)]
+
+    def _grow(self, lines: Sequence[_Line], growth: Growth, noise: Noise) -> None:
+        """One pass per level over the frontiers of all sequences."""
+        history = any(line.state.ranking.looks_back for line in lines)
         paths: list[list[tuple[int, ...]]] = [[()] for _ in lines]
         hidden, slots = self._last(lines), 1
         seen = torch.zeros(len(lines), 1, 0, dtype=torch.bool, device=self.device)
         seqs = [line.state.seq for line in lines]
-        for level in range(deepest):
+        for level in range(max(growth.depths)):
             picks = pick(self.head.logits(hidden), [line.state.ranking.rows(*paths[i]) for i, line in enumerate(lines)], seqs,
-                         [len(seq.tokens) + level for seq in seqs], noise, CANDIDATES, self.head.ids, self.vocab_size)
+                         [len(seq.tokens) + level for seq in seqs], noise, CANDIDATES, self.head.ids, self.vocab_size, shares=True)
             shape = (len(lines), slots, -1)
-            front = growth.grow(picks.tokens.view(shape), picks.values.view(shape))
+            front = growth.grow(*picks.offered(shape))
             if front is None:
                 break
             paths = _longer(paths, front) if history else [[()] * front.tokens.shape[1]] * len(lines)
             hidden = hidden.view(shape).gather(1, front.parents[..., None].expand(-1, -1, hidden.shape[-1]))
             slots, seen = front.tokens.shape[1], _sight(seen, front.parents)
             hidden = self._extend(lines, front.tokens.flatten(), hidden.flatten(0, 1), level, slots, seen)
-        for i, line in enumerate(lines):
-            line.state.tree, line.state.length = (growth, i), len(line.state.seq.tokens)
-        return [draft if len(draft) else Draft.empty(self.name, NOTHING) for draft in growth.finish(self.name)]
 
     def _last(self, lines: Sequence[_Line]) -> Tensor:
         return torch.stack([line.state.last for line in lines if line.state.last is not None])

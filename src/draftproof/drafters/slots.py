@@ -149,9 +149,9 @@ def trees(lines: Sequence[Line], slots: Slots, noise: Noise, vocab_size: int, de
         if whole is None:
             logits = slots.logits(level, line_of, came, previous)
             picks = pick(logits, [line.ranking.rows(*paths[i]) for i, line in enumerate(lines)], seqs,
-                         [len(seq.tokens) + level for seq in seqs], noise, count, slots.ids, vocab_size)
+                         [len(seq.tokens) + level for seq in seqs], noise, count, slots.ids, vocab_size, shares=True)
             shape = (batch, width, -1)
-            front = growth.grow(picks.tokens.view(shape), picks.values.view(shape))
+            front = growth.grow(*picks.offered(shape))
         else:
             front = growth.grow(*(part[:, level:level + 1].expand(-1, width, -1) for part in whole))
         if front is None:
@@ -170,12 +170,13 @@ def trees(lines: Sequence[Line], slots: Slots, noise: Noise, vocab_size: int, de
     return [replace(draft, reason=line.reason) if line.reason else draft for line, draft in zip(lines, drafts, strict=True)], growth
 
 
-def _whole(lines: Sequence[Line], slots: Slots, noise: Noise, count: int, vocab_size: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Candidates of all places at once, where they do not depend on each other: tokens, values [B, deepest, K]."""
+def _whole(lines: Sequence[Line], slots: Slots, noise: Noise, count: int, vocab_size: int,
+           device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Candidates of all places at once, where they do not depend on each other: tokens, values, shares [B, deepest, K]."""
     deepest = max(line.depth for line in lines)
     todo = [(line, i, at) for i, line in enumerate(lines) for at in range(deepest)]
     line_of, level_of = torch.tensor([(i, at) for _, i, at in todo], device=device).unbind(1)
     picks = pick(slots.logits(level_of, line_of, line_of, None), [line.ranking.rows(()) for line, _, _ in todo],
                  [line.seq for line, _, _ in todo], [len(line.seq.tokens) + at for line, _, at in todo], noise, count, slots.ids,
-                 vocab_size)
-    return picks.tokens.view(len(lines), deepest, -1), picks.values.view(len(lines), deepest, -1)
+                 vocab_size, shares=True)
+    return picks.offered((len(lines), deepest, -1))

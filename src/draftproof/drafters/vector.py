@@ -230,7 +230,7 @@ class VectorDrafter(ABC):
         for level in range(deepest):
             picks, carry = self.candidates(lines, level, carry, tokens, paths, noise)
             shape = (*tokens.shape, -1)
-            front = growth.grow(picks.tokens.view(shape), picks.values.view(shape))
+            front = growth.grow(*picks.offered(shape))
             if front is None:
                 break
             slots = torch.arange(len(lines), device=self.device)[:, None] * tokens.shape[1] + front.parents
@@ -245,7 +245,7 @@ class VectorDrafter(ABC):
         """The best tokens after every node of the frontier, tokens [B, F]: picks of B · F rows, and what the next level reads."""
         logits, carry = self.step(level, carry, tokens.flatten())
         return pick(logits, [line.state.ranking.rows(*paths[i]) for i, line in enumerate(lines)], [line.seq for line in lines],
-                    [len(line.seq.tokens) + level for line in lines], noise, CANDIDATES, self.head.ids, self.vocab_size), carry
+                    [len(line.seq.tokens) + level for line in lines], noise, CANDIDATES, self.head.ids, self.vocab_size, shares=True), carry
 
 
 def longer(paths: Sequence[Sequence[Path]], front: Front) -> list[list[Path]]:

@@ -99,15 +99,6 @@ void copy_rows(void *const *stores, const long *sizes, long count, const int64_t
             memcpy((char *)stores[i] + move[1] * sizes[i], (char *)stores[i] + move[0] * sizes[i], move[2] * sizes[i]);
 }
 
-typedef struct {
-    product qkv, o, gate_up, down;
-    const void *before, *after, *of_heads; /* weights of the norms; before may be null, of_heads is [heads + kv_heads, dim] or null */
-    const void *of_stream; /* not null: the layer reads norm(beside; before) and norm(x; of_stream), side by side (EAGLE-3) */
-    float before_eps, after_eps, heads_eps, scaling;
-    long heads, kv_heads, dim, window, normed; /* normed: x itself goes on as norm(x; of_stream) */
-    void *keys, *values; /* the layer's storage, [places, kv_heads, dim] */
-} layer;
-
 static long most(long a, long b) { return a > b ? a : b; }
 
 /* What a layer's first product reads [rows, qkv.in], in `to`; `room` [rows, hidden]. */

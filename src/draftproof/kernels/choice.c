@@ -1,7 +1,7 @@
-/* The choice under noise: the k best of log p + g in each row. Compiled and called by ../native.py; core/host.py has the twin, and
- * core/noise.py says which number belongs to a token.
+/* The law of each row, and the choice under noise: the k best of log p + g. Compiled and called by ../native.py; core/probs.py and core/host.py
+ * have the twins, and core/noise.py says which number belongs to a token.
  *
- * A row is read once. A bound that takes a few operations tells which columns could be among the best so far; the noise of these few is
+ * For the choice a row is read once. A bound that takes a few operations tells which columns could be among the best so far; the noise of these few is
  * computed, in double as there, so that every way to a winner finds the same one.
  */
 #include <math.h>
@@ -35,19 +35,6 @@ static inline floats reach(words bits)
     floats n = __builtin_convertvector((integers)(bits >> 1), floats);
     floats logarithm = __builtin_convertvector((integers)n - 0x3f800000, floats) * 0x1p-23f;
     return (31 - logarithm) * 0.693147181f + SLACK;
-}
-
-/* Place a score that is among the k best so far: behind its equals. Returns how many there are. */
-static long placed(float score, long column, long k, long count, float *scores, int64_t *columns)
-{
-    long at = count < k ? count++ : k - 1;
-    for (; at && scores[at - 1] < score; at--) {
-        scores[at] = scores[at - 1];
-        columns[at] = columns[at - 1];
-    }
-    scores[at] = score;
-    columns[at] = column;
-    return count;
 }
 
 /* The best of columns [from, to) of a row, in order; returns how many there are, k or as many as are possible. */
@@ -129,4 +116,50 @@ int best(const float *x, long rows, long size, const uint32_t *keys, const int64
     }
     free(part_columns);
     return 0;
+}
+
+/* y [rows, size] = log softmax of x / temperature (which may be y), the largest taken off first: no overflow, and precise where the mass is.
+ * Exponentials add over lanes, then over these. Returns 0, or 1 if a row's largest number is not finite: such a row stays as it is. */
+int law(const float *x, float *y, long rows, long size, float temperature, int threads)
+{
+    int wrong = 0;
+#pragma omp parallel for num_threads(threads) reduction(| : wrong) if (rows * size > PART)
+    for (long r = 0; r < rows; r++) {
+        const float *from = x + r * size;
+        float *to = y + r * size, top = -INFINITY, rest = 0;
+        floats most = {0}, sum = {0};
+        integers sound = ~(integers){0};
+        long whole = size / LANES * LANES;
+        most -= INFINITY;
+        for (long c = 0; c < whole; c += LANES) {
+            floats v = *(const floats *)(from + c);
+            integers more = v > most;
+            most = (floats)(((integers)v & more) | ((integers)most & ~more));
+            sound &= v < INFINITY;
+        }
+        for (int i = 0; i < LANES; i++) {
+            if (most[i] > top) top = most[i];
+            if (!sound[i]) wrong = 1;
+        }
+        for (long c = whole; c < size; c++) {
+            if (from[c] > top) top = from[c];
+            if (!(from[c] < INFINITY)) wrong = 1;
+        }
+        if (wrong || top == -INFINITY) {
+            wrong = 1;
+            continue;
+        }
+        for (long c = 0; c < whole; c += LANES) {
+            floats z = (*(const floats *)(from + c) - top) / temperature;
+            *(floats *)(to + c) = z;
+            sum += exponential(z);
+        }
+        for (long c = whole; c < size; c++) {
+            to[c] = (from[c] - top) / temperature;
+            rest += expf(to[c]);
+        }
+        float mass = logf(total(sum) + rest);
+        for (long c = 0; c < size; c++) to[c] -= mass;
+    }
+    return wrong;
 }

@@ -216,9 +216,38 @@ typedef struct {
     panel_kernel *const *one, *const *two;
 } form;
 
+/* A layer of Llama's block. */
+typedef struct {
+    product qkv, o, gate_up, down;
+    const void *before, *after, *of_heads; /* weights of the norms; before may be null, of_heads is [heads + kv_heads, dim] or null */
+    const void *of_stream; /* not null: the layer reads norm(beside; before) and norm(x; of_stream), side by side (EAGLE-3) */
+    float before_eps, after_eps, heads_eps, scaling;
+    long heads, kv_heads, dim, window, normed; /* normed: x itself goes on as norm(x; of_stream) */
+    void *keys, *values; /* the layer's storage, [places, kv_heads, dim] */
+} layer;
+
 int attend(const course *c, const attention *a, int threads);
 form form_of_whole(int bits, long in, int halves);
 form form_of_narrow(long in);
 void open_narrow(const uint32_t *panel, long first, long count, spares *left, uint32_t *to);
 long room_of(int bits, long in, int halves, long rows);
 int multiply(const product *p, const void *x, uint32_t *room, void *y, long rows, int halves, int threads);
+void norm(const void *x, const void *weight, void *y, long outer, long inner, long n, long stride, float eps, int halves, int threads);
+int blocks(const layer *layers, long count, const course *first_course, long courses, void *x, const void *beside, const void *cos,
+           const void *sin, long angles, int halves, int threads);
+int law(const float *x, float *y, long rows, long size, float temperature, int threads);
+int best(const float *x, long rows, long size, const uint32_t *keys, const int64_t *names, long k, float *scores, int64_t *columns,
+         int threads);
+
+/* Place a score that is among the k best so far: behind its equals. Returns how many there are. */
+static inline long placed(float score, long column, long k, long count, float *scores, int64_t *columns)
+{
+    long at = count < k ? count++ : k - 1;
+    for (; at && scores[at - 1] < score; at--) {
+        scores[at] = scores[at - 1];
+        columns[at] = columns[at - 1];
+    }
+    scores[at] = score;
+    columns[at] = column;
+    return count;
+}

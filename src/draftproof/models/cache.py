@@ -137,7 +137,7 @@ class PagePool:
         return self.copies
 
     def copy(self, copies: Sequence[tuple[int, int, int, int]]) -> None:
-        """For each (source, target, start, end): the keys at places [start, end) of a page to the same places of another, in every layer."""
+        """For each (source, target, start, end): keys at places [start, end) of a page to the same places of another, in every layer."""
         size, stores = self.page_tokens, [*self.keys.values(), *self.values.values()]
         moves = [(source * size + start, target * size + start, end - start) for source, target, start, end in copies if end > start]
         if moves and stores and self.device.type == "cpu" and native.available()[0]:

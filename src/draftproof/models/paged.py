@@ -261,8 +261,8 @@ class PagedTarget:
         """(page table, rows whose keys lie on the path, rows that attend through it, keys read in the path before it) per leaf. Row 0 is
         the root, row 1+i node i.
 
-        The first leaf writes into the slot's own pages, every other one into pages of its own from the root's on, with copies (for `pool.copy`)
-        of what lies before the root there, unless that is read in common.
+        The first leaf writes into the slot's own pages, every other one into pages of its own from the root's on, with `copies` (for the
+        pool) of what lies before the root there, unless that is read in common.
         """
         size = self.pool.page_tokens
         head, end = base // size, (base + depth) // size + 1

@@ -106,7 +106,7 @@ class Rope(nn.Module):
             frequencies, self.scale = ROPE_INIT_FUNCTIONS[kind](like, torch.device("cpu"))
         self.register_buffer("inv_freq", frequencies, persistent=False)
         self.whole = self.rotary == head_dim
-        self._table: Tensor | None = None   # [positions, 2, rotary], as `angles` gives them
+        self._table: Tensor | None = None
 
     def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """cos, sin [n, rotary] float32 of positions [n]."""
@@ -116,12 +116,15 @@ class Rope(nn.Module):
 
     def angles(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """The same [n, 1, rotary] of a dtype as `native.turn` takes them, sin negative in its first half, out of a table."""
-        last = int(positions.max())
-        if self._table is None or self._table.dtype != dtype or self._table.shape[0] <= last:
-            cos, sin = self(torch.arange(angles_held(last + 1)))
-            self._table = torch.stack((cos, signed(sin)), 1).to(dtype)
-        found = self._table[positions]
+        found = self.table(int(positions.max()) + 1, dtype)[positions]
         return found[:, :1], found[:, 1:]
+
+    def table(self, count: int, dtype: torch.dtype) -> Tensor:
+        """[positions, 2, rotary] of at least so many positions: cos, and sin with its first half negative."""
+        if self._table is None or self._table.dtype != dtype or self._table.shape[0] < count:
+            cos, sin = self(torch.arange(angles_held(count)))
+            self._table = torch.stack((cos, signed(sin)), 1).to(dtype)
+        return self._table
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

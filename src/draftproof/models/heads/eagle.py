@@ -96,7 +96,7 @@ class EagleHead(nn.Module):
 
     def step(self, tokens: Tensor, hidden: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """tokens [R] and the hidden states before them [R, H] → hidden states [R, H]: for `logits`, and for the next step."""
-        embedded = embed(self._parts[0], self.embed_tokens, tokens)
+        embedded = embedding(self._parts[0], self.embed_tokens)(tokens)
         if self.embedding_layernorm is not None and self.hidden_states_layernorm is not None:
             embedded, hidden = self.embedding_layernorm(embedded), self.hidden_states_layernorm(hidden)
         x = self.fc(torch.cat((embedded, hidden), -1))
@@ -149,11 +149,10 @@ def give_biases(module: nn.Module, names: Iterable[str]) -> None:
             linear.bias = nn.Parameter(torch.zeros(linear.out_features))
 
 
-def embed(parts: TargetParts, own: nn.Embedding | None, tokens: Tensor) -> Tensor:
+def embedding(parts: TargetParts, own: nn.Embedding | None) -> nn.Module:
     table = own if own is not None else parts.embed
     assert table is not None, "refused at construction"
-    embedded: Tensor = table(tokens)
-    return embedded
+    return table
 
 
 def settle(head: H, parts: TargetParts) -> H:

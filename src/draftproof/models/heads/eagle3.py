@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from ...errors import LoadError
 from ..target import TargetParts
 from .blocks import RMSNorm, Rope
-from .eagle import ROTARY, count_layers, embed, give_biases, kept, require_vocabulary, rope_fields, settle, text_config
+from .eagle import ROTARY, count_layers, embedding, give_biases, kept, require_vocabulary, rope_fields, settle, text_config
 from .files import HeadFiles, converted, fill, needed, write_files
 from .layers import Attend, FirstLayer, HeadLayer, HeadLayers, Shape
 from .vocabulary import draft_ids, mask, offsets
@@ -128,8 +128,12 @@ class Eagle3Head(nn.Module):
 
     def step(self, tokens: Tensor, hidden: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """tokens [R] and the hidden states before them [R, H] → hidden states [R, H]: for `logits`, and for the next step."""
-        x: Tensor = self.layers(hidden, self.rope, positions, attend, embed(self._parts[0], self.embed_tokens, tokens))
+        x: Tensor = self.layers(hidden, self.rope, positions, attend, self.embedding()(tokens))
         return self.norm(x) if self.norm_output else x
+
+    def embedding(self) -> nn.Module:
+        """Tokens → [..., H]: its own, or the target's."""
+        return embedding(self._parts[0], self.embed_tokens)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[R, Vd] over the draft vocabulary, for the token after the one that `step` read."""

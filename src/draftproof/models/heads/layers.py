@@ -155,24 +155,23 @@ class HeadLayers(nn.ModuleList):
 
     def forward(self, x: Tensor, rope: Rope, positions: Tensor, attend: Attend, beside: Tensor | None = None) -> Tensor:
         """x, beside [R, H], entries at positions [R] → [R, H]."""
-        if served(x) and isinstance(attend, HeadPass) and rope.whole and self._compiled():
-            assert self._table is not None
+        table = self.table() if served(x) and isinstance(attend, HeadPass) and rope.whole else None
+        if table is not None:
+            assert isinstance(attend, HeadPass)
             cos, sin = rope.angles(positions, x.dtype)
             x = x.clone(memory_format=torch.contiguous_format)
-            native.blocks(self._table, 0, len(self), x, cos, sin, attend.courses(), beside)
+            native.blocks(table, 0, len(self), x, cos, sin, attend.courses(), beside)
             return x
         turn = rope(positions)
         for number, layer in enumerate(self):
             x = layer(x, turn, attend, number, beside)
         return x
 
-    def _compiled(self) -> bool:
-        """Whether every product of every layer is one of ours."""
-        if self._table is None:
-            if not all(isinstance(part, StreamedLinear) for layer in self for part in _products(layer)):
-                return False
+    def table(self) -> ctypes.Array[native.Layer] | None:
+        """The layers for the kernels; None unless every product of every layer is one of ours."""
+        if self._table is None and all(isinstance(part, StreamedLinear) for layer in self for part in _products(layer)):
             self._table = (native.Layer * len(self))(*(self._kernel(layer) for layer in self))
-        return True
+        return self._table
 
     def _kernel(self, layer: Any) -> native.Layer:
         """A layer for `native.blocks`; keys and values are the courses' own."""

@@ -1,0 +1,71 @@
+"""The kernels (kernels/), made into a library by the machine's own compiler and kept in the user's cache folder, by what it was made of."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+KERNELS = Path(__file__).with_name("kernels")
+FLAGS = ["-O3", "-march=native", "-ffp-contract=fast", "-fopenmp", "-fPIC"]
+PATIENCE = 60  # seconds for the compiler
+OPENMP = ("libgomp", "libiomp5", "libomp")
+
+
+class Unavailable(Exception):
+    """Why there is no compiled library."""
+
+
+def built() -> Path:
+    """The library; made, in about three seconds, unless it is there. Raises Unavailable, OSError or subprocess.SubprocessError."""
+    return _build(_compiler(), _openmp())
+
+
+def _compiler() -> list[str]:
+    asked = shlex.split(os.environ.get("CC", ""))
+    found = asked or [name for name in ("gcc", "cc") if shutil.which(name)][:1]
+    if not found:
+        raise Unavailable("no C compiler found (gcc, or cc if it is GCC; the variable CC names another)")
+    return found
+
+
+def _openmp() -> str:
+    """The OpenMP library that torch runs in this process: a second one would bring threads of its own."""
+    maps = Path("/proc/self/maps")
+    mapped = {line.split(None, 5)[-1].strip() for line in maps.read_text().splitlines()} if maps.exists() else set()
+    found = sorted(path for path in mapped if Path(path).name.startswith(OPENMP))
+    if not found:
+        raise Unavailable("torch runs without an OpenMP library that this process could find")
+    return found[0]
+
+
+def _build(compiler: list[str], openmp: str) -> Path:
+    version = subprocess.run([*compiler, "--version"], capture_output=True, check=True, timeout=PATIENCE).stdout
+    sources = sorted(KERNELS.iterdir())
+    made_of = [*(source.read_bytes() for source in sources), version, openmp.encode(), " ".join(FLAGS).encode(), _processor().encode()]
+    name = hashlib.sha256(b"\0".join(made_of)).hexdigest()[:32] + ".so"
+    kept = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "draftproof" / name
+    if kept.exists():
+        return kept
+    kept.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=kept.parent) as folder:  # another process may be building the same
+        parts = [source for source in sources if source.suffix == ".c"]
+        for step in ([*FLAGS, "-c", *map(str, parts)], ["-shared", *(f"{part.stem}.o" for part in parts), openmp, "-lm", "-o", name]):
+            made = subprocess.run([*compiler, *step], capture_output=True, text=True, timeout=PATIENCE, cwd=folder)
+            if made.returncode:
+                said = (made.stderr.splitlines() or ["no message"])[0]
+                raise Unavailable(f"{shlex.join(compiler)} stopped with {made.returncode}: {said}")
+        os.replace(f"{folder}/{name}", kept)
+    return kept
+
+
+def _processor() -> str:
+    """What `-march=native` depends on: a home folder may be shared by machines."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    return "\n".join([platform.machine(), *sorted({line for line in lines if line.startswith(("flags", "Features", "model name"))})])
