@@ -93,7 +93,7 @@ int best(const float *x, long rows, long size, const uint32_t *keys, const int64
     int64_t *part_columns = (int64_t *)part_scores;
     long *counts = (long *)(part_columns + rows * parts * k);
     part_scores = (float *)(counts + rows * parts);
-#pragma omp parallel for num_threads(threads) if (rows * size > PART)
+#pragma omp parallel for num_threads(threads) if (rows * size > PART / 2)
     for (long task = 0; task < rows * parts; task++) {
         long r = task / parts, from = task % parts * PART, to = from + PART < size ? from + PART : size;
         counts[task] = best_of_part(x + r * size, from, to, keys ? keys + 2 * r : 0, names, k, part_scores + task * k,
@@ -123,7 +123,7 @@ int best(const float *x, long rows, long size, const uint32_t *keys, const int64
 int law(const float *x, float *y, long rows, long size, float temperature, int threads)
 {
     int wrong = 0;
-#pragma omp parallel for num_threads(threads) reduction(| : wrong) if (rows * size > PART)
+#pragma omp parallel for num_threads(threads) reduction(| : wrong) if (rows * size > PART / 2)
     for (long r = 0; r < rows; r++) {
         const float *from = x + r * size;
         float *to = y + r * size, top = -INFINITY, rest = 0;
