@@ -245,7 +245,7 @@ def test_many_tokens_cost_one_flush_a_frame(page: Page) -> None:
               if (this.classList.contains('lane')) now += 1;
               return append.apply(this, parts);
             };""")
-        ask(page, "abab", max_tokens=1500, seed=1)
+        ask(page, "abab", max_tokens=6000, seed=1)          # long enough for a few frames on a fast machine
         flushes = page.js("return window.perFrame")
         assert max(flushes) == 1 and sum(flushes) >= 2, "what arrives within a frame is shown at once"
         running.listener.handle_exit(signal.SIGTERM, None)
