@@ -62,10 +62,9 @@ def test_everything_in_front_of_vllm(site: tuple[str, Path, subprocess.Popen[str
     openai = pytest.importorskip("openai")
     with openai.OpenAI(base_url=url + "/v1", api_key="none", max_retries=0) as client:
         stream = client.chat.completions.create(
-            model="draftproof-demo", messages=[{"role": "user", "content": "Write a loop."}], stream=True, max_tokens=128, temperature=0,
-            extra_body={"ignore_eos": True})
-        pieces = len([chunk for chunk in stream if chunk.choices and chunk.choices[0].delta.content])
-        assert pieces > 2, "what a fast engine writes at once comes as one piece, but not all of it"
+            model="draftproof-demo", messages=[{"role": "user", "content": "Write a loop."}], stream=True, max_tokens=512, temperature=0,
+            extra_body={"ignore_eos": True})                         # many: a fast engine's tokens come several in a piece
+        assert len([chunk for chunk in stream if chunk.choices and chunk.choices[0].delta.content]) > 4
 
     guessed = complete(url, metadata={"prompt_class": "code"})
     assert guessed["speculation"]["replica"] == "vllm0" and guessed["usage"]["completion_tokens"] == 64
