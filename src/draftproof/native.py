@@ -135,8 +135,8 @@ def product(panels: Tensor, bias: Tensor | None, steps: Tensor | None, out: int,
             spare: Spare | None = None) -> Product:
     """What `multiply` and `Layer` take: panels by an `arrange…`, of 16, 12, 8 or 4 bits; bias, and steps of 8 bits, float32 [out]; spare,
     of 12 bits. The tensors must outlive it."""
-    blocks = (None,) * 3 if spare is None else tuple(map(_address, spare))
-    return Product(panels.data_ptr(), _address(bias), _address(steps), *blocks, columns, out, bits)
+    blocks = (None,) * 3 if spare is None else tuple(map(address_of, spare))
+    return Product(panels.data_ptr(), address_of(bias), address_of(steps), *blocks, columns, out, bits)
 
 
 def multiply(x: Tensor, by: Product) -> Tensor:
@@ -147,7 +147,7 @@ def multiply(x: Tensor, by: Product) -> Tensor:
     rows = x.numel() // max(1, columns)
     words = _loaded().room_of(by.bits, columns, halves, rows)
     room = torch.empty(rows * words, dtype=torch.int32) if words else None
-    if _loaded().multiply(by, x.data_ptr(), _address(room), y.data_ptr(), rows, halves, torch.get_num_threads()):
+    if _loaded().multiply(by, x.data_ptr(), address_of(room), y.data_ptr(), rows, halves, torch.get_num_threads()):
         raise MemoryError(f"a product of {rows} rows found no memory to work in")
     return y
 
@@ -169,7 +169,7 @@ def arrange_four(levels: Tensor, steps: Tensor) -> Tensor:
     return panels
 
 
-def _address(tensor: Tensor | None) -> int | None:
+def address_of(tensor: Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
 
 
@@ -193,8 +193,8 @@ class Course:
         self.rows = len(positions)
         at = accumulate(map(len, parts), initial=0)
         self._sight = None if sight is None else sight.contiguous()
-        self.struct = _Course(self.rows, len(paths), len(write_to), page, *(address + size * next(at) for _ in parts), _address(own),
-                              0 if own is None else own.shape[2], _address(self._sight), 0 if sight is None else sight.shape[1])
+        self.struct = _Course(self.rows, len(paths), len(write_to), page, *(address + size * next(at) for _ in parts), address_of(own),
+                              0 if own is None else own.shape[2], address_of(self._sight), 0 if sight is None else sight.shape[1])
 
 
 def attend(
@@ -208,7 +208,7 @@ def attend(
     sinks = None if sinks is None else sinks.float().contiguous()
     out = torch.empty(rows, heads, deep, dtype=query.dtype)
     asked = _Attention(
-        query.data_ptr(), keys.data_ptr(), values.data_ptr(), _address(sinks), out.data_ptr(), query.stride(0),
+        query.data_ptr(), keys.data_ptr(), values.data_ptr(), address_of(sinks), out.data_ptr(), query.stride(0),
         kv_heads, heads // kv_heads, dim, deep, window or 0, scaling, query.dtype == torch.bfloat16)
     if _loaded().attend(course.struct, asked, torch.get_num_threads()):
         raise MemoryError(f"attention of {rows} rows found no memory to work in")
@@ -224,7 +224,7 @@ def blocks(layers: ctypes.Array[Layer], first: int, last: int, x: Tensor, cos: T
     assert beside is None or beside.is_contiguous() and beside.shape == x.shape and beside.dtype == x.dtype
     structs = (_Course * len(courses))(*(course.struct for course in courses))
     failed = _loaded().blocks(
-        ctypes.byref(layers[first]), last - first, structs, len(courses), x.data_ptr(), _address(beside), cos.data_ptr(), sin.data_ptr(),
+        ctypes.byref(layers[first]), last - first, structs, len(courses), x.data_ptr(), address_of(beside), cos.data_ptr(), sin.data_ptr(),
         cos.stride(0), x.dtype == torch.bfloat16, torch.get_num_threads())
     if failed:
         raise MemoryError(f"a pass of {rows} rows found no memory to work in")
@@ -238,7 +238,7 @@ def best(x: Tensor, keys: Tensor | None, names: Tensor | None, k: int) -> tuple[
     x, keys = x.contiguous(), None if keys is None else keys.contiguous()
     assert keys is None or keys.dtype == torch.int32 and keys.shape == (rows, 2)
     scores, columns = torch.empty(rows, k), torch.empty(rows, k, dtype=torch.int64)
-    if _loaded().best(x.data_ptr(), rows, size, _address(keys), _address(names), k, scores.data_ptr(), columns.data_ptr(),
+    if _loaded().best(x.data_ptr(), rows, size, address_of(keys), address_of(names), k, scores.data_ptr(), columns.data_ptr(),
                       torch.get_num_threads()):
         raise MemoryError(f"the choice of {rows} rows found no memory to work in")
     return scores, columns

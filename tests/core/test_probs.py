@@ -300,7 +300,7 @@ def top_plain(logp: Tensor, keys: Tensor, k: int, ids: Sequence[int]) -> tuple[l
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whole rows through the compiled kernel and, as without a compiler, through numpy."""
     if request.param == "numpy":
-        monkeypatch.setattr(choice, "_compiled", lambda rows: False)
+        monkeypatch.setattr(choice, "compiled", lambda rows: False)
     elif not native.available()[0]:
         pytest.skip(native.available()[1])
 

@@ -82,7 +82,7 @@ def perturbed_top(law: Law | Tensor, keys: Tensor | None, k: int, ids: Tensor | 
 def _searched(law: Law, noise: Tensor, k: int, ids: Tensor | None, counts: Sequence[int] | None) -> tuple[Tensor, Tensor]:
     """On a processor; whole rows by the compiled kernel, of which numpy's way is the twin. Rows of one key share the bound of its noise."""
     owners = slice(None) if counts is None or max(counts) == 1 else np.repeat(np.arange(len(counts)), counts)
-    if law.few is None and _compiled(law.whole):
+    if law.few is None and compiled(law.whole):
         return native.best(law.whole, noise[owners], ids, k)
     keys, names = noise.numpy().view(np.uint32), None if ids is None else ids.numpy()
     if law.few is not None:
@@ -92,7 +92,8 @@ def _searched(law: Law, noise: Tensor, k: int, ids: Tensor | None, counts: Seque
     return torch.from_numpy(values), torch.from_numpy(columns)
 
 
-def _compiled(rows: Tensor) -> bool:
+def compiled(rows: Tensor) -> bool:
+    """Whether the kernels take these rows."""
     return rows.device.type == "cpu" and rows.dtype == torch.float32 and native.available()[0]
 
 
@@ -109,7 +110,7 @@ def _best(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """The k largest scores [N, V] and their columns, ties by the lowest column."""
     if k == 1:
         columns = first_largest(scores)
-    elif _compiled(scores):
+    elif compiled(scores):
         return native.best(scores, None, None, k)
     elif scores.device.type == "cpu":
         columns = torch.from_numpy(host.largest(scores.numpy(), k))

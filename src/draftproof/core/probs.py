@@ -24,7 +24,7 @@ from .. import native
 from ..errors import Failure, OptionError
 from ..types import Sampling
 from . import host
-from .choice import Law, first_largest
+from .choice import Law, compiled, first_largest
 from .edits import Rows, edit
 from .host import Filters
 from .upload import uploaded
@@ -113,7 +113,7 @@ def _law(x: Tensor, top: Tensor, f: Filters) -> Law:
 
 
 def _log_softmax(x: Tensor, top: Tensor, temperature: float) -> Tensor:
-    if x.device.type == "cpu" and x.dtype == torch.float32 and native.available()[0]:
+    if compiled(x):
         return native.law(x, max(temperature, host.COLD))
     if temperature == 1:
         return torch.log_softmax(x, -1)

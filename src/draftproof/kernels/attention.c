@@ -141,8 +141,6 @@ static inline __attribute__((always_inline)) void turned(const char *from, long 
     }
 }
 
-static inline floats either(integers which, floats a, floats b) { return (floats)(((integers)a & which) | ((integers)b & ~which)); }
-#define GREATER(a, b) either((a) > (b), a, b)
 #define ACROSS(half, x) __builtin_shuffle(x, AT ^ (half))
 
 /* weight [from, to), two vectors at a time: scores → exponentials of their distance to the greatest so far, 0 but in [low, high). Returns

@@ -1,8 +1,8 @@
-/* The law of each row, and the choice under noise: the k best of log p + g. Compiled and called by ../native.py; core/probs.py and core/host.py
- * have the twins, and core/noise.py says which number belongs to a token.
+/* The law of each row, and the choice under noise: the k best of log p + g. Compiled and called by ../native.py; core/probs.py and
+ * core/host.py have the twins, and core/noise.py says which number belongs to a token.
  *
- * For the choice a row is read once. A bound that takes a few operations tells which columns could be among the best so far; the noise of these few is
- * computed, in double as there, so that every way to a winner finds the same one.
+ * For the choice a row is read once. A bound that takes a few operations tells which columns could be among the best so far; the noise
+ * of these few is computed, in double as there, so that every way to a winner finds the same one.
  */
 #include <math.h>
 #include <stdlib.h>
@@ -119,7 +119,7 @@ int best(const float *x, long rows, long size, const uint32_t *keys, const int64
 }
 
 /* y [rows, size] = log softmax of x / temperature (which may be y), the largest taken off first: no overflow, and precise where the mass is.
- * Exponentials add over lanes, then over these. Returns 0, or 1 if a row's largest number is not finite: such a row stays as it is. */
+ * Exponentials add over lanes, then over these. Returns 0, or 1 if a row's largest number is not finite: then y is of no use. */
 int law(const float *x, float *y, long rows, long size, float temperature, int threads)
 {
     int wrong = 0;
@@ -133,8 +133,7 @@ int law(const float *x, float *y, long rows, long size, float temperature, int t
         most -= INFINITY;
         for (long c = 0; c < whole; c += LANES) {
             floats v = *(const floats *)(from + c);
-            integers more = v > most;
-            most = (floats)(((integers)v & more) | ((integers)most & ~more));
+            most = GREATER(v, most);
             sound &= v < INFINITY;
         }
         for (int i = 0; i < LANES; i++) {

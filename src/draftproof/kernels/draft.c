@@ -165,8 +165,8 @@ long draft(const head *h, const growth *g, const void *last, long *slots, int th
 {
     desk d;
     char *all = furnish(h, g, &d);
-    long level = 0, entries = 0, failed = all ? 0 : -1;
-    if (!all) return failed;
+    long level = 0, entries = 0, failed = 0;
+    if (!all) return -1;
     memcpy(d.x, last, size(h->halves) * h->hidden);
     memset(d.sight, 1, g->held);
     *slots = 1, *d.reach = 0, *g->spots = 0;

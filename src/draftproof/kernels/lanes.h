@@ -51,6 +51,9 @@ static inline uint16_t rounded(float value) /* to the nearest bfloat16, ties to 
     return value != value ? 0x7fc0 : (uint16_t)((word + 0x7fff + (word >> 16 & 1)) >> 16);
 }
 
+static inline floats either(integers which, floats a, floats b) { return (floats)(((integers)a & which) | ((integers)b & ~which)); }
+#define GREATER(a, b) either((a) > (b), a, b)
+
 static inline float total(floats x) /* over the lanes */
 {
     float lanes[LANES];

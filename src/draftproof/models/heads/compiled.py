@@ -66,10 +66,10 @@ class CompiledHead:
 
     def __init__(self, head: Eagle3Head, layers: ctypes.Array[native.Layer], embedding: Tensor, output: StreamedLinear) -> None:
         self.head, self.layers, self.embedding = head, layers, embedding
-        self.dtype, self.size, self.depth = embedding.dtype, output.out_features, head.depth
+        self.dtype, self.size = embedding.dtype, output.out_features
         self.struct = _Head(
             ctypes.addressof(layers), output.product, head.norm.weight.data_ptr(), embedding.data_ptr(), None,
-            None if head.ids is None else head.ids.data_ptr(), len(layers), head.shape.hidden, self.size, head.shape.head_dim,
+            native.address_of(head.ids), len(layers), head.shape.hidden, self.size, head.shape.head_dim,
             head.norm.eps, head.norm_output, self.dtype == torch.bfloat16)
 
     @classmethod
@@ -94,14 +94,10 @@ class CompiledHead:
         parts = chances, gap_edges, share_edges, own, tokens, spots, values, shares, gaps, worth
         keys, last = None if keys is None else keys.contiguous(), last.contiguous()
         growth = _Growth(
-            _at(keys), ctypes.addressof(ends), *map(_at, parts), depth, wide, k, wish.nodes, wish.position, wish.held,
-            own.shape[2], ROOM, len(wish.ends), *bins, wish.temperature)
+            native.address_of(keys), ctypes.addressof(ends), *map(native.address_of, parts),
+            depth, wide, k, wish.nodes, wish.position, wish.held, own.shape[2], ROOM, len(wish.ends), *bins, wish.temperature)
         slots = (ctypes.c_long * depth)()
         made = native.draft(self.struct, growth, last, slots)
         if made < 0:
             return None
         return [Level(*(part[at, :n] for part in (tokens, values, shares, gaps, worth, spots))) for at, n in enumerate(slots[:made])]
-
-
-def _at(tensor: Tensor | None) -> int | None:
-    return None if tensor is None else tensor.data_ptr()
