@@ -235,7 +235,9 @@ def test_the_switch_of_the_server(page: Page, keyed: Running) -> None:
 
 
 def test_many_tokens_cost_one_flush_a_frame(page: Page) -> None:
-    with serving(letters(), "ngram:min=1,max=2", depth=3, config=ServeConfig(port=0)) as running:
+    endless = letters(context=1 << 20)
+    endless.eos_ids = ()                                    # it writes until the page has shown some, however fast either is
+    with serving(endless, "ngram:min=1,max=2", depth=3, config=ServeConfig(port=0)) as running:
         page.open(running.url)
         page.until("document.querySelector('#chat-send') !== null", 30)
         page.js("""window.perFrame = []; let now = 0;
@@ -245,9 +247,13 @@ def test_many_tokens_cost_one_flush_a_frame(page: Page) -> None:
               if (this.classList.contains('lane')) now += 1;
               return append.apply(this, parts);
             };""")
-        ask(page, "abab", max_tokens=6000, seed=1)          # long enough for a few frames on a fast machine
-        flushes = page.js("return window.perFrame")
-        assert max(flushes) == 1 and sum(flushes) >= 2, "what arrives within a frame is shown at once"
+        ask(page, "abab", ended=0, max_tokens=500_000, seed=1)
+        page.until("window.perFrame.reduce((sum, n) => sum + n, 0) >= 4", 60)
+        flushes, shown = page.js("return [window.perFrame, document.querySelectorAll('#chat-answer .lane .tok').length]")
+        page.js("document.querySelector('#chat-stop').click()")
+        page.until("document.querySelector('#chat-answer [data-ended=stopped]') !== null")
+        assert max(flushes) == 1, "what arrives within a frame is shown at once"
+        assert shown > 2 * sum(flushes), "and much does"
         running.listener.handle_exit(signal.SIGTERM, None)
 
 
