@@ -58,6 +58,8 @@ KINDS = ("eagle", "eagle3", "medusa", "hydra", "mlp", "mtp", "pard", "dflash", "
 @click.option("--depth", type=click.IntRange(1), metavar="N", help="Tokens guessed, or steps unrolled.  [default: the family's]")
 @click.option("--mask-token", type=click.IntRange(0), metavar="ID", help="Of pard and dflash: a token that no text holds.")
 @click.option("--taps", type=Layers(), help="Of eagle3: 0-based layers of the target whose outputs it reads.  [default: 1, L/2 - 1, L - 4]")
+@click.option("--accept-at", type=click.FloatRange(0.1, 2), metavar="TEMPERATURE",
+              help="Of eagle3: learn to be accepted at this temperature, a second run from --init.  [default: to know the target's law]")
 @click.option("--shared", is_flag=True, help="Of mlp: use the target's embedding and output matrix instead of own ones.")
 @click.option("--answers", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE",
               help="Where the target's answers are kept; drafters trained on one log may share it.  [default: in OUT.training]")
@@ -93,7 +95,7 @@ def train(kind: str, target: str | None, data: Path, out: Path, as_json: bool, *
     model, texts, held = _material(target, data, work, given, team, say)
     torch.manual_seed(given["seed"])          # a fresh drafter is the same one in a run that goes on
     task = begin(kind, model, texts, Wish(given["init"], given["draft_vocab"], given["layers"], given["depth"], given["mask_token"],
-                                            given["shared"], given["taps"]))
+                                            given["shared"], given["taps"], given["accept_at"]))
     size = sum(p.numel() for p in task.module.parameters() if p.requires_grad)
     say(f"{kind}: {size / 1e6:.2f} M parameters to train, {len(texts)} texts to learn from, {len(held)} held out; processes: {team.size}")
     depth = given["depth"] or 4

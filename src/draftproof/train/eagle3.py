@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from ..core.budget import match_acceptance
 from ..errors import LoadError
 from ..models.heads.eagle3 import Eagle3Head
 from ..models.heads.vocabulary import mask, offsets
@@ -21,6 +22,7 @@ from .base import Features, saved_dtype
 from .mtp import Unrolled, step_weights
 
 ROWS = 256      # rows of the target's logits at a time; at a vocabulary of 128k they are large
+TOP, TINY = 24, 1e-9
 
 
 def draft_vocabulary(counts: Tensor, size: int) -> tuple[Tensor, Tensor]:
@@ -61,6 +63,16 @@ def soft_cross_entropy(logits: Tensor, laws: Tensor) -> Tensor:
     return -(laws * logits.float().log_softmax(-1)).sum(-1)
 
 
+def acceptance(logits: Tensor, laws: Tensor, temperature: float, top: int = TOP) -> Tensor:
+    """`core.budget.match_acceptance` [R] at this temperature, of the head's logits [R, V] and the target's laws [R, V]. Each row's `top`
+    tokens that matter most are taken one by one, all others as if they were one: an upper bound, close where these hold nearly all."""
+    q = (logits.float() / temperature).softmax(-1)
+    p = laws if temperature == 1 else (laws.clamp(min=TINY).log() / temperature).softmax(-1)
+    most = torch.maximum(p, q.detach()).topk(min(top, p.shape[-1])).indices
+    few = (law.gather(1, most) for law in (p, q))
+    return match_acceptance(*(torch.cat((law, (1 - law.sum(-1, keepdim=True)).clamp(min=0.0)), 1) + TINY for law in few))
+
+
 def weighted_mean(sums: Sequence[Sequence[Tensor]], counts: Sequence[int], weights: Sequence[float]) -> Tensor | None:
     """Σ over steps of weight · mean over that step's guesses; sums[i] are its texts' sums, counts[i] how many guesses. None if none."""
     parts = [weight * torch.stack(list(found)).sum() / count for found, count, weight in zip(sums, counts, weights, strict=True) if count]
@@ -70,10 +82,12 @@ def weighted_mean(sums: Sequence[Sequence[Tensor]], counts: Sequence[int], weigh
 class Eagle3Task:
     """A `train.base.Task`. The head is trained in float32 and saved in the target's precision."""
 
-    def __init__(self, head: Eagle3Head, parts: TargetParts, steps: int = 5, decay: float = 0.8) -> None:
+    def __init__(self, head: Eagle3Head, parts: TargetParts, steps: int = 5, decay: float = 0.8, accept_at: float | None = None) -> None:
+        """accept_at: learn to be accepted at this temperature, once the law is roughly known; None: the law alone."""
         if parts.output is None or parts.embed is None:
             raise LoadError("the target has no embedding or output matrix to learn from; expected a decoder-only language model")
         self.module, self.parts, self.steps = head.float().requires_grad_(True), parts, steps
+        self.accept_at = accept_at
         self.weights = step_weights(steps, decay)
         self.last = int(parts.config.get_text_config().num_hidden_layers) - 1
         self.taps: tuple[int, ...] = tuple(sorted({*head.taps, self.last}))
@@ -113,5 +127,15 @@ class Eagle3Task:
             counts = (wanted & known[step + 1:step + 1 + rows]).nonzero()[:, 0]
             at = counts + step + 1
             logits = head.logits(hidden[counts])
-            found.append((soft_cross_entropy(logits, laws[at]), logits.argmax(-1) == best[at], int(wanted.sum())))
+            found.append((self._wrong(logits, laws[at]), logits.argmax(-1) == best[at], int(wanted.sum())))
         return found
+
+    def _wrong(self, logits: Tensor, laws: Tensor) -> Tensor:
+        """The loss [R] of guesses. The better a step's guesses are, the more it is their refusal itself and the less cross-entropy, which
+        leads there from afar (LK losses, arXiv 2602.23881, with the chance under shared noise for the overlap of the laws)."""
+        far = soft_cross_entropy(logits, laws)
+        if self.accept_at is None or not len(far):
+            return far
+        stand = acceptance(logits, laws, self.accept_at)
+        share = torch.exp(-3.0 * stand.detach().mean())
+        return share * far + (1 - share) * (1 - stand)

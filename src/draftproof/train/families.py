@@ -23,7 +23,8 @@ class Wish:
 
     init: a folder to begin with · draft_vocab: tokens of a reduced vocabulary (eagle3, medusa) · layers · depth: tokens guessed, or
     steps unrolled · mask_token: of pard and dflash, one that no text holds · shared: an mlp with the target's embedding and output matrix ·
-    taps: 0-based layers of the target whose outputs an eagle3 head reads
+    taps: 0-based layers of the target whose outputs an eagle3 head reads ·
+    accept_at: the temperature at which it learns to be accepted
     """
 
     init: Path | None = None
@@ -33,6 +34,7 @@ class Wish:
     mask_token: int | None = None
     shared: bool = False
     taps: tuple[int, ...] | None = None
+    accept_at: float | None = None
 
     @property
     def files(self) -> HeadFiles | None:
@@ -83,7 +85,7 @@ def _eagle3(target: Target, texts: Sequence[Text], wish: Wish) -> Task:
     else:
         head = Eagle3Head.fresh(target.parts, _vocabulary(target, texts, wish), **wish.sizes(layers="layers", taps="taps"))
         warm_eagle3(head, target.parts)
-    return Eagle3Task(head, target.parts, **wish.sizes(steps="depth"))
+    return Eagle3Task(head, target.parts, **wish.sizes(steps="depth", accept_at="accept_at"))
 
 
 def _medusa(target: Target, texts: Sequence[Text], wish: Wish) -> Task:
