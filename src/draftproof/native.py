@@ -244,12 +244,18 @@ def best(x: Tensor, keys: Tensor | None, names: Tensor | None, k: int) -> tuple[
     return scores, columns
 
 
-def law(x: Tensor, temperature: float) -> Tensor:
-    """log softmax of x [N, V] float32, whose rows have finite maxima, at this temperature above 0."""
+def first(x: Tensor) -> Tensor | None:
+    """The first column of the largest value of each row [N, V], int64 [N, 1]; None if a row's largest is not finite."""
+    x, columns = x.contiguous(), torch.empty(x.shape[0], 1, dtype=torch.int64)
+    wrong = _loaded().first(x.data_ptr(), *x.shape, x.dtype == torch.bfloat16, columns.data_ptr(), torch.get_num_threads())
+    return None if wrong else columns
+
+
+def law(x: Tensor, temperature: float) -> Tensor | None:
+    """log softmax of x [N, V] at this temperature above 0, float32; None if a row's largest is not finite."""
     x, y = x.contiguous(), torch.empty(x.shape)
-    wrong = _loaded().law(x.data_ptr(), y.data_ptr(), *x.shape, temperature, torch.get_num_threads())
-    assert not wrong, "a row has no finite maximum"
-    return y
+    wrong = _loaded().law(x.data_ptr(), y.data_ptr(), *x.shape, temperature, x.dtype == torch.bfloat16, torch.get_num_threads())
+    return None if wrong else y
 
 
 def draft(head: ctypes.Structure, growth: ctypes.Structure, last: Tensor, slots: ctypes.Array[ctypes.c_long]) -> int:
@@ -339,7 +345,8 @@ def _open(path: Path) -> ctypes.CDLL:
     library.blocks.restype = small
     library.best.argtypes = [pointer, whole, whole, pointer, pointer, whole, pointer, pointer, small]
     library.best.restype = small
-    library.law.argtypes, library.law.restype = [pointer, pointer, whole, whole, ctypes.c_float, small], small
+    library.law.argtypes, library.law.restype = [pointer, pointer, whole, whole, ctypes.c_float, small, small], small
+    library.first.argtypes, library.first.restype = [pointer, whole, whole, small, pointer, small], small
     library.draft.argtypes, library.draft.restype = [*[pointer] * 4, small], whole
     library.copy_rows.argtypes, library.copy_rows.restype = [pointer, pointer, whole, pointer, whole, small], None
     library.norm.argtypes, library.norm.restype = [*[pointer] * 3, *[whole] * 4, ctypes.c_float, small, small], None

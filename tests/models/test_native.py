@@ -433,11 +433,40 @@ def test_a_law_is_the_log_softmax_at_its_temperature(size: int) -> None:
         x[3, 0] = 1.0
         for temperature in (1e-30, 0.3, 0.8, 1.0, 2.0):
             found = native.law(x, temperature)
+            assert found is not None
             wanted = ((x.double() - x.double().amax(1, keepdim=True)) / temperature).log_softmax(1)
             assert torch.equal(found == -math.inf, wanted.float() == -math.inf)
             close = torch.isclose(found.double(), wanted, rtol=1e-5, atol=2e-6) | (wanted < -3e38)
             assert bool(close.all()), float((found - wanted)[~close].abs().max())
-            assert torch.equal(found[1:2], native.law(x[1:2], temperature))
+            assert torch.equal(found[1:2], native.law(x[1:2], temperature))  # type: ignore[arg-type]
+            assert torch.equal(native.law(x.bfloat16(), temperature), native.law(x.bfloat16().float(), temperature))  # type: ignore[arg-type]
+
+
+@compiled
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("size", [1, 7, 16, 300, 4099, 70_001])
+def test_the_first_of_the_largest(size: int, dtype: torch.dtype) -> None:
+    """Few values, so that there are many ties; zeros of both signs are one value."""
+    random = torch.Generator().manual_seed(size)
+    for lowest, highest in ((-3, 3), (-3, 0), (-9, -5)):
+        x = torch.randint(lowest, highest + 1, (5, size), generator=random).to(dtype)
+        x[torch.rand(x.shape, generator=random) < 0.3] *= -1 if highest == 0 and size > 7 else 1
+        x[1, : size // 2] = -math.inf
+        found = native.first(x)
+        assert found is not None and np.array_equal(found.numpy(), x.float().numpy().argmax(1, keepdims=True))
+
+
+@compiled
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("size", [1, 40, 4099])
+def test_a_row_without_a_finite_largest_is_said(size: int, dtype: torch.dtype) -> None:
+    for place in {0, size // 2, size - 1}:
+        for value in (math.nan, math.inf, -math.inf):
+            x = torch.randn(3, size).to(dtype)
+            x[1, place if value != -math.inf else slice(None)] = value
+            assert native.first(x) is None and native.law(x, 0.7) is None
+            x[1] = 0.0
+            assert native.first(x) is not None and native.law(x, 0.7) is not None
 
 
 @compiled

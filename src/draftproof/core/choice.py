@@ -92,9 +92,9 @@ def _searched(law: Law, noise: Tensor, k: int, ids: Tensor | None, counts: Seque
     return torch.from_numpy(values), torch.from_numpy(columns)
 
 
-def compiled(rows: Tensor) -> bool:
-    """Whether the kernels take these rows."""
-    return rows.device.type == "cpu" and rows.dtype == torch.float32 and native.available()[0]
+def compiled(rows: Tensor, *more: torch.dtype) -> bool:
+    """Whether the kernels take these rows, of float32 or one of the types named."""
+    return rows.device.type == "cpu" and rows.dtype in (torch.float32, *more) and native.available()[0]
 
 
 def _plus(logp: Tensor, noise: Tensor, counts: Sequence[int] | None) -> Tensor:

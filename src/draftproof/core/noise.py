@@ -30,6 +30,7 @@ Test vectors (k0, k1 of `key`; h of tokens 0, 1 and 128255):
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -46,13 +47,21 @@ _MIX = ((16, 0xFFFF, 0x7FEB352D), (15, 0x1FFFF, 0x846CA68B - 2**32))  # shift, m
 
 def key(seed: int, sample: int, stream: str, position: int, attempt: int = 0) -> tuple[int, int]:
     """The two 32-bit words that key one row. `position` is the number of tokens before it, prompt included."""
-    z = 0
-    for word in (seed, sample, STREAMS[stream], position, attempt):
-        z = ((z ^ (word & _WORD)) + _STEP) & _WORD
-        z = ((z ^ (z >> 30)) * _FIRST) & _WORD
-        z = ((z ^ (z >> 27)) * _SECOND) & _WORD
-        z ^= z >> 31
+    z = _stirred(_stirred(_stem(seed, sample, STREAMS[stream]), position), attempt)
     return z & 0xFFFFFFFF, z >> 32
+
+
+def _stirred(z: int, word: int) -> int:
+    z = ((z ^ (word & _WORD)) + _STEP) & _WORD
+    z = ((z ^ (z >> 30)) * _FIRST) & _WORD
+    z = ((z ^ (z >> 27)) * _SECOND) & _WORD
+    return z ^ (z >> 31)
+
+
+@lru_cache(maxsize=256)
+def _stem(seed: int, sample: int, stream: int) -> int:
+    """What all positions of a text share."""
+    return _stirred(_stirred(_stirred(0, seed), sample), stream)
 
 
 def keys(seed: Tensor, sample: Tensor, stream: str, position: Tensor, attempt: Tensor) -> Tensor:

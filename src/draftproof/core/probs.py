@@ -53,6 +53,9 @@ def distribution(logits: Tensor, groups: Sequence[Rows]) -> Tensor:
 def laws(logits: Tensor, groups: Sequence[Rows]) -> Law:
     """`distribution`, by the possible tokens alone where all rows went through the same filters and these left few."""
     assert logits.shape[0] == sum(len(g.paths) for g in groups), "one path per row of logits"
+    found = _by_kernel(logits, groups)
+    if found is not None:
+        return found
     x = logits if logits.dtype in _SLACK else logits.float()
     batches: dict[Filters, list[int]] = {}
     edited, start = False, 0
@@ -74,6 +77,21 @@ def laws(logits: Tensor, groups: Sequence[Rows]) -> Law:
         rows = uploaded(members, x.device)
         out[rows] = _law(x[rows], top[rows], filters).whole
     return Law(x.shape[1], out)
+
+
+def _by_kernel(logits: Tensor, groups: Sequence[Rows]) -> Law | None:
+    """Where options leave the logits as they are and only divide by one temperature: the lines of `laws` and `_law` in one call. None
+    where there is more to do, or a row to refuse."""
+    if not compiled(logits, torch.bfloat16) or any(g.edited for g in groups):
+        return None
+    filters, *others = {_filters(g.sampling, logits.shape[1]) for g in groups}
+    if others or filters.active:
+        return None
+    if filters.temperature:
+        whole = native.law(logits, max(filters.temperature, host.COLD))
+        return None if whole is None else Law(logits.shape[1], whole)
+    best = native.first(logits)
+    return None if best is None else Law(logits.shape[1], few=(best, torch.zeros(best.shape)))
 
 
 def _refuse(logits: Tensor, top: Tensor, groups: Sequence[Rows]) -> None:
@@ -114,7 +132,9 @@ def _law(x: Tensor, top: Tensor, f: Filters) -> Law:
 
 def _log_softmax(x: Tensor, top: Tensor, temperature: float) -> Tensor:
     if compiled(x):
-        return native.law(x, max(temperature, host.COLD))
+        found = native.law(x, max(temperature, host.COLD))
+        assert found is not None, "rows without a finite maximum were refused"
+        return found
     if temperature == 1:
         return torch.log_softmax(x, -1)
     return torch.log_softmax((x - top).div_(max(temperature, host.COLD)), -1)   # shifted first: no overflow, and precise where the mass is

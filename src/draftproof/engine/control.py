@@ -68,13 +68,13 @@ class FixedDepth:
 SHARE = 0.01            # of the time, for trials
 MARGIN = 0.02           # by which a draft must be expected to win before guessing begins, or another drafter takes over
 REPLAN, REST = 4, 32    # rounds between two plans for the same sequences, and at most while nothing is drafted and so nothing learnt
+CALM = 3                # times REPLAN, at most, where the plans before said the same
 TRIALS = 3              # rounds of a drafter before it may be chosen
 TRIAL_DEPTH, FIRST_DEPTH = 2, 4
 AGAIN = 64              # rounds with drafts after which a plain pass is timed again
 SIZES = 50              # trees whose sizes are remembered
 HORIZON = 64            # tokens over which reading a text for the first time must pay off
-OVERDRAFT = 1.0, 8.0    # plain passes that a trial is charged at most, one of the first and a later one: neither what a first call
-                        # costs nor a pause of the machine is what drafting costs
+OVERDRAFT = 1.0, 8.0    # plain passes that a trial is charged at most, an early and a later one: first calls and pauses cost more
 
 
 @dataclass(slots=True)
@@ -162,7 +162,7 @@ class AutoDepth:
         self._plan: Plan | None = None
         self._choices: list[Choice] = []
         self._planned: tuple[str, ...] = ()
-        self._next = 0                                           # the round of the next plan for the same sequences
+        self._next = self._same = 0                              # round of the next plan for the same sequences; plans that said the same
         self._trial: Trial | None = None
         self._plain_at = 0                                       # the last round without any draft
         self._plain_credit = 0.0
@@ -187,11 +187,12 @@ class AutoDepth:
         ids = tuple([seq.id for seq in batch])
         if ids == self._planned and self.rounds < self._next:
             return self._choices
-        scene = self._scene(batch, rooms, whole)
-        self._planned = ids
-        self._plan = self._best(scene, None if self._plan is None else self._plan.arm)
+        scene, before = self._scene(batch, rooms, whole), self._plan
+        self._plan = self._best(scene, before.arm if before else None)
+        calm = before and ids == self._planned and (before.arm, before.depths) == (self._plan.arm, self._plan.depths)
+        self._planned, self._same = ids, min(self._same + 1, CALM) if calm else 1
         self._choices = self._told(scene, self._plan)
-        self._next = self.rounds + (REPLAN + len(batch) // 4 if self.tried else 1)
+        self._next = self.rounds + (self._same * REPLAN + len(batch) // 4 if self.tried else 1)
         return self._tried(scene, self._plan) or self._choices
 
     def learn(self, batch: abc.Sequence[Sequence], budgets: abc.Sequence[Budget], drafts: abc.Sequence[Draft],
@@ -203,9 +204,8 @@ class AutoDepth:
             for arm in self.arms:
                 arm.earn(earned / len(self.arms))
         asked: dict[str, list[int]] = {}
-        for i, budget in enumerate(budgets):
-            if budget.depth:
-                asked.setdefault(budget.drafter, []).append(i)
+        for i in (i for i, budget in enumerate(budgets) if budget.depth):
+            asked.setdefault(budgets[i].drafter, []).append(i)
         if not asked:
             self._plain_at = self.rounds
             self._overhead += (times.draft_s - self._overhead) * (0.1 if self._overhead else 1.0)
@@ -214,8 +214,7 @@ class AutoDepth:
             arm = next((arm for arm in self.arms if arm.name == name), self.arms[0])
             self._learn(arm, here, batch, budgets, drafts, verdicts, spent if len(asked) == 1 else None)
         if trial is not None and (trial.arm is None or any(budgets[i].depth for i in trial.places)):
-            stood = sum(len(verdicts[i].accepted) for i in trial.places)
-            self._charge(trial, stood, spent)
+            self._charge(trial, stood := sum(len(verdicts[i].accepted) for i in trial.places), spent)
             if trial.arm is not None and stood:
                 self._planned = ()                               # a guess that stood is news: plan again at once
 
@@ -340,6 +339,7 @@ class AutoDepth:
             wait = min(wait, (trial.loss - arm.credit) * len(self.arms) / (SHARE * plan.seconds))
         if plan.drafts:
             loss = plain - scene.rows / plan.rate
+            self._next = min(self._next, max(self.rounds + REPLAN, self._plain_at + AGAIN + 1))
             if self.rounds - self._plain_at > AGAIN and loss <= self._plain_credit:
                 self._trial = Trial(None, [], loss, 0.0, 0.0, plan.rate)
                 return [Choice(0, "auto: timing a plain pass again")] * len(plan.depths)

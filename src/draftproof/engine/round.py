@@ -18,7 +18,7 @@ from ..core.tally import fates
 from ..core.tree import path
 from ..core.tree import positions as places
 from ..core.typical import typical
-from ..core.upload import uploaded
+from ..core.upload import index_of, uploaded
 from ..core.verify import joint, match, shares_noise
 from ..errors import CacheFull, DrafterError, OptionError
 from ..models.target import Slot, Target
@@ -211,7 +211,9 @@ def _signals(scores: Scores, commits: abc.Sequence[Commit]) -> abc.Sequence[Sign
     if not scores.taps:
         return [None] * len(commits)
     rows = [row for root, commit in zip(scores.starts, commits, strict=False) for row in (root, *(root + 1 + n for n in commit.kept))]
-    index = uploaded(rows, scores.logits.device)
+    device = scores.logits.device
+    # A recorded pass writes over its rows the next time; on a processor every pass has its own, and those of a chain need no copy.
+    index = index_of(rows, device) if device.type == "cpu" else uploaded(rows, device)
     kept = {layer: hidden[index] for layer, hidden in scores.taps.items()}
     ends = list(accumulate(1 + len(commit.kept) for commit in commits))
     return [Signals(commit.start - 1, {layer: hidden[end - 1 - len(commit.kept):end] for layer, hidden in kept.items()})

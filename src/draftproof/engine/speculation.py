@@ -228,6 +228,7 @@ class Speculation:
         need(draft.law is None or len(draft.law.row) == n, "a law whose rows do not cover its nodes", "one row per node")
         if draft.tokens.device.type != "cpu":       # a look would wait for the device; a guess that is no token becomes a wrong one
             return replace(draft, tokens=draft.tokens.clamp(0, self._vocab_size - 1))
-        low, high = torch.stack(draft.tokens.aminmax()).tolist()
+        ids = draft.tokens.tolist()
+        low, high = min(ids), max(ids)
         need(0 <= low and high < self._vocab_size, f"token id {low if low < 0 else high}", f"ids in [0, {self._vocab_size})")
         return draft

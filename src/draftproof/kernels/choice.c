@@ -118,43 +118,77 @@ int best(const float *x, long rows, long size, const uint32_t *keys, const int64
     return 0;
 }
 
+/* The largest of row [size], float32 or, with halves, bfloat16; a number that is not finite unless all of them but some -inf are. */
+static float top_of(const void *row, long size, int halves)
+{
+    floats most = {0};
+    integers sound = ~(integers){0};
+    float top = -INFINITY;
+    long c = 0;
+    most -= INFINITY;
+    for (; c + LANES <= size; c += LANES) {
+        floats v = load_lanes(row, c, halves);
+        most = GREATER(v, most);
+        sound &= v < INFINITY;
+    }
+    for (int i = 0; i < LANES; i++) {
+        if (most[i] > top) top = most[i];
+        if (!sound[i]) return INFINITY;
+    }
+    for (; c < size; c++) {
+        float v = load(row, c, halves);
+        if (v > top) top = v;
+        if (!(v < INFINITY)) return INFINITY;
+    }
+    return top;
+}
+
+/* columns [rows]: the first of each row's largest numbers. Returns 0, or 1 if one of these is not finite: then they are of no use. */
+int first(const void *x, long rows, long size, int halves, int64_t *columns, int threads)
+{
+    int wrong = 0;
+#pragma omp parallel for num_threads(threads) reduction(| : wrong) if (rows * size > PART)
+    for (long r = 0; r < rows; r++) {
+        const char *row = (const char *)x + r * size * (halves ? 2 : 4);
+        float top = top_of(row, size, halves);
+        long c = 0;
+        if (top - top != 0) {
+            wrong = 1;
+            continue;
+        }
+        for (int found = 0; !found && c + LANES <= size; c += found ? 0 : LANES) {
+            integers same = load_lanes(row, c, halves) == top;
+            for (int i = 0; i < LANES; i++) found |= same[i];
+        }
+        while (load(row, c, halves) != top) c++;
+        columns[r] = c;
+    }
+    return wrong;
+}
+
 /* y [rows, size] = log softmax of x / temperature (which may be y), the largest taken off first: no overflow, and precise where the mass is.
- * Exponentials add over lanes, then over these. Returns 0, or 1 if a row's largest number is not finite: then y is of no use. */
-int law(const float *x, float *y, long rows, long size, float temperature, int threads)
+ * x float32 or, with halves, bfloat16. Exponentials add over lanes, then over these. Returns 0, or 1 if a row's largest number is not
+ * finite: then y is of no use. */
+int law(const void *x, float *y, long rows, long size, float temperature, int halves, int threads)
 {
     int wrong = 0;
 #pragma omp parallel for num_threads(threads) reduction(| : wrong) if (rows * size > PART / 2)
     for (long r = 0; r < rows; r++) {
-        const float *from = x + r * size;
-        float *to = y + r * size, top = -INFINITY, rest = 0;
-        floats most = {0}, sum = {0};
-        integers sound = ~(integers){0};
+        const char *from = (const char *)x + r * size * (halves ? 2 : 4);
+        float *to = y + r * size, top = top_of(from, size, halves), rest = 0;
+        floats sum = {0};
         long whole = size / LANES * LANES;
-        most -= INFINITY;
-        for (long c = 0; c < whole; c += LANES) {
-            floats v = *(const floats *)(from + c);
-            most = GREATER(v, most);
-            sound &= v < INFINITY;
-        }
-        for (int i = 0; i < LANES; i++) {
-            if (most[i] > top) top = most[i];
-            if (!sound[i]) wrong = 1;
-        }
-        for (long c = whole; c < size; c++) {
-            if (from[c] > top) top = from[c];
-            if (!(from[c] < INFINITY)) wrong = 1;
-        }
-        if (wrong || top == -INFINITY) {
+        if (top - top != 0) {
             wrong = 1;
             continue;
         }
         for (long c = 0; c < whole; c += LANES) {
-            floats z = (*(const floats *)(from + c) - top) / temperature;
+            floats z = (load_lanes(from, c, halves) - top) / temperature;
             *(floats *)(to + c) = z;
             sum += exponential(z);
         }
         for (long c = whole; c < size; c++) {
-            to[c] = (from[c] - top) / temperature;
+            to[c] = (load(from, c, halves) - top) / temperature;
             rest += expf(to[c]);
         }
         float mass = logf(total(sum) + rest);

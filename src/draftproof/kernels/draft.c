@@ -55,7 +55,7 @@ static int look(const head *h, const growth *g, const desk *d, long level, long 
     int wrong = multiply(&h->output, h->normed ? d->x : d->y, d->room, d->logits, slots, h->halves, threads);
     widen(d->logits, 0, slots * h->size, h->halves, d->law, slots * h->size);
     for (long i = 0; !lawful && i < slots * h->size; i++) wrong |= !(d->law[i] < INFINITY);
-    if (lawful) wrong |= law(d->law, d->law, slots, h->size, g->temperature, threads);
+    if (lawful) wrong |= law(d->law, d->law, slots, h->size, g->temperature, 0, threads);
     for (long s = 0; g->keys && s < slots; s++) memcpy(d->keys + 2 * s, g->keys + 2 * level, 8);
     wrong |= best(d->law, slots, h->size, g->keys ? d->keys : 0, h->ids, g->k, g->values + first, g->tokens + first, threads);
     for (long i = first; g->chances && i < last; i++) g->shares[i] = d->law[(i - first) / g->k * h->size + g->tokens[i]];
