@@ -258,13 +258,13 @@ def law(x: Tensor, temperature: float) -> Tensor | None:
     return None if wrong else y
 
 
-def draft(head: ctypes.Structure, growth: ctypes.Structure, last: Tensor, slots: ctypes.Array[ctypes.c_long]) -> int:
-    """kernels/draft.c's draft, its structures as models/heads/compiled.py makes them: how many levels there are; -2 if a logit is no
-    number. last [hidden]; slots: of each level."""
-    made = int(_loaded().draft(ctypes.byref(head), ctypes.byref(growth), last.data_ptr(), slots, torch.get_num_threads()))
-    if made == -1:
+def draft(head: ctypes.Structure, growth: ctypes.Structure, last: Tensor) -> bool:
+    """kernels/draft.c's draft, its structures as models/heads/compiled.py makes them; false if a logit is no number. last [hidden]: written
+    if anything is fed."""
+    failed = _loaded().draft(ctypes.byref(head), ctypes.byref(growth), last.data_ptr(), torch.get_num_threads())
+    if failed == -1:
         raise MemoryError("a draft found no memory to work in")
-    return made
+    return not failed
 
 
 def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -347,7 +347,7 @@ def _open(path: Path) -> ctypes.CDLL:
     library.best.restype = small
     library.law.argtypes, library.law.restype = [pointer, pointer, whole, whole, ctypes.c_float, small, small], small
     library.first.argtypes, library.first.restype = [pointer, whole, whole, small, pointer, small], small
-    library.draft.argtypes, library.draft.restype = [*[pointer] * 4, small], whole
+    library.draft.argtypes, library.draft.restype = [*[pointer] * 3, small], whole
     library.copy_rows.argtypes, library.copy_rows.restype = [pointer, pointer, whole, pointer, whole, small], None
     library.norm.argtypes, library.norm.restype = [*[pointer] * 3, *[whole] * 4, ctypes.c_float, small, small], None
     library.turn.argtypes, library.turn.restype = [*[pointer] * 4, *[whole] * 5, small, small], None

@@ -252,6 +252,18 @@ def test_margins_learn_what_happens() -> None:
     assert torch.equal(after, before), "what was not seen stays a guess"
 
 
+@pytest.mark.parametrize(("committed", "judged"), [
+    ((7, 4, 6, 9), [(0, 0), (4, 1), (6, 1)]), ((7, 4, 9), [(0, 0), (4, 1), (6, None)]), ((8, 1, 5), [(0, 1), (2, 0)]),
+    ((9, 1), [(0, None)])])
+def test_learning_follows_the_text_down_its_tree(committed: tuple[int, ...], judged: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """As far as nodes were extended; gaps are given numbers that name the node."""
+    levels = [([[7, 8]], [[0.0]], [[]], [0]), ([[1, 2], [3, 4]], [[2.0], [4.0]], [[], []], [1, 0]), ([[5, 6]], [[6.0]], [[]], [3])]
+    margins, seen = Margins(), []
+    monkeypatch.setattr(margins, "learn", lambda greedy, gaps, shares, chosen: seen.append((gaps[0], chosen)))
+    margins.follow(False, committed, levels)
+    assert seen == judged
+
+
 @pytest.mark.parametrize("prices", [(), ((0.3, 0.35, 0.4, 1.9, 1.91, 1.92, 1.93, 3.0, 9.0), (0.01, 0.02, 2.0, 2.0))])
 def test_a_grown_tree_is_the_best_of_all_candidates(prices: tuple[tuple[float, ...], ...]) -> None:
     """Against a plain search over every candidate of the same frontiers, and of those as many as are worth their prices."""

@@ -18,17 +18,18 @@ nothing may be decided after the draw: `evenly` fixes the siblings. `spine` buil
 from __future__ import annotations
 
 import math
+from array import array
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
+from itertools import accumulate, product
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ..models.heads.compiled import Level
+from ..models.heads.compiled import Made, Offered
 from ..types import Draft, DraftLaw
 
 CANDIDATES = 8          # per node: the 8 best perturbed catch 0.93 of the target's choices at T = 1
@@ -47,29 +48,60 @@ class Margins:
 
     def __init__(self) -> None:
         gaps, shares = _middles(0.0, GAPS, 2 * GAPS[-1]), _middles(-9.0, SHARES, 0.0)
-        each = [[_guess(kind, rank, gap, share) for gap in gaps for share in shares] for kind in range(2) for rank in range(CANDIDATES)]
-        self.hits = PRIOR * np.reshape(each, (2, CANDIDATES, len(gaps), len(shares)))
-        self.seen = np.full_like(self.hits, PRIOR)
-        self._table: Odds | None = None
+        shape = 2, CANDIDATES, len(gaps), len(shares)
+        hits = [PRIOR * _guess(*cell) for cell in product(range(2), range(CANDIDATES), gaps, shares)]
+        # In flat arrays, whose single numbers are read and written in a tenth of the time that numpy's are.
+        self._hits, self._seen, self._logs = array("d", hits), array("d", [PRIOR] * len(hits)), array("f", (_log(h / PRIOR) for h in hits))
+        self.hits, self.seen = (np.frombuffer(part).reshape(shape) for part in (self._hits, self._seen))
+        self._host = Odds(torch.frombuffer(self._logs, dtype=torch.float32).view(shape), torch.tensor(GAPS), torch.tensor(SHARES))
+        self._kinds = [self._host._replace(chances=half) for half in self._host.chances]
+        self._sent: Odds | None = None
 
     def table(self, device: torch.device) -> Odds:
-        if self._table is None or self._table.chances.device != device:
-            chances = torch.from_numpy(self.hits / self.seen).float().clamp(1e-4, 0.999).log()
-            self._table = Odds(*(part.to(device) for part in (chances, torch.tensor(GAPS), torch.tensor(SHARES))))
-        return self._table
+        """What `learn` changes in place, on the host; elsewhere a copy, made anew when something was learnt."""
+        if device.type == "cpu":
+            return self._host
+        if self._sent is None or self._sent.chances.device != device:
+            self._sent = Odds(*(part.to(device) for part in self._host))
+        return self._sent
+
+    def odds(self, greedy: bool) -> Odds:
+        """The half of the table on the host [ranks, gaps, shares] that belongs to greedy texts, or to sampled ones."""
+        return self._kinds[greedy]
 
     def learn(self, greedy: bool, gaps: Sequence[float], shares: Sequence[float], chosen: int | None) -> None:
         """One node: its candidates' gaps and shares, best first, and which of them the target chose, None if none."""
+        hits, seen = self._hits, self._seen
         for rank, (gap, share) in enumerate(zip(gaps[:CANDIDATES], shares, strict=False)):
             if gap == math.inf:
                 break
-            cell = int(greedy), rank, bisect_left(GAPS, gap), bisect_left(SHARES, share)
-            if self.seen[cell] >= MEMORY:
-                self.hits[cell] *= 0.5
-                self.seen[cell] *= 0.5
-            self.seen[cell] += 1
-            self.hits[cell] += rank == chosen
-        self._table = None
+            row = (greedy * CANDIDATES + rank) * (len(GAPS) + 1) + bisect_left(GAPS, gap)
+            cell = row * (len(SHARES) + 1) + bisect_left(SHARES, share)
+            if seen[cell] >= MEMORY:
+                hits[cell] /= 2
+                seen[cell] /= 2
+            seen[cell] += 1
+            hits[cell] += rank == chosen
+            self._logs[cell] = _log(hits[cell] / seen[cell])
+        self._sent = None
+
+    def follow(self, greedy: bool, committed: Sequence[int], levels: Iterable[Offered]) -> None:
+        """A text went on with these tokens: learn which candidates of its tree's levels, on the way, were the target's choice."""
+        spot = 0
+        for token, (tokens, gaps, shares, spots) in zip(committed, levels, strict=False):
+            if spot not in spots:
+                return
+            slot = spots.index(spot)
+            rank = tokens[slot].index(token) if token in tokens[slot] else None
+            self.learn(greedy, gaps[slot], shares[slot], rank)
+            if rank is None:
+                return
+            spot = slot * len(tokens[slot]) + rank
+
+
+def _log(chance: float) -> float:
+    """What the table says of a chance that was counted."""
+    return math.log(min(max(chance, 1e-4), 0.999))
 
 
 class Odds(NamedTuple):
@@ -165,16 +197,6 @@ class Growth:
         parents = self._spots // count
         return Front(tokens.reshape(batch, -1).gather(1, self._spots), parents)
 
-    def odds(self, i: int) -> Odds:
-        """For kernels that judge the candidates of sequence i: its own row of the chances."""
-        every = self.margins.table(torch.device("cpu"))
-        return every._replace(chances=every.chances[int(self.greedy[i])])
-
-    def take(self, levels: Sequence[Level]) -> None:
-        """All that one sequence's tree grew elsewhere, in place of `grow`."""
-        self.levels = [_Level(level.tokens[None], level.gaps[None], level.shares[None], level.worth[None], level.spots[None])
-                       for level in levels]
-
     def _chances(self, gaps: Tensor, shares: Tensor) -> Tensor:
         """log chance of each candidate, as far as it has been counted."""
         if self._rows is None:
@@ -217,7 +239,7 @@ class Growth:
         chosen, alive = order.tolist(), (best > -math.inf).sum(1).tolist()
         counts = [min(n, room) for n, room in zip(self.nodes, alive, strict=True)]
         if any(self.prices):
-            chances = best.exp().tolist()
+            chances = [[math.exp(value) for value in row] for row in best.tolist()]
             counts = [affordable(row[:n], prices) for row, n, prices in zip(chances, counts, self.prices, strict=True)]
         tokens, gaps = (torch.cat([getattr(level, what).flatten(1) for level in self.levels], 1) for what in ("tokens", "gaps"))
         return [self._draft(i, sorted(chosen[i][:n]), tokens[i], gaps[i], name) for i, n in enumerate(counts)]
@@ -245,19 +267,19 @@ class Growth:
 
     def learn(self, i: int, committed: Sequence[int]) -> None:
         """The text of sequence i went on with these tokens: count which candidates on the way were the target's choice."""
-        slot = 0
-        for at, token in enumerate(committed[:len(self.levels)]):
-            level = self.levels[at]
-            offered = level.tokens[i, slot].tolist()
-            rank = offered.index(token) if token in offered else None
-            self.margins.learn(self.greedy[i], level.gaps[i, slot].tolist(), level.shares[i, slot].tolist(), rank)
-            if rank is None or at + 1 == len(self.levels):
-                return
-            below = self.levels[at + 1].spots[i].tolist()
-            spot = slot * len(offered) + rank
-            if spot not in below:
-                return
-            slot = below.index(spot)
+        self.margins.follow(self.greedy[i], committed, ((level.tokens[i].tolist(), level.gaps[i].tolist(), level.shares[i].tolist(),
+                                                         level.spots[i].tolist()) for level in self.levels))
+
+
+def grown(made: Made, prices: Sequence[float], name: str) -> Draft:
+    """What `Growth.finish` makes, of one sequence's tree that grew in the kernels and is ranked."""
+    number, above, named, worth, score = made.best()
+    kept = affordable([math.exp(value) for value in worth], prices) if prices else len(worth)
+    chosen = sorted(range(kept), key=number.__getitem__)                        # parents come first
+    place = {-1: -1, **{number[i]: node for node, i in enumerate(chosen)}}
+    tokens, scores = array("q", [named[i] for i in chosen]), array("f", [score[i] for i in chosen])
+    return Draft(torch.frombuffer(tokens, dtype=torch.int64), tuple(place[above[i]] for i in chosen),
+                 score=torch.frombuffer(scores, dtype=torch.float32), drafter=name)
 
 
 def _best(worth: Tensor, n: int) -> tuple[Tensor, Tensor]:
@@ -315,7 +337,12 @@ def spine(tokens: Tensor, values: Tensor, extra: Sequence[int], law: DraftLaw | 
     if not any(extra):
         score = (values[:, 0] - values[:, 1]).float().clamp(max=SURE) if values.shape[1] > 1 else None
         return Draft.chain(tokens[:, 0], score=score, law=law, drafter=name, reason=reason)
-    ids, heights = tokens.tolist(), values.tolist()
+    return beside(tokens.tolist(), values.tolist(), extra, law, name, reason, tokens.device)
+
+
+def beside(ids: Sequence[Sequence[int]], heights: Sequence[Sequence[float]], extra: Sequence[int], law: DraftLaw | None, name: str,
+           reason: str, device: torch.device | str = "cpu") -> Draft:
+    """`spine` of numbers on the host."""
     flat: list[int] = []
     parents: list[int] = []
     score_of: list[float] = []
@@ -333,5 +360,5 @@ def spine(tokens: Tensor, values: Tensor, extra: Sequence[int], law: DraftLaw | 
             score_of.append(min(height - rival, SURE))
             row.append(level)
         parent = first
-    return Draft(torch.tensor(flat, device=tokens.device), tuple(parents), score=torch.tensor(score_of, device=tokens.device), drafter=name,
+    return Draft(torch.tensor(flat, device=device), tuple(parents), score=torch.tensor(score_of, device=device), drafter=name,
                  reason=reason, law=None if law is None else DraftLaw(law.logq, tuple(row), law.ids))

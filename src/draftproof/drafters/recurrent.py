@@ -9,8 +9,9 @@ forgotten, for those that stood come back with true features. One pass per level
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -19,11 +20,11 @@ from torch import Tensor, nn
 from ..core.upload import rows_of, uploaded
 from ..models.heads.blocks import join
 from ..models.heads.cache import HeadCache, HeadPass
-from ..models.heads.compiled import CompiledHead, Level, Wish
+from ..models.heads.compiled import CompiledHead, Made, Wish
 from ..models.packed import can_pack, pack
 from ..types import Budget, Commit, Draft, DraftLaw, SequenceView, Signals
 from .base import Needs, Noise, Picks, Ranking, joined_laws, pick
-from .grow import CANDIDATES, Front, Growth, Margins, evenly, spine
+from .grow import CANDIDATES, Front, Growth, Margins, beside, evenly, grown, spine
 
 CHUNK = 1024        # rows of one sequence that wait, or are fed, at most in one pass
 WIDEST = 8          # nodes of one sequence that a level extends at most
@@ -61,7 +62,7 @@ class RecurrentState:
     waiting: list[Tensor] = field(default_factory=list)     # features [n, width] of the positions from base + held on
     ahead: int = 0                          # how many rows these are
     last: Tensor | None = None              # [H] output of the last true entry
-    tree: tuple[Growth, int] | None = None  # what grew for the text as it is, and which sequence of it this was
+    learn: Callable[[Sequence[int]], None] | None = None    # from what becomes of the tree that grew for the text as it is
     length: int = 0                         # tokens of that text
 
 
@@ -109,17 +110,16 @@ class RecurrentDrafter:
         return state
 
     def close(self, state: RecurrentState) -> None:
-        state.cache, state.tree, state.last = None, None, None
+        state.cache, state.learn, state.last = None, None, None
         state.waiting.clear()
 
     def observe(self, states: Sequence[RecurrentState], commits: Sequence[Commit], signals: Sequence[Signals | None]) -> None:
         for state, commit, rows in zip(states, commits, signals, strict=True):
             if state.cache is None:
                 continue
-            if state.tree is not None and commit.start == state.length:
-                growth, i = state.tree
-                growth.learn(i, commit.tokens)
-            state.tree = None
+            if state.learn is not None and commit.start == state.length:
+                state.learn(commit.tokens)
+            state.learn = None
             if rows is not None:
                 self._take(state, rows)
 
@@ -128,7 +128,7 @@ class RecurrentDrafter:
         drafts = [Draft.empty(self.name) for _ in states]
         lines: list[_Line] = []
         for place, (state, budget) in enumerate(zip(states, budgets, strict=True)):
-            state.tree = None
+            state.learn = None
             if not budget.depth:
                 continue
             reason = self._silence(state)
@@ -139,8 +139,8 @@ class RecurrentDrafter:
             lines.append(_Line(state, state.cache, place, budget))
         if not lines:
             return drafts
-        while any(line.state.ahead and self._missing(line.state) for line in lines):
-            self._feed([line.state for line in lines])
+        if len(lines) > 1:
+            self._catch_up(lines)
         trees = [line for line in lines if self.dynamic and not noise.keep_law and line.budget.nodes > line.budget.depth]
         chains = [line for line in lines if line not in trees] if trees else lines
         for some, draw in ((chains, self._chains), (trees, self._trees)):
@@ -179,26 +179,27 @@ class RecurrentDrafter:
             return "the target's hidden states of the last tokens are not here yet"
         return ""
 
+    def _catch_up(self, lines: Sequence[_Line]) -> None:
+        while any(line.state.ahead and self._missing(line.state) for line in lines):
+            self._feed([line.state for line in lines])
+
     @torch.inference_mode()
     def _feed(self, states: Sequence[RecurrentState]) -> None:
         """Feed what the caches lack, at most a chunk of each sequence, in one pass."""
         behind: list[RecurrentState] = []
         features: list[Tensor] = []
-        counts: list[int] = []
         tokens: list[int] = []
         positions: list[int] = []
         for state in states:
-            count = min(self._missing(state), state.ahead, CHUNK)
-            if count > 0 and state.cache is not None:
+            if min(self._missing(state), state.ahead) > 0 and state.cache is not None:
                 state.cache.truncate(state.held)
-                rows = state.waiting[0] if len(state.waiting) == 1 else torch.cat(state.waiting)
-                state.waiting = [rows[count:]] if count < rows.shape[0] else []
+                rows, text = self._due(state)
                 start = state.base + state.held
                 behind.append(state)
-                counts.append(count)
-                features.append(rows[:count])
-                tokens += state.seq.tokens[start + 1:start + 1 + count]
-                positions += range(start, start + count)
+                features.append(rows)
+                tokens += text
+                positions += range(start, start + len(text))
+        counts = [len(rows) for rows in features]
         flat = features[0] if len(features) == 1 else torch.cat(features)
         ids, places = uploaded([tokens, positions], self.device).unbind()
         attend = HeadPass([state.cache for state in behind if state.cache is not None], counts)
@@ -207,9 +208,23 @@ class RecurrentDrafter:
         end = 0
         for state, count in zip(behind, counts, strict=True):
             end += count
-            state.held += count
-            state.ahead -= count
-            state.last = out[end - 1].clone()
+            self._fed(state, count, out[end - 1].clone())
+
+    def _due(self, state: RecurrentState) -> tuple[Tensor, Sequence[int]]:
+        """What the cache lacks, at most a chunk: features, and the tokens that are read beside them."""
+        count, start = min(self._missing(state), state.ahead, CHUNK), state.base + state.held + 1
+        if len(state.waiting) > 1:
+            state.waiting = [torch.cat(state.waiting)]
+        rows, = state.waiting
+        return rows[:count] if count < len(rows) else rows, state.seq.tokens[start:start + count]
+
+    def _fed(self, state: RecurrentState, count: int, last: Tensor) -> None:
+        """So many of the rows that waited have entries now."""
+        rows, = state.waiting
+        state.waiting = [rows[count:]] if count < len(rows) else []
+        state.held += count
+        state.ahead -= count
+        state.last = last
 
     # Drafts.
 
@@ -221,7 +236,8 @@ class RecurrentDrafter:
         width = max(2, 1 + max(line.extra[0] for line in lines))
         made = self._compiled(lines, noise, width)
         if made is not None:
-            return [self._chain(lines[0], made)]
+            line, (ids, heights) = lines[0], made.line()
+            return [beside(ids, heights, line.extra[:len(ids)], None, self.name, ENDS if len(ids) < line.budget.depth else "")]
         edited = any(line.state.ranking.names_tokens for line in lines)
         read = edited or self.device.type == "cpu"          # elsewhere a look at a token would wait for the device
         levels: list[Picks] = []
@@ -268,38 +284,41 @@ class RecurrentDrafter:
             drafts.append(spine(mine, above, line.extra[:len(line.rows)], law, self.name, line.reason))
         return drafts
 
-    def _compiled(self, lines: Sequence[_Line], noise: Noise, candidates: int, growth: Growth | None = None) -> list[Level] | None:
-        """The levels of a chain, or of a growth's tree, by one call of the kernels; None where they go the way of torch: several sequences,
-        options that change a law, or a rule that asks for it."""
+    def _compiled(self, lines: Sequence[_Line], noise: Noise, candidates: int, widest: int = 0) -> Made | None:
+        """A chain, or a tree that extends `widest` nodes per level, by one call of the kernels, which feeds what waits first; None where
+        they go the way of torch: several sequences, options that change a law, or a rule that asks for it."""
         if self.compiled is None or noise.keep_law or len(lines) > 1 or not lines[0].state.ranking.plain:
             return None
-        state, depth = lines[0].state, lines[0].budget.depth
-        seq, length = state.seq, len(state.seq.tokens)
-        assert state.last is not None
-        keys = None if seq.sampling.greedy else noise.keys([seq] * depth, range(length, length + depth))
-        wish = Wish(length - 1, state.held, depth, candidates, state.ranking.temperature, seq.end_ids)
-        if growth is not None:
-            wish = replace(wish, nodes=growth.nodes[0], widest=growth.widths[0], odds=growth.odds(0))
-        return self.compiled.draft(wish, state.last, lines[0].cache, keys)
-
-    def _chain(self, line: _Line, levels: Sequence[Level]) -> Draft:
-        """A draft out of levels of one slot."""
-        tokens, values = torch.cat([level.tokens for level in levels]), torch.cat([level.values for level in levels])
-        return spine(tokens, values, line.extra[:len(levels)], None, self.name, ENDS if len(levels) < line.budget.depth else "")
+        state, budget, cache = lines[0].state, lines[0].budget, lines[0].cache
+        while self._missing(state) > CHUNK:
+            self._feed([state])
+        rows, text = self._due(state) if self._missing(state) else (None, ())
+        seq, length, greedy = state.seq, len(state.seq.tokens), state.seq.sampling.greedy
+        keys = None if greedy else noise.keys([seq] * budget.depth, range(length, length + budget.depth))
+        wish = Wish(length - 1, budget.depth, candidates, state.ranking.temperature, seq.end_ids, text)
+        if widest:
+            wish = wish._replace(nodes=budget.nodes, widest=widest, odds=self.margins.odds(greedy))
+        made = self.compiled.draft(wish, state.last, cache, rows, keys)
+        if made is not None and rows is not None:
+            self._fed(state, len(text), made.last)
+        return made
 
     def _trees(self, lines: Sequence[_Line], noise: Noise) -> list[Draft]:
         """What is worth its node is known after the noise."""
+        widths = [min(WIDEST, max(2, line.budget.nodes // line.budget.depth + 1)) for line in lines]
+        for line in lines:
+            line.state.length = len(line.state.seq.tokens)
+        made = self._compiled(lines, noise, CANDIDATES, widths[0])
+        if made is not None:
+            state, levels = lines[0].state, map(made.level, range(made.levels))     # read when they are asked for
+            state.learn = partial(self.margins.follow, state.seq.sampling.greedy, levels=levels)
+            return [grown(made, lines[0].budget.prices, self.name)]
         growth = Growth([line.budget.depth for line in lines], [line.budget.nodes for line in lines],
                         [line.state.seq.sampling.greedy for line in lines], [line.state.seq.end_ids for line in lines], self.margins,
-                        [min(WIDEST, max(2, line.budget.nodes // line.budget.depth + 1)) for line in lines],
-                        [line.budget.prices for line in lines])
-        levels = self._compiled(lines, noise, CANDIDATES, growth)
-        if levels is None:
-            self._grow(lines, growth, noise)
-        else:
-            growth.take(levels)
+                        widths, [line.budget.prices for line in lines])
+        self._grow(lines, growth, noise)
         for i, line in enumerate(lines):
-            line.state.tree, line.state.length = (growth, i), len(line.state.seq.tokens)
+            line.state.learn = partial(growth.learn, i)
         return [draft if len(draft) else Draft.empty(self.name, NOTHING) for draft in growth.finish(self.name)]
 
     def _grow(self, lines: Sequence[_Line], growth: Growth, noise: Noise) -> None:
@@ -322,6 +341,7 @@ class RecurrentDrafter:
             hidden = self._extend(lines, front.tokens.flatten(), hidden.flatten(0, 1), level, slots, seen)
 
     def _last(self, lines: Sequence[_Line]) -> Tensor:
+        self._catch_up(lines)
         return torch.stack([line.state.last for line in lines if line.state.last is not None])
 
     def _extend(self, lines: Sequence[_Line], tokens: Tensor, hidden: Tensor, level: int, slots: int, seen: Tensor | None) -> Tensor:
