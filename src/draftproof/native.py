@@ -3,7 +3,8 @@
 * Products of few rows with a bfloat16 matrix: torch takes them below the speed of memory, by a third where the processor has no bfloat16
   instructions; and with whole numbers of eight or four bits, where it is slower still.
 * Attention over pages: torch copies pages that do not adjoin, and reads keys at a third of the speed of memory, bfloat16 ones slower.
-* Llama's block as a whole: between its products stand twenty small calls of torch, each of which finds the caches cold.
+* Llama's block as a whole, and a pass from ids to logits: between its products stand twenty small calls of torch, and around the blocks
+  five, each of which finds the caches cold.
 * The choice under noise: numpy reads a row a dozen times to find the few tokens that can win.
 
 docs/log.md has the figures. The compiled library is kept in the user's cache folder, by what it was made of. Where there is no compiler
@@ -21,7 +22,7 @@ from collections.abc import Sequence
 from functools import cache
 from itertools import accumulate, chain
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -230,6 +231,48 @@ def blocks(layers: ctypes.Array[Layer], first: int, last: int, x: Tensor, cos: T
         raise MemoryError(f"a pass of {rows} rows found no memory to work in")
 
 
+class Model(ctypes.Structure):
+    """A model of Llama's blocks, as kernels/forward.c has it. Its parts must outlive it."""
+
+    _fields_ = [*fields(pointers="layers"), ("output", Product),
+                *fields(pointers="norm embedding angles", numbers="count hidden vocabulary dim", reals="eps", flags="halves")]
+
+    @classmethod
+    def of(cls, layers: ctypes.Array[Layer], output: Product, norm: Tensor, eps: float, embedding: Tensor, angles: Tensor) -> Self:
+        """norm [hidden], of the last layer's stream; embedding [vocabulary, hidden]; angles [positions, 2, head_dim]: cos, and sin with its
+        first half negated. All of one type, and all contiguous."""
+        (vocabulary, hidden), dim = embedding.shape, angles.shape[-1]
+        assert norm.shape == (hidden,) and norm.dtype == embedding.dtype == angles.dtype and output.columns == hidden
+        assert all(part.is_contiguous() for part in (norm, embedding, angles))
+        return cls(ctypes.addressof(layers), output, norm.data_ptr(), embedding.data_ptr(), angles.data_ptr(), len(layers), hidden,
+                   vocabulary, dim, eps, norm.dtype == torch.bfloat16)
+
+
+class _Wish(ctypes.Structure):
+    _fields_ = fields(pointers="ids taps keep tapped logits", numbers="tap_count kept")
+
+
+def forward(model: Model, course: Course, ids: Tensor, taps: Sequence[int], keep: Sequence[int] | None) -> tuple[Tensor, Tensor]:
+    """The whole pass of ids int64 [rows]: logits [len(keep), V] of the rows in `keep`, or of all, and the outputs [rows, taps, hidden] of
+    the layers `taps`, which rise. Positions lie within the model's angles. Raises IndexError, as torch's embedding does, for an id that
+    the model lacks."""
+    rows, kept = course.rows, course.rows if keep is None else len(keep)
+    assert ids.shape == (rows,) and ids.dtype == torch.int64 and ids.is_contiguous() and all(0 <= row < rows for row in keep or ())
+    assert all(0 <= tap < model.count for tap in taps) and list(taps) == sorted(set(taps)), f"layers {taps} of {model.count}"
+    dtype = torch.bfloat16 if model.halves else torch.float32
+    logits, tapped = torch.empty(kept, model.output.out, dtype=dtype), torch.empty(rows, len(taps), model.hidden, dtype=dtype)
+    numbers = array("q", chain(taps, keep or ()))
+    address, size = numbers.buffer_info()[0], numbers.itemsize
+    wish = _Wish(ids.data_ptr(), address, None if keep is None else address + size * len(taps), tapped.data_ptr(), logits.data_ptr(),
+                 len(taps), kept)
+    failed = _loaded().forward(model, course.struct, wish, torch.get_num_threads())
+    if failed == 2:
+        raise IndexError(f"ids {ids.tolist()}: expected each to be one of the embedding's {model.vocabulary}")
+    if failed:
+        raise MemoryError(f"a pass of {rows} rows found no memory to work in")
+    return logits, tapped
+
+
 def best(x: Tensor, keys: Tensor | None, names: Tensor | None, k: int) -> tuple[Tensor, Tensor]:
     """The k best of log p + g: x [N, V] float32 log-probabilities, keys int32 [N, 2] of `core.noise`, None for no noise; names int64 [V]:
     the target's ids of the columns → scores float32 and columns int64 [N, k], as `core.choice.perturbed_top` gives them."""
@@ -343,6 +386,7 @@ def _open(path: Path) -> ctypes.CDLL:
     library.attend.argtypes, library.attend.restype = [ctypes.POINTER(_Course), ctypes.POINTER(_Attention), small], small
     library.blocks.argtypes = [ctypes.POINTER(Layer), whole, ctypes.POINTER(_Course), whole, *[pointer] * 4, whole, small, small]
     library.blocks.restype = small
+    library.forward.argtypes, library.forward.restype = [*map(ctypes.POINTER, (Model, _Course, _Wish)), small], small
     library.best.argtypes = [pointer, whole, whole, pointer, pointer, whole, pointer, pointer, small]
     library.best.restype = small
     library.law.argtypes, library.law.restype = [pointer, pointer, whole, whole, ctypes.c_float, small, small], small

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import families
 import pytest
@@ -105,6 +106,92 @@ def test_the_block_in_one_call_has_the_bits_of_its_parts(family: str, dtype: str
     for one, other in zip(play(target), play(twin), strict=True):
         assert torch.equal(one.logits, other.logits)
         assert all(torch.equal(one.taps[i], other.taps[i]) for i in (0, 2))
+
+
+def several(target: PagedTarget, taps: list[int]) -> list[Scores]:
+    """Chains of 1 to 12 rows, one of them over the page edge at 48, trees, and rows of three sequences of which some are kept."""
+    text = torch.arange(TEXT) * 37 % 199 + 1
+    target.set_taps(taps)
+    slot = target.open(text.tolist(), room=40)
+    found, root = [target.extend([slot], [text])], text[:1]
+    guesses = torch.arange(11) * 17 % 199 + 1
+    drafts = [Draft.chain(guesses[:count]) for count in range(12)]
+    drafts += [Draft(guesses[:4], (-1, -1, 1, 0)), Draft(guesses[:11], (-1, -1, 0, 0, 1, 2, 3, 4, 5, -1, 9))]
+    for number, draft in enumerate(drafts):
+        found.append(target.score([slot], root, [draft]))
+        target.rewind(slot, range(number % 2 if len(draft) else 0))
+        target.truncate(slot, TEXT)
+    others = [target.open([1, 2], room=40) for _ in range(2)]
+    found += [target.extend(others, [text[:3], text[:20]]), target.score([slot, *others], text[:3], [drafts[3], drafts[0], drafts[13]])]
+    return found
+
+
+@pytest.mark.skipif(not native.available()[0], reason=native.available()[1])
+@pytest.mark.parametrize(
+    "bits, dtype", [(16, "float32"), (16, "bfloat16"), (12, "bfloat16"), (8, "float32"), (8, "bfloat16"), (4, "float32"), (4, "bfloat16")])
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_pass_in_one_call_has_the_bits_of_its_twin(
+        tied: bool, bits: int, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if bits == 12 and not native.takes_narrow():
+        pytest.skip("no products with weights in twelve bits here")
+    if bits == 16:
+        monkeypatch.setattr(native, "takes_narrow", lambda: False)
+    monkeypatch.setitem(families.FAMILIES, "llama", {"tie_word_embeddings": tied})
+    save("llama", tmp_path, torch.bfloat16)
+    more = {"quantization": f"int{bits}"} if bits < 12 else {}
+    target, twin = (pair(tmp_path, dtype, **more)[0] for _ in range(2))
+    assert target.fused is not None and twin.fused is not None and target.fused.output.bits == bits
+    monkeypatch.setattr(twin.fused, "_model", lambda pool: None)
+    called: list[int] = []
+    forward = native.forward
+
+    def counted(model: native.Model, course: native.Course, *rest: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        called.append(course.rows)
+        return forward(model, course, *rest)
+
+    monkeypatch.setattr(native, "forward", counted)
+    for taps in ([], [1], [0, 2]):
+        ours, count = several(target, taps), len(called)
+        for one, other in zip(ours, several(twin, taps), strict=True):
+            assert torch.equal(one.logits, other.logits) and set(one.taps) == set(other.taps) == set(taps)
+            assert all(torch.equal(one.taps[layer], other.taps[layer]) for layer in taps)
+        assert len(called) == count, "the twin runs without it"
+        assert called[-count:] == [TEXT, *range(1, 13), 5, 12, 23, 17]
+        called.clear()
+
+
+@pytest.mark.skipif(not native.available()[0], reason=native.available()[1])
+def test_a_model_with_a_part_of_other_kinds_is_not_run_in_one_call(tmp_path: Path) -> None:
+    save("llama", tmp_path, torch.bfloat16)
+    target = pair(tmp_path, "float32")[0]
+    fused, pool = target.fused, target.pool
+    assert fused is not None and fused.angles is None
+    target.extend([target.open([1])], [torch.tensor([1])])
+    assert fused._model(pool) is not None and fused._model(pool) is fused._model(pool)
+    output, embed, angles = fused.output, fused.embed, fused.angles
+    scaled, renormed = type("Scaled", (torch.nn.Embedding,), {})(200, 64), torch.nn.Embedding(200, 64, max_norm=1.0)
+    for name, own, other in [("output", output, torch.nn.Linear(64, 200)), ("angles", angles, None), ("embed", embed, scaled),
+                             ("embed", embed, renormed), ("embed", embed, torch.nn.Embedding(200, 64, dtype=torch.bfloat16))]:
+        setattr(fused, name, other)
+        assert fused._model(pool) is None, name
+        setattr(fused, name, own)
+    assert fused._model(pool) is not None
+
+
+@pytest.mark.parametrize("wrong", [-1, 200, 1 << 40])
+def test_an_id_that_the_embedding_lacks_is_refused(wrong: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the pass in one call as by its twin, and the sequence stays as it was."""
+    save("llama", tmp_path, torch.bfloat16)
+    target = pair(tmp_path, "float32")[0]
+    slot = target.open([1, 2, 3], room=8)
+    before = target.extend([slot], [torch.tensor([1, 2, 3])]).logits
+    for _ in range(2):
+        with pytest.raises(IndexError):
+            target.score([slot], torch.tensor([4]), [Draft.chain([5, wrong])])
+        assert slot.length == 3 and slot.nodes is None
+        monkeypatch.setattr(target.fused, "_model", lambda pool: None)
+    target.truncate(slot, 2)
+    assert torch.equal(target.extend([slot], [torch.tensor([3])]).logits, before)
 
 
 @pytest.mark.parametrize("packed", [True, False])

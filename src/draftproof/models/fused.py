@@ -132,6 +132,7 @@ class FusedPass:
         self.taps: frozenset[int] = frozenset()
         self.rows: dict[int, Tensor] = {}
         self._table: tuple[tuple[PagePool, int, int], ctypes.Array[native.Layer] | None] | None = None
+        self._whole: tuple[ctypes.Array[native.Layer], Tensor, native.Model] | None = None
 
     def rows_alone(self) -> bool:
         """Whether a row may stand alone, because its bits do not depend on the number of rows: every product and attention is ours, or
@@ -156,11 +157,17 @@ class FusedPass:
     def __call__(self, p: Pass, pool: PagePool, keep: Sequence[int] | None) -> Tensor:
         """Logits [len(keep), V] of the rows in `keep`, or of all."""
         self._reach(max(p.position_list) + 1)
-        return self.compute(p.placed(), pool, keep)
+        model = self._model(pool)
+        if model is None:
+            return self.compute(p.placed(), pool, keep)
+        taps = sorted(self.taps)
+        logits, tapped = native.forward(model, p.course(), p.ids[0], taps, keep)
+        self.rows = dict(zip(taps, tapped.unbind(1), strict=True))
+        return logits
 
     def compute(self, p: Pass, pool: PagePool, keep: Sequence[int] | None) -> Tensor:
-        """The same where the table of angles reaches. Without `keep`, and but for compiled kernels and moving angles, it looks at
-        nothing but tensors, so that graphs.py can record it."""
+        """The same where the table of angles reaches, and the plain twin of `native.forward`. Without `keep`, and but for compiled kernels
+        and moving angles, it looks at nothing but tensors, so that graphs.py can record it."""
         x = self.embed(p.ids[0])
         angles = self._measure(x, p.positions) if self.angles is None else self.angles[p.positions[0]]
         cos, sin = angles[:, :1], angles[:, 1:]
@@ -189,6 +196,18 @@ class FusedPass:
             layers = (native.Layer * len(self.layers))(*(layer.kernel(pool) for layer in self.layers)) if self.compiled() else None
             self._table = key, layers
         return self._table[1]
+
+    def _model(self, pool: PagePool) -> native.Model | None:
+        """The model for `native.forward`, made anew when a part of it has moved; None if not all of it is our kernels'."""
+        layers, angles, weight = self._kernels(pool), self.angles, self.norm.weight
+        if layers is None or angles is None or not isinstance(self.output, StreamedLinear):
+            return None
+        if type(self.embed) is not nn.Embedding or self.embed.max_norm is not None or self.embed.weight.dtype != weight.dtype:
+            return None
+        if self._whole is None or self._whole[0] is not layers or self._whole[1] is not angles:
+            found = native.Model.of(layers, self.output.product, weight, self.norm.variance_epsilon, self.embed.weight, angles)
+            self._whole = layers, angles, found
+        return self._whole[2]
 
     def _reach(self, positions: int) -> None:
         """A table of angles for so many positions; none where the angles move."""

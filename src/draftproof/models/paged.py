@@ -221,7 +221,7 @@ class PagedTarget:
         readable = [min(t, self.context - 1) for t in positions]  # the row that nobody reads may stand behind the context
         return Pass(
             ids,
-            torch.tensor([readable]),
+            readable,
             positions,
             torch.tensor(write_to),
             None if write_from == list(range(len(positions))) else torch.tensor(write_from),
@@ -244,16 +244,16 @@ class PagedTarget:
             write_to = slice(start, start + rows)
         else:
             write_to = torch.tensor([slot.pages[t // size] * size + t % size for t in places])
-        return Pass(ids, torch.tensor([readable]), places, write_to, None, [Path(slot.pages, range(rows))], size, self.query_tile)
+        return Pass(ids, readable, places, write_to, None, [Path(slot.pages, range(rows))], size, self.query_tile)
 
     def _ids(self, roots: Tensor, drafts: Sequence[Draft]) -> Tensor:
         """Each root and its nodes, [1, rows] on the model's device. They may come from the host or any device; from the host alone they
         move together."""
-        on_host = all(part.device.type == "cpu" for part in (roots, *(draft.tokens for draft in drafts)))
-        home = torch.device("cpu") if on_host else self.device
-        roots = sent(roots, home)
-        parts = [part for i, draft in enumerate(drafts) for part in (roots[i : i + 1], sent(draft.tokens, home))]
-        return sent(torch.cat(parts), self.device)[None]
+        parts = [roots, *(draft.tokens for draft in drafts)]
+        if not all(part.is_cpu for part in parts):
+            parts = [sent(part, self.device) for part in parts]
+        flat = torch.cat([part for i, guesses in enumerate(parts[1:]) for part in (parts[0][i : i + 1], guesses)])
+        return sent(flat, self.device)[None]
 
     def _tree_paths(
         self, slot: PagedSlot, draft: Draft, base: int, depth: int, copies: list[tuple[int, int, int, int]]

@@ -69,11 +69,12 @@ class Items:
 
 @dataclass(slots=True)
 class Pass:
-    """ids, positions [1, rows]; writes: storage rows of the keys (a slice if consecutive), and which row of the pass each comes
-    from (None: identity). Ids lie on the model's device; the other tensors may wait on the host until `placed`."""
+    """ids [1, rows]; places: the rows' positions as the model reads them, [1, rows] or as numbers; writes: storage rows of the keys (a
+    slice if consecutive), and which row of the pass each comes from (None: identity). Ids lie on the model's device; the other tensors may
+    wait on the host until `placed`."""
 
     ids: Tensor
-    positions: Tensor
+    places: Tensor | Sequence[int]
     position_list: list[int]
     write_to: Tensor | slice
     write_from: Tensor | None
@@ -83,11 +84,18 @@ class Pass:
     cache: dict[tuple[int, int, torch.dtype], Items] = field(default_factory=dict)
     flat: native.Course | None = None
 
+    @property
+    def positions(self) -> Tensor:
+        """[1, rows]; a tensor once it is asked for, which the compiled pass never does."""
+        if not isinstance(self.places, Tensor):
+            self.places = uploaded([self.places], self.ids.device)
+        return self.places
+
     def placed(self) -> Pass:
         """With every tensor where the ids are."""
         device = self.ids.device
         if device.type != "cpu":
-            self.positions = sent(self.positions, device)
+            self.places = sent(self.positions, device)
             self.write_to = self.write_to if isinstance(self.write_to, slice) else sent(self.write_to, device)
             self.write_from = None if self.write_from is None else sent(self.write_from, device)
         return self
