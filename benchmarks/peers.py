@@ -64,6 +64,7 @@ from draftproof.models.load import WEIGHTS
 HERE = Path(__file__).resolve().parent
 OURS = "ours"
 NODES = 11          # of a tree: with the root as many rows as share a reading of the weights
+MOST_NODES = 23     # where the engine chooses how many are worth their rows
 OFF_GOAL, LIMIT_GOAL, ON_GOAL, BEST_GOAL, SAMPLED_GOAL = 0.95, 0.85, 1.15, 1.35, 2.0
 
 
@@ -84,10 +85,10 @@ PEERS = {
     "ours+eagle3": ours("eagle3"),
     "ours+eagle3+block": ours("eagle3", rule="block"),
     "ours+eagle3+tree": ours("eagle3", tree=NODES),
-    "ours+eagle3+auto": ours("eagle3", tree=NODES, auto=True),
+    "ours+eagle3+auto": ours("eagle3", tree=MOST_NODES, auto=True),
     "ours+ngram+eagle3": ours("ngram+eagle3"),
     "ours+ngram+eagle3+tree": ours("ngram+eagle3", tree=NODES),
-    "ours+ngram+eagle3+auto": ours("ngram+eagle3", tree=NODES, auto=True),
+    "ours+ngram+eagle3+auto": ours("ngram+eagle3", tree=MOST_NODES, auto=True),
     "ours+ngram+eagle3+block": ours("ngram+eagle3", rule="block"),
     "transformers": peer("with_transformers.py"),
     "vllm": peer("with_vllm.py", ".venv-vllm", split="depth"),
