@@ -64,6 +64,7 @@ from draftproof.models.load import WEIGHTS
 HERE = Path(__file__).resolve().parent
 OURS = "ours"
 NODES = 11          # of a tree: with the root as many rows as share a reading of the weights
+TREE_DEPTH = 6      # levels cost a head a tenth of a millisecond each, and 4 would hold its greedy texts back
 MOST_NODES = 23     # where the engine chooses how many are worth their rows
 OFF_GOAL, LIMIT_GOAL, ON_GOAL, BEST_GOAL, SAMPLED_GOAL = 0.95, 0.85, 1.15, 1.35, 2.0
 
@@ -84,7 +85,7 @@ PEERS = {
     "ours+block": ours("ngram+model", rule="block"),
     "ours+eagle3": ours("eagle3"),
     "ours+eagle3+block": ours("eagle3", rule="block"),
-    "ours+eagle3+tree": ours("eagle3", tree=NODES),
+    "ours+eagle3+tree": ours("eagle3", tree=NODES, depth=TREE_DEPTH),
     "ours+eagle3+auto": ours("eagle3", tree=MOST_NODES, auto=True),
     "ours+ngram+eagle3": ours("ngram+eagle3"),
     "ours+ngram+eagle3+tree": ours("ngram+eagle3", tree=NODES),
@@ -265,7 +266,8 @@ class Prepared:
 
     def arms(self, depths: Sequence[int]) -> list[Arm]:
         def those(peer: Peer) -> list[int]:
-            return [*([0] if peer.plain else []), *([AUTO] if peer.auto else depths if peer.guesses else [])]
+            own = [AUTO] if peer.auto else [peer.depth] if peer.depth else depths
+            return [*([0] if peer.plain else []), *(own if peer.guesses else [])]
 
         return [Arm(name, depth) for name in self.models for depth in those(self.peers[name])]
 
