@@ -23,7 +23,8 @@ COLD = 3                # … after this many measurements; the first call of an
 SCALE = 2.0             # standard deviation of the logarithm of the machine's speed, before a second measurement
 WEATHER = 0.03          # drift of the weather between two rounds
 AGEING = 1e-3           # drift of everything else
-SETTLED = 8             # measurements of one shape, after which only one in so many is looked at: that costs time itself
+SETTLED, SELDOM = 8, 32  # measurements of one shape, after which only one in as many as there were is looked at, and at least one in so
+                        # many: looking costs time itself
 
 
 class Filter:
@@ -93,7 +94,7 @@ class PassCosts:
         """A pass over `rows` rows of `batch` sequences whose texts have `keys` tokens in all took so long."""
         self._round += 1
         count, last = self._shapes.get((batch, rows), (0, 0))
-        if seconds <= 0 or (count >= SETTLED and self._round - last < SETTLED):
+        if seconds <= 0 or (count >= SETTLED and self._round - last < min(count, SELDOM)):
             return
         self._shapes[batch, rows] = count + 1, self._round
         self._filter.drift[self._weather] = WEATHER**2 * (self._round - self._learnt)
