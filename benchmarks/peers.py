@@ -86,10 +86,10 @@ PEERS = {
     "ours+eagle3": ours("eagle3"),
     "ours+eagle3+block": ours("eagle3", rule="block"),
     "ours+eagle3+tree": ours("eagle3", tree=NODES, depth=TREE_DEPTH),
-    "ours+eagle3+auto": ours("eagle3", tree=MOST_NODES, auto=True),
+    "ours+eagle3+auto": ours("eagle3", tree=MOST_NODES, depth=AUTO),
     "ours+ngram+eagle3": ours("ngram+eagle3"),
     "ours+ngram+eagle3+tree": ours("ngram+eagle3", tree=NODES),
-    "ours+ngram+eagle3+auto": ours("ngram+eagle3", tree=MOST_NODES, auto=True),
+    "ours+ngram+eagle3+auto": ours("ngram+eagle3", tree=MOST_NODES, depth=AUTO),
     "ours+ngram+eagle3+block": ours("ngram+eagle3", rule="block"),
     "transformers": peer("with_transformers.py"),
     "vllm": peer("with_vllm.py", ".venv-vllm", split="depth"),
@@ -266,7 +266,7 @@ class Prepared:
 
     def arms(self, depths: Sequence[int]) -> list[Arm]:
         def those(peer: Peer) -> list[int]:
-            own = [AUTO] if peer.auto else [peer.depth] if peer.depth else depths
+            own = [peer.depth] if peer.depth else depths
             return [*([0] if peer.plain else []), *(own if peer.guesses else [])]
 
         return [Arm(name, depth) for name in self.models for depth in those(self.peers[name])]

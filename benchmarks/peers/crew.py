@@ -27,8 +27,8 @@ AUTO = -1           # a depth that the engine chooses, round by round
 class Peer:
     """split: what is fixed when a worker starts, "arm" (guessing or not) or "depth"; "" if one worker serves all arms of an engine, NAME
     and NAME+…. drafter: what guesses, where the worker has a choice; "model" in it stands for the draft model, "eagle3" for the head;
-    rule: which of our own judges it; tree: most nodes of a round of ours, 0 for chains; depth: its own, whatever the others'; auto: it
-    chooses its depths itself. bits: of weights that it can be given. The arms of one engine read the same converted models."""
+    rule: which of our own judges it; tree: most nodes of a round of ours, 0 for chains; depth: its own, whatever the others',
+    or AUTO. bits: of weights that it can be given. The arms of one engine read the same converted models."""
 
     script: Path
     program: Path
@@ -40,7 +40,6 @@ class Peer:
     rule: str = "match"
     tree: int = 0
     depth: int = 0
-    auto: bool = False
     bits: tuple[int, ...] = (16,)
 
     @property

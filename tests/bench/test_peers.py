@@ -117,7 +117,7 @@ def test_workers_by_what_is_fixed_and_at_most_so_many(tmp_path: Path, split: str
 
 
 def test_depths_that_are_the_engines_own() -> None:
-    there = {"own": Peer(Path("x"), Path("y")), "own+auto": Peer(Path("x"), Path("y"), plain=False, auto=True)}
+    there = {"own": Peer(Path("x"), Path("y")), "own+auto": Peer(Path("x"), Path("y"), plain=False, depth=peers.AUTO)}
     arms = peers.Prepared({}, [], there, dict.fromkeys(there, {}), {}).arms([2, 4])
     assert [str(arm) for arm in arms] == ["own plain", "own K=2", "own K=4", "own+auto auto"] and arms[-1].mode == "draft"
 

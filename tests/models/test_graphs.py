@@ -23,6 +23,7 @@ from draftproof.models.fused import FusedPass
 from draftproof.models.graphs import BEYOND, CudaRecorder, GraphedPass, Recording, Run, filled, passes, whole
 from draftproof.models.load import load_target
 from draftproof.models.paged import PagedTarget
+from draftproof.models.passes import Pass
 from draftproof.types import Draft
 
 LOOKS = {"_local_scalar_dense", "lift_fresh", "nonzero", "equal", "masked_select"}  # each waits for the device, or copies from the host
@@ -278,3 +279,10 @@ def test_filling_up() -> None:
     assert [whole(n) for n in (1, 2, 3, 4, 5, 64, 65)] == [1, 2, 4, 4, 8, 64, 128] and whole(3, 64) == 64 and whole(65, 64) == 128
     assert filled([7, 8, 9], 5) == [7, 8, 9, 7, 7] and filled([1, 2, 3, 4], 8, 2) == [1, 2, 3, 4, 1, 2, 1, 2] and filled([5], 1) == [5]
     assert BEYOND * 4096 < 2**63, "a position"
+
+
+def test_positions_wait_on_the_host_until_they_are_placed() -> None:
+    """A graph reads them there as numbers; on the device that would be waited for."""
+    p = Pass(torch.zeros(1, 3, dtype=torch.int64, device="meta"), [4, 5, 6], [4, 5, 6], slice(0, 3), None, [], 64, 1)
+    assert p.positions.tolist() == [[4, 5, 6]]
+    assert p.placed().positions.device.type == "meta"

@@ -40,29 +40,22 @@ class Control(Protocol):
 
     def learn(self, batch: abc.Sequence[Sequence], budgets: abc.Sequence[Budget], drafts: abc.Sequence[Draft],
               verdicts: abc.Sequence[Verdict], times: Times) -> None:
-        """What a round showed and took."""
-        ...
+        """What a round showed and took; nothing, unless a controller makes something of it."""
+        return
 
     def forget(self, seq: Sequence) -> None:
         """The sequence is gone."""
-        ...
+        return
 
 
-class FixedDepth:
-    """Always the same depth."""
+class FixedDepth(Control):
+    """Always the same depth, whatever rounds show."""
 
     def __init__(self, depth: int) -> None:
         self.depth = depth
 
     def depths(self, batch: abc.Sequence[Sequence], rooms: abc.Sequence[int], whole: abc.Sequence[Sequence]) -> list[Choice]:
         return [Choice(self.depth, "fixed")] * len(batch)
-
-    def learn(self, batch: abc.Sequence[Sequence], budgets: abc.Sequence[Budget], drafts: abc.Sequence[Draft],
-              verdicts: abc.Sequence[Verdict], times: Times) -> None:
-        pass
-
-    def forget(self, seq: Sequence) -> None:
-        pass
 
 
 SHARE = 0.01            # of the time, for trials
@@ -74,7 +67,8 @@ TRIAL_DEPTH, FIRST_DEPTH = 2, 4
 AGAIN = 64              # rounds with drafts after which a plain pass is timed again
 SIZES = 50              # trees whose sizes are remembered
 HORIZON = 64            # tokens over which reading a text for the first time must pay off
-OVERDRAFT = 1.0, 8.0    # plain passes that a trial is charged at most, an early and a later one: first calls and pauses cost more
+OVERDRAFT = 1.0, 8.0    # plain passes that a trial is charged at most, one of the first and a later one: neither what a first call
+                        # costs nor a pause of the machine is what drafting costs
 
 
 @dataclass(slots=True)
@@ -162,7 +156,8 @@ class AutoDepth:
         self._plan: Plan | None = None
         self._choices: list[Choice] = []
         self._planned: tuple[str, ...] = ()
-        self._next = self._same = 0                              # round of the next plan for the same sequences; plans that said the same
+        self._next = 0                                           # the round of the next plan for the same sequences
+        self._same = 0                                           # plans in a row that said the same for them
         self._trial: Trial | None = None
         self._plain_at = 0                                       # the last round without any draft
         self._plain_credit = 0.0
@@ -204,8 +199,9 @@ class AutoDepth:
             for arm in self.arms:
                 arm.earn(earned / len(self.arms))
         asked: dict[str, list[int]] = {}
-        for i in (i for i, budget in enumerate(budgets) if budget.depth):
-            asked.setdefault(budgets[i].drafter, []).append(i)
+        for i, budget in enumerate(budgets):
+            if budget.depth:
+                asked.setdefault(budget.drafter, []).append(i)
         if not asked:
             self._plain_at = self.rounds
             self._overhead += (times.draft_s - self._overhead) * (0.1 if self._overhead else 1.0)
@@ -214,7 +210,8 @@ class AutoDepth:
             arm = next((arm for arm in self.arms if arm.name == name), self.arms[0])
             self._learn(arm, here, batch, budgets, drafts, verdicts, spent if len(asked) == 1 else None)
         if trial is not None and (trial.arm is None or any(budgets[i].depth for i in trial.places)):
-            self._charge(trial, stood := sum(len(verdicts[i].accepted) for i in trial.places), spent)
+            stood = sum(len(verdicts[i].accepted) for i in trial.places)
+            self._charge(trial, stood, spent)
             if trial.arm is not None and stood:
                 self._planned = ()                               # a guess that stood is news: plan again at once
 

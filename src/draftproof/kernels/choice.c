@@ -118,15 +118,15 @@ int best(const float *x, long rows, long size, const uint32_t *keys, const int64
     return 0;
 }
 
-/* The largest of row [size], float32 or, with halves, bfloat16; a number that is not finite unless all of them but some -inf are. */
-static float top_of(const void *row, long size, int halves)
+/* The largest of row [width], float32 or, with halves, bfloat16; not finite if one of them is NaN or inf, or all are -inf. */
+static float top_of(const void *row, long width, int halves)
 {
     floats most = {0};
     integers sound = ~(integers){0};
     float top = -INFINITY;
     long c = 0;
     most -= INFINITY;
-    for (; c + LANES <= size; c += LANES) {
+    for (; c + LANES <= width; c += LANES) {
         floats v = load_lanes(row, c, halves);
         most = GREATER(v, most);
         sound &= v < INFINITY;
@@ -135,7 +135,7 @@ static float top_of(const void *row, long size, int halves)
         if (most[i] > top) top = most[i];
         if (!sound[i]) return INFINITY;
     }
-    for (; c < size; c++) {
+    for (; c < width; c++) {
         float v = load(row, c, halves);
         if (v > top) top = v;
         if (!(v < INFINITY)) return INFINITY;
@@ -144,19 +144,19 @@ static float top_of(const void *row, long size, int halves)
 }
 
 /* columns [rows]: the first of each row's largest numbers. Returns 0, or 1 if one of these is not finite: then they are of no use. */
-int first(const void *x, long rows, long size, int halves, int64_t *columns, int threads)
+int first(const void *x, long rows, long width, int halves, int64_t *columns, int threads)
 {
     int wrong = 0;
-#pragma omp parallel for num_threads(threads) reduction(| : wrong) if (rows * size > PART)
+#pragma omp parallel for num_threads(threads) reduction(| : wrong) if (rows * width > PART)
     for (long r = 0; r < rows; r++) {
-        const char *row = (const char *)x + r * size * (halves ? 2 : 4);
-        float top = top_of(row, size, halves);
+        const char *row = (const char *)x + r * width * size(halves);
+        float top = top_of(row, width, halves);
         long c = 0;
-        if (top - top != 0) {
+        if (!isfinite(top)) {
             wrong = 1;
             continue;
         }
-        for (int found = 0; !found && c + LANES <= size; c += found ? 0 : LANES) {
+        for (int found = 0; !found && c + LANES <= width; c += found ? 0 : LANES) {
             integers same = load_lanes(row, c, halves) == top;
             for (int i = 0; i < LANES; i++) found |= same[i];
         }
@@ -166,19 +166,19 @@ int first(const void *x, long rows, long size, int halves, int64_t *columns, int
     return wrong;
 }
 
-/* y [rows, size] = log softmax of x / temperature (which may be y), the largest taken off first: no overflow, and precise where the mass is.
- * x float32 or, with halves, bfloat16. Exponentials add over lanes, then over these. Returns 0, or 1 if a row's largest number is not
- * finite: then y is of no use. */
-int law(const void *x, float *y, long rows, long size, float temperature, int halves, int threads)
+/* y [rows, width] = log softmax of x / temperature, the largest taken off first: no overflow, and precise where the mass is. x float32 or,
+ * with halves, bfloat16. Exponentials add over lanes, then over these. Returns 0, or 1 if a row's largest number is not finite: then y is of
+ * no use. */
+int law(const void *x, float *y, long rows, long width, float temperature, int halves, int threads)
 {
     int wrong = 0;
-#pragma omp parallel for num_threads(threads) reduction(| : wrong) if (rows * size > PART / 2)
+#pragma omp parallel for num_threads(threads) reduction(| : wrong) if (rows * width > PART / 2)
     for (long r = 0; r < rows; r++) {
-        const char *from = (const char *)x + r * size * (halves ? 2 : 4);
-        float *to = y + r * size, top = top_of(from, size, halves), rest = 0;
+        const char *from = (const char *)x + r * width * size(halves);
+        float *to = y + r * width, top = top_of(from, width, halves), rest = 0;
         floats sum = {0};
-        long whole = size / LANES * LANES;
-        if (top - top != 0) {
+        long whole = width / LANES * LANES;
+        if (!isfinite(top)) {
             wrong = 1;
             continue;
         }
@@ -187,12 +187,12 @@ int law(const void *x, float *y, long rows, long size, float temperature, int ha
             *(floats *)(to + c) = z;
             sum += exponential(z);
         }
-        for (long c = whole; c < size; c++) {
+        for (long c = whole; c < width; c++) {
             to[c] = (load(from, c, halves) - top) / temperature;
             rest += expf(to[c]);
         }
         float mass = logf(total(sum) + rest);
-        for (long c = 0; c < size; c++) to[c] -= mass;
+        for (long c = 0; c < width; c++) to[c] -= mass;
     }
     return wrong;
 }

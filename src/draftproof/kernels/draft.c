@@ -58,9 +58,12 @@ static int look(const head *h, const growth *g, const desk *d, long level, long 
     int lawful = g->keys || g->chances;
     if (!h->normed) norm(d->x, h->norm, d->y, slots, 1, h->hidden, h->hidden, h->eps, h->halves, threads);
     int wrong = multiply(&h->output, h->normed ? d->x : d->y, d->room, d->logits, slots, h->halves, threads);
-    widen(d->logits, 0, slots * h->size, h->halves, d->law, slots * h->size);
-    for (long i = 0; !lawful && i < slots * h->size; i++) wrong |= !(d->law[i] < INFINITY);
-    if (lawful) wrong |= law(d->law, d->law, slots, h->size, g->temperature, 0, threads);
+    if (lawful) {
+        wrong |= law(d->logits, d->law, slots, h->size, g->temperature, h->halves, threads);
+    } else {
+        widen(d->logits, 0, slots * h->size, h->halves, d->law, slots * h->size);
+        for (long i = 0; i < slots * h->size; i++) wrong |= !(d->law[i] < INFINITY);
+    }
     for (long s = 0; g->keys && s < slots; s++) memcpy(d->keys + 2 * s, g->keys + 2 * level, 8);
     wrong |= best(d->law, slots, h->size, g->keys ? d->keys : 0, h->ids, g->k, g->values + first, g->tokens + first, threads);
     wrong |= g->values[first] == -INFINITY;

@@ -238,7 +238,7 @@ int multiply(const product *p, const void *x, uint32_t *room, void *y, long rows
 void norm(const void *x, const void *weight, void *y, long outer, long inner, long n, long stride, float eps, int halves, int threads);
 int blocks(const layer *layers, long count, const course *first_course, long courses, void *x, const void *beside, const void *cos,
            const void *sin, long angles, int halves, int threads);
-int law(const void *x, float *y, long rows, long size, float temperature, int halves, int threads);
+int law(const void *x, float *y, long rows, long width, float temperature, int halves, int threads);
 int best(const float *x, long rows, long size, const uint32_t *keys, const int64_t *names, long k, float *scores, int64_t *columns,
          int threads);
 

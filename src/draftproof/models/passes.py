@@ -88,7 +88,7 @@ class Pass:
     def positions(self) -> Tensor:
         """[1, rows]; a tensor once it is asked for, which the compiled pass never does."""
         if not isinstance(self.places, Tensor):
-            self.places = uploaded([self.places], self.ids.device)
+            self.places = torch.tensor([self.places])
         return self.places
 
     def placed(self) -> Pass:
