@@ -146,9 +146,7 @@ def multiply(x: Tensor, by: Product) -> Tensor:
     assert columns == by.columns and x.dtype in TYPES, f"x {list(x.shape)} {x.dtype} for {by.columns} columns"
     x, y = x.contiguous(), torch.empty(*x.shape[:-1], by.out, dtype=x.dtype)
     rows = x.numel() // max(1, columns)
-    words = _loaded().room_of(by.bits, columns, halves, rows)
-    room = torch.empty(rows * words, dtype=torch.int32) if words else None
-    if _loaded().multiply(by, x.data_ptr(), address_of(room), y.data_ptr(), rows, halves, torch.get_num_threads()):
+    if _loaded().multiply(by, x.data_ptr(), y.data_ptr(), rows, halves, torch.get_num_threads()):
         raise MemoryError(f"a product of {rows} rows found no memory to work in")
     return y
 
@@ -376,8 +374,7 @@ def _open(path: Path) -> ctypes.CDLL:
     whole, pointer, small = ctypes.c_long, ctypes.c_void_p, ctypes.c_int
     library.wide.argtypes, library.wide.restype = [], whole
     library.arrange.argtypes, library.arrange.restype = [pointer, pointer, whole, whole, small], None
-    library.room_of.argtypes, library.room_of.restype = [small, whole, small, whole], whole
-    library.multiply.argtypes, library.multiply.restype = [ctypes.POINTER(Product), *[pointer] * 3, whole, small, small], small
+    library.multiply.argtypes, library.multiply.restype = [ctypes.POINTER(Product), *[pointer] * 2, whole, small, small], small
     library.takes_narrow.argtypes, library.takes_narrow.restype = [], small
     library.arrange_narrow.argtypes, library.arrange_narrow.restype = [*[pointer] * 3, whole, whole, small], None
     library.arrange_spare.argtypes, library.arrange_spare.restype = [*[pointer] * 3, *[whole] * 3], None

@@ -161,6 +161,26 @@ def test_the_pass_in_one_call_has_the_bits_of_its_twin(
 
 
 @pytest.mark.skipif(not native.available()[0], reason=native.available()[1])
+@pytest.mark.parametrize("bits, dtype", [(16, "float32"), (16, "bfloat16"), (8, "bfloat16"), (4, "float32")])
+def test_a_team_of_any_size_writes_the_bits_of_one(bits: int, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three heads of keys, which two threads cannot share equally, and more threads than processors."""
+    shape = {"hidden_size": 192, "intermediate_size": 416, "num_attention_heads": 6, "num_key_value_heads": 3}
+    monkeypatch.setitem(families.FAMILIES, "llama", shape)
+    save("llama", tmp_path, torch.bfloat16)
+    more, found, before = {"quantization": f"int{bits}"} if bits < 12 else {}, [], torch.get_num_threads()
+    try:
+        for threads in (1, 2, 3, 5):
+            torch.set_num_threads(threads)
+            found.append(several(pair(tmp_path, dtype, **more)[0], [0, 2]))
+    finally:
+        torch.set_num_threads(before)
+    for threads, scores in zip((2, 3, 5), found[1:], strict=True):
+        for one, other in zip(found[0], scores, strict=True):
+            assert torch.equal(one.logits, other.logits), f"{threads} threads"
+            assert all(torch.equal(one.taps[layer], other.taps[layer]) for layer in (0, 2)), f"{threads} threads"
+
+
+@pytest.mark.skipif(not native.available()[0], reason=native.available()[1])
 def test_a_model_with_a_part_of_other_kinds_is_not_run_in_one_call(tmp_path: Path) -> None:
     save("llama", tmp_path, torch.bfloat16)
     target = pair(tmp_path, "float32")[0]

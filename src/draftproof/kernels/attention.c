@@ -353,46 +353,70 @@ static long behind(const course *c, long path)
     return path;
 }
 
-/* All rows of a pass. Returns 0, or 1 without memory. */
-int attend(const course *c, const attention *a, int threads)
+/* How the rows of a pass are cut: pieces of at most `most` rows of a family, of `together` of the heads of keys, `parts` times. */
+typedef struct {
+    long most, pieces, together, parts, bytes; /* bytes: of memory for one thread */
+} cut;
+
+static long pieces_of(const course *c, long most)
 {
-    long most = a->group < MOST_QUERIES ? MOST_QUERIES / a->group : 1, pieces = 0, longest = 1; /* rows of a piece of work */
+    long pieces = 0;
     for (long i = 0, next; i < c->paths; i = next) {
         next = behind(c, i);
-        long rows = c->row_start[next] - c->row_start[i];
-        pieces += (rows + most - 1) / most;
-        if (rows > longest) longest = rows;
+        pieces += (c->row_start[next] - c->row_start[i] + most - 1) / most;
     }
-    if (!pieces) return 0;
+    return pieces;
+}
+
+static cut cut_of(const course *c, const attention *a, int threads)
+{
+    long most = a->group < MOST_QUERIES ? MOST_QUERIES / a->group : 1, longest = 1;
+    for (long i = 0, next; i < c->paths; i = next) {
+        next = behind(c, i);
+        if (c->row_start[next] - c->row_start[i] > longest) longest = c->row_start[next] - c->row_start[i];
+    }
     if (most > longest) most = longest;
-    long widest = a->dim > a->value_dim ? a->dim : a->value_dim;
+    /* heads that threads cannot share equally: each takes some rows of all heads, if they outweigh bringing the keys once more */
+    if (a->heads % threads && longest >= 2 * threads && pieces_of(c, most) < threads) most = (longest + threads - 1) / threads;
+    long pieces = pieces_of(c, most), widest = a->dim > a->value_dim ? a->dim : a->value_dim;
     long together = MOST_QUERIES / (most * a->group), fitting = MOST_NUMBERS / (CHUNK * widest); /* heads of keys of a piece */
     if (together > fitting) together = fitting;
     if (together < 1) together = 1;
-    long shares = (threads + pieces - 1) / pieces, parts = UP((a->heads + together - 1) / together, shares); /* every thread has as many */
+    long shares = pieces ? (threads + pieces - 1) / pieces : 1;
+    long parts = UP((a->heads + together - 1) / together, shares); /* every thread has as many */
     if (parts > a->heads) parts = a->heads;
     together = (a->heads + parts - 1) / parts;
-    parts = (a->heads + together - 1) / together;
-    long need = UP(4 * piece_of(c, a, most, 0, together, 0).numbers, 64);
-    int failed = 0;
-#pragma omp parallel num_threads(threads) if (pieces * parts > 1)
-    {
-        float *scratch = aligned_alloc(64, need);
-        if (!scratch) failed = 1;
-#pragma omp for schedule(dynamic)
-        for (long task = 0; task < pieces * parts; task++) {
-            if (!scratch) continue;
-            long path, next = 0, first = task / parts * most, rows = 0, head = task % parts * together;
-            do {
-                first -= UP(rows, most);
-                path = next, next = behind(c, path);
-                rows = c->row_start[next] - c->row_start[path];
-            } while (first >= rows);
-            piece w = piece_of(c, a, rows - first < most ? rows - first : most, head,
-                               a->heads - head < together ? a->heads - head : together, scratch);
-            follow(c, &w, path, c->row_start[path] + first);
-        }
-        free(scratch);
+    return (cut){most, pieces, together, (a->heads + together - 1) / together, UP(4 * piece_of(c, a, most, 0, together, 0).numbers, 64)};
+}
+
+/* Bytes of memory that `attended` needs. */
+long room_to_attend(const course *c, const attention *a, int threads) { return threads * cut_of(c, a, threads).bytes; }
+
+/* All rows of a pass, by a team, which joins at the end; room: memory for a team of `threads`, which may have fewer. */
+void attended(const member *me, const course *c, const attention *a, void *room, int threads)
+{
+    const cut how = cut_of(c, a, threads);
+    float *own = (float *)((char *)room + me->index * how.bytes);
+    for (long task; (task = taken(me)) < how.pieces * how.parts;) {
+        long path, next = 0, first = task / how.parts * how.most, rows = 0, head = task % how.parts * how.together;
+        do {
+            first -= UP(rows, how.most);
+            path = next, next = behind(c, path);
+            rows = c->row_start[next] - c->row_start[path];
+        } while (first >= rows);
+        piece w = piece_of(c, a, rows - first < how.most ? rows - first : how.most, head,
+                           a->heads - head < how.together ? a->heads - head : how.together, own);
+        follow(c, &w, path, c->row_start[path] + first);
     }
-    return failed;
+    join(me);
+}
+
+/* The same by a team of its own. Returns 0, or 1 without memory. */
+int attend(const course *c, const attention *a, int threads)
+{
+    void *room = aligned_alloc(64, room_to_attend(c, a, threads));
+    if (!room) return 1;
+    TOGETHER(threads, threads > 1, attended(me, c, a, room, threads));
+    free(room);
+    return 0;
 }

@@ -9,50 +9,58 @@
 
 #define FEW 8192 /* numbers that one thread finishes before a second has woken */
 
-/* y [outer, inner, n] = x / rms(x) * weight over n (Zhang & Sennrich, arXiv 1910.07467); x's outer rows `stride` numbers apart,
- * weight [inner, n]. Squares add over lanes, then over these. */
+/* y [inner, n] = x / rms(x) * weight over n (Zhang & Sennrich, arXiv 1910.07467), weight [inner, n]. Squares add over lanes, then over
+ * these. */
+static void norm_of_row(const char *from, const void *weight, char *to, long inner, long n, float eps, int halves)
+{
+    for (long i = 0; i < inner; i++, from += size(halves) * n, to += size(halves) * n) {
+        floats squares = {0};
+        long c = 0;
+        for (; c + LANES <= n; c += LANES) squares += load_lanes(from, c, halves) * load_lanes(from, c, halves);
+        for (int j = 0; c + j < n; j++) squares[j] += load(from, c + j, halves) * load(from, c + j, halves);
+        float scale = 1 / sqrtf(total(squares) / n + eps);
+        for (c = 0; c + LANES <= n; c += LANES)
+            store_lanes(to, c, kept_lanes(load_lanes(from, c, halves) * scale, halves) * load_lanes(weight, i * n + c, halves), halves);
+        for (; c < n; c++) store(to, c, kept(load(from, c, halves) * scale, halves) * load(weight, i * n + c, halves), halves);
+    }
+}
+
+/* Of x's outer rows, which are `stride` numbers apart: y [outer, inner, n]. */
 void norm(const void *x, const void *weight, void *y, long outer, long inner, long n, long stride, float eps, int halves, int threads)
 {
+    long each = size(halves);
 #pragma omp parallel for num_threads(threads) if (outer * inner * n > FEW)
     for (long o = 0; o < outer; o++)
-        for (long i = 0; i < inner; i++) {
-            const char *from = (const char *)x + size(halves) * (o * stride + i * n);
-            char *to = (char *)y + size(halves) * (o * inner + i) * n;
-            floats squares = {0};
-            long c = 0;
-            for (; c + LANES <= n; c += LANES) squares += load_lanes(from, c, halves) * load_lanes(from, c, halves);
-            for (int j = 0; c + j < n; j++) squares[j] += load(from, c + j, halves) * load(from, c + j, halves);
-            float scale = 1 / sqrtf(total(squares) / n + eps);
-            for (c = 0; c + LANES <= n; c += LANES)
-                store_lanes(to, c, kept_lanes(load_lanes(from, c, halves) * scale, halves) * load_lanes(weight, i * n + c, halves), halves);
-            for (; c < n; c++)
-                store(to, c, kept(load(from, c, halves) * scale, halves) * load(weight, i * n + c, halves), halves);
+        norm_of_row((const char *)x + each * o * stride, weight, (char *)y + each * o * inner * n, inner, n, eps, halves);
+}
+
+/* y [heads, dim]: x turned by a position's angles (Su et al., arXiv 2104.09864): cos, and sin, negative in its first half. */
+static void turn_row(const char *from, const void *cos, const void *sin, char *to, long heads, long dim, int halves)
+{
+    for (long h = 0; h < heads; h++, from += size(halves) * dim, to += size(halves) * dim)
+        for (long side = 0; side < 2; side++) {
+            long d = side * dim / 2, end = d + dim / 2, other = dim / 2 - d;
+            for (; d + LANES <= end; d += LANES, other += LANES) {
+                floats along = kept_lanes(load_lanes(from, d, halves) * load_lanes(cos, d, halves), halves);
+                floats across = kept_lanes(load_lanes(from, other, halves) * load_lanes(sin, d, halves), halves);
+                store_lanes(to, d, along + across, halves);
+            }
+            for (; d < end; d++, other++) {
+                float along = kept(load(from, d, halves) * load(cos, d, halves), halves);
+                store(to, d, along + kept(load(from, other, halves) * load(sin, d, halves), halves), halves);
+            }
         }
 }
 
-/* y [rows, heads, dim]: x turned by its position's angles (Su et al., arXiv 2104.09864); x's rows `stride` numbers apart;
- * cos, sin: rows `angles` numbers apart, sin negative in its first half. */
+/* Of x's rows, which are `stride` numbers apart, and cos's and sin's, which are `angles` apart: y [rows, heads, dim]. */
 void turn(const void *x, const void *cos, const void *sin, void *y, long rows, long heads, long dim, long stride, long angles, int halves,
           int threads)
 {
+    long each = size(halves);
 #pragma omp parallel for num_threads(threads) if (rows * heads * dim > FEW)
     for (long r = 0; r < rows; r++)
-        for (long h = 0; h < heads; h++) {
-            const char *from = (const char *)x + size(halves) * (r * stride + h * dim);
-            char *to = (char *)y + size(halves) * (r * heads + h) * dim;
-            for (long side = 0; side < 2; side++) {
-                long d = side * dim / 2, end = d + dim / 2, other = dim / 2 - d;
-                for (; d + LANES <= end; d += LANES, other += LANES) {
-                    floats along = kept_lanes(load_lanes(from, d, halves) * load_lanes(cos, r * angles + d, halves), halves);
-                    floats across = kept_lanes(load_lanes(from, other, halves) * load_lanes(sin, r * angles + d, halves), halves);
-                    store_lanes(to, d, along + across, halves);
-                }
-                for (; d < end; d++, other++) {
-                    float along = kept(load(from, d, halves) * load(cos, r * angles + d, halves), halves);
-                    store(to, d, along + kept(load(from, other, halves) * load(sin, r * angles + d, halves), halves), halves);
-                }
-            }
-        }
+        turn_row((const char *)x + each * r * stride, (const char *)cos + each * r * angles, (const char *)sin + each * r * angles,
+                 (char *)y + each * r * heads * dim, heads, dim, halves);
 }
 
 static inline floats silu(floats x) /* x / (1 + e^-x), by the exponential of what is not positive */
@@ -64,27 +72,31 @@ static inline floats silu(floats x) /* x / (1 + e^-x), by the exponential of wha
     return x * (top / (1 + e));
 }
 
-/* y [rows, n] = silu(x[:, :n]) * x[:, n:], x [rows, 2 n] */
-void gate(const void *x, void *y, long rows, long n, int halves, int threads)
+/* y [to) = silu(x) * x, n further on: numbers from `from` on of a row. */
+static void gate_row(const char *x, char *y, long n, long from, long to, int halves)
 {
-    long vectors = n / LANES;
-#pragma omp parallel for num_threads(threads) if (rows * n > FEW)
-    for (long i = 0; i < rows * vectors; i++) {
-        long r = i / vectors, c = i % vectors * LANES, gates = 2 * r * n, ups = gates + n;
-        store_lanes(y, r * n + c, kept_lanes(silu(load_lanes(x, gates + c, halves)), halves) * load_lanes(x, ups + c, halves), halves);
+    long c = from;
+    for (; c + LANES <= to; c += LANES)
+        store_lanes(y, c, kept_lanes(silu(load_lanes(x, c, halves)), halves) * load_lanes(x, n + c, halves), halves);
+    for (; c < to; c++) {
+        floats value = {load(x, c, halves)};
+        store(y, c, kept(silu(value)[0], halves) * load(x, n + c, halves), halves);
     }
-    for (long r = 0; r < rows; r++)
-        for (long c = vectors * LANES, gates = 2 * r * n, ups = gates + n; c < n; c++) {
-            floats value = {load(x, gates + c, halves)};
-            store(y, r * n + c, kept(silu(value)[0], halves) * load(x, ups + c, halves), halves);
-        }
 }
 
-static void add(void *x, const void *y, long n, int halves) /* x += y */
+/* y [rows, n] = silu(x[:, :n]) * x[:, n:], x [rows, 2 n], by a team: a row's parts begin with whole vectors. */
+static void gated(const member *me, const void *x, void *y, long rows, long n, int halves)
 {
-    long i = 0;
-    for (; i + LANES <= n; i += LANES) store_lanes(x, i, load_lanes(x, i, halves) + load_lanes(y, i, halves), halves);
-    for (; i < n; i++) store(x, i, load(x, i, halves) + load(y, i, halves), halves);
+    long parts = rows % me->of ? me->of : 1, vectors = n / LANES, each = size(halves);
+    MINE(i, rows * parts) {
+        long r = i / parts, part = i % parts, to = part + 1 == parts ? n : (part + 1) * vectors / parts * LANES;
+        gate_row((const char *)x + 2 * each * r * n, (char *)y + each * r * n, n, part * vectors / parts * LANES, to, halves);
+    }
+}
+
+void gate(const void *x, void *y, long rows, long n, int halves, int threads)
+{
+    TOGETHER(threads, rows * n > FEW, gated(me, x, y, rows, n, halves));
 }
 
 /* Within each of `count` stores, whose rows have sizes[i] bytes: for each of n moves [n, 3], from, to and how many, the rows from `from` on
@@ -99,72 +111,114 @@ void copy_rows(void *const *stores, const long *sizes, long count, const int64_t
             memcpy((char *)stores[i] + move[1] * sizes[i], (char *)stores[i] + move[0] * sizes[i], move[2] * sizes[i]);
 }
 
-static long most(long a, long b) { return a > b ? a : b; }
-
-/* What a layer's first product reads [rows, qkv.in], in `to`; `room` [rows, hidden]. */
-static void enter(const layer *l, void *x, const void *beside, void *to, void *room, long rows, int halves, int threads)
+/* What the first product of a layer reads, of rows x and `beside` [hidden], in `to`. */
+static void enter_row(const layer *l, char *x, const char *beside, char *to, int halves)
 {
     long hidden = l->o.out, bytes = size(halves) * hidden;
     if (l->of_stream) {
-        for (int side = 0; side < 2; side++) {
-            norm(side ? x : beside, side ? l->of_stream : l->before, room, rows, 1, hidden, hidden, l->before_eps, halves, threads);
-            for (long r = 0; r < rows; r++) memcpy((char *)to + (2 * r + side) * bytes, (char *)room + r * bytes, bytes);
-        }
-        if (l->normed) memcpy(x, room, rows * bytes);
+        norm_of_row(beside, l->before, to, 1, hidden, l->before_eps, halves);
+        norm_of_row(x, l->of_stream, to + bytes, 1, hidden, l->before_eps, halves);
+        if (l->normed) memcpy(x, to + bytes, bytes);
     } else if (l->before) {
-        norm(x, l->before, to, rows, 1, hidden, hidden, l->before_eps, halves, threads);
+        norm_of_row(x, l->before, to, 1, hidden, l->before_eps, halves);
     } else {
-        memcpy(to, x, rows * bytes);
+        memcpy(to, x, bytes);
     }
 }
 
+/* A pass of the rows of `courses` courses, and its memory, for all rows and every layer: what a product reads, what it writes, heads or the
+ * MLP's inner numbers; and `room` for products and attention. x, beside, cos, sin, angles: as `blocks` takes them. */
+typedef struct {
+    const course *first;
+    long courses, rows, angles;
+    char *x, *read, *written, *inner, *room;
+    const char *beside, *cos, *sin;
+    int halves, threads;
+} run;
+
+/* What a layer's attention is asked, of the rows of a course that begin with row `at`. */
+static attention question(const run *p, const layer *l, const course *c, long number, long at)
+{
+    long each = size(p->halves), turned = (l->heads + l->kv_heads) * l->dim, store = each * c->room * l->kv_heads * l->dim;
+    char *keys = c->own ? (char *)c->own + 2 * number * store : l->keys, *values = c->own ? keys + store : l->values;
+    return (attention){p->inner + each * at * turned, keys, values, 0, p->read + each * at * l->heads * l->dim, turned, l->kv_heads,
+                       l->heads / l->kv_heads, l->dim, l->dim, l->window, l->scaling, p->halves};
+}
+
+/* The heads of all rows, which stand in `written`: normed and turned in `inner`, keys and values in the storage, what rows see in `read`. */
+static void look_back(const member *me, const run *p, const layer *l, long number)
+{
+    long each = size(p->halves), turned = l->heads + l->kv_heads, row = each * l->qkv.out, key = each * l->kv_heads * l->dim, at = 0;
+    MINE(r, p->rows) {
+        char *heads = p->written + r * row;
+        if (l->of_heads) norm_of_row(heads, l->of_heads, heads, turned, l->dim, l->heads_eps, p->halves);
+        turn_row(heads, p->cos + each * r * p->angles, p->sin + each * r * p->angles, p->inner + each * r * turned * l->dim, turned, l->dim,
+                 p->halves);
+    }
+    join(me);
+    for (const course *c = p->first; c < p->first + p->courses; at += c->rows, c++) {
+        const attention asked = question(p, l, c, number, at);
+        MINE(i, c->writes) {
+            long from = at + c->write_from[i];
+            memcpy((char *)asked.keys + c->write_to[i] * key, p->inner + each * (from * turned + l->heads) * l->dim, key);
+            memcpy((char *)asked.values + c->write_to[i] * key, p->written + from * row + each * turned * l->dim, key);
+        }
+        join(me);
+        attended(me, c, &asked, p->room, p->threads);
+    }
+}
+
+static void through(const member *me, const run *p, const layer *l, long number)
+{
+    long hidden = l->o.out, inner = l->gate_up.out / 2, each = size(p->halves), bytes = each * hidden, entered = each * l->qkv.in;
+    MINE(r, p->rows) enter_row(l, p->x + r * bytes, p->beside ? p->beside + r * bytes : 0, p->read + r * entered, p->halves);
+    join(me);
+    multiplied(me, &l->qkv, p->read, p->room, p->written, p->rows, p->halves, 0);
+    look_back(me, p, l, number);
+    multiplied(me, &l->o, p->read, p->room, p->x, p->rows, p->halves, 1);
+    MINE(r, p->rows) norm_of_row(p->x + r * bytes, l->after, p->read + r * bytes, 1, hidden, l->after_eps, p->halves);
+    join(me);
+    multiplied(me, &l->gate_up, p->read, p->room, p->written, p->rows, p->halves, 0);
+    gated(me, p->written, p->inner, p->rows, inner, p->halves);
+    join(me);
+    multiplied(me, &l->down, p->inner, p->room, p->x, p->rows, p->halves, 1);
+}
+
+static long most(long a, long b) { return a > b ? a : b; }
+
+/* Room for a run of these layers, `all` its address, to be freed. Returns how many products of numbers a row's layers take. */
+static char *furnish(run *p, const layer *layers, long count)
+{
+    long read = 0, written = 0, inner = 0, room = 0, each = size(p->halves), at = 0;
+    for (const layer *l = layers; l < layers + count; l++) {
+        const product *products[] = {&l->qkv, &l->o, &l->gate_up, &l->down};
+        read = most(read, most(l->qkv.in, most(l->o.in, l->o.out)));
+        written = most(written, most(l->gate_up.out, l->qkv.out));
+        inner = most(inner, most((l->heads + l->kv_heads) * l->dim, l->down.in));
+        for (int i = 0; i < 4; i++) room = most(room, room_for(products[i], p->rows, p->halves, p->threads));
+        for (const course *c = p->first; c < p->first + p->courses; c++) {
+            const attention asked = question(p, l, c, 0, 0);
+            room = most(room, room_to_attend(c, &asked, p->threads));
+        }
+    }
+    long sizes[] = {UP(p->rows * each * read, 64), UP(p->rows * each * written, 64), UP(p->rows * each * inner, 64), UP(room, 64)};
+    char *all = aligned_alloc(64, sizes[0] + sizes[1] + sizes[2] + sizes[3]), **parts[] = {&p->read, &p->written, &p->inner, &p->room};
+    for (int i = 0; i < 4; at += sizes[i++]) *parts[i] = all + at;
+    return all;
+}
+
 /* `count` layers one after the other, over x [rows, hidden], which is overwritten: the rows of `courses` courses, one after the other.
- * beside [rows, hidden], or null: what a layer with `of_stream` reads, too. cos, sin as `turn` takes them. Returns 0, or 1 without memory. */
+ * beside [rows, hidden], or null: what a layer with `of_stream` reads, too. cos, sin: rows `angles` numbers apart, sin negative in its first
+ * half. Returns 0, or 1 without memory. */
 int blocks(const layer *layers, long count, const course *first_course, long courses, void *x, const void *beside, const void *cos,
            const void *sin, long angles, int halves, int threads)
 {
-    long rows = 0, each = size(halves), a = 0, b = 0, d = 0, e = 0;
-    for (const course *c = first_course; c < first_course + courses; c++) rows += c->rows;
-    for (const layer *l = layers; l < layers + count; l++) {
-        long turned = (l->heads + l->kv_heads) * l->dim;
-        a = most(a, most(turned, most(l->qkv.in, l->o.out)));
-        b = most(b, most(most(l->gate_up.out, l->qkv.out), l->o.out));
-        d = most(d, most(turned, l->down.in));
-        const product *products[] = {&l->qkv, &l->o, &l->gate_up, &l->down};
-        for (int i = 0; i < 4; i++) e = most(e, room_of(products[i]->bits, products[i]->in, halves, rows));
-    }
-    uint32_t *room = malloc(rows * (4 * e + each * (a + b + d)));
-    char *first = (char *)(room + rows * e), *second = first + rows * each * a, *third = second + rows * each * b;
-    if (!room) return 1;
-    int failed = 0;
-    for (const layer *l = layers; l < layers + count; l++) {
-        long hidden = l->o.out, turned = l->heads + l->kv_heads, row = l->qkv.out, at = 0; /* at: the course's first row */
-        enter(l, x, beside, first, second, rows, halves, threads);
-        failed |= multiply(&l->qkv, first, room, second, rows, halves, threads);
-        if (l->of_heads) norm(second, l->of_heads, first, rows, turned, l->dim, row, l->heads_eps, halves, threads);
-        const char *turning = l->of_heads ? first : second;
-        turn(turning, cos, sin, third, rows, turned, l->dim, l->of_heads ? turned * l->dim : row, angles, halves, threads);
-        for (const course *c = first_course; c < first_course + courses; at += c->rows, c++) {
-            long key = each * l->kv_heads * l->dim, number = l - layers;
-            char *query = third + each * at * turned * l->dim, *here = second + each * at * row;
-            char *keys = c->own ? (char *)c->own + 2 * number * c->room * key : l->keys;
-            char *values = c->own ? keys + c->room * key : l->values;
-            for (long i = 0; i < c->writes; i++) {
-                memcpy(keys + c->write_to[i] * key, query + each * (c->write_from[i] * turned + l->heads) * l->dim, key);
-                memcpy(values + c->write_to[i] * key, here + each * (c->write_from[i] * row + turned * l->dim), key);
-            }
-            attention asked = {query, keys, values, 0, first + each * at * l->heads * l->dim, turned * l->dim, l->kv_heads,
-                               l->heads / l->kv_heads, l->dim, l->dim, l->window, l->scaling, halves};
-            failed |= attend(c, &asked, threads);
-        }
-        failed |= multiply(&l->o, first, room, second, rows, halves, threads);
-        add(x, second, rows * hidden, halves);
-        norm(x, l->after, first, rows, 1, hidden, hidden, l->after_eps, halves, threads);
-        failed |= multiply(&l->gate_up, first, room, second, rows, halves, threads);
-        gate(second, third, rows, l->gate_up.out / 2, halves, threads);
-        failed |= multiply(&l->down, third, room, first, rows, halves, threads);
-        add(x, first, rows * hidden, halves);
-    }
-    free(room);
-    return failed;
+    run p = {first_course, courses, 0, angles, x, 0, 0, 0, 0, beside, cos, sin, halves, threads};
+    for (const course *c = first_course; c < first_course + courses; c++) p.rows += c->rows;
+    char *all = furnish(&p, layers, count);
+    if (!all) return 1;
+    TOGETHER(threads, p.rows * layers->gate_up.in * layers->gate_up.out > SMALL,
+             for (long number = 0; number < count; number++) through(me, &p, layers + number, number));
+    free(all);
+    return 0;
 }

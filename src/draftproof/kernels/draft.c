@@ -46,7 +46,7 @@ typedef struct {
 typedef struct {
     char *x, *y, *z, *read, *logits;
     float *law, *reach;
-    uint32_t *room, *keys;
+    uint32_t *keys;
     int64_t *numbers;
     uint8_t *sight, *next;
 } desk;
@@ -57,7 +57,7 @@ static int look(const head *h, const growth *g, const desk *d, long level, long 
     long first = level * g->widest * g->k, last = first + slots * g->k;
     int lawful = g->keys || g->chances;
     if (!h->normed) norm(d->x, h->norm, d->y, slots, 1, h->hidden, h->hidden, h->eps, h->halves, threads);
-    int wrong = multiply(&h->output, h->normed ? d->x : d->y, d->room, d->logits, slots, h->halves, threads);
+    int wrong = multiply(&h->output, h->normed ? d->x : d->y, d->logits, slots, h->halves, threads);
     if (lawful) {
         wrong |= law(d->logits, d->law, slots, h->size, g->temperature, h->halves, threads);
     } else {
@@ -164,7 +164,7 @@ static int feed(const head *h, const growth *g, desk *d, void *last, int threads
 {
     long bytes = size(h->halves) * h->hidden, part = h->fuse.in / h->parts;
     if (h->before) norm(g->features, h->before, d->read, g->fed, h->parts, part, h->fuse.in, h->eps, h->halves, threads);
-    int failed = multiply(&h->fuse, h->before ? d->read : g->features, d->room, d->x, g->fed, h->halves, threads);
+    int failed = multiply(&h->fuse, h->before ? d->read : g->features, d->x, g->fed, h->halves, threads);
     for (long r = 0; r < g->fed; r++) memcpy(d->z + r * bytes, (const char *)h->embedding + g->text[r] * bytes, bytes);
     failed |= pass(h, g, d, g->fed, g->held - g->fed, g->position - g->fed, 0, threads);
     memcpy(last, d->x + (g->fed - 1) * bytes, bytes);
@@ -197,16 +197,13 @@ static long most(long a, long b) { return a > b ? a : b; }
 static char *furnish(const head *h, const growth *g, desk *d)
 {
     long wide = g->widest, rows = most(wide, g->fed), stream = UP(rows * h->hidden * 4, 64), logits = UP(wide * h->size * 4, 64);
-    long words = most(wide * room_of(h->output.bits, h->hidden, h->halves, wide),
-                      g->fed * room_of(h->fuse.bits, h->fuse.in, h->halves, g->fed));
     long normed = h->before ? UP(g->fed * h->fuse.in * 4, 64) : 0, seen = g->held + wide * g->depth, sight = UP(wide * seen, 64);
     long numbers = UP(8 * (3 * rows + seen / g->page + 1), 64);
-    char *all = aligned_alloc(64, UP(3 * stream + normed + 2 * logits + UP(4 * words, 64) + 2 * sight + numbers + 12 * wide, 64)), *at = all;
+    char *all = aligned_alloc(64, UP(3 * stream + normed + 2 * logits + 2 * sight + numbers + 12 * wide, 64)), *at = all;
     if (!all) return 0;
     d->x = at, at += stream, d->y = at, at += stream, d->z = at, at += stream;
     d->read = at, at += normed;
     d->logits = at, at += logits, d->law = (float *)at, at += logits;
-    d->room = (uint32_t *)at, at += UP(4 * words, 64);
     d->sight = (uint8_t *)at, at += sight, d->next = (uint8_t *)at, at += sight;
     d->numbers = (int64_t *)at, at += numbers;
     d->keys = (uint32_t *)at, d->reach = (float *)(at + 8 * wide);

@@ -48,8 +48,7 @@ int forward(const model *m, const course *c, const wish *w, int threads)
     for (long r = 0; r < c->rows; r++)
         if (w->ids[r] < 0 || w->ids[r] >= m->vocabulary) return 2;
     long streams = UP(c->rows * bytes, 64), angles = UP(c->rows * turned, 64), normed = UP(w->kept * bytes, 64);
-    char *x = aligned_alloc(64, streams + angles + normed + UP(4 * w->kept * room_of(m->output.bits, m->hidden, m->halves, w->kept), 64));
-    char *turns = x + streams, *y = turns + angles, *room = y + normed;
+    char *x = aligned_alloc(64, streams + angles + normed), *turns = x + streams, *y = turns + angles;
     if (!x) return 1;
     for (long r = 0; r < c->rows; r++) {
         memcpy(x + r * bytes, (const char *)m->embedding + w->ids[r] * bytes, bytes);
@@ -59,7 +58,7 @@ int forward(const model *m, const course *c, const wish *w, int threads)
     if (!w->keep) norm(x, m->norm, y, c->rows, 1, m->hidden, m->hidden, m->eps, m->halves, threads);
     for (long i = 0; w->keep && i < w->kept; i++)
         norm(x + w->keep[i] * bytes, m->norm, y + i * bytes, 1, 1, m->hidden, m->hidden, m->eps, m->halves, threads);
-    failed |= multiply(&m->output, y, (uint32_t *)room, w->logits, w->kept, m->halves, threads);
+    failed |= multiply(&m->output, y, w->logits, w->kept, m->halves, threads);
     free(x);
     return failed;
 }

@@ -2,6 +2,8 @@
 #include <stdint.h>
 #include <string.h>
 
+#include "team.h"
+
 #ifndef LANES /* a compiler makes vectors of any width; the tests run both widths everywhere */
 #ifdef __AVX512F__
 #define LANES 16
@@ -229,12 +231,14 @@ typedef struct {
     void *keys, *values; /* the layer's storage, [places, kv_heads, dim] */
 } layer;
 
-int attend(const course *c, const attention *a, int threads);
+long room_to_attend(const course *c, const attention *a, int threads);
+void attended(const member *me, const course *c, const attention *a, void *room, int threads);
 form form_of_whole(int bits, long in, int halves);
 form form_of_narrow(long in);
 void open_narrow(const uint32_t *panel, long first, long count, spares *left, uint32_t *to);
-long room_of(int bits, long in, int halves, long rows);
-int multiply(const product *p, const void *x, uint32_t *room, void *y, long rows, int halves, int threads);
+long room_for(const product *p, long rows, int halves, int threads);
+void multiplied(const member *me, const product *p, const void *x, void *room, void *y, long rows, int halves, int adding);
+int multiply(const product *p, const void *x, void *y, long rows, int halves, int threads);
 void norm(const void *x, const void *weight, void *y, long outer, long inner, long n, long stride, float eps, int halves, int threads);
 int blocks(const layer *layers, long count, const course *first_course, long courses, void *x, const void *beside, const void *cos,
            const void *sin, long angles, int halves, int threads);

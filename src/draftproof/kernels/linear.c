@@ -130,23 +130,44 @@ static inline long least(long a, long b) { return a < b ? a : b; }
 /* Steps of a block of so many rows, which lie as [blocks, rows, block]; of few rows all. */
 static long block_of(const form *f, long rows) { return f->block && rows >= MANY ? least(f->block, f->length) : f->length; }
 
-/* 32-bit words of memory that `multiply` needs for each of so many rows. */
-long room_of(int bits, long in, int halves, long rows)
+/* Words of each row that `prepare` makes, where the kernels do not take rows as they are. */
+static long prepared(const form *f, long block)
 {
-    form f = form_of(bits, in, halves);
-    long block = block_of(&f, rows);
-    if (block == f.length) return f.as_is ? 0 : f.stride;
-    return (f.length + block - 1) / block * (block * f.apart + GAP);
+    if (block == f->length) return f->as_is ? 0 : f->stride;
+    return (f->length + block - 1) / block * (block * f->apart + GAP);
 }
 
-/* y [rows, from, from + count) = part [rows, width], a panel's sums. */
-static void hand_out(const product *p, const float *part, long rows, long width, void *y, long row, long from, int halves)
+static int is_opened(const product *p, const form *f, long rows, int halves) { return p->bits == 12 && (rows > f->most || !halves); }
+
+/* Words that a thread needs for itself, to open panels and to sum up. */
+static long opening(const form *f, long rows) { return UP(OPENED * f->columns / 2 * WIDE + rows * WIDE, 16); }
+
+/* Bytes of memory that `multiplied` needs. */
+long room_for(const product *p, long rows, int halves, int threads)
 {
-    long count = p->out - from < width ? p->out - from : width;
-    for (long i = 0; i < rows; i++)
-        for (long c = 0; c < count; c++)
-            store(y, (row + i) * p->out + from + c,
-                  part[i * width + c] * (p->steps ? p->steps[from + c] : 1) + (p->bias ? p->bias[from + c] : 0), halves);
+    form f = form_of(p->bits, p->in, halves);
+    long words = UP(rows * prepared(&f, block_of(&f, rows)), 16);
+    return 4 * (words + (is_opened(p, &f, rows, halves) ? threads * opening(&f, rows) : 0));
+}
+
+/* y [rows, from, from + count) = part [rows, width], a panel's sums; or, adding, += what that would be. */
+static void hand_out(const product *p, const float *part, long rows, long width, void *y, long row, long from, int halves, int adding)
+{
+    long count = least(p->out - from, width);
+    for (long i = 0; i < rows; i++, part += width) {
+        long at = (row + i) * p->out + from, c = 0;
+        for (; c + LANES <= count; c += LANES) {
+            floats one = {0}, value = *(const floats *)(part + c);
+            value *= p->steps ? *(const floats *)(p->steps + from + c) : one + 1;
+            value += p->bias ? *(const floats *)(p->bias + from + c) : one;
+            if (adding) value = load_lanes(y, at + c, halves) + kept_lanes(value, halves);
+            store_lanes(y, at + c, value, halves);
+        }
+        for (; c < count; c++) {
+            float value = part[c] * (p->steps ? p->steps[from + c] : 1) + (p->bias ? p->bias[from + c] : 0);
+            store(y, at + c, adding ? load(y, at + c, halves) + kept(value, halves) : value, halves);
+        }
+    }
 }
 
 /* The spare steps of a panel from `first` on. */
@@ -182,49 +203,62 @@ static void multiply_opened(const product *p, const form *f, panel_kernel *const
     }
 }
 
-/* x [rows, in] and y [rows, out], both float32 or, with halves, both bfloat16; room [rows, room_of]: memory. Returns 0, or 1 without
- * memory. */
-int multiply(const product *p, const void *x, uint32_t *room, void *y, long rows, int halves, int threads)
+/* A panel, or two adjoining ones, from the a-th on, times all rows, as many at a time as share a reading. */
+static void multiply_panels(const product *p, const form *f, const sheaf *x, long a, long adjoining, void *y, int halves, int adding)
+{
+    float part[MOST * WIDE]; /* of MOST rows and one panel, or half of them and two */
+    for (long r = 0, many; r < x->rows; r += many) {
+        many = sharing(x->rows - r, f->most);
+        memset(part, 0, 4 * many * adjoining * WIDE);
+        for (long b = 0; b < x->blocks; b++) {
+            spares left = beside(p, a, b * x->block);
+            (adjoining == 2 ? f->two : f->one)[many - 1](p->panels + a * f->words, b * x->block, x->from + (b * x->rows + r) * x->stride,
+                                                         x->stride, least(x->block, f->length - b * x->block), part,
+                                                         p->spare_at ? &left : 0);
+        }
+        hand_out(p, part, many, adjoining * WIDE, y, r, a * WIDE, halves, adding);
+    }
+}
+
+/* A team's y [rows, out] = x [rows, in] Wᵀ + b, or, adding, += it; both float32 or, with halves, both bfloat16. room: memory. All join at
+ * the end. */
+void multiplied(const member *me, const product *p, const void *x, void *room, void *y, long rows, int halves, int adding)
 {
     form f = form_of(p->bits, p->in, halves);
-    int failed = 0, opened = p->bits == 12 && (rows > f.most || !halves);
     long count = (p->out + WIDE - 1) / WIDE, step = rows <= f.most_of_two ? 2 : 1, block = block_of(&f, rows);
     long blocks = (f.length + block - 1) / block, stride = blocks > 1 ? block * f.apart + GAP : f.stride;
-    long columns = blocks > 1 ? block * f.columns : p->in;
-    const sheaf whole = {f.as_is && blocks == 1 ? x : room, rows, block, blocks, stride};
-    for (long b = 0; whole.from == room && b < blocks; b++)
-        for (long r = 0; r < rows; r++)
-            f.prepare(x, r * p->in + b * columns, least(columns, p->in - b * columns), halves, room + (b * rows + r) * stride);
-#pragma omp parallel num_threads(threads) if (rows * p->out * p->in > SMALL)
-    {
-        float few[MOST * WIDE]; /* of MOST rows and one panel, or half of them and two */
-        uint32_t *words = opened ? aligned_alloc(64, 4 * WIDE * (OPENED * f.columns / 2 + rows)) : 0;
-        float *part = opened ? (float *)(words + OPENED * f.columns / 2 * WIDE) : few;
-        if (opened && !words) failed = 1;
-#pragma omp for schedule(static)
-        for (long a = 0; a < count; a += step) {
-            if (opened) {
-                if (!words) continue;
-                memset(part, 0, 4 * rows * WIDE);
-                multiply_opened(p, &f, halves ? pairs : singles, &whole, a, words, part);
-                hand_out(p, part, rows, WIDE, y, 0, a * WIDE, halves);
-                continue;
-            }
-            long adjoining = step == 2 && a + 1 < count ? 2 : 1;
-            for (long r = 0, many; r < rows; r += many) {
-                many = sharing(rows - r, f.most);
-                memset(part, 0, 4 * many * adjoining * WIDE);
-                for (long b = 0; b < blocks; b++) {
-                    spares left = beside(p, a, b * block);
-                    (adjoining == 2 ? f.two : f.one)[many - 1](p->panels + a * f.words, b * block, whole.from + (b * rows + r) * stride, stride,
-                                                               least(block, f.length - b * block), part, p->spare_at ? &left : 0);
-                }
-                hand_out(p, part, many, adjoining * WIDE, y, r, a * WIDE, halves);
-            }
+    long columns = blocks > 1 ? block * f.columns : p->in, words = prepared(&f, block);
+    const sheaf whole = {words ? room : x, rows, block, blocks, stride};
+    if (words) {
+        MINE(i, rows * blocks) {
+            long r = i / blocks, b = i % blocks;
+            f.prepare(x, r * p->in + b * columns, least(columns, p->in - b * columns), halves, (uint32_t *)room + (b * rows + r) * stride);
         }
-        free(words);
+        join(me);
     }
-    return failed;
+    if (is_opened(p, &f, rows, halves)) {
+        uint32_t *own = (uint32_t *)room + UP(rows * words, 16) + me->index * opening(&f, rows);
+        float *part = (float *)(own + OPENED * f.columns / 2 * WIDE);
+        MINE(a, count) {
+            memset(part, 0, 4 * rows * WIDE);
+            multiply_opened(p, &f, halves ? pairs : singles, &whole, a, own, part);
+            hand_out(p, part, rows, WIDE, y, 0, a * WIDE, halves, adding);
+        }
+    } else {
+        MINE(i, (count + step - 1) / step) multiply_panels(p, &f, &whole, i * step, least(step, count - i * step), y, halves, adding);
+    }
+    join(me);
+}
+
+/* y [rows, out] = x [rows, in] Wᵀ + b. Returns 0, or 1 without memory. */
+int multiply(const product *p, const void *x, void *y, long rows, int halves, int threads)
+{
+    long bytes = room_for(p, rows, halves, threads);
+    void *room = bytes ? aligned_alloc(64, bytes) : 0;
+    if (bytes && !room) return 1;
+    TOGETHER(threads, rows * p->out * p->in > SMALL, multiplied(me, p, x, room, y, rows, halves, 0));
+    free(room);
+    return 0;
 }
 
 /* The words of spare blocks, spare [n, 2, WIDE]: of panels and steps `at` [n, 2] of four columns. */
