@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from .errors import OptionError
@@ -186,14 +187,14 @@ class Draft:
 
     def __post_init__(self) -> None:
         assert self.tokens.ndim == 1 and len(self.parents) == self.tokens.shape[0], "one parent per token"
-        assert all(-1 <= p < i for i, p in enumerate(self.parents)), "parents come before children"
+        assert self.is_chain or all(-1 <= p < i for i, p in enumerate(self.parents)), "parents come before children"
 
     def __len__(self) -> int:
         return len(self.parents)
 
     @property
     def is_chain(self) -> bool:
-        return all(p == i - 1 for i, p in enumerate(self.parents))
+        return self.parents == tuple(range(-1, len(self.parents) - 1))
 
     @classmethod
     def chain(cls, tokens: Sequence[int] | Tensor, **more: Any) -> Draft:
@@ -202,11 +203,12 @@ class Draft:
         ids = tokens if isinstance(tokens, torch.Tensor) else torch.tensor(list(tokens), dtype=torch.int64)
         return cls(ids, tuple(range(-1, ids.shape[0] - 1)), **more)
 
-    @classmethod
-    def empty(cls, drafter: str = "none", reason: str = "") -> Draft:
+    @staticmethod
+    @lru_cache(maxsize=64)
+    def empty(drafter: str = "none", reason: str = "") -> Draft:
         import torch
 
-        return cls(torch.empty(0, dtype=torch.int64), (), drafter=drafter, reason=reason)
+        return Draft(torch.empty(0, dtype=torch.int64), (), drafter=drafter, reason=reason)
 
 
 @dataclass(frozen=True, slots=True)

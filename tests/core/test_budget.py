@@ -10,6 +10,7 @@ import torch
 
 from draftproof.core.budget import (
     Memory,
+    _best_of_many,
     best_batch,
     best_depth,
     break_even,
@@ -117,6 +118,21 @@ def test_best_batch_of_one_is_best_depth():
         drafting, scoring = [0.05 * k for k in range(7)], [1 + 0.03 * k for k in range(7)]
         depth, rate = best_depth(chances, drafting, scoring)
         assert best_batch([chances], drafting, scoring) == ([depth], pytest.approx(rate))
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_one_sequence_is_planned_as_a_batch_of_one(seed):
+    """The short way for one sequence against the general one, bit for bit."""
+    source = random.Random(seed)
+    length = source.randint(0, 12)
+    chances = survival([source.uniform(0.2, 1.0) for _ in range(length)])
+    shares = source.choice([None, [[source.uniform(0.1, 1.0) for _ in range(length)]]])
+    others = source.randint(0, 5)
+    drafting = [0.0, *monotone([source.uniform(0.0, 0.3) for _ in range(source.randint(0, 12))])]
+    scoring = monotone([1 + source.uniform(0, 0.1) * r for r in range(1 + others + source.randint(0, 12))])
+    overhead = source.choice([0.0, source.uniform(0, 0.2)])
+    assert best_batch([chances], drafting, scoring, overhead, shares, others) == _best_of_many(
+        [chances], drafting, scoring, overhead, shares, 1 + others)
 
 
 def test_best_batch_gives_to_those_who_will_use_it():

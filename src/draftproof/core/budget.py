@@ -85,11 +85,40 @@ def best_batch(survivals: Sequence[Sequence[float]], draft_cost: Sequence[float]
     """Depths for a whole batch, and its tokens per second: the global top-B of all survival products, best B.
 
     Units as in `best_depth`; draft_cost[d] is that of a batch whose deepest draft has d tokens, score_cost[r−1] that of r rows
-    in all, which must not fall. For every limit d on the depth the rows are granted by falling survival, so depths are prefixes.
+    in all; neither may fall. For every limit d on the depth the rows are granted by falling survival, so depths are prefixes.
     shares[i][k−1]: chance that there will be a k-th token to score (1 without); rows are then expected ones. others: sequences of
     the same pass that are offered nothing here; their rows and tokens count.
     """
     batch = others + len(survivals)
+    if len(survivals) == 1:
+        depth, rate = _best_of_one(survivals[0], draft_cost, score_cost, overhead, None if shares is None else shares[0], batch)
+        return [depth], rate
+    return _best_of_many(survivals, draft_cost, score_cost, overhead, shares, batch)
+
+
+def _best_of_one(survival: Sequence[float], draft_cost: Sequence[float], score_cost: Sequence[float], overhead: float,
+                 shares: Sequence[float] | None, batch: int) -> tuple[int, float]:
+    """`_best_of_many` for one sequence: of the drafts within a limit only the one that reaches it can win, for it costs the least."""
+    chances = list(accumulate(survival[:len(draft_cost) - 1], min))
+    tokens, rows, rest = float(batch), float(batch), sum(chances)
+    best, best_rate = 0, batch / (draft_cost[0] + score_cost[batch - 1])
+    for depth, chance in enumerate(chances, 1):
+        share = 1.0 if shares is None else shares[depth - 1]
+        if rows + share > len(score_cost):
+            break
+        tokens += chance
+        rows += share
+        rest -= chance
+        cost = draft_cost[depth] + overhead + between(score_cost, rows)
+        if tokens > best_rate * cost:
+            best, best_rate = depth, tokens / cost
+        elif tokens + rest <= best_rate * cost:
+            break
+    return best, best_rate
+
+
+def _best_of_many(survivals: Sequence[Sequence[float]], draft_cost: Sequence[float], score_cost: Sequence[float], overhead: float,
+                  shares: Sequence[Sequence[float]] | None, batch: int) -> tuple[list[int], float]:
     offers = sorted((-chance, depth, i, 1.0 if shares is None else shares[i][depth - 1])
                     for i, chances in enumerate(survivals) for depth, chance in enumerate(accumulate(chances, min), 1))
     rest = [0.0, *accumulate(-chance for chance, _, _, _ in reversed(offers))]       # tokens that the last 0, 1, … offers could bring

@@ -9,17 +9,15 @@ cost together is bounded whatever the drafter does; trials near the break-even a
 from __future__ import annotations
 
 from collections import abc
-from dataclasses import dataclass, field
 from math import exp, inf, isqrt
 from typing import NamedTuple, Protocol
-
-import numpy as np
 
 from ..core.budget import best_batch, between
 from ..core.tree import depths as levels
 from ..trace.events import Times
 from ..types import Budget, Draft, Verdict
-from .costs import DraftCosts, PassCosts, Vector
+from .costs import PassCosts
+from .plans import Arm, Plan, Scene, Trial
 from .sequence import Sequence
 from .survival import Hazards, Survival
 
@@ -69,75 +67,6 @@ SIZES = 50              # trees whose sizes are remembered
 HORIZON = 64            # tokens over which reading a text for the first time must pay off
 OVERDRAFT = 1.0, 8.0    # plain passes that a trial is charged at most, one of the first and a later one: neither what a first call
                         # costs nor a pause of the machine is what drafting costs
-
-
-@dataclass(slots=True)
-class Arm:
-    """A drafter, or a part of a chain that can be asked alone."""
-
-    name: str | None
-    survival: Survival
-    costs: DraftCosts = field(default_factory=DraftCosts)
-    credit: float | None = None           # seconds that trials may lose; None before the first plan
-    asked: int = 0                        # the last round in which it was
-    read: dict[str, int] = field(default_factory=dict)           # sequence → tokens of its text that the drafter has read
-    kinds: dict[object, int] = field(default_factory=dict)       # kind of text → the last round in which it was asked about one
-    share: float = 1.0                    # of the nodes that a tree may have, those that were worth their rows
-    trees: int = 0
-
-    def earn(self, seconds: float) -> None:
-        if self.credit is not None:
-            self.credit += seconds
-
-    def unread(self, seq: Sequence) -> int:
-        return len(seq.tokens) - (self.read.get(seq.id, 0) if seq.state is not None else 0)
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """What is expected of a round: tokens of the whole pass, and seconds in fair weather. chances[i][k−1]: that k tokens stand."""
-
-    arm: Arm | None
-    depths: list[int]
-    tokens: float
-    seconds: float
-    chances: list[list[float]]
-
-    @property
-    def rate(self) -> float:
-        return self.tokens / self.seconds
-
-    @property
-    def drafts(self) -> bool:
-        return any(self.depths)
-
-
-@dataclass(frozen=True, slots=True)
-class Trial:
-    """Something tried in this round in place of the plan. It is expected to lose `loss` seconds against `rate`, to bring `tokens`
-    more, and to take `drafting` seconds of drafting. arm None: a plain pass; places: of the sequences that are asked about."""
-
-    arm: Arm | None
-    places: list[int]
-    loss: float
-    tokens: float
-    drafting: float
-    rate: float
-
-
-@dataclass(frozen=True, slots=True)
-class Scene:
-    """What a plan is made for. score[r−1]: seconds of a pass over r rows, `rows` of which would be there without a draft."""
-
-    batch: abc.Sequence[Sequence]
-    rooms: list[int]
-    rows: int
-    score: Vector
-    plain: Plan
-
-    @property
-    def others(self) -> int:
-        return self.rows - len(self.batch)
 
 
 class AutoDepth:
@@ -193,11 +122,14 @@ class AutoDepth:
     def learn(self, batch: abc.Sequence[Sequence], budgets: abc.Sequence[Budget], drafts: abc.Sequence[Draft],
               verdicts: abc.Sequence[Verdict], times: Times) -> None:
         self.rounds += 1
-        if self._plan is not None:
-            earned = SHARE * self._plan.seconds
-            self._plain_credit = min(self._plain_credit + earned, self._plan.seconds)
+        plan, trial = self._plan, self._trial
+        if plan is not None:
+            earned = SHARE * plan.seconds
+            self._plain_credit = min(self._plain_credit + earned, plan.seconds)
             for arm in self.arms:
                 arm.earn(earned / len(self.arms))
+        if trial is not None and trial.arm is None:
+            self._plain_credit -= trial.loss
         asked: dict[str, list[int]] = {}
         for i, budget in enumerate(budgets):
             if budget.depth:
@@ -205,14 +137,15 @@ class AutoDepth:
         if not asked:
             self._plain_at = self.rounds
             self._overhead += (times.draft_s - self._overhead) * (0.1 if self._overhead else 1.0)
-        spent, trial = max(times.draft_s - self._overhead, 1e-6) * exp(-self.passes.weather), self._trial
+            return
+        spent = max(times.draft_s - self._overhead, 1e-6) * exp(-self.passes.weather)
         for name, here in asked.items():
             arm = next((arm for arm in self.arms if arm.name == name), self.arms[0])
             self._learn(arm, here, batch, budgets, drafts, verdicts, spent if len(asked) == 1 else None)
-        if trial is not None and (trial.arm is None or any(budgets[i].depth for i in trial.places)):
+        if trial is not None and trial.arm is not None and any(budgets[i].depth for i in trial.places):
             stood = sum(len(verdicts[i].accepted) for i in trial.places)
-            self._charge(trial, stood, spent)
-            if trial.arm is not None and stood:
+            self._charge(trial, trial.arm, stood, spent)
+            if stood:
                 self._planned = ()                               # a guess that stood is news: plan again at once
 
     def forget(self, seq: Sequence) -> None:
@@ -225,9 +158,9 @@ class AutoDepth:
     def _scene(self, batch: abc.Sequence[Sequence], rooms: abc.Sequence[int], whole: abc.Sequence[Sequence]) -> Scene:
         keys = sum(len(seq.tokens) for seq in whole)
         most = max(self.max_depth, self.tree or 0)
-        score = self.passes.curve(len(whole), keys, len(whole) + most * len(batch))
+        score: list[float] = self.passes.curve(len(whole), keys, len(whole) + most * len(batch)).tolist()
         none: list[list[float]] = [[] for _ in batch]
-        return Scene(batch, list(rooms), len(whole), score, Plan(None, [0] * len(batch), len(whole), float(score[len(whole) - 1]), none))
+        return Scene(batch, rooms, len(whole), score, Plan(None, [0] * len(batch), len(whole), score[len(whole) - 1], none))
 
     def _best(self, scene: Scene, held: Arm | None) -> Plan:
         """Of plain decoding and every arm the best. Another arm must win by MARGIN; to stop needs none."""
@@ -257,7 +190,8 @@ class AutoDepth:
 
     def _fitted(self, arm: Arm, scene: Scene, chances: list[list[float]], shares: list[list[float]]) -> Plan:
         draft = arm.costs.levels(self.max_depth)
-        score = (scene.score + arm.costs.per_token * np.arange(1.0 - scene.rows, len(scene.score) + 1 - scene.rows)).tolist()
+        per_token = arm.costs.per_token
+        score = [seconds + per_token * drafted for drafted, seconds in enumerate(scene.score, 1 - scene.rows)]
         if self.tree:
             depths, rate = self._best_tree(arm, scene, chances, draft, score)
         else:
@@ -273,7 +207,7 @@ class AutoDepth:
         """Of each sequence's 1, 2, … nodes: the tokens that the plan gives in the time that their rows take, beside those of the others."""
         if not self.tree:
             return [()] * len(depths)
-        score, most, prices = scene.score.tolist(), max(self.max_depth, self.tree), []
+        score, most, prices = scene.score, max(self.max_depth, self.tree), []
         for i, depth in enumerate(depths):
             rows = scene.rows + self._nodes(arm, [*depths[:i], *depths[i + 1:]])
             base, sizes = between(score, rows), range(1, most + 1) if depth else ()
@@ -360,17 +294,14 @@ class AutoDepth:
             drafting -= arm.costs.seconds(min(deepest, max(rest)), 0, 0)         # the call and its levels are shared
         kept = sum(sum(chance[:d]) for chance, d in zip(plan.chances, rest, strict=True))
         brought = sum(map(sum, chances))
-        seconds = drafting + between(scene.score.tolist(), min(rows, len(scene.score)))
+        seconds = drafting + between(scene.score, min(rows, len(scene.score)))
         return Trial(arm, places, seconds - (scene.rows + kept + brought) / plan.rate, brought, drafting, plan.rate)
 
-    def _charge(self, trial: Trial, accepted: int, drafting: float) -> None:
-        """What a trial lost as it turned out is taken from the credit; luck gives some back."""
-        if trial.arm is None:
-            self._plain_credit -= trial.loss
-        else:
-            assert self._plan is not None
-            lost = trial.loss + (trial.tokens - accepted) / trial.rate + drafting - trial.drafting
-            trial.arm.earn(-min(lost, OVERDRAFT[trial.arm.costs.seen > TRIALS] * self._plan.seconds))
+    def _charge(self, trial: Trial, arm: Arm, accepted: int, drafting: float) -> None:
+        """What a trial lost as it turned out is taken from the arm's credit; luck gives some back."""
+        assert self._plan is not None
+        lost = trial.loss + (trial.tokens - accepted) / trial.rate + drafting - trial.drafting
+        arm.earn(-min(lost, OVERDRAFT[arm.costs.seen > TRIALS] * self._plan.seconds))
 
     # What rounds show.
 

@@ -40,6 +40,8 @@ class Filter:
         self.seen = 0
         self._cov = np.zeros((known + len(terms),) * 2)
         self._cov[:known, :known], self._cov[known:, known:] = np.eye(known) * spread**2 + SCALE**2, terms
+        self._variances = self._cov.ravel()[::len(self._cov) + 1]    # a view of the diagonal
+        self._slope: Vector = np.zeros(len(self._cov))
         self.drift = np.full(len(self._cov), AGEING**2)              # added to the variances before each measurement
 
     def learn(self, parts: Vector, mix: Vector, log_seconds: float) -> None:
@@ -48,19 +50,19 @@ class Filter:
         if self.seen == 1:                      # a scale to begin with; the first call of anything is slow, so nothing rests on it
             self.weights *= math.exp(log_seconds) / float(self.weights @ parts)
             return
-        each = self.weights * parts
-        level = float(each.sum())
-        slope = np.concatenate((each / level, mix))
-        error = log_seconds - math.log(level) - float(self.terms @ mix)
+        known, slope, level = len(parts), self._slope, float(self.weights.dot(parts))
+        slope[:known] = self.weights * parts / level
+        slope[known:] = mix
+        error = log_seconds - math.log(level) - float(self.terms.dot(mix))
         bound = SURPRISE if self.seen > COLD else 10 * SURPRISE
         error = min(max(error, -bound), bound)
-        self._cov.ravel()[::len(slope) + 1] += self.drift
-        seen = self._cov @ slope
-        gain = seen / (float(slope @ seen) + NOISE**2)
+        self._variances += self.drift
+        seen = self._cov.dot(slope)
+        gain = seen / (float(slope.dot(seen)) + NOISE**2)
         step = gain * error
-        self.weights *= np.exp(step[:len(parts)])
-        self.terms += step[len(parts):]
-        self._cov -= np.outer(gain, seen)
+        self.weights *= np.exp(step[:known])
+        self.terms += step[known:]
+        self._cov -= gain[:, None] * seen
 
 
 class PassCosts:
@@ -79,6 +81,7 @@ class PassCosts:
         self._filter = Filter(self.BELIEFS, 1.0, terms)
         self._weather = len(self.BELIEFS) + self.KNOTS
         self._round = self._learnt = 0              # passes told, and the last of them that was looked at
+        self._bent: Vector | None = None            # of 1, 2, … rows the factor that bends are, until the next measurement
         self._shapes: dict[tuple[int, int], tuple[int, int]] = {}       # batch, rows → how often it was looked at, and when last
 
     @property
@@ -97,6 +100,7 @@ class PassCosts:
         if seconds <= 0 or (count >= SETTLED and self._round - last < min(count, SELDOM)):
             return
         self._shapes[batch, rows] = count + 1, self._round
+        self._bent = None
         self._filter.drift[self._weather] = WEATHER**2 * (self._round - self._learnt)
         self._learnt = self._round
         parts = np.array([1.0, batch, rows, keys / 1e3, rows * keys / batch / 1e3])
@@ -105,10 +109,11 @@ class PassCosts:
     def curve(self, batch: int, keys: int, rows: int) -> Vector:
         """Seconds [rows] in fair weather of passes over 1, 2, … `rows` rows, never falling."""
         many = np.arange(1.0, rows + 1)
-        w, level = self._filter.weights, self.STEPS * np.log2(many)
-        line = w[0] + w[1] * batch + w[3] * keys / 1e3 + (w[2] + w[4] * keys / batch / 1e3) * many
-        bend = np.interp(level, np.arange(self.KNOTS), self._filter.terms[:-1])
-        found: Vector = np.maximum.accumulate(line * np.exp(bend))
+        if self._bent is None or len(self._bent) < rows:
+            self._bent = np.exp(np.interp(self.STEPS * np.log2(many), np.arange(self.KNOTS), self._filter.terms[:-1]))
+        one, each, row, key, pair = self._filter.weights.tolist()
+        line = one + each * batch + key * keys / 1e3 + (row + pair * keys / batch / 1e3) * many
+        found: Vector = np.maximum.accumulate(line * self._bent[:rows])
         return found
 
     def _mix(self, rows: int) -> Vector:
@@ -142,13 +147,13 @@ class DraftCosts:
 
     def seconds(self, levels: int, tokens: float, unread: float) -> float:
         """In fair weather."""
-        w = self._filter.weights
-        return float(w[0] + w[1] * levels + w[2] * tokens + w[3] * unread / 100)
+        call, level, token, hundred = self._filter.weights.tolist()
+        return float(call + level * levels + token * tokens + hundred * unread / 100)
 
     def levels(self, most: int) -> list[float]:
         """Of a call for 0 (nothing), 1, … `most` levels, apart from its tokens."""
-        w = self._filter.weights
-        return [0.0, *(w[0] + w[1] * np.arange(1.0, most + 1)).tolist()]
+        call, level, *_ = self._filter.weights.tolist()
+        return [0.0, *[call + level * n for n in range(1, most + 1)]]
 
     @property
     def per_token(self) -> float:

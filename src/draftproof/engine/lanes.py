@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import abc
 from dataclasses import replace
 from time import perf_counter
+from typing import TypeVar
 
 from ..trace.events import Times
 from ..types import Budget, Commit, Draft, Signals, Verdict
@@ -17,6 +18,7 @@ from .costs import PassCosts
 from .sequence import Sequence
 from .speculation import Speculation
 
+T = TypeVar("T")
 Part = tuple[Speculation, list[int]]
 
 
@@ -46,7 +48,7 @@ class Lanes:
         budgets: dict[int, Budget] = {}
         for lane, here in self._parts(batch):
             start = perf_counter()
-            budgets.update(zip(here, lane.plan([batch[i] for i in here], batch), strict=True))
+            budgets.update(zip(here, lane.plan(_taken(batch, here), batch), strict=True))
             self._spent[id(lane)] = perf_counter() - start
         for i, seq in enumerate(batch):
             if i not in budgets:
@@ -55,17 +57,16 @@ class Lanes:
         return [budgets[i] for i in range(len(batch))]
 
     def propose(self, batch: abc.Sequence[Sequence], budgets: abc.Sequence[Budget]) -> list[Draft]:
-        drafts = [Draft.empty(budget.drafter) for budget in budgets]
+        found: dict[int, Draft] = {}
         for lane, here in self._parts(batch):
             start = perf_counter()
-            for i, draft in zip(here, lane.propose([batch[i] for i in here], [budgets[i] for i in here]), strict=True):
-                drafts[i] = draft
+            found.update(zip(here, lane.propose(_taken(batch, here), _taken(budgets, here)), strict=True))
             self._spent[id(lane)] += perf_counter() - start
-        return drafts
+        return [found[i] if i in found else Draft.empty(budget.drafter) for i, budget in enumerate(budgets)]
 
     def observe(self, batch: abc.Sequence[Sequence], commits: abc.Sequence[Commit], signals: abc.Sequence[Signals | None]) -> None:
         for lane, here in self._parts(batch):
-            lane.observe([batch[i] for i in here], [commits[i] for i in here], [signals[i] for i in here])
+            lane.observe(_taken(batch, here), _taken(commits, here), _taken(signals, here))
 
     def learn(self, batch: abc.Sequence[Sequence], budgets: abc.Sequence[Budget], drafts: abc.Sequence[Draft],
               verdicts: abc.Sequence[Verdict], times: Times) -> None:
@@ -75,7 +76,7 @@ class Lanes:
             self.passes.learn(len(batch), rows, keys, times.score_s + times.verify_s + times.other_s)
         for lane, here in parts:
             own = times if len(parts) == 1 else replace(times, draft_s=self._spent[id(lane)])
-            lane.learn([batch[i] for i in here], [budgets[i] for i in here], [drafts[i] for i in here], [verdicts[i] for i in here], own)
+            lane.learn(_taken(batch, here), _taken(budgets, here), _taken(drafts, here), _taken(verdicts, here), own)
 
     def begin(self, seq: Sequence, signals: Signals | None) -> None:
         self.of(seq).begin(seq, signals)
@@ -102,6 +103,13 @@ class Lanes:
 
     def _parts(self, batch: abc.Sequence[Sequence]) -> list[Part]:
         """Which places of the batch each drafter guesses for."""
-        parts = [(lane, [i for i, seq in enumerate(batch) if seq.lane == number and seq.speculate])
-                 for number, lane in enumerate(self.lanes)]
-        return [part for part in parts if part[1]]
+        places: list[list[int]] = [[] for _ in self.lanes]
+        for i, seq in enumerate(batch):
+            if seq.speculate:
+                places[seq.lane].append(i)
+        return [(lane, here) for lane, here in zip(self.lanes, places, strict=True) if here]
+
+
+def _taken(values: abc.Sequence[T], here: abc.Sequence[int]) -> abc.Sequence[T]:
+    """The values at these ascending places; all of them as they are."""
+    return values if len(here) == len(values) else [values[i] for i in here]

@@ -6,6 +6,7 @@ import logging
 from collections import abc
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -21,6 +22,8 @@ from .control import Control
 from .sequence import Sequence
 
 log = logging.getLogger("draftproof.engine")
+
+_granted = lru_cache(maxsize=64)(Budget)         # a plan grants the same for many rounds
 
 
 @dataclass(slots=True)
@@ -107,7 +110,7 @@ class Speculation:
         limits = [self._limit(seq) for seq in batch]
         rooms = [0 if isinstance(seq.depth, int) else limit for seq, (limit, _) in zip(batch, limits, strict=True)]
         chosen = self.control.depths(batch, rooms, whole)
-        budgets = []
+        trees, budgets = self.tree if self.drafter.needs.tree else None, []
         for seq, (limit, bound), (depth, reason, part, prices) in zip(batch, limits, chosen, strict=True):
             if isinstance(seq.depth, int):
                 depth, reason, prices = seq.depth, "fixed by the request", ()
@@ -115,14 +118,14 @@ class Speculation:
                 depth, reason = 0, "the request asked for no drafter"
             elif depth > limit:
                 depth, reason = limit, bound
-            nodes = max(depth, self.tree) if depth and self.tree and self.drafter.needs.tree else depth
-            budgets.append(Budget(depth, nodes, part or name, reason, prices[:nodes]))
+            nodes = max(depth, trees) if depth and trees else depth
+            budgets.append(_granted(depth, nodes, part or name, reason, prices[:nodes]))
         self.reason = budgets[-1].reason if budgets else self.reason
         return budgets
 
     def propose(self, batch: abc.Sequence[Sequence], budgets: abc.Sequence[Budget]) -> list[Draft]:
         """A valid draft per sequence, empty where the budget is 0 or the drafter failed."""
-        drafts = [Draft.empty(self.name) for _ in batch]
+        drafts = [Draft.empty(self.name)] * len(batch)
         asked = [i for i, budget in enumerate(budgets) if budget.depth]
         if not asked or self.drafter is None:
             return drafts
@@ -200,35 +203,47 @@ class Speculation:
     def _limit(self, seq: Sequence) -> tuple[int, str]:
         """The deepest draft allowed, and what bounds it."""
         assert self.drafter is not None
-        bounds: list[tuple[int, str]] = [(seq.room, "the end of the text is near")]
-        if self.drafter.needs.context is not None:
-            bounds.append((max(0, self.drafter.needs.context - len(seq.tokens)), "the drafter's context ends"))
-        if self.depth_cap is not None:
-            bounds.append((self.depth_cap, "the operator's cap"))
-        return min(bounds)
+        limit, context = (seq.room, "the end of the text is near"), self.drafter.needs.context
+        if context is not None:
+            limit = min(limit, (max(0, context - len(seq.tokens)), "the drafter's context ends"))
+        return limit if self.depth_cap is None else min(limit, (self.depth_cap, "the operator's cap"))
 
     def _checked(self, draft: Draft, budget: Budget) -> Draft:
         """The draft, on its budget and inside the vocabulary; otherwise DrafterError saying what it broke."""
-        def need(ok: bool, found: str, expected: str) -> None:
-            if not ok:
-                raise DrafterError(f"drafter {self.name} proposed {found}; expected {expected}")
-
-        need(isinstance(draft, Draft), type(draft).__name__, "a Draft")
-        n, parents = len(draft.parents), draft.parents
+        broken = _broken(draft, budget, self._vocab_size)
+        if broken is not None:
+            found, expected = broken
+            raise DrafterError(f"drafter {self.name} proposed {found}; expected {expected}")
         if draft.drafter == "none":
             draft = replace(draft, drafter=self.name)
-        if not n:
-            return draft
-        need(draft.tokens.ndim == 1 and draft.tokens.shape[0] == n and not draft.tokens.is_floating_point(),
-             f"tokens of shape {tuple(draft.tokens.shape)} and {draft.tokens.dtype}", f"{n} integers, one per parent")
-        need(n <= budget.nodes, f"{n} nodes", f"at most {budget.nodes}")
-        need(all(-1 <= parent < i for i, parent in enumerate(parents)), f"parents {parents}", "parents before children, −1 for the root")
-        depth = n if draft.is_chain else max(levels(parents))
-        need(depth <= budget.depth, f"a draft of depth {depth}", f"at most {budget.depth}")
-        need(draft.law is None or len(draft.law.row) == n, "a law whose rows do not cover its nodes", "one row per node")
-        if draft.tokens.device.type != "cpu":       # a look would wait for the device; a guess that is no token becomes a wrong one
+        if len(draft) and not draft.tokens.is_cpu:  # a look would wait for the device; a guess that is no token becomes a wrong one
             return replace(draft, tokens=draft.tokens.clamp(0, self._vocab_size - 1))
-        ids = draft.tokens.tolist()
-        low, high = min(ids), max(ids)
-        need(0 <= low and high < self._vocab_size, f"token id {low if low < 0 else high}", f"ids in [0, {self._vocab_size})")
         return draft
+
+
+def _broken(draft: Draft, budget: Budget, vocab_size: int) -> tuple[str, str] | None:
+    """What a draft breaks, as what was found and what was expected; None if it keeps its contract."""
+    if not isinstance(draft, Draft):
+        return type(draft).__name__, "a Draft"
+    tokens, parents = draft.tokens, draft.parents
+    n = len(parents)
+    if not n:
+        return None
+    if tokens.ndim != 1 or tokens.shape[0] != n or tokens.is_floating_point():
+        return f"tokens of shape {tuple(tokens.shape)} and {tokens.dtype}", f"{n} integers, one per parent"
+    if n > budget.nodes:
+        return f"{n} nodes", f"at most {budget.nodes}"
+    chain = draft.is_chain
+    if not chain and not all(-1 <= parent < i for i, parent in enumerate(parents)):
+        return f"parents {parents}", "parents before children, −1 for the root"
+    depth = n if chain else max(levels(parents))
+    if depth > budget.depth:
+        return f"a draft of depth {depth}", f"at most {budget.depth}"
+    if draft.law is not None and len(draft.law.row) != n:
+        return "a law whose rows do not cover its nodes", "one row per node"
+    if tokens.is_cpu:
+        ids = tokens.tolist()
+        low, high = min(ids), max(ids)
+        if low < 0 or high >= vocab_size:
+            return f"token id {low if low < 0 else high}", f"ids in [0, {vocab_size})"
+    return None

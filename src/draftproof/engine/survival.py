@@ -7,6 +7,8 @@ from collections.abc import Sequence as Row
 
 from .sequence import Sequence
 
+Prior = tuple[list[float], float, list[float]]       # hazards, how often there is a draft, and the shares of drafts by length
+
 FIRST, WEIGHT = 0.6, 2.0        # belief in the first guess of a drafter that nobody has seen, and what it is worth in observations
 CLASS_WEIGHT = 8.0              # of the drafter's hazards against those of a class of prompts
 OWN_WEIGHT = 4.0                # of the class's against those of one sequence
@@ -71,13 +73,14 @@ class Kind:
         self.short.learn(granted, drafted, accepted)
         if not drafted:
             return
-        for k in range(min(granted, len(self._had))):
-            self._granted[k] = self._granted[k] * LONG + 1
-            self._had[k] = self._had[k] * LONG + (k < drafted)
-        for k in range(min(granted, accepted + 1, len(self._had))):
-            count = self.short.reached[k]
-            if self.long.reached[k] > 2 * count:
-                mean = (self.long.passed[k] + 0.5) / (self.long.reached[k] + 1)
+        had, asked, long, short = self._had, self._granted, self.long.reached, self.short.reached
+        for k in range(min(granted, len(had))):
+            asked[k] = asked[k] * LONG + 1
+            had[k] = had[k] * LONG + (k < drafted)
+        for k in range(min(granted, accepted + 1, len(had))):
+            count = short[k]
+            if long[k] > 2 * count:
+                mean = (self.long.passed[k] + 0.5) / (long[k] + 1)
                 if (self.short.passed[k] / count - mean) ** 2 > CHANGE**2 * mean * (1 - mean) / count:
                     self.long.believe(self.short, k)
 
@@ -97,6 +100,7 @@ class Survival:
         self._depth = depth
         self._kinds: dict[object, Kind] = {}
         self._own: dict[str, tuple[Hazards, int]] = {}          # sequence → its hazards, and the round they are from
+        self._priors: dict[object, Prior] = {}                  # of kinds that were asked about since the last thing learnt
 
     @property
     def common(self) -> Hazards:
@@ -112,23 +116,20 @@ class Survival:
         return kind if kind in self._kinds or len(self._kinds) < KINDS else (None, seq.sampling.greedy)
 
     def learn(self, seq: Sequence, at: int, granted: int, drafted: int, accepted: int) -> None:
-        kind = self.kind(seq)
+        kind, own = self.kind(seq), self._own.get(seq.id)
         if kind not in self._kinds:
             self._kinds[kind] = Kind(self._depth)
-        own = self._own[seq.id][0] if seq.id in self._own else Hazards(self._depth, OWN)
+        hazards = Hazards(self._depth, OWN) if own is None else own[0]
         self._kinds[kind].learn(granted, drafted, accepted)
-        own.learn(granted, drafted, accepted)
-        self._own[seq.id] = own, at
+        hazards.learn(granted, drafted, accepted)
+        self._own[seq.id] = hazards, at
+        self._priors.clear()
 
     def of(self, batch: Row[Sequence], at: int, rooms: Row[int]) -> tuple[list[list[float]], list[list[float]]]:
         """Per sequence: P(k tokens stand) for k = 1, 2, … up to its room, and how often there is a k-th token."""
-        priors: dict[object, tuple[list[float], float, list[float]]] = {}
         chances, shares = [], []
         for seq, room in zip(batch, rooms, strict=True):
-            kind = self.kind(seq)
-            if kind not in priors:
-                priors[kind] = self._prior(kind)
-            prior, offers, lengths = priors[kind]
+            prior, offers, lengths = self._prior(self.kind(seq))
             hazards: Iterable[float] = prior
             own = self._own.get(seq.id)
             if own is not None:
@@ -148,14 +149,20 @@ class Survival:
         """P(the first guess stands) in texts of this kind, where there is one."""
         return self._prior(self.kind(seq))[0][0]
 
-    def _prior(self, kind: object) -> tuple[list[float], float, list[float]]:
-        """For a text of this kind: hazards, how often there is a draft, and of how many tokens."""
-        common, counts = self.common, self._kinds.get(kind)
-        means = list(common.means())
-        if counts is None:
-            lengths = next(iter(self._kinds.values())).lengths() if self._kinds else [1.0] * self._depth
-            return means, common.offers(), lengths
-        return list(counts.long.means(means, CLASS_WEIGHT)), counts.long.offers(common.offers(), CLASS_WEIGHT), counts.lengths()
+    def _prior(self, kind: object) -> Prior:
+        """Of a text of this kind."""
+        found = self._priors.get(kind)
+        if found is None:
+            common, counts = self.common, self._kinds.get(kind)
+            means = list(common.means())
+            if counts is None:
+                lengths = next(iter(self._kinds.values())).lengths() if self._kinds else [1.0] * self._depth
+                found = means, common.offers(), lengths
+            else:
+                long = counts.long
+                found = list(long.means(means, CLASS_WEIGHT)), long.offers(common.offers(), CLASS_WEIGHT), counts.lengths()
+            self._priors[kind] = found
+        return found
 
     def forget(self, seq: Sequence) -> None:
         self._own.pop(seq.id, None)

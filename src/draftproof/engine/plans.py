@@ -1,0 +1,79 @@
+"""What a controller weighs: who can be asked, for what a plan is made, what it expects, and what is tried in its place."""
+
+from __future__ import annotations
+
+from collections import abc
+from dataclasses import dataclass, field
+
+from .costs import DraftCosts
+from .sequence import Sequence
+from .survival import Survival
+
+
+@dataclass(slots=True)
+class Arm:
+    """A drafter, or a part of a chain that can be asked alone."""
+
+    name: str | None
+    survival: Survival
+    costs: DraftCosts = field(default_factory=DraftCosts)
+    credit: float | None = None           # seconds that trials may lose; None before the first plan
+    asked: int = 0                        # the last round in which it was
+    read: dict[str, int] = field(default_factory=dict)           # sequence → tokens of its text that the drafter has read
+    kinds: dict[object, int] = field(default_factory=dict)       # kind of text → the last round in which it was asked about one
+    share: float = 1.0                    # of the nodes that a tree may have, those that were worth their rows
+    trees: int = 0
+
+    def earn(self, seconds: float) -> None:
+        if self.credit is not None:
+            self.credit += seconds
+
+    def unread(self, seq: Sequence) -> int:
+        return len(seq.tokens) - (self.read.get(seq.id, 0) if seq.state is not None else 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What is expected of a round: tokens of the whole pass, and seconds in fair weather. chances[i][k−1]: that k tokens stand."""
+
+    arm: Arm | None
+    depths: list[int]
+    tokens: float
+    seconds: float
+    chances: list[list[float]]
+
+    @property
+    def rate(self) -> float:
+        return self.tokens / self.seconds
+
+    @property
+    def drafts(self) -> bool:
+        return any(self.depths)
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """Something tried in this round in place of the plan. It is expected to lose `loss` seconds against `rate`, to bring `tokens`
+    more, and to take `drafting` seconds of drafting. arm None: a plain pass; places: of the sequences that are asked about."""
+
+    arm: Arm | None
+    places: list[int]
+    loss: float
+    tokens: float
+    drafting: float
+    rate: float
+
+
+@dataclass(frozen=True, slots=True)
+class Scene:
+    """What a plan is made for. score[r−1]: seconds of a pass over r rows, `rows` of which would be there without a draft."""
+
+    batch: abc.Sequence[Sequence]
+    rooms: abc.Sequence[int]
+    rows: int
+    score: list[float]
+    plain: Plan
+
+    @property
+    def others(self) -> int:
+        return self.rows - len(self.batch)
