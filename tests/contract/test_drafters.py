@@ -432,6 +432,20 @@ def test_ngram_goes_on_over_its_own_guesses() -> None:
     assert draft.score is not None and draft.score.tolist() == [5.0] * 6
 
 
+@pytest.mark.parametrize("seed", range(40))
+def test_ngrams_chain_is_the_first_branch_of_its_tree(seed: int) -> None:
+    """The short way for a chain against the way of trees."""
+    generator = torch.Generator().manual_seed(seed)
+    text = Text.of(torch.randint(0, 3, (2 + seed,), generator=generator).tolist(), Sampling(temperature=0.0, top_p=1.0))
+    depth, drafter = 1 + seed % 6, NgramDrafter(1 + seed % 2, 4)
+    chain, tree = (drafter.guess(drafter.start(text), Budget(depth, nodes, "", "")) for nodes in (depth, depth + 3))
+    count = len(chain)
+    assert chain.is_chain and chain.parents == tree.parents[:count] and bool(count) == bool(len(tree)) and chain.reason == tree.reason
+    assert chain.tokens.tolist() == tree.tokens[:count].tolist() == drafter.chain(drafter.start(text), depth)
+    if chain.score is not None and tree.score is not None:
+        assert torch.equal(chain.score, tree.score[:count])
+
+
 def test_ngram_tree_merges_what_continuations_share() -> None:
     text = Text.of([1, 2, 7, 8, 0, 1, 2, 7, 9, 0, 1, 2, 5, 6, 0, 1, 2], Sampling(temperature=0.0, top_p=1.0))
     drafter = NgramDrafter(2, 2)

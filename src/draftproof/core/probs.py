@@ -84,8 +84,8 @@ def _by_kernel(logits: Tensor, groups: Sequence[Rows]) -> Law | None:
     where there is more to do, or a row to refuse."""
     if not compiled(logits, torch.bfloat16) or any(g.edited for g in groups):
         return None
-    filters, *others = {_filters(g.sampling, logits.shape[1]) for g in groups}
-    if others or filters.active:
+    filters, *others = (_filters(g.sampling, logits.shape[1]) for g in groups)
+    if filters.active or any(other != filters for other in others):
         return None
     if filters.temperature:
         whole = native.law(logits, max(filters.temperature, host.COLD))

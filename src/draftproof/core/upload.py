@@ -21,9 +21,9 @@ def pinned(x: Tensor, device: torch.device) -> Tensor:
 def sent(x: Tensor, device: torch.device | str) -> Tensor:
     """x on `device`; from the host by a copy that nobody waits for. x itself may not be written afterwards."""
     device = torch.device(device)
-    if x.device.type != "cpu" or device.type == "cpu":
+    if not x.is_cpu:
         return x.to(device)
-    return pinned(x, device).to(device, non_blocking=True)
+    return x if device.type == "cpu" else pinned(x, device).to(device, non_blocking=True)
 
 
 def uploaded(values: Any, device: torch.device | str, dtype: torch.dtype | None = None) -> Tensor:
@@ -34,8 +34,8 @@ def uploaded(values: Any, device: torch.device | str, dtype: torch.dtype | None 
 def index_of(rows: Sequence[int], device: torch.device) -> slice | Tensor:
     """What takes these rows of a tensor on `device`: a slice if they are consecutive, because it copies nothing."""
     start = rows[0] if rows else 0
-    run = range(start, start + len(rows))
-    return slice(run.start, run.stop) if list(rows) == list(run) else uploaded(rows, device)
+    stop = start + len(rows)
+    return slice(start, stop) if list(rows) == list(range(start, stop)) else uploaded(rows, device)
 
 
 def rows_of(x: Tensor, rows: Sequence[int]) -> Tensor:

@@ -72,12 +72,14 @@ class NgramDrafter(PerSequence[NgramState]):
     def guess(self, state: NgramState, budget: Budget) -> Draft:
         text = state.seq.tokens
         self._index(state, text)
+        if budget.nodes == budget.depth:
+            return self._chain(state, text, budget.depth)
         tokens: list[int] = []
         parents: list[int] = []
         scores: list[int] = []
         first = 0                                              # tokens that agree with the first place
         child: dict[tuple[int, int], int] = {}                 # (parent, token) → node
-        for place in self._places(state, text, 1 if budget.nodes == budget.depth else PLACES):
+        for place in self._places(state, text, PLACES):
             match = _agreement(text, place)
             node = -1
             first = first or match
@@ -94,10 +96,22 @@ class NgramDrafter(PerSequence[NgramState]):
             if len(tokens) == budget.nodes:
                 break
         if not tokens:
-            return Draft.empty(self.name, f"no earlier occurrence of the last {self.min} tokens")
-        reason = f"agreement of {first}, so {first + 1} copied" if first < budget.depth - 1 else ""
-        score = torch.tensor(scores, dtype=torch.float32)
-        return Draft(torch.tensor(tokens), tuple(parents), score=score, drafter=self.name, reason=reason)
+            return self._nothing()
+        return Draft(torch.tensor(tokens), tuple(parents), score=torch.tensor(scores, dtype=torch.float32), drafter=self.name,
+                     reason=_why(first, budget.depth))
+
+    def _chain(self, state: NgramState, text: Sequence[int], depth: int) -> Draft:
+        """A copy from one place: the first that a tree looks at."""
+        place = next(self._places(state, text, 1), None)
+        if place is None:
+            return self._nothing()
+        match = _agreement(text, place)
+        tokens = _continuation(text, place, min(depth, match + 1))
+        score = torch.full((len(tokens),), float(match))
+        return Draft.chain(tokens, score=score, drafter=self.name, reason=_why(match, depth))
+
+    def _nothing(self) -> Draft:
+        return Draft.empty(self.name, f"no earlier occurrence of the last {self.min} tokens")
 
     def chain(self, state: NgramState, depth: int) -> list[int]:
         """The tokens that `guess` proposes for a chain of this depth."""
@@ -137,6 +151,11 @@ class NgramDrafter(PerSequence[NgramState]):
                 end = grams.before.get(end)
 
 
+def _why(match: int, depth: int) -> str:
+    """Why the guess is shorter than asked, where it is."""
+    return f"agreement of {match}, so {match + 1} copied" if match < depth - 1 else ""
+
+
 def _continuation(text: Sequence[int], place: int, depth: int) -> list[int]:
     """`depth` tokens from `place` on; past the end of the text they repeat themselves with the period of the match."""
     copied = list(text[place:place + depth])
@@ -148,7 +167,7 @@ def _continuation(text: Sequence[int], place: int, depth: int) -> list[int]:
 
 def _agreement(text: Sequence[int], place: int) -> int:
     """How many tokens before `place` equal the last tokens of the text, at most FARTHEST_SCORE."""
-    n, end = 0, len(text)
-    while n < min(place, FARTHEST_SCORE) and text[place - 1 - n] == text[end - 1 - n]:
+    n, most = 0, min(place, FARTHEST_SCORE)
+    while n < most and text[place - 1 - n] == text[-1 - n]:
         n += 1
     return n

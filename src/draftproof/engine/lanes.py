@@ -28,6 +28,7 @@ class Lanes:
     def __init__(self, lanes: abc.Sequence[Speculation], passes: PassCosts) -> None:
         """passes: what the controllers know of the target's passes; it is told here of every round in which one of them plans."""
         self.lanes, self.passes = tuple(lanes), passes
+        self._parts: list[Part] = []             # of this round: which places of the batch each drafter guesses for
         self._spent: dict[int, float] = {}       # seconds of this round's planning and drafting, by id of the lane
 
     def of(self, seq: Sequence) -> Speculation:
@@ -43,10 +44,11 @@ class Lanes:
         return tuple(sorted({layer for lane in self.lanes for layer in lane.taps}))
 
     def plan(self, batch: abc.Sequence[Sequence]) -> list[Budget]:
-        """A budget per sequence; those that asked for no drafter are nobody's to plan for."""
+        """A budget per sequence; those that asked for no drafter are nobody's to plan for. What follows in the round is of this batch."""
         self._spent.clear()
+        self._parts = self._divided(batch)
         budgets: dict[int, Budget] = {}
-        for lane, here in self._parts(batch):
+        for lane, here in self._parts:
             start = perf_counter()
             budgets.update(zip(here, lane.plan(_taken(batch, here), batch), strict=True))
             self._spent[id(lane)] = perf_counter() - start
@@ -58,24 +60,23 @@ class Lanes:
 
     def propose(self, batch: abc.Sequence[Sequence], budgets: abc.Sequence[Budget]) -> list[Draft]:
         found: dict[int, Draft] = {}
-        for lane, here in self._parts(batch):
+        for lane, here in self._parts:
             start = perf_counter()
             found.update(zip(here, lane.propose(_taken(batch, here), _taken(budgets, here)), strict=True))
             self._spent[id(lane)] += perf_counter() - start
         return [found[i] if i in found else Draft.empty(budget.drafter) for i, budget in enumerate(budgets)]
 
     def observe(self, batch: abc.Sequence[Sequence], commits: abc.Sequence[Commit], signals: abc.Sequence[Signals | None]) -> None:
-        for lane, here in self._parts(batch):
+        for lane, here in self._parts:
             lane.observe(_taken(batch, here), _taken(commits, here), _taken(signals, here))
 
     def learn(self, batch: abc.Sequence[Sequence], budgets: abc.Sequence[Budget], drafts: abc.Sequence[Draft],
               verdicts: abc.Sequence[Verdict], times: Times) -> None:
-        parts = self._parts(batch)
-        if any(isinstance(lane.control, AutoDepth) and lane.state[0] == "on" for lane, _ in parts):
+        if any(isinstance(lane.control, AutoDepth) and lane.state[0] == "on" for lane, _ in self._parts):
             rows, keys = sum(map(len, drafts)) + len(batch), sum(len(seq.tokens) for seq in batch)
             self.passes.learn(len(batch), rows, keys, times.score_s + times.verify_s + times.other_s)
-        for lane, here in parts:
-            own = times if len(parts) == 1 else replace(times, draft_s=self._spent[id(lane)])
+        for lane, here in self._parts:
+            own = times if len(self._parts) == 1 else replace(times, draft_s=self._spent[id(lane)])
             lane.learn(_taken(batch, here), _taken(budgets, here), _taken(drafts, here), _taken(verdicts, here), own)
 
     def begin(self, seq: Sequence, signals: Signals | None) -> None:
@@ -101,8 +102,7 @@ class Lanes:
                 if not enabled:
                     lane.leave_all()
 
-    def _parts(self, batch: abc.Sequence[Sequence]) -> list[Part]:
-        """Which places of the batch each drafter guesses for."""
+    def _divided(self, batch: abc.Sequence[Sequence]) -> list[Part]:
         places: list[list[int]] = [[] for _ in self.lanes]
         for i, seq in enumerate(batch):
             if seq.speculate:

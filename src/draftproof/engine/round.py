@@ -54,7 +54,8 @@ class Rounds:
             draft_s, score_s, verify_s = marks.spans()
             verified = perf_counter()
             for seq, budget in zip(batch, budgets, strict=True):
-                seq.drafted(budget.depth)
+                if not shares_noise(seq.rule):
+                    seq.drafted(budget.depth)
             commits = [seq.commit(verdict, tokens) for seq, verdict, tokens in zip(batch, verdicts, nodes, strict=True)]
             for seq, commit in zip(batch, commits, strict=True):
                 self.target.rewind(_slot(seq), commit.kept[:len(commit.tokens) - 1])
@@ -193,8 +194,14 @@ def _choice_keys(batch: abc.Sequence[Sequence], drafts: abc.Sequence[Draft], dev
     """Keys of the shared noise for every row; None if all sequences are greedy, which no noise can move."""
     if all(seq.sampling.greedy for seq in batch):
         return None
-    return key_rows([key(seq.seed, seq.sample, "text", at) for seq, draft in zip(batch, drafts, strict=True)
-                     for at in (len(seq.tokens), *(p + 1 for p in places(draft.parents, len(seq.tokens) - 1)))], device)
+    rows: list[tuple[int, int]] = []
+    for seq, draft in zip(batch, drafts, strict=True):
+        length = len(seq.tokens)
+        if draft.is_chain:
+            rows += [key(seq.seed, seq.sample, "text", at) for at in range(length, length + len(draft) + 1)]
+        else:
+            rows += [key(seq.seed, seq.sample, "text", at) for at in (length, *places(draft.parents, length))]
+    return key_rows(rows, device)
 
 
 def _joint(seq: Sequence, draft: Draft, logp: Tensor) -> tuple[Verdict, Tensor]:
@@ -215,6 +222,8 @@ def _signals(scores: Scores, commits: abc.Sequence[Commit]) -> abc.Sequence[Sign
     # A recorded pass writes over its rows the next time; on a processor every pass has its own, and those of a chain need no copy.
     index = index_of(rows, device) if device.type == "cpu" else uploaded(rows, device)
     kept = {layer: hidden[index] for layer, hidden in scores.taps.items()}
+    if len(commits) == 1:
+        return [Signals(commits[0].start - 1, kept)]
     ends = list(accumulate(1 + len(commit.kept) for commit in commits))
     return [Signals(commit.start - 1, {layer: hidden[end - 1 - len(commit.kept):end] for layer, hidden in kept.items()})
             for commit, end in zip(commits, ends, strict=True)]

@@ -97,7 +97,7 @@ class Sequence:
         return self.attempts.get(position, 0)
 
     def drafted(self, depth: int) -> None:
-        """Note that a drafter has seen the noise of the next `depth` positions: a joint rule may not use it again."""
+        """Note, for a joint rule, that a drafter has seen the noise of the next `depth` positions: it may not be used again."""
         for position in range(len(self.tokens), len(self.tokens) + depth):
             self.attempts[position] = self.attempts.get(position, 0) + 1
 

@@ -52,7 +52,7 @@ class PagedSlot:
         return self.held
 
     def add(self, ids: Tensor) -> None:
-        if ids.device.type == "cpu" and not self.unread:
+        if ids.is_cpu and not self.unread:
             self.held += ids.tolist()
         else:
             self.unread.append(ids)

@@ -249,6 +249,8 @@ class PagedTarget:
     def _ids(self, roots: Tensor, drafts: Sequence[Draft]) -> Tensor:
         """Each root and its nodes, [1, rows] on the model's device. They may come from the host or any device; from the host alone they
         move together."""
+        if not any(map(len, drafts)):
+            return sent(roots, self.device)[None]
         parts = [roots, *(draft.tokens for draft in drafts)]
         if not all(part.is_cpu for part in parts):
             parts = [sent(part, self.device) for part in parts]
