@@ -164,6 +164,18 @@ def test_a_plain_pass_is_timed_again_while_guessing_pays() -> None:
     assert 2 <= len(zero) <= 12
 
 
+@pytest.mark.parametrize("name", ["middling", "perfect, 16", "mixed classes", "drifts", "seldom a guess, 16"])
+def test_what_waits_is_taken_in_as_if_it_had_not_waited(name: str) -> None:
+    """Measurements that wait for the next plan against those taken in round by round: the same decisions, bit for bit."""
+    lazy, eager = (World(noise=0.15, **WORLDS[name][0]) for _ in range(2))
+    waits, settles = lazy.auto(), eager.auto()
+    for _ in range(300):
+        assert lazy.play(waits, 1) == eager.play(settles, 1)
+        assert [choice.reason for choice in waits._choices] == [choice.reason for choice in settles._choices]
+        settles._settle()
+    assert list(waits.hazards.means()) == list(settles.hazards.means()) and waits.passes.weather == settles.passes.weather
+
+
 def test_without_a_profile_costs_are_learnt_while_serving() -> None:
     off, best = best_fixed(600, depths=(0, 2, 4, 8), chance=flat(0.7), batch=4)
     world = World(chance=flat(0.7), batch=4)

@@ -107,7 +107,7 @@ class NgramDrafter(PerSequence[NgramState]):
             return self._nothing()
         match = _agreement(text, place)
         tokens = _continuation(text, place, min(depth, match + 1))
-        score = torch.full((len(tokens),), float(match))
+        score = torch.tensor([match] * len(tokens), dtype=torch.float32)
         return Draft.chain(tokens, score=score, drafter=self.name, reason=_why(match, depth))
 
     def _nothing(self) -> Draft:

@@ -17,7 +17,7 @@ from ..core.tree import depths as levels
 from ..trace.events import Times
 from ..types import Budget, Draft, Verdict
 from .costs import PassCosts
-from .plans import Arm, Plan, Scene, Trial
+from .plans import Arm, Asked, Plan, Scene, Shown, Trial
 from .sequence import Sequence
 from .survival import Hazards, Survival
 
@@ -88,6 +88,7 @@ class AutoDepth:
         self._next = 0                                           # the round of the next plan for the same sequences
         self._same = 0                                           # plans in a row that said the same for them
         self._trial: Trial | None = None
+        self._waiting: list[Shown] = []                          # rounds since the last plan, which nobody has asked about
         self._plain_at = 0                                       # the last round without any draft
         self._plain_credit = 0.0
         self._overhead = 0.0                                     # seconds of a round's drafting step in which nothing was drafted
@@ -100,6 +101,7 @@ class AutoDepth:
     @property
     def hazards(self) -> Hazards:
         """Of the drafter as it is, over all texts."""
+        self._settle()
         return self.arms[0].survival.common
 
     # The protocol.
@@ -111,6 +113,7 @@ class AutoDepth:
         ids = tuple([seq.id for seq in batch])
         if ids == self._planned and self.rounds < self._next:
             return self._choices
+        self._settle()
         scene, before = self._scene(batch, rooms, whole), self._plan
         self._plan = self._best(scene, before.arm if before else None)
         calm = before and ids == self._planned and (before.arm, before.depths) == (self._plan.arm, self._plan.depths)
@@ -122,33 +125,16 @@ class AutoDepth:
     def learn(self, batch: abc.Sequence[Sequence], budgets: abc.Sequence[Budget], drafts: abc.Sequence[Draft],
               verdicts: abc.Sequence[Verdict], times: Times) -> None:
         self.rounds += 1
-        plan, trial = self._plan, self._trial
-        if plan is not None:
-            earned = SHARE * plan.seconds
-            self._plain_credit = min(self._plain_credit + earned, plan.seconds)
-            for arm in self.arms:
-                arm.earn(earned / len(self.arms))
-        if trial is not None and trial.arm is None:
-            self._plain_credit -= trial.loss
-        asked: dict[str, list[int]] = {}
-        for i, budget in enumerate(budgets):
-            if budget.depth:
-                asked.setdefault(budget.drafter, []).append(i)
-        if not asked:
-            self._plain_at = self.rounds
-            self._overhead += (times.draft_s - self._overhead) * (0.1 if self._overhead else 1.0)
-            return
-        spent = max(times.draft_s - self._overhead, 1e-6) * exp(-self.passes.weather)
-        for name, here in asked.items():
-            arm = next((arm for arm in self.arms if arm.name == name), self.arms[0])
-            self._learn(arm, here, batch, budgets, drafts, verdicts, spent if len(asked) == 1 else None)
-        if trial is not None and trial.arm is not None and any(budgets[i].depth for i in trial.places):
-            stood = sum(len(verdicts[i].accepted) for i in trial.places)
-            self._charge(trial, trial.arm, stood, spent)
-            if stood:
-                self._planned = ()                               # a guess that stood is news: plan again at once
+        asked = [_asked(seq, budget, draft, verdict)
+                 for seq, budget, draft, verdict in zip(batch, budgets, drafts, verdicts, strict=True) if budget.depth]
+        self._waiting.append(Shown(self.rounds, asked, times.draft_s, self.passes.moment))
+        if self._trial is not None:
+            self._charge(self._trial, budgets, verdicts, self._settle())
+        elif self.rounds >= self._next:
+            self._settle()                                       # before the next round's clock runs
 
     def forget(self, seq: Sequence) -> None:
+        self._settle()
         for arm in self.arms:
             arm.survival.forget(seq)
             arm.read.pop(seq.id, None)
@@ -297,32 +283,67 @@ class AutoDepth:
         seconds = drafting + between(scene.score, min(rows, len(scene.score)))
         return Trial(arm, places, seconds - (scene.rows + kept + brought) / plan.rate, brought, drafting, plan.rate)
 
-    def _charge(self, trial: Trial, arm: Arm, accepted: int, drafting: float) -> None:
-        """What a trial lost as it turned out is taken from the arm's credit; luck gives some back."""
-        assert self._plan is not None
-        lost = trial.loss + (trial.tokens - accepted) / trial.rate + drafting - trial.drafting
-        arm.earn(-min(lost, OVERDRAFT[arm.costs.seen > TRIALS] * self._plan.seconds))
+    def _charge(self, trial: Trial, budgets: abc.Sequence[Budget], verdicts: abc.Sequence[Verdict], drafting: float) -> None:
+        """What a trial lost as it turned out is taken from the credit; luck gives some back."""
+        if trial.arm is None:
+            self._plain_credit -= trial.loss
+        elif any(budgets[i].depth for i in trial.places):
+            assert self._plan is not None
+            stood = sum(len(verdicts[i].accepted) for i in trial.places)
+            lost = trial.loss + (trial.tokens - stood) / trial.rate + drafting - trial.drafting
+            trial.arm.earn(-min(lost, OVERDRAFT[trial.arm.costs.seen > TRIALS] * self._plan.seconds))
+            if stood:
+                self._planned = ()                               # a guess that stood is news: plan again at once
 
     # What rounds show.
 
-    def _learn(self, arm: Arm, here: abc.Sequence[int], batch: abc.Sequence[Sequence], budgets: abc.Sequence[Budget],
-               drafts: abc.Sequence[Draft], verdicts: abc.Sequence[Verdict], seconds: float | None) -> None:
-        """What became of an arm's drafts. seconds: what they took in fair weather; None where that is not known."""
-        arm.asked, deepest, unread = self.rounds, 0, 0
-        for i in here:
-            seq, depth = batch[i], _depth(drafts[i])
-            deepest = max(deepest, depth)
-            length = len(seq.tokens) - len(verdicts[i].accepted) - 1         # when it was asked
-            unread += max(0, length - arm.read.get(seq.id, 0))
-            arm.read[seq.id] = length
-            arm.kinds[arm.survival.kind(seq)] = self.rounds
-            arm.survival.learn(seq, self.rounds, budgets[i].depth, depth, len(verdicts[i].accepted))
-            if depth and budgets[i].prices:
+    def _settle(self) -> float:
+        """Take in what rounds have shown since the last plan; seconds that drafting took in the last of them, in fair weather.
+
+        Nothing of it is asked for before the next plan, and together it takes a fraction of the time, as `PassCosts` says.
+        """
+        self.passes.settle()
+        spent = 0.0
+        for shown in self._waiting:
+            spent = self._learn(shown)
+        self._waiting.clear()
+        return spent
+
+    def _learn(self, shown: Shown) -> float:
+        """One round: seconds that its drafting took, in fair weather."""
+        if self._plan is not None:
+            earned = SHARE * self._plan.seconds
+            self._plain_credit = min(self._plain_credit + earned, self._plan.seconds)
+            for arm in self.arms:
+                arm.earn(earned / len(self.arms))
+        if not shown.asked:
+            self._plain_at = shown.at
+            self._overhead += (shown.draft_s - self._overhead) * (0.1 if self._overhead else 1.0)
+            return 0.0
+        spent = max(shown.draft_s - self._overhead, 1e-6) * exp(-shown.moment.weather)
+        names = dict.fromkeys([one.drafter for one in shown.asked])
+        for name in names:
+            arm = next((arm for arm in self.arms if arm.name == name), self.arms[0])
+            self._follow(arm, shown.at, [one for one in shown.asked if one.drafter == name], spent if len(names) == 1 else None)
+        return spent
+
+    def _follow(self, arm: Arm, at: int, asked: abc.Sequence[Asked], seconds: float | None) -> None:
+        """What became of an arm's drafts in round `at`. seconds: what they took in fair weather; None where that is not known."""
+        arm.asked, unread = at, 0
+        for one in asked:
+            unread += max(0, one.length - arm.read.get(one.seq.id, 0))
+            arm.read[one.seq.id] = one.length
+            arm.kinds[arm.survival.kind(one.seq)] = at
+            arm.survival.learn(one.seq, at, one.granted, one.depth, one.accepted)
+            if one.depth and one.nodes:
                 arm.trees = min(arm.trees + 1, SIZES)
-                arm.share += (len(drafts[i]) / budgets[i].nodes - arm.share) / arm.trees
+                arm.share += (one.drafted / one.nodes - arm.share) / arm.trees
         if seconds is not None:
-            arm.costs.learn(deepest, sum(len(drafts[i]) for i in here), unread, seconds)
+            arm.costs.learn(max(one.depth for one in asked), sum(one.drafted for one in asked), unread, seconds)
 
 
-def _depth(draft: Draft) -> int:
-    return len(draft) if draft.is_chain else max(levels(draft.parents))
+def _asked(seq: Sequence, budget: Budget, draft: Draft, verdict: Verdict) -> Asked:
+    accepted, drafted = len(verdict.accepted), len(draft)
+    depth = drafted if draft.is_chain else max(levels(draft.parents))
+    return Asked(seq, budget.drafter, budget.depth, budget.nodes if budget.prices else 0, depth, drafted, accepted,
+                 len(seq.tokens) - accepted - 1)

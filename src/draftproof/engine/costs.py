@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,6 +24,7 @@ COLD = 3                # … after this many measurements; the first call of an
 SCALE = 2.0             # standard deviation of the logarithm of the machine's speed, before a second measurement
 WEATHER = 0.03          # drift of the weather between two rounds
 AGEING = 1e-3           # drift of everything else
+WAITING = 64            # measurements that may wait until an estimate is asked for
 SETTLED, SELDOM = 8, 32  # measurements of one shape, after which only one in as many as there were is looked at, and at least one in so
                         # many: looking costs time itself
 
@@ -65,8 +67,19 @@ class Filter:
         self._cov -= gain[:, None] * seen
 
 
+@dataclass(slots=True)
+class Moment:
+    """The time of a measurement that waits. weather: as `PassCosts` has it, of that time; right once the measurement is settled."""
+
+    weather: float = 0.0
+
+
 class PassCosts:
-    """Seconds of a target's pass as a function of its rows, its sequences and the keys they read. One object per target."""
+    """Seconds of a target's pass as a function of its rows, its sequences and the keys they read. One object per target.
+
+    Measurements wait until an estimate is asked for. Together they take a fraction of the time that they take one by one between passes,
+    after each of which nothing of this is left in the caches.
+    """
 
     # What a pass is made of: itself, sequences, rows, thousands of keys read, and thousands of row × key pairs; beliefs before
     # anything was measured.
@@ -80,18 +93,21 @@ class PassCosts:
         terms[:-1, :-1] = self.BEND**2 * np.exp(-np.abs(knots[:, None] - knots) / self.REACH)
         self._filter = Filter(self.BELIEFS, 1.0, terms)
         self._weather = len(self.BELIEFS) + self.KNOTS
+        self.moment = Moment()                      # of the last measurement
+        self._waiting: list[tuple[Moment, int, int, int, float, int]] = []      # as `learn` is told, and passes since the one before
         self._round = self._learnt = 0              # passes told, and the last of them that was looked at
         self._bent: Vector | None = None            # of 1, 2, … rows the factor that bends are, until the next measurement
         self._shapes: dict[tuple[int, int], tuple[int, int]] = {}       # batch, rows → how often it was looked at, and when last
 
     @property
     def known(self) -> bool:
-        return self._filter.seen > 0
+        return bool(self._waiting) or self._filter.seen > 0
 
     @property
     def weather(self) -> float:
         """Logarithm of how much slower everything is than it was at the start."""
-        return float(self._filter.terms[-1])
+        self.settle()
+        return self.moment.weather
 
     def learn(self, batch: int, rows: int, keys: int, seconds: float) -> None:
         """A pass over `rows` rows of `batch` sequences whose texts have `keys` tokens in all took so long."""
@@ -100,14 +116,27 @@ class PassCosts:
         if seconds <= 0 or (count >= SETTLED and self._round - last < min(count, SELDOM)):
             return
         self._shapes[batch, rows] = count + 1, self._round
-        self._bent = None
-        self._filter.drift[self._weather] = WEATHER**2 * (self._round - self._learnt)
+        self.moment = Moment()
+        self._waiting.append((self.moment, batch, rows, keys, seconds, self._round - self._learnt))
         self._learnt = self._round
-        parts = np.array([1.0, batch, rows, keys / 1e3, rows * keys / batch / 1e3])
-        self._filter.learn(parts, self._mix(rows), math.log(seconds))
+        if len(self._waiting) == WAITING:
+            self.settle()
+
+    def settle(self) -> None:
+        """Take in what waits."""
+        if not self._waiting:
+            return
+        for moment, batch, rows, keys, seconds, passes in self._waiting:
+            self._filter.drift[self._weather] = WEATHER**2 * passes
+            parts = np.array([1.0, batch, rows, keys / 1e3, rows * keys / batch / 1e3])
+            self._filter.learn(parts, self._mix(rows), math.log(seconds))
+            moment.weather = float(self._filter.terms[-1])
+        self._waiting.clear()
+        self._bent = None
 
     def curve(self, batch: int, keys: int, rows: int) -> Vector:
         """Seconds [rows] in fair weather of passes over 1, 2, … `rows` rows, never falling."""
+        self.settle()
         many = np.arange(1.0, rows + 1)
         if self._bent is None or len(self._bent) < rows:
             self._bent = np.exp(np.interp(self.STEPS * np.log2(many), np.arange(self.KNOTS), self._filter.terms[:-1]))

@@ -21,9 +21,9 @@ def free_share(device: torch.device) -> float | None:
         free, total = torch.cuda.mem_get_info(device)
         return (free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)) / total
     try:
-        facts = {name: int(rest.split()[0]) for name, _, rest in (line.partition(":") for line in SYSTEM.read_text().splitlines())}
-        left = facts["MemAvailable"] / facts["MemTotal"]
-    except (OSError, KeyError, ValueError, IndexError):
+        facts = SYSTEM.read_text()
+        left = _fact(facts, "MemAvailable:") / _fact(facts, "MemTotal:")
+    except (OSError, ValueError, IndexError):
         return None
     try:
         limit, used = int((GROUP / "memory.max").read_text()), int((GROUP / "memory.current").read_text())
@@ -32,6 +32,11 @@ def free_share(device: torch.device) -> float | None:
     except (OSError, ValueError, ZeroDivisionError):
         pass                                                     # no control group, or one without a limit
     return left
+
+
+def _fact(facts: str, name: str) -> int:
+    """The number behind a name; the names are few of many, so that lines are not taken apart. Raises IndexError without one."""
+    return int(facts.partition(name)[2].split(None, 1)[0])
 
 
 class Pressure:

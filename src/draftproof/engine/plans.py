@@ -1,11 +1,12 @@
-"""What a controller weighs: who can be asked, for what a plan is made, what it expects, and what is tried in its place."""
+"""What a controller weighs: who can be asked, for what a plan is made, what it expects, what is tried in its place, what rounds showed."""
 
 from __future__ import annotations
 
 from collections import abc
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
-from .costs import DraftCosts
+from .costs import DraftCosts, Moment
 from .sequence import Sequence
 from .survival import Survival
 
@@ -77,3 +78,26 @@ class Scene:
     @property
     def others(self) -> int:
         return self.rows - len(self.batch)
+
+
+class Asked(NamedTuple):
+    """What became of one sequence's budget: levels granted, nodes granted (0: their number was fixed), levels and nodes drafted, and
+    nodes accepted. length: of the text, in tokens, when it was asked about."""
+
+    seq: Sequence
+    drafter: str
+    granted: int
+    nodes: int
+    depth: int
+    drafted: int
+    accepted: int
+    length: int
+
+
+class Shown(NamedTuple):
+    """What a round showed. at: its number; draft_s: seconds of its drafting step; moment: in whose weather."""
+
+    at: int
+    asked: list[Asked]
+    draft_s: float
+    moment: Moment
