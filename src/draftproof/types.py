@@ -198,9 +198,10 @@ class Draft:
 
     @classmethod
     def chain(cls, tokens: Sequence[int] | Tensor, **more: Any) -> Draft:
+        import numpy as np
         import torch
 
-        ids = tokens if isinstance(tokens, torch.Tensor) else torch.tensor(list(tokens), dtype=torch.int64)
+        ids = tokens if isinstance(tokens, torch.Tensor) else torch.from_numpy(np.array(tokens, np.int64))       # sooner than torch.tensor
         return cls(ids, tuple(range(-1, ids.shape[0] - 1)), **more)
 
     @staticmethod

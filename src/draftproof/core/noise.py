@@ -29,10 +29,11 @@ Test vectors (k0, k1 of `key`; h of tokens 0, 1 and 128255):
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from functools import lru_cache
+from itertools import chain
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -82,7 +83,8 @@ def _shift(z: Tensor, bits: int) -> Tensor:
 
 def key_rows(rows: Sequence[tuple[int, int]], device: torch.device | str) -> Tensor:
     """Row keys from `key` as an int32 tensor [R, 2]."""
-    return sent(torch.from_numpy(np.array(rows, np.uint32).view(np.int32).reshape(-1, 2)), device)
+    words = array("I", chain.from_iterable(rows))        # for so few sooner than through numpy
+    return sent(torch.frombuffer(words, dtype=torch.int32).view(-1, 2) if rows else torch.empty(0, 2, dtype=torch.int32), device)
 
 
 def bits(keys: Tensor, tokens: Tensor) -> Tensor:

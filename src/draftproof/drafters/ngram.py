@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, Self
 
+import numpy as np
 import torch
 
 from ..errors import SpecError
@@ -107,7 +108,7 @@ class NgramDrafter(PerSequence[NgramState]):
             return self._nothing()
         match = _agreement(text, place)
         tokens = _continuation(text, place, min(depth, match + 1))
-        score = torch.tensor([match] * len(tokens), dtype=torch.float32)
+        score = torch.from_numpy(np.full(len(tokens), match, np.float32))
         return Draft.chain(tokens, score=score, drafter=self.name, reason=_why(match, depth))
 
     def _nothing(self) -> Draft:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from itertools import accumulate
 from time import perf_counter
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -86,7 +87,7 @@ class Rounds:
 
     def _score(self, batch: abc.Sequence[Sequence], drafts: list[Draft]) -> tuple[Scores, list[Draft]]:
         slots = [_slot(seq) for seq in batch]
-        roots = torch.tensor([seq.tokens[-1] for seq in batch])
+        roots = torch.from_numpy(np.array([seq.tokens[-1] for seq in batch], np.int64))
         try:
             return self.target.score(slots, roots, drafts), drafts
         except CacheFull as full:
