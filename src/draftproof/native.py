@@ -184,15 +184,15 @@ class Course:
         write_from: Sequence[int], page: int, own: Tensor | None = None, sight: Tensor | None = None
     ) -> None:
         pages, rows, common = zip(*paths, strict=True)
-        assert all(keys % page % CHUNK == 0 for keys in common) and not any(common[:1]), f"keys in common: {common}"
-        starts = [list(accumulate(map(len, lists), initial=0)) for lists in (rows, pages)]
-        parts = [positions, *starts, list(chain(*rows)), list(chain(*pages)), common, write_to, write_from]
-        self._numbers = array("q", chain(*parts))
-        address, size = self._numbers.buffer_info()[0], self._numbers.itemsize
-        self.rows = len(positions)
-        at = accumulate(map(len, parts), initial=0)
+        assert all(keys % page % CHUNK == 0 for keys in common) and not common[0], f"keys in common: {common}"
+        starts = ([*accumulate(map(len, lists), initial=0)] for lists in (rows, pages))
+        self.rows, self._numbers, at = len(positions), array("q"), []
+        for part in (positions, *starts, chain(*rows), chain(*pages), common, write_to, write_from):
+            at.append(8 * len(self._numbers))
+            self._numbers.extend(part)
+        address = self._numbers.buffer_info()[0]
         self._sight = None if sight is None else sight.contiguous()
-        self.struct = _Course(self.rows, len(paths), len(write_to), page, *(address + size * next(at) for _ in parts), address_of(own),
+        self.struct = _Course(self.rows, len(paths), len(write_to), page, *[address + start for start in at], address_of(own),
                               0 if own is None else own.shape[2], address_of(self._sight), 0 if sight is None else sight.shape[1])
 
 
@@ -250,25 +250,26 @@ class _Wish(ctypes.Structure):
     _fields_ = fields(pointers="ids taps keep tapped logits", numbers="tap_count kept")
 
 
-def forward(model: Model, course: Course, ids: Tensor, taps: Sequence[int], keep: Sequence[int] | None) -> tuple[Tensor, Tensor]:
-    """The whole pass of ids int64 [rows]: logits [len(keep), V] of the rows in `keep`, or of all, and the outputs [rows, taps, hidden] of
+def forward(model: Model, course: Course, ids: Tensor, taps: Sequence[int], keep: Sequence[int] | None) -> tuple[Tensor, Sequence[Tensor]]:
+    """The whole pass of ids int64 [rows]: logits [len(keep), V] of the rows in `keep`, or of all, and the outputs [rows, hidden] of each of
     the layers `taps`, which rise. Positions lie within the model's angles. Raises IndexError, as torch's embedding does, for an id that
     the model lacks."""
     rows, kept = course.rows, course.rows if keep is None else len(keep)
     assert ids.shape == (rows,) and ids.dtype == torch.int64 and ids.is_contiguous() and all(0 <= row < rows for row in keep or ())
-    assert all(0 <= tap < model.count for tap in taps) and list(taps) == sorted(set(taps)), f"layers {taps} of {model.count}"
+    assert not taps or 0 <= taps[0] and taps[-1] < model.count and list(taps) == sorted(set(taps)), f"layers {taps} of {model.count}"
     dtype = torch.bfloat16 if model.halves else torch.float32
-    logits, tapped = torch.empty(kept, model.output.out, dtype=dtype), torch.empty(rows, len(taps), model.hidden, dtype=dtype)
-    numbers = array("q", chain(taps, keep or ()))
+    logits = torch.empty(kept, model.output.out, dtype=dtype)
+    tapped = torch.empty(rows, len(taps), model.hidden, dtype=dtype) if taps else None
+    numbers = array("q", (*taps, *(keep or ())))
     address, size = numbers.buffer_info()[0], numbers.itemsize
-    wish = _Wish(ids.data_ptr(), address, None if keep is None else address + size * len(taps), tapped.data_ptr(), logits.data_ptr(),
+    wish = _Wish(ids.data_ptr(), address, None if keep is None else address + size * len(taps), address_of(tapped), logits.data_ptr(),
                  len(taps), kept)
     failed = _loaded().forward(model, course.struct, wish, torch.get_num_threads())
     if failed == 2:
         raise IndexError(f"ids {ids.tolist()}: expected each to be one of the embedding's {model.vocabulary}")
     if failed:
         raise MemoryError(f"a pass of {rows} rows found no memory to work in")
-    return logits, tapped
+    return logits, () if tapped is None else tapped.unbind(1)
 
 
 def best(x: Tensor, keys: Tensor | None, names: Tensor | None, k: int) -> tuple[Tensor, Tensor]:

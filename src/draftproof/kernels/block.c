@@ -11,7 +11,7 @@
 
 /* y [inner, n] = x / rms(x) * weight over n (Zhang & Sennrich, arXiv 1910.07467), weight [inner, n]. Squares add over lanes, then over
  * these. */
-static void norm_of_row(const char *from, const void *weight, char *to, long inner, long n, float eps, int halves)
+void norm_of_row(const char *from, const void *weight, char *to, long inner, long n, float eps, int halves)
 {
     for (long i = 0; i < inner; i++, from += size(halves) * n, to += size(halves) * n) {
         floats squares = {0};
@@ -126,16 +126,6 @@ static void enter_row(const layer *l, char *x, const char *beside, char *to, int
     }
 }
 
-/* A pass of the rows of `courses` courses, and its memory, for all rows and every layer: what a product reads, what it writes, heads or the
- * MLP's inner numbers; and `room` for products and attention. x, beside, cos, sin, angles: as `blocks` takes them. */
-typedef struct {
-    const course *first;
-    long courses, rows, angles;
-    char *x, *read, *written, *inner, *room;
-    const char *beside, *cos, *sin;
-    int halves, threads;
-} run;
-
 /* What a layer's attention is asked, of the rows of a course that begin with row `at`. */
 static attention question(const run *p, const layer *l, const course *c, long number, long at)
 {
@@ -168,7 +158,8 @@ static void look_back(const member *me, const run *p, const layer *l, long numbe
     }
 }
 
-static void through(const member *me, const run *p, const layer *l, long number)
+/* A layer, which is the pass's so many'th, over x. */
+void through(const member *me, const run *p, const layer *l, long number)
 {
     long hidden = l->o.out, inner = l->gate_up.out / 2, each = size(p->halves), bytes = each * hidden, entered = each * l->qkv.in;
     MINE(r, p->rows) enter_row(l, p->x + r * bytes, p->beside ? p->beside + r * bytes : 0, p->read + r * entered, p->halves);
@@ -186,8 +177,8 @@ static void through(const member *me, const run *p, const layer *l, long number)
 
 static long most(long a, long b) { return a > b ? a : b; }
 
-/* Room for a run of these layers, `all` its address, to be freed. Returns how many products of numbers a row's layers take. */
-static char *furnish(run *p, const layer *layers, long count)
+/* Memory for a run of these layers; its own address, to be freed. */
+char *equip(run *p, const layer *layers, long count)
 {
     long read = 0, written = 0, inner = 0, room = 0, each = size(p->halves), at = 0;
     for (const layer *l = layers; l < layers + count; l++) {
@@ -207,15 +198,13 @@ static char *furnish(run *p, const layer *layers, long count)
     return all;
 }
 
-/* `count` layers one after the other, over x [rows, hidden], which is overwritten: the rows of `courses` courses, one after the other.
- * beside [rows, hidden], or null: what a layer with `of_stream` reads, too. cos, sin: rows `angles` numbers apart, sin negative in its first
- * half. Returns 0, or 1 without memory. */
+/* `count` layers one after the other, over x, which is overwritten. Returns 0, or 1 without memory. */
 int blocks(const layer *layers, long count, const course *first_course, long courses, void *x, const void *beside, const void *cos,
            const void *sin, long angles, int halves, int threads)
 {
-    run p = {first_course, courses, 0, angles, x, 0, 0, 0, 0, beside, cos, sin, halves, threads};
+    run p = {first_course, courses, 0, angles, x, beside, cos, sin, halves, threads, 0, 0, 0, 0};
     for (const course *c = first_course; c < first_course + courses; c++) p.rows += c->rows;
-    char *all = furnish(&p, layers, count);
+    char *all = equip(&p, layers, count);
     if (!all) return 1;
     TOGETHER(threads, p.rows * layers->gate_up.in * layers->gate_up.out > SMALL,
              for (long number = 0; number < count; number++) through(me, &p, layers + number, number));

@@ -25,40 +25,38 @@ typedef struct {
     long tap_count, kept;
 } wish;
 
-/* The layers over x [rows, hidden], in stretches that end with a tap. Returns 0, or 1 without memory. */
-static int climb(const model *m, const course *c, const wish *w, char *x, const char *angles, int threads)
+/* A team's pass over the streams in p, the normed ones of the rows whose logits are wanted in y. */
+static void pass(const member *me, const model *m, const run *p, const wish *w, char *y, void *room)
 {
-    long bytes = size(m->halves) * m->hidden, ran = 0;
-    const char *sines = angles + size(m->halves) * m->dim;
-    int failed = 0;
-    for (long t = 0; t <= w->tap_count; t++) {
-        long end = t < w->tap_count ? w->taps[t] + 1 : m->count;
-        if (ran < end) failed |= blocks(m->layers + ran, end - ran, c, 1, x, 0, angles, sines, 2 * m->dim, m->halves, threads);
-        for (long r = 0; t < w->tap_count && r < c->rows; r++)
-            memcpy((char *)w->tapped + (r * w->tap_count + t) * bytes, x + r * bytes, bytes);
-        ran = end;
+    long bytes = size(m->halves) * m->hidden;
+    for (long number = 0, tap = 0; number < m->count; number++) {
+        through(me, p, m->layers + number, number);
+        if (tap == w->tap_count || w->taps[tap] != number) continue;
+        MINE(r, p->rows) memcpy((char *)w->tapped + (r * w->tap_count + tap) * bytes, p->x + r * bytes, bytes);
+        tap++;
     }
-    return failed;
+    MINE(i, w->kept) norm_of_row(p->x + (w->keep ? w->keep[i] : i) * bytes, m->norm, y + i * bytes, 1, m->hidden, m->eps, m->halves);
+    join(me);
+    multiplied(me, &m->output, y, room, w->logits, w->kept, m->halves, 0);
 }
 
 /* Returns 0, 1 without memory, or 2, and has done nothing, if an id is none of the vocabulary's. */
 int forward(const model *m, const course *c, const wish *w, int threads)
 {
-    long bytes = size(m->halves) * m->hidden, turned = size(m->halves) * 2 * m->dim;
-    for (long r = 0; r < c->rows; r++)
+    long bytes = size(m->halves) * m->hidden, turned = size(m->halves) * 2 * m->dim, rows = c->rows;
+    for (long r = 0; r < rows; r++)
         if (w->ids[r] < 0 || w->ids[r] >= m->vocabulary) return 2;
-    long streams = UP(c->rows * bytes, 64), angles = UP(c->rows * turned, 64), normed = UP(w->kept * bytes, 64);
-    char *x = aligned_alloc(64, streams + angles + normed), *turns = x + streams, *y = turns + angles;
-    if (!x) return 1;
-    for (long r = 0; r < c->rows; r++) {
+    long streams = UP(rows * bytes, 64), angles = UP(rows * turned, 64), normed = UP(w->kept * bytes, 64);
+    char *x = aligned_alloc(64, streams + angles + normed + room_for(&m->output, w->kept, m->halves, threads));
+    char *turns = x + streams, *y = turns + angles;
+    run p = {c, 1, rows, 2 * m->dim, x, 0, turns, turns + size(m->halves) * m->dim, m->halves, threads, 0, 0, 0, 0};
+    char *all = x ? equip(&p, m->layers, m->count) : 0;
+    for (long r = 0; all && r < rows; r++) {
         memcpy(x + r * bytes, (const char *)m->embedding + w->ids[r] * bytes, bytes);
         memcpy(turns + r * turned, (const char *)m->angles + c->position[r] * turned, turned);
     }
-    int failed = climb(m, c, w, x, turns, threads);
-    if (!w->keep) norm(x, m->norm, y, c->rows, 1, m->hidden, m->hidden, m->eps, m->halves, threads);
-    for (long i = 0; w->keep && i < w->kept; i++)
-        norm(x + w->keep[i] * bytes, m->norm, y + i * bytes, 1, 1, m->hidden, m->hidden, m->eps, m->halves, threads);
-    failed |= multiply(&m->output, y, w->logits, w->kept, m->halves, threads);
+    if (all) TOGETHER(threads, rows * m->layers->gate_up.in * m->layers->gate_up.out > SMALL, pass(me, m, &p, w, y, y + normed));
+    free(all);
     free(x);
-    return failed;
+    return !all;
 }

@@ -231,6 +231,18 @@ typedef struct {
     void *keys, *values; /* the layer's storage, [places, kv_heads, dim] */
 } layer;
 
+/* A pass of the rows of `courses` courses, one after the other, and its memory, for all rows and every layer: what a product reads, what it
+ * writes, heads or the MLP's inner numbers; and `room` for products and attention. x [rows, hidden]; beside [rows, hidden], or null: what a
+ * layer with `of_stream` reads, too; cos, sin: rows `angles` numbers apart, sin negative in its first half. */
+typedef struct {
+    const course *first;
+    long courses, rows, angles;
+    char *x;
+    const char *beside, *cos, *sin;
+    int halves, threads;
+    char *read, *written, *inner, *room;
+} run;
+
 long room_to_attend(const course *c, const attention *a, int threads);
 void attended(const member *me, const course *c, const attention *a, void *room, int threads);
 form form_of_whole(int bits, long in, int halves);
@@ -240,6 +252,9 @@ long room_for(const product *p, long rows, int halves, int threads);
 void multiplied(const member *me, const product *p, const void *x, void *room, void *y, long rows, int halves, int adding);
 int multiply(const product *p, const void *x, void *y, long rows, int halves, int threads);
 void norm(const void *x, const void *weight, void *y, long outer, long inner, long n, long stride, float eps, int halves, int threads);
+void norm_of_row(const char *from, const void *weight, char *to, long inner, long n, float eps, int halves);
+char *equip(run *p, const layer *layers, long count);
+void through(const member *me, const run *p, const layer *l, long number);
 int blocks(const layer *layers, long count, const course *first_course, long courses, void *x, const void *beside, const void *cos,
            const void *sin, long angles, int halves, int threads);
 int law(const void *x, float *y, long rows, long width, float temperature, int halves, int threads);

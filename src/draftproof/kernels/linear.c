@@ -147,7 +147,7 @@ long room_for(const product *p, long rows, int halves, int threads)
 {
     form f = form_of(p->bits, p->in, halves);
     long words = UP(rows * prepared(&f, block_of(&f, rows)), 16);
-    return 4 * (words + (is_opened(p, &f, rows, halves) ? threads * opening(&f, rows) : 0));
+    return UP(4 * (words + (is_opened(p, &f, rows, halves) ? threads * opening(&f, rows) : 0)), 64);
 }
 
 /* y [rows, from, from + count) = part [rows, width], a panel's sums; or, adding, += what that would be. */

@@ -15,6 +15,7 @@ import ctypes
 from collections.abc import Sequence
 from copy import copy
 from functools import partial
+from operator import is_not
 from typing import Any, Self
 
 import torch
@@ -132,7 +133,7 @@ class FusedPass:
         self.taps: frozenset[int] = frozenset()
         self.rows: dict[int, Tensor] = {}
         self._table: tuple[tuple[PagePool, int, int], ctypes.Array[native.Layer] | None] | None = None
-        self._whole: tuple[ctypes.Array[native.Layer], Tensor, native.Model] | None = None
+        self._whole: tuple[tuple[Any, ...], native.Model | None] | None = None  # what it was made of
 
     def rows_alone(self) -> bool:
         """Whether a row may stand alone, because its bits do not depend on the number of rows: every product and attention is ours, or
@@ -160,9 +161,8 @@ class FusedPass:
         model = self._model(pool)
         if model is None:
             return self.compute(p.placed(), pool, keep)
-        taps = sorted(self.taps)
-        logits, tapped = native.forward(model, p.course(), p.ids[0], taps, keep)
-        self.rows = dict(zip(taps, tapped.unbind(1), strict=True))
+        logits, tapped = native.forward(model, p.course(), p.ids[0], sorted(self.taps), keep)
+        self.rows = dict(zip(sorted(self.taps), tapped, strict=True))
         return logits
 
     def compute(self, p: Pass, pool: PagePool, keep: Sequence[int] | None) -> Tensor:
@@ -199,15 +199,18 @@ class FusedPass:
 
     def _model(self, pool: PagePool) -> native.Model | None:
         """The model for `native.forward`, made anew when a part of it has moved; None if not all of it is our kernels'."""
-        layers, angles, weight = self._kernels(pool), self.angles, self.norm.weight
-        if layers is None or angles is None or not isinstance(self.output, StreamedLinear):
+        parts = self._kernels(pool), self.angles, self.output, self.embed
+        if self._whole is None or any(map(is_not, self._whole[0], parts)):
+            self._whole = parts, self._model_of(*parts)
+        return self._whole[1]
+
+    def _model_of(self, layers: ctypes.Array[native.Layer] | None, angles: Tensor | None, output: Any, embed: Any) -> native.Model | None:
+        weight = self.norm.weight
+        if layers is None or angles is None or not isinstance(output, StreamedLinear):
             return None
-        if type(self.embed) is not nn.Embedding or self.embed.max_norm is not None or self.embed.weight.dtype != weight.dtype:
+        if type(embed) is not nn.Embedding or embed.max_norm is not None or embed.weight.dtype != weight.dtype:
             return None
-        if self._whole is None or self._whole[0] is not layers or self._whole[1] is not angles:
-            found = native.Model.of(layers, self.output.product, weight, self.norm.variance_epsilon, self.embed.weight, angles)
-            self._whole = layers, angles, found
-        return self._whole[2]
+        return native.Model.of(layers, output.product, weight, self.norm.variance_epsilon, embed.weight, angles)
 
     def _reach(self, positions: int) -> None:
         """A table of angles for so many positions; none where the angles move."""

@@ -20,6 +20,11 @@ from .target import LoadFacts, TargetParts
 from .tokenizer import Tokenizer
 
 
+def _each(roots: Tensor) -> Sequence[Tensor]:
+    """Every one of them, [1]."""
+    return (roots,) if len(roots) == 1 else torch.split(roots, 1)
+
+
 class PagedTarget:
     """Implements `Target`. `whole_tiles` keeps Law 2: no product sees one row, no attention call fewer queries than a tile; where every
     kernel is ours, rows stand alone anyway."""
@@ -139,13 +144,16 @@ class PagedTarget:
         run, rows = list(drafts), sum(len(d) + 1 for d in drafts)
         if self.whole_tiles and rows == 1:  # plain decoding of one sequence: a second row that nobody reads
             run = [Draft.chain(roots)]
-        logits = self._run(slots, run, roots, None)[:rows]
+        logits = self._run(slots, run, roots, None)
+        taps = self._taps.rows
+        if len(logits) > rows:
+            logits, taps = logits[:rows], {layer: tapped[:rows] for layer, tapped in taps.items()}
         starts = [0]
-        for i, (slot, draft) in enumerate(zip(slots, drafts, strict=True)):
-            slot.add(roots[i : i + 1])
+        for slot, root, draft in zip(slots, _each(roots), drafts, strict=True):
+            slot.add(root)
             slot.nodes = draft.tokens
             starts.append(starts[-1] + len(draft) + 1)
-        return Scores(logits, tuple(starts), {k: v[:rows] for k, v in self._taps.rows.items()})
+        return Scores(logits, tuple(starts), dict(taps))
 
     def rewind(self, slot: PagedSlot, kept: Sequence[int]) -> None:
         if kept and slot.tails:
@@ -251,11 +259,10 @@ class PagedTarget:
         move together."""
         if not any(map(len, drafts)):
             return sent(roots, self.device)[None]
-        parts = [roots, *(draft.tokens for draft in drafts)]
+        parts = [part for root, draft in zip(_each(roots), drafts, strict=True) for part in (root, draft.tokens)]
         if not all(part.is_cpu for part in parts):
             parts = [sent(part, self.device) for part in parts]
-        flat = torch.cat([part for i, guesses in enumerate(parts[1:]) for part in (parts[0][i : i + 1], guesses)])
-        return sent(flat, self.device)[None]
+        return sent(torch.cat(parts), self.device)[None]
 
     def _tree_paths(
         self, slot: PagedSlot, draft: Draft, base: int, depth: int, copies: list[tuple[int, int, int, int]]

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,8 +23,7 @@ LEAST_RUN = 4  # consecutive pages that are worth a call of their own on a CPU; 
 MOST_COPIED = 8  # so many pages at a time that the copies stay in the caches
 
 
-@dataclass(frozen=True, slots=True)
-class Path:
+class Path(NamedTuple):
     """pages[j] holds positions j*P … j*P+P−1; rows are the rows of the pass that attend through it. common: how many leading keys are
     those of the path before it; the compiled kernels read them there, for all rows at once."""
 
@@ -108,8 +108,7 @@ class Pass:
     def course(self) -> native.Course:
         """The same for the compiled kernels; made once."""
         if self.flat is None:
-            paths = [(path.pages, path.rows, path.common) for path in self.paths]
-            self.flat = native.Course(self.position_list, paths, *self.writes(), self.page_tokens)
+            self.flat = native.Course(self.position_list, self.paths, *self.writes(), self.page_tokens)
         return self.flat
 
     def items(self, window: int | None, group: int, dtype: torch.dtype) -> Items:
