@@ -133,17 +133,26 @@ static inline void store(void *to, long i, float value, int halves)
     else ((float *)to)[i] = value;
 }
 
+/* Rounded as `rounded` does it; an instruction for it makes zeros of numbers below 2^-126, as that for products does. */
+static inline shorts halves_of(floats value)
+{
+#if TAKES_PAIRS
+    return (shorts)_mm512_cvtneps_pbh((__m512)value);
+#else
+    words word = (words)value, nan = (words)(value != value);
+    word = (word + 0x7fff + (word >> 16 & 1)) >> 16;
+    return __builtin_convertvector((word & ~nan) | (nan & 0x7fc0), shorts);
+#endif
+}
+
 static inline floats kept_lanes(floats value, int halves) /* as it would be loaded after a store */
 {
-    if (!halves) return value;
-    words word = (words)value, nan = (words)(value != value);
-    word = (word + 0x7fff + (word >> 16 & 1)) & 0xffff0000u;
-    return (floats)((word & ~nan) | (nan & 0x7fc00000u));
+    return halves ? (floats)(__builtin_convertvector(halves_of(value), words) << 16) : value;
 }
 
 static inline void store_lanes(void *to, long i, floats value, int halves)
 {
-    if (halves) *(shorts *)((uint16_t *)to + i) = __builtin_convertvector((words)kept_lanes(value, 1) >> 16, shorts);
+    if (halves) *(shorts *)((uint16_t *)to + i) = halves_of(value);
     else *(floats *)((float *)to + i) = value;
 }
 
