@@ -7,7 +7,6 @@ a pass takes is given to every lane in full: each sees what it waited for, again
 from __future__ import annotations
 
 from collections import abc
-from dataclasses import replace
 from time import perf_counter
 from typing import TypeVar
 
@@ -29,7 +28,8 @@ class Lanes:
         """passes: what the controllers know of the target's passes; it is told here of every round in which one of them plans."""
         self.lanes, self.passes = tuple(lanes), passes
         self._parts: list[Part] = []             # of this round: which places of the batch each drafter guesses for
-        self._spent: dict[int, float] = {}       # seconds of this round's planning and drafting, by id of the lane
+        self._spent: dict[int, float] = {}       # seconds of this round's drafting, by id of the lane
+        self._planning = 0.0                     # seconds of this round's planning
 
     def of(self, seq: Sequence) -> Speculation:
         return self.lanes[seq.lane]
@@ -45,17 +45,16 @@ class Lanes:
 
     def plan(self, batch: abc.Sequence[Sequence]) -> list[Budget]:
         """A budget per sequence; those that asked for no drafter are nobody's to plan for. What follows in the round is of this batch."""
-        self._spent.clear()
+        start = perf_counter()
         self._parts = self._divided(batch)
         budgets: dict[int, Budget] = {}
         for lane, here in self._parts:
-            start = perf_counter()
             budgets.update(zip(here, lane.plan(_taken(batch, here), batch), strict=True))
-            self._spent[id(lane)] = perf_counter() - start
         for i, seq in enumerate(batch):
             if i not in budgets:
                 state, why = self.of(seq).state
                 budgets[i] = Budget(0, 0, self.of(seq).name, "the request asked for no drafter" if state == "on" else why)
+        self._planning = perf_counter() - start
         return [budgets[i] for i in range(len(batch))]
 
     def propose(self, batch: abc.Sequence[Sequence], budgets: abc.Sequence[Budget]) -> list[Draft]:
@@ -63,7 +62,7 @@ class Lanes:
         for lane, here in self._parts:
             start = perf_counter()
             found.update(zip(here, lane.propose(_taken(batch, here), _taken(budgets, here)), strict=True))
-            self._spent[id(lane)] += perf_counter() - start
+            self._spent[id(lane)] = perf_counter() - start
         return [found[i] if i in found else Draft.empty(budget.drafter) for i, budget in enumerate(budgets)]
 
     def observe(self, batch: abc.Sequence[Sequence], commits: abc.Sequence[Commit], signals: abc.Sequence[Signals | None]) -> None:
@@ -76,7 +75,8 @@ class Lanes:
             rows, keys = sum(map(len, drafts)) + len(batch), sum(len(seq.tokens) for seq in batch)
             self.passes.learn(len(batch), rows, keys, times.score_s + times.verify_s + times.other_s)
         for lane, here in self._parts:
-            own = times if len(self._parts) == 1 else replace(times, draft_s=self._spent[id(lane)])
+            spent = max(times.draft_s - self._planning, 0.0) if len(self._parts) == 1 else self._spent[id(lane)]
+            own = Times(spent, times.score_s, times.verify_s, times.other_s)             # planning is no drafter's doing
             lane.learn(_taken(batch, here), _taken(budgets, here), _taken(drafts, here), _taken(verdicts, here), own)
 
     def begin(self, seq: Sequence, signals: Signals | None) -> None:
