@@ -56,11 +56,11 @@ class Filter:
         slope[:known] = self.weights * parts / level
         slope[known:] = mix
         error = log_seconds - math.log(level) - float(self.terms.dot(mix))
-        bound = SURPRISE if self.seen > COLD else 10 * SURPRISE
+        bound, noise = (SURPRISE, NOISE) if self.seen > COLD else (10 * SURPRISE, 5 * NOISE)
         error = min(max(error, -bound), bound)
         self._variances += self.drift
         seen = self._cov.dot(slope)
-        gain = seen / (float(slope.dot(seen)) + NOISE**2)
+        gain = seen / (float(slope.dot(seen)) + noise**2)
         step = gain * error
         self.weights *= np.exp(step[:known])
         self.terms += step[known:]
