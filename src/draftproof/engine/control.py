@@ -58,8 +58,8 @@ class FixedDepth(Control):
 
 SHARE = 0.01            # of the time, for trials
 MARGIN = 0.02           # by which a draft must be expected to win before guessing begins, or another drafter takes over
-REPLAN, REST = 4, 32    # rounds between two plans for the same sequences, and at most while nothing is drafted and so nothing learnt
-CALM = 3                # times REPLAN, at most, where the plans before said the same
+REPLAN, REST = 4, 32     # rounds between two plans for the same sequences, and at most while nothing is drafted and so nothing learnt
+CALM = 4                # times REPLAN, at most, where plans keep to one drafter, or to none: depths that waver are worth about the same
 TRIALS = 3              # rounds of a drafter before it may be chosen
 TRIAL_DEPTH, FIRST_DEPTH = 2, 4
 AGAIN = 64              # rounds with drafts after which a plain pass is timed again
@@ -86,7 +86,7 @@ class AutoDepth:
         self._choices: list[Choice] = []
         self._planned: tuple[str, ...] = ()
         self._next = 0                                           # the round of the next plan for the same sequences
-        self._same = 0                                           # plans in a row that said the same for them
+        self._same = 0                                           # plans in a row that kept to one drafter for them
         self._trial: Trial | None = None
         self._waiting: list[Shown] = []                          # rounds since the last plan, which nobody has asked about
         self._plain_at = 0                                       # the last round without any draft
@@ -116,7 +116,7 @@ class AutoDepth:
         self._settle()
         scene, before = self._scene(batch, rooms, whole), self._plan
         self._plan = self._best(scene, before.arm if before else None)
-        calm = before and ids == self._planned and (before.arm, before.depths) == (self._plan.arm, self._plan.depths)
+        calm = before and ids == self._planned and (before.arm, before.drafts) == (self._plan.arm, self._plan.drafts)
         self._planned, self._same = ids, min(self._same + 1, CALM) if calm else 1
         self._choices = self._told(scene, self._plan)
         self._next = self.rounds + (self._same * REPLAN + len(batch) // 4 if self.tried else 1)
