@@ -221,10 +221,10 @@ class ServeConfig(_Config):
 
 @dataclass(frozen=True, slots=True)
 class DemoConfig(_Config):
-    """How much the demonstration measures: about two minutes on two cores."""
+    """How much the demonstration measures: one to two minutes on two cores."""
 
-    prompts: int = 4                      # of each class
-    repeats: int = 3
+    prompts: int = 12                     # of each class: another prompt tells more than the same one again
+    repeats: int = 1
     tokens: int = 128                     # most tokens of a text
     temperatures: tuple[float, ...] = (0.0, 0.8)
     seed: int = 1

@@ -17,6 +17,7 @@ from draftproof.drafters.fixed import AlwaysWrong, Oracle
 from draftproof.drafters.ngram import NgramDrafter
 from draftproof.engine.control import AutoDepth, Choice
 from draftproof.engine.costs import DraftCosts, PassCosts
+from draftproof.engine.plans import Plan, Scene
 from draftproof.engine.survival import Hazards, Kind, Survival
 
 CHEAP, DEAR = Arm(call=0.002, level=0.0, token=0.001, lag=0.0, has=0.25), Arm(call=0.05, level=0.25, token=0.02, lag=0.004)
@@ -176,6 +177,24 @@ def test_what_waits_is_taken_in_as_if_it_had_not_waited(name: str) -> None:
     assert list(waits.hazards.means()) == list(settles.hazards.means()) and waits.passes.weather == settles.passes.weather
 
 
+def test_plans_whose_depths_waver_are_made_seldom(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Depths about as good as each other: of texts whose guesses stand now and then, a plan changes its mind as often as it is asked."""
+    plans, best = list[tuple[int, ...]](), AutoDepth._best
+
+    def noted(control: AutoDepth, scene: Scene, held: Any) -> Plan:
+        plan = best(control, scene, held)
+        plans.append(tuple(plan.depths))
+        return plan
+
+    world = World(chance=flat(0.75), arms={"": Arm(call=0.02, level=0.01, token=0.002)}, length=300, noise=0.1)
+    control = world.auto()
+    world.play(control, 40)
+    monkeypatch.setattr(AutoDepth, "_best", noted)
+    world.play(control, 400)
+    assert len(set(plans)) > 2 and all(map(any, plans)), "it drafts throughout, and not always as deep"
+    assert len(plans) < 48
+
+
 def test_without_a_profile_costs_are_learnt_while_serving() -> None:
     off, best = best_fixed(600, depths=(0, 2, 4, 8), chance=flat(0.7), batch=4)
     world = World(chance=flat(0.7), batch=4)
@@ -234,6 +253,16 @@ def test_a_slow_first_call_is_soon_forgotten(slow: float, unread: int) -> None:
     for _ in range(2):
         costs.learn(2, 2, 4, 7.5e-4)
     assert 3e-4 < costs.seconds(2, 2, 4) < 2e-3
+
+
+def test_cold_calls_do_not_outweigh_warm_ones() -> None:
+    """The calls that a trial begins with find the caches cold, and were believed for hundreds of rounds."""
+    costs = DraftCosts()
+    for cold in (20.0, 4.0, 3.0):
+        costs.learn(4, 4, 8, cold * 1e-4)
+    for _ in range(6):
+        costs.learn(4, 4, 8, 1e-4)
+    assert 0.7e-4 < costs.seconds(4, 4, 8) < 1.7e-4
 
 
 def test_draft_costs() -> None:

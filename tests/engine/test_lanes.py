@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+from statistics import median
+from time import sleep
+from typing import Any
+
 import pytest
 from contract.eagle_heads import EAGLE_HEADS
 from contract.vector_heads import VECTOR_HEADS
 from engine.engine_support import VOCABULARY, alone, check_counts, table
 from engine.test_faulty_drafters import Faulty
 
-from draftproof import Engine, Sampling
+from draftproof import Budget, Engine, Sampling
 from draftproof.drafters.fixed import AlwaysWrong
 from draftproof.drafters.model import ModelDrafter
 from draftproof.drafters.ngram import NgramDrafter
+from draftproof.engine.control import AutoDepth
 from draftproof.engine.port import Completion
+from draftproof.engine.speculation import Speculation
 from draftproof.errors import OptionError
 from draftproof.models.fake import TableTarget
 
@@ -60,6 +66,29 @@ def test_controllers_learn_apart() -> None:
         right, junk = (list(lane.control.hazards.means()) for lane in engine.lanes.lanes)  # type: ignore[attr-defined]
     assert right[0] > 0.8 and junk[0] < 0.3
     assert handles[0].completion().token_ids == handles[1].completion().token_ids
+
+
+@pytest.mark.parametrize("others", [0, 1])
+def test_planning_is_not_charged_to_the_drafter(others: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a controller takes to think would make every draft look dear, and be one more reason to draft nothing."""
+    target, told, plan, learn = table(seed=4), list[float](), Speculation.plan, AutoDepth.learn
+
+    def slow(lane: Speculation, *rest: Any) -> list[Budget]:
+        sleep(0.02)
+        return plan(lane, *rest)
+
+    def heard(control: AutoDepth, *rest: Any) -> None:
+        told.append(rest[-1].draft_s)
+        learn(control, *rest)
+
+    monkeypatch.setattr(Speculation, "plan", slow)
+    monkeypatch.setattr(AutoDepth, "learn", heard)
+    with Engine(target, ModelDrafter(table(seed=4)), others=[wrong(target)] * others) as engine:
+        handles = [engine.submit([1, 2], Sampling(temperature=0, max_tokens=40, ignore_eos=True), speculation={"drafter": name})[0]
+                   for name in ("model", "always-wrong")[:1 + others]]
+        while not all(handle.done for handle in handles):
+            engine.step()
+    assert len(told) > 10 and median(told) < 0.01
 
 
 def test_a_drafter_that_fails_takes_no_other_with_it() -> None:

@@ -154,7 +154,7 @@ static void look_back(const member *me, const run *p, const layer *l, long numbe
             memcpy((char *)asked.values + c->write_to[i] * key, p->written + from * row + each * turned * l->dim, key);
         }
         join(me);
-        attended(me, c, &asked, p->room, p->threads);
+        attended(me, c, &asked, p->failed);
     }
 }
 
@@ -187,10 +187,6 @@ char *equip(run *p, const layer *layers, long count)
         written = most(written, most(l->gate_up.out, l->qkv.out));
         inner = most(inner, most((l->heads + l->kv_heads) * l->dim, l->down.in));
         for (int i = 0; i < 4; i++) room = most(room, room_for(products[i], p->rows, p->halves, p->threads));
-        for (const course *c = p->first; c < p->first + p->courses; c++) {
-            const attention asked = question(p, l, c, 0, 0);
-            room = most(room, room_to_attend(c, &asked, p->threads));
-        }
     }
     long sizes[] = {UP(p->rows * each * read, 64), UP(p->rows * each * written, 64), UP(p->rows * each * inner, 64), UP(room, 64)};
     char *all = aligned_alloc(64, sizes[0] + sizes[1] + sizes[2] + sizes[3]), **parts[] = {&p->read, &p->written, &p->inner, &p->room};
@@ -202,12 +198,13 @@ char *equip(run *p, const layer *layers, long count)
 int blocks(const layer *layers, long count, const course *first_course, long courses, void *x, const void *beside, const void *cos,
            const void *sin, long angles, int halves, int threads)
 {
-    run p = {first_course, courses, 0, angles, x, beside, cos, sin, halves, threads, 0, 0, 0, 0};
+    int failed = 0;
+    run p = {first_course, courses, 0, angles, x, beside, cos, sin, halves, threads, &failed, 0, 0, 0, 0};
     for (const course *c = first_course; c < first_course + courses; c++) p.rows += c->rows;
     char *all = equip(&p, layers, count);
     if (!all) return 1;
     TOGETHER(threads, p.rows * layers->gate_up.in * layers->gate_up.out > SMALL,
              for (long number = 0; number < count; number++) through(me, &p, layers + number, number));
     free(all);
-    return 0;
+    return failed;
 }

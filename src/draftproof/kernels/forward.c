@@ -49,7 +49,8 @@ int forward(const model *m, const course *c, const wish *w, int threads)
     long streams = UP(rows * bytes, 64), angles = UP(rows * turned, 64), normed = UP(w->kept * bytes, 64);
     char *x = aligned_alloc(64, streams + angles + normed + room_for(&m->output, w->kept, m->halves, threads));
     char *turns = x + streams, *y = turns + angles;
-    run p = {c, 1, rows, 2 * m->dim, x, 0, turns, turns + size(m->halves) * m->dim, m->halves, threads, 0, 0, 0, 0};
+    int failed = 0;
+    run p = {c, 1, rows, 2 * m->dim, x, 0, turns, turns + size(m->halves) * m->dim, m->halves, threads, &failed, 0, 0, 0, 0};
     char *all = x ? equip(&p, m->layers, m->count) : 0;
     for (long r = 0; all && r < rows; r++) {
         memcpy(x + r * bytes, (const char *)m->embedding + w->ids[r] * bytes, bytes);
@@ -58,5 +59,5 @@ int forward(const model *m, const course *c, const wish *w, int threads)
     if (all) TOGETHER(threads, rows * m->layers->gate_up.in * m->layers->gate_up.out > SMALL, pass(me, m, &p, w, y, y + normed));
     free(all);
     free(x);
-    return !all;
+    return !all || failed;
 }

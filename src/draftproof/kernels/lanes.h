@@ -241,19 +241,18 @@ typedef struct {
 } layer;
 
 /* A pass of the rows of `courses` courses, one after the other, and its memory, for all rows and every layer: what a product reads, what it
- * writes, heads or the MLP's inner numbers; and `room` for products and attention. x [rows, hidden]; beside [rows, hidden], or null: what a
+ * writes, heads or the MLP's inner numbers; and `room` for products. failed: set where a thread finds no memory. x [rows, hidden]; beside [rows, hidden], or null: what a
  * layer with `of_stream` reads, too; cos, sin: rows `angles` numbers apart, sin negative in its first half. */
 typedef struct {
     const course *first;
     long courses, rows, angles;
     char *x;
     const char *beside, *cos, *sin;
-    int halves, threads;
+    int halves, threads, *failed;
     char *read, *written, *inner, *room;
 } run;
 
-long room_to_attend(const course *c, const attention *a, int threads);
-void attended(const member *me, const course *c, const attention *a, void *room, int threads);
+void attended(const member *me, const course *c, const attention *a, int *failed);
 form form_of_whole(int bits, long in, int halves);
 form form_of_narrow(long in);
 void open_narrow(const uint32_t *panel, long first, long count, spares *left, uint32_t *to);
