@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import os
+import re
 from collections import Counter
 from contextlib import ExitStack
 from pathlib import Path
@@ -178,7 +179,7 @@ def test_spec_benchs_file_end_to_end(tmp_path: Path) -> None:
     report.write_html(document, tmp_path / "b.html")
     table = list(csv.DictReader((tmp_path / "b.csv").read_text().splitlines()))
     assert len(table) == len(document["cells"]) and float(table[0]["ttft_s_p99"]) > 0
-    page = (tmp_path / "b.html").read_text()
+    page = re.sub("base64,[^\"']*", "", (tmp_path / "b.html").read_text())      # letters of a picture spell anything
     assert "mean accepted tokens" in page and "&lt;b&gt;" in page and "http" not in page.replace("http-equiv", "")
     spoken = answer_lines(found, "ngram", "m", 1.0)
     assert [len(line["choices"][0]["turns"]) for line in spoken] == [2, 1, 1]
