@@ -58,7 +58,7 @@ class FixedDepth(Control):
 
 SHARE = 0.01            # of the time, for trials
 MARGIN = 0.02           # by which a draft must be expected to win before guessing begins, or another drafter takes over
-REPLAN, REST = 4, 32     # rounds between two plans for the same sequences, and at most while nothing is drafted and so nothing learnt
+REPLAN, REST = 4, 32    # rounds between two plans for the same sequences, and at most while nothing is drafted and so nothing learnt
 CALM = 4                # times REPLAN, at most, where plans keep to one drafter, or to none: depths that waver are worth about the same
 TRIALS = 3              # rounds of a drafter before it may be chosen
 TRIAL_DEPTH, FIRST_DEPTH = 2, 4

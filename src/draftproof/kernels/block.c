@@ -203,7 +203,7 @@ int blocks(const layer *layers, long count, const course *first_course, long cou
     for (const course *c = first_course; c < first_course + courses; c++) p.rows += c->rows;
     char *all = equip(&p, layers, count);
     if (!all) return 1;
-    TOGETHER(threads, p.rows * layers->gate_up.in * layers->gate_up.out > SMALL,
+    TOGETHER(threads, worth_a_team(layers, p.rows),
              for (long number = 0; number < count; number++) through(me, &p, layers + number, number));
     free(all);
     return failed;

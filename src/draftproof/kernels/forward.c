@@ -56,7 +56,7 @@ int forward(const model *m, const course *c, const wish *w, int threads)
         memcpy(x + r * bytes, (const char *)m->embedding + w->ids[r] * bytes, bytes);
         memcpy(turns + r * turned, (const char *)m->angles + c->position[r] * turned, turned);
     }
-    if (all) TOGETHER(threads, rows * m->layers->gate_up.in * m->layers->gate_up.out > SMALL, pass(me, m, &p, w, y, y + normed));
+    if (all) TOGETHER(threads, worth_a_team(m->layers, rows), pass(me, m, &p, w, y, y + normed));
     free(all);
     free(x);
     return !all || failed;

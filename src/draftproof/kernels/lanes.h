@@ -241,8 +241,9 @@ typedef struct {
 } layer;
 
 /* A pass of the rows of `courses` courses, one after the other, and its memory, for all rows and every layer: what a product reads, what it
- * writes, heads or the MLP's inner numbers; and `room` for products. failed: set where a thread finds no memory. x [rows, hidden]; beside [rows, hidden], or null: what a
- * layer with `of_stream` reads, too; cos, sin: rows `angles` numbers apart, sin negative in its first half. */
+ * writes, heads or the MLP's inner numbers; and `room` for products. failed: set where a thread finds no memory. x [rows, hidden];
+ * beside [rows, hidden], or null: what a layer with `of_stream` reads, too; cos, sin: rows `angles` numbers apart, sin negative in its first
+ * half. */
 typedef struct {
     const course *first;
     long courses, rows, angles;
@@ -251,6 +252,9 @@ typedef struct {
     int halves, threads, *failed;
     char *read, *written, *inner, *room;
 } run;
+
+/* Whether so many rows of a layer are worth a team. */
+static inline int worth_a_team(const layer *l, long rows) { return rows * l->gate_up.in * l->gate_up.out > SMALL; }
 
 void attended(const member *me, const course *c, const attention *a, int *failed);
 form form_of_whole(int bits, long in, int halves);

@@ -4,7 +4,7 @@
 #include <omp.h>
 #include <sched.h>
 
-#define PATIENCE 1000 /* looks, some microseconds: then others may have the processor, as whoever is missing may wait for this one */
+#define PATIENCE 1000 /* looks: then others may have the processor, as whoever is missing may wait for this one */
 
 typedef struct {
     _Alignas(64) long arrived, next; /* next: the piece of work that nobody has taken */

@@ -161,8 +161,9 @@ class FusedPass:
         model = self._model(pool)
         if model is None:
             return self.compute(p.placed(), pool, keep)
-        logits, tapped = native.forward(model, p.course(), p.ids[0], sorted(self.taps), keep)
-        self.rows = dict(zip(sorted(self.taps), tapped, strict=True))
+        taps = sorted(self.taps)
+        logits, tapped = native.forward(model, p.course(), p.ids[0], taps, keep)
+        self.rows = dict(zip(taps, tapped, strict=True))
         return logits
 
     def compute(self, p: Pass, pool: PagePool, keep: Sequence[int] | None) -> Tensor:
