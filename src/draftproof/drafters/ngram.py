@@ -102,14 +102,19 @@ class NgramDrafter(PerSequence[NgramState]):
                      reason=_why(first, budget.depth))
 
     def _chain(self, state: NgramState, text: Sequence[int], depth: int) -> Draft:
-        """A copy from one place: the first that a tree looks at."""
-        place = next(self._places(state, text, 1), None)
-        if place is None:
+        match, tokens = self._copied(state, text, depth)
+        if not tokens:
             return self._nothing()
-        match = _agreement(text, place)
-        tokens = _continuation(text, place, min(depth, match + 1))
         score = torch.from_numpy(np.full(len(tokens), match, np.float32))
         return Draft.chain(tokens, score=score, drafter=self.name, reason=_why(match, depth))
+
+    def _copied(self, state: NgramState, text: Sequence[int], depth: int) -> tuple[int, list[int]]:
+        """A chain, from the place that a tree looks at first, and how many tokens agree with it; (0, []) without one."""
+        place = next(self._places(state, text, 1), None)
+        if place is None:
+            return 0, []
+        match = _agreement(text, place)
+        return match, _continuation(text, place, min(depth, match + 1))
 
     def _nothing(self) -> Draft:
         return Draft.empty(self.name, f"no earlier occurrence of the last {self.min} tokens")
@@ -118,8 +123,7 @@ class NgramDrafter(PerSequence[NgramState]):
         """The tokens that `guess` proposes for a chain of this depth."""
         text = state.seq.tokens
         self._index(state, text)
-        place = next(self._places(state, text, 1), None)
-        return [] if place is None else _continuation(text, place, min(depth, _agreement(text, place) + 1))
+        return self._copied(state, text, depth)[1]
 
     def _index(self, state: NgramState, text: Sequence[int]) -> None:
         """Index every n-gram that ends before the last token: the suffix itself is no earlier occurrence."""
