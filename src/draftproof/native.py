@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import ctypes
 import math
-import mmap
 import subprocess
 from array import array
 from collections.abc import Sequence
@@ -28,8 +27,8 @@ import torch
 from torch import Tensor
 
 from . import compiler
+from .huge import room
 
-HUGE = 2 << 20  # bytes of a huge page
 CHUNK = 16  # keys that attention takes at a time (kernels/lanes.h)
 TYPES = (torch.float32, torch.bfloat16)
 
@@ -96,18 +95,6 @@ def _panels(out: int, words: int) -> Tensor:
     wide = _loaded().wide()
     shape = -(-out // wide), words, wide
     return room(math.prod(shape)).view(shape)
-
-
-def room(numbers: int) -> Tensor:
-    """int32 [numbers] in huge pages, where the system has them."""
-    if not hasattr(mmap, "MADV_HUGEPAGE") or 4 * numbers < HUGE:
-        return torch.empty(numbers, dtype=torch.int32)
-    held = mmap.mmap(-1, 4 * numbers, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # shared memory is seldom given huge pages
-    try:
-        held.madvise(mmap.MADV_HUGEPAGE)
-    except OSError:  # a kernel without them
-        pass
-    return torch.frombuffer(held, dtype=torch.int32)
 
 
 def takes_narrow() -> bool:

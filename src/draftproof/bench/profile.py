@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from ..errors import Failure, OptionError
+from ..huge import room
 from ..models.target import Target
-from ..native import room
 from ..types import Draft
 from ..view import style
 from .cells import Spread, percentile

@@ -49,19 +49,16 @@
         }                                                                                                                \
         GIVE(ROWS, 2 * PANELS)                                                                                           \
     }
-/* The same with x in pairs of bfloat16. Of the panel nothing is fetched ahead: processors that come here do it better by themselves. `beside`
- * may hold what is wanted next instead: a line is fetched at every step. */
+/* The same with x in pairs of bfloat16. Nothing is fetched ahead: processors that come here do it better by themselves. */
 #define PAIRS(ROWS, PANELS)                                                                                              \
     KERNEL(pairs_##ROWS##_##PANELS)                                                                                      \
     {                                                                                                                    \
         panel += first * WIDE;                                                                                           \
         const pair *x = rows;                                                                                            \
-        const char *next = beside ? (const char *)beside->words : 0;                                                     \
         floats sum[ROWS][2 * PANELS];                                                                                    \
         words w[2 * PANELS];                                                                                             \
         TAKE(ROWS, 2 * PANELS)                                                                                           \
         for (long p = 0; p < count; p++) {                                                                               \
-            if (next) __builtin_prefetch(next + 64 * p, 0, 2);                                                           \
             UNROLL for (int v = 0; v < 2 * PANELS; v++) w[v] = WORDS(v);                                                 \
             UNROLL for (int r = 0; r < ROWS; r++)                                                                        \
                 UNROLL for (int v = 0; v < 2 * PANELS; v++) sum[r][v] = plus_pairs(sum[r][v], w[v], x[r * stride + p]);  \
@@ -80,8 +77,6 @@ EACH(PAIRS)
 static panel_kernel *const pairs[] = {EACH(PAIRS_NAME)};
 
 static void as_pairs(const void *x, long first, long in, int halves, void *to) { (void)halves, fill(x, first, in, to, in + in % 2); }
-#else
-#define pairs singles
 #endif
 
 static void as_singles(const void *x, long first, long in, int halves, void *to) { widen(x, first, in, halves, to, in + in % 2); }
@@ -137,7 +132,8 @@ static long prepared(const form *f, long block)
     return (f->length + block - 1) / block * (block * f->apart + GAP);
 }
 
-static int is_opened(const product *p, const form *f, long rows, int halves) { return p->bits == 12 && (rows > f->most || !halves); }
+/* Rows in pairs take narrow panels as they are, however many: what one reading leaves in the caches serves the next, measured. */
+static int is_opened(const product *p, int halves) { return p->bits == 12 && !halves; }
 
 /* Words that a thread needs for itself, to open panels and to sum up. */
 static long opening(const form *f, long rows) { return UP(OPENED * f->columns / 2 * WIDE + rows * WIDE, 16); }
@@ -147,7 +143,7 @@ long room_for(const product *p, long rows, int halves, int threads)
 {
     form f = form_of(p->bits, p->in, halves);
     long words = UP(rows * prepared(&f, block_of(&f, rows)), 16);
-    return UP(4 * (words + (is_opened(p, &f, rows, halves) ? threads * opening(&f, rows) : 0)), 64);
+    return UP(4 * (words + (is_opened(p, halves) ? threads * opening(&f, rows) : 0)), 64);
 }
 
 /* y [rows, from, from + count) = part [rows, width], a panel's sums; or, adding, += what that would be. */
@@ -185,20 +181,17 @@ typedef struct {
     long rows, block, blocks, stride;
 } sheaf;
 
-/* part [rows, WIDE] += x times panel a, which is opened once for all rows, OPENED steps at a time, while the next ones are fetched. */
-static void multiply_opened(const product *p, const form *f, panel_kernel *const *by, const sheaf *x, long a, uint32_t *words, float *part)
+/* part [rows, WIDE] += x times panel a, which is opened once for all rows, OPENED steps at a time. */
+static void multiply_opened(const product *p, const form *f, const sheaf *x, long a, uint32_t *words, float *part)
 {
     const uint32_t *panel = p->panels + a * f->words;
     spares left = beside(p, a, 0);
-    for (long s = 0, n; s < f->length; s += n) {
-        long b = s / x->block;
-        n = least(OPENED, least((b + 1) * x->block, f->length) - s);
+    for (long s = 0; s < f->length; s += OPENED) {
+        long n = least(OPENED, f->length - s);
         open_narrow(panel, s, n, &left, words);
-        spares next = {0, panel + f->words / f->length * (s + n)};
-        for (long r = 0, many; r < x->rows; r += many, next.words += 16 * n * f->columns / 2) {
+        for (long r = 0, many; r < x->rows; r += many) {
             many = sharing(x->rows - r, f->most);
-            by[many - 1](words, 0, x->from + (b * x->rows + r) * x->stride + (s - b * x->block) * f->apart, x->stride, n * f->columns / 2,
-                         part + r * WIDE, next.words < panel + f->words / f->length * (s + 2 * n) ? &next : 0);
+            f->one[many - 1](words, 0, x->from + r * x->stride + s * f->apart, x->stride, n * f->columns / 2, part + r * WIDE, 0);
         }
     }
 }
@@ -236,12 +229,12 @@ void multiplied(const member *me, const product *p, const void *x, void *room, v
         }
         join(me);
     }
-    if (is_opened(p, &f, rows, halves)) {
+    if (is_opened(p, halves)) {
         uint32_t *own = (uint32_t *)room + UP(rows * words, 16) + me->index * opening(&f, rows);
         float *part = (float *)(own + OPENED * f.columns / 2 * WIDE);
         MINE(a, count) {
             memset(part, 0, 4 * rows * WIDE);
-            multiply_opened(p, &f, halves ? pairs : singles, &whole, a, own, part);
+            multiply_opened(p, &f, &whole, a, own, part);
             hand_out(p, part, rows, WIDE, y, 0, a * WIDE, halves, adding);
         }
     } else {
