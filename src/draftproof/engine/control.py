@@ -9,7 +9,8 @@ cost together is bounded whatever the drafter does; trials near the break-even a
 from __future__ import annotations
 
 from collections import abc
-from math import exp, inf, isqrt
+from itertools import zip_longest
+from math import exp, inf, isqrt, prod
 from typing import NamedTuple, Protocol
 
 from ..core.budget import best_batch, between
@@ -144,7 +145,7 @@ class AutoDepth:
     def _scene(self, batch: abc.Sequence[Sequence], rooms: abc.Sequence[int], whole: abc.Sequence[Sequence]) -> Scene:
         keys = sum(len(seq.tokens) for seq in whole)
         most = max(self.max_depth, self.tree or 0)
-        score: list[float] = self.passes.curve(len(whole), keys, len(whole) + most * len(batch)).tolist()
+        score = self.passes.curve(len(whole), keys, len(whole) + most * len(batch))
         none: list[list[float]] = [[] for _ in batch]
         return Scene(batch, rooms, len(whole), score, Plan(None, [0] * len(batch), len(whole), score[len(whole) - 1], none))
 
@@ -175,7 +176,7 @@ class AutoDepth:
         return plan
 
     def _fitted(self, arm: Arm, scene: Scene, chances: list[list[float]], shares: list[list[float]]) -> Plan:
-        draft = arm.costs.levels(self.max_depth)
+        draft = arm.costs.levels(_reach(shares))
         per_token = arm.costs.per_token
         score = [seconds + per_token * drafted for drafted, seconds in enumerate(scene.score, 1 - scene.rows)]
         if self.tree:
@@ -267,17 +268,17 @@ class AutoDepth:
     def _trial_of(self, arm: Arm, scene: Scene, plan: Plan, depths: abc.Mapping[int, int]) -> Trial:
         """What asking `arm` about these sequences is expected to bring and to lose, against the plan."""
         places, rest = list(depths), [0 if i in depths else d for i, d in enumerate(plan.depths)]
-        beside = 0.0 if plan.arm is None or not any(rest) else plan.arm.costs.seconds(max(rest), sum(rest), 0)
+        beside = 0.0 if plan.arm is None or not any(rest) else plan.arm.costs.seconds([1.0] * max(rest), sum(rest), 0)
         if not arm.costs.seen:
             return Trial(arm, places, 0.0, 0.0, beside, plan.rate)
         asked = [scene.batch[i] for i in places]
         chances, shares = arm.survival.of(asked, self.rounds, list(depths.values()))
         new = self._nodes(arm, depths.values()) if self.tree else sum(map(sum, shares))
         rows = scene.rows + self._nodes(arm if plan.arm is None else plan.arm, rest) + new
-        deepest = max(depths.values())
-        drafting = beside + arm.costs.seconds(deepest, new, sum(map(arm.unread, asked)))
+        reach = _reach(shares)
+        drafting = beside + arm.costs.seconds(reach, new, sum(map(arm.unread, asked)))
         if plan.arm is arm and any(rest):
-            drafting -= arm.costs.seconds(min(deepest, max(rest)), 0, 0)         # the call and its levels are shared
+            drafting -= arm.costs.seconds(reach[:max(rest)], 0, 0)         # the call and its levels are shared
         kept = sum(sum(chance[:d]) for chance, d in zip(plan.chances, rest, strict=True))
         brought = sum(map(sum, chances))
         seconds = drafting + between(scene.score, min(rows, len(scene.score)))
@@ -340,6 +341,13 @@ class AutoDepth:
                 arm.share += (one.drafted / one.nodes - arm.share) / arm.trees
         if seconds is not None:
             arm.costs.learn(max(one.depth for one in asked), sum(one.drafted for one in asked), unread, seconds)
+
+
+def _reach(shares: abc.Sequence[abc.Sequence[float]]) -> abc.Sequence[float]:
+    """How often any of these sequences has a k-th token, k = 1, 2, …: so many levels a drafter is expected to go."""
+    if len(shares) == 1:
+        return shares[0]
+    return [1 - prod(1 - share for share in level) for level in zip_longest(*shares, fillvalue=0.0)]
 
 
 def _asked(seq: Sequence, budget: Budget, draft: Draft, verdict: Verdict) -> Asked:

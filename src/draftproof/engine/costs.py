@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
 from numpy.typing import NDArray
@@ -96,7 +97,7 @@ class PassCosts:
         self.moment = Moment()                      # of the last measurement
         self._waiting: list[tuple[Moment, int, int, int, float, int]] = []      # as `learn` is told, and passes since the one before
         self._round = self._learnt = 0              # passes told, and the last of them that was looked at
-        self._bent: Vector | None = None            # of 1, 2, … rows the factor that bends are, until the next measurement
+        self._bent: list[float] = []                # of 1, 2, … rows the factor that bends are, until the next measurement
         self._shapes: dict[tuple[int, int], tuple[int, int]] = {}       # batch, rows → how often it was looked at, and when last
 
     @property
@@ -132,18 +133,17 @@ class PassCosts:
             self._filter.learn(parts, self._mix(rows), math.log(seconds))
             moment.weather = float(self._filter.terms[-1])
         self._waiting.clear()
-        self._bent = None
+        self._bent = []
 
-    def curve(self, batch: int, keys: int, rows: int) -> Vector:
+    def curve(self, batch: int, keys: int, rows: int) -> list[float]:
         """Seconds [rows] in fair weather of passes over 1, 2, … `rows` rows, never falling."""
         self.settle()
-        many = np.arange(1.0, rows + 1)
-        if self._bent is None or len(self._bent) < rows:
-            self._bent = np.exp(np.interp(self.STEPS * np.log2(many), np.arange(self.KNOTS), self._filter.terms[:-1]))
+        if len(self._bent) < rows:
+            many = np.arange(1.0, rows + 1)
+            self._bent = np.exp(np.interp(self.STEPS * np.log2(many), np.arange(self.KNOTS), self._filter.terms[:-1])).tolist()
         one, each, row, key, pair = self._filter.weights.tolist()
-        line = one + each * batch + key * keys / 1e3 + (row + pair * keys / batch / 1e3) * many
-        found: Vector = np.maximum.accumulate(line * self._bent[:rows])
-        return found
+        base, slope = one + each * batch + key * keys / 1e3, row + pair * keys / batch / 1e3
+        return list(accumulate([(base + slope * n) * bent for n, bent in enumerate(self._bent[:rows], 1)], max))
 
     def _mix(self, rows: int) -> Vector:
         mix = np.zeros(self.KNOTS + 1)
@@ -157,7 +157,7 @@ class PassCosts:
 class DraftCosts:
     """Seconds that a drafter takes, as a function of levels, drafted tokens, and tokens of the texts that it has not read yet."""
 
-    BELIEFS = (1.0, 1.0, 0.1, 1.0)      # a call, a level, a token, a hundred unread tokens
+    BELIEFS = (1.0, 1.0, 1.0, 0.1, 1.0)      # a call, one that finds anything, a level, a token, a hundred unread tokens
     NOTHING = np.zeros(0)
 
     def __init__(self) -> None:
@@ -172,22 +172,22 @@ class DraftCosts:
         """A call took so long, in fair weather."""
         self._calls += 1
         if seconds > 0 and (self.seen < 4 * SETTLED or self._calls % 4 == 0):
-            self._filter.learn(np.array([1.0, levels, tokens, unread / 100]), self.NOTHING, math.log(seconds))
+            self._filter.learn(np.array([1.0, levels > 0, levels, tokens, unread / 100]), self.NOTHING, math.log(seconds))
 
-    def seconds(self, levels: int, tokens: float, unread: float) -> float:
-        """In fair weather."""
-        call, level, token, hundred = self._filter.weights.tolist()
-        return float(call + level * levels + token * tokens + hundred * unread / 100)
+    def seconds(self, reach: Sequence[float], tokens: float, unread: float) -> float:
+        """In fair weather. reach[k−1]: how often there is a k-th level; tokens: how many are expected."""
+        call, found, level, token, hundred = self._filter.weights.tolist()
+        return float(call + found * (reach[0] if reach else 0.0) + level * sum(reach) + token * tokens + hundred * unread / 100)
 
-    def levels(self, most: int) -> list[float]:
-        """Of a call for 0 (nothing), 1, … `most` levels, apart from its tokens."""
-        call, level, *_ = self._filter.weights.tolist()
-        return [0.0, *[call + level * n for n in range(1, most + 1)]]
+    def levels(self, reach: Sequence[float]) -> list[float]:
+        """Of a call for 0 (nothing), 1, 2, … levels at most, apart from its tokens."""
+        call, found, level, *_ = self._filter.weights.tolist()
+        return [0.0, *[call + found * reach[0] + level * levels for levels in accumulate(reach)]]
 
     @property
     def per_token(self) -> float:
-        return float(self._filter.weights[2])
+        return float(self._filter.weights[3])
 
     @property
     def per_unread(self) -> float:
-        return float(self._filter.weights[3]) / 100
+        return float(self._filter.weights[4]) / 100
