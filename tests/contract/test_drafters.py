@@ -392,15 +392,15 @@ def test_drafts_under_a_law_are_drawn_from_it() -> None:
 
 
 def brute(text: Sequence[int], low: int, high: int, depth: int) -> list[int]:
-    """The definition, by search: newest earlier occurrence of the longest suffix, copied on over its own guesses, for one
-    token more than agrees."""
+    """The definition, by search: newest earlier occurrence of the longest suffix, copied on over its own guesses, for twice
+    as many tokens as agree."""
     for n in range(high, low - 1, -1):
         for end in range(len(text) - 1, n - 1, -1):
             if len(text) > n and list(text[end - n:end]) == list(text[-n:]):
                 grown, agree = list(text), n
                 while agree < end and text[end - 1 - agree] == text[-1 - agree]:
                     agree += 1
-                for i in range(min(depth, agree + 1)):
+                for i in range(min(depth, 2 * agree)):
                     grown.append(grown[end + i])
                 return grown[len(text):]
     return []
@@ -427,9 +427,9 @@ def test_ngram_finds_what_a_search_finds(low: int, high: int) -> None:
 def test_ngram_goes_on_over_its_own_guesses() -> None:
     text = Text.of([9, 1, 2, 3, 1, 2, 3, 1, 2], Sampling(temperature=0.0, top_p=1.0))
     drafter = NgramDrafter(2, 4)
-    draft, = drafter.propose([drafter.open(text, None)], [Budget(7, 7, "", "")], SharedNoise())
-    assert draft.tokens.tolist() == [3, 1, 2, 3, 1, 2] and draft.reason == "agreement of 5, so 6 copied"
-    assert draft.score is not None and draft.score.tolist() == [5.0] * 6
+    draft, = drafter.propose([drafter.open(text, None)], [Budget(12, 12, "", "")], SharedNoise())
+    assert draft.tokens.tolist() == [3, 1, 2] * 3 + [3] and draft.reason == "agreement of 5, so 10 copied"
+    assert draft.score is not None and draft.score.tolist() == [5.0] * 10
 
 
 @pytest.mark.parametrize("seed", range(40))

@@ -49,7 +49,7 @@ def _method(plan: Plan) -> tuple[dict[str, Any], list[str]]:
         low, high = options.get("min", 1), options.get("max", 4)
         return {"method": "ngram", "prompt_lookup_min": low, "prompt_lookup_max": high}, [
             "n-grams: vLLM's V1 runner copies after the earliest occurrence, V2 after the latest and fills up to K; draftproof takes the "
-            "latest, and stops after one token more than agreed: expect another acceptance"]
+            "latest, and stops after twice as many tokens as agreed: expect another acceptance"]
     if name == "suffix":
         depth = options.get("max", 24)
         return {"method": "suffix", "suffix_decoding_max_tree_depth": depth}, [
