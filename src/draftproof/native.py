@@ -20,6 +20,7 @@ from array import array
 from collections.abc import Sequence
 from functools import cache
 from itertools import accumulate, chain
+from operator import lt
 from pathlib import Path
 from typing import NamedTuple, Self
 
@@ -238,11 +239,12 @@ class _Wish(ctypes.Structure):
 
 
 def forward(model: Model, course: Course, ids: Tensor, taps: Sequence[int], keep: Sequence[int] | None) -> tuple[Tensor, Sequence[Tensor]]:
-    """The whole pass of ids int64 [rows]: logits [len(keep), V] of the rows in `keep`, or of all, and the outputs [rows, hidden] of each of
+    """The whole pass of ids int64 [rows]: logits [len(keep), V] of the rows in `keep`, which rise, or of all, and the outputs [rows, hidden] of each of
     the layers `taps`, which rise. Positions lie within the model's angles. Raises IndexError, as torch's embedding does, for an id that
     the model lacks."""
     rows, kept = course.rows, course.rows if keep is None else len(keep)
-    assert ids.shape == (rows,) and ids.dtype == torch.int64 and ids.is_contiguous() and all(0 <= row < rows for row in keep or ())
+    assert ids.shape == (rows,) and ids.dtype == torch.int64 and ids.is_contiguous()
+    assert keep is None or all(map(lt, (-1, *keep), (*keep, rows))), f"rows {keep} of {rows}"
     assert not taps or 0 <= taps[0] and taps[-1] < model.count and list(taps) == sorted(set(taps)), f"layers {taps} of {model.count}"
     dtype = torch.bfloat16 if model.halves else torch.float32
     logits = torch.empty(kept, model.output.out, dtype=dtype)

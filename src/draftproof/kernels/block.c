@@ -158,21 +158,35 @@ static void look_back(const member *me, const run *p, const layer *l, long numbe
     }
 }
 
+/* Bring the rows that are wanted to the front: of the streams, and of what they saw. */
+static void come_forward(const member *me, const run *p, const layer *l)
+{
+    long stream = size(p->halves) * l->o.out, sight = size(p->halves) * l->o.in;
+    for (long i = 0; me->index == 0 && i < p->kept; i++) {
+        memmove(p->x + i * stream, p->x + p->keep[i] * stream, stream);
+        memmove(p->read + i * sight, p->read + p->keep[i] * sight, sight);
+    }
+    join(me);
+}
+
 /* A layer, which is the pass's so many'th, over x. */
 void through(const member *me, const run *p, const layer *l, long number)
 {
+    int few = p->keep && number == p->last;
     long hidden = l->o.out, inner = l->gate_up.out / 2, each = size(p->halves), bytes = each * hidden, entered = each * l->qkv.in;
+    long rows = few ? p->kept : p->rows;
     MINE(r, p->rows) enter_row(l, p->x + r * bytes, p->beside ? p->beside + r * bytes : 0, p->read + r * entered, p->halves);
     join(me);
     multiplied(me, &l->qkv, p->read, p->room, p->written, p->rows, p->halves, 0);
     look_back(me, p, l, number);
-    multiplied(me, &l->o, p->read, p->room, p->x, p->rows, p->halves, 1);
-    MINE(r, p->rows) norm_of_row(p->x + r * bytes, l->after, p->read + r * bytes, 1, hidden, l->after_eps, p->halves);
+    if (few) come_forward(me, p, l);
+    multiplied(me, &l->o, p->read, p->room, p->x, rows, p->halves, 1);
+    MINE(r, rows) norm_of_row(p->x + r * bytes, l->after, p->read + r * bytes, 1, hidden, l->after_eps, p->halves);
     join(me);
-    multiplied(me, &l->gate_up, p->read, p->room, p->written, p->rows, p->halves, 0);
-    gated(me, p->written, p->inner, p->rows, inner, p->halves);
+    multiplied(me, &l->gate_up, p->read, p->room, p->written, rows, p->halves, 0);
+    gated(me, p->written, p->inner, rows, inner, p->halves);
     join(me);
-    multiplied(me, &l->down, p->inner, p->room, p->x, p->rows, p->halves, 1);
+    multiplied(me, &l->down, p->inner, p->room, p->x, rows, p->halves, 1);
 }
 
 static long most(long a, long b) { return a > b ? a : b; }
@@ -199,7 +213,7 @@ int blocks(const layer *layers, long count, const course *first_course, long cou
            const void *sin, long angles, int halves, int threads)
 {
     int failed = 0;
-    run p = {first_course, courses, 0, angles, x, beside, cos, sin, halves, threads, &failed, 0, 0, 0, 0};
+    run p = {first_course, courses, 0, angles, x, beside, cos, sin, halves, threads, &failed, 0, 0, 0, 0, 0, 0, 0};
     for (const course *c = first_course; c < first_course + courses; c++) p.rows += c->rows;
     char *all = equip(&p, layers, count);
     if (!all) return 1;

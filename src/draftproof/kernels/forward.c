@@ -35,7 +35,7 @@ static void pass(const member *me, const model *m, const run *p, const wish *w, 
         MINE(r, p->rows) memcpy((char *)w->tapped + (r * w->tap_count + tap) * bytes, p->x + r * bytes, bytes);
         tap++;
     }
-    MINE(i, w->kept) norm_of_row(p->x + (w->keep ? w->keep[i] : i) * bytes, m->norm, y + i * bytes, 1, m->hidden, m->eps, m->halves);
+    MINE(i, w->kept) norm_of_row(p->x + (w->keep && !p->keep ? w->keep[i] : i) * bytes, m->norm, y + i * bytes, 1, m->hidden, m->eps, m->halves);
     join(me);
     multiplied(me, &m->output, y, room, w->logits, w->kept, m->halves, 0);
 }
@@ -50,7 +50,8 @@ int forward(const model *m, const course *c, const wish *w, int threads)
     char *x = aligned_alloc(64, streams + angles + normed + room_for(&m->output, w->kept, m->halves, threads));
     char *turns = x + streams, *y = turns + angles;
     int failed = 0;
-    run p = {c, 1, rows, 2 * m->dim, x, 0, turns, turns + size(m->halves) * m->dim, m->halves, threads, &failed, 0, 0, 0, 0};
+    run p = {c, 1, rows, 2 * m->dim, x, 0, turns, turns + size(m->halves) * m->dim, m->halves, threads, &failed, 0, 0, 0, 0,
+             w->tap_count && w->taps[w->tap_count - 1] == m->count - 1 ? 0 : w->keep, w->kept, m->count - 1};
     char *all = x ? equip(&p, m->layers, m->count) : 0;
     for (long r = 0; all && r < rows; r++) {
         memcpy(x + r * bytes, (const char *)m->embedding + w->ids[r] * bytes, bytes);

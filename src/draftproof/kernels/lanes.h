@@ -243,7 +243,7 @@ typedef struct {
 /* A pass of the rows of `courses` courses, one after the other, and its memory, for all rows and every layer: what a product reads, what it
  * writes, heads or the MLP's inner numbers; and `room` for products. failed: set where a thread finds no memory. x [rows, hidden];
  * beside [rows, hidden], or null: what a layer with `of_stream` reads, too; cos, sin: rows `angles` numbers apart, sin negative in its first
- * half. */
+ * half. keep [kept], rising, or null: of layer `last` only these rows are wanted, which x begins with afterwards. */
 typedef struct {
     const course *first;
     long courses, rows, angles;
@@ -251,6 +251,8 @@ typedef struct {
     const char *beside, *cos, *sin;
     int halves, threads, *failed;
     char *read, *written, *inner, *room;
+    const int64_t *keep;
+    long kept, last;
 } run;
 
 /* Whether so many rows of a layer are worth a team. */
