@@ -239,9 +239,9 @@ class _Wish(ctypes.Structure):
 
 
 def forward(model: Model, course: Course, ids: Tensor, taps: Sequence[int], keep: Sequence[int] | None) -> tuple[Tensor, Sequence[Tensor]]:
-    """The whole pass of ids int64 [rows]: logits [len(keep), V] of the rows in `keep`, which rise, or of all, and the outputs [rows, hidden] of each of
-    the layers `taps`, which rise. Positions lie within the model's angles. Raises IndexError, as torch's embedding does, for an id that
-    the model lacks."""
+    """The whole pass of ids int64 [rows]: logits [len(keep), V] of the rows in `keep`, which rise, or of all, and the outputs
+    [rows, hidden] of each of the layers `taps`, which rise. Positions lie within the model's angles. Raises IndexError, as torch's
+    embedding does, for an id that the model lacks."""
     rows, kept = course.rows, course.rows if keep is None else len(keep)
     assert ids.shape == (rows,) and ids.dtype == torch.int64 and ids.is_contiguous()
     assert keep is None or all(map(lt, (-1, *keep), (*keep, rows))), f"rows {keep} of {rows}"

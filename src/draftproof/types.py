@@ -169,6 +169,12 @@ class DraftLaw:
     ids: Tensor | None = None
 
 
+@lru_cache(maxsize=64)
+def _line(count: int) -> tuple[int, ...]:
+    """The parents of a chain."""
+    return tuple(range(-1, count - 1))
+
+
 @dataclass(frozen=True, slots=True)
 class Draft:
     """A drafter's proposal for one sequence. Parents come before children; −1 is the root; a chain is −1, 0, 1, ….
@@ -194,7 +200,8 @@ class Draft:
 
     @property
     def is_chain(self) -> bool:
-        return self.parents == tuple(range(-1, len(self.parents) - 1))
+        line = _line(len(self.parents))
+        return self.parents is line or self.parents == line
 
     @classmethod
     def chain(cls, tokens: Sequence[int] | Tensor, **more: Any) -> Draft:
@@ -202,7 +209,7 @@ class Draft:
         import torch
 
         ids = tokens if isinstance(tokens, torch.Tensor) else torch.from_numpy(np.array(tokens, np.int64))       # sooner than torch.tensor
-        return cls(ids, tuple(range(-1, ids.shape[0] - 1)), **more)
+        return cls(ids, _line(ids.shape[0]), **more)
 
     @staticmethod
     @lru_cache(maxsize=64)

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import abc
 from itertools import zip_longest
 from math import exp, inf, isqrt, prod
+from time import perf_counter
 from typing import NamedTuple, Protocol
 
 from ..core.budget import best_batch, between
@@ -61,6 +62,7 @@ SHARE = 0.01            # of the time, for trials
 MARGIN = 0.02           # by which a draft must be expected to win before guessing begins, or another drafter takes over
 REPLAN, REST = 4, 32    # rounds between two plans for the same sequences, and at most while nothing is drafted and so nothing learnt
 CALM = 4                # times REPLAN, at most, where plans keep to one drafter, or to none: depths that waver are worth about the same
+THRIFT = 0.02           # of the time, about, that plans and what they learn from may take where a text is known a little
 TRIALS = 3              # rounds of a drafter before it may be chosen
 TRIAL_DEPTH, FIRST_DEPTH = 2, 4
 AGAIN = 64              # rounds with drafts after which a plain pass is timed again
@@ -90,6 +92,9 @@ class AutoDepth:
         self._same = 0                                           # plans in a row that kept to one drafter for them
         self._trial: Trial | None = None
         self._waiting: list[Shown] = []                          # rounds since the last plan, which nobody has asked about
+        self._seen = 0                                           # the last round that was taken in
+        self._own = self._spent = 0.0                            # seconds of a plan and of learning for it: usual ones, and since the last
+        self._looks = inf                                        # how many rounds before the next plan are taken in
         self._plain_at = 0                                       # the last round without any draft
         self._plain_credit = 0.0
         self._overhead = 0.0                                     # seconds of a round's drafting step in which nothing was drafted
@@ -98,6 +103,11 @@ class AutoDepth:
     def tried(self) -> bool:
         """Whether every arm has had its first trials. Before, nothing else is drafted: what an arm takes is measured alone."""
         return all(arm.costs.seen >= TRIALS for arm in self.arms)
+
+    @property
+    def rests(self) -> bool:
+        """Whether the round that runs goes by unseen: a plan that holds for long is judged by its last rounds."""
+        return self._trial is None and self._next - self.rounds > self._looks
 
     @property
     def hazards(self) -> Hazards:
@@ -114,6 +124,7 @@ class AutoDepth:
         ids = tuple([seq.id for seq in batch])
         if ids == self._planned and self.rounds < self._next:
             return self._choices
+        start = perf_counter()
         self._settle()
         scene, before = self._scene(batch, rooms, whole), self._plan
         self._plan = self._best(scene, before.arm if before else None)
@@ -121,18 +132,24 @@ class AutoDepth:
         self._planned, self._same = ids, min(self._same + 1, CALM) if calm else 1
         self._choices = self._told(scene, self._plan)
         self._next = self.rounds + (self._same * REPLAN + len(batch) // 4 if self.tried else 1)
-        return self._tried(scene, self._plan) or self._choices
+        choices = self._tried(scene, self._plan) or self._choices
+        self._spare(perf_counter() - start)
+        return choices
 
     def learn(self, batch: abc.Sequence[Sequence], budgets: abc.Sequence[Budget], drafts: abc.Sequence[Draft],
               verdicts: abc.Sequence[Verdict], times: Times) -> None:
-        self.rounds += 1
+        resting, self.rounds = self.rests, self.rounds + 1
+        if resting:
+            return
         asked = [_asked(seq, budget, draft, verdict)
                  for seq, budget, draft, verdict in zip(batch, budgets, drafts, verdicts, strict=True) if budget.depth]
         self._waiting.append(Shown(self.rounds, asked, times.draft_s, self.passes.moment))
         if self._trial is not None:
             self._charge(self._trial, budgets, verdicts, self._settle())
         elif self.rounds >= self._next:
+            start = perf_counter()
             self._settle()                                       # before the next round's clock runs
+            self._spent += perf_counter() - start
 
     def forget(self, seq: Sequence) -> None:
         self._settle()
@@ -212,6 +229,17 @@ class AutoDepth:
             if rate > best_rate:
                 best, best_rate = depths, rate
         return best, best_rate
+
+    def _spare(self, planning: float) -> None:
+        """Where rounds are so short that plans count, `planning` and what was learnt for it, make the next one later."""
+        self._spent += planning
+        self._own += (self._spent - self._own) * (0.2 if self._own else 1.0)
+        self._spent, self._looks = 0.0, inf
+        if self._plan is None or self._trial is not None or self._same == 1 or not self.tried:
+            return
+        rest = int(min(self._own / (THRIFT * self._plan.seconds), REST))
+        if self.rounds + rest > self._next:
+            self._next, self._looks = self.rounds + rest, max(REPLAN, rest // 4)
 
     def _told(self, scene: Scene, plan: Plan) -> list[Choice]:
         """The plan in words."""
@@ -312,8 +340,9 @@ class AutoDepth:
 
     def _learn(self, shown: Shown) -> float:
         """One round: seconds that its drafting took, in fair weather."""
+        since, self._seen = shown.at - self._seen, shown.at
         if self._plan is not None:
-            earned = SHARE * self._plan.seconds
+            earned = SHARE * self._plan.seconds * since
             self._plain_credit = min(self._plain_credit + earned, self._plan.seconds)
             for arm in self.arms:
                 arm.earn(earned / len(self.arms))
@@ -325,11 +354,12 @@ class AutoDepth:
         names = dict.fromkeys([one.drafter for one in shown.asked])
         for name in names:
             arm = next((arm for arm in self.arms if arm.name == name), self.arms[0])
-            self._follow(arm, shown.at, [one for one in shown.asked if one.drafter == name], spent if len(names) == 1 else None)
+            self._follow(arm, shown.at, [one for one in shown.asked if one.drafter == name], spent if len(names) == 1 and since == 1 else None)
         return spent
 
     def _follow(self, arm: Arm, at: int, asked: abc.Sequence[Asked], seconds: float | None) -> None:
-        """What became of an arm's drafts in round `at`. seconds: what they took in fair weather; None where that is not known."""
+        """What became of an arm's drafts in round `at`. seconds: what they took in fair weather; None where it is not known
+        for what."""
         arm.asked, unread = at, 0
         for one in asked:
             unread += max(0, one.length - arm.read.get(one.seq.id, 0))

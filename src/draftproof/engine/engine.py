@@ -136,9 +136,7 @@ class Engine:
 
     def step(self) -> list[TokenEvent]:
         """Admit what fits, prefill one chunk of each waiting prompt, run one round; the tokens that arrived, in order."""
-        events = [event for seq, commit in self._batch.step() for event in self._deliver(seq, commit)]
-        self._settle()
-        return events
+        return self._step(told=True)
 
     def cancel(self, request: str) -> None:
         """End a request (all its samples) or one sample of it; an unknown or finished id is ignored."""
@@ -161,7 +159,7 @@ class Engine:
             for prompt, wanted in zip(prompts, each, strict=True):
                 groups.append(self._submit(prompt, wanted, options))
             while not all(handle.done for group in groups for handle in group):
-                self.step()
+                self._step(told=False)
         finally:
             self._abandon(groups)
         return [_gather(group) for group in groups]
@@ -178,7 +176,7 @@ class Engine:
                     yield inbox.popleft()
                 if all(handle.done for handle in handles):
                     break
-                self.step()
+                self._step(told=False)
         finally:
             self._abandon([handles])
         _gather(handles)
@@ -269,6 +267,12 @@ class Engine:
             sampling = Sampling.of(**{**({f.name: getattr(sampling, f.name) for f in fields(sampling)} if sampling else {}), **asked})
         return self.submit(prompt, sampling, **ours)
 
+    def _step(self, told: bool) -> list[TokenEvent]:
+        """`step`; unless somebody is `told`, of tokens that go to a stream only."""
+        events = [event for seq, commit in self._batch.step() for event in self._deliver(seq, commit, told)]
+        self._settle()
+        return events
+
     def _abandon(self, groups: abc.Sequence[abc.Sequence[Request]]) -> None:
         """Cancel whatever is not done, when its only reader is gone."""
         for handle in (handle for group in groups for handle in group if not handle.done):
@@ -286,13 +290,15 @@ class Engine:
             raise CacheFull(f"a prompt of {seq.prompt_tokens} tokens with max_tokens={seq.sampling.max_tokens} may need {reach}, more than "
                             f"the cache has ({self.load.cache_tokens}); lower max_tokens, shorten the prompt, or raise cache_tokens")
 
-    def _deliver(self, seq: Sequence, commit: Commit) -> list[TokenEvent]:
+    def _deliver(self, seq: Sequence, commit: Commit, told: bool) -> list[TokenEvent]:
+        inbox = self._handles[seq.id].inbox
+        if inbox is None and not told:
+            return []
         number = -1 if commit.roles[0] == "prefill" else seq.rounds - 1
         last = len(commit.tokens) - 1
         logprobs = [None] * (last + 1) if seq.sampling.logprobs is None else seq.logprobs[-1 - last:]
         events = [TokenEvent(token, piece, role, number, seq.id, seq.sample, commit.finish if i == last else None, logprobs[i])
                   for i, (token, piece, role) in enumerate(zip(commit.tokens, seq.pieces, commit.roles, strict=True))]
-        inbox = self._handles[seq.id].inbox
         if inbox is not None:
             inbox.extend(events)
         return events

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import abc
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from time import perf_counter
 from typing import Any, NamedTuple
 
@@ -114,7 +114,7 @@ class Recorder:
                 nodes = [NodeRecord(*mark) for mark in marks]
                 tokens = [TokenRecord(*word) for word in words]
             if one.seq.sampling.logprobs is not None:
-                tokens = [replace(token, **entry) for token, entry in zip(tokens, _logprob(one.seq, len(tokens)), strict=True)]
+                tokens = [token._replace(**entry) for token, entry in zip(tokens, _logprob(one.seq, len(tokens)), strict=True)]
             self._emit(one.seq, RoundDone(
                 one.seq.id, one.seq.rounds - 1, self.at(one.seq.clock.last), len(judged), one.commit.start, one.budget.depth,
                 one.draft.drafter if one.nodes else one.budget.drafter, one.budget.reason, one.draft.reason, tuple(nodes), tuple(tokens),

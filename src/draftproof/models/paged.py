@@ -14,7 +14,7 @@ from ..types import Draft, Scores
 from .attention import TILE, compiled
 from .cache import PagedSlot, PagePool
 from .fused import FusedPass
-from .passes import Pass, Path
+from .passes import Pass, Path, inferring
 from .taps import Taps
 from .target import LoadFacts, TargetParts
 from .tokenizer import Tokenizer
@@ -119,7 +119,7 @@ class PagedTarget:
 
     # Passes
 
-    @torch.inference_mode()
+    @inferring
     def extend(self, slots: Sequence[PagedSlot], tokens: Sequence[Tensor]) -> Scores:
         drafts = [Draft.chain(ids[1:]) for ids in tokens]
         if len(slots) > 1:
@@ -139,14 +139,14 @@ class PagedTarget:
         rows = sum(map(len, tokens))
         return Scores(logits, tuple(range(len(slots) + 1)), {k: v[:rows] for k, v in self._taps.rows.items()})
 
-    @torch.inference_mode()
+    @inferring
     def score(self, slots: Sequence[PagedSlot], roots: Tensor, drafts: Sequence[Draft]) -> Scores:
         run, rows = list(drafts), sum(len(d) + 1 for d in drafts)
         if self.whole_tiles and rows == 1:  # plain decoding of one sequence: a second row that nobody reads
             run = [Draft.chain(roots)]
         logits = self._run(slots, run, roots, None)
         taps = self._taps.rows
-        if len(logits) > rows:
+        if logits.shape[0] > rows:
             logits, taps = logits[:rows], {layer: tapped[:rows] for layer, tapped in taps.items()}
         starts = [0]
         for slot, root, draft in zip(slots, _each(roots), drafts, strict=True):

@@ -7,10 +7,11 @@ pages of its own from the root's on, so that every key stands where plain decodi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import wraps
 from itertools import pairwise
-from typing import NamedTuple
+from typing import NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,6 +22,23 @@ from ..core.upload import index_of, sent, uploaded
 LEAST_KEYS, MOST_KEYS = 64, 256  # of a page: an attention call reads no fewer, and of pages with more keys always all
 LEAST_RUN = 4  # consecutive pages that are worth a call of their own on a CPU; shorter runs are copied together,
 MOST_COPIED = 8  # so many pages at a time that the copies stay in the caches
+
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def inferring(function: Callable[P, R]) -> Callable[P, R]:
+    """In torch's inference mode, which is entered unless it is on: an engine's rounds are in it, and entering takes longer than asking."""
+
+    @wraps(function)
+    def inside(*args: P.args, **more: P.kwargs) -> R:
+        if torch.is_inference_mode_enabled():
+            return function(*args, **more)
+        with torch.inference_mode():
+            return function(*args, **more)
+
+    return inside
 
 
 class Path(NamedTuple):

@@ -7,7 +7,7 @@ JSON form: one object a line with "event" first; `from_json(to_json(e)) == e`; a
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from ..types import Fate, FinishReason, Role
 
@@ -20,8 +20,7 @@ class Alternative:
     probability: float
 
 
-@dataclass(frozen=True, slots=True)
-class NodeRecord:
+class NodeRecord(NamedTuple):
     """One drafted token and what became of it. Level full also has p, q, noise (match) or coin (ratio, block)."""
 
     token: int
@@ -34,8 +33,7 @@ class NodeRecord:
     score: float | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class TokenRecord:
+class TokenRecord(NamedTuple):
     """One emitted token."""
 
     token: int
