@@ -104,6 +104,18 @@ def test_a_consumer_that_walks_away() -> None:
     assert not target.open_slots
 
 
+def test_a_stream_misses_nothing_that_others_rounds_brought() -> None:
+    """Rounds that are run for a text which is read as a whole run for the stream beside it, too."""
+    target = table()
+    want = list(alone(target, [1, 2, 3], OPTIONS["ignore_eos"]).token_ids)
+    with Engine(target=target, drafter="ngram:min=1,max=2", depth=3) as engine:
+        stream = engine.stream([1, 2, 3], OPTIONS["ignore_eos"])
+        found = [next(stream).token_id]
+        assert engine.generate([4, 5, 6], OPTIONS["warm"]).token_ids == alone(target, [4, 5, 6], OPTIONS["warm"]).token_ids
+        found += [event.token_id for event in stream]
+    assert found == want
+
+
 class Fragile(TableTarget):
     """Raises what it is told to, at the given call of `score`, before or after the nodes are in."""
 

@@ -3,6 +3,7 @@ that it never costs a token. No clock: seconds are computed."""
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 from types import SimpleNamespace
@@ -16,6 +17,7 @@ from draftproof import Engine, EngineConfig, Sampling
 from draftproof.drafters.chain import ChainDrafter
 from draftproof.drafters.fixed import AlwaysWrong, Oracle
 from draftproof.drafters.ngram import NgramDrafter
+from draftproof.engine import control as control_module
 from draftproof.engine.control import AutoDepth, Choice
 from draftproof.engine.costs import DraftCosts, PassCosts
 from draftproof.engine.plans import Plan, Scene
@@ -102,6 +104,36 @@ def test_of_a_chain_the_part_that_pays_is_asked(batch: int) -> None:
     world.play(control, 300)
     assert control._plan is not None and control._plan.arm is not None and control._plan.arm.name is None
     assert {choice.drafter for choice in control._choices} == {None}
+
+
+@pytest.mark.parametrize("chance", [0.85, 0.6])
+def test_plans_that_take_long_are_made_seldom(chance: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plan takes half a pass or more: rounds of half a millisecond lost a tenth of their time to plans and to learning for them."""
+    plans, rates = [], []
+    for seconds in (0.0, 0.6):
+        ticks = itertools.count()
+        monkeypatch.setattr(control_module, "perf_counter", lambda seconds=seconds, ticks=ticks: seconds * next(ticks))
+        world = World(chance=flat(chance), noise=0.1, length=800)
+        control, made = world.auto(), [0]
+
+        def counted(*told: Any, best: Any = control._best, made: list[int] = made) -> Any:
+            made[0] += 1
+            return best(*told)
+
+        monkeypatch.setattr(control, "_best", counted)
+        world.play(control, 100)
+        made[0] = 0
+        rates.append(world.rate(control, 600))
+        plans.append(made[0])
+    assert plans[1] < 0.7 * plans[0], plans
+    assert rates[1] > 0.97 * rates[0]
+
+
+def test_levels_that_are_seldom_there_cost_seldom() -> None:
+    """The deepest of some drafts has a k-th level where any of them has."""
+    assert control_module._reach([[0.9, 0.5, 0.1]]) == [0.9, 0.5, 0.1]
+    assert control_module._reach([[0.9, 0.5, 0.1], [0.5]]) == pytest.approx([0.95, 0.5, 0.1])
+    assert list(control_module._reach([[], []])) == list(control_module._reach([[]])) == []
 
 
 def test_what_is_off_is_asked_seldom_and_comes_back() -> None:

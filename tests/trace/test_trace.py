@@ -11,9 +11,11 @@ from engine.engine_support import OPTIONS, PROMPTS, table
 
 from draftproof import Engine, EngineConfig, Failure, Jsonl, Memory, read_trace
 from draftproof.config import TraceLevel
+from draftproof.trace import sinks
 from draftproof.trace.events import (
     VERSION,
     Alternative,
+    Event,
     NodeRecord,
     PrefillDone,
     RequestDone,
@@ -106,6 +108,28 @@ def test_a_file_holds_what_memory_holds(tmp_path: Path, level: TraceLevel) -> No
         if e.event == "round_done":
             spent = e.times.draft_s + e.times.score_s + e.times.verify_s + e.times.other_s
             assert 0 < spent < 5 and min(e.times.draft_s, e.times.score_s, e.times.verify_s, e.times.other_s) >= 0
+
+
+def test_events_are_put_into_words_many_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each by itself, between two passes, took a twentieth of a short round; and none waits for longer than it may."""
+    worded: list[Event] = []
+    monkeypatch.setattr(sinks, "to_json", lambda event: worded.append(event) or to_json(event))
+    sink = Jsonl(tmp_path / "t.jsonl", flush_s=3600.0)
+    count = 0
+    while not worded:
+        sink.write(EVENTS[5])
+        count += 1
+    assert len(worded) == count > 100 and (tmp_path / "t.jsonl").read_text().count("\n") == count
+    sink.write(EVENTS[5])
+    assert len(worded) == count
+    sink.close()
+    assert list(read_trace(tmp_path / "t.jsonl")) == [EVENTS[5]] * (count + 1)
+    monkeypatch.setattr(sinks.time, "monotonic", lambda: 1e9)
+    late = Jsonl(tmp_path / "late.jsonl")
+    monkeypatch.setattr(sinks.time, "monotonic", lambda: 1e9 + 2)
+    late.write(EVENTS[5])
+    assert list(read_trace(tmp_path / "late.jsonl")) == [EVENTS[5]]
+    late.close()
 
 
 def test_level_none_builds_nothing() -> None:

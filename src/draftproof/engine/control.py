@@ -352,9 +352,10 @@ class AutoDepth:
             return 0.0
         spent = max(shown.draft_s - self._overhead, 1e-6) * exp(-shown.moment.weather)
         names = dict.fromkeys([one.drafter for one in shown.asked])
+        known = len(names) == 1 and since == 1                   # whose doing it was, and how much there was to read
         for name in names:
             arm = next((arm for arm in self.arms if arm.name == name), self.arms[0])
-            self._follow(arm, shown.at, [one for one in shown.asked if one.drafter == name], spent if len(names) == 1 and since == 1 else None)
+            self._follow(arm, shown.at, [one for one in shown.asked if one.drafter == name], spent if known else None)
         return spent
 
     def _follow(self, arm: Arm, at: int, asked: abc.Sequence[Asked], seconds: float | None) -> None:
