@@ -136,6 +136,19 @@ def test_levels_that_are_seldom_there_cost_seldom() -> None:
     assert list(control_module._reach([[], []])) == list(control_module._reach([[]])) == []
 
 
+@pytest.mark.parametrize(("has", "timed"), [(1.0, True), (0.6, False)])
+def test_a_pass_without_guesses_is_timed_where_there_is_none_anyway(has: float, timed: bool) -> None:
+    """Rounds in which a drafter has no guess show what a plain pass takes; one in eighty was given away for it."""
+    world = World(chance=flat(0.8), arms={"": Arm(level=0.01, has=has)}, noise=0.1)
+    control = world.auto()
+    world.play(control, 400)
+    reasons = []
+    for _ in range(400):
+        world.play(control, 1)
+        reasons.append(control._trial is not None and control._trial.arm is None)
+    assert any(reasons) == timed
+
+
 def test_what_is_off_is_asked_seldom_and_comes_back() -> None:
     world = World(chance=lambda arm, kind, at: (0.95,) if at >= 400 else (0.0,), arms={"": Arm(level=0.3)})
     control = world.auto()

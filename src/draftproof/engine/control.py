@@ -346,8 +346,9 @@ class AutoDepth:
             self._plain_credit = min(self._plain_credit + earned, self._plan.seconds)
             for arm in self.arms:
                 arm.earn(earned / len(self.arms))
+        if not any([one.drafted for one in shown.asked]):
+            self._plain_at = shown.at                            # a pass like any without guesses, whoever was asked
         if not shown.asked:
-            self._plain_at = shown.at
             self._overhead += (shown.draft_s - self._overhead) * (0.1 if self._overhead else 1.0)
             return 0.0
         spent = max(shown.draft_s - self._overhead, 1e-6) * exp(-shown.moment.weather)
