@@ -138,7 +138,7 @@ def test_levels_that_are_seldom_there_cost_seldom() -> None:
 
 @pytest.mark.parametrize(("has", "timed"), [(1.0, True), (0.6, False)])
 def test_a_pass_without_guesses_is_timed_where_there_is_none_anyway(has: float, timed: bool) -> None:
-    """Rounds in which a drafter has no guess show what a plain pass takes; one in eighty was given away for it."""
+    """Rounds in which a drafter has no guess show what a plain pass takes; one in seventy-five was given away for it."""
     world = World(chance=flat(0.8), arms={"": Arm(level=0.01, has=has)}, noise=0.1)
     control = world.auto()
     world.play(control, 400)

@@ -111,7 +111,7 @@ def test_a_file_holds_what_memory_holds(tmp_path: Path, level: TraceLevel) -> No
 
 
 def test_events_are_put_into_words_many_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each by itself, between two passes, took a twentieth of a short round; and none waits for longer than it may."""
+    """Each by itself, between two passes, finds the caches cold; and none waits for longer than it may."""
     worded: list[Event] = []
     monkeypatch.setattr(sinks, "to_json", lambda event: worded.append(event) or to_json(event))
     sink = Jsonl(tmp_path / "t.jsonl", flush_s=3600.0)

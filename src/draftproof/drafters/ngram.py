@@ -86,7 +86,7 @@ class NgramDrafter(PerSequence[NgramState]):
             match = _agreement(text, place)
             node = -1
             first = first or match
-            for token in _continuation(text, place, min(budget.depth, 2 * match)):
+            for token in _continuation(text, place, min(budget.depth, _followed(match))):
                 below = child.get((node, token))
                 if below is None:
                     if len(tokens) == budget.nodes:
@@ -116,7 +116,7 @@ class NgramDrafter(PerSequence[NgramState]):
         if place is None:
             return 0, []
         match = _agreement(text, place)
-        return match, _continuation(text, place, min(depth, 2 * match))
+        return match, _continuation(text, place, min(depth, _followed(match)))
 
     def _nothing(self) -> Draft:
         return Draft.empty(self.name, f"no earlier occurrence of the last {self.min} tokens")
@@ -158,9 +158,14 @@ class NgramDrafter(PerSequence[NgramState]):
                 end = grams.before.get(end)
 
 
+def _followed(match: int) -> int:
+    """How many tokens a place is good for that agrees with so many."""
+    return 2 * match
+
+
 def _why(match: int, depth: int) -> str:
     """Why the guess is shorter than asked, where it is."""
-    return f"agreement of {match}, so {2 * match} copied" if 2 * match < depth else ""
+    return f"agreement of {match}, so {_followed(match)} copied" if _followed(match) < depth else ""
 
 
 def _continuation(text: Sequence[int], place: int, depth: int) -> list[int]:

@@ -133,7 +133,7 @@ class AutoDepth:
         self._choices = self._told(scene, self._plan)
         self._next = self.rounds + (self._same * REPLAN + len(batch) // 4 if self.tried else 1)
         choices = self._tried(scene, self._plan) or self._choices
-        self._spare(perf_counter() - start)
+        self._spare(self._plan, perf_counter() - start)
         return choices
 
     def learn(self, batch: abc.Sequence[Sequence], budgets: abc.Sequence[Budget], drafts: abc.Sequence[Draft],
@@ -230,14 +230,14 @@ class AutoDepth:
                 best, best_rate = depths, rate
         return best, best_rate
 
-    def _spare(self, planning: float) -> None:
+    def _spare(self, plan: Plan, planning: float) -> None:
         """Where rounds are so short that plans count, `planning` and what was learnt for it, make the next one later."""
         self._spent += planning
         self._own += (self._spent - self._own) * (0.2 if self._own else 1.0)
         self._spent, self._looks = 0.0, inf
-        if self._plan is None or self._trial is not None or self._same == 1 or not self.tried:
+        if self._trial is not None or self._same == 1 or not self.tried:
             return
-        rest = int(min(self._own / (THRIFT * self._plan.seconds), REST))
+        rest = int(min(self._own / (THRIFT * plan.seconds), REST))
         if self.rounds + rest > self._next:
             self._next, self._looks = self.rounds + rest, max(REPLAN, rest // 4)
 

@@ -47,8 +47,8 @@ class Lanes:
         """A budget per sequence; those that asked for no drafter are nobody's to plan for. What follows in the round is of this batch."""
         start = perf_counter()
         self._parts = self._divided(batch)
-        if len(self._parts) == 1 and len(self._parts[0][1]) == len(batch):
-            planned = self._parts[0][0].plan(batch, batch)
+        if (only := self._only(batch)) is not None:
+            planned = only.plan(batch, batch)
             self._planning = perf_counter() - start
             return planned
         budgets: dict[int, Budget] = {}
@@ -62,8 +62,8 @@ class Lanes:
         return [budgets[i] for i in range(len(batch))]
 
     def propose(self, batch: abc.Sequence[Sequence], budgets: abc.Sequence[Budget]) -> list[Draft]:
-        if len(self._parts) == 1 and len(self._parts[0][1]) == len(batch):
-            return self._parts[0][0].propose(batch, budgets)         # how long it took is what the whole step did
+        if (only := self._only(batch)) is not None:
+            return only.propose(batch, budgets)                      # how long it took is what the whole step did
         found: dict[int, Draft] = {}
         for lane, here in self._parts:
             start = perf_counter()
@@ -108,10 +108,11 @@ class Lanes:
                 if not enabled:
                     lane.leave_all()
 
+    def _only(self, batch: abc.Sequence[Sequence]) -> Speculation | None:
+        """The lane that guesses for all of the batch, which is nearly always so and needs no sorting."""
+        return self._parts[0][0] if len(self._parts) == 1 and len(self._parts[0][1]) == len(batch) else None
+
     def _divided(self, batch: abc.Sequence[Sequence]) -> list[Part]:
-        if len(self.lanes) == 1:
-            here = [i for i, seq in enumerate(batch) if seq.speculate]
-            return [(self.lanes[0], here)] if here else []
         places: list[list[int]] = [[] for _ in self.lanes]
         for i, seq in enumerate(batch):
             if seq.speculate:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 
 from ..types import Draft, Scores
+from .passes import inferring
 from .taps import Taps, stacked
 from .target import LoadFacts, TargetParts
 from .tokenizer import Tokenizer
@@ -82,7 +83,7 @@ class CroppedTarget:
         if slot in self.slots:
             self.slots.remove(slot)
 
-    @torch.inference_mode()
+    @inferring
     def extend(self, slots: Sequence[CroppedSlot], tokens: Sequence[Tensor]) -> Scores:
         last, taps = [], []
         for slot, ids in zip(slots, tokens, strict=True):
@@ -92,7 +93,7 @@ class CroppedTarget:
             self._crop(slot)
         return Scores(torch.stack(last), tuple(range(len(slots) + 1)), stacked(taps))
 
-    @torch.inference_mode()
+    @inferring
     def score(self, slots: Sequence[CroppedSlot], roots: Tensor, drafts: Sequence[Draft]) -> Scores:
         rows: list[Tensor] = []
         taps = []

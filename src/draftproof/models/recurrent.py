@@ -19,6 +19,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, Linea
 
 from ..errors import LoadError
 from ..types import Draft, Scores
+from .passes import inferring
 from .selftest import invisible
 from .taps import Taps, stacked
 from .target import LoadFacts, TargetParts
@@ -105,7 +106,7 @@ class RecurrentTarget:
         self._cache_name = names[0]
         self._takes_positions, self._takes_keep = "position_ids" in takes, "logits_to_keep" in takes
 
-    @torch.inference_mode()
+    @inferring
     def check(self) -> str:
         """What was measured: decoding token by token, scoring several, and scoring after a rejection give the logits of one pass.
 
@@ -177,7 +178,7 @@ class RecurrentTarget:
             reason += "; a state keeps the rounding of how its tokens were grouped into passes, so plain decoding takes rows singly"
         return passed, reason
 
-    @torch.inference_mode()
+    @inferring
     def _states_agree(self, tokens: int) -> bool:
         text = self._text(min(max(tokens, 256), self.context), seed=21)
         before, end = text.shape[0] // 4, text.shape[0] - 4
@@ -209,20 +210,20 @@ class RecurrentTarget:
             self.slots.remove(slot)
         slot.forget()
 
-    @torch.inference_mode()
+    @inferring
     def truncate(self, slot: RecurrentSlot, length: int) -> None:
         assert not slot.nodes and length <= slot.length, "a slot only shrinks, between passes"
         del slot.tokens[length:]
         slot.settle()
 
-    @torch.inference_mode()
+    @inferring
     def rewind(self, slot: RecurrentSlot, kept: Sequence[int]) -> None:
         assert list(kept) == list(range(len(kept))), "kept nodes of a chain are its head"
         slot.tokens += slot.nodes[: len(kept)]
         slot.nodes = []
         slot.settle()
 
-    @torch.inference_mode()
+    @inferring
     def extend(self, slots: Sequence[RecurrentSlot], tokens: Sequence[Tensor]) -> Scores:
         last, taps = [], []
         for logits, tapped in self._each(slots, tokens, keep=1):
@@ -233,7 +234,7 @@ class RecurrentTarget:
             slot.settle()
         return Scores(torch.stack(last), tuple(range(len(slots) + 1)), stacked(taps))
 
-    @torch.inference_mode()
+    @inferring
     def score(self, slots: Sequence[RecurrentSlot], roots: Tensor, drafts: Sequence[Draft]) -> Scores:
         assert all(d.is_chain for d in drafts), "a recurrent state scores chains; the engine asks for trees only where `trees` is true"
         news = [torch.cat([roots[i : i + 1].to(self.device), draft.tokens.to(self.device)]) for i, draft in enumerate(drafts)]

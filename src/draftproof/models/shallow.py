@@ -23,6 +23,7 @@ from ..errors import OptionError
 from ..types import Draft, Scores
 from .cache import PagedSlot
 from .paged import PagedTarget
+from .passes import inferring
 from .target import Target
 
 
@@ -77,7 +78,7 @@ class Shallow:
     def close(self, slot: ShallowSlot) -> None:
         slot.drafted = 0
 
-    @torch.inference_mode()
+    @inferring
     def extend(self, slots: Sequence[ShallowSlot], tokens: Sequence[Tensor]) -> Scores:
         """Feed tokens[i] [n_i ≥ 1] int64 behind slots[i], all in one pass; logits [B, V] of each slot's last row.
 

@@ -63,7 +63,7 @@ class Memory(Null):
 
 class Jsonl:
     """One file, one event a line. Events are gathered and written many at a time, in whole lines: rounds wait neither for a disk nor, each
-    by itself, for their words, which take three times as long between two passes.
+    by itself, for their words, which would find the caches cold between two passes.
 
     When the file cannot be written (a full disk) generation goes on: the file is cut back to its last whole line, the
     reason is logged and kept in `error`, later events are counted in `lost`, and `close` raises `Failure`.
