@@ -174,10 +174,12 @@ class Course:
         pages, rows, common = zip(*paths, strict=True)
         assert all(keys % page % CHUNK == 0 for keys in common) and not common[0], f"keys in common: {common}"
         starts = ([*accumulate(map(len, lists), initial=0)] for lists in (rows, pages))
-        self.rows, self._numbers, at = len(positions), array("q"), []
+        numbers: list[int] = []
+        at = []
         for part in (positions, *starts, chain(*rows), chain(*pages), common, write_to, write_from):
-            at.append(8 * len(self._numbers))
-            self._numbers.extend(part)
+            at.append(8 * len(numbers))
+            numbers.extend(part)
+        self.rows, self._numbers = len(positions), array("q", numbers)
         address = self._numbers.buffer_info()[0]
         self._sight = None if sight is None else sight.contiguous()
         self.struct = _Course(self.rows, len(paths), len(write_to), page, *[address + start for start in at], address_of(own),
@@ -239,11 +241,11 @@ class _Wish(ctypes.Structure):
 
 
 def forward(model: Model, course: Course, ids: Tensor, taps: Sequence[int], keep: Sequence[int] | None) -> tuple[Tensor, Sequence[Tensor]]:
-    """The whole pass of ids int64 [rows]: logits [len(keep), V] of the rows in `keep`, which rise, or of all, and the outputs
+    """The whole pass of ids int64 [1, rows]: logits [len(keep), V] of the rows in `keep`, which rise, or of all, and the outputs
     [rows, hidden] of each of the layers `taps`, which rise. Positions lie within the model's angles. Raises IndexError, as torch's
     embedding does, for an id that the model lacks."""
     rows, kept = course.rows, course.rows if keep is None else len(keep)
-    assert ids.shape == (rows,) and ids.dtype == torch.int64 and ids.is_contiguous()
+    assert ids.shape == (1, rows) and ids.dtype == torch.int64 and ids.is_contiguous()
     assert keep is None or all(map(lt, (-1, *keep), (*keep, rows))), f"rows {keep} of {rows}"
     assert not taps or 0 <= taps[0] and taps[-1] < model.count and list(taps) == sorted(set(taps)), f"layers {taps} of {model.count}"
     dtype = torch.bfloat16 if model.halves else torch.float32

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -84,14 +85,20 @@ def _by_kernel(logits: Tensor, groups: Sequence[Rows]) -> Law | None:
     where there is more to do, or a row to refuse."""
     if not compiled(logits, torch.bfloat16) or any(g.edited for g in groups):
         return None
-    filters, *others = (_filters(g.sampling, logits.shape[1]) for g in groups)
-    if filters.active or any(other != filters for other in others):
+    filters = _filters(groups[0].sampling, logits.shape[1])
+    if filters.active or any(_filters(g.sampling, logits.shape[1]) != filters for g in groups[1:]):
         return None
     if filters.temperature:
         whole = native.law(logits, max(filters.temperature, host.COLD))
         return None if whole is None else Law(logits.shape[1], whole)
     best = native.first(logits)
-    return None if best is None else Law(logits.shape[1], few=(best, torch.zeros(best.shape)))
+    return None if best is None else Law(logits.shape[1], few=(best, _certain(best.shape[0])))
+
+
+@lru_cache(maxsize=64)
+def _certain(rows: int) -> Tensor:
+    """The log-probabilities [rows, 1] of tokens that are chosen for sure."""
+    return torch.zeros(rows, 1)
 
 
 def _refuse(logits: Tensor, top: Tensor, groups: Sequence[Rows]) -> None:

@@ -14,9 +14,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import ClassVar, Self
 
-import numpy as np
 import torch
 
 from ..errors import SpecError
@@ -60,6 +60,7 @@ class NgramDrafter(PerSequence[NgramState]):
         if not 1 <= min <= max <= 32:
             raise SpecError(f"ngram:min={min},max={max}: expected 1 ≤ min ≤ max ≤ 32")
         self.min, self.max = min, max
+        self._nothing = Draft.empty(self.name, f"no earlier occurrence of the last {min} tokens")
 
     @classmethod
     def check(cls, options: Mapping[str, int]) -> None:
@@ -99,16 +100,15 @@ class NgramDrafter(PerSequence[NgramState]):
             if len(tokens) == budget.nodes:
                 break
         if not tokens:
-            return self._nothing()
+            return self._nothing
         return Draft(torch.tensor(tokens), tuple(parents), score=torch.tensor(scores, dtype=torch.float32), drafter=self.name,
                      reason=_why(first, budget.depth))
 
     def _chain(self, state: NgramState, text: Sequence[int], depth: int) -> Draft:
         match, tokens = self._copied(state, text, depth)
         if not tokens:
-            return self._nothing()
-        score = torch.from_numpy(np.full(len(tokens), match, np.float32))
-        return Draft.chain(tokens, score=score, drafter=self.name, reason=_why(match, depth))
+            return self._nothing
+        return Draft.chain(tokens, score=_alike(match, len(tokens)), drafter=self.name, reason=_why(match, depth))
 
     def _copied(self, state: NgramState, text: Sequence[int], depth: int) -> tuple[int, list[int]]:
         """A chain, from the place that a tree looks at first, and how many tokens agree with it; (0, []) without one."""
@@ -117,9 +117,6 @@ class NgramDrafter(PerSequence[NgramState]):
             return 0, []
         match = _agreement(text, place)
         return match, _continuation(text, place, min(depth, _followed(match)))
-
-    def _nothing(self) -> Draft:
-        return Draft.empty(self.name, f"no earlier occurrence of the last {self.min} tokens")
 
     def chain(self, state: NgramState, depth: int) -> list[int]:
         """The tokens that `guess` proposes for a chain of this depth."""
@@ -163,6 +160,13 @@ def _followed(match: int) -> int:
     return 2 * match
 
 
+@lru_cache(maxsize=1024)
+def _alike(match: int, count: int) -> torch.Tensor:
+    """The scores of a chain, which are all the same."""
+    return torch.full((count,), float(match))
+
+
+@lru_cache(maxsize=1024)
 def _why(match: int, depth: int) -> str:
     """Why the guess is shorter than asked, where it is."""
     return f"agreement of {match}, so {_followed(match)} copied" if _followed(match) < depth else ""

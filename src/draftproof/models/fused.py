@@ -162,7 +162,7 @@ class FusedPass:
         if model is None:
             return self.compute(p.placed(), pool, keep)
         taps = sorted(self.taps)
-        logits, tapped = native.forward(model, p.course(), p.ids[0], taps, keep)
+        logits, tapped = native.forward(model, p.course(), p.ids, taps, keep)
         self.rows = dict(zip(taps, tapped, strict=True))
         return logits
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -257,12 +258,13 @@ class PagedTarget:
     def _ids(self, roots: Tensor, drafts: Sequence[Draft]) -> Tensor:
         """Each root and its nodes, [1, rows] on the model's device. They may come from the host or any device; from the host alone they
         move together."""
+        if roots.is_cpu and all(draft.tokens.is_cpu for draft in drafts):
+            rows = [row for root, draft in zip(roots.tolist(), drafts, strict=True) for row in (root, *draft.tokens.tolist())]
+            return sent(torch.from_numpy(np.array([rows], np.int64)), self.device)
         if not any(map(len, drafts)):
             return sent(roots, self.device)[None]
         parts = [part for root, draft in zip(_each(roots), drafts, strict=True) for part in (root, draft.tokens)]
-        if not all(part.is_cpu for part in parts):
-            parts = [sent(part, self.device) for part in parts]
-        return sent(torch.cat(parts), self.device)[None]
+        return torch.cat([sent(part, self.device) for part in parts])[None]
 
     def _tree_paths(
         self, slot: PagedSlot, draft: Draft, base: int, depth: int, copies: list[tuple[int, int, int, int]]
