@@ -182,8 +182,9 @@ class Course:
         self.rows, self._numbers = len(positions), array("q", numbers)
         address = self._numbers.buffer_info()[0]
         self._sight = None if sight is None else sight.contiguous()
-        self.struct = _Course(self.rows, len(paths), len(write_to), page, *[address + start for start in at], address_of(own),
-                              0 if own is None else own.shape[2], address_of(self._sight), 0 if sight is None else sight.shape[1])
+        self.struct = _Course.from_buffer(array("q", (          # sooner than field by field
+            self.rows, len(paths), len(write_to), page, *[address + start for start in at], address_of(own) or 0,
+            0 if own is None else own.shape[2], address_of(self._sight) or 0, 0 if sight is None else sight.shape[1])))
 
 
 def attend(

@@ -169,6 +169,14 @@ class DraftLaw:
     ids: Tensor | None = None
 
 
+def _numbers(tokens: Sequence[int]) -> Tensor:
+    """int64 [n]; sooner than by torch.tensor."""
+    import numpy as np
+    import torch
+
+    return torch.from_numpy(np.array(tokens, np.int64))
+
+
 @lru_cache(maxsize=64)
 def _line(count: int) -> tuple[int, ...]:
     """The parents of a chain."""
@@ -205,10 +213,7 @@ class Draft:
 
     @classmethod
     def chain(cls, tokens: Sequence[int] | Tensor, **more: Any) -> Draft:
-        import numpy as np
-        import torch
-
-        ids = tokens if isinstance(tokens, torch.Tensor) else torch.from_numpy(np.array(tokens, np.int64))       # sooner than torch.tensor
+        ids = tokens if hasattr(tokens, "device") else _numbers(tokens)
         return cls(ids, _line(ids.shape[0]), **more)
 
     @staticmethod

@@ -56,7 +56,7 @@ class Law:
 
 def choose(law: Law | Tensor, keys: Tensor | None) -> Tensor:
     """argmax(log p − log E) of each row, int64 [N]; ties go to the lowest id. keys int32 [N, 2], or None for no noise."""
-    return perturbed_top(law, keys, 1)[1][:, 0]
+    return perturbed_top(law, keys, 1)[1].view(-1)
 
 
 def perturbed_top(law: Law | Tensor, keys: Tensor | None, k: int, ids: Tensor | None = None,

@@ -77,7 +77,7 @@ class Lanes:
 
     def learn(self, batch: abc.Sequence[Sequence], budgets: abc.Sequence[Budget], drafts: abc.Sequence[Draft],
               verdicts: abc.Sequence[Verdict], times: Times) -> None:
-        if any(isinstance(lane.control, AutoDepth) and lane.state[0] == "on" for lane, _ in self._parts):
+        if any([isinstance(lane.control, AutoDepth) and lane.state[0] == "on" for lane, _ in self._parts]):
             rows, keys = sum(map(len, drafts)) + len(batch), sum(len(seq.tokens) for seq in batch)
             self.passes.learn(len(batch), rows, keys, times.score_s + times.verify_s + times.other_s)
         for lane, here in self._parts:

@@ -151,9 +151,10 @@ class FusedPass:
 
     def set(self, chosen: Sequence[int]) -> None:
         """From the next pass on `rows` holds the outputs [rows, hidden] of these layers."""
-        for layer in chosen:
-            assert 0 <= layer < len(self.layers), f"layer {layer} of {len(self.layers)}"
-        self.taps, self.rows = frozenset(chosen), {}
+        wanted = frozenset(chosen)
+        if wanted != self.taps:
+            assert all(0 <= layer < len(self.layers) for layer in wanted), f"layers {chosen} of {len(self.layers)}"
+            self.taps, self.rows = wanted, {}
 
     def __call__(self, p: Pass, pool: PagePool, keep: Sequence[int] | None) -> Tensor:
         """Logits [len(keep), V] of the rows in `keep`, or of all."""
