@@ -15,7 +15,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
 
 from .errors import OptionError
 
@@ -213,7 +213,7 @@ class Draft:
 
     @classmethod
     def chain(cls, tokens: Sequence[int] | Tensor, **more: Any) -> Draft:
-        ids = tokens if hasattr(tokens, "device") else _numbers(tokens)
+        ids = cast("Tensor", tokens) if hasattr(tokens, "device") else _numbers(cast("Sequence[int]", tokens))
         return cls(ids, _line(ids.shape[0]), **more)
 
     @staticmethod
