@@ -213,7 +213,7 @@ class Draft:
 
     @classmethod
     def chain(cls, tokens: Sequence[int] | Tensor, **more: Any) -> Draft:
-        ids = cast("Tensor", tokens) if hasattr(tokens, "device") else _numbers(cast("Sequence[int]", tokens))
+        ids = cast("Tensor", tokens) if hasattr(tokens, "device") else _numbers(tokens)
         return cls(ids, _line(ids.shape[0]), **more)
 
     @staticmethod

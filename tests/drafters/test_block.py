@@ -15,6 +15,7 @@ from torch import Tensor
 from draftproof import Engine, LoadConfig, Sampling
 from draftproof.core.probs import distribution
 from draftproof.core.tree import path
+from draftproof.drafters import dflash as dflash_module
 from draftproof.drafters.base import Site
 from draftproof.drafters.dflash import DFlashDrafter
 from draftproof.drafters.dspark import DSparkDrafter
@@ -90,6 +91,38 @@ def test_context_keys_do_not_depend_on_how_the_text_grew() -> None:
     again, _ = opened(target, drafter, [text])
     drafts = [drafter.propose(each, [Budget(5, 12, "", "")], SharedNoise())[0] for each in (states, again)]
     assert states[0].end == 7 and drafts[0].tokens.tolist() == drafts[1].tokens.tolist() and drafts[0].parents == drafts[1].parents
+
+
+def test_what_the_target_leaves_waits_until_a_guess_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A round that asks for nothing took as long as two plain passes of the built-in target, to project one hidden state."""
+    target, text = table(), Text.of([1, 2, 3, 4], WARM)
+    drafter, passes = dflash(target), list[int]()
+    keys = DFlash.keys
+
+    def counted(head: DFlash, fused: Tensor, positions: Tensor) -> Any:
+        passes.append(len(positions))
+        return keys(head, fused, positions)
+
+    monkeypatch.setattr(DFlash, "keys", counted)
+    monkeypatch.setattr(dflash_module, "CHUNK", 8)
+
+    def told(start: int, stop: int) -> Signals:
+        rows = torch.stack([target.hidden(text.tokens[:n]) for n in range(start + 1, stop + 1)])
+        return Signals(start, {layer: rows for layer in drafter.needs.taps})
+
+    state = drafter.open(text, told(0, 3))
+
+    def write(count: int) -> None:
+        for end in range(len(text.tokens), len(text.tokens) + count):
+            text.tokens.append(end % V)
+            drafter.observe([state], [Commit(end, (end % V,), ("plain",), ())], [told(end - 1, end)])
+
+    write(3)
+    assert not passes and state.end == 6
+    draft, = drafter.propose([state], [Budget(3, 3, "", "")], SharedNoise())
+    assert len(draft) == 3 and passes == [6]
+    write(20)
+    assert max(passes) <= 9 and state.ahead <= 8 and state.end == 26, "no more than a chunk waits"
 
 
 def test_a_text_longer_than_the_context_ends_the_guesses_with_a_reason() -> None:

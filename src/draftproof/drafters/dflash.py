@@ -1,14 +1,14 @@
 """`dflash`: a head that guesses a whole block in one pass from the target's hidden states (arXiv 2602.06036).
 
-What the target left behind is fused, projected and kept per layer as the text grows; a round costs one pass over one block
-per sequence, however deep the guess. Slots do not know of each other, so under `match` any of a slot's candidates may
+What the target left behind waits until a guess is asked for, and is then fused, projected and kept per layer; a round costs one pass
+over one block per sequence, however deep the guess. Slots do not know of each other, so under `match` any of a slot's candidates may
 follow any of the one before, and a tree is a product of them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar, Self
 
 import torch
@@ -22,23 +22,26 @@ from .base import Needs, Noise, NoOptions, Ranking, Site
 from .grow import Growth, Margins
 from .slots import Line, Slots, chains, trees
 
-CHUNK = 1024        # hidden states that are fused in one pass
+CHUNK = 1024        # hidden states that are fused in one pass, and of one sequence that wait at most
 
 
 @dataclass(slots=True)
 class BlockState:
-    """One sequence. The cache holds context keys of the positions from `first` on, without a gap."""
+    """One sequence. The cache holds context keys of the positions from `first` on, without a gap; of the next `ahead` positions hidden
+    states wait, for each of some rounds those of every tap [n, H]."""
 
     seq: SequenceView
     ranking: Ranking
     cache: HeadCache | None                 # None: closed
     first: int = 0
+    ahead: int = 0
+    waiting: list[tuple[Tensor, ...]] = field(default_factory=list)
     tree: tuple[Growth, int] | None = None  # what grew for the text as it is, and which sequence of it this was
     length: int = 0                         # tokens of that text
 
     @property
     def end(self) -> int:
-        return self.first + (self.cache.length if self.cache is not None else 0)
+        return self.first + self.ahead + (self.cache.length if self.cache is not None else 0)
 
 
 class Block:
@@ -95,15 +98,14 @@ class DFlashDrafter(NoOptions):
         shape = self.head.shape
         state = BlockState(seq, Ranking(seq), HeadCache(self.head.depth, shape.kv_heads, shape.head_dim, self.dtype, self.device))
         if signals is not None:
-            self._take([state], [signals])
+            self._take(state, signals)
         return state
 
     def close(self, state: BlockState) -> None:
-        state.cache, state.tree = None, None
+        state.cache, state.tree, state.ahead = None, None, 0
+        state.waiting.clear()
 
     def observe(self, states: Sequence[BlockState], commits: Sequence[Commit], signals: Sequence[Signals | None]) -> None:
-        heard: list[BlockState] = []
-        said: list[Signals] = []
         for state, commit, rows in zip(states, commits, signals, strict=True):
             if state.cache is None:
                 continue
@@ -112,10 +114,7 @@ class DFlashDrafter(NoOptions):
                 growth.learn(i, commit.tokens)
             state.tree = None
             if rows is not None:
-                heard.append(state)
-                said.append(rows)
-        if heard:
-            self._take(heard, said)
+                self._take(state, rows)
 
     @torch.inference_mode()
     def propose(self, states: Sequence[BlockState], budgets: Sequence[Budget], noise: Noise) -> list[Draft]:
@@ -134,6 +133,7 @@ class DFlashDrafter(NoOptions):
         growing = [line for line in lines if not noise.keep_law and line.nodes > line.depth]
         for some in (growing, [line for line in lines if line not in growing] if growing else lines):
             if some:
+                self._catch_up([states[line.place] for line in some])
                 slots = self._pass([states[line.place] for line in some], max(line.depth for line in some))
                 for line, draft in zip(some, self._draw(some, states, slots, noise, some is growing), strict=True):
                     drafts[line.place] = draft
@@ -162,39 +162,43 @@ class DFlashDrafter(NoOptions):
         length, reach, context = len(state.seq.tokens), self.head.reach, self.head.context
         if state.cache is None:
             return 0, "the sequence is closed"
-        if not state.cache.length or state.end != length - 1:
+        if state.end == state.first or state.end != length - 1:
             return 0, "the target's hidden states of the last tokens are not here yet"
         if context is not None and context - length < min(depth, reach):
             return max(0, context - length), f"the drafter's context ends at {context}"
         return (reach, f"a block holds {reach} guesses") if reach < depth else (depth, "")
 
+    def _take(self, state: BlockState, signals: Signals) -> None:
+        """Hidden states that the target left: keep what is new. After a gap the window begins anew."""
+        assert state.cache is not None, "of an open sequence"
+        if state.end == state.first or signals.start > state.end:
+            state.cache.truncate(0)
+            state.waiting.clear()
+            state.first, state.ahead = signals.start, 0
+        rows = tuple(signals.taps[tap][state.end - signals.start:] for tap in self.head.taps)
+        count = rows[0].shape[0]
+        if count:
+            state.waiting.append(rows)
+            state.ahead += count
+        if state.ahead > CHUNK:
+            self._catch_up([state])
+
     @torch.inference_mode()
-    def _take(self, states: Sequence[BlockState], signals: Sequence[Signals]) -> None:
-        """Hidden states that the target left: project what is new, of all sequences in one pass. After a gap the window begins anew."""
-        features: list[Tensor] = []
-        caches: list[HeadCache] = []
-        counts: list[int] = []
-        positions: list[int] = []
-        for state, said in zip(states, signals, strict=True):
-            if state.cache is None:
-                continue
-            if not state.cache.length or said.start > state.end:
-                state.cache.truncate(0)
-                state.first = said.start
-            rows = [said.taps[tap][state.end - said.start:] for tap in self.head.taps]
-            count = rows[0].shape[0]
-            if count:
-                features.append(torch.cat(rows, -1))
-                positions += range(state.end, state.end + count)
-                caches.append(state.cache)
-                counts.append(count)
-        if not features:
+    def _catch_up(self, states: Sequence[BlockState]) -> None:
+        """Project what waits, of all sequences together."""
+        behind = [(state, state.cache) for state in states if state.ahead and state.cache is not None]
+        if not behind:
             return
-        flat, places = features[0] if len(features) == 1 else torch.cat(features), torch.tensor(positions, device=self.device)
+        counts = [state.ahead for state, _ in behind]
+        taps = zip(*(rows for state, _ in behind for rows in state.waiting), strict=True)
+        flat = torch.cat([torch.cat(rows) for rows in taps], -1)
+        places = torch.tensor([at for state, _ in behind for at in range(state.end - state.ahead, state.end)], device=self.device)
         found = [self.head.keys(self.head.fuse(flat[at:at + CHUNK]), places[at:at + CHUNK]) for at in range(0, flat.shape[0], CHUNK)]
         for layer, parts in enumerate(zip(*found, strict=True)):
             keys, values = (torch.cat(part) if len(found) > 1 else part[0] for part in zip(*parts, strict=True))
-            for cache, k, v in zip(caches, torch.split(keys, counts), torch.split(values, counts), strict=True):
+            for (_, cache), k, v in zip(behind, torch.split(keys, counts), torch.split(values, counts), strict=True):
                 cache.write(layer, k, v)
-        for cache, count in zip(caches, counts, strict=True):
+        for (state, cache), count in zip(behind, counts, strict=True):
             cache.advance(count)
+            state.waiting.clear()
+            state.ahead = 0
