@@ -241,10 +241,10 @@ class _Wish(ctypes.Structure):
     _fields_ = fields(pointers="ids taps keep tapped logits", numbers="tap_count kept")
 
 
-def forward(model: Model, course: Course, ids: Tensor, taps: Sequence[int], keep: Sequence[int] | None) -> tuple[Tensor, Sequence[Tensor]]:
+def forward(model: Model, course: Course, ids: Tensor, taps: Sequence[int], keep: Sequence[int] | None) -> tuple[Tensor, Tensor | None]:
     """The whole pass of ids int64 [1, rows]: logits [len(keep), V] of the rows in `keep`, which rise, or of all, and the outputs
-    [rows, hidden] of each of the layers `taps`, which rise. Positions lie within the model's angles. Raises IndexError, as torch's
-    embedding does, for an id that the model lacks."""
+    [rows, layers, hidden] of the layers `taps`, which rise, if there are any. Positions lie within the model's angles. Raises
+    IndexError, as torch's embedding does, for an id that the model lacks."""
     rows, kept = course.rows, course.rows if keep is None else len(keep)
     assert ids.shape == (1, rows) and ids.dtype == torch.int64 and ids.is_contiguous()
     assert keep is None or all(map(lt, (-1, *keep), (*keep, rows))), f"rows {keep} of {rows}"
@@ -261,7 +261,7 @@ def forward(model: Model, course: Course, ids: Tensor, taps: Sequence[int], keep
         raise IndexError(f"ids {ids.tolist()}: expected each to be one of the embedding's {model.vocabulary}")
     if failed:
         raise MemoryError(f"a pass of {rows} rows found no memory to work in")
-    return logits, () if tapped is None else tapped.unbind(1)
+    return logits, tapped
 
 
 def best(x: Tensor, keys: Tensor | None, names: Tensor | None, k: int) -> tuple[Tensor, Tensor]:

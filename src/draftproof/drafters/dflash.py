@@ -17,6 +17,7 @@ from torch import Tensor
 from ..models.heads.cache import HeadCache
 from ..models.heads.dflash import Blocks, DFlash
 from ..models.packed import can_pack, pack
+from ..models.taps import abreast
 from ..types import Budget, Commit, Draft, SequenceView, Signals
 from .base import Needs, Noise, NoOptions, Ranking, Site
 from .grow import Growth, Margins
@@ -28,14 +29,14 @@ CHUNK = 1024        # hidden states that are fused in one pass, and of one seque
 @dataclass(slots=True)
 class BlockState:
     """One sequence. The cache holds context keys of the positions from `first` on, without a gap; of the next `ahead` positions hidden
-    states wait, for each of some rounds those of every tap [n, H]."""
+    states wait, [n, taps * H] of each of some rounds."""
 
     seq: SequenceView
     ranking: Ranking
     cache: HeadCache | None                 # None: closed
     first: int = 0
     ahead: int = 0
-    waiting: list[tuple[Tensor, ...]] = field(default_factory=list)
+    waiting: list[Tensor] = field(default_factory=list)
     tree: tuple[Growth, int] | None = None  # what grew for the text as it is, and which sequence of it this was
     length: int = 0                         # tokens of that text
 
@@ -175,11 +176,10 @@ class DFlashDrafter(NoOptions):
             state.cache.truncate(0)
             state.waiting.clear()
             state.first, state.ahead = signals.start, 0
-        rows = tuple(signals.taps[tap][state.end - signals.start:] for tap in self.head.taps)
-        count = rows[0].shape[0]
-        if count:
+        rows = abreast(signals.taps, self.head.taps)[state.end - signals.start:]
+        if rows.shape[0]:
             state.waiting.append(rows)
-            state.ahead += count
+            state.ahead += rows.shape[0]
         if state.ahead > CHUNK:
             self._catch_up([state])
 
@@ -190,8 +190,7 @@ class DFlashDrafter(NoOptions):
         if not behind:
             return
         counts = [state.ahead for state, _ in behind]
-        taps = zip(*(rows for state, _ in behind for rows in state.waiting), strict=True)
-        flat = torch.cat([torch.cat(rows) for rows in taps], -1)
+        flat = torch.cat([rows for state, _ in behind for rows in state.waiting])
         places = torch.tensor([at for state, _ in behind for at in range(state.end - state.ahead, state.end)], device=self.device)
         found = [self.head.keys(self.head.fuse(flat[at:at + CHUNK]), places[at:at + CHUNK]) for at in range(0, flat.shape[0], CHUNK)]
         for layer, parts in enumerate(zip(*found, strict=True)):

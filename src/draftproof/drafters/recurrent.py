@@ -22,6 +22,7 @@ from ..models.heads.blocks import join
 from ..models.heads.cache import HeadCache, HeadPass
 from ..models.heads.compiled import CompiledHead, Made, Wish
 from ..models.packed import can_pack, pack
+from ..models.taps import abreast
 from ..types import Budget, Commit, Draft, DraftLaw, SequenceView, Signals
 from .base import Needs, Noise, Picks, Ranking, joined_laws, pick
 from .grow import CANDIDATES, Front, Growth, Margins, beside, evenly, grown, spine
@@ -152,7 +153,7 @@ class RecurrentDrafter:
 
     def _take(self, state: RecurrentState, signals: Signals) -> None:
         """Hidden states that the target left: keep what is new. After a gap the window begins anew."""
-        rows = torch.cat([signals.taps[tap] for tap in self.head.taps], -1)
+        rows = abreast(signals.taps, self.head.taps)
         end = state.base + state.held + state.ahead
         if not state.held + state.ahead or signals.start > end:
             state.base, state.held, state.ahead, state.last = signals.start, 0, 0, None

@@ -9,6 +9,7 @@ from time import perf_counter
 import torch
 
 from ..errors import CacheFull
+from ..models.taps import rows_at, stacked
 from ..models.target import Target
 from ..types import Commit, FinishReason, Signals
 from .lanes import Lanes
@@ -100,7 +101,7 @@ class Batch:
             seq.prefill_passes += 1
             seq.prefill_s += spent
             if scores.taps:
-                seq.signals = _joined(seq.signals, Signals(at, {layer: rows[row:row + len(chunk)] for layer, rows in scores.taps.items()}))
+                seq.signals = _joined(seq.signals, Signals(at, rows_at(scores.taps, slice(row, row + len(chunk)))))
             row += len(chunk)
             if at + len(chunk) == seq.prompt_tokens:
                 done += self._first_token(seq, scores.logits[i:i + 1])
@@ -155,4 +156,4 @@ def _joined(before: Signals | None, more: Signals) -> Signals:
     """Hidden states of two chunks of one prompt, the second right after the first."""
     if before is None:
         return more
-    return Signals(before.start, {layer: torch.cat((before.taps[layer], rows)) for layer, rows in more.taps.items()})
+    return Signals(before.start, stacked((before.taps, more.taps)))

@@ -22,6 +22,7 @@ from ..core.typical import typical
 from ..core.upload import index_of, uploaded
 from ..core.verify import joint, match, shares_noise
 from ..errors import CacheFull, DrafterError, OptionError
+from ..models.taps import rows_at
 from ..models.target import Slot, Target
 from ..trace.events import Alternative, Times
 from ..types import LOSSY, Commit, Draft, Fate, Scores, Signals, Verdict
@@ -222,11 +223,11 @@ def _signals(scores: Scores, commits: abc.Sequence[Commit]) -> abc.Sequence[Sign
     device = scores.logits.device
     # A recorded pass writes over its rows the next time; on a processor every pass has its own, and those of a chain need no copy.
     index = index_of(rows, device) if device.type == "cpu" else uploaded(rows, device)
-    kept = {layer: hidden[index] for layer, hidden in scores.taps.items()}
+    kept = rows_at(scores.taps, index)
     if len(commits) == 1:
         return [Signals(commits[0].start - 1, kept)]
     ends = list(accumulate(1 + len(commit.kept) for commit in commits))
-    return [Signals(commit.start - 1, {layer: hidden[end - 1 - len(commit.kept):end] for layer, hidden in kept.items()})
+    return [Signals(commit.start - 1, rows_at(kept, slice(end - 1 - len(commit.kept), end)))
             for commit, end in zip(commits, ends, strict=True)]
 
 

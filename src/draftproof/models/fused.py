@@ -12,7 +12,7 @@ Which models: exact classes of `transformers`, layer by layer. A subclass, a qua
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from copy import copy
 from functools import partial
 from operator import is_not
@@ -30,6 +30,7 @@ from .cache import PagePool
 from .packed import HeldLinear, Linear, StreamedLinear, joined
 from .passes import Pass
 from .shares import bare, kept
+from .taps import SideBySide
 from .tiled import InTiles
 
 FAMILIES = {"llama": "Llama", "mistral": "Mistral", "ministral": "Ministral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
@@ -131,7 +132,7 @@ class FusedPass:
         self._norm = self.layers[0]._norm
         self.angles: Tensor | None = None  # [positions, 2, head_dim]: cos, and sin with its first half negated
         self.taps: frozenset[int] = frozenset()
-        self.rows: dict[int, Tensor] = {}
+        self.rows: Mapping[int, Tensor] = {}
         self._table: tuple[tuple[PagePool, int, int], ctypes.Array[native.Layer] | None] | None = None
         self._whole: tuple[tuple[Any, ...], native.Model | None] | None = None  # what it was made of
 
@@ -164,7 +165,7 @@ class FusedPass:
             return self.compute(p.placed(), pool, keep)
         taps = sorted(self.taps)
         logits, tapped = native.forward(model, p.course(), p.ids, taps, keep)
-        self.rows = dict(zip(taps, tapped, strict=True))
+        self.rows = {} if tapped is None else SideBySide(taps, tapped)
         return logits
 
     def compute(self, p: Pass, pool: PagePool, keep: Sequence[int] | None) -> Tensor:
@@ -174,6 +175,7 @@ class FusedPass:
         angles = self._measure(x, p.positions) if self.angles is None else self.angles[p.positions[0]]
         cos, sin = angles[:, :1], angles[:, 1:]
         table, ran = self._kernels(pool), 0
+        rows: dict[int, Tensor] = {}
         for number, layer in enumerate(self.layers):
             if table is None:
                 x = layer.run(x, cos, sin, p, pool)
@@ -181,7 +183,8 @@ class FusedPass:
                 native.blocks(table, ran, number + 1, x, cos, sin, [p.course()])
                 ran = number + 1
             if number in self.taps:
-                self.rows[number] = x.clone()
+                rows[number] = x.clone()
+        self.rows = rows
         if keep is not None:
             x = rows_of(x, keep)
         logits: Tensor = self.output(self._norm(x, self.norm.weight, self.norm.variance_epsilon))

@@ -92,7 +92,6 @@ class Recording:
         fused = self.fused
         cache = {(window, fused.group, fused.dtype): self._items(kind, window) for kind, window in enumerate(fused.windows)}
         p = Pass(self.ids, self.positions[None], [], self.write_to, self.write_from, [], self.pool.page_tokens, self.tile, cache)
-        fused.rows = {}
         return fused.compute(p, self.pool, None), dict(fused.rows)
 
     def _items(self, kind: int, window: int) -> Items:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
 
 import numpy as np
@@ -16,7 +16,7 @@ from .attention import TILE, compiled
 from .cache import PagedSlot, PagePool
 from .fused import FusedPass
 from .passes import Pass, Path, inferring
-from .taps import Taps
+from .taps import Taps, rows_at
 from .target import LoadFacts, TargetParts
 from .tokenizer import Tokenizer
 
@@ -138,7 +138,7 @@ class PagedTarget:
             if slot.length >= (slot.shared + 1) * self.pool.page_tokens:
                 self.pool.publish(slot)
         rows = sum(map(len, tokens))
-        return Scores(logits, tuple(range(len(slots) + 1)), {k: v[:rows] for k, v in self._taps.rows.items()})
+        return Scores(logits, tuple(range(len(slots) + 1)), self._tapped(rows))
 
     @inferring
     def score(self, slots: Sequence[PagedSlot], roots: Tensor, drafts: Sequence[Draft]) -> Scores:
@@ -146,15 +146,18 @@ class PagedTarget:
         if self.whole_tiles and rows == 1:  # plain decoding of one sequence: a second row that nobody reads
             run = [Draft.chain(roots)]
         logits = self._run(slots, run, roots, None)
-        taps = self._taps.rows
         if logits.shape[0] > rows:
-            logits, taps = logits[:rows], {layer: tapped[:rows] for layer, tapped in taps.items()}
+            logits = logits[:rows]
         starts = [0]
         for slot, root, draft in zip(slots, _each(roots), drafts, strict=True):
             slot.add(root)
             slot.nodes = draft.tokens
             starts.append(starts[-1] + len(draft) + 1)
-        return Scores(logits, tuple(starts), dict(taps))
+        return Scores(logits, tuple(starts), self._tapped(rows))
+
+    def _tapped(self, rows: int) -> Mapping[int, Tensor]:
+        """Of the last pass; the next one keeps what it finds elsewhere."""
+        return rows_at(self._taps.rows, slice(rows)) if self._taps.rows else {}
 
     def rewind(self, slot: PagedSlot, kept: Sequence[int]) -> None:
         if kept and slot.tails:

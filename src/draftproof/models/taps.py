@@ -1,12 +1,45 @@
-"""Hidden states of a transformers model, by forward hooks: the output of chosen decoder layers, row by row."""
+"""Hidden states: the outputs of chosen decoder layers, row by row. What holds them, and how hooks of a transformers model take them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+
+class SideBySide(Mapping[int, Tensor]):
+    """Outputs [rows, H] of some layers in one tensor [rows, layers, H], so that rows are taken from all of them at once."""
+
+    def __init__(self, layers: Sequence[int], whole: Tensor) -> None:
+        assert whole.ndim == 3 and whole.shape[1] == len(layers), f"{tuple(whole.shape)} of {len(layers)} layers"
+        self.layers, self.whole = tuple(layers), whole
+
+    def __getitem__(self, layer: int) -> Tensor:
+        if layer not in self.layers:
+            raise KeyError(layer)
+        return self.whole[:, self.layers.index(layer)]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.layers)
+
+    def __len__(self) -> int:
+        return len(self.layers)
+
+
+def rows_at(taps: Mapping[int, Tensor], rows: slice | Tensor) -> Mapping[int, Tensor]:
+    """These rows of every layer."""
+    if isinstance(taps, SideBySide):
+        return SideBySide(taps.layers, taps.whole[rows])
+    return {layer: hidden[rows] for layer, hidden in taps.items()}
+
+
+def abreast(taps: Mapping[int, Tensor], layers: Sequence[int]) -> Tensor:
+    """Of every row the outputs of these layers, one after the other: [rows, len(layers) * H]."""
+    if isinstance(taps, SideBySide) and taps.layers == tuple(layers):
+        return taps.whole.flatten(1)
+    return torch.cat([taps[layer] for layer in layers], -1)
 
 
 class Taps:
