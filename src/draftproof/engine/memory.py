@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import inf
 from pathlib import Path
+from time import perf_counter
 
 import torch
 
-EVERY = 64              # rounds between two looks
+EVERY_S = 0.25          # seconds between two looks, which take some tens of microseconds
 SYSTEM, GROUP = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
 
 
@@ -42,15 +44,14 @@ def _fact(facts: str, name: str) -> int:
 class Pressure:
     """Says now and then whether memory is short: from less than `least` free until twice as much is."""
 
-    def __init__(self, least: float, left: Callable[[], float | None]) -> None:
-        self.least, self._left = least, left
-        self._rounds, self._why = 0, ""
+    def __init__(self, least: float, left: Callable[[], float | None], clock: Callable[[], float] = perf_counter) -> None:
+        self.least, self._left, self._clock = least, left, clock
+        self._next, self._why = -inf, ""
 
     def __call__(self) -> str:
         """Called once a round; why guessing should pause, or nothing."""
-        if self.least and self._rounds % EVERY == 0:
-            left = self._left()
+        if self.least and (now := self._clock()) >= self._next:
+            self._next, left = now + EVERY_S, self._left()
             bound = self.least * (2 if self._why else 1)
             self._why = "" if left is None or left >= bound else f"memory is short: {left:.1%} is free, guessing needs {bound:.1%}"
-        self._rounds += 1
         return self._why

@@ -31,7 +31,8 @@ class SideBySide(Mapping[int, Tensor]):
 def rows_at(taps: Mapping[int, Tensor], rows: slice | Tensor) -> Mapping[int, Tensor]:
     """These rows of every layer."""
     if isinstance(taps, SideBySide):
-        return SideBySide(taps.layers, taps.whole[rows])
+        count = taps.whole.shape[0]
+        return taps if isinstance(rows, slice) and rows.indices(count) == (0, count, 1) else SideBySide(taps.layers, taps.whole[rows])
     return {layer: hidden[rows] for layer, hidden in taps.items()}
 
 

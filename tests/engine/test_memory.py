@@ -1,0 +1,33 @@
+"""When memory is short guessing pauses, and goes on when there is room again."""
+
+from __future__ import annotations
+
+from draftproof.engine.memory import EVERY_S, Pressure
+
+
+def test_guessing_pauses_below_the_least_share_and_goes_on_at_twice_that() -> None:
+    shares, now = iter([0.5, 0.02, 0.05, 0.06, None]), [0.0]
+    pressed = Pressure(0.03, lambda: next(shares), clock=lambda: now[0])
+
+    def later() -> str:
+        now[0] += EVERY_S
+        return pressed()
+
+    assert pressed() == ""
+    assert later() == "memory is short: 2.0% is free, guessing needs 3.0%"
+    assert later() == "memory is short: 5.0% is free, guessing needs 6.0%", "more than it takes to begin, lest it flutters"
+    assert later() == "" == later(), "where the system does not tell, there is no reason to pause"
+
+
+def test_it_looks_now_and_then_and_not_at_all_if_any_share_will_do() -> None:
+    looks, now = [0], [0.0]
+
+    def left() -> float:
+        looks[0] += 1
+        return 0.0
+
+    asked, deaf = Pressure(0.03, left, clock=lambda: now[0]), Pressure(0.0, left, clock=lambda: now[0])
+    for _ in range(100):
+        assert asked() and not deaf()
+        now[0] += EVERY_S / 10
+    assert looks[0] == 10
