@@ -38,6 +38,15 @@ def test_pairs_cancel_the_weather() -> None:
         assert table[name, "fast"].identical
 
 
+def test_several_temperatures_have_their_own_rows_over_all_classes_and_one_together() -> None:
+    warm = [replace(run, temperature=0.8, seconds=run.seconds * (0.5 if run.arm == "fast" else 1)) for run in runs()]
+    fast = {(c.prompt_class, c.temperature): c for c in cells(runs() + warm) if c.arm == "fast"}
+    assert list(fast) == [*((name, t) for name in ("code", "data", ALL) for t in (0.0, 0.8)), (ALL, None)]
+    assert fast[ALL, 0.0].speedup.median == pytest.approx(2) and fast[ALL, 0.8].speedup.median == pytest.approx(4)
+    assert fast[ALL, None].tokens == fast[ALL, 0.0].tokens + fast[ALL, 0.8].tokens
+    assert {c.temperature for c in cells(runs())} == {0.0}
+
+
 def test_one_differing_token_is_seen_in_its_class_only() -> None:
     changed = runs()
     changed[1] = replace(changed[1], token_ids=(*range(9), 99))

@@ -72,12 +72,13 @@ class Cell:
 
 
 def cells(runs: Sequence[Run]) -> list[Cell]:
-    """A cell per class, temperature and arm, then per arm over everything. Every run needs its pair among `runs`."""
+    """A cell per class, temperature and arm; then over all classes; then, of several temperatures, over all of them, too. Every run
+    needs its pair among `runs`."""
     pairs = {(r.prompt, r.temperature, r.repeat): r for r in runs if r.arm == OFF}
     result = []
+    temperatures: list[float | None] = list(_unique(r.temperature for r in runs))
     for name in [*_unique(r.prompt_class for r in runs), ALL]:
-        temperatures: list[float | None] = [None] if name == ALL else list(_unique(r.temperature for r in runs))
-        for temperature in temperatures:
+        for temperature in [*temperatures, None] if name == ALL and len(temperatures) > 1 else temperatures:
             for arm in _unique(r.arm for r in runs):
                 chosen = [r for r in runs if r.arm == arm and name in (ALL, r.prompt_class) and temperature in (None, r.temperature)]
                 if chosen:

@@ -165,20 +165,29 @@ def spread(value: Spread, form: str, unit: str = "") -> str:
 
 
 def verdict(rows: Sequence[Cell]) -> str:
-    """One sentence on exactness, one on speed."""
+    """One sentence on exactness, one on speed at each temperature."""
     from ..bench.cells import ALL, OFF
 
     whole = [row for row in rows if row.prompt_class == ALL and row.arm != OFF]
-    tokens = sum(row.tokens for row in whole)
     if not all(row.identical for row in whole):
         return "Verdict: some tokens differ from plain decoding; speculation is not exact on this machine. Please report it with the trace."
-    exact = f"Verdict: all {tokens} tokens written with speculation are identical to plain decoding."
+    tokens = sum(row.tokens for row in rows if row.prompt_class != ALL and row.arm != OFF)
+    told = [f"Verdict: all {tokens} tokens written with speculation are identical to plain decoding."]
+    for temperature in dict.fromkeys(row.temperature for row in rows if row.prompt_class != ALL):
+        told.append(_fastest([row for row in rows if row.temperature == temperature and row.arm != OFF], f"At temperature {temperature:g}"))
+    return " ".join(told)
+
+
+def _fastest(rows: Sequence[Cell], when: str) -> str:
+    from ..bench.cells import ALL
+
+    classes = [row for row in rows if row.prompt_class != ALL]
+    whole = [row for row in rows if row.prompt_class == ALL]
     best = max(whole, key=lambda row: row.speedup.median)
     others = "; ".join(f"{row.arm} {spread(row.speedup, '.2f', '×')}" for row in whole if row is not best)
     if best.speedup.low > 1:
-        fastest = f"Over all classes {best.arm} is the fastest drafter, {spread(best.speedup, '.2f', '×')} the speed of off"
+        fastest = f"{when} {best.arm} is the fastest drafter over all classes, {spread(best.speedup, '.2f', '×')} the speed of off"
     else:
-        fastest = f"No drafter is faster for certain over all classes; {best.arm} reaches {spread(best.speedup, '.2f', '×')}"
-    cell = max((row for row in rows if row.arm == best.arm and row.prompt_class != ALL), key=lambda row: row.speedup.median)
-    return (f"{exact} {fastest} ({others}); its best: {NAMES.get(cell.prompt_class, cell.prompt_class)} "
-            f"at temperature {cell.temperature:g}, {cell.speedup.median:.2f}×.")
+        fastest = f"{when} no drafter is faster for certain over all classes; {best.arm} reaches {spread(best.speedup, '.2f', '×')}"
+    cell = max((row for row in classes if row.arm == best.arm), key=lambda row: row.speedup.median)
+    return f"{fastest} ({others}); its best: {NAMES.get(cell.prompt_class, cell.prompt_class)}, {cell.speedup.median:.2f}×."

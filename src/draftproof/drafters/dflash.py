@@ -176,7 +176,8 @@ class DFlashDrafter(NoOptions):
             state.cache.truncate(0)
             state.waiting.clear()
             state.first, state.ahead = signals.start, 0
-        rows = abreast(signals.taps, self.head.taps)[state.end - signals.start:]
+        rows, known = abreast(signals.taps, self.head.taps), state.end - signals.start
+        rows = rows[known:] if known else rows
         if rows.shape[0]:
             state.waiting.append(rows)
             state.ahead += rows.shape[0]
