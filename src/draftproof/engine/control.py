@@ -34,6 +34,11 @@ class Choice(NamedTuple):
 class Control(Protocol):
     """Chooses depths; what the request, the context and the drafter forbid is cut off afterwards."""
 
+    @property
+    def holds(self) -> bool:
+        """Whether `depths` would say of the same sequences what it said last."""
+        return False
+
     def depths(self, batch: abc.Sequence[Sequence], rooms: abc.Sequence[int], whole: abc.Sequence[Sequence]) -> list[Choice]:
         """A choice per sequence; rooms[i] is the deepest draft that sequence i may have; whole: all that share the pass."""
         ...
@@ -50,6 +55,8 @@ class Control(Protocol):
 
 class FixedDepth(Control):
     """Always the same depth, whatever rounds show."""
+
+    holds = True
 
     def __init__(self, depth: int) -> None:
         self.depth = depth
@@ -103,6 +110,10 @@ class AutoDepth:
     def tried(self) -> bool:
         """Whether every arm has had its first trials. Before, nothing else is drafted: what an arm takes is measured alone."""
         return all(arm.costs.seen >= TRIALS for arm in self.arms)
+
+    @property
+    def holds(self) -> bool:
+        return self._trial is None and self.rounds < self._next and bool(self._planned)
 
     @property
     def rests(self) -> bool:

@@ -7,6 +7,7 @@ from collections import abc
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -56,6 +57,16 @@ def _draft_key(seq: SequenceView, position: int) -> tuple[int, int]:
     return key(seq.seed, seq.sample, "draft", position, seq.attempt(position))
 
 
+class Held(NamedTuple):
+    """What was planned last. ends: the longest that each text may be for its budget to be within all limits; steered: whoever and
+    whatever decided."""
+
+    batch: abc.Sequence[Sequence]
+    budgets: list[Budget]
+    ends: list[int]
+    steered: tuple[object, ...]
+
+
 class Speculation:
     """Plans budgets, asks the drafter and keeps its states. A drafter that breaks its contract is taken out of service."""
 
@@ -70,6 +81,7 @@ class Speculation:
         self._pressure, self.pressed = pressure, ""
         self._vocab_size, self._device = vocab_size, device
         self._open: dict[str, Sequence] = {}     # sequences with a drafter state
+        self._held: Held | None = None
 
     @property
     def name(self) -> str:
@@ -103,6 +115,12 @@ class Speculation:
             if self.pressed and not before:
                 log.warning("drafter %s pauses: %s", self.name, self.pressed)
                 self.leave_all()
+        steered = self.drafter, self.control, self.enabled, self.failure, self.pressed, self.depth_cap
+        held = self._held
+        if held is not None and held.batch == batch and held.steered == steered and self.control.holds:
+            if all([len(seq.tokens) <= end for seq, end in zip(batch, held.ends, strict=True)]):
+                return held.budgets
+        self._held = None
         state, why = self.state
         name = self.name
         if state != "on" or self.drafter is None:
@@ -121,6 +139,8 @@ class Speculation:
             nodes = max(depth, trees) if depth and trees else depth
             budgets.append(_granted(depth, nodes, part or name, reason, prices[:nodes]))
         self.reason = budgets[-1].reason if budgets else self.reason
+        ends = [len(seq.tokens) + limit - budget.depth for seq, (limit, _), budget in zip(batch, limits, budgets, strict=True)]
+        self._held = Held(batch, budgets, ends, steered)
         return budgets
 
     def propose(self, batch: abc.Sequence[Sequence], budgets: abc.Sequence[Budget]) -> list[Draft]:
@@ -168,6 +188,7 @@ class Speculation:
 
     def leave(self, seq: Sequence) -> None:
         """Give the drafter's state of a sequence back."""
+        self._held = None
         state, seq.state = seq.state, None
         self._open.pop(seq.id, None)
         if state is None or self.drafter is None:

@@ -46,8 +46,7 @@ class TokenRecord(NamedTuple):
     top_logprobs: tuple[Alternative, ...] = ()      # `probability` then holds the log-probability
 
 
-@dataclass(frozen=True, slots=True)
-class Times:
+class Times(NamedTuple):
     """Seconds that a round spent; shared passes are given to every sequence of the batch in full."""
 
     draft_s: float
