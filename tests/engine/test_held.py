@@ -17,8 +17,11 @@ STEPS: dict[int, dict[str, Any]] = {
 }
 
 
+JOINS = 20
+
+
 def rounds(monkeypatch: pytest.MonkeyPatch, holds: bool) -> tuple[list[tuple[Any, ...]], int]:
-    """What two texts side by side were granted, and how many plans that took."""
+    """What texts side by side were granted, and how many plans that took."""
     plans = [0]
     depths = FixedDepth.depths
 
@@ -35,6 +38,8 @@ def rounds(monkeypatch: pytest.MonkeyPatch, holds: bool) -> tuple[list[tuple[Any
             while not all(handle.done for handle in handles):
                 if step in STEPS:
                     engine.set_speculation(**STEPS[step])
+                if step == JOINS:
+                    handles += engine.submit([2, 3, 1, 2], Sampling(temperature=0.0, seed=9, max_tokens=30))
                 engine.step()
                 step += 1
             events = [event for handle in handles for event in handle.completion().trace]

@@ -58,7 +58,7 @@ def _draft_key(seq: SequenceView, position: int) -> tuple[int, int]:
 
 
 class Held(NamedTuple):
-    """What was planned last. ends: the longest that each text may be for its budget to be within all limits; steered: whoever and
+    """What was planned last. ends: the longest that each text may be for more room than its budget; steered: whoever and
     whatever decided."""
 
     batch: abc.Sequence[Sequence]
@@ -139,7 +139,7 @@ class Speculation:
             nodes = max(depth, trees) if depth and trees else depth
             budgets.append(_granted(depth, nodes, part or name, reason, prices[:nodes]))
         self.reason = budgets[-1].reason if budgets else self.reason
-        ends = [len(seq.tokens) + limit - budget.depth for seq, (limit, _), budget in zip(batch, limits, budgets, strict=True)]
+        ends = [len(seq.tokens) + self._room(seq)[0] - budget.depth - 1 for seq, budget in zip(batch, budgets, strict=True)]
         self._held = Held(batch, budgets, ends, steered)
         return budgets
 
@@ -221,13 +221,16 @@ class Speculation:
             seq.state = self.drafter.open(seq, signals)
             self._open[seq.id] = seq
 
+    def _room(self, seq: Sequence) -> tuple[int, str]:
+        """The deepest draft that there is room for, which shrinks as the text grows, and what bounds it."""
+        assert self.drafter is not None
+        room, context = (seq.room, "the end of the text is near"), self.drafter.needs.context
+        return room if context is None else min(room, (max(0, context - len(seq.tokens)), "the drafter's context ends"))
+
     def _limit(self, seq: Sequence) -> tuple[int, str]:
         """The deepest draft allowed, and what bounds it."""
-        assert self.drafter is not None
-        limit, context = (seq.room, "the end of the text is near"), self.drafter.needs.context
-        if context is not None:
-            limit = min(limit, (max(0, context - len(seq.tokens)), "the drafter's context ends"))
-        return limit if self.depth_cap is None else min(limit, (self.depth_cap, "the operator's cap"))
+        room = self._room(seq)
+        return room if self.depth_cap is None else min(room, (self.depth_cap, "the operator's cap"))
 
     def _checked(self, draft: Draft, budget: Budget) -> Draft:
         """The draft, on its budget and inside the vocabulary; otherwise DrafterError saying what it broke."""
