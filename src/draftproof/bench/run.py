@@ -40,8 +40,10 @@ def measure(arms: Sequence[Arm], prompts: Sequence[Prompt], temperatures: Sequen
 
 def timed(arm: Arm, index: int, prompt: Prompt, sampling: Sampling, repeat: int, clock: Callable[[], float] = time.perf_counter) -> Run:
     """One request from submission to its last token. Raises Failure if it did not end well."""
+    # A tenant of its own: no arm, temperature or repeat finds the prompt, or the answer, of another in a cache or a store.
+    tenant = f"{arm.name}-{sampling.temperature}-{repeat}"
     before = clock()
-    handle = arm.engine.submit(prompt.text, sampling, prompt_class=prompt.prompt_class)[0]
+    handle = arm.engine.submit(prompt.text, sampling, prompt_class=prompt.prompt_class, tenant=tenant)[0]
     while not handle.done:
         arm.engine.step()
     seconds = clock() - before
