@@ -12,23 +12,15 @@ from collections import abc
 from itertools import zip_longest
 from math import exp, inf, isqrt, prod
 from time import perf_counter
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from ..core.budget import best_batch, between
-from ..core.tree import depths as levels
 from ..trace.events import Times
 from ..types import Budget, Draft, Verdict
 from .costs import PassCosts
-from .plans import Arm, Asked, Plan, Scene, Shown, Trial
+from .plans import Arm, Asked, Choice, Plan, Scene, Shown, Trial
 from .sequence import Sequence
 from .survival import Hazards, Survival
-
-
-class Choice(NamedTuple):
-    depth: int
-    reason: str                      # in words
-    drafter: str | None = None       # of a chain, the part to be asked; None: the drafter as it is
-    prices: tuple[float, ...] = ()   # of the nodes of a tree, as a budget has them
 
 
 class Control(Protocol):
@@ -133,7 +125,7 @@ class AutoDepth:
         if not self.passes.known:
             return [Choice(0, "auto: timing a plain pass")] * len(batch)
         ids = tuple([seq.id for seq in batch])
-        if ids == self._planned and self.rounds < self._next:
+        if self.rounds < self._next and (ids == self._planned or self._carried(ids)):
             return self._choices
         start = perf_counter()
         self._settle()
@@ -152,7 +144,7 @@ class AutoDepth:
         resting, self.rounds = self.rests, self.rounds + 1
         if resting:
             return
-        asked = [_asked(seq, budget, draft, verdict)
+        asked = [Asked.of(seq, budget, draft, verdict)
                  for seq, budget, draft, verdict in zip(batch, budgets, drafts, verdicts, strict=True) if budget.depth]
         self._waiting.append(Shown(self.rounds, asked, times.draft_s, self.passes.moment))
         if self._trial is not None:
@@ -169,6 +161,14 @@ class AutoDepth:
             arm.read.pop(seq.id, None)
 
     # Plans.
+
+    def _carried(self, ids: tuple[str, ...]) -> bool:
+        """Whether the plan goes on for what is left of its texts; prices of trees are of all of them."""
+        if self.tree or not set(ids) < set(self._planned):
+            return False
+        told = dict(zip(self._planned, self._choices, strict=True))
+        self._planned, self._choices = ids, [told[name] for name in ids]
+        return True
 
     def _scene(self, batch: abc.Sequence[Sequence], rooms: abc.Sequence[int], whole: abc.Sequence[Sequence]) -> Scene:
         keys = sum(len(seq.tokens) for seq in whole)
@@ -391,10 +391,3 @@ def _reach(shares: abc.Sequence[abc.Sequence[float]]) -> abc.Sequence[float]:
     if len(shares) == 1:
         return shares[0]
     return [1 - prod(1 - share for share in level) for level in zip_longest(*shares, fillvalue=0.0)]
-
-
-def _asked(seq: Sequence, budget: Budget, draft: Draft, verdict: Verdict) -> Asked:
-    accepted, drafted = len(verdict.accepted), len(draft)
-    depth = drafted if draft.is_chain else max(levels(draft.parents))
-    return Asked(seq, budget.drafter, budget.depth, budget.nodes if budget.prices else 0, depth, drafted, accepted,
-                 len(seq.tokens) - accepted - 1)

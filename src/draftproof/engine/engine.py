@@ -25,7 +25,7 @@ from .batch import Batch
 from .control import Control
 from .costs import PassCosts
 from .lanes import Lanes
-from .memory import Pressure, free_share
+from .memory import Pressure, free_share, freeze
 from .port import Completion, TokenEvent
 from .profile import profile
 from .records import Recorder
@@ -110,6 +110,7 @@ class Engine:
         self._profile()
         self._count, self._done, self._total = 0, 0, Tally()
         self._recorder.begin(self._header())
+        freeze()
 
     # Requests
 

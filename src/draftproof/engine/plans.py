@@ -4,11 +4,20 @@ from __future__ import annotations
 
 from collections import abc
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
+from ..core.tree import depths as levels
+from ..types import Budget, Draft, Verdict
 from .costs import DraftCosts, Moment
 from .sequence import Sequence
 from .survival import Survival
+
+
+class Choice(NamedTuple):
+    depth: int
+    reason: str                      # in words
+    drafter: str | None = None       # of a chain, the part to be asked; None: the drafter as it is
+    prices: tuple[float, ...] = ()   # of the nodes of a tree, as a budget has them
 
 
 @dataclass(slots=True)
@@ -92,6 +101,14 @@ class Asked(NamedTuple):
     drafted: int
     accepted: int
     length: int
+
+
+    @classmethod
+    def of(cls, seq: Sequence, budget: Budget, draft: Draft, verdict: Verdict) -> Self:
+        accepted, drafted = len(verdict.accepted), len(draft)
+        depth = drafted if draft.is_chain else max(levels(draft.parents))
+        nodes = budget.nodes if budget.prices else 0
+        return cls(seq, budget.drafter, budget.depth, nodes, depth, drafted, accepted, len(seq.tokens) - accepted - 1)
 
 
 class Shown(NamedTuple):
