@@ -98,7 +98,7 @@ class PassCosts:
         self._waiting: list[tuple[Moment, int, int, int, float, int]] = []      # as `learn` is told, and passes since the one before
         self._round = self._learnt = 0              # passes told, and the last of them that was looked at
         self._bent: list[float] = []                # of 1, 2, … rows the factor that bends are, until the next measurement
-        self._shapes: dict[tuple[int, int], tuple[int, int]] = {}       # batch, rows → how often it was looked at, and when last
+        self._shapes: dict[tuple[int, int], tuple[int, int]] = {}       # how often it was looked at, and when last
 
     @property
     def known(self) -> bool:
@@ -113,10 +113,11 @@ class PassCosts:
     def learn(self, batch: int, rows: int, keys: int, seconds: float) -> None:
         """A pass over `rows` rows of `batch` sequences whose texts have `keys` tokens in all took so long."""
         self._round += 1
-        count, last = self._shapes.get((batch, rows), (0, 0))
+        shape = batch, rows if rows <= 16 else int(8 * math.log2(rows))         # of many rows, those within a tenth are alike
+        count, last = self._shapes.get(shape, (0, 0))
         if seconds <= 0 or (count >= SETTLED and self._round - last < min(count, SELDOM)):
             return
-        self._shapes[batch, rows] = count + 1, self._round
+        self._shapes[shape] = count + 1, self._round
         self.moment = Moment()
         self._waiting.append((self.moment, batch, rows, keys, seconds, self._round - self._learnt))
         self._learnt = self._round
