@@ -22,7 +22,7 @@ from pages import put
 from provenance import provenance
 
 from draftproof import Engine, LoadConfig
-from draftproof.bench.cells import OFF, Run, Spread, cells
+from draftproof.bench.cells import ALL, OFF, Run, Spread, cells
 from draftproof.bench.run import Arm, by_class, measure
 from draftproof.core.tally import Tally
 from draftproof.models.load import WEIGHTS, builtin, load_target
@@ -60,7 +60,7 @@ def rows(runs: Sequence[Run], sinks: Mapping[str, Memory]) -> list[dict[str, Any
     counts = tallies(runs, sinks)
     table = []
     for cell in cells(runs):
-        if cell.arm == OFF or cell.temperature is None:
+        if cell.arm == OFF or cell.prompt_class == ALL:
             continue
         tally, seconds = counts[cell.arm, cell.prompt_class, cell.temperature]
         table.append({"drafter": cell.arm, "class": cell.prompt_class, "temperature": cell.temperature, "speedup": cell.speedup,
