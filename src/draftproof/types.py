@@ -15,7 +15,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from .errors import OptionError
 
@@ -169,14 +169,6 @@ class DraftLaw:
     ids: Tensor | None = None
 
 
-def _numbers(tokens: Sequence[int]) -> Tensor:
-    """int64 [n]; sooner than by torch.tensor."""
-    import numpy as np
-    import torch
-
-    return torch.from_numpy(np.array(tokens, np.int64))
-
-
 @lru_cache(maxsize=64)
 def _line(count: int) -> tuple[int, ...]:
     """The parents of a chain."""
@@ -213,7 +205,10 @@ class Draft:
 
     @classmethod
     def chain(cls, tokens: Sequence[int] | Tensor, **more: Any) -> Draft:
-        ids = cast("Tensor", tokens) if hasattr(tokens, "device") else _numbers(tokens)
+        import numpy as np
+        import torch
+
+        ids = tokens if isinstance(tokens, torch.Tensor) else torch.from_numpy(np.array(tokens, np.int64))       # sooner than torch.tensor
         return cls(ids, _line(ids.shape[0]), **more)
 
     @staticmethod

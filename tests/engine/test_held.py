@@ -15,8 +15,6 @@ from draftproof.trace.events import RoundDone
 STEPS: dict[int, dict[str, Any]] = {
     4: {"depth_cap": 2}, 7: {"depth_cap": 9}, 10: {"enabled": False}, 13: {"enabled": True}, 16: {"drafter": "ngram:min=2,max=2"},
 }
-
-
 JOINS = 20
 
 

@@ -17,7 +17,6 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import ClassVar, Self
 
-import numpy as np
 import torch
 
 from ..errors import SpecError
@@ -109,8 +108,7 @@ class NgramDrafter(PerSequence[NgramState]):
         match, tokens = self._copied(state, text, depth)
         if not tokens:
             return self._nothing
-        ids = torch.from_numpy(np.array(tokens, np.int64))
-        return Draft.chain(ids, score=_alike(match, len(tokens)), drafter=self.name, reason=_why(match, depth))
+        return Draft.chain(tokens, score=_alike(match, len(tokens)), drafter=self.name, reason=_why(match, depth))
 
     def _copied(self, state: NgramState, text: Sequence[int], depth: int) -> tuple[int, list[int]]:
         """A chain, from the place that a tree looks at first, and how many tokens agree with it; (0, []) without one."""

@@ -102,7 +102,6 @@ class Asked(NamedTuple):
     accepted: int
     length: int
 
-
     @classmethod
     def of(cls, seq: Sequence, budget: Budget, draft: Draft, verdict: Verdict) -> Self:
         accepted, drafted = len(verdict.accepted), len(draft)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,7 +12,7 @@ from transformers import DynamicCache
 
 from ..types import Draft, Scores
 from .passes import inferring
-from .taps import Taps, stacked
+from .taps import Taps, rows_at, stacked
 from .target import LoadFacts, TargetParts
 from .tokenizer import Tokenizer
 
@@ -118,8 +118,8 @@ class CroppedTarget:
         """Drop what the cache holds beyond the slot's tokens; even where that is nothing, it trims what sliding layers recorded."""
         slot.cache.crop(slot.length - slot.cache.get_seq_length())
 
-    def _tapped(self, rows: int) -> dict[int, Tensor]:
-        return {layer: hidden[:rows] for layer, hidden in self._taps.rows.items()}
+    def _tapped(self, rows: int) -> Mapping[int, Tensor]:
+        return rows_at(self._taps.rows, slice(rows))
 
     def _run(self, slot: CroppedSlot, ids: Tensor) -> Tensor:
         """Logits [len(ids), V] after each of `ids`, appended to the slot's cache (one junk row more, where one would be alone)."""

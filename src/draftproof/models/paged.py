@@ -157,7 +157,7 @@ class PagedTarget:
 
     def _tapped(self, rows: int) -> Mapping[int, Tensor]:
         """Of the last pass; the next one keeps what it finds elsewhere."""
-        return rows_at(self._taps.rows, slice(rows)) if self._taps.rows else {}
+        return rows_at(self._taps.rows, slice(rows))
 
     def rewind(self, slot: PagedSlot, kept: Sequence[int]) -> None:
         if kept and slot.tails:
@@ -264,8 +264,6 @@ class PagedTarget:
         if roots.is_cpu and all(draft.tokens.is_cpu for draft in drafts):
             rows = [row for root, draft in zip(roots.tolist(), drafts, strict=True) for row in (root, *draft.tokens.tolist())]
             return sent(torch.from_numpy(np.array([rows], np.int64)), self.device)
-        if not any(map(len, drafts)):
-            return sent(roots, self.device)[None]
         parts = [part for root, draft in zip(_each(roots), drafts, strict=True) for part in (root, draft.tokens)]
         return torch.cat([sent(part, self.device) for part in parts])[None]
 

@@ -8,7 +8,7 @@ they are a few more rows; a pass of their own would cost a round. At most REPLAY
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -21,7 +21,7 @@ from ..errors import LoadError
 from ..types import Draft, Scores
 from .passes import inferring
 from .selftest import invisible
-from .taps import Taps, stacked
+from .taps import Taps, rows_at, stacked
 from .target import LoadFacts, TargetParts
 from .tokenizer import Tokenizer
 
@@ -246,7 +246,7 @@ class RecurrentTarget:
             starts.append(starts[-1] + len(draft) + 1)
         return Scores(torch.cat([logits for logits, _ in passes]), tuple(starts), stacked([tapped for _, tapped in passes]))
 
-    def _each(self, slots: Sequence[RecurrentSlot], news: Sequence[Tensor], keep: int | None) -> list[tuple[Tensor, dict[int, Tensor]]]:
+    def _each(self, slots: Sequence[RecurrentSlot], news: Sequence[Tensor], keep: int | None) -> list[tuple[Tensor, Mapping[int, Tensor]]]:
         """Logits of the last `keep` rows (None: all) and taps of all rows of `news`, slot by slot. On failure the texts are as before."""
         try:
             return [self._run(slot, ids, keep or ids.shape[0]) for slot, ids in zip(slots, news, strict=True)]
@@ -255,7 +255,7 @@ class RecurrentTarget:
                 slot.forget()
             raise
 
-    def _run(self, slot: RecurrentSlot, new: Tensor, keep: int) -> tuple[Tensor, dict[int, Tensor]]:
+    def _run(self, slot: RecurrentSlot, new: Tensor, keep: int) -> tuple[Tensor, Mapping[int, Tensor]]:
         self._mark(slot)
         ids, owed = new.to(self.device), slot.length - slot.seen
         if owed:
@@ -263,7 +263,7 @@ class RecurrentTarget:
         junk = int(self.whole_tiles and ids.shape[0] == 1 and slot.length + 1 < self.context)
         logits = self._forward(slot, ids.repeat(2) if junk else ids, keep + junk)
         rows = slice(owed, owed + new.shape[0])
-        return logits[: logits.shape[0] - junk], {layer: hidden[rows] for layer, hidden in self._taps.rows.items()}
+        return logits[: logits.shape[0] - junk], rows_at(self._taps.rows, rows)
 
     def _mark(self, slot: RecurrentSlot) -> None:
         """Pay what is owed and copy the state, where the last copy lies too far behind the end of the text."""
