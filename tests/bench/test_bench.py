@@ -8,6 +8,8 @@ import os
 import re
 from collections import Counter
 from contextlib import ExitStack
+from dataclasses import replace
+from operator import attrgetter
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -95,6 +97,7 @@ def test_arms_take_turns_and_agree() -> None:
     assert [(c["concurrency"], c["class"]) for c in cells[::3]] == [(n, name) for n in (1, 3) for name in ("a", "b", "all")]
     for cell in cells:
         assert cell["identical"] is True and cell["failed"] == 0 and cell["tokens"] == cell["requests"] * 12
+        assert (cell["decoding"] is None) == (cell["arm"] == "off")
         assert (cell["speedup"] is None) == (cell["arm"] == "off") and (cell["total_tokens_per_s"] is None) == (cell["class"] != "all")
         assert cell["latency"]["ttft_s"]["p50"] <= cell["latency"]["ttft_s"]["p99"] <= cell["latency"]["e2e_s"]["p99"]
     off = next(c for c in cells if c["arm"] == "off")
@@ -123,6 +126,9 @@ def test_speed_up_is_paired_and_repeats_end_when_it_is_narrow() -> None:
              for arm in ("off", "on") for n in range(5) for r in range(2)]
     spread = speedup(found, "on")
     assert spread is not None and (spread.low, spread.median, spread.high) == (2.0, 2.0, 2.0)
+    behind = speedup(found, "on", speed=attrgetter("decoding"))
+    assert behind is not None and behind.median == pytest.approx(2.0)
+    assert speedup([replace(a, chunks=a.chunks[:1]) for a in found], "on", speed=attrgetter("decoding")) is None
     arms = [Arm("off", "none", "0", None), Arm("on", "x", "3", None)]        # type: ignore[arg-type]
     assert settled(found, arms, 0.01)
     assert not settled([*found, *(answer(arm, n, 0, 4.0 if arm == "on" else 1.0) for n in (7, 8) for arm in ("off", "on"))], arms, 0.01)

@@ -38,6 +38,16 @@ def test_pairs_cancel_the_weather() -> None:
         assert table[name, "fast"].identical
 
 
+def test_what_no_drafter_hastens_is_told_apart() -> None:
+    """The first token takes half of off's request: twice as fast as a whole is three times as fast behind it."""
+    timed = [replace(run, metrics={**METRICS, "tpot_s": run.seconds * (1 / 18 if run.arm == OFF else 1 / 27)}) for run in runs()]
+    for cell in cells(timed):
+        assert cell.decoding is not None and cell.decoding.median == pytest.approx(1 if cell.arm == OFF else 3)
+        assert cell.decoding.low == pytest.approx(cell.decoding.high) and cell.as_json()["decoding"]["median"] == cell.decoding.median
+    short = [replace(run, token_ids=(1,), metrics={**METRICS, "tpot_s": None}) for run in runs()]
+    assert all(cell.decoding is None and cell.as_json()["decoding"] is None for cell in cells(short))
+
+
 def test_several_temperatures_have_their_own_rows_over_all_classes_and_one_together() -> None:
     warm = [replace(run, temperature=0.8, seconds=run.seconds * (0.5 if run.arm == "fast" else 1)) for run in runs()]
     fast = {(c.prompt_class, c.temperature): c for c in cells(runs() + warm) if c.arm == "fast"}
@@ -61,8 +71,8 @@ def test_a_shorter_text_is_not_identical() -> None:
 
 def test_json_has_the_contract_keys() -> None:
     record = cells(runs())[0].as_json()
-    assert {"arm", "drafter", "depth", "class", "concurrency", "tokens_per_s", "speedup", "acceptance_length", "ttft_s", "tpot_s",
-            "identical"} <= set(record)
+    assert {"arm", "drafter", "depth", "class", "concurrency", "tokens_per_s", "speedup", "decoding", "acceptance_length", "ttft_s",
+            "tpot_s", "identical"} <= set(record)
     assert set(record["tokens_per_s"]) == set(record["speedup"]) == {"median", "low", "high"}
 
 

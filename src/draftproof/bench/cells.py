@@ -39,6 +39,12 @@ class Run:
     def tokens_per_s(self) -> float:
         return len(self.token_ids) / self.seconds
 
+    @property
+    def decoding(self) -> float | None:
+        """Tokens per second behind the first; None if there was no other."""
+        seconds: float | None = self.metrics["tpot_s"]
+        return 1 / seconds if seconds else None
+
 
 @dataclass(frozen=True, slots=True)
 class Spread:
@@ -57,7 +63,8 @@ class Cell:
     prompt_class: str
     temperature: float | None
     tokens_per_s: Spread            # low and high: the 10th and 90th percentile over runs
-    speedup: Spread                 # low and high: 95 % interval of the median
+    speedup: Spread                 # of whole requests; low and high: 95 % interval of the median
+    decoding: Spread | None         # the same of the tokens behind the first, which no drafter can hasten; None if there were none
     acceptance_length: float
     ttft_s: float
     tpot_s: float
@@ -87,23 +94,29 @@ def cells(runs: Sequence[Run]) -> list[Cell]:
 
 
 def _cell(name: str, temperature: float | None, runs: Sequence[Run], offs: Sequence[Run]) -> Cell:
-    ratios: dict[tuple[int, float], list[float]] = {}
-    for run, off in zip(runs, offs, strict=True):
-        ratios.setdefault((run.prompt, run.temperature), []).append(run.tokens_per_s / off.tokens_per_s)
-    by_prompt: dict[int, list[float]] = {}
-    for (prompt, _), values in ratios.items():
-        by_prompt.setdefault(prompt, []).append(median(values))
+    whole = [(run, run.tokens_per_s / off.tokens_per_s) for run, off in zip(runs, offs, strict=True)]
+    behind = [(run, run.decoding / off.decoding) for run, off in zip(runs, offs, strict=True) if run.decoding and off.decoding]
     rates = sorted(r.tokens_per_s for r in runs)
     rounds = sum(r.metrics["rounds"] for r in runs)
     emitted = sum(r.metrics["rounds"] * (r.metrics["acceptance_length"] or 0) for r in runs)
     return Cell(
         arm=runs[0].arm, drafter=runs[0].drafter, depth=runs[0].depth, prompt_class=name, temperature=temperature,
         tokens_per_s=Spread(median(rates), percentile(rates, 0.1), percentile(rates, 0.9)),
-        speedup=bootstrap_median([median(values) for values in by_prompt.values()]),
+        speedup=_over_prompts(whole), decoding=_over_prompts(behind) if behind else None,
         acceptance_length=emitted / rounds if rounds else 0.0,
         ttft_s=_median_of(runs, "ttft_s"), tpot_s=_median_of(runs, "tpot_s"),
         identical=all(run.token_ids == off.token_ids for run, off in zip(runs, offs, strict=True)),
         tokens=sum(len(off.token_ids) for off in offs))
+
+
+def _over_prompts(ratios: Sequence[tuple[Run, float]]) -> Spread:
+    repeats: dict[tuple[int, float], list[float]] = {}
+    for run, ratio in ratios:
+        repeats.setdefault((run.prompt, run.temperature), []).append(ratio)
+    by_prompt: dict[int, list[float]] = {}
+    for (prompt, _), values in repeats.items():
+        by_prompt.setdefault(prompt, []).append(median(values))
+    return bootstrap_median([median(values) for values in by_prompt.values()])
 
 
 def percentile(ordered: Sequence[float], share: float) -> float:

@@ -108,6 +108,11 @@ class Answer:
         return (self.chunks[-1][0] - self.chunks[0][0]) / rest if rest else None
 
     @property
+    def decoding(self) -> float | None:
+        """Tokens per second behind the first chunk; None if there was no other."""
+        return 1 / self.tpot_s if self.tpot_s else None
+
+    @property
     def inter_chunk_s(self) -> list[float]:
         return [after[0] - before[0] for before, after in zip(self.chunks, self.chunks[1:], strict=False)]
 

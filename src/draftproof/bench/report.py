@@ -19,7 +19,7 @@ Cell = Mapping[str, Any]
 
 COLUMNS = ("arm", "drafter", "depth", "class", "load", "concurrency", "rate", "requests", "failed", "tokens", "acceptance_length",
            "acceptance_length_drafted", "draft_utilisation", "identical", "draft_bytes", "kv_tokens_lost")
-SPREADS = ("tokens_per_s", "total_tokens_per_s", "speedup")
+SPREADS = ("tokens_per_s", "total_tokens_per_s", "speedup", "decoding")
 STYLE = """body{font:15px/1.5 system-ui,sans-serif;margin:2rem auto;max-width:78rem;padding:0 1rem;color:#1b1f24;background:#fff}
 h1{font-size:1.5rem}h2{font-size:1.15rem;margin-top:2rem}table{border-collapse:collapse;width:100%;font-variant-numeric:tabular-nums}
 th,td{padding:.3rem .6rem;text-align:right;border-bottom:1px solid #d8dee4}
@@ -65,7 +65,7 @@ def number(value: float | None, form: str = ".2f", scale: float = 1.0) -> str:
 
 def lines_of(cells: Sequence[Cell]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
     """(head, lines) of the table that people read; times are p50/p99."""
-    head = ("class", "arm", "load", "tok/s/user", "tok/s total", "speed-up (95 %)", "tok/round", "TTFT ms",
+    head = ("class", "arm", "load", "tok/s/user", "tok/s total", "speed-up (95 %)", "decoding", "tok/round", "TTFT ms",
             "TPOT ms", "e2e s", "same", "failed")
     lines = []
     for cell in cells:
@@ -73,7 +73,7 @@ def lines_of(cells: Sequence[Cell]) -> tuple[tuple[str, ...], list[tuple[str, ..
         lines.append((
             cell["class"], cell["arm"], cell["load"], number(cell["tokens_per_s"]["median"], ".1f"),
             number((cell["total_tokens_per_s"] or {}).get("median"), ".1f"), spread_text(cell["speedup"], ".2f", "×"),
-            number(cell["acceptance_length"]),
+            f"{cell['decoding']['median']:.2f}×" if cell["decoding"] else "", number(cell["acceptance_length"]),
             *(f"{number(times[n].get('p50'), form, 1000)}/{number(times[n].get('p99'), form, 1000)}"
               for n, form in (("ttft_s", ".0f"), ("tpot_s", ".1f"))),
             f"{number(times['e2e_s'].get('p50'))}/{number(times['e2e_s'].get('p99'))}",

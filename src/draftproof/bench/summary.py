@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from operator import attrgetter
 from statistics import fmean, median, pstdev
 from typing import Any
 
@@ -31,6 +32,7 @@ class Row:
     tokens_per_s: Spread                  # low and high: the 10th and 90th percentile over requests
     total_tokens_per_s: Spread | None     # of the whole load (class `all` only); low and high: the extremes over repeats
     speedup: Spread | None                # against off, 95 % interval over prompts; None without off
+    decoding: Spread | None               # the same of the tokens behind the first chunk
     identical: bool | None                # to off; None where that cannot be asked
     tally: Tally | None
     latency: Mapping[str, Mapping[str, float] | None] = field(default_factory=dict)     # name → p50, p90, p99
@@ -47,6 +49,7 @@ class Row:
             "tokens_per_s": asdict(self.tokens_per_s),
             "total_tokens_per_s": None if self.total_tokens_per_s is None else asdict(self.total_tokens_per_s),
             "speedup": None if self.speedup is None else asdict(self.speedup),
+            "decoding": None if self.decoding is None else asdict(self.decoding),
             "acceptance_length": tally.acceptance_length if tally else None,
             "acceptance_length_drafted": tally.acceptance_length_drafted if tally else None,
             "draft_utilisation": tally.draft_utilisation if tally else None,
@@ -74,12 +77,13 @@ def rows(answers: Sequence[Answer], arms: Sequence[Arm]) -> list[Row]:
 def _row(arm: Arm, name: str, load: Load, chosen: Sequence[Answer], here: Sequence[Answer]) -> Row:
     good = [a for a in chosen if not a.error]
     speeds = sorted(a.tokens_per_s for a in good) or [0.0]
-    counted = [a.tally for a in good if a.tally is not None]
+    counted, off = [a.tally for a in good if a.tally is not None], arm.name == OFF
     same, _ = identical([a for a in here if name in (ALL, a.job.item.prompt_class)], arm.name) if arm.comparable else (None, 0)
     return Row(
         arm.name, arm.drafter, arm.depth, name, load, len(chosen), len(chosen) - len(good), sum(a.tokens for a in good),
         Spread(median(speeds), percentile(speeds, 0.1), percentile(speeds, 0.9)),
-        _total(good) if name == ALL else None, None if arm.name == OFF else speedup(here, arm.name, name), same,
+        _total(good) if name == ALL else None, None if off else speedup(here, arm.name, name),
+        None if off else speedup(here, arm.name, name, speed=attrgetter("decoding")), same,
         sum(counted, Tally()) if counted else None,
         {"ttft_s": _quantiles(a.ttft_s for a in good), "tpot_s": _quantiles(a.tpot_s for a in good),
          "inter_chunk_s": _quantiles(gap for a in good for gap in a.inter_chunk_s), "e2e_s": _quantiles(a.e2e_s for a in good)},

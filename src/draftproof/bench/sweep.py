@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import attrgetter
 
 from ..errors import Failure
 from .cells import ALL, OFF, Spread, bootstrap_median
@@ -84,13 +85,15 @@ def settled(answers: Sequence[Answer], arms: Sequence[Arm], precision: float) ->
     return bool(spreads) and all((s.high - s.low) / 2 <= precision * s.median for s in spreads)
 
 
-def speedup(answers: Sequence[Answer], arm: str, prompt_class: str = ALL, resamples: int = 2000) -> Spread | None:
+def speedup(answers: Sequence[Answer], arm: str, prompt_class: str = ALL, resamples: int = 2000,
+            speed: Callable[[Answer], float | None] = attrgetter("tokens_per_s")) -> Spread | None:
     """Tokens per second and user over off's, same prompt and repeat: the median over prompts of the median over repeats, with a
-    95 % bootstrap interval over prompts. None without off, or without a pair that ended well."""
+    95 % bootstrap interval over prompts. None without off, or without a pair that ended well. speed: of an answer, if it has one."""
     paired: dict[tuple[int, int, int], dict[str, float]] = {}
     for a in answers:
         if a.job.arm in (arm, OFF) and prompt_class in (ALL, a.job.item.prompt_class) and not a.error and a.tokens:
-            paired.setdefault((a.job.number, a.job.turn, a.job.repeat), {})[a.job.arm] = a.tokens_per_s
+            if (found := speed(a)) is not None:
+                paired.setdefault((a.job.number, a.job.turn, a.job.repeat), {})[a.job.arm] = found
     ratios: dict[int, list[float]] = {}
     for (number, _, _), speeds in paired.items():
         if len(speeds) == len({arm, OFF}):

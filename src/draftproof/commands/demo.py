@@ -146,7 +146,7 @@ def print_table(rows: Sequence[Cell]) -> None:
                   title_justify="left", title_style="")
     for name in ("class", "temperature", "drafter"):
         table.add_column(name, no_wrap=True)
-    for name in ("tokens/s (spread)", "speed-up (interval)", "acceptance length", "identical to off"):
+    for name in ("tokens/s (spread)", "speed-up (interval)", "decoding", "acceptance\nlength", "identical to off"):
         table.add_column(name, justify="right", no_wrap=True)
     before: tuple[str, float | None] | None = None
     for row in rows:
@@ -155,7 +155,8 @@ def print_table(rows: Sequence[Cell]) -> None:
         before = row.prompt_class, row.temperature
         off = row.arm == OFF
         table.add_row(NAMES.get(row.prompt_class, row.prompt_class), "all" if row.temperature is None else f"{row.temperature:g}", row.arm,
-                      spread(row.tokens_per_s, ".0f"), "" if off else spread(row.speedup, ".2f", "×"), f"{row.acceptance_length:.2f}",
+                      spread(row.tokens_per_s, ".0f"), "" if off else spread(row.speedup, ".2f", "×"),
+                      "" if off or row.decoding is None else f"{row.decoding.median:.2f}×", f"{row.acceptance_length:.2f}",
                       "" if off else f"{'yes' if row.identical else 'NO'} ({row.tokens} tokens)")
     console().print(table)
 
@@ -190,4 +191,10 @@ def _fastest(rows: Sequence[Cell], when: str) -> str:
     else:
         fastest = f"{when} no drafter is faster for certain over all classes; {best.arm} reaches {spread(best.speedup, '.2f', '×')}"
     cell = max((row for row in classes if row.arm == best.arm), key=lambda row: row.speedup.median)
-    return f"{fastest} ({others}); its best: {NAMES.get(cell.prompt_class, cell.prompt_class)}, {cell.speedup.median:.2f}×."
+    where = NAMES.get(cell.prompt_class, cell.prompt_class)
+    return f"{fastest}{_decoding(best)} ({others}); its best: {where}, {cell.speedup.median:.2f}×{_decoding(cell)}."
+
+
+def _decoding(row: Cell) -> str:
+    """Of the tokens behind the first, in words."""
+    return "" if row.decoding is None else f", {row.decoding.median:.2f}× behind the first token"
