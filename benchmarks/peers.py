@@ -45,7 +45,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import harmonic_mean, median
-from typing import Any
+from typing import Any, TypeVar
 
 sys.path.append(str(Path(__file__).resolve().parent / "peers"))       # what stands there is no package: this file has its name
 
@@ -104,6 +104,7 @@ PEERS = {
 OWN = tuple(name for name in PEERS if engine_of(name) == OURS)
 
 Key = tuple[float, Arm]                                # temperature and arm
+T = TypeVar("T")
 Runs = dict[Key, list[list[Timed]]]                    # → prompt → repeats
 Rates = list[list[float]]                              # prompt → repeats
 Limits = dict[Key, Rates]                              # of each run
@@ -125,16 +126,16 @@ def pass_bytes(folder: Path) -> int:
 def measure(crew: Crew, prompts: Sequence[Sequence[int]], temperatures: Sequence[float], repeats: int, tokens: int, seed: int,
             memory: Memory) -> tuple[Runs, Limits]:
     """Every arm on every prompt, `repeats` times, in a new order each time; with what the memory gave around each run, GB/s."""
-    def attempt(arm: Arm, what: Mapping[str, Any]) -> Timed | None:
+    def attempt(arm: Arm, what: Mapping[str, Any], read: Callable[[Mapping[str, Any]], T]) -> T | None:
         try:
-            return None if arm in crew.broken else crew.ask(arm, what)
+            return None if arm in crew.broken else crew.answer(arm, what, read)
         except Broken as error:
             tell(f"{arm}: {error}")
             return None
 
     for arm in crew.arms:
         tell(f"warming up {arm}")
-        attempt(arm, request(arm, prompts[0], 8, 0.0, 1))
+        attempt(arm, request(arm, prompts[0], 8, 0.0, 1), dict)         # without a rate, where few tokens take less than noise does
     cases = [(t, arm) for t in temperatures for arm in crew.arms]
     runs: Runs = {case: [[] for _ in prompts] for case in cases}
     reads: Limits = {case: [[] for _ in prompts] for case in cases}
@@ -144,7 +145,7 @@ def measure(crew: Crew, prompts: Sequence[Sequence[int]], temperatures: Sequence
             dice.shuffle(cases)
             gave = memory.read()
             for t, arm in cases:
-                run, before = attempt(arm, request(arm, prompt, tokens, t, 1 + i + len(prompts) * repeat)), gave
+                run, before = attempt(arm, request(arm, prompt, tokens, t, 1 + i + len(prompts) * repeat), Timed.of), gave
                 if run:
                     gave = memory.read()
                     runs[t, arm][i].append(run)

@@ -202,10 +202,6 @@ class Crew:
         self.versions[str(key[0])], self.load_s[name] = hello.get("versions"), hello.get("load")
         return worker
 
-    def ask(self, arm: Arm, what: Mapping[str, Any]) -> Timed:
-        """Raises Broken as `answer` does, and for an answer without a rate."""
-        return self.answer(arm, what, Timed.of)
-
     def answer(self, arm: Arm, what: Mapping[str, Any], read: Callable[[Mapping[str, Any]], T]) -> T:
         """What `read` finds in the answer. Raises Broken, notes it in `broken` and ends the worker if there is none. One that does not
         start is broken for all of its arms; after a failed answer the other arms get a new one."""

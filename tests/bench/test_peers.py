@@ -45,7 +45,7 @@ def load(job):
             sys.exit("out of luck")
         if asked[0] > 6 and kind == "hangs":
             time.sleep(60)
-        clock[0] += tokens / (1 + request["depth"])
+        clock[0] += tokens / (1 + request["depth"]) + (100 if kind == "cold" and asked[0] < 5 and tokens == 1 else 0)
         return [request["seed"] + i for i in range(tokens)], tokens // 2 if request["depth"] else None
 
     return generate
@@ -85,15 +85,15 @@ def measure(crew: Any, repeats: int = 2) -> Any:
 
 
 def test_one_that_fails_is_named_and_the_others_go_on(tmp_path: Path) -> None:
-    there = {kind: fake(tmp_path, kind) for kind in ("answers", "dies", "garbage", "hangs", "never starts")}
+    there = {kind: fake(tmp_path, kind) for kind in ("answers", "cold", "dies", "garbage", "hangs", "never starts")}
     arms = [Arm("answers", 0), Arm("answers", 2), *(Arm(kind, 0) for kind in there if kind != "answers"), Arm("never starts", 2)]
     with a_crew(tmp_path, there, arms) as crew:
         runs, reads = measure(crew)
-        assert list(crew.live) == [("answers",)]
+        assert set(crew.live) == {("answers",), ("cold",)}, "a first run without a rate is only a first run"
         worker = crew.live["answers",]
         assert stopped(worker), "it waits"
     assert worker.process.returncode == 0, "its input is closed, so it ends by itself"
-    assert set(runs) == {(t, arm) for t in (0.0, 0.8) for arm in arms[:2]}
+    assert set(runs) == {(t, arm) for t in (0.0, 0.8) for arm in arms[:3]}
     assert all(len(each) == 2 for by_prompt in runs.values() for each in by_prompt)
     assert set(reads) == set(runs) and all(len(each) == 2 and min(each) > 0 for by_prompt in reads.values() for each in by_prompt)
     why = {str(arm): text for arm, text in crew.broken.items()}
@@ -111,7 +111,7 @@ def test_workers_by_what_is_fixed_and_at_most_so_many(tmp_path: Path, split: str
     with a_crew(tmp_path, there, arms, together=1) as crew:
         assert len({crew.key(arm) for arm in arms}) == keys
         for arm in arms:
-            crew.ask(arm, peers.request(arm, [1], 4, 0.0, 1))
+            crew.answer(arm, peers.request(arm, [1], 4, 0.0, 1), Timed.of)
             assert list(crew.live) == [crew.key(arm)]
     assert not crew.broken and not crew.live
 
