@@ -39,7 +39,7 @@ def test_pairs_cancel_the_weather() -> None:
 
 
 def test_what_no_drafter_hastens_is_told_apart() -> None:
-    """The first token takes half of off's request: twice as fast as a whole is three times as fast behind it."""
+    """The first token takes half of off's request: twice as fast as a whole is three times as fast after it."""
     timed = [replace(run, metrics={**METRICS, "tpot_s": run.seconds * (1 / 18 if run.arm == OFF else 1 / 27)}) for run in runs()]
     for cell in cells(timed):
         assert cell.decoding is not None and cell.decoding.median == pytest.approx(1 if cell.arm == OFF else 3)

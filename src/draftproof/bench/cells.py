@@ -41,7 +41,7 @@ class Run:
 
     @property
     def decoding(self) -> float | None:
-        """Tokens per second behind the first; None if there was no other."""
+        """Tokens per second after the first; None if there was no other."""
         seconds: float | None = self.metrics["tpot_s"]
         return 1 / seconds if seconds else None
 
@@ -64,7 +64,7 @@ class Cell:
     temperature: float | None
     tokens_per_s: Spread            # low and high: the 10th and 90th percentile over runs
     speedup: Spread                 # of whole requests; low and high: 95 % interval of the median
-    decoding: Spread | None         # the same of the tokens behind the first, which no drafter can hasten; None if there were none
+    decoding: Spread | None         # the same of the tokens after the first, which no drafter can hasten; None if there were none
     acceptance_length: float
     ttft_s: float
     tpot_s: float
@@ -95,14 +95,14 @@ def cells(runs: Sequence[Run]) -> list[Cell]:
 
 def _cell(name: str, temperature: float | None, runs: Sequence[Run], offs: Sequence[Run]) -> Cell:
     whole = [(run, run.tokens_per_s / off.tokens_per_s) for run, off in zip(runs, offs, strict=True)]
-    behind = [(run, run.decoding / off.decoding) for run, off in zip(runs, offs, strict=True) if run.decoding and off.decoding]
+    after = [(run, run.decoding / off.decoding) for run, off in zip(runs, offs, strict=True) if run.decoding and off.decoding]
     rates = sorted(r.tokens_per_s for r in runs)
     rounds = sum(r.metrics["rounds"] for r in runs)
     emitted = sum(r.metrics["rounds"] * (r.metrics["acceptance_length"] or 0) for r in runs)
     return Cell(
         arm=runs[0].arm, drafter=runs[0].drafter, depth=runs[0].depth, prompt_class=name, temperature=temperature,
         tokens_per_s=Spread(median(rates), percentile(rates, 0.1), percentile(rates, 0.9)),
-        speedup=_over_prompts(whole), decoding=_over_prompts(behind) if behind else None,
+        speedup=_over_prompts(whole), decoding=_over_prompts(after) if after else None,
         acceptance_length=emitted / rounds if rounds else 0.0,
         ttft_s=_median_of(runs, "ttft_s"), tpot_s=_median_of(runs, "tpot_s"),
         identical=all(run.token_ids == off.token_ids for run, off in zip(runs, offs, strict=True)),

@@ -109,7 +109,7 @@ class Answer:
 
     @property
     def decoding(self) -> float | None:
-        """Tokens per second behind the first chunk; None if there was no other."""
+        """Tokens per second after the first chunk; None if there was no other."""
         return 1 / self.tpot_s if self.tpot_s else None
 
     @property

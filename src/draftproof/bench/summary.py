@@ -32,7 +32,7 @@ class Row:
     tokens_per_s: Spread                  # low and high: the 10th and 90th percentile over requests
     total_tokens_per_s: Spread | None     # of the whole load (class `all` only); low and high: the extremes over repeats
     speedup: Spread | None                # against off, 95 % interval over prompts; None without off
-    decoding: Spread | None               # the same of the tokens behind the first chunk
+    decoding: Spread | None               # the same of the tokens after the first chunk
     identical: bool | None                # to off; None where that cannot be asked
     tally: Tally | None
     latency: Mapping[str, Mapping[str, float] | None] = field(default_factory=dict)     # name → p50, p90, p99

@@ -196,5 +196,5 @@ def _fastest(rows: Sequence[Cell], when: str) -> str:
 
 
 def _decoding(row: Cell) -> str:
-    """Of the tokens behind the first, in words."""
-    return "" if row.decoding is None else f", {row.decoding.median:.2f}× behind the first token"
+    """Of the tokens after the first, in words."""
+    return "" if row.decoding is None else f", {row.decoding.median:.2f}× after the first token"
