@@ -101,10 +101,11 @@ PEERS = {
     "onnx": peer("with_onnx.py", ".venv-onnx", converts=True, guesses=False),
 }
 
+T = TypeVar("T")
+
 OWN = tuple(name for name in PEERS if engine_of(name) == OURS)
 
 Key = tuple[float, Arm]                                # temperature and arm
-T = TypeVar("T")
 Runs = dict[Key, list[list[Timed]]]                    # → prompt → repeats
 Rates = list[list[float]]                              # prompt → repeats
 Limits = dict[Key, Rates]                              # of each run

@@ -126,8 +126,8 @@ def test_speed_up_is_paired_and_repeats_end_when_it_is_narrow() -> None:
              for arm in ("off", "on") for n in range(5) for r in range(2)]
     spread = speedup(found, "on")
     assert spread is not None and (spread.low, spread.median, spread.high) == (2.0, 2.0, 2.0)
-    behind = speedup(found, "on", speed=attrgetter("decoding"))
-    assert behind is not None and behind.median == pytest.approx(2.0)
+    after = speedup(found, "on", speed=attrgetter("decoding"))
+    assert after is not None and after.median == pytest.approx(2.0)
     assert speedup([replace(a, chunks=a.chunks[:1]) for a in found], "on", speed=attrgetter("decoding")) is None
     arms = [Arm("off", "none", "0", None), Arm("on", "x", "3", None)]        # type: ignore[arg-type]
     assert settled(found, arms, 0.01)

@@ -77,7 +77,8 @@ def rows(answers: Sequence[Answer], arms: Sequence[Arm]) -> list[Row]:
 def _row(arm: Arm, name: str, load: Load, chosen: Sequence[Answer], here: Sequence[Answer]) -> Row:
     good = [a for a in chosen if not a.error]
     speeds = sorted(a.tokens_per_s for a in good) or [0.0]
-    counted, off = [a.tally for a in good if a.tally is not None], arm.name == OFF
+    counted = [a.tally for a in good if a.tally is not None]
+    off = arm.name == OFF
     same, _ = identical([a for a in here if name in (ALL, a.job.item.prompt_class)], arm.name) if arm.comparable else (None, 0)
     return Row(
         arm.name, arm.drafter, arm.depth, name, load, len(chosen), len(chosen) - len(good), sum(a.tokens for a in good),

@@ -26,7 +26,7 @@
 #endif
 #define ROLLED _Pragma("GCC unroll 1")
 
-/* The v-th words of a step: of one panel, or of two whose steps lie so far apart. */
+/* The v-th words of a step: of one panel, or of two adjoining ones, whose steps lie so far apart: a whole panel. */
 #define WORDS(V, APART) *(const words *)(panel + (V) / 2 * (APART) + (V) % 2 * LANES)
 #define READ(PANELS, APART)                                                                                              \
     for (int q = 0; q < PANELS; q++) fetch(panel + q * (APART) + AHEAD);                                                 \
@@ -50,8 +50,8 @@
         for (long c = 0; c < count; c++, panel += WIDE, x += 4) {                                                        \
             READ(1, 0)                                                                                                   \
             UNROLLED for (int k = 0; k < 4; k++) {                                                                       \
-                ADD(ROWS, 1, __builtin_convertvector((integers)(w[v] << 24) >> 24, floats), k)                              \
-                SHIFT(1, 8)                                                                                               \
+                ADD(ROWS, 1, __builtin_convertvector((integers)(w[v] << 24) >> 24, floats), k)                           \
+                SHIFT(1, 8)                                                                                              \
             }                                                                                                            \
         }                                                                                                                \
         GIVE(ROWS, 2)                                                                                                    \
@@ -75,7 +75,7 @@
                 }                                                                                                        \
                 UNROLL for (int r = 0; r < ROWS; r++)                                                                    \
                     UNROLL for (int v = 0; v < 2; v++) sum[r][v] = plus_pairs(sum[r][v], level[v], x[r * stride + k]);   \
-                SHIFT(1, 16)                                                                                              \
+                SHIFT(1, 16)                                                                                             \
             }                                                                                                            \
         }                                                                                                                \
         GIVE(ROWS, 2)                                                                                                    \
@@ -83,7 +83,7 @@
 
 /* The same of groups. A level's bits go into those of 1 + level / 16, so W = 16 * step * (1 + level / 16) + zero - 24 * step. x holds, of
  * each group, NUMBERS words of its columns, single or in pairs, and their sum. */
-#define GROUPS(NAME, ROWS, PANELS, NUMBERS, WORD)                                                                           \
+#define GROUPS(NAME, ROWS, PANELS, NUMBERS, WORD)                                                                        \
     KERNEL(NAME##_##ROWS##_##PANELS)                                                                                     \
     {                                                                                                                    \
         panel += first * GROUP_WORDS;                                                                                    \
@@ -92,7 +92,7 @@
         floats all[ROWS][2 * PANELS];                                                                                    \
         words w[2 * PANELS];                                                                                             \
         memcpy(all, part, sizeof all);                                                                                   \
-        for (long g = 0; g < count; g++, at++) {                                                                        \
+        for (long g = 0; g < count; g++, at++) {                                                                         \
             floats sum[ROWS][2 * PANELS] = {0};                                                                          \
             for (long c = 0; c < GROUP / 8; c++, panel += WIDE, at += NUMBERS / (GROUP / 8)) {                           \
                 READ(PANELS, apart)                                                                                      \
@@ -114,10 +114,10 @@
 #define FOURS(ROWS, PANELS, UNROLLED)                                                                                    \
     GROUPS(four, ROWS, PANELS, GROUP,                                                                                    \
            const float *x = (const float *)at;                                                                           \
-           floats level[2 * PANELS];                                                                                            \
+           floats level[2 * PANELS];                                                                                     \
            UNROLLED for (int k = 0; k < 8; k += 2) {                                                                     \
-               ADD(ROWS, PANELS, (floats)((w[v] << 19 & 0x780000) | 0x3f800000), k)                                              \
-               ADD(ROWS, PANELS, (floats)((w[v] << 3 & 0x780000) | 0x3f800000), k + 1)                                           \
+               ADD(ROWS, PANELS, (floats)((w[v] << 19 & 0x780000) | 0x3f800000), k)                                      \
+               ADD(ROWS, PANELS, (floats)((w[v] << 3 & 0x780000) | 0x3f800000), k + 1)                                   \
                SHIFT(PANELS, 4)                                                                                          \
            })
 #define FOUR(ROWS, UNROLLED) FOURS(ROWS, 1, UNROLLED)
