@@ -19,8 +19,8 @@ import json
 import random
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -40,7 +40,6 @@ from draftproof.config import LoadConfig
 from draftproof.core.budget import speedup
 from draftproof.drafters.model import ModelDrafter
 from draftproof.models.load import WEIGHTS, load_target
-from draftproof.models.target import Target
 from draftproof.view import style
 
 BODY: dict[str, Any] = dict(hidden_size=1024, num_hidden_layers=12, num_attention_heads=16, num_key_value_heads=8, intermediate_size=4096,
@@ -63,8 +62,8 @@ def random_model(vocabulary: int, work: Path) -> Path:
     return folder
 
 
-def load(folder: Path, dtype: str | None, tokens: int) -> Any:
-    return load_target(folder, LoadConfig(dtype=dtype, device="cpu", cache_tokens=tokens + 1024, self_test=False))
+def load(folder: Path, dtype: str | None, tokens: int, mode: str = "reproducible") -> Any:
+    return load_target(folder, LoadConfig(dtype=dtype, device="cpu", cache_tokens=tokens + 1024, reproducible=MODES[mode], self_test=False))
 
 
 @contextmanager
@@ -85,37 +84,41 @@ def standing(target: Any, context: int, batch: int) -> Iterator[list[Any]]:
                 target.close(slot)
 
 
-def passes(target: Any, context: int, batch: int, modes: Sequence[str], repeats: int,
+def passes(targets: Mapping[str, Any], context: int, batch: int, repeats: int,
            between: Callable[[], Any] = lambda: None) -> dict[str, Times]:
-    """Seconds per mode and width, all of them in turn, with `between` after every turn; the first turn warms up."""
+    """Seconds per mode and width, all of them in turn, with `between` after every turn; the first turn warms up. Each mode has a target of
+    its own, as it was loaded: which rows and tiles a mode takes is decided there."""
     text = [3] * (context + max(WIDTHS))
-    found: dict[str, Times] = {mode: {rows: [] for rows in WIDTHS} for mode in modes}
-    kinds = [(mode, rows) for rows in WIDTHS for mode in modes]
+    found: dict[str, Times] = {mode: {rows: [] for rows in WIDTHS} for mode in targets}
+    kinds = [(mode, rows) for rows in WIDTHS for mode in targets]
     rng = random.Random(0)
-    with standing(target, context, batch) as slots:
+    with ExitStack() as stack:
+        slots = {mode: stack.enter_context(standing(target, context, batch)) for mode, target in targets.items()}
         for turn in range(repeats + 1):
             rng.shuffle(kinds)
             for mode, rows in kinds:
-                target.whole_tiles = MODES[mode]
-                seconds = timed_pass(target, slots, [text] * batch, context, rows)
+                seconds = timed_pass(targets[mode], slots[mode], [text] * batch, context, rows)
                 if turn:
                     found[mode][rows].append(seconds)
             between()
-    target.whole_tiles = True
     return found
+
+
+def passes_of(target: Any, context: int, batch: int, repeats: int) -> Times:
+    return passes({"": target}, context, batch, repeats)[""]
 
 
 def free(times: Times) -> int:
     return most_free(milliseconds(times))
 
 
-def by_context(target: Any, contexts: Sequence[int], repeats: int, memory: Memory) -> list[dict[str, Any]]:
+def by_context(targets: Mapping[str, Any], contexts: Sequence[int], repeats: int, memory: Memory) -> list[dict[str, Any]]:
     """limit_ms: reading weights and keys once, as fast as the memory was read between the very passes."""
-    rows = []
+    rows, facts = [], targets["reproducible"].facts
     for context in contexts:
         reads: list[float] = []
-        times = passes(target, context, 1, tuple(MODES), repeats, lambda found=reads: found.append(memory.read()))
-        moved = target.facts.weight_bytes + context * target.facts.cache_bytes_per_token
+        times = passes(targets, context, 1, repeats, lambda found=reads: found.append(memory.read()))
+        moved = facts.weight_bytes + context * facts.cache_bytes_per_token
         rows.append({"context": context, "ms": milliseconds(times["reproducible"]), "fast_ms": milliseconds(times["fast"]),
                      "limit_ms": moved / median(reads) / 1e6, "read_gb_per_s": median(reads), "free_rows": free(times["reproducible"]),
                      "reproducible_over_fast": {n: ratio(times["reproducible"][n], times["fast"][n]) for n in (1, 5)}})
@@ -126,7 +129,7 @@ def by_context(target: Any, contexts: Sequence[int], repeats: int, memory: Memor
 def by_batch(target: Any, batches: Sequence[int], repeats: int) -> list[dict[str, Any]]:
     rows = []
     for batch in batches:
-        times = passes(target, CONTEXT, batch, ["reproducible"], repeats)["reproducible"]
+        times = passes_of(target, CONTEXT, batch, repeats)
         rows.append({"batch": batch, "ms": milliseconds(times), "free_rows": free(times)})
         tell(f"batch {batch}: {rows[-1]['ms'][1]:.1f} ms")
     return rows
@@ -136,7 +139,7 @@ def by_vocabulary(vocabularies: Sequence[int], work: Path, dtype: str | None, re
     rows = []
     for vocabulary in vocabularies:
         target = load(random_model(vocabulary, work), dtype, CONTEXT)
-        times = passes(target, CONTEXT, 1, ["reproducible"], repeats)["reproducible"]
+        times = passes_of(target, CONTEXT, 1, repeats)
         outside = {name: constant_overhead(vocabulary, options, 4, 1)["overhead_ms"] for name, options in
                    (("greedy", {}), ("top-p 0.95", {"temperature": 0.8, "top_p": 0.95}))}
         rows.append({"vocabulary": vocabulary, "ms": milliseconds(times), "free_rows": free(times), "outside_ms": outside})
@@ -277,12 +280,13 @@ def main() -> None:
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
         work = args.work or Path(temporary)
-        target: Target = load(random_model(SMALL_VOCABULARY, work), args.dtype, max(*args.contexts, max(args.batches) * (CONTEXT + 256)))
-        memory = Memory()
-        found: dict[str, Any] = {"dtype": target.facts.dtype, "parameters": target.facts.parameters, "read_gb_per_s": memory.read(),
-                                 "context": by_context(target, args.contexts, args.repeats, memory),
-                                 "batch": by_batch(target, args.batches, args.repeats)}
-        del target
+        tokens = max(*args.contexts, max(args.batches) * (CONTEXT + 256))
+        targets = {mode: load(random_model(SMALL_VOCABULARY, work), args.dtype, tokens, mode) for mode in MODES}
+        usual, memory = targets["reproducible"], Memory()
+        found: dict[str, Any] = {"dtype": usual.facts.dtype, "parameters": usual.facts.parameters, "read_gb_per_s": memory.read(),
+                                 "context": by_context(targets, args.contexts, args.repeats, memory),
+                                 "batch": by_batch(usual, args.batches, args.repeats)}
+        del targets, usual
         found["vocabulary"] = by_vocabulary(args.vocabularies, work, args.dtype, args.repeats)
         found["formula"] = against_formula(work, args.dtype, args.prompts, args.tokens)
     found["provenance"] = provenance()

@@ -8,7 +8,7 @@ import pytest
 import torch
 from benchmark_module import benchmark
 
-from draftproof import LoadConfig
+from draftproof import LoadConfig, native
 from draftproof.models.load import load_target
 from draftproof.models.paged import PagedTarget
 
@@ -23,16 +23,25 @@ def target(tiny_pair: Pair) -> PagedTarget:
     return found
 
 
-def test_passes_are_timed_in_every_mode_and_nothing_stays(target: PagedTarget, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[tuple[bool, int, int]] = []
+def test_each_mode_is_timed_as_it_was_loaded_and_nothing_stays(tiny_pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    targets = {mode: scale.load(tiny_pair[0], "float32", 1024, mode) for mode in scale.MODES}
+    kinds = {mode: (target.whole_tiles, target.query_tile) for mode, target in targets.items()}
+    seen: list[tuple[str, bool, int, int]] = []
     monkeypatch.setattr(scale, "timed_pass", lambda target, slots, texts, context, rows: seen.append(
-        (target.whole_tiles, slots[0].length, rows)) or float(rows))
-    found = scale.passes(target, 300, 2, ["reproducible", "fast"], repeats=2)
+        (*(mode for mode in targets if targets[mode] is target), (target.whole_tiles, target.query_tile), slots[0].length)) or float(rows))
+    found = scale.passes(targets, 300, 2, repeats=2)
     assert {mode: set(times) for mode, times in found.items()} == {"reproducible": set(scale.WIDTHS), "fast": set(scale.WIDTHS)}
     assert all(times[rows] == [float(rows)] * 2 for times in found.values() for rows in scale.WIDTHS)
-    assert {length for _, length, _ in seen} == {300} and {tiles for tiles, _, _ in seen} == {True, False} and target.whole_tiles
-    target.check()
-    assert not target.slots and not target.pool.index                # unread texts are offered to nobody
+    assert set(seen) == {(mode, kind, 300) for mode, kind in kinds.items()}
+    for target in targets.values():
+        target.check()
+        assert not target.slots and not target.pool.index            # unread texts are offered to nobody
+
+
+def test_a_mode_is_what_a_load_makes_of_it(tiny_pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without kernels of our own only reproducible passes take whole tiles; with them rows stand alone in either mode."""
+    monkeypatch.setattr(native, "available", lambda: (False, "the test wants none"))
+    assert [scale.load(tiny_pair[0], "float32", 1024, mode).whole_tiles for mode in ("reproducible", "fast")] == [True, False]
 
 
 def test_a_pass_after_an_unread_text_leaves_it_as_it_was(target: PagedTarget) -> None:
