@@ -43,6 +43,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from statistics import harmonic_mean, median
 from typing import Any, TypeVar
@@ -127,16 +128,16 @@ def pass_bytes(folder: Path) -> int:
 def measure(crew: Crew, prompts: Sequence[Sequence[int]], temperatures: Sequence[float], repeats: int, tokens: int, seed: int,
             memory: Memory) -> tuple[Runs, Limits]:
     """Every arm on every prompt, `repeats` times, in a new order each time; with what the memory gave around each run, GB/s."""
-    def attempt(arm: Arm, what: Mapping[str, Any], read: Callable[[Mapping[str, Any]], T]) -> T | None:
+    def attempt(arm: Arm, act: Callable[[], T]) -> T | None:
         try:
-            return None if arm in crew.broken else crew.answer(arm, what, read)
+            return None if arm in crew.broken else act()
         except Broken as error:
             tell(f"{arm}: {error}")
             return None
 
     for arm in crew.arms:
         tell(f"warming up {arm}")
-        attempt(arm, request(arm, prompts[0], 8, 0.0, 1), dict)         # without a rate, where few tokens take less than noise does
+        attempt(arm, partial(crew.meet, arm))
     cases = [(t, arm) for t in temperatures for arm in crew.arms]
     runs: Runs = {case: [[] for _ in prompts] for case in cases}
     reads: Limits = {case: [[] for _ in prompts] for case in cases}
@@ -146,7 +147,8 @@ def measure(crew: Crew, prompts: Sequence[Sequence[int]], temperatures: Sequence
             dice.shuffle(cases)
             gave = memory.read()
             for t, arm in cases:
-                run, before = attempt(arm, request(arm, prompt, tokens, t, 1 + i + len(prompts) * repeat), Timed.of), gave
+                asked = request(arm, prompt, tokens, t, 1 + i + len(prompts) * repeat)
+                run, before = attempt(arm, partial(crew.answer, arm, asked, Timed.of)), gave
                 if run:
                     gave = memory.read()
                     runs[t, arm][i].append(run)

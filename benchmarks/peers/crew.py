@@ -203,18 +203,25 @@ class Crew:
         return worker
 
     def answer(self, arm: Arm, what: Mapping[str, Any], read: Callable[[Mapping[str, Any]], T]) -> T:
-        """What `read` finds in the answer. Raises Broken, notes it in `broken` and ends the worker if there is none. One that does not
-        start is broken for all of its arms; after a failed answer the other arms get a new one."""
+        """What `read` finds in the answer. Raises Broken, notes it in `broken` and ends the worker if there is none."""
+        return self._with(arm, lambda worker: read(worker.ask({**what, **self.peers[arm.peer].way}, self.patience)))
+
+    def meet(self, arm: Arm) -> None:
+        """Starts its worker and warms it up, as an answer would. Raises as `answer` does."""
+        self._with(arm, lambda worker: None)
+
+    def _with(self, arm: Arm, use: Callable[[Worker], T]) -> T:
+        """One that does not start is broken for all of its arms; after a failed answer the other arms get a new one."""
         key = self.key(arm)
         lost = [other for other in self.arms if self.key(other) == key]
         try:
             worker = self.live.get(key) or self.start(arm)
             self.live[key] = self.live.pop(key)                    # the last one used
             lost = [arm]
-            if arm not in worker.warmed:
+            if arm not in worker.warmed:                           # without a rate, where few tokens take less than noise does
                 worker.ask(request(arm, self.warm, 8, 0.0, 1) | self.peers[arm.peer].way, self.patience)
                 worker.warmed.add(arm)
-            return read(worker.ask({**what, **self.peers[arm.peer].way}, self.patience))
+            return use(worker)
         except (Broken, OSError) as error:
             self.end(key, 0.5)
             self.broken |= dict.fromkeys(lost, str(error))

@@ -45,7 +45,7 @@ def load(job):
             sys.exit("out of luck")
         if asked[0] > 6 and kind == "hangs":
             time.sleep(60)
-        clock[0] += tokens / (1 + request["depth"]) + (100 if kind == "cold" and asked[0] < 5 and tokens == 1 else 0)
+        clock[0] += tokens / (1 + request["depth"]) + (100 if kind == "cold" and asked[0] < 3 and tokens == 1 else 0)
         return [request["seed"] + i for i in range(tokens)], tokens // 2 if request["depth"] else None
 
     return generate
