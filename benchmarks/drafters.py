@@ -14,7 +14,6 @@ import argparse
 import json
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -46,35 +45,32 @@ def open_arms(specs: Sequence[str], depth: int, threads: int | None) -> tuple[li
 
 
 def tallies(runs: Sequence[Run], sinks: Mapping[str, Memory]) -> dict[tuple[str, str, float], tuple[Tally, float]]:
-    """(arm, class, temperature) → counts and seconds of drafting. A sink saw its arm's requests in the order of the runs."""
+    """(arm, class or ALL, temperature) → counts and seconds of drafting. A sink saw its arm's requests in the order of the runs."""
     found: dict[tuple[str, str, float], tuple[Tally, float]] = {}
     for arm, sink in sinks.items():
         mine = [run for run in runs if run.arm == arm]
         for run, report in zip(mine, requests(sink.events).values(), strict=True):
-            tally, seconds = found.get((arm, run.prompt_class, run.temperature), (Tally(), 0.0))
-            found[arm, run.prompt_class, run.temperature] = tally + report.tally, seconds + report.clock.draft_s
+            for name in (run.prompt_class, ALL):
+                tally, seconds = found.get((arm, name, run.temperature), (Tally(), 0.0))
+                found[arm, name, run.temperature] = tally + report.tally, seconds + report.clock.draft_s
     return found
 
 
 def rows(runs: Sequence[Run], sinks: Mapping[str, Memory]) -> list[dict[str, Any]]:
+    """Per arm and temperature, over all classes and then class by class."""
     counts = tallies(runs, sinks)
     table = []
-    for cell in cells(runs):
-        if cell.arm == OFF or cell.prompt_class == ALL:
+    for cell in sorted(cells(runs), key=lambda cell: cell.prompt_class != ALL):
+        if cell.arm == OFF or cell.temperature is None:
             continue
         tally, seconds = counts[cell.arm, cell.prompt_class, cell.temperature]
-        table.append({"drafter": cell.arm, "class": cell.prompt_class, "temperature": cell.temperature, "speedup": cell.speedup,
+        table.append({"drafter": cell.arm, "class": "all classes" if cell.prompt_class == ALL else cell.prompt_class,
+                      "temperature": cell.temperature, "speedup": cell.speedup,
                       "tokens_per_round": tally.acceptance_length, "acceptance_length": tally.acceptance_length_drafted,
                       "hazard": [round(h, 3) for h in tally.hazard],
                       "reached": tally.reached, "rounds": tally.rounds, "drafted": tally.drafted, "accepted": tally.accepted,
                       "draft_ms_per_token": 1e3 * seconds / tally.drafted if tally.drafted else None, "identical": cell.identical})
     return table
-
-
-def overall(runs: Sequence[Run], sinks: Mapping[str, Memory]) -> list[dict[str, Any]]:
-    """Per arm and temperature over all classes."""
-    merged = [Run(**{**{f.name: getattr(run, f.name) for f in fields(run)}, "prompt_class": "all classes"}) for run in runs]
-    return rows(merged, sinks)
 
 
 def markdown(table: Sequence[Mapping[str, Any]]) -> str:
@@ -121,7 +117,7 @@ def main() -> None:
         runs.append(run)
         if len(runs) % len(arms) == 0:
             print(f"{len(runs)} of {total} runs", file=sys.stderr, flush=True)
-    table, facts = [*overall(runs, sinks), *rows(runs, sinks)], provenance()
+    table, facts = rows(runs, sinks), provenance()
     where = facts["machine"]
     made = (f"Made by `{facts['command']}` on {where['cpu']}, {where['threads']} threads, {facts['date']}, revision "
             f"{facts['versions']['revision']}: depth {args.depth}, {args.prompts} prompts a class, at most {args.tokens} tokens.\n")

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import attrgetter
+from statistics import median
 
 from ..errors import Failure
 from .cells import ALL, OFF, Spread, bootstrap_median
@@ -98,8 +99,7 @@ def speedup(answers: Sequence[Answer], arm: str, prompt_class: str = ALL, resamp
     for (number, _, _), speeds in paired.items():
         if len(speeds) == len({arm, OFF}):
             ratios.setdefault(number, []).append(speeds[arm] / speeds[OFF])
-    medians = [bootstrap_median(values, 1).median for values in ratios.values()]
-    return bootstrap_median(medians, resamples) if medians else None
+    return bootstrap_median([median(values) for values in ratios.values()], resamples) if ratios else None
 
 
 def expected(arms: Sequence[Arm], items: Sequence[Item], plan: Plan) -> int:
