@@ -70,13 +70,13 @@ def test_without_the_hidden_states_of_the_last_tokens_a_head_is_silent() -> None
     text.tokens.append(7)
     drafter.observe([state], [Commit(6, (7,), ("plain",), ())], [told(5, 6)])
     late, = drafter.propose([state], [budget], SharedNoise())
-    assert len(late) == 3 and (state.first, state.end) == (5, 6), "it begins with the window it gets"
+    assert len(late) == 3 and (state.window.first, state.window.end) == (5, 6), "it begins with the window it gets"
     text.tokens += [8, 9]
     drafter.observe([state], [Commit(8, (9,), ("plain",), ())], [told(7, 8)])
-    assert (state.first, state.end) == (7, 8), "after a gap the window begins anew"
+    assert (state.window.first, state.window.end) == (7, 8), "after a gap the window begins anew"
     whole = drafter.open(text, told(0, 8))
     drafter.observe([whole], [Commit(8, (9,), ("plain",), ())], [told(6, 8)])
-    assert (whole.first, whole.end) == (0, 8), "what is known already is not taken twice"
+    assert (whole.window.first, whole.window.end) == (0, 8), "what is known already is not taken twice"
 
 
 def test_context_keys_do_not_depend_on_how_the_text_grew() -> None:
@@ -90,7 +90,7 @@ def test_context_keys_do_not_depend_on_how_the_text_grew() -> None:
         drafter.observe(states, [Commit(at, (token,), ("plain",), ())], [Signals(at - 1, {i: row for i in drafter.needs.taps})])
     again, _ = opened(target, drafter, [text])
     drafts = [drafter.propose(each, [Budget(5, 12, "", "")], SharedNoise())[0] for each in (states, again)]
-    assert states[0].end == 7 and drafts[0].tokens.tolist() == drafts[1].tokens.tolist() and drafts[0].parents == drafts[1].parents
+    assert states[0].window.end == 7 and drafts[0].tokens.tolist() == drafts[1].tokens.tolist() and drafts[0].parents == drafts[1].parents
 
 
 def test_what_the_target_leaves_waits_until_a_guess_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,11 +118,11 @@ def test_what_the_target_leaves_waits_until_a_guess_is_asked_for(monkeypatch: py
             drafter.observe([state], [Commit(end, (end % V,), ("plain",), ())], [told(end - 1, end)])
 
     write(3)
-    assert not passes and state.end == 6
+    assert not passes and state.window.end == 6
     draft, = drafter.propose([state], [Budget(3, 3, "", "")], SharedNoise())
     assert len(draft) == 3 and passes == [6]
     write(20)
-    assert max(passes) <= 9 and state.ahead <= 8 and state.end == 26, "no more than a chunk waits"
+    assert max(passes) <= 9 and state.window.ahead <= 8 and state.window.end == 26, "no more than a chunk waits"
 
 
 def test_a_text_longer_than_the_context_ends_the_guesses_with_a_reason() -> None:

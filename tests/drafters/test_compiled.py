@@ -56,9 +56,11 @@ def same(a: Draft, b: Draft) -> bool:
 
 def left(state: Any) -> tuple[Any, ...]:
     """What a state remembers of its text."""
-    entries = state.cache.room(0)[:, :, :state.held].tolist()
+    entries = state.cache.room(0)[:, :, :state.window.held].tolist()
     last = None if state.last is None else state.last.tolist()
-    return state.base, state.held, state.ahead, [len(rows) for rows in state.waiting], state.cache.length >= state.held, last, entries
+    window = state.window
+    waiting = [len(rows) for rows in window.waiting]
+    return window.first, window.held, window.ahead, waiting, state.cache.length >= window.held, last, entries
 
 
 def no_feeding(drafter: Eagle3Drafter, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,12 +146,12 @@ def test_rows_wait_behind_a_gap_and_beyond_a_chunk(monkeypatch: pytest.MonkeyPat
         states.append(left(state))
         for start, ahead in ((30, 38), (38, 55)):
             drafter.observe([state], [Commit(start, (1,), ("plain",), ())], [Signals(start, {n: r[start:ahead] for n, r in rows.items()})])
-        assert (state.base, state.held, state.ahead) == (30, 0, 25), "nothing of it is of the text yet"
+        assert (state.window.first, state.window.held, state.window.ahead) == (30, 0, 25), "nothing of it is of the text yet"
         for end in (37, 52):
             seq.tokens = whole.tokens[:end]
             drafts += drafter.propose([state], [Budget(4, 9, "", "")], SharedNoise())
             states.append(left(state))
-            assert state.held == end - 31
+            assert state.window.held == end - 31
     assert all(map(same, drafts[:3], drafts[3:])) and states[:3] == states[3:]
 
 

@@ -147,9 +147,9 @@ def test_the_state_follows_the_text(build: Any) -> None:
                 continue
             fresh, _ = opened(target, drafter, [state.seq])
             a, b = (drafter.propose([s], [Budget(3, 3, "", "")], SharedNoise())[0] for s in (state, fresh[0]))
-            if state.base == 0 and len(state.seq.tokens) > 1:
+            if state.window.first == 0 and len(state.seq.tokens) > 1:
                 assert a.tokens.tolist() == b.tokens.tolist() and len(a), a.reason
-            assert state.cache.length >= state.held == len(state.seq.tokens) - 1 - state.base
+            assert state.cache.length >= state.window.held == len(state.seq.tokens) - 1 - state.window.first
 
     log = speculate(target, drafter, texts, lambda i, round_: ((4, 4), (3, 9), (0, 0), (2, 2))[(i + round_) % 4], after=check)
     assert [one.tokens for one in texts] == truth and len(log.drafts) > 20
@@ -168,13 +168,13 @@ def test_a_head_that_comes_late_begins_with_its_window() -> None:
     late = Signals(5, {layer: torch.cat((r[5:], r[:1])) for layer, r in rows.items()})
     drafter.observe([state], [Commit(7, (4, 5), ("accepted", "bonus"), (0,))], [late])
     draft, = drafter.propose([state], [Budget(2, 2, "", "")], SharedNoise())
-    assert len(draft) == 2 and (state.base, state.held) == (5, 3)
+    assert len(draft) == 2 and (state.window.first, state.window.held) == (5, 3)
     one.tokens += [1, 1, 1]                       # two rounds that nobody told it of
     draft, = drafter.propose([state], [Budget(2, 2, "", "")], SharedNoise())
     assert not len(draft) and "not here yet" in draft.reason
     drafter.observe([state], [Commit(11, (1,), ("plain",), ())], [Signals(10, {layer: r[:1] for layer, r in rows.items()})])
     draft, = drafter.propose([state], [Budget(2, 2, "", "")], SharedNoise())
-    assert len(draft) == 2 and (state.base, state.held) == (10, 1), "after a gap the window begins anew"
+    assert len(draft) == 2 and (state.window.first, state.window.held) == (10, 1), "after a gap the window begins anew"
 
 
 def test_a_long_prompt_is_fed_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -183,7 +183,7 @@ def test_a_long_prompt_is_fed_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr("draftproof.drafters.recurrent.CHUNK", 8)
     drafter = eagle3(target)
     states, _ = opened(target, drafter, [one])
-    assert states[0].held == 32 and states[0].ahead == 7
+    assert states[0].window.held == 32 and states[0].window.ahead == 7
     assert drafter.propose(states, [Budget(3, 3, "", "")], SharedNoise())[0].tokens.tolist() == whole.tokens.tolist()
 
 

@@ -211,4 +211,4 @@ def test_a_drafter_that_joins_late_begins_with_the_window_it_gets() -> None:
     drafter.observe([state], [Commit(6, (7, 8), ("accepted", "bonus"), (0,))], [Signals(5, {7: rows})])
     draft, = drafter.propose([state], [budget], SharedNoise())
     whole, = drafter.propose(opened(target, drafter, [text])[0], [budget], SharedNoise())
-    assert len(draft) == len(whole) == 2 and state.base == 5
+    assert len(draft) == len(whole) == 2 and state.window.first == 5

@@ -22,27 +22,21 @@ from ..types import Budget, Commit, Draft, SequenceView, Signals
 from .base import Needs, Noise, NoOptions, Ranking, Site
 from .grow import Growth, Margins
 from .slots import Line, Slots, chains, trees
+from .window import Window
 
 CHUNK = 1024        # hidden states that are fused in one pass, and of one sequence that wait at most
 
 
 @dataclass(slots=True)
 class BlockState:
-    """One sequence. The cache holds context keys of the positions from `first` on, without a gap; of the next `ahead` positions hidden
-    states wait, [n, taps * H] of each of some rounds."""
+    """One sequence. The cache has context keys of the positions that the window holds."""
 
     seq: SequenceView
     ranking: Ranking
     cache: HeadCache | None                 # None: closed
-    first: int = 0
-    ahead: int = 0
-    waiting: list[Tensor] = field(default_factory=list)
+    window: Window = field(default_factory=Window)
     tree: tuple[Growth, int] | None = None  # what grew for the text as it is, and which sequence of it this was
     length: int = 0                         # tokens of that text
-
-    @property
-    def end(self) -> int:
-        return self.first + self.ahead + (self.cache.length if self.cache is not None else 0)
 
 
 class Block:
@@ -103,8 +97,8 @@ class DFlashDrafter(NoOptions):
         return state
 
     def close(self, state: BlockState) -> None:
-        state.cache, state.tree, state.ahead = None, None, 0
-        state.waiting.clear()
+        state.cache, state.tree = None, None
+        state.window.close()
 
     def observe(self, states: Sequence[BlockState], commits: Sequence[Commit], signals: Sequence[Signals | None]) -> None:
         for state, commit, rows in zip(states, commits, signals, strict=True):
@@ -163,42 +157,34 @@ class DFlashDrafter(NoOptions):
         length, reach, context = len(state.seq.tokens), self.head.reach, self.head.context
         if state.cache is None:
             return 0, "the sequence is closed"
-        if state.end == state.first or state.end != length - 1:
+        if state.window.empty or state.window.end != length - 1:
             return 0, "the target's hidden states of the last tokens are not here yet"
         if context is not None and context - length < min(depth, reach):
             return max(0, context - length), f"the drafter's context ends at {context}"
         return (reach, f"a block holds {reach} guesses") if reach < depth else (depth, "")
 
     def _take(self, state: BlockState, signals: Signals) -> None:
-        """Hidden states that the target left: keep what is new. After a gap the window begins anew."""
+        """Hidden states that the target left."""
         assert state.cache is not None, "of an open sequence"
-        if state.end == state.first or signals.start > state.end:
+        if state.window.take(abreast(signals.taps, self.head.taps), signals.start):
             state.cache.truncate(0)
-            state.waiting.clear()
-            state.first, state.ahead = signals.start, 0
-        rows, known = abreast(signals.taps, self.head.taps), state.end - signals.start
-        rows = rows[known:] if known else rows
-        if rows.shape[0]:
-            state.waiting.append(rows)
-            state.ahead += rows.shape[0]
-        if state.ahead > CHUNK:
+        if state.window.ahead > CHUNK:
             self._catch_up([state])
 
     @torch.inference_mode()
     def _catch_up(self, states: Sequence[BlockState]) -> None:
         """Project what waits, of all sequences together."""
-        behind = [(state, state.cache) for state in states if state.ahead and state.cache is not None]
+        behind = [(state.window, state.cache) for state in states if state.window.ahead and state.cache is not None]
         if not behind:
             return
-        counts = [state.ahead for state, _ in behind]
-        flat = torch.cat([rows for state, _ in behind for rows in state.waiting])
-        places = torch.tensor([at for state, _ in behind for at in range(state.end - state.ahead, state.end)], device=self.device)
+        counts = [window.ahead for window, _ in behind]
+        flat = torch.cat([window.due(window.ahead) for window, _ in behind])
+        places = torch.tensor([at for window, _ in behind for at in range(window.end - window.ahead, window.end)], device=self.device)
         found = [self.head.keys(self.head.fuse(flat[at:at + CHUNK]), places[at:at + CHUNK]) for at in range(0, flat.shape[0], CHUNK)]
         for layer, parts in enumerate(zip(*found, strict=True)):
             keys, values = (torch.cat(part) if len(found) > 1 else part[0] for part in zip(*parts, strict=True))
             for (_, cache), k, v in zip(behind, torch.split(keys, counts), torch.split(values, counts), strict=True):
                 cache.write(layer, k, v)
-        for (state, cache), count in zip(behind, counts, strict=True):
+        for (window, cache), count in zip(behind, counts, strict=True):
             cache.advance(count)
-            state.waiting.clear()
-            state.ahead = 0
+            window.read(count)

@@ -18,17 +18,17 @@ from ..models.target import TargetParts
 from ..types import SequenceView, Signals
 from .base import NoOptions, Ranking, Site
 from .vector import Line, VectorDrafter, VectorState
+from .window import Window
 
 CHUNK = 1024        # hidden states of one sequence that wait for the prefix layer at most
 
 
 @dataclass(slots=True)
 class PrefixState(VectorState):
-    """Entry i of the cache is of position base + i; `row` is what the prefix layer says there, None while rows wait."""
+    """The cache has entries of what the window holds; `row` is what the prefix layer says of the last, None while some wait."""
 
     cache: HeadCache | None = None
-    base: int = 0
-    waiting: list[Tensor] = field(default_factory=list)     # taps [n, H] of the positions up to `at`
+    window: Window = field(default_factory=Window)
 
 
 class HydraDrafter(NoOptions, VectorDrafter):
@@ -75,7 +75,7 @@ class HydraDrafter(NoOptions, VectorDrafter):
         super().close(state)
         if isinstance(state, PrefixState):
             state.cache = None
-            state.waiting.clear()
+            state.window.close()
 
     def take(self, state: VectorState, signals: Signals) -> None:
         if not isinstance(state, PrefixState):
@@ -83,17 +83,12 @@ class HydraDrafter(NoOptions, VectorDrafter):
             return
         if state.cache is None:
             return
-        rows = signals.taps[self.head.taps[0]]
-        if state.at < 0 or signals.start > state.at + 1:        # after a gap the window begins anew
+        window = state.window
+        if window.take(signals.taps[self.head.taps[0]], signals.start):
             state.cache.truncate(0)
-            state.waiting.clear()
-            state.base = signals.start
-        else:
-            rows = rows[state.at + 1 - signals.start:]
-        if rows.shape[0]:
-            state.waiting.append(rows)
-            state.at, state.row = max(state.at, signals.start + signals.taps[self.head.taps[0]].shape[0] - 1), None
-        if sum(part.shape[0] for part in state.waiting) > CHUNK:
+        if window.ahead:
+            state.at, state.row = window.end - 1, None
+        if window.ahead > CHUNK:
             self._catch_up([state])
 
     @torch.inference_mode()
@@ -102,9 +97,9 @@ class HydraDrafter(NoOptions, VectorDrafter):
         if not states:
             return
         caches = [cast(HeadCache, state.cache) for state in states]
-        taps = [torch.cat(state.waiting) for state in states]
-        counts = [rows.shape[0] for rows in taps]
-        places = [at for state, count in zip(states, counts, strict=True) for at in range(state.at + 1 - count, state.at + 1)]
+        counts = [state.window.ahead for state in states]
+        taps = [state.window.due(count) for state, count in zip(states, counts, strict=True)]
+        places = [at for state, count in zip(states, counts, strict=True) for at in range(state.window.end - count, state.window.end)]
         attend = HeadPass(caches, counts)
         out = self.head.prefix_embeding_layer(self.head.read_target(torch.cat(taps)), torch.tensor(places, device=self.device), attend)
         attend.done()
@@ -112,4 +107,4 @@ class HydraDrafter(NoOptions, VectorDrafter):
         for state, count in zip(states, counts, strict=True):
             end += count
             state.row = out[end - 1].clone()
-            state.waiting.clear()
+            state.window.read(count)

@@ -26,6 +26,7 @@ from ..models.taps import abreast
 from ..types import Budget, Commit, Draft, DraftLaw, SequenceView, Signals
 from .base import Needs, Noise, Picks, Ranking, joined_laws, pick
 from .grow import CANDIDATES, Front, Growth, Margins, beside, evenly, grown, spine
+from .window import Window
 
 CHUNK = 1024        # rows of one sequence that wait, or are fed, at most in one pass
 WIDEST = 8          # nodes of one sequence that a level extends at most
@@ -53,15 +54,12 @@ class RecurrentHead(Protocol):
 
 @dataclass(slots=True)
 class RecurrentState:
-    """One sequence. Entry i of the cache is of position base + i; `held` of them are true, what lies behind was guessed."""
+    """One sequence. Entry i of the cache is of position window.first + i; `window.held` of them are true, what lies behind was guessed."""
 
     seq: SequenceView
     ranking: Ranking
     cache: HeadCache | None                 # None: closed
-    base: int = 0
-    held: int = 0
-    waiting: list[Tensor] = field(default_factory=list)     # features [n, width] of the positions from base + held on
-    ahead: int = 0                          # how many rows these are
+    window: Window = field(default_factory=Window)
     last: Tensor | None = None              # [H] output of the last true entry
     learn: Callable[[Sequence[int]], None] | None = None    # from what becomes of the tree that grew for the text as it is
     length: int = 0                         # tokens of that text
@@ -112,7 +110,7 @@ class RecurrentDrafter:
 
     def close(self, state: RecurrentState) -> None:
         state.cache, state.learn, state.last = None, None, None
-        state.waiting.clear()
+        state.window.close()
 
     def observe(self, states: Sequence[RecurrentState], commits: Sequence[Commit], signals: Sequence[Signals | None]) -> None:
         for state, commit, rows in zip(states, commits, signals, strict=True):
@@ -136,7 +134,7 @@ class RecurrentDrafter:
             if reason or state.cache is None:
                 drafts[place] = Draft.empty(self.name, reason)
                 continue
-            state.cache.truncate(state.held)
+            state.cache.truncate(state.window.held)
             lines.append(_Line(state, state.cache, place, budget))
         if not lines:
             return drafts
@@ -152,36 +150,28 @@ class RecurrentDrafter:
     # The text's own entries.
 
     def _take(self, state: RecurrentState, signals: Signals) -> None:
-        """Hidden states that the target left: keep what is new. After a gap the window begins anew."""
-        rows = abreast(signals.taps, self.head.taps)
-        end = state.base + state.held + state.ahead
-        if not state.held + state.ahead or signals.start > end:
-            state.base, state.held, state.ahead, state.last = signals.start, 0, 0, None
-            state.waiting.clear()
+        """Hidden states that the target left."""
+        if state.window.take(abreast(signals.taps, self.head.taps), signals.start):
+            state.last = None
             if state.cache is not None:
                 state.cache.truncate(0)
-        elif signals.start < end:
-            rows = rows[end - signals.start:]
-        if rows.shape[0]:
-            state.waiting.append(rows)
-            state.ahead += rows.shape[0]
-        while state.ahead > CHUNK and self._missing(state) >= CHUNK:
+        while state.window.ahead > CHUNK and self._missing(state) >= CHUNK:
             self._feed([state])
 
     def _missing(self, state: RecurrentState) -> int:
         """Entries that the text has and the cache has not."""
-        return len(state.seq.tokens) - 1 - state.base - state.held
+        return len(state.seq.tokens) - 1 - state.window.first - state.window.held
 
     def _silence(self, state: RecurrentState) -> str:
         """Why this sequence cannot draft now, or nothing."""
         if state.cache is None:
             return "the sequence is closed"
-        if not state.held + state.ahead or self._missing(state) > state.ahead:
+        if state.window.empty or self._missing(state) > state.window.ahead:
             return "the target's hidden states of the last tokens are not here yet"
         return ""
 
     def _catch_up(self, lines: Sequence[_Line]) -> None:
-        while any(line.state.ahead and self._missing(line.state) for line in lines):
+        while any(line.state.window.ahead and self._missing(line.state) for line in lines):
             self._feed([line.state for line in lines])
 
     @torch.inference_mode()
@@ -192,10 +182,10 @@ class RecurrentDrafter:
         tokens: list[int] = []
         positions: list[int] = []
         for state in states:
-            if min(self._missing(state), state.ahead) > 0 and state.cache is not None:
-                state.cache.truncate(state.held)
+            if min(self._missing(state), state.window.ahead) > 0 and state.cache is not None:
+                state.cache.truncate(state.window.held)
                 rows, text = self._due(state)
-                start = state.base + state.held
+                start = state.window.first + state.window.held
                 behind.append(state)
                 features.append(rows)
                 tokens += text
@@ -209,23 +199,14 @@ class RecurrentDrafter:
         end = 0
         for state, count in zip(behind, counts, strict=True):
             end += count
-            self._fed(state, count, out[end - 1].clone())
+            state.window.read(count)
+            state.last = out[end - 1].clone()
 
     def _due(self, state: RecurrentState) -> tuple[Tensor, Sequence[int]]:
         """What the cache lacks, at most a chunk: features, and the tokens that are read beside them."""
-        count, start = min(self._missing(state), state.ahead, CHUNK), state.base + state.held + 1
-        if len(state.waiting) > 1:
-            state.waiting = [torch.cat(state.waiting)]
-        rows, = state.waiting
-        return rows[:count] if count < len(rows) else rows, state.seq.tokens[start:start + count]
-
-    def _fed(self, state: RecurrentState, count: int, last: Tensor) -> None:
-        """So many of the rows that waited have entries now."""
-        rows, = state.waiting
-        state.waiting = [rows[count:]] if count < len(rows) else []
-        state.held += count
-        state.ahead -= count
-        state.last = last
+        window = state.window
+        count, start = min(self._missing(state), window.ahead, CHUNK), window.first + window.held + 1
+        return window.due(count), state.seq.tokens[start:start + count]
 
     # Drafts.
 
@@ -301,7 +282,8 @@ class RecurrentDrafter:
             wish = wish._replace(nodes=budget.nodes, widest=widest, odds=self.margins.odds(greedy))
         made = self.compiled.draft(wish, state.last, cache, rows, keys)
         if made is not None and rows is not None:
-            self._fed(state, len(text), made.last)
+            state.window.read(len(text))
+            state.last = made.last
         return made
 
     def _trees(self, lines: Sequence[_Line], noise: Noise) -> list[Draft]:
@@ -350,7 +332,7 @@ class RecurrentDrafter:
         ancestors and itself."""
         masks = None
         if seen is not None:
-            held = [torch.ones(slots, line.state.held, dtype=torch.bool, device=self.device) for line in lines]
+            held = [torch.ones(slots, line.state.window.held, dtype=torch.bool, device=self.device) for line in lines]
             masks = [torch.cat((true, own), 1) for true, own in zip(held, seen, strict=True)]
         at = [len(line.state.seq.tokens) - 1 + level for line in lines for _ in range(slots)]
         attend = HeadPass([line.cache for line in lines], [slots] * len(lines), masks)
