@@ -22,6 +22,7 @@ RUNS, N, V = 200, 600, 24
 SAMPLER = """
 import sys
 sys.path.insert(0, {folder!r})
+flatter = 1.0 * {factor}
 import torch
 from transformers import AutoModelForCausalLM
 from worker import main
@@ -32,7 +33,7 @@ def load(job):
     def generate(request, tokens):
         dice, ids = torch.Generator().manual_seed(request["seed"]), list(request["prompt_ids"])
         for _ in range(tokens):
-            law = (model(torch.tensor([ids]), logits_to_keep=1).logits[0, -1] / (request["temperature"] * {factor} + 1e-3)).softmax(-1)
+            law = (model(torch.tensor([ids]), logits_to_keep=1).logits[0, -1] / (request["temperature"] * flatter + 1e-3)).softmax(-1)
             ids.append(int(torch.multinomial(law, 1, generator=dice)))
         return ids[-tokens:], None
 

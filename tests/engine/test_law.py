@@ -37,7 +37,7 @@ def statistic(target: TableTarget, texts: list[tuple[int, ...]]) -> float:
 
 
 def texts(target: TableTarget, drafter: Drafter, rule: str, tree: int | None, depth: int = 2) -> list[tuple[int, ...]]:
-    config = EngineConfig(trace="none", max_batch=64, max_waiting=SAMPLES, max_samples=SAMPLES)
+    config = EngineConfig(trace="none", max_batch=256, max_waiting=SAMPLES, max_samples=SAMPLES)
     with Engine(target=target, drafter=drafter, depth=depth, tree=tree, rule=rule, config=config) as engine:  # type: ignore[arg-type]
         out = engine.generate([1], Sampling(temperature=1.0, top_p=1.0, seed=3, max_tokens=4, n=SAMPLES))
         assert engine.speculation.state[0] == "on", engine.speculation.failure

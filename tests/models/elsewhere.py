@@ -10,7 +10,7 @@ chooses, and for a copy in either direction that is not said to be `non_blocking
 from __future__ import annotations
 
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from draftproof.models import load
 
@@ -80,8 +79,32 @@ class Numbers(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
+def leaves(value: Any) -> Iterator[Any]:
+    """What an operation is given or gives, out of its tuples, lists and dictionaries."""
+    if isinstance(value, tuple | list):
+        for one in value:
+            yield from leaves(one)
+    elif isinstance(value, dict):
+        yield from leaves(list(value.values()))
+    else:
+        yield value
+
+
+def each(value: Any, act: Callable[[Any], Any]) -> Any:
+    """The same with every leaf acted on. (torch's own trees were most of what the device costs.)"""
+    if isinstance(value, tuple | list):
+        return type(value)([each(one, act) for one in value])
+    if isinstance(value, dict):
+        return {name: each(one, act) for name, one in value.items()}
+    return act(value)
+
+
+def here(value: Any) -> Any:
+    return value.held if isinstance(value, Elsewhere) else CPU if isinstance(value, torch.device) else value
+
+
 def run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    flat, shape = tree_flatten((args, kwargs))
+    flat = list(leaves((args, kwargs)))
     tensors = [value for value in flat if isinstance(value, Tensor)]
     there = [isinstance(value, Elsewhere) for value in tensors]
     name = func.overloadpacket.__name__
@@ -90,12 +113,11 @@ def run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     asked = [value.type for value in flat if isinstance(value, torch.device)]
     _note_wait(func, args, kwargs, there, asked)
     home = asked[0] == NAME if asked else bool(there) and there[0]
-    flat = [value.held if isinstance(value, Elsewhere) else CPU if isinstance(value, torch.device) else value for value in flat]
-    args, kwargs = tree_unflatten(flat, shape)
+    args, kwargs = each(args, here), each(kwargs, here)
     found = func(*args, **kwargs)
     if asked and there and home != there[0] and found is args[0]:
         found = found.clone()  # of the other device's memory
-    return tree_map_only(Tensor, Elsewhere, found) if home else found
+    return each(found, lambda value: Elsewhere(value) if isinstance(value, Tensor) else value) if home else found
 
 
 def _note_wait(func: Any, args: Any, kwargs: dict[str, Any], there: list[bool], asked: list[str]) -> None:
