@@ -1,4 +1,4 @@
-"""What waits for a drafter, against a dictionary of positions."""
+"""What waits for a drafter, against a range of positions and a list of those that were read."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ def test_every_position_is_read_once_and_in_order(seed: int) -> None:
         if gap:
             read, known = [], range(start, end)
         known = range(known.start, max(known.stop, end))
+        assert window.at == window.end - window.ahead
         assert (window.first, window.end, window.held, window.ahead) == (known.start, known.stop, len(read), len(known) - len(read))
         if window.ahead and dice.random() < 0.6:
             count = dice.randint(1, window.ahead)

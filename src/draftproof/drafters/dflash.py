@@ -179,7 +179,7 @@ class DFlashDrafter(NoOptions):
             return
         counts = [window.ahead for window, _ in behind]
         flat = torch.cat([window.due(window.ahead) for window, _ in behind])
-        places = torch.tensor([at for window, _ in behind for at in range(window.end - window.ahead, window.end)], device=self.device)
+        places = torch.tensor([at for window, _ in behind for at in range(window.at, window.end)], device=self.device)
         found = [self.head.keys(self.head.fuse(flat[at:at + CHUNK]), places[at:at + CHUNK]) for at in range(0, flat.shape[0], CHUNK)]
         for layer, parts in enumerate(zip(*found, strict=True)):
             keys, values = (torch.cat(part) if len(found) > 1 else part[0] for part in zip(*parts, strict=True))

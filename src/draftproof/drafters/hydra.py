@@ -99,7 +99,7 @@ class HydraDrafter(NoOptions, VectorDrafter):
         caches = [cast(HeadCache, state.cache) for state in states]
         counts = [state.window.ahead for state in states]
         taps = [state.window.due(count) for state, count in zip(states, counts, strict=True)]
-        places = [at for state, count in zip(states, counts, strict=True) for at in range(state.window.end - count, state.window.end)]
+        places = [at for state in states for at in range(state.window.at, state.window.end)]
         attend = HeadPass(caches, counts)
         out = self.head.prefix_embeding_layer(self.head.read_target(torch.cat(taps)), torch.tensor(places, device=self.device), attend)
         attend.done()

@@ -160,7 +160,7 @@ class RecurrentDrafter:
 
     def _missing(self, state: RecurrentState) -> int:
         """Entries that the text has and the cache has not."""
-        return len(state.seq.tokens) - 1 - state.window.first - state.window.held
+        return len(state.seq.tokens) - 1 - state.window.at
 
     def _silence(self, state: RecurrentState) -> str:
         """Why this sequence cannot draft now, or nothing."""
@@ -185,7 +185,7 @@ class RecurrentDrafter:
             if min(self._missing(state), state.window.ahead) > 0 and state.cache is not None:
                 state.cache.truncate(state.window.held)
                 rows, text = self._due(state)
-                start = state.window.first + state.window.held
+                start = state.window.at
                 behind.append(state)
                 features.append(rows)
                 tokens += text
@@ -205,7 +205,7 @@ class RecurrentDrafter:
     def _due(self, state: RecurrentState) -> tuple[Tensor, Sequence[int]]:
         """What the cache lacks, at most a chunk: features, and the tokens that are read beside them."""
         window = state.window
-        count, start = min(self._missing(state), window.ahead, CHUNK), window.first + window.held + 1
+        count, start = min(self._missing(state), window.ahead, CHUNK), window.at + 1
         return window.due(count), state.seq.tokens[start:start + count]
 
     # Drafts.

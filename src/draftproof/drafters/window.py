@@ -19,9 +19,14 @@ class Window:
     waiting: list[Tensor] = field(default_factory=list)     # [n, width] of each of some rounds
 
     @property
+    def at(self) -> int:
+        """The position of the next one to be read."""
+        return self.first + self.held
+
+    @property
     def end(self) -> int:
         """The first position behind them."""
-        return self.first + self.held + self.ahead
+        return self.at + self.ahead
 
     @property
     def empty(self) -> bool:
