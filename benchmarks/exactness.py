@@ -122,7 +122,7 @@ def text_of(answer: Mapping[str, Any]) -> tuple[list[int], int | None]:
 def written(crew: Crew, arm: Arm, prompt: Sequence[int], tokens: int, temperature: float, seeds: Sequence[int],
             vocabulary: int) -> tuple[Tensor, list[int | None]]:
     """Texts [seeds, tokens], and how many guesses stood in each. Raises Broken."""
-    texts = [crew.answer(arm, {**request(arm, prompt, tokens, temperature, seed), "timed": False}, text_of) for seed in seeds]
+    texts = [crew.answer(arm, request(arm, prompt, tokens, temperature, seed), text_of) for seed in seeds]
     for ids, _ in texts:
         if len(ids) != tokens or not all(0 <= i < vocabulary for i in ids):
             raise Broken(f"{len(ids)} tokens, ids up to {max(ids, default=0)}; asked for {tokens} of a vocabulary of {vocabulary}")

@@ -9,11 +9,11 @@ The built-in pair is inflated (see inflate.py: nothing to merge or skip) and con
 head, which only our own arms use, is turned to fit the inflated target and stays as small as it is. Each engine runs in
 its own environment as one or more workers (peers/), which are stopped while another one is measured. Prompt by prompt, every arm runs
 in an order drawn anew: an engine, plain or guessing at one depth, at one temperature. Rates are of decoding: the tokens after the first
-over the time of the run less that of a run of the same prompt for one token. Ratios are paired by prompt and repeat. Just before and just
-after every run the memory is read; a plain pass cannot take less than reading the checkpoint's matrices does at that speed, the floor,
-unless it reads fewer bytes: ours keeps bfloat16 weights in twelve bits, without loss, where the processor multiplies them in pairs. "Best"
-is the arm with the highest median rate of this very run. What cannot run is named with its reason. Prints tables and, as the last line,
-JSON; exits with 3 if a measured goal is missed, with 1 if our own engine did not run.
+delivery over the time since it. Ratios are paired by prompt and repeat. Just before and just after every run the memory is read; a plain
+pass cannot take less than reading the checkpoint's matrices does at that speed, the floor, unless it reads fewer bytes: ours keeps bfloat16
+weights in twelve bits, without loss, where the processor multiplies them in pairs. "Best" is the arm with the highest median rate of this
+very run. What cannot run is named with its reason. Prints tables and, as the last line, JSON; exits with 3 if a measured goal is missed,
+with 1 if our own engine did not run.
 
 The environments, in the repository's folder (elsewhere: --env NAME=PATH of a python):
 

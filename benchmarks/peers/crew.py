@@ -74,26 +74,28 @@ class Arm:
 
 @dataclass(frozen=True, slots=True)
 class Timed:
-    """One answer. accepted: draft tokens that stood, where the engine says it."""
+    """One answer. first_s: seconds until its first tokens, `first` of them; accepted: draft tokens that stood, where the engine says it."""
 
     ids: tuple[int, ...]
     seconds: float
     first_s: float
+    first: int
     accepted: int | None
 
     @property
     def rate(self) -> float:
-        """Decoded tokens per second."""
-        return (len(self.ids) - 1) / (self.seconds - self.first_s)
+        """Decoded tokens per second: those after the first delivery over the time since."""
+        return (len(self.ids) - self.first) / (self.seconds - self.first_s)
 
     @classmethod
     def of(cls, answer: Mapping[str, Any]) -> Timed:
         try:
-            run = cls(tuple(answer["ids"]), float(answer["seconds"]), float(answer["first_s"]), answer.get("accepted"))
+            run = cls(tuple(answer["ids"]), *(float(answer[name]) for name in ("seconds", "first_s")), int(answer["first"]),
+                      answer.get("accepted"))
         except (KeyError, TypeError, ValueError) as error:
             raise Broken(f"an answer without what was asked for: {error!r}") from error
-        if len(run.ids) < 2 or run.seconds <= run.first_s:
-            raise Broken(f"{len(run.ids)} tokens in {run.seconds:.3f} s, one token in {run.first_s:.3f} s: no rate")
+        if len(run.ids) <= run.first or run.seconds <= run.first_s:
+            raise Broken(f"{len(run.ids)} tokens in {run.seconds:.3f} s, the first {run.first} of them in {run.first_s:.3f} s: no rate")
         return run
 
 
@@ -218,7 +220,7 @@ class Crew:
             worker = self.live.get(key) or self.start(arm)
             self.live[key] = self.live.pop(key)                    # the last one used
             lost = [arm]
-            if arm not in worker.warmed:                           # without a rate, where few tokens take less than noise does
+            if arm not in worker.warmed:                           # perhaps without a rate: few tokens may come at once
                 worker.ask(request(arm, self.warm, 8, 0.0, 1) | self.peers[arm.peer].way, self.patience)
                 worker.warmed.add(arm)
             return use(worker)

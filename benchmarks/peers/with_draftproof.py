@@ -7,7 +7,7 @@ from functools import cache
 from itertools import count
 
 from crew import AUTO
-from worker import Accepted, Generate, Job, main
+from worker import Accepted, Arrived, Generate, Job, main
 
 from draftproof import Engine, LoadConfig, Sampling
 from draftproof.models.load import load_target
@@ -23,12 +23,16 @@ def load(job: Job) -> Generate:
         spec = drafter.replace("model", f"model:{job['draft']}").replace("eagle3", f"eagle3:{job.get('head')}")
         return Engine(target, spec, tree=tree or None, load=settings)
 
-    def generate(request: Job, tokens: int) -> tuple[list[int], Accepted]:
-        sampling = Sampling(temperature=request["temperature"], seed=request["seed"], max_tokens=tokens, ignore_eos=True)
+    def generate(request: Job, arrived: Arrived) -> tuple[list[int], Accepted]:
+        sampling = Sampling(temperature=request["temperature"], seed=request["seed"], max_tokens=request["max_tokens"], ignore_eos=True)
         depth = "auto" if request["depth"] == AUTO else request["depth"]
         speculation = {"depth": depth, "rule": request["rule"]} if depth else {"drafter": "none"}
-        out = engine(request["drafter"], request["tree"]).generate(
-            request["prompt_ids"], sampling, tenant=f"run {next(runs)}", speculation=speculation)      # no prefix is reused
+        asked = engine(request["drafter"], request["tree"])
+        tenant = f"run {next(runs)}"                                                                   # no prefix is reused
+        handle = asked.submit(request["prompt_ids"], sampling, tenant=tenant, speculation=speculation)[0]
+        while not handle.done:
+            arrived(len(asked.step()))
+        out = handle.completion()
         return list(out.token_ids), int(out.metrics["accepted"])
 
     return generate

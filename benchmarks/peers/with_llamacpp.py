@@ -19,7 +19,7 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
-from worker import Accepted, Generate, Job, main
+from worker import Accepted, Arrived, Generate, Job, main
 
 TREE = Path(sys.prefix) / "llama.cpp"
 
@@ -48,22 +48,28 @@ def load(job: Job) -> Generate:
 
     def post(path: str, body: Job | None = None) -> Any:
         data = None if body is None else json.dumps(body).encode()
-        asked = urllib.request.Request(f"http://127.0.0.1:{port}{path}", data, {"Content-Type": "application/json"})
-        return json.load(urllib.request.urlopen(asked))
+        return urllib.request.urlopen(urllib.request.Request(f"http://127.0.0.1:{port}{path}", data, {"Content-Type": "application/json"}))
 
     while True:
         try:
-            post("/health")
+            post("/health").close()
             break
         except (urllib.error.URLError, ConnectionError):
             assert server.poll() is None, f"llama-server ended with {server.returncode}"
             time.sleep(0.2)
 
-    def generate(request: Job, tokens: int) -> tuple[list[int], Accepted]:
-        out = post("/completion", {"prompt": request["prompt_ids"], "n_predict": tokens, "temperature": request["temperature"], "top_k": 0,
-                                   "top_p": 1.0, "min_p": 0.0, "seed": request["seed"], "ignore_eos": True, "cache_prompt": False,
-                                   "return_tokens": True})
-        return out["tokens"], out["timings"].get("draft_n_accepted")
+    def generate(request: Job, arrived: Arrived) -> tuple[list[int], Accepted]:
+        body = {"prompt": request["prompt_ids"], "n_predict": request["max_tokens"], "temperature": request["temperature"], "top_k": 0,
+                "top_p": 1.0, "min_p": 0.0, "seed": request["seed"], "ignore_eos": True, "cache_prompt": False, "return_tokens": True,
+                "stream": True}
+        ids: list[int] = []
+        with post("/completion", body) as lines:
+            for line in lines:                                       # data: {"tokens": [of this step], …}, and empty ones
+                if line.startswith(b"data: "):
+                    said = json.loads(line.removeprefix(b"data: "))
+                    ids += said["tokens"]
+                    arrived(len(ids))
+        return ids, said["timings"].get("draft_n_accepted")
 
     return generate
 

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from worker import Accepted, Generate, Job, main
+from worker import Accepted, Arrived, Generate, Job, main
 
 
 def convert(source: Path, out: Path, bits: int) -> None:
@@ -22,9 +22,10 @@ def load(job: Job) -> Generate:
     config.overlay(json.dumps({"model": {"decoder": {"session_options": {"intra_op_num_threads": job["threads"]}}}}))
     model = genai.Model(config)
 
-    def generate(request: Job, tokens: int) -> tuple[list[int], Accepted]:
+    def generate(request: Job, arrived: Arrived) -> tuple[list[int], Accepted]:
         prompt = request["prompt_ids"]
-        options = {"max_length": len(prompt) + tokens, "min_length": len(prompt) + tokens}
+        end = len(prompt) + request["max_tokens"]
+        options = {"max_length": end, "min_length": end}
         if request["temperature"]:
             options.update(do_sample=True, temperature=request["temperature"], top_k=0, top_p=1.0, random_seed=request["seed"])
         params = genai.GeneratorParams(model)
@@ -33,6 +34,7 @@ def load(job: Job) -> Generate:
         generator.append_tokens(prompt)
         while not generator.is_done():
             generator.generate_next_token()
+            arrived(1)
         return [int(i) for i in generator.get_sequence(0)[len(prompt):]], None
 
     return generate

@@ -1,7 +1,7 @@
 """OpenVINO GenAI in peers.py: weights exported as fp16, computed in what OpenVINO chooses for this CPU. A process for each arm. Its other
 drafter is prompt lookup.
 
-Both arms get the same scheduler: without one, plain generation keeps prefixes, and the run for one token would pay the other's prompt.
+Both arms get the same scheduler: without one, plain generation keeps prefixes, and the first repeat of a prompt would pay for the others.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 import numpy as np
-from worker import Accepted, Generate, Job, main
+from worker import Accepted, Arrived, Generate, Job, main
 
 
 def convert(source: Path, out: Path, bits: int) -> None:
@@ -33,9 +33,21 @@ def load(job: Job) -> Generate:
     more = {"prompt_lookup": True} if lookup else {"draft_model": genai.draft_model(job["draft"], "CPU", **threads)} if job["depth"] else {}
     pipe = genai.LLMPipeline(job["target"], "CPU", scheduler_config=scheduler, **threads, **more)
 
-    def generate(request: Job, tokens: int) -> tuple[list[int], Accepted]:
+    class Told(genai.StreamerBase):  # type: ignore[misc]
+        def __init__(self, arrived: Arrived) -> None:
+            super().__init__()
+            self.arrived = arrived
+
+        def write(self, tokens: int | list[int]) -> genai.StreamingStatus:
+            self.arrived(1 if isinstance(tokens, int) else len(tokens))
+            return genai.StreamingStatus.RUNNING
+
+        def end(self) -> None:
+            """There is nothing to put away."""
+
+    def generate(request: Job, arrived: Arrived) -> tuple[list[int], Accepted]:
         config = genai.GenerationConfig()
-        config.max_new_tokens, config.ignore_eos = tokens, True
+        config.max_new_tokens, config.ignore_eos = request["max_tokens"], True
         if request["depth"]:
             config.num_assistant_tokens = request["depth"]
             if lookup:
@@ -43,7 +55,7 @@ def load(job: Job) -> Generate:
         if request["temperature"]:
             config.do_sample, config.temperature, config.rng_seed = True, request["temperature"], request["seed"]
         ids = np.array([request["prompt_ids"]], dtype=np.int64)
-        out = pipe.generate(genai.TokenizedInputs(ov.Tensor(ids), ov.Tensor(np.ones_like(ids))), config)
+        out = pipe.generate(genai.TokenizedInputs(ov.Tensor(ids), ov.Tensor(np.ones_like(ids))), config, Told(arrived))
         metrics = out.extended_perf_metrics if request["depth"] else None
         return list(out.tokens[0]), metrics.get_num_accepted_tokens() if metrics else None
 

@@ -6,7 +6,24 @@ from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, GenerationConfig
-from worker import Accepted, Generate, Job, main
+from transformers.generation.streamers import BaseStreamer
+from worker import Accepted, Arrived, Generate, Job, main
+
+
+class Told(BaseStreamer):
+    """Is given the prompt, then what comes."""
+
+    def __init__(self, arrived: Arrived) -> None:
+        self.arrived: Arrived | None = None
+        self.next = arrived
+
+    def put(self, value: torch.Tensor) -> None:
+        if self.arrived is not None:
+            self.arrived(value.numel())
+        self.arrived = self.next
+
+    def end(self) -> None:
+        """There is nothing to put away."""
 
 
 def load(job: Job) -> Generate:
@@ -17,7 +34,7 @@ def load(job: Job) -> Generate:
     passes = [0]
     model.register_forward_hook(lambda *_: passes.__setitem__(0, passes[0] + 1))
 
-    def generate(request: Job, tokens: int) -> tuple[list[int], Accepted]:
+    def generate(request: Job, arrived: Arrived) -> tuple[list[int], Accepted]:
         more: dict[str, Any] = {}
         if request["depth"]:
             more["assistant_model"], guesses = assistant, assistant.generation_config
@@ -29,7 +46,8 @@ def load(job: Job) -> Generate:
         torch.manual_seed(request["seed"])
         passes[0] = 0
         with torch.inference_mode():
-            out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=tokens, **more)
+            out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=request["max_tokens"], streamer=Told(arrived),
+                                 **more)
         new = out[0, ids.shape[1]:].tolist()
         return new, len(new) - passes[0]
 

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import os
 import sys
+from itertools import count
 from pathlib import Path
 from typing import Any
 
-from worker import Accepted, Generate, Job, main
+from worker import Accepted, Arrived, Generate, Job, main
 
 OPENMP = Path(sys.prefix, "lib", "libiomp5.so")
 SETTINGS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "WARNING", "VLLM_NO_USAGE_STATS": "1", "KMP_BLOCKTIME": "5",
@@ -28,18 +29,23 @@ def load(job: Job) -> Generate:
     llm = LLM(model=job["target"], dtype="bfloat16", max_model_len=1024, max_num_seqs=4, enable_prefix_caching=False,
               kv_cache_memory_bytes=512 << 20, speculative_config=guesses, disable_log_stats=False)
 
-    counted = [0]
+    counted, runs = [0], count()
 
     def accepted() -> int:
         before, counted[0] = counted[0], sum(int(m.value) for m in llm.get_metrics() if m.name == ACCEPTED)
         return counted[0] - before
 
-    def generate(request: Job, tokens: int) -> tuple[list[int], Accepted]:
-        options: dict[str, Any] = {"temperature": request["temperature"], "max_tokens": tokens, "ignore_eos": True}
+    def generate(request: Job, arrived: Arrived) -> tuple[list[int], Accepted]:
+        options: dict[str, Any] = {"temperature": request["temperature"], "max_tokens": request["max_tokens"], "ignore_eos": True}
         if request["temperature"]:
             options["seed"] = request["seed"]
-        out = llm.generate({"prompt_token_ids": request["prompt_ids"]}, SamplingParams(**options), use_tqdm=False)[0].outputs[0]
-        return list(out.token_ids), accepted if job["depth"] else None
+        engine, ids = llm.llm_engine, []
+        engine.add_request(f"run {next(runs)}", {"prompt_token_ids": request["prompt_ids"]}, SamplingParams(**options))
+        while engine.has_unfinished_requests():
+            for output in engine.step():
+                ids = list(output.outputs[0].token_ids)              # all so far
+                arrived(len(ids))
+        return ids, accepted if job["depth"] else None
 
     return generate
 

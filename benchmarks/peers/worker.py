@@ -6,9 +6,9 @@
 
 A server first says {"ready": true, "versions": {…}, "load": seconds}. Every line that comes then,
 {"prompt_ids", "max_tokens", "arm": "plain" or "draft", "depth", "temperature", "seed", "drafter", "rule", "tree"}, is answered with
-{"ids": the new tokens, "seconds": of that run, "first_s": of a run of the same prompt for one token, "accepted": draft tokens that stood,
-or null}; a depth of −1 is the engine's to choose. What the engine itself prints goes to standard error; a line with "timed": false gets
-only {"ids", "accepted"}, from one run. Runs in any engine's environment, so it needs nothing but Python.
+{"ids": the new tokens, "seconds": of the run, "first_s": until its first tokens came, "first": how many came then, "accepted": draft tokens
+that stood, or null}; a depth of −1 is the engine's to choose. What the engine itself prints goes to standard error. Runs in any engine's
+environment, so it needs nothing but Python.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from typing import Any
 
 Job = dict[str, Any]
 Accepted = int | None | Callable[[], int]                   # draft tokens that stood; a function is asked after the clock is stopped
-Generate = Callable[[Job, int], tuple[list[int], Accepted]]        # (request, tokens) → new ids, accepted
+Arrived = Callable[[int], object]                           # told, whenever tokens come, how many; the first time counts
+Generate = Callable[[Job, Arrived], tuple[list[int], Accepted]]    # (request, told) → new ids, accepted
 Load = Callable[[Job], Generate]
 
 
@@ -32,11 +33,19 @@ def versions(packages: tuple[str, ...]) -> dict[str, str]:
     return {"python": sys.version.split()[0], **{name: metadata.version(name) for name in packages}}
 
 
-def timed(generate: Generate, request: Job, tokens: int) -> tuple[float, list[int], int | None]:
+def timed(generate: Generate, request: Job) -> Job:
+    """The answer to a request."""
+    came: list[tuple[float, int]] = []
+
+    def arrived(count: int) -> None:
+        if count and not came:
+            came.append((time.perf_counter() - start, count))
+
     start = time.perf_counter()
-    ids, accepted = generate(request, tokens)
+    ids, accepted = generate(request, arrived)
     seconds = time.perf_counter() - start
-    return seconds, ids, accepted() if callable(accepted) else accepted
+    first_s, first = came[0] if came else (seconds, len(ids))
+    return {"ids": ids, "seconds": seconds, "first_s": first_s, "first": first, "accepted": accepted() if callable(accepted) else accepted}
 
 
 def main(load: Load, packages: tuple[str, ...], convert: Callable[[Path, Path, int], None] | None = None) -> None:
@@ -56,11 +65,4 @@ def main(load: Load, packages: tuple[str, ...], convert: Callable[[Path, Path, i
     generate = load(job)
     say({"ready": True, "versions": versions(packages), "load": round(time.perf_counter() - start, 2)})
     for line in sys.stdin:
-        request = json.loads(line)
-        if not request.get("timed", True):
-            _, ids, accepted = timed(generate, request, request["max_tokens"])
-            say({"ids": ids, "accepted": accepted})
-            continue
-        first_s, _, _ = timed(generate, request, 1)
-        seconds, ids, accepted = timed(generate, request, request["max_tokens"])
-        say({"ids": ids, "seconds": seconds, "first_s": first_s, "accepted": accepted})
+        say(timed(generate, json.loads(line)))

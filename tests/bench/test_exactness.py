@@ -30,7 +30,8 @@ from worker import main
 def load(job):
     model = AutoModelForCausalLM.from_pretrained(job["target"], dtype=torch.float32)
 
-    def generate(request, tokens):
+    def generate(request, arrived):
+        tokens = request["max_tokens"]
         dice, ids = torch.Generator().manual_seed(request["seed"]), list(request["prompt_ids"])
         for _ in range(tokens):
             law = (model(torch.tensor([ids]), logits_to_keep=1).logits[0, -1] / (request["temperature"] * flatter + 1e-3)).softmax(-1)

@@ -39,13 +39,19 @@ def load(job):
     print("an engine's own words")
     asked = [0]
 
-    def generate(request, tokens):
+    def generate(request, arrived):
+        tokens, most, left = request["max_tokens"], 1 + request["depth"], request["max_tokens"]
         asked[0] += 1
-        if asked[0] > 6 and kind == "dies":
+        if asked[0] > 3 and kind == "dies":
             sys.exit("out of luck")
-        if asked[0] > 6 and kind == "hangs":
+        if asked[0] > 3 and kind == "hangs":
             time.sleep(60)
-        clock[0] += tokens / (1 + request["depth"]) + (100 if kind == "cold" and asked[0] < 3 and tokens == 1 else 0)
+        clock[0] += 5
+        while left:
+            clock[0] += 1
+            if kind != "silent" and (kind != "cold" or asked[0] > 1):
+                arrived(min(most, left))
+            left -= min(most, left)
         return [request["seed"] + i for i in range(tokens)], tokens // 2 if request["depth"] else None
 
     return generate
@@ -56,7 +62,7 @@ TELLING = """
 import sys
 sys.path.insert(0, {folder!r})
 from worker import main
-main(lambda job: lambda request, tokens: ("{{drafter}} {{rule}} {{tree}}".format(**request), None), ())
+main(lambda job: lambda request, arrived: ("{{drafter}} {{rule}} {{tree}}".format(**request), None), ())
 """
 GARBAGE = "print('[1, 2'); input(); input()"
 
@@ -85,7 +91,7 @@ def measure(crew: Any, repeats: int = 2) -> Any:
 
 
 def test_one_that_fails_is_named_and_the_others_go_on(tmp_path: Path) -> None:
-    there = {kind: fake(tmp_path, kind) for kind in ("answers", "cold", "dies", "garbage", "hangs", "never starts")}
+    there = {kind: fake(tmp_path, kind) for kind in ("answers", "cold", "dies", "garbage", "hangs", "never starts", "silent")}
     arms = [Arm("answers", 0), Arm("answers", 2), *(Arm(kind, 0) for kind in there if kind != "answers"), Arm("never starts", 2)]
     with a_crew(tmp_path, there, arms) as crew:
         runs, reads = measure(crew)
@@ -98,10 +104,11 @@ def test_one_that_fails_is_named_and_the_others_go_on(tmp_path: Path) -> None:
     assert set(reads) == set(runs) and all(len(each) == 2 and min(each) > 0 for by_prompt in reads.values() for each in by_prompt)
     why = {str(arm): text for arm, text in crew.broken.items()}
     assert why == {"dies plain": "ended with 1: out of luck", "garbage plain": "not an answer: '[1, 2'", "hangs plain": "no answer in 4 s",
-                   "never starts plain": "ended with 1: not today", "never starts K=2": "ended with 1: not today"}
+                   "never starts plain": "ended with 1: not today", "never starts K=2": "ended with 1: not today",
+                   "silent plain": "12 tokens in 17.000 s, the first 12 of them in 17.000 s: no rate"}
     assert crew.versions["answers"]["python"]
     run = runs[0.8, Arm("answers", 2)][1][1]
-    assert run.ids == tuple(range(4, 16)) and run.accepted == 6 and (run.first_s, run.seconds) == pytest.approx((1 / 3, 4))
+    assert run == Timed(tuple(range(4, 16)), 9, 6, 3, 6) and run.rate == 3, "three tokens in each of three rounds after the first"
 
 
 @pytest.mark.parametrize("split, keys", [("", 2), ("arm", 3), ("depth", 4)])
@@ -111,7 +118,7 @@ def test_workers_by_what_is_fixed_and_at_most_so_many(tmp_path: Path, split: str
     with a_crew(tmp_path, there, arms, together=1) as crew:
         assert len({crew.key(arm) for arm in arms}) == keys
         for arm in arms:
-            crew.answer(arm, peers.request(arm, [1], 4, 0.0, 1), Timed.of)
+            crew.answer(arm, peers.request(arm, [1], 12, 0.0, 1), Timed.of)
             assert list(crew.live) == [crew.key(arm)]
     assert not crew.broken and not crew.live
 
@@ -128,7 +135,7 @@ def test_arms_of_one_engine_share_a_worker_that_is_told_the_way_each_time(tmp_pa
     there = {"own": Peer(script, Path(sys.executable)), "own+block": Peer(script, Path(sys.executable), rule="block", tree=3)}
     with a_crew(tmp_path, there, [Arm("own", 2), Arm("own+block", 2)]) as crew:
         for name, told in (("own", "model match 0"), ("own+block", "model block 3"), ("own", "model match 0")):
-            answer = crew.answer(Arm(name, 2), {**peers.request(Arm(name, 2), [1], 4, 0.0, 1), "timed": False}, dict)
+            answer = crew.answer(Arm(name, 2), peers.request(Arm(name, 2), [1], 4, 0.0, 1), dict)
             assert answer["ids"] == told and list(crew.live) == [("own",)]
 
 
@@ -161,7 +168,7 @@ def test_converting(tmp_path: Path) -> None:
 
 
 def timed(rate: float, ids: tuple[int, ...] = (1, 2, 3), accepted: int | None = None) -> Any:
-    return Timed(ids, 0.5 + (len(ids) - 1) / rate, 0.5, accepted)
+    return Timed(ids, 0.5 + (len(ids) - 1) / rate, 0.5, 1, accepted)
 
 
 def every(rate: float, **more: Any) -> list[list[Any]]:
@@ -170,7 +177,9 @@ def every(rate: float, **more: Any) -> list[list[Any]]:
 
 def test_rates_and_ratios() -> None:
     assert timed(40.0).rate == pytest.approx(40)
-    for answer in ({}, {"ids": [1], "seconds": 2, "first_s": 1}, {"ids": [1, 2], "seconds": 1, "first_s": 1}, {"ids": 3, "seconds": "x"}):
+    whole = {"ids": [1, 2], "seconds": 2, "first_s": 1, "first": 1}
+    assert Timed.of(whole).rate == 1
+    for answer in ({}, whole | {"ids": [1]}, whole | {"first": 2}, whole | {"seconds": 1}, whole | {"seconds": "x"}, {"ids": 3}):
         with pytest.raises(Broken):
             Timed.of(answer)
     ratio = peers.paired([[2.0, 8.0], [6.0, 6.0], [1.0, 1.0]], [[1.0, 2.0], [2.0, 1.0], [1.0, 1.0]])
@@ -225,14 +234,17 @@ def test_own_workers_on_the_built_in_pair(name: str) -> None:
                      "bits": 16, **WAYS[name][0]})
     ids = json.loads((WEIGHTS / "prompts.jsonl").read_text("utf-8").splitlines()[0])["prompt"]
     prompt = [ord(c) % 256 + 4 for c in ids[:40]]
-    plain, _ = generate(peers.request(Arm(name, 0), prompt, 12, 0.0, 1) | WAYS[name][0], 12)
+    came: list[int] = []
+    plain, _ = generate(peers.request(Arm(name, 0), prompt, 12, 0.0, 1) | WAYS[name][0], came.append)
+    assert sum(came) == 12 and sum(map(bool, came)) == 12, "one by one"
     for way in WAYS[name]:
         for temperature in (0.0, 0.8):
-            new, accepted = generate(peers.request(Arm(name, 2), prompt, 12, temperature, 1) | way, 12)
-            assert len(new) == 12 and 0 <= accepted < 12
+            came.clear()
+            new, accepted = generate(peers.request(Arm(name, 2), prompt, 12, temperature, 1) | way, came.append)
+            assert len(new) == sum(came) == 12 and 0 <= accepted < 12
             assert temperature or new == plain
     if name == "with_draftproof":
-        assert generate(peers.request(Arm(name, peers.AUTO), prompt, 12, 0.0, 1) | WAYS[name][2], 12)[0] == plain
+        assert generate(peers.request(Arm(name, peers.AUTO), prompt, 12, 0.0, 1) | WAYS[name][2], came.append)[0] == plain
 
 
 def test_a_turned_head_reads_the_large_stream_as_the_small_one(tmp_path: Path) -> None:
