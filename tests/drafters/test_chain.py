@@ -19,7 +19,7 @@ from draftproof.drafters.model import ModelDrafter
 from draftproof.drafters.ngram import NgramDrafter
 from draftproof.drafters.suffix import SuffixDrafter
 from draftproof.models.fake import TableTarget
-from draftproof.types import Budget, Draft, SequenceView
+from draftproof.types import Budget, Commit, Draft, SequenceView
 
 V = 13
 SAMPLED = Sampling(temperature=1.0, top_p=1.0, max_tokens=300)
@@ -177,9 +177,23 @@ def test_the_ways_of_a_tree(way: int, kept: int) -> None:
     first, second = says("a", 1, 2, 3, 4, 5, 6), says("b", 9)
     drafter = ChainDrafter(first, second)
     for record in drafter._in_trees.records:
-        record.seen, record.stood = [9.0] * 4, [float(other == way) for other in range(4)]
+        record.seen, record.brought = [9.0] * 4, [float(other == way) for other in range(4)]
     draft = ask(drafter, 6, 10)
     assert tokens_of(draft) == [*range(1, kept + 1), 9] and second.asked[0][1].nodes == 10 - kept
+
+
+@pytest.mark.parametrize(("price", "kept"), [(0.0, 6), (0.3, 0)])
+def test_rows_that_bring_nothing_are_left_out_where_they_cost(price: float, kept: int) -> None:
+    """The second's node stands in every round, the first's six never do: without prices no way is better than to take them all."""
+    first, second = says("a", 1, 2, 3, 4, 5, 6, parents=(-1,) * 6), says("b", 9)
+    drafter, text = ChainDrafter(first, second), Text.of([1, 2, 3], SAMPLED)
+    state, budget = drafter.open(text, None), Budget(6, 10, "", "", tuple(price * n for n in range(1, 11)) if price else ())
+    for _ in range(20):
+        draft, = drafter.propose([state], [budget], SharedNoise())
+        commit = Commit(len(text.tokens), (9, 0), ("accepted", "bonus"), (tokens_of(draft).index(9),))
+        text.tokens += commit.tokens
+        drafter.observe([state], [commit], [None])
+    assert tokens_of(drafter.propose([state], [budget], SharedNoise())[0]) == [*range(1, kept + 1), 9]
 
 
 def test_a_union_catches_more_than_either() -> None:
@@ -214,7 +228,7 @@ def test_a_draft_that_was_drawn_is_never_put_aside() -> None:
     """However bad the past: to withhold a token after its value was seen would bias the text."""
     drafter = ChainDrafter(ModelDrafter(TableTarget(V, seed=5), V), says("a", 4))
     for record in drafter._in_chains.records:
-        record.seen, record.stood = [50.0, 50.0], [0.0, 3.0]
+        record.seen, record.brought = [50.0, 50.0], [0.0, 3.0]
     for seed in range(40):
         text = Text.of([1, 2, 3], SAMPLED, rule="ratio", seed=seed)
         assert ask(drafter, 3, 3, text, SharedNoise(True)).drafter == "model"

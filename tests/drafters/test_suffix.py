@@ -124,6 +124,18 @@ def test_a_tree_holds_the_likeliest_nodes_of_any_size() -> None:
         assert part.tokens.tolist() == whole.tokens.tolist()[:nodes] and part.parents == whole.parents[:nodes]
 
 
+def test_a_tree_has_no_node_that_is_not_worth_its_row() -> None:
+    drafter, text = SuffixDrafter(), [*noise(3, 120, 3), 1, 2, 0]
+    whole = guess(drafter, text, 4, 20)
+    assert whole.score is not None and len(whole) == 20
+    for each in (0.0, 0.1, 0.3, 1.0):
+        state = drafter.open(Text.of(text, GREEDY), None)
+        draft, = drafter.propose([state], [Budget(4, 20, "", "", tuple(each * n for n in range(1, 21)))], SharedNoise())
+        count = sum(score > each for score in whole.score.tolist())
+        assert draft.tokens.tolist() == whole.tokens[:count].tolist() and draft.parents == whole.parents[:count]
+        assert (draft.reason == "no guess is worth its row") == (count == 0)
+
+
 def test_without_agreement_there_is_a_reason() -> None:
     draft = guess(SuffixDrafter(), [1, 2, 3], 4)
     assert not len(draft) and "agrees with the end" in draft.reason

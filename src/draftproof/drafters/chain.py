@@ -1,8 +1,8 @@
 """`A+B`: two drafters for one text; A is asked first, and B where A has nothing or is expected to do worse. A+B+C is A+(B+C).
 
 A draft of A falls into a class by the score of its first node, a quarter of the scores seen lately. For every class the
-tokens that stood are counted, as moving averages, for each way to use the draft; each way is tried a few times, then the
-best is used, and now and then another.
+tokens that stood, less the price of their rows (`Budget.prices`), are counted, as moving averages, for each way to use the
+draft; each way is tried a few times, then the best is used, and now and then another.
 
 Chains: A's draft, or B's in its place. An empty draft leaves the round to B.
 Trees, under rules that share their noise: all of A's draft, the first half of the nodes, the first few, or none; B is asked for
@@ -38,24 +38,24 @@ FEW = 8              # a tree's nodes over this are "the first few" of A's
 
 
 class _Record:
-    """Of one class: tokens that stood per draft, and drafts seen, for each way."""
+    """Of one class: what a draft brought, in tokens, and drafts seen, for each way."""
 
     def __init__(self, ways: int) -> None:
-        self.stood, self.seen, self.rounds = [0.0] * ways, [0.0] * ways, 0
+        self.brought, self.seen, self.rounds = [0.0] * ways, [0.0] * ways, 0
 
     @property
     def choice(self) -> int:
         for way, seen in enumerate(self.seen):
             if seen < TRIALS:
                 return way
-        best = max(range(len(self.stood)), key=self.stood.__getitem__)
+        best = max(range(len(self.brought)), key=self.brought.__getitem__)
         turn, now = divmod(self.rounds, AGAIN)
-        return (best + 1 + turn % (len(self.stood) - 1)) % len(self.stood) if now == AGAIN - 1 else best
+        return (best + 1 + turn % (len(self.brought) - 1)) % len(self.brought) if now == AGAIN - 1 else best
 
-    def learn(self, way: int, stood: int) -> None:
+    def learn(self, way: int, brought: float) -> None:
         self.rounds += 1
         self.seen[way] += 1
-        self.stood[way] += max(RATE, 1 / self.seen[way]) * (stood - self.stood[way])
+        self.brought[way] += max(RATE, 1 / self.seen[way]) * (brought - self.brought[way])
 
 
 class _Classes:
@@ -80,12 +80,14 @@ class _Classes:
 
 @dataclass(slots=True)
 class ChainState:
-    """One sequence: the states of both, and what is out: the classes, the score, the way chosen, the length of the text."""
+    """One sequence: the states of both, and what is out: the classes, the score, the way chosen, the length of the text; and the price of
+    the rows of its draft, in tokens."""
 
     seq: SequenceView
     first: Any
     rest: Any
     out: tuple[_Classes, float, int, int] | None = None
+    price: float = 0.0
 
 
 class ChainDrafter:
@@ -123,7 +125,7 @@ class ChainDrafter:
             if state.out is not None:
                 classes, score, way, length = state.out
                 if commit.start == length:
-                    classes.of(score).learn(way, len(commit.kept))
+                    classes.of(score).learn(way, len(commit.kept) - state.price)
                     classes.note(score)
                 state.out = None
         self.parts[0].observe([state.first for state in states], commits, signals)
@@ -172,6 +174,8 @@ class ChainDrafter:
                 states[i].out = None                             # the rest had nothing to show for it
             else:
                 drafts[i] = replace(draft, reason=_both(firsts[i], draft))
+        for i in asked:
+            states[i].price = budgets[i].prices[len(drafts[i]) - 1] if budgets[i].prices and len(drafts[i]) else 0.0
         return drafts
 
     def _alone(self, name: str) -> int | None:

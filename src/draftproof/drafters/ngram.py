@@ -12,6 +12,7 @@ the built-in target writes at temperature 0, which repeats itself more, 3.29 tok
 
 from __future__ import annotations
 
+from bisect import bisect
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -20,11 +21,15 @@ from typing import ClassVar, Self
 import torch
 
 from ..errors import SpecError
-from ..types import Budget, Draft, SequenceView
+from ..types import Budget, Commit, Draft, SequenceView
 from .base import Needs, PerSequence, Site
+from .grow import affordable
 
 FARTHEST_SCORE = 32     # tokens of agreement beyond which a longer match says nothing new
 PLACES = 16             # earlier occurrences that a tree looks at
+AGREEMENTS = (2, 3, 4, 5, 7, 9, 13, 17, 25)             # tokens from which on a node's chance is counted anew
+DOUBT, SECOND = 2.5, 0.3                                # of the first belief in a node: see `Chances`
+PRIOR, MEMORY = 10.0, 1000.0                            # observations that this belief is worth, and after which old ones fade
 
 
 @dataclass(slots=True)
@@ -35,11 +40,47 @@ class _Grams:
     before: dict[int, int] = field(default_factory=dict)
 
 
+class Chances:
+    """P(a node stands | the one above it does), counted by what is known before: whether the text is greedy, how many tokens agree before
+    the node, a, and whether it is the first continuation there. The first belief is a / (a + DOUBT), SECOND of it for later ones."""
+
+    def __init__(self) -> None:
+        start = [PRIOR * a / (a + DOUBT) for a in (1, *AGREEMENTS)]
+        self._hits = [start + [SECOND * hits for hits in start] for _ in range(2)]
+        self._seen = [[PRIOR] * len(hits) for hits in self._hits]
+
+    def cell(self, agreement: int, first: bool) -> int:
+        return bisect(AGREEMENTS, agreement) + (0 if first else 1 + len(AGREEMENTS))
+
+    def of(self, greedy: bool, cell: int) -> float:
+        return self._hits[greedy][cell] / self._seen[greedy][cell]
+
+    def learn(self, greedy: bool, cell: int, stood: bool) -> None:
+        hits, seen = self._hits[greedy], self._seen[greedy]
+        if seen[cell] >= MEMORY:
+            hits[cell], seen[cell] = hits[cell] / 2, seen[cell] / 2
+        hits[cell], seen[cell] = hits[cell] + stood, seen[cell] + 1
+
+
+@dataclass(slots=True)
+class _Trie:
+    """Continuations of a text that has `length` tokens: nodes with what agreed at their place, the cell of their chance, and the chance
+    that all of the way to them stands."""
+
+    length: int
+    tokens: list[int] = field(default_factory=list)
+    parents: list[int] = field(default_factory=list)
+    matches: list[int] = field(default_factory=list)
+    cells: list[int] = field(default_factory=list)
+    worth: list[float] = field(default_factory=list)
+
+
 @dataclass(slots=True)
 class NgramState:
     seq: SequenceView
     grams: dict[int, _Grams]      # n → index, longest first
     indexed: int = 0              # ends 1 … indexed are in the index
+    out: _Trie | None = None      # of the last tree that was asked for with prices
 
 
 class NgramDrafter(PerSequence[NgramState]):
@@ -47,7 +88,7 @@ class NgramDrafter(PerSequence[NgramState]):
 
     A place that agrees with the last m tokens is followed for 2 m. A continuation that reaches the end of the text goes
     on over its own guesses. With more nodes than depth, further occurrences (newest first, longer suffixes before shorter)
-    become branches of a trie.
+    become branches of a trie; where nodes have prices, those are kept that are worth theirs, by chances that are counted.
     score: how many tokens before the guess agree with the place it was copied from, at most 32.
     """
 
@@ -60,6 +101,8 @@ class NgramDrafter(PerSequence[NgramState]):
         if not 1 <= min <= max <= 32:
             raise SpecError(f"ngram:min={min},max={max}: expected 1 ≤ min ≤ max ≤ 32")
         self.min, self.max = min, max
+        self.chances = Chances()
+        self._unworthy = Draft.empty(self.name, "no copied token is worth its row")
         self._nothing = Draft.empty(self.name, f"no earlier occurrence of the last {min} tokens")
 
     @classmethod
@@ -76,33 +119,59 @@ class NgramDrafter(PerSequence[NgramState]):
     def guess(self, state: NgramState, budget: Budget) -> Draft:
         text = state.seq.tokens
         self._index(state, text)
+        state.out = None
         if budget.nodes == budget.depth:
             return self._chain(state, text, budget.depth)
-        tokens: list[int] = []
-        parents: list[int] = []
-        scores: list[int] = []
-        first = 0                                              # tokens that agree with the first place
+        trie = self._trie(state, text, budget)
+        if not trie.tokens:
+            return self._nothing
+        kept: Sequence[int] = range(len(trie.tokens))
+        if budget.prices:
+            state.out = trie
+            best = sorted(kept, key=trie.worth.__getitem__, reverse=True)        # a parent is never worth less than its child, nor later
+            kept = sorted(best[:affordable([trie.worth[i] for i in best], budget.prices, 0)])
+            if not kept:
+                return self._unworthy
+        place = {-1: -1, **{node: at for at, node in enumerate(kept)}}
+        scores = torch.tensor([trie.matches[i] for i in kept], dtype=torch.float32)
+        return Draft(torch.tensor([trie.tokens[i] for i in kept]), tuple(place[trie.parents[i]] for i in kept), score=scores,
+                     drafter=self.name, reason=_why(trie.matches[0], budget.depth))
+
+    def _trie(self, state: NgramState, text: Sequence[int], budget: Budget) -> _Trie:
+        trie, greedy = _Trie(len(text)), state.seq.sampling.greedy
         child: dict[tuple[int, int], int] = {}                 # (parent, token) → node
+        taken: set[int] = set()                                # nodes that have a child
         for place in self._places(state, text, PLACES):
-            match = _agreement(text, place)
-            node = -1
-            first = first or match
-            for token in _continuation(text, place, min(budget.depth, _followed(match))):
+            match, node = _agreement(text, place), -1
+            for level, token in enumerate(_continuation(text, place, min(budget.depth, _followed(match)))):
                 below = child.get((node, token))
                 if below is None:
-                    if len(tokens) == budget.nodes:
-                        break
-                    below = child[node, token] = len(tokens)
-                    tokens.append(token)
-                    parents.append(node)
-                    scores.append(match)
+                    if len(trie.tokens) == budget.nodes:
+                        return trie
+                    below = child[node, token] = len(trie.tokens)
+                    cell = self.chances.cell(match + level, node not in taken)
+                    trie.tokens.append(token)
+                    trie.parents.append(node)
+                    trie.matches.append(match)
+                    trie.cells.append(cell)
+                    trie.worth.append((trie.worth[node] if node >= 0 else 1.0) * self.chances.of(greedy, cell))
+                    taken.add(node)
                 node = below
-            if len(tokens) == budget.nodes:
-                break
-        if not tokens:
-            return self._nothing
-        return Draft(torch.tensor(tokens), tuple(parents), score=torch.tensor(scores, dtype=torch.float32), drafter=self.name,
-                     reason=_why(first, budget.depth))
+        return trie
+
+    def follow(self, state: NgramState, commit: Commit) -> None:
+        """Count which nodes of the trie, also those that were not worth their rows, the text went on with."""
+        trie, state.out = state.out, None
+        if trie is None or commit.start != trie.length:
+            return
+        reached, greedy = {-1: 0}, state.seq.sampling.greedy
+        for node, (token, parent, cell) in enumerate(zip(trie.tokens, trie.parents, trie.cells, strict=True)):
+            level = reached.get(parent, len(commit.tokens))
+            if level < len(commit.tokens):
+                stood = token == commit.tokens[level]
+                self.chances.learn(greedy, cell, stood)
+                if stood:
+                    reached[node] = level + 1
 
     def _chain(self, state: NgramState, text: Sequence[int], depth: int) -> Draft:
         match, tokens = self._copied(state, text, depth)

@@ -27,6 +27,7 @@ import torch
 from ..errors import LoadError
 from ..types import Budget, Draft, SequenceView
 from .base import Needs, PerSequence, Site
+from .grow import affordable
 from .occurrences import Store, TextIndex, gram_lengths, tenant_key
 
 FORMAT = "draftproof-suffix-1"
@@ -98,8 +99,10 @@ class SuffixDrafter(PerSequence[SuffixState]):
             return Draft.empty(self.name, "nothing that agrees with the end of the text")
         if branching:
             tokens, parents, scores = _tree(places, budget)
-            draft = Draft(torch.tensor(tokens, dtype=torch.int64), tuple(parents), score=torch.tensor(scores), drafter=self.name)
-            return draft if tokens else Draft.empty(self.name, f"no guess stands in {LEAST:.0%} of the cases")
+            kept = affordable(scores, budget.prices, 0)
+            if not kept:
+                return Draft.empty(self.name, "no guess is worth its row" if tokens else f"no guess stands in {LEAST:.0%} of the cases")
+            return Draft(torch.tensor(tokens[:kept]), tuple(parents[:kept]), score=torch.tensor(scores[:kept]), drafter=self.name)
         tokens, scores = _chain(places)
         if not tokens:
             return Draft.empty(self.name, f"no guess stands in {LEAST:.0%} of the cases")
