@@ -85,6 +85,14 @@ def test_a_tree_has_as_many_nodes_as_are_worth_their_rows(batch: int, knee: floa
     assert control.arms[0].share < 0.5
 
 
+def test_nodes_of_a_drafter_that_nobody_has_timed_cost_their_rows_alone() -> None:
+    world = World(tree=8, depth=4)
+    control = world.auto()
+    choice, = control.depths(world.live, [50], world.live)
+    plain, *more = control.passes.curve(1, len(world.live[0].tokens), 9)
+    assert "probe" in choice.reason and choice.prices == pytest.approx([(seconds - plain) / plain for seconds in more])
+
+
 @pytest.mark.parametrize("batch", [1, 8])
 def test_of_a_chain_the_part_that_pays_is_asked(batch: int) -> None:
     """A knows something a third of the time and costs nothing; B is good and dear: A alone is best. Where B is cheap, both."""
