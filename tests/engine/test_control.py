@@ -85,6 +85,16 @@ def test_a_tree_has_as_many_nodes_as_are_worth_their_rows(batch: int, knee: floa
     assert control.arms[0].share < 0.5
 
 
+@pytest.mark.parametrize("seed", [4, 7])
+def test_levels_that_no_tree_can_keep_are_not_grown(seed: int) -> None:
+    """Two nodes each are worth their rows, so two levels are; a drafter takes a tenth of a pass for every level that it is granted."""
+    world = World(batch=4, knee=12, arms={"": Arm(level=0.1, token=0.001)}, depth=6, tree=24, noise=0.1, seed=seed)
+    control = world.auto()
+    world.play(control, 100)
+    depths = [depth for chosen in world.play(control, 100) for depth in chosen]
+    assert 1 < sum(depths) / len(depths) < 3
+
+
 def test_nodes_of_a_drafter_that_nobody_has_timed_cost_their_rows_alone() -> None:
     world = World(tree=8, depth=4)
     control = world.auto()
@@ -138,10 +148,12 @@ def test_plans_that_take_long_are_made_seldom(chance: float, monkeypatch: pytest
 
 
 def test_levels_that_are_seldom_there_cost_seldom() -> None:
-    """The deepest of some drafts has a k-th level where any of them has."""
-    assert control_module._reach([[0.9, 0.5, 0.1]]) == [0.9, 0.5, 0.1]
-    assert control_module._reach([[0.9, 0.5, 0.1], [0.5]]) == pytest.approx([0.95, 0.5, 0.1])
-    assert list(control_module._reach([[], []])) == list(control_module._reach([[]])) == []
+    """The deepest of some chains has a k-th level where any of them has; a tree grows all levels where there is any."""
+    assert control_module._reach([[0.9, 0.5, 0.1]], False) == [0.9, 0.5, 0.1]
+    assert control_module._reach([[0.9, 0.5, 0.1], [0.5]], False) == pytest.approx([0.95, 0.5, 0.1])
+    assert control_module._reach([[0.9, 0.5, 0.1]], True) == [0.9, 0.9, 0.9]
+    assert control_module._reach([[0.9, 0.5, 0.1], [0.5], []], True) == pytest.approx([0.95, 0.9, 0.9])
+    assert all(list(control_module._reach(none, whole)) == [] for none in ([[], []], [[]]) for whole in (False, True))
 
 
 @pytest.mark.parametrize(("has", "timed"), [(1.0, True), (0.6, False)])

@@ -204,7 +204,7 @@ class AutoDepth:
         return plan
 
     def _fitted(self, arm: Arm, scene: Scene, chances: list[list[float]], shares: list[list[float]]) -> Plan:
-        draft = arm.costs.levels(_reach(shares))
+        draft = arm.costs.levels(_reach(shares, bool(self.tree)))
         per_token = arm.costs.per_token
         score = [seconds + per_token * drafted for drafted, seconds in enumerate(scene.score, 1 - scene.rows)]
         if self.tree:
@@ -315,7 +315,7 @@ class AutoDepth:
         chances, shares = arm.survival.of(asked, self.rounds, list(depths.values()))
         new = self._nodes(arm, depths.values()) if self.tree else sum(map(sum, shares))
         rows = scene.rows + self._nodes(arm if plan.arm is None else plan.arm, rest) + new
-        reach = _reach(shares)
+        reach = _reach(shares, bool(self.tree))
         drafting = beside + arm.costs.seconds(reach, new, sum(map(arm.unread, asked)))
         if plan.arm is arm and any(rest):
             drafting -= arm.costs.seconds(reach[:max(rest)], 0, 0)         # the call and its levels are shared
@@ -384,11 +384,15 @@ class AutoDepth:
                 arm.trees = min(arm.trees + 1, SIZES)
                 arm.share += (one.drafted / one.nodes - arm.share) / arm.trees
         if seconds is not None:
-            arm.costs.learn(max(one.depth for one in asked), sum(one.drafted for one in asked), unread, seconds)
+            levels = max(one.granted if self.tree and one.depth else one.depth for one in asked)
+            arm.costs.learn(levels, sum(one.drafted for one in asked), unread, seconds)
 
 
-def _reach(shares: abc.Sequence[abc.Sequence[float]]) -> abc.Sequence[float]:
-    """How often any of these sequences has a k-th token, k = 1, 2, …: so many levels a drafter is expected to go."""
+def _reach(shares: abc.Sequence[abc.Sequence[float]], whole: bool) -> abc.Sequence[float]:
+    """How often a drafter is expected to go to level k = 1, 2, …: where any of these sequences has a k-th token. whole: as a tree grows, to
+    the last level that is granted, whatever is kept of it."""
+    if whole:
+        shares = [[first] * len(share) for share in shares for first in share[:1]]
     if len(shares) == 1:
         return shares[0]
     return [1 - prod(1 - share for share in level) for level in zip_longest(*shares, fillvalue=0.0)]
