@@ -14,13 +14,12 @@ class Told(BaseStreamer):
     """Is given the prompt, then what comes."""
 
     def __init__(self, arrived: Arrived) -> None:
-        self.arrived: Arrived | None = None
-        self.next = arrived
+        self.arrived, self.begun = arrived, False
 
     def put(self, value: torch.Tensor) -> None:
-        if self.arrived is not None:
+        if self.begun:
             self.arrived(value.numel())
-        self.arrived = self.next
+        self.begun = True
 
     def end(self) -> None:
         """There is nothing to put away."""

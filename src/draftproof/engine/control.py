@@ -223,11 +223,10 @@ class AutoDepth:
         if not self.tree:
             return [()] * len(depths)
         score, most, prices = scene.score, max(self.max_depth, self.tree), []
-        each = arm.costs.per_token if arm.costs.seen else 0.0         # of an arm that was never asked nothing is known
         for i, depth in enumerate(depths):
             rows = scene.rows + self._nodes(arm, [*depths[:i], *depths[i + 1:]])
             base, sizes = between(score, rows), range(1, most + 1) if depth else ()
-            prices.append(tuple(plan.rate * (between(score, rows + n) - base + n * each) for n in sizes))
+            prices.append(tuple(plan.rate * (between(score, rows + n) - base + n * arm.costs.per_token) for n in sizes))
         return prices
 
     def _best_tree(self, arm: Arm, scene: Scene, chances: list[list[float]], draft: list[float],

@@ -187,7 +187,8 @@ class DraftCosts:
 
     @property
     def per_token(self) -> float:
-        return float(self._filter.weights[3])
+        """Beside its row; 0 until a call was timed, as beliefs have no scale before."""
+        return float(self._filter.weights[3]) if self.seen else 0.0
 
     @property
     def per_unread(self) -> float:
