@@ -18,6 +18,7 @@ from . import host
 from .noise import gumbel
 from .upload import rows_of, uploaded
 
+FEW = 4              # so many are found one after the other; more by a sort
 _DENSE = 1024        # up to this vocabulary, noise for all of it costs no more than finding who needs it
 _LOW = 0xFFFFFFFF
 
@@ -114,11 +115,24 @@ def _best(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
         return native.best(scores, None, None, k)
     elif scores.device.type == "cpu":
         columns = torch.from_numpy(host.largest(scores.numpy(), k))
-    elif scores.dtype == torch.float32:                                     # one integer holds value and column: no ties are left
-        columns = _ranks(scores).topk(k).indices
+    elif scores.dtype == torch.float32:
+        return largest(scores, k)
     else:
         columns = scores.sort(dim=-1, stable=True, descending=True).indices[:, :k]
     return scores.gather(1, columns), columns
+
+
+def largest(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """The k largest of float32 scores [N, V] and their columns, ties by the lowest; −inf, which stands for no candidate, may name any.
+    Operations of torch alone, so that a CUDA graph can hold them."""
+    if k > FEW:
+        columns = _ranks(scores).topk(k).indices            # one integer holds value and column: no ties are left
+        return scores.gather(1, columns), columns
+    found = [scores.max(-1, keepdim=True)]                  # of equal ones the first
+    while len(found) < k:
+        scores = scores.scatter(1, found[-1].indices, -math.inf)
+        found.append(scores.max(-1, keepdim=True))
+    return torch.cat([best.values for best in found], 1), torch.cat([best.indices for best in found], 1)
 
 
 def first_largest(x: Tensor) -> Tensor:

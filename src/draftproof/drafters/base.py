@@ -100,6 +100,11 @@ class Site:
     rule: Rule
     load: LoadConfig
 
+    @property
+    def graphs(self) -> bool:
+        """Whether what runs again and again is recorded, where the device can; not where processes talk to each other within a pass."""
+        return self.load.graphs and self.load.tensor_parallel == 1
+
 
 class Named(Protocol):
     """What a name in a spec stands for: it makes a drafter, of its own class as a rule. `keys`: the options and the integers
@@ -203,6 +208,8 @@ class Ranking:
         s = seq.sampling
         self.seq, self.counts = seq, Counts()
         self.sampling = replace(s, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0) if s.greedy else s
+        narrow = self.sampling.top_k or self.sampling.min_p or self.sampling.top_p not in (None, 1)
+        self.plain = not narrow and not self.names_tokens       # nothing but the temperature makes a law out of logits
 
     @property
     def looks_back(self) -> bool:
@@ -212,12 +219,6 @@ class Ranking:
     @property
     def names_tokens(self) -> bool:
         return bool(self.sampling.needs_history or self.sampling.logit_bias)
-
-    @property
-    def plain(self) -> bool:
-        """Whether nothing but the temperature makes a law out of logits."""
-        s = self.sampling
-        return not self.names_tokens and not s.top_k and (s.top_p is None or s.top_p == 1) and not s.min_p
 
     @property
     def temperature(self) -> float:

@@ -282,6 +282,19 @@ def grown(made: Made, prices: Sequence[float], name: str) -> Draft:
                  score=torch.frombuffer(scores, dtype=torch.float32), drafter=name)
 
 
+def sight(seen: Tensor, parents: Tensor) -> Tensor:
+    """seen [B, slots before, n] → [B, slots, n + slots]: what the parent sees, and oneself."""
+    batch, slots = parents.shape
+    above = seen.gather(1, parents[..., None].expand(-1, -1, seen.shape[2]))
+    return torch.cat((above, torch.eye(slots, dtype=torch.bool, device=seen.device).expand(batch, -1, -1)), 2)
+
+
+def longer(paths: Sequence[Sequence[tuple[int, ...]]], front: Front) -> list[list[tuple[int, ...]]]:
+    """The tokens on the way to every slot of the new frontier, on the host, for options that look back."""
+    return [[(*above[parent], token) for parent, token in zip(parents, tokens, strict=True)]
+            for above, parents, tokens in zip(paths, front.parents.tolist(), front.tokens.tolist(), strict=True)]
+
+
 def _best(worth: Tensor, n: int) -> tuple[Tensor, Tensor]:
     """The n largest of each row and their places; equals in order of place, so that company cannot decide between them."""
     values, places = worth.sort(dim=1, descending=True, stable=True)

@@ -23,15 +23,15 @@ class MtpDrafter(NoOptions, RecurrentDrafter):
 
     takes_path: ClassVar[bool] = True
 
-    def __init__(self, head: MtpHead, vocab_size: int) -> None:
+    def __init__(self, head: MtpHead, vocab_size: int, graphs: bool = True) -> None:
         self._layered = Layered(head) if head.layers > 1 else None
-        super().__init__("mtp", self._layered or head, vocab_size)
+        super().__init__("mtp", self._layered or head, vocab_size, graphs and self._layered is None)     # several layers look at caches
 
     @classmethod
     def from_spec(cls, path: str | None, options: Mapping[str, int], site: Site) -> Self:
         target = site.target
         files = read_files(path) if path else _own(target.facts.name, int(target.parts.config.get_text_config().num_hidden_layers))
-        return cls(MtpHead.read(files, target.parts, target.vocab_size), target.vocab_size)
+        return cls(MtpHead.read(files, target.parts, target.vocab_size), target.vocab_size, site.graphs)
 
     def _last(self, lines: Sequence[Line]) -> Tensor:
         if self._layered is not None:

@@ -12,44 +12,27 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
 from ..core.upload import rows_of, uploaded
+from ..models.graphs import recorder
 from ..models.heads.blocks import join
 from ..models.heads.cache import HeadCache, HeadPass
 from ..models.heads.compiled import CompiledHead, Made, Wish
+from ..models.heads.recorded import MOST_FED, MOST_LINES, Fed, RecordedChains, RecurrentHead
 from ..models.packed import can_pack, pack
 from ..models.taps import abreast
 from ..types import Budget, Commit, Draft, DraftLaw, SequenceView, Signals
 from .base import Needs, Noise, Picks, Ranking, joined_laws, pick
-from .grow import CANDIDATES, Front, Growth, Margins, beside, evenly, grown, spine
+from .grow import CANDIDATES, SURE, Growth, Margins, beside, evenly, grown, longer, sight, spine
 from .window import Window
 
 CHUNK = 1024        # rows of one sequence that wait, or are fed, at most in one pass
 WIDEST = 8          # nodes of one sequence that a level extends at most
 NOTHING = "the options leave none of the drafter's tokens"
 ENDS = "the draft ends the text"
-
-
-class RecurrentHead(Protocol):
-    """A head as `models.heads` writes it: sizes, and three functions over flat rows of all sequences."""
-
-    taps: tuple[int, ...]
-    depth: int                  # decoder layers
-    context: int | None
-
-    @property
-    def ids(self) -> Tensor | None: ...
-    @property
-    def kv_heads(self) -> int: ...
-    @property
-    def head_dim(self) -> int: ...
-    def fuse(self, features: Tensor) -> Tensor: ...
-    def step(self, tokens: Tensor, hidden: Tensor, positions: Tensor, attend: HeadPass) -> Tensor: ...
-    def logits(self, hidden: Tensor) -> Tensor: ...
 
 
 @dataclass(slots=True)
@@ -85,8 +68,9 @@ class RecurrentDrafter:
 
     dynamic = True              # with more nodes than depth, grow the tree by worth; otherwise siblings beside a chain
 
-    def __init__(self, name: str, head: nn.Module, vocab_size: int) -> None:
-        """head: a `RecurrentHead`, ready for its device; its linear layers are packed here where that pays."""
+    def __init__(self, name: str, head: nn.Module, vocab_size: int, graphs: bool = True) -> None:
+        """head: a `RecurrentHead`, ready for its device; its linear layers are packed here where that pays. graphs: whether its chains are
+        recorded where the device can."""
         self.name, self.vocab_size = name, vocab_size
         self.weight_bytes = sum(p.numel() * p.element_size() for p in head.parameters())
         first = next(head.parameters())
@@ -97,22 +81,28 @@ class RecurrentDrafter:
             pack(head)
         self.head: RecurrentHead = head  # type: ignore[assignment]
         self.compiled = CompiledHead.of(head)
+        record = recorder(self.device) if graphs else None
+        self.recorded = None if record is None else RecordedChains(self.head, record, self.dtype, self.device)
         taps = tuple(sorted(set(self.head.taps)))
         self.needs = Needs(taps=taps, parts=("embed", "output"), law=True, tree=True, context=self.head.context)
         self.margins = Margins()
 
     def open(self, seq: SequenceView, signals: Signals | None) -> RecurrentState:
-        cache = HeadCache(self.head.depth, self.head.kv_heads, self.head.head_dim, self.dtype, self.device)
+        pool = None if self.recorded is None else self.recorded.pool
+        cache = HeadCache(self.head.depth, self.head.kv_heads, self.head.head_dim, self.dtype, self.device, pool)
         state = RecurrentState(seq, Ranking(seq), cache)
         if signals is not None:
             self._take(state, signals)
         return state
 
     def close(self, state: RecurrentState) -> None:
+        if state.cache is not None:
+            state.cache.close()
         state.cache, state.learn, state.last = None, None, None
         state.window.close()
 
     def observe(self, states: Sequence[RecurrentState], commits: Sequence[Commit], signals: Sequence[Signals | None]) -> None:
+        left: list[tuple[RecurrentState, Signals]] = []
         for state, commit, rows in zip(states, commits, signals, strict=True):
             if state.cache is None:
                 continue
@@ -120,7 +110,14 @@ class RecurrentDrafter:
                 state.learn(commit.tokens)
             state.learn = None
             if rows is not None:
-                self._take(state, rows)
+                left.append((state, rows))
+        if len(left) > 1:       # one operation for all of them
+            together = {layer: torch.cat([rows.taps[layer] for _, rows in left]) for layer in self.needs.taps}
+            counts = [next(iter(rows.taps.values())).shape[0] for _, rows in left]
+            for (state, rows), own in zip(left, torch.split(abreast(together, self.head.taps), counts), strict=True):
+                self._keep(state, own, rows.start)
+        elif left:
+            self._take(*left[0])
 
     @torch.inference_mode()
     def propose(self, states: Sequence[RecurrentState], budgets: Sequence[Budget], noise: Noise) -> list[Draft]:
@@ -138,20 +135,44 @@ class RecurrentDrafter:
             lines.append(_Line(state, state.cache, place, budget))
         if not lines:
             return drafts
-        if len(lines) > 1:
-            self._catch_up(lines)
-        trees = [line for line in lines if self.dynamic and not noise.keep_law and line.budget.nodes > line.budget.depth]
-        chains = [line for line in lines if line not in trees] if trees else lines
-        for some, draw in ((chains, self._chains), (trees, self._trees)):
+        replayed, chains, trees = self._ways(lines, noise)
+        if len(chains) + len(trees) > 1:
+            self._catch_up([*chains, *trees])
+        for some, draw in ((replayed, self._replayed), (chains, self._chains), (trees, self._trees)):
             for line, draft in zip(some, draw(some, noise) if some else [], strict=True):
                 drafts[line.place] = draft
         return drafts
+
+    def _ways(self, lines: Sequence[_Line], noise: Noise) -> tuple[list[_Line], list[_Line], list[_Line]]:
+        """Chains that are recorded, other chains, trees."""
+        replayed: list[_Line] = []
+        chains: list[_Line] = []
+        trees: list[_Line] = []
+        able = self.recorded is not None and not self.recorded.failed and not noise.keep_law
+        deepest = max(line.budget.depth for line in lines)
+        for line in lines:
+            if self.dynamic and not noise.keep_law and line.budget.nodes > line.budget.depth:
+                trees.append(line)
+            elif able and line.state.ranking.plain and self._missing(line.state) and self._pooled(line, deepest):
+                replayed.append(line)
+            else:
+                chains.append(line)
+        return replayed, chains, trees
+
+    def _pooled(self, line: _Line, depth: int) -> bool:
+        """Whether the pool has room for what waits and a chain behind it."""
+        line.cache.room(self._missing(line.state) + depth)
+        return line.cache.slot is not None
 
     # The text's own entries.
 
     def _take(self, state: RecurrentState, signals: Signals) -> None:
         """Hidden states that the target left."""
-        if state.window.take(abreast(signals.taps, self.head.taps), signals.start):
+        self._keep(state, abreast(signals.taps, self.head.taps), signals.start)
+
+    def _keep(self, state: RecurrentState, rows: Tensor, start: int) -> None:
+        """The same [n, taps · H] of positions from `start` on."""
+        if state.window.take(rows, start):
             state.last = None
             if state.cache is not None:
                 state.cache.truncate(0)
@@ -175,16 +196,16 @@ class RecurrentDrafter:
             self._feed([line.state for line in lines])
 
     @torch.inference_mode()
-    def _feed(self, states: Sequence[RecurrentState]) -> None:
-        """Feed what the caches lack, at most a chunk of each sequence, in one pass."""
+    def _feed(self, states: Sequence[RecurrentState], spare: int = 0) -> None:
+        """Feed what the caches lack, but for the last `spare` rows, at most a chunk of each sequence, in one pass."""
         behind: list[RecurrentState] = []
         features: list[Tensor] = []
         tokens: list[int] = []
         positions: list[int] = []
         for state in states:
-            if min(self._missing(state), state.window.ahead) > 0 and state.cache is not None:
+            if min(self._missing(state) - spare, state.window.ahead) > 0 and state.cache is not None:
                 state.cache.truncate(state.window.held)
-                rows, text = self._due(state)
+                rows, text = self._due(state, spare)
                 start = state.window.at
                 behind.append(state)
                 features.append(rows)
@@ -202,13 +223,49 @@ class RecurrentDrafter:
             state.window.read(count)
             state.last = out[end - 1].clone()
 
-    def _due(self, state: RecurrentState) -> tuple[Tensor, Sequence[int]]:
-        """What the cache lacks, at most a chunk: features, and the tokens that are read beside them."""
+    def _due(self, state: RecurrentState, spare: int = 0) -> tuple[Tensor, Sequence[int]]:
+        """What the cache lacks, but for `spare` rows, at most a chunk: features, and the tokens that are read beside them."""
         window = state.window
-        count, start = min(self._missing(state), window.ahead, CHUNK), window.at + 1
+        count, start = min(self._missing(state) - spare, window.ahead, CHUNK), window.at + 1
         return window.due(count), state.seq.tokens[start:start + count]
 
     # Drafts.
+
+    def _replayed(self, lines: Sequence[_Line], noise: Noise) -> list[Draft]:
+        """By launches of recordings, which feed what waits first; level by level if there are none."""
+        drafts: list[Draft] = []
+        for start in range(0, len(lines), MOST_LINES):
+            some = lines[start:start + MOST_LINES]
+            drafts += self._replay(some, noise) or self._chains(some, noise)
+        return drafts
+
+    def _replay(self, lines: Sequence[_Line], noise: Noise) -> list[Draft] | None:
+        assert self.recorded is not None
+        while behind := [line.state for line in lines if self._missing(line.state) > MOST_FED]:
+            self._feed(behind, 1)
+        depth, fed = max(line.budget.depth for line in lines), []
+        for line in lines:
+            line.extra = evenly(line.budget.depth, line.budget.nodes - line.budget.depth)
+            state, seq, at = line.state, line.state.seq, line.state.window.at
+            text = seq.tokens[at + 1:]
+            fed.append(Fed(line.cache, text, state.window.pieces(len(text)), at, 0.0 if seq.sampling.greedy else state.ranking.temperature))
+        seqs = [line.state.seq for line in lines]
+        places = [len(seq.tokens) + level for level in range(depth) for seq in seqs]
+        keys = None if all(seq.sampling.greedy for seq in seqs) else noise.keys(seqs * depth, places)
+        widest = max(line.extra[0] for line in lines)
+        made = self.recorded.draft(fed, depth, max(2, 1 + widest), keys)
+        if made is None:
+            return None
+        for line, one, last in zip(lines, fed, made.last.clone().unbind(), strict=True):
+            line.state.window.read(len(one.tokens))
+            line.state.last = last
+        depths = [line.budget.depth for line in lines]
+        if widest:
+            every = zip(lines, depths, made.tokens.clone(), made.values.clone(), strict=True)
+            return [spine(tokens[:n], values[:n], line.extra, None, self.name, "") for line, n, tokens, values in every]
+        ids, score = made.tokens[..., 0].clone(), (made.values[..., 0] - made.values[..., 1]).clamp_(max=SURE)
+        return [Draft.chain(own if n == depth else own[:n], score=worth if n == depth else worth[:n], drafter=self.name)
+                for n, own, worth in zip(depths, ids.unbind(), score.unbind(), strict=True)]
 
     def _chains(self, lines: Sequence[_Line], noise: Noise) -> list[Draft]:
         """One pass per level over all sequences; siblings, if any, are fixed before anything is drawn."""
@@ -318,9 +375,9 @@ class RecurrentDrafter:
             front = growth.grow(*picks.offered(shape))
             if front is None:
                 break
-            paths = _longer(paths, front) if history else [[()] * front.tokens.shape[1]] * len(lines)
+            paths = longer(paths, front) if history else [[()] * front.tokens.shape[1]] * len(lines)
             hidden = hidden.view(shape).gather(1, front.parents[..., None].expand(-1, -1, hidden.shape[-1]))
-            slots, seen = front.tokens.shape[1], _sight(seen, front.parents)
+            slots, seen = front.tokens.shape[1], sight(seen, front.parents)
             hidden = self._extend(lines, front.tokens.flatten(), hidden.flatten(0, 1), level, slots, seen)
 
     def _last(self, lines: Sequence[_Line]) -> Tensor:
@@ -339,16 +396,3 @@ class RecurrentDrafter:
         out = self.head.step(tokens, hidden, uploaded(at, self.device), attend)
         attend.done()
         return out
-
-
-def _sight(seen: Tensor, parents: Tensor) -> Tensor:
-    """seen [B, slots before, n] → [B, slots, n + slots]: what the parent sees, and oneself."""
-    batch, slots = parents.shape
-    above = seen.gather(1, parents[..., None].expand(-1, -1, seen.shape[2]))
-    return torch.cat((above, torch.eye(slots, dtype=torch.bool, device=seen.device).expand(batch, -1, -1)), 2)
-
-
-def _longer(paths: Sequence[Sequence[tuple[int, ...]]], front: Front) -> list[list[tuple[int, ...]]]:
-    """The tokens on the way to every slot of the new frontier, on the host, for options that look back."""
-    return [[(*above[parent], token) for parent, token in zip(parents, tokens, strict=True)]
-            for above, parents, tokens in zip(paths, front.parents.tolist(), front.tokens.tolist(), strict=True)]

@@ -53,10 +53,23 @@ class Window:
         rows, = self.waiting
         return rows[:count] if count < len(rows) else rows
 
+    def pieces(self, count: int) -> list[Tensor]:
+        """The same as they came, a round's behind another's."""
+        found: list[Tensor] = []
+        for rows in self.waiting:
+            found.append(rows[:count] if count < rows.shape[0] else rows)
+            count -= rows.shape[0]
+            if count <= 0:
+                break
+        return found
+
     def read(self, count: int) -> None:
-        """So many of those that were due are held now."""
-        rows, = self.waiting
-        self.waiting = [rows[count:]] if count < len(rows) else []
+        """So many of those that wait are held now."""
+        left = count
+        while left and self.waiting[0].shape[0] <= left:
+            left -= self.waiting.pop(0).shape[0]
+        if left:
+            self.waiting[0] = self.waiting[0][left:]
         self.held += count
         self.ahead -= count
 

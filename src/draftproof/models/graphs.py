@@ -18,7 +18,7 @@ import logging
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, Protocol, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -30,13 +30,19 @@ from .passes import Call, Items, Pass, pages_seen, sight
 
 log = logging.getLogger("draftproof.models")
 
+T = TypeVar("T")
 Run = Callable[[], tuple[Tensor, dict[int, Tensor]]]  # logits and taps of all rows
-Record = Callable[[Run], Run]  # what does the same again, over the same tensors
 Spans = Sequence[Sequence[range]]  # [windows][paths]: which pages of its own each path reads
 MOST_ROWS, MOST_ITEMS = 64, 1024  # of a pass that is recorded; an item's pages are copied, and a recording keeps room for them
 MOST_HELD = 64  # recordings; the one that was idle longest goes
 WARM_UPS = 2  # runs before a recording, in which libraries take the memory they work in
 BEYOND = 1 << 40  # rank of a page behind every text
+
+
+class Record(Protocol):
+    """Makes of what runs over tensors alone what does the same again, over the same tensors. A replay overwrites what the last one gave."""
+
+    def __call__(self, run: Callable[[], T], /) -> Callable[[], T]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,7 +191,7 @@ class CudaRecorder:
         self.device = device
         self._home: tuple[torch.cuda.Stream, Any, torch.cuda.CUDAGraph] | None = None
 
-    def __call__(self, run: Run) -> Run:
+    def __call__(self, run: Callable[[], T], /) -> Callable[[], T]:
         stream, pool, _ = self._home = self._home or self._opened()
         current = torch.cuda.current_stream(self.device)
         stream.wait_stream(current)
@@ -195,7 +201,7 @@ class CudaRecorder:
         current.wait_stream(stream)
         graph, found = self._capture(run, stream, pool)
 
-        def replay() -> tuple[Tensor, dict[int, Tensor]]:
+        def replay() -> T:
             graph.replay()
             return found
 
@@ -204,15 +210,20 @@ class CudaRecorder:
     def _opened(self) -> tuple[torch.cuda.Stream, Any, torch.cuda.CUDAGraph]:
         """The stream, the pool, and a graph that keeps the pool alive when all others are gone."""
         stream, pool = torch.cuda.Stream(self.device), torch.cuda.graph_pool_handle()  # type: ignore[no-untyped-call]
-        graph, _ = self._capture(lambda: (torch.zeros(1, device=self.device), {}), stream, pool)
+        graph, _ = self._capture(lambda: torch.zeros(1, device=self.device), stream, pool)
         return stream, pool, graph
 
-    def _capture(self, run: Run, stream: torch.cuda.Stream, pool: Any) -> tuple[torch.cuda.CUDAGraph, tuple[Tensor, dict[int, Tensor]]]:
+    def _capture(self, run: Callable[[], T], stream: torch.cuda.Stream, pool: Any) -> tuple[torch.cuda.CUDAGraph, T]:
         graph = torch.cuda.CUDAGraph()
         # the outer context leaves the stream again also where the capture fails, which torch's own does not
         with torch.cuda.stream(stream), torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
             found = run()
         return graph, found
+
+
+def recorder(device: torch.device) -> Record | None:
+    """What records on this device, None where nothing does."""
+    return CudaRecorder(device) if device.type == "cuda" else None
 
 
 def whole(count: int, least: int = 1) -> int:

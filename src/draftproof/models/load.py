@@ -21,7 +21,8 @@ from . import attention, float8, int4, int8
 from .between import compare, compiled_between
 from .cropped import CroppedTarget
 from .fused import FusedPass, can_fuse, fuse
-from .graphs import CudaRecorder, Record, passes
+from .graphs import passes
+from .graphs import recorder as _recorder
 from .leading import lead
 from .packed import Linear, can_pack, multiplies_bfloat16, pack, packed, widened_bytes
 from .paged import PagedTarget
@@ -172,10 +173,6 @@ def _fuse(model: Any, tier: int, linear: Linear | None, config: LoadConfig, reas
         if between is not None:
             compare(between, model.model.layers[0], config.page_tokens)
     return able
-
-
-def _recorder(device: torch.device) -> Record | None:
-    return CudaRecorder(device) if device.type == "cuda" else None
 
 
 def _read_config(path: str | Path, config: LoadConfig) -> Any:

@@ -8,12 +8,16 @@
 
 Without a mask a new row sees everything held and the new rows up to itself (a chain, or catching up with the text). A mask
 bool [counts[i], length + counts[i]] says what each new row of sequence i sees, so that a node of a tree sees its ancestors.
+
+Caches that share a `CachePool` lie side by side in one tensor, so that a recorded pass (recorded.py) reads and writes them all at once;
+one that the pool has no room for has its own storage, as on a processor all have.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
+from heapq import heappop, heappush
 
 import torch
 from torch import Tensor
@@ -22,14 +26,73 @@ from torch.nn.functional import scaled_dot_product_attention
 from ...native import Course
 
 ROOM = 64      # entries that a new cache has room for; it doubles when full
+POOLED = 256   # the same in a pool
+MOST_BYTES = 4 << 30       # of a pool
+
+
+class CachePool:
+    """Caches of one head in one tensor: store [layers, 2, slots, room, kv, D]. Both its slots and their room double when they are used up;
+    then `store` is another tensor. All in it are finite numbers, for an attention that masks entries still multiplies them by 0."""
+
+    def __init__(self, layers: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device | str) -> None:
+        self.store = torch.zeros(layers, 2, 1, POOLED, kv_heads, head_dim, dtype=dtype, device=device)
+        self._free = [0]
+
+    @property
+    def slots(self) -> int:
+        return self.store.shape[2]
+
+    @property
+    def room(self) -> int:
+        return self.store.shape[3]
+
+    def take(self) -> int | None:
+        """The first free slot; None if there is no memory for another."""
+        if not self._free and not self._grow(2 * self.slots, self.room):
+            return None
+        return heappop(self._free)
+
+    def give(self, slot: int) -> None:
+        heappush(self._free, slot)
+
+    def widen(self, needed: int) -> bool:
+        """Room for so many entries of each slot, if there is memory for it."""
+        room = self.room
+        while room < needed:
+            room *= 2
+        return room == self.room or self._grow(self.slots, room)
+
+    def _grow(self, slots: int, room: int) -> bool:
+        layers, _, before, held, kv_heads, head_dim = self.store.shape
+        if layers * 2 * slots * room * kv_heads * head_dim * self.store.element_size() > MOST_BYTES:
+            return False
+        wider = self.store.new_zeros(layers, 2, slots, room, kv_heads, head_dim)
+        wider[:, :, :before, :held] = self.store
+        self.store = wider
+        for slot in range(before, slots):
+            self.give(slot)
+        return True
 
 
 class HeadCache:
-    """Entry i of every layer stands at index i; keys are already rotated, so positions are the head's affair."""
+    """Entry i of every layer stands at index i; keys are already rotated, so positions are the head's affair. slot: its place in the
+    pool, None outside of one."""
 
-    def __init__(self, layers: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device | str) -> None:
+    def __init__(self, layers: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device | str,
+                 pool: CachePool | None = None) -> None:
         self.length = 0
-        self._store = torch.empty(layers, 2, ROOM, kv_heads, head_dim, dtype=dtype, device=device)
+        self.pool, self.slot = pool, None if pool is None else pool.take()
+        self._own = torch.empty(layers, 2, 0 if self.slot is not None else ROOM, kv_heads, head_dim, dtype=dtype, device=device)
+
+    @property
+    def _store(self) -> Tensor:
+        return self._own if self.pool is None or self.slot is None else self.pool.store[:, :, self.slot]
+
+    def close(self) -> None:
+        """Give the slot back; nothing is held any more."""
+        if self.pool is not None and self.slot is not None:
+            self.pool.give(self.slot)
+        self.length, self.slot = 0, None
 
     @property
     def device(self) -> torch.device:
@@ -63,13 +126,20 @@ class HeadCache:
         self.length = length
 
     def _grow(self, needed: int) -> None:
-        layers, _, room, kv_heads, head_dim = self._store.shape
+        if self.pool is not None and self.slot is not None and self.pool.widen(needed):
+            return
+        before = self._store
+        layers, _, held, kv_heads, head_dim = before.shape
+        room = held
         while room < needed:
             room *= 2
-        wider = self._store.new_empty(layers, 2, room, kv_heads, head_dim)
+        wider = before.new_empty(layers, 2, room, kv_heads, head_dim)
         # Layers before this one may already hold rows beyond `length` of the pass that is under way.
-        wider[:, :, :self._store.shape[2]] = self._store
-        self._store = wider
+        wider[:, :, :held] = before
+        self._own = wider
+        if self.pool is not None and self.slot is not None:
+            self.pool.give(self.slot)
+            self.slot = None
 
 
 class HeadPass:

@@ -1,0 +1,252 @@
+"""Chains of a recurrent head, recorded once per shape on a CUDA device and replayed: reading what the target left and all levels of the
+draft, of all sequences, are one launch.
+
+    host     each sequence's rows → one list of integers → one copy into the recording's own tensors; features and noise keys beside it
+    device   the rows that are fed; then level after level logits, law and noise, the best candidates, and a step for the first of them
+
+The plain twin is drafters/recurrent.py's loop over `HeadPass`; its drafts are the same. As in ../graphs.py a recording is made for a
+*bucket* of shapes and filled up by repeating what is there: rows repeat the first row and lines the first line, so that the same entries
+are written twice. Attention reads the pool as it lies, every slot up to the bucket's room: what a row may not see is masked, and what
+slots without a line give is never looked at. Nothing in a run depends on the host, and the host waits for nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+from array import array
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from ...core.choice import largest
+from ...core.noise import gumbel
+from ...core.upload import pinned
+from ..graphs import Record, filled, whole
+from .cache import POOLED, CachePool, HeadCache
+from .layers import Attend
+
+log = logging.getLogger("draftproof.models")
+
+MOST_FED = 16       # rows of one sequence that a recording feeds; where more wait, the twin feeds all but the last
+MOST_LINES = 64
+LEAST_ROWS = 8      # products of so few rows take no longer than those of one, and recordings are fewer
+MOST_HELD = 64      # recordings; the one that was idle longest goes
+AT_ONCE = 1 << 24   # numbers of noise that are drawn for all levels together
+
+
+class RecurrentHead(Protocol):
+    """A head as its files here write it: sizes, and three functions over flat rows of all sequences."""
+
+    taps: tuple[int, ...]
+    depth: int                  # decoder layers
+    context: int | None
+
+    @property
+    def ids(self) -> Tensor | None: ...
+    @property
+    def kv_heads(self) -> int: ...
+    @property
+    def head_dim(self) -> int: ...
+    def fuse(self, features: Tensor) -> Tensor: ...
+    def step(self, tokens: Tensor, hidden: Tensor, positions: Tensor, attend: Attend) -> Tensor: ...
+    def logits(self, hidden: Tensor) -> Tensor: ...
+
+
+class Fed(NamedTuple):
+    """One sequence: the tokens of the entries that are fed, 1 … MOST_FED of them, and their features [n, width] in one or several pieces;
+    the position of the first; and what its logits are divided by, 0 at temperature 0, where they stay as they are."""
+
+    cache: HeadCache
+    tokens: Sequence[int]
+    features: Sequence[Tensor]
+    position: int
+    temperature: float
+
+
+class Chains(NamedTuple):
+    """tokens, values [lines, depth, k], each level's best, as `drafters.base.Picks` · last [lines, H]: outputs of the last entries that
+    were fed. Of a recording: the next draft overwrites them."""
+
+    tokens: Tensor
+    values: Tensor
+    last: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """Shapes of a recording. slots, room: how much of the pool is looked at · width: rows of a slot · greedy: whether all lines are."""
+
+    lines: int
+    rows: int
+    width: int
+    slots: int
+    room: int
+    depth: int
+    candidates: int
+    greedy: bool
+
+    @classmethod
+    def of(cls, lines: Sequence[Fed], depth: int, candidates: int) -> Bucket:
+        counts = [len(line.tokens) for line in lines]
+        slots = max(line.cache.slot or 0 for line in lines) + 1
+        room = max(line.cache.length + count for line, count in zip(lines, counts, strict=True)) + depth - 1
+        return cls(whole(len(lines)), whole(sum(counts), LEAST_ROWS), whole(max(counts), LEAST_ROWS), whole(slots), whole(room, POOLED),
+                   depth, candidates, not any(line.temperature for line in lines))
+
+
+class SlotPass:
+    """`HeadPass` over slots of a pool [layers, 2, slots, room, kv, D], of tensors alone. write_to [R]: where each row's key goes, counted
+    over all slots · take [S, n]: the rows that stand as slot s's queries · at [S, n]: the last entry that each of them sees · back [R]: the
+    query that each row is, counted over all slots."""
+
+    def __init__(self, store: Tensor, room: int, write_to: Tensor, take: Tensor, at: Tensor, back: Tensor) -> None:
+        self.places, self.seen = store.flatten(2, 3), store[:, :, :take.shape[0], :room].transpose(3, 4)
+        self.write_to, self.take, self.back = write_to, take, back
+        self.mask = (torch.arange(room, device=store.device) <= at[..., None])[:, None, None]       # [S, 1, 1, n, room]
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        for places, new in zip(self.places[layer], (k, v), strict=True):
+            places.index_copy_(0, self.write_to, new)
+        (slots, n), (_, heads, dim) = self.take.shape, q.shape
+        keys, values = self.seen[layer]                                                             # [S, kv, room, D]
+        kv, room = keys.shape[1:3]
+        # The query heads that share keys stand as further rows.
+        queries = q[self.take].view(slots, n, kv, heads // kv, dim).permute(0, 2, 3, 1, 4).reshape(slots, kv, -1, dim)
+        mask = self.mask.expand(slots, 1, heads // kv, n, room).reshape(slots, 1, -1, room)
+        out = scaled_dot_product_attention(queries, keys, values, attn_mask=mask)
+        return out.view(slots, kv, heads // kv, n, dim).permute(0, 3, 1, 2, 4).reshape(slots * n, heads * dim)[self.back]
+
+
+class Recording:
+    """The tensors of one bucket, and the draft over them."""
+
+    def __init__(self, bucket: Bucket, head: RecurrentHead, pool: CachePool, like: Tensor) -> None:
+        """like [.., width]: features."""
+        self.bucket, self.head, self.store, device = bucket, head, pool.store, pool.store.device
+        sizes = [*[bucket.rows] * 6, bucket.slots * bucket.width, *[bucket.lines] * 3, bucket.slots]
+        self.numbers = torch.zeros(sum(sizes), dtype=torch.int64, device=device)
+        parts = torch.split(self.numbers, sizes)
+        self.source, self.tokens, self.positions, self.at, self.places, self.back, self.take = parts[:7]
+        self.lines, self.ends, self.temperatures, self.owner = parts[7:]
+        self.features = torch.zeros(bucket.rows, like.shape[-1], dtype=like.dtype, device=device)
+        self.keys = torch.zeros(bucket.depth, bucket.lines, 2, dtype=torch.int32, device=device)
+        self.replay: Callable[[], Chains] = self.run
+
+    def fill(self, lines: Sequence[Fed], keys: Tensor | None) -> None:
+        """Take another draft into the tensors."""
+        bucket, room = self.bucket, self.store.shape[3]
+        tokens: list[int] = []
+        positions: list[int] = []
+        at: list[int] = []
+        places: list[int] = []
+        back: list[int] = []
+        ends: list[int] = []
+        take, owner = [0] * (bucket.slots * bucket.width), [0] * bucket.slots
+        for number, (cache, text, _, position, _) in enumerate(lines):
+            count, held, slot, first = len(text), cache.length, cache.slot or 0, len(tokens)
+            query, place = slot * bucket.width, slot * room + held
+            take[query:query + count] = range(first, first + count)
+            tokens += text
+            positions += range(position, position + count)
+            at += range(held, held + count)
+            places += range(place, place + count)
+            back += range(query, query + count)
+            ends.append(first + count - 1)
+            owner[slot] = number
+        temperatures = array("q", array("d", [line.temperature for line in lines]).tobytes())
+        of_rows = (filled(values, bucket.rows) for values in (range(len(tokens)), tokens, positions, at, places, back))
+        of_lines = (filled(values, bucket.lines) for values in (range(len(lines)), ends, temperatures))
+        numbers = array("q", chain(*of_rows, take, *of_lines, owner))
+        self.numbers.copy_(pinned(torch.frombuffer(numbers, dtype=torch.int64), self.numbers.device), non_blocking=True)
+        torch.cat([rows for line in lines for rows in line.features], out=self.features[:len(tokens)])
+        if keys is not None:
+            self.keys[:, :len(lines)].copy_(keys.view(bucket.depth, len(lines), 2), non_blocking=True)
+
+    def run(self) -> Chains:
+        """The draft, out of tensors alone."""
+        head, bucket = self.head, self.bucket
+        take = self.take.view(bucket.slots, bucket.width)
+        attend = SlotPass(self.store, bucket.room, self.places, take, self.at[take], self.back)
+        out = head.step(self.tokens, head.fuse(self.features[self.source]), self.positions, attend)
+        positions, places, at, slots = (x[self.ends] for x in (self.positions, self.places, self.at, self.back // bucket.width))
+        last = hidden = out[self.ends]
+        noise: Iterator[Tensor] = iter(())
+        ids = values = self.tokens
+        found: list[tuple[Tensor, Tensor]] = []
+        for level in range(bucket.depth):
+            if level:
+                attend = SlotPass(self.store, bucket.room, places + level, self.owner[:, None], (at + level)[self.owner][:, None], slots)
+                hidden = head.step(ids[:, 0], hidden, positions + level, attend)
+            logits = head.logits(hidden).float()
+            if not bucket.greedy:
+                noise = noise if level else self._noise(logits.shape[1])
+                logits = self._scores(logits, next(noise))
+            values, columns = largest(logits, min(bucket.candidates, logits.shape[1]))
+            ids = columns if head.ids is None else head.ids[columns]
+            found.append((ids, values))
+        tokens, values = (torch.stack(each, 1) for each in zip(*found, strict=True))
+        return Chains(tokens, values, last)
+
+    def _scores(self, logits: Tensor, noise: Tensor) -> Tensor:
+        """[lines, V] as `drafters.base.pick` ranks them."""
+        temperatures = self.temperatures.view(torch.float64)[:, None].float()
+        quiet = temperatures == 0
+        law = torch.log_softmax((logits - logits.amax(-1, keepdim=True)) / temperatures.masked_fill(quiet, 1.0), -1)
+        return torch.where(quiet, law, law + noise)
+
+    def _noise(self, size: int) -> Iterator[Tensor]:
+        """The noise [lines, V] of level after level, drawn for all of them together where that is not too much: its operations are many."""
+        keys, ids = self.keys[:, self.lines], self.head.ids
+        tokens = torch.arange(size, dtype=torch.int32, device=keys.device) if ids is None else ids
+        together = self.bucket.lines * self.bucket.depth * size <= AT_ONCE
+        for some in torch.split(keys, self.bucket.depth if together else 1):
+            yield from gumbel(some.flatten(0, 1), tokens).view(some.shape[0], -1, size).unbind()
+
+
+class RecordedChains:
+    """A head's recordings, and the pool that its caches share."""
+
+    def __init__(self, head: RecurrentHead, record: Record, dtype: torch.dtype, device: torch.device) -> None:
+        self.head, self.record = head, record
+        self.pool = CachePool(head.depth, head.kv_heads, head.head_dim, dtype, device)
+        self.held: OrderedDict[Bucket, Recording] = OrderedDict()
+        self.failed = ""
+
+    def draft(self, lines: Sequence[Fed], depth: int, candidates: int, keys: Tensor | None) -> Chains | None:
+        """Chains of so many levels after each line's entries, which count in its cache then. keys int32 [depth · lines, 2]: of the noise,
+        level by level; None if all lines are greedy. None if the recording failed; then no other is tried."""
+        try:
+            made = self._recording(lines, depth, candidates, keys)
+            found = made.replay()
+        except Exception as error:  # whatever a driver finds wrong: the twin can always run
+            self.failed = (str(error).strip() or type(error).__name__).splitlines()[0]
+            self.held.clear()
+            log.warning("a draft head runs level by level from now on: a recording failed (%s)", self.failed)
+            return None
+        for line in lines:
+            line.cache.advance(len(line.tokens))
+        return Chains(*(each[:len(lines)] for each in found))
+
+    def _recording(self, lines: Sequence[Fed], depth: int, candidates: int, keys: Tensor | None) -> Recording:
+        """The bucket's recording, filled with these lines and made if there is none."""
+        bucket = Bucket.of(lines, depth, candidates)
+        assert self.pool.widen(bucket.room) and not self.failed, "lines are those that fit"
+        found = self.held.get(bucket)
+        if found is None or found.store is not self.pool.store:
+            self.held = OrderedDict((b, r) for b, r in self.held.items() if r.store is self.pool.store)
+            made = Recording(bucket, self.head, self.pool, lines[0].features[0])
+            made.fill(lines, keys)
+            made.replay = self.record(made.run)
+            self.held[bucket] = found = made
+        else:
+            found.fill(lines, keys)
+        self.held.move_to_end(bucket)
+        if len(self.held) > MOST_HELD:
+            self.held.popitem(last=False)
+        return found
