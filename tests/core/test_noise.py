@@ -275,3 +275,11 @@ def test_arithmetic_shifts_fail_the_battery() -> None:
 
 def test_a_linear_key_fails_the_battery() -> None:
     assert "repetition" in alarms(linear)
+
+
+def test_rows_of_a_text_by_arrays_are_those_key_by_key() -> None:
+    owners = [(seed, sample) for seed in (0, 1, 2**63 - 1) for sample in range(20)]
+    positions = [7 * at * at for at in range(len(owners))]
+    rows = noise.key_rows([noise.key(*owner, "text", at) for owner, at in zip(owners, positions, strict=True)], "cpu")
+    for count in (0, 1, noise.MANY - 1, noise.MANY, len(owners)):
+        assert torch.equal(noise.shared_rows(owners[:count], positions[:count], "cpu"), rows[:count])

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from contract.table_rounds import SharedNoise, Text, opened, plain, speculate
+from elsewhere import NAME, WAITS, elsewhere
 from test_graphs import Watch
 from torch import Tensor
 
@@ -27,6 +28,7 @@ from draftproof.models.heads.eagle import EagleHead
 from draftproof.models.heads.eagle3 import Eagle3Head
 from draftproof.models.heads.mtp import MtpHead
 from draftproof.models.heads.recorded import Chains, RecordedChains, Recording
+from draftproof.models.load import builtin, load_target
 from draftproof.types import Budget, Commit, Draft, Signals
 
 V = 60
@@ -61,7 +63,8 @@ class Recorder:
         return replay
 
     def _places(self, recording: Recording) -> list[int]:
-        return [tensor.data_ptr() for tensor in (recording.store, recording.numbers, recording.features, recording.keys)]
+        tensors = recording.store, recording.numbers, recording.features, recording.keys
+        return [getattr(tensor, "held", tensor).data_ptr() for tensor in tensors]
 
 
 @pytest.fixture(autouse=True)
@@ -338,3 +341,34 @@ def test_the_configuration_says_what_is_recorded(monkeypatch: pytest.MonkeyPatch
             assert not graphs or drafter.recorded.held and not drafter.recorded.failed
             texts.append([(one.token_ids, one.metrics["drafted"], one.metrics["accepted"]) for one in done])
     assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_a_device_is_never_waited_for(temperature: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the pretended device, which counts what would wait for a real one."""
+    recorder, waits, texts = Recorder(), list[str](), []
+    monkeypatch.setattr(recurrent, "recorder", lambda device: recorder)
+    propose, observe = recurrent.RecurrentDrafter.propose, recurrent.RecurrentDrafter.observe
+
+    def watched(act: Callable[..., Any]) -> Callable[..., Any]:
+        def acted(*args: Any) -> Any:
+            WAITS.clear()
+            done = act(*args)
+            waits.extend(WAITS)
+            return done
+
+        return acted
+
+    monkeypatch.setattr(recurrent.RecurrentDrafter, "propose", watched(propose))
+    monkeypatch.setattr(recurrent.RecurrentDrafter, "observe", watched(observe))
+    sampling = Sampling(temperature=temperature, max_tokens=16, seed=3, ignore_eos=True)
+    load = LoadConfig(device=NAME, dtype="float32", self_test=False, threads=torch.get_num_threads())
+    with elsewhere():
+        target = load_target(builtin("target"), load)
+        for spec in ("none", "eagle3", "mtp"):
+            with Engine(target, spec, 0 if spec == "none" else 3, load=load) as engine:
+                done = engine.generate_batch(["def fib(n):", "x = [1, 2, ", "import"], sampling)
+            texts.append([one.token_ids for one in done])
+            assert spec == "none" or all(one.metrics["accepted"] for one in done)
+    assert texts[0] == texts[1] == texts[2] and not waits
+    assert {type(made.head).__name__ for made in recorder.made} == {"Eagle3Head", "MtpHead"} and recorder.replays > 6

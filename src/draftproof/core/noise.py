@@ -34,6 +34,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from itertools import chain
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -41,6 +42,7 @@ from .upload import sent
 
 STREAMS = {"text": 0, "draft": 1, "coin": 2, "residual": 3}
 
+MANY = 24       # rows from which on arrays pay
 _WORD = 2**64 - 1
 _STEP, _FIRST, _SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 _MIX = ((16, 0xFFFF, 0x7FEB352D), (15, 0x1FFFF, 0x846CA68B - 2**32))  # shift, mask that makes it logical, multiplier as int32
@@ -63,6 +65,19 @@ def _stirred(z: int, word: int) -> int:
 def _stem(seed: int, sample: int, stream: int) -> int:
     """What all positions of a text share."""
     return _stirred(_stirred(_stirred(0, seed), sample), stream)
+
+
+def shared_rows(owners: Sequence[tuple[int, int]], positions: Sequence[int], device: torch.device | str) -> Tensor:
+    """`key_rows` of the text's own stream, one row per (seed, sample) and position; of many rows sooner than key by key."""
+    if len(owners) < MANY:
+        return key_rows([key(*owner, "text", at) for owner, at in zip(owners, positions, strict=True)], device)
+    z = np.array([_stem(*owner, STREAMS["text"]) for owner in owners], np.uint64) ^ np.array(positions, np.uint64)
+    for _ in range(2):
+        z += np.uint64(_STEP)
+        z = (z ^ (z >> np.uint64(30))) * np.uint64(_FIRST)
+        z = (z ^ (z >> np.uint64(27))) * np.uint64(_SECOND)
+        z ^= z >> np.uint64(31)         # then attempt 0, which changes nothing before the next turn
+    return sent(torch.from_numpy(z.view(np.int32).reshape(-1, 2)), device)
 
 
 def keys(seed: Tensor, sample: Tensor, stream: str, position: Tensor, attempt: Tensor) -> Tensor:

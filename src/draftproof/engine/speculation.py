@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..core.noise import gumbel, key, key_rows
+from ..core.noise import gumbel, key, key_rows, shared_rows
 from ..core.tree import depths as levels
 from ..core.verify import shares_noise
 from ..drafters.base import Drafter
@@ -35,6 +35,8 @@ class RoundNoise:
     keep_law: bool
 
     def keys(self, seqs: abc.Sequence[SequenceView], positions: abc.Sequence[int]) -> Tensor:
+        if all(shares_noise(seq.rule) for seq in seqs):
+            return shared_rows([(seq.seed, seq.sample) for seq in seqs], positions, self.device)
         return key_rows([_draft_key(seq, at) for seq, at in zip(seqs, positions, strict=True)], self.device)
 
     def __call__(self, seqs: abc.Sequence[SequenceView], positions: abc.Sequence[int], token_ids: Tensor | None,

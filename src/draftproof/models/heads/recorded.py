@@ -13,13 +13,12 @@ slots without a line give is never looked at. Nothing in a run depends on the ho
 from __future__ import annotations
 
 import logging
-from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from typing import NamedTuple, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
@@ -27,7 +26,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from ...core.choice import largest
 from ...core.noise import gumbel
 from ...core.upload import pinned
-from ..graphs import Record, filled, whole
+from ..graphs import Record, whole
 from .cache import POOLED, CachePool, HeadCache
 from .layers import Attend
 
@@ -37,7 +36,7 @@ MOST_FED = 16       # rows of one sequence that a recording feeds; where more wa
 MOST_LINES = 64
 LEAST_ROWS = 8      # products of so few rows take no longer than those of one, and recordings are fewer
 MOST_HELD = 64      # recordings; the one that was idle longest goes
-AT_ONCE = 1 << 24   # numbers of noise that are drawn for all levels together
+AT_ONCE = 1 << 22   # numbers of noise that are drawn for all levels together
 
 
 class RecurrentHead(Protocol):
@@ -130,7 +129,8 @@ class Recording:
         """like [.., width]: features."""
         self.bucket, self.head, self.store, device = bucket, head, pool.store, pool.store.device
         sizes = [*[bucket.rows] * 6, bucket.slots * bucket.width, *[bucket.lines] * 3, bucket.slots]
-        self.numbers = torch.zeros(sum(sizes), dtype=torch.int64, device=device)
+        self.written, self.numbers = (torch.zeros(sum(sizes), dtype=torch.int64, device=place) for place in ("cpu", device))
+        self.host = [part.numpy() for part in torch.split(self.written, sizes)]
         parts = torch.split(self.numbers, sizes)
         self.source, self.tokens, self.positions, self.at, self.places, self.back, self.take = parts[:7]
         self.lines, self.ends, self.temperatures, self.owner = parts[7:]
@@ -140,33 +140,27 @@ class Recording:
 
     def fill(self, lines: Sequence[Fed], keys: Tensor | None) -> None:
         """Take another draft into the tensors."""
-        bucket, room = self.bucket, self.store.shape[3]
-        tokens: list[int] = []
-        positions: list[int] = []
-        at: list[int] = []
-        places: list[int] = []
-        back: list[int] = []
-        ends: list[int] = []
-        take, owner = [0] * (bucket.slots * bucket.width), [0] * bucket.slots
-        for number, (cache, text, _, position, _) in enumerate(lines):
-            count, held, slot, first = len(text), cache.length, cache.slot or 0, len(tokens)
-            query, place = slot * bucket.width, slot * room + held
-            take[query:query + count] = range(first, first + count)
-            tokens += text
-            positions += range(position, position + count)
-            at += range(held, held + count)
-            places += range(place, place + count)
-            back += range(query, query + count)
-            ends.append(first + count - 1)
-            owner[slot] = number
-        temperatures = array("q", array("d", [line.temperature for line in lines]).tobytes())
-        of_rows = (filled(values, bucket.rows) for values in (range(len(tokens)), tokens, positions, at, places, back))
-        of_lines = (filled(values, bucket.lines) for values in (range(len(lines)), ends, temperatures))
-        numbers = array("q", chain(*of_rows, take, *of_lines, owner))
-        self.numbers.copy_(pinned(torch.frombuffer(numbers, dtype=torch.int64), self.numbers.device), non_blocking=True)
-        torch.cat([rows for line in lines for rows in line.features], out=self.features[:len(tokens)])
+        room, width = self.store.shape[3], self.bucket.width
+        given = [(len(one.tokens), one.cache.length, one.cache.slot or 0, one.position) for one in lines]
+        counts, held, slots, positions = np.array(given).T
+        number = np.arange(len(lines))
+        ends = counts.cumsum()
+        rows, line = np.arange(ends[-1]), number.repeat(counts)
+        within = rows - (ends - counts)[line]                                   # a row's place among its line's
+        back = (slots * width)[line] + within
+        *of_rows, take = self.host[:7]
+        *of_lines, owner = self.host[7:]
+        tokens = [token for one in lines for token in one.tokens]
+        of_row = rows, tokens, positions[line] + within, held[line] + within, (slots * room + held)[line] + within, back
+        of_line = number, ends - 1, np.array([one.temperature for one in lines]).view(np.int64)
+        for place, values in zip((*of_rows, *of_lines), (*of_row, *of_line), strict=True):
+            place[:len(values)], place[len(values):] = values, values[0]
+        take[:] = owner[:] = 0
+        take[back], owner[slots] = rows, number
+        self.numbers.copy_(pinned(self.written, self.numbers.device), non_blocking=True)
+        torch.cat([piece for one in lines for piece in one.features], out=self.features[:len(rows)])
         if keys is not None:
-            self.keys[:, :len(lines)].copy_(keys.view(bucket.depth, len(lines), 2), non_blocking=True)
+            self.keys[:, :len(lines)].copy_(keys.view(self.bucket.depth, len(lines), 2), non_blocking=True)
 
     def run(self) -> Chains:
         """The draft, out of tensors alone."""
