@@ -60,6 +60,7 @@ class _Line:
     rows: list[int] = field(default_factory=list)         # its row of every level's picks, counted over the whole round
     path: tuple[int, ...] = ()                            # the chain on the host, where it is read
     extra: list[int] = field(default_factory=list)        # siblings beside each level of the chain
+    due: int = 0                                          # entries that it lacks before it drafts
 
 
 class RecurrentDrafter:
@@ -153,16 +154,13 @@ class RecurrentDrafter:
         for line in lines:
             if self.dynamic and not noise.keep_law and line.budget.nodes > line.budget.depth:
                 trees.append(line)
-            elif able and line.state.ranking.plain and self._missing(line.state) and self._pooled(line, deepest):
+                continue
+            line.due = self._missing(line.state)
+            if able and line.due and line.state.ranking.plain and line.cache.pooled(line.due + deepest):
                 replayed.append(line)
             else:
                 chains.append(line)
         return replayed, chains, trees
-
-    def _pooled(self, line: _Line, depth: int) -> bool:
-        """Whether the pool has room for what waits and a chain behind it."""
-        line.cache.room(self._missing(line.state) + depth)
-        return line.cache.slot is not None
 
     # The text's own entries.
 
@@ -241,31 +239,34 @@ class RecurrentDrafter:
 
     def _replay(self, lines: Sequence[_Line], noise: Noise) -> list[Draft] | None:
         assert self.recorded is not None
-        while behind := [line.state for line in lines if self._missing(line.state) > MOST_FED]:
+        behind = [line.state for line in lines if line.due > MOST_FED]
+        while behind:
             self._feed(behind, 1)
-        depth, fed = max(line.budget.depth for line in lines), []
-        for line in lines:
-            line.extra = evenly(line.budget.depth, line.budget.nodes - line.budget.depth)
-            state, seq, at = line.state, line.state.seq, line.state.window.at
+            behind = [state for state in behind if self._missing(state) > MOST_FED]
+        fed: list[Fed] = []
+        depths, seqs, widest = [line.budget.depth for line in lines], [line.state.seq for line in lines], 0
+        for line, seq in zip(lines, seqs, strict=True):
+            window, at = line.state.window, line.state.window.at
             text = seq.tokens[at + 1:]
-            fed.append(Fed(line.cache, text, state.window.pieces(len(text)), at, 0.0 if seq.sampling.greedy else state.ranking.temperature))
-        seqs = [line.state.seq for line in lines]
-        places = [len(seq.tokens) + level for level in range(depth) for seq in seqs]
-        keys = None if all(seq.sampling.greedy for seq in seqs) else noise.keys(seqs * depth, places)
-        widest = max(line.extra[0] for line in lines)
+            fed.append(Fed(line.cache, text, window.pieces(len(text)), at, 0.0 if seq.sampling.greedy else line.state.ranking.temperature))
+            if line.budget.nodes > line.budget.depth:
+                line.extra = evenly(line.budget.depth, line.budget.nodes - line.budget.depth)
+                widest = max(widest, line.extra[0])
+        depth, keys = max(depths), None
+        if any(one.temperature for one in fed):
+            lengths = [len(seq.tokens) for seq in seqs]
+            keys = noise.keys(seqs * depth, [length + level for level in range(depth) for length in lengths])
         made = self.recorded.draft(fed, depth, max(2, 1 + widest), keys)
         if made is None:
             return None
         for line, one, last in zip(lines, fed, made.last.clone().unbind(), strict=True):
             line.state.window.read(len(one.tokens))
             line.state.last = last
-        depths = [line.budget.depth for line in lines]
         if widest:
             every = zip(lines, depths, made.tokens.clone(), made.values.clone(), strict=True)
             return [spine(tokens[:n], values[:n], line.extra, None, self.name, "") for line, n, tokens, values in every]
-        ids, score = made.tokens[..., 0].clone(), (made.values[..., 0] - made.values[..., 1]).clamp_(max=SURE)
         return [Draft.chain(own if n == depth else own[:n], score=worth if n == depth else worth[:n], drafter=self.name)
-                for n, own, worth in zip(depths, ids.unbind(), score.unbind(), strict=True)]
+                for n, own, worth in zip(depths, made.first.clone().unbind(), made.margins.clamp(max=SURE).unbind(), strict=True)]
 
     def _chains(self, lines: Sequence[_Line], noise: Noise) -> list[Draft]:
         """One pass per level over all sequences; siblings, if any, are fixed before anything is drawn."""

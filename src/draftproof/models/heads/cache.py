@@ -102,6 +102,12 @@ class HeadCache:
     def bytes(self) -> int:
         return self._store.numel() * self._store.element_size()
 
+    def pooled(self, new: int) -> bool:
+        """Whether its slot has room for so many entries behind those held; it is outside of the pool if not."""
+        if self.pool is not None and self.slot is not None and self.length + new > self.pool.room:
+            self._grow(self.length + new)
+        return self.slot is not None
+
     def room(self, new: int) -> Tensor:
         """The storage [layers, 2, places, kv, D], keys before values, with places for so many entries behind those held."""
         if self.length + new > self._store.shape[2]:

@@ -69,11 +69,14 @@ class Fed(NamedTuple):
 
 
 class Chains(NamedTuple):
-    """tokens, values [lines, depth, k], each level's best, as `drafters.base.Picks` · last [lines, H]: outputs of the last entries that
-    were fed. Of a recording: the next draft overwrites them."""
+    """tokens, values [lines, depth, k], each level's best, as `drafters.base.Picks` · first, margins [lines, depth]: the chain itself, and
+    how far each value lies above the next · last [lines, H]: outputs of the last entries that were fed. Of a recording: the next draft
+    overwrites them."""
 
     tokens: Tensor
     values: Tensor
+    first: Tensor
+    margins: Tensor
     last: Tensor
 
 
@@ -128,35 +131,34 @@ class Recording:
     def __init__(self, bucket: Bucket, head: RecurrentHead, pool: CachePool, like: Tensor) -> None:
         """like [.., width]: features."""
         self.bucket, self.head, self.store, device = bucket, head, pool.store, pool.store.device
-        sizes = [*[bucket.rows] * 6, bucket.slots * bucket.width, *[bucket.lines] * 3, bucket.slots]
+        sizes = [6 * bucket.rows, bucket.slots * bucket.width, 3 * bucket.lines, bucket.slots]
         self.written, self.numbers = (torch.zeros(sum(sizes), dtype=torch.int64, device=place) for place in ("cpu", device))
-        self.host = [part.numpy() for part in torch.split(self.written, sizes)]
-        parts = torch.split(self.numbers, sizes)
-        self.source, self.tokens, self.positions, self.at, self.places, self.back, self.take = parts[:7]
-        self.lines, self.ends, self.temperatures, self.owner = parts[7:]
+        of_rows, take, of_lines, owner = torch.split(self.written, sizes)
+        self.host = of_rows.view(6, -1).numpy(), take.numpy(), of_lines.view(3, -1).numpy(), owner.numpy()
+        of_rows, self.take, of_lines, self.owner = torch.split(self.numbers, sizes)
+        self.source, self.tokens, self.positions, self.at, self.places, self.back = of_rows.view(6, -1).unbind()
+        self.lines, self.ends, self.temperatures = of_lines.view(3, -1).unbind()
         self.features = torch.zeros(bucket.rows, like.shape[-1], dtype=like.dtype, device=device)
         self.keys = torch.zeros(bucket.depth, bucket.lines, 2, dtype=torch.int32, device=device)
         self.replay: Callable[[], Chains] = self.run
 
     def fill(self, lines: Sequence[Fed], keys: Tensor | None) -> None:
         """Take another draft into the tensors."""
-        room, width = self.store.shape[3], self.bucket.width
-        given = [(len(one.tokens), one.cache.length, one.cache.slot or 0, one.position) for one in lines]
-        counts, held, slots, positions = np.array(given).T
-        number = np.arange(len(lines))
-        ends = counts.cumsum()
+        of_rows, take, of_lines, owner = self.host
+        room, width, each = self.store.shape[3], self.bucket.width, []
+        for one in lines:
+            held, slot = one.cache.length, one.cache.slot or 0
+            each.append((len(one.tokens), slot, one.position, held, slot * room + held, slot * width))
+        (counts, slots), starts = np.split(np.array(each).T, [2])
+        number, ends = np.arange(len(lines)), counts.cumsum()
         rows, line = np.arange(ends[-1]), number.repeat(counts)
-        within = rows - (ends - counts)[line]                                   # a row's place among its line's
-        back = (slots * width)[line] + within
-        *of_rows, take = self.host[:7]
-        *of_lines, owner = self.host[7:]
-        tokens = [token for one in lines for token in one.tokens]
-        of_row = rows, tokens, positions[line] + within, held[line] + within, (slots * room + held)[line] + within, back
-        of_line = number, ends - 1, np.array([one.temperature for one in lines]).view(np.int64)
-        for place, values in zip((*of_rows, *of_lines), (*of_row, *of_line), strict=True):
-            place[:len(values)], place[len(values):] = values, values[0]
+        of_rows[0, :len(rows)], of_rows[1, :len(rows)] = rows, [token for one in lines for token in one.tokens]
+        of_rows[2:, :len(rows)] = starts[:, line] + rows - (ends - counts)[line]
+        of_rows[:, len(rows):] = of_rows[:, :1]
+        of_lines[:, :len(lines)] = number, ends - 1, np.array([one.temperature for one in lines]).view(np.int64)
+        of_lines[:, len(lines):] = of_lines[:, :1]
         take[:] = owner[:] = 0
-        take[back], owner[slots] = rows, number
+        take[of_rows[5, :len(rows)]], owner[slots] = rows, number
         self.numbers.copy_(pinned(self.written, self.numbers.device), non_blocking=True)
         torch.cat([piece for one in lines for piece in one.features], out=self.features[:len(rows)])
         if keys is not None:
@@ -185,7 +187,7 @@ class Recording:
             ids = columns if head.ids is None else head.ids[columns]
             found.append((ids, values))
         tokens, values = (torch.stack(each, 1) for each in zip(*found, strict=True))
-        return Chains(tokens, values, last)
+        return Chains(tokens, values, tokens[..., 0].contiguous(), values[..., 0] - values[..., 1], last)
 
     def _scores(self, logits: Tensor, noise: Tensor) -> Tensor:
         """[lines, V] as `drafters.base.pick` ranks them."""
