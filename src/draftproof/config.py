@@ -35,7 +35,7 @@ class LoadConfig(_Config):
     threads: int | None = None            # None: the physical cores
     reproducible: bool = True             # rows independent of their neighbours where the machine allows it (Law 2)
     self_test: bool = True                # measure at load whether speculation is invisible to the bit
-    graphs: bool = True                   # on a CUDA device, record passes of few rows and replay them
+    graphs: bool = True                   # on a CUDA device, record passes of few rows, and chains of heads, and replay them
     compile: bool = False                 # on a GPU, join the small operations between products by torch.compile; takes a minute at load
     packed: bool = True                   # pack linear layers where that is faster; not for training, which needs plain matrices
     quantization: str | None = None       # "int8", "int4", on a GPU "int4", "fp8": rounded at load; another model, whose text is its own

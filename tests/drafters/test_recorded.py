@@ -13,7 +13,7 @@ import torch
 from contract.table_rounds import SharedNoise, Text, opened, plain, speculate
 from elsewhere import NAME, WAITS, elsewhere
 from test_graphs import Watch
-from torch import Tensor
+from torch import Tensor, nn
 
 from draftproof import Engine, LoadConfig, Sampling
 from draftproof.core.choice import FEW
@@ -372,3 +372,17 @@ def test_a_device_is_never_waited_for(temperature: float, monkeypatch: pytest.Mo
             assert spec == "none" or all(one.metrics["accepted"] for one in done)
     assert texts[0] == texts[1] == texts[2] and not waits
     assert {type(made.head).__name__ for made in recorder.made} == {"Eagle3Head", "MtpHead"} and recorder.replays > 6
+
+
+@pytest.mark.parametrize(("dtype", "near"), [(torch.float32, 1e-6), (torch.bfloat16, 1e-2)])
+def test_a_norm_on_a_device_is_the_norm(dtype: torch.dtype, near: float) -> None:
+    norm = blocks.RMSNorm(32, 1e-5).to(dtype).requires_grad_(False)
+    nn.init.normal_(norm.weight, 1.0, 0.3)
+    x = torch.randn(5, 3, 32, generator=torch.Generator().manual_seed(1)).to(dtype)
+    expected = norm(x)
+    with elsewhere(), torch.inference_mode():
+        weight = norm.weight.data.to(NAME)
+        del norm.weight
+        norm.weight = weight
+        found = norm(x.to(NAME)).cpu()
+    assert torch.allclose(found.float(), expected.float(), rtol=near, atol=near)

@@ -21,6 +21,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from ...core.choice import largest
@@ -36,6 +37,7 @@ MOST_FED = 16       # rows of one sequence that a recording feeds; where more wa
 MOST_LINES = 64
 LEAST_ROWS = 8      # products of so few rows take no longer than those of one, and recordings are fewer
 MOST_HELD = 64      # recordings; the one that was idle longest goes
+KERNELS = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]      # cuDNN's makes a plan on the host for each shape
 AT_ONCE = 1 << 22   # numbers of noise that are drawn for all levels together
 
 
@@ -121,7 +123,8 @@ class SlotPass:
         # The query heads that share keys stand as further rows.
         queries = q[self.take].view(slots, n, kv, heads // kv, dim).permute(0, 2, 3, 1, 4).reshape(slots, kv, -1, dim)
         mask = self.mask.expand(slots, 1, heads // kv, n, room).reshape(slots, 1, -1, room)
-        out = scaled_dot_product_attention(queries, keys, values, attn_mask=mask)
+        with sdpa_kernel(KERNELS):
+            out = scaled_dot_product_attention(queries, keys, values, attn_mask=mask)
         return out.view(slots, kv, heads // kv, n, dim).permute(0, 3, 1, 2, 4).reshape(slots * n, heads * dim)[self.back]
 
 
