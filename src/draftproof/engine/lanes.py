@@ -85,6 +85,11 @@ class Lanes:
             own = Times(spent, times.score_s, times.verify_s, times.other_s)             # planning is no drafter's doing
             lane.learn(_taken(batch, here), _taken(budgets, here), _taken(drafts, here), _taken(verdicts, here), own)
 
+    @property
+    def idle(self) -> bool:
+        """Whether nobody guesses for any of this round's batch, nor will in the next round."""
+        return not any(lane.state[0] == "on" for lane, _ in self._parts)
+
     def begin(self, seq: Sequence, signals: Signals | None) -> None:
         self.of(seq).begin(seq, signals)
 

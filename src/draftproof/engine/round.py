@@ -23,9 +23,10 @@ from ..core.upload import index_of, uploaded
 from ..core.verify import joint, match, shares_noise
 from ..errors import CacheFull, DrafterError, OptionError
 from ..models.taps import rows_at
-from ..models.target import Slot, Target
+from ..models.target import Begins, Slot, Target
 from ..trace.events import Alternative, Times
 from ..types import LOSSY, Commit, Draft, Fate, Scores, Signals, Verdict
+from .ahead import Begun, begun
 from .lanes import Lanes
 from .marks import Marks
 from .port import TokenLogprob
@@ -41,6 +42,7 @@ class Rounds:
 
     def __init__(self, target: Target, speculation: Lanes, recorder: Recorder) -> None:
         self.target, self.speculation, self.recorder = target, speculation, recorder
+        self._begun: Begun | None = None          # the next round's pass, if it is under way
 
     def run(self, batch: abc.Sequence[Sequence]) -> list[Commit]:
         """Advance every sequence by at least one token. If it raises, texts and caches still agree and no token is half in."""
@@ -48,12 +50,15 @@ class Rounds:
         budgets = self.speculation.plan(batch)
         drafts = self.speculation.propose(batch, budgets)
         marks.mark()
+        begun, self._begun = self._begun, None
         try:
-            scores, drafts = self._score(batch, drafts)
+            scores, drafts, early = self._score(batch, drafts, begun)
             marks.mark()
             law = laws(scores.logits, [_options(seq, draft, scores.logits) for seq, draft in zip(batch, drafts, strict=True)])
             verdicts, coins, nodes = self._verify(batch, drafts, law, scores.starts)
             draft_s, score_s, verify_s = marks.spans()
+            if early is not None:                 # what was begun before this round is waited for in the verdict
+                score_s, verify_s = score_s + early.seconds(), max(0.0, verify_s - early.seconds())
             verified = perf_counter()
             for seq, budget in zip(batch, budgets, strict=True):
                 if not shares_noise(seq.rule):
@@ -86,17 +91,22 @@ class Rounds:
         self.recorder.prefill(seq, law)
         return commit
 
-    def _score(self, batch: abc.Sequence[Sequence], drafts: list[Draft]) -> tuple[Scores, list[Draft]]:
+    def _score(self, batch: abc.Sequence[Sequence], drafts: list[Draft], begun: Begun | None) -> tuple[Scores, list[Draft], Begun | None]:
+        """The scores, the drafts that were scored, and the pass if it was begun before."""
         slots = [_slot(seq) for seq in batch]
         roots = torch.from_numpy(np.array([seq.tokens[-1] for seq in batch], np.int64))
+        early = None if begun is None or any(map(len, drafts)) else begun.scores_of(batch, self.speculation.taps)
+        if early is not None and isinstance(self.target, Begins):
+            self.target.settle(slots, roots)
+            return early, drafts, begun
         try:
-            return self.target.score(slots, roots, drafts), drafts
+            return self.target.score(slots, roots, drafts), drafts, None
         except CacheFull as full:
             if not any(map(len, drafts)):
                 raise
             self._restore(batch)
             drafts = [Draft.empty(draft.drafter, f"no room to score it: {full}") for draft in drafts]
-            return self.target.score(slots, roots, drafts), drafts
+            return self.target.score(slots, roots, drafts), drafts, None
 
     def _verify(self, batch: abc.Sequence[Sequence], drafts: list[Draft], law: Law,
                 starts: abc.Sequence[int]) -> tuple[list[Verdict], dict[int, Tensor], list[list[int]]]:
@@ -122,7 +132,11 @@ class Rounds:
             if len(rest) < len(batch) or starts[-1] > sum(len(d) + 1 for d in drafts):
                 law = law.of([row for i in rest for row in range(starts[i], starts[i] + len(drafts[i]) + 1)])
             choices = choose(law, _choice_keys([batch[i] for i in rest], [drafts[i] for i in rest], self.target.device))
+        if choices is not None and len(rest) == len(batch) and self.speculation.idle:
+            self._begun = begun(self.target, batch, drafts, choices)
         chosen, nodes = _read(choices, drafts)
+        if self._begun is not None:
+            self._begun.tokens = chosen
         at = 0
         for i in rest:
             own = chosen[at:at + len(nodes[i]) + 1]
@@ -135,6 +149,7 @@ class Rounds:
 
     def _restore(self, batch: abc.Sequence[Sequence]) -> None:
         """After an interruption: forget the scored nodes; no slot holds more than its text but the last token."""
+        self._begun = None
         for seq in batch:
             slot = _slot(seq)
             self.target.rewind(slot, ())

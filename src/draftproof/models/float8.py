@@ -15,6 +15,7 @@ from .packed import KeptLinear
 from .tiled import InTiles, TiledLinear, by_tiles
 
 TOP = 448.0     # the largest E4M3
+SOME = 4096     # outputs that are rounded at a time
 STEP = 16       # sizes that the hardware multiplies are multiples of it
 LEAST = (8, 9)  # compute capability
 
@@ -25,7 +26,8 @@ class Float8Linear(KeptLinear, InTiles):
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         super().__init__(weight)
         self.bias = None if bias is None else bias.detach()
-        self.eight, self.steps = rounded(weight.detach())
+        found = [rounded(some) for some in torch.split(weight.detach(), SOME)]  # a large one in float32 would take as much as four
+        self.eight, self.steps = (torch.cat(parts) for parts in zip(*found, strict=True))
         self.weight_bytes = self.eight.numel() + 4 * self.steps.numel()
 
     def forward(self, x: Tensor) -> Tensor:

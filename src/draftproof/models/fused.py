@@ -12,7 +12,7 @@ Which models: exact classes of `transformers`, layer by layer. A subclass, a qua
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from functools import partial
 from operator import is_not
@@ -72,8 +72,8 @@ class FusedLayer(nn.Module):
             self.head_eps = q.variance_epsilon
             self.head_norm = torch.cat([q.weight.detach().expand(self.heads, -1), k.weight.detach().expand(self.kv_heads, -1)])
 
-    def run(self, x: Tensor, cos: Tensor, sin: Tensor, p: Pass, pool: PagePool) -> Tensor:
-        """x [rows, hidden], which is overwritten; cos, sin [rows, 1, head_dim], sin negative in its first half → [rows, hidden]."""
+    def run(self, x: Tensor, angles: Tensor, p: Pass, pool: PagePool) -> Tensor:
+        """x [rows, hidden], which is overwritten; angles [rows, 2, head_dim], sin negative in its first half → [rows, hidden]."""
         rows, turned = x.shape[0], self.heads + self.kv_heads
         to_qkv, to_out, to_gate_up, to_down = self._products
         before, after = self._norms
@@ -81,7 +81,7 @@ class FusedLayer(nn.Module):
         qk = heads[:, :turned]
         if self.head_norm is not None:
             qk = self._norm(qk, self.head_norm, self.head_eps)
-        qk = self._turn(qk, cos, sin)
+        qk = self._turn(qk, angles[:, :1], angles[:, 1:])
         out = attend(self.layer_idx, qk[:, : self.heads], qk[:, self.heads :], heads[:, turned:], self.scaling, self.window, p, pool,
                      weigh=self._weigh)
         x.add_(to_out(out.reshape(rows, -1)))
@@ -117,8 +117,8 @@ class FusedLayer(nn.Module):
         **_: Any,
     ) -> Tensor:
         """As a transformers block is called: hidden_states [1, rows, hidden] and (cos, sin) [1, rows, head_dim] of the model's rotary."""
-        cos, sin = (angle[0][:, None] for angle in position_embeddings)
-        return self.run(hidden_states[0].clone(), cos, signed(sin), draftproof_pass, draftproof_pool)[None]
+        cos, sin = position_embeddings
+        return self.run(hidden_states[0].clone(), torch.stack([cos[0], signed(sin[0])], 1), draftproof_pass, draftproof_pool)[None]
 
 
 class FusedPass:
@@ -178,7 +178,7 @@ class FusedPass:
         rows: dict[int, Tensor] = {}
         for number, layer in enumerate(self.layers):
             if table is None:
-                x = layer.run(x, cos, sin, p, pool)
+                x = layer.run(x, angles, p, pool)
             elif number in self.taps or number == len(self.layers) - 1:
                 native.blocks(table, ran, number + 1, x, cos, sin, [p.course()])
                 ran = number + 1
@@ -257,9 +257,9 @@ def can_fuse(model: Any) -> tuple[bool, str]:
     return True, "one product for q, k and v, one for gate and up, and few operations between them"
 
 
-def fuse(model: Any, linear: Linear | None, between: Between | None = None) -> None:
+def fuse(model: Any, linear: Linear | None, between: Between | None = None, kind: Callable[..., FusedLayer] | None = None) -> None:
     """Replace the model's layers by fused ones, in place and one at a time, so that no more than one layer is held twice. linear: what
-    makes a layer of a weight and a bias; None: torch's own. between: for `FusedLayer`."""
+    makes a layer of a weight and a bias; None: torch's own. between: for `FusedLayer`; kind: what stands for it."""
     layers = model.model.layers
     for number in range(len(layers)):
-        layers[number] = FusedLayer(layers[number], linear or HeldLinear, between)
+        layers[number] = kind(layers[number], linear) if kind else FusedLayer(layers[number], linear or HeldLinear, between)

@@ -27,6 +27,7 @@ from ..core.upload import pinned
 from .cache import PagePool
 from .fused import FusedPass
 from .passes import Call, Items, Pass, pages_seen, sight
+from .rows import Plan, RowsLayer, tiles_of
 
 log = logging.getLogger("draftproof.models")
 
@@ -34,6 +35,7 @@ T = TypeVar("T")
 Run = Callable[[], tuple[Tensor, dict[int, Tensor]]]  # logits and taps of all rows
 Spans = Sequence[Sequence[range]]  # [windows][paths]: which pages of its own each path reads
 MOST_ROWS, MOST_ITEMS = 64, 1024  # of a pass that is recorded; an item's pages are copied, and a recording keeps room for them
+WIDE_ROWS, WIDE_ITEMS = 512, 1 << 16  # the same where our kernels read pages where they lie
 MOST_HELD = 64  # recordings; the one that was idle longest goes
 WARM_UPS = 2  # runs before a recording, in which libraries take the memory they work in
 BEYOND = 1 << 40  # rank of a page behind every text
@@ -96,8 +98,12 @@ class Recording:
     def run(self) -> tuple[Tensor, dict[int, Tensor]]:
         """The pass, out of tensors alone."""
         fused = self.fused
-        cache = {(window, fused.group, fused.dtype): self._items(kind, window) for kind, window in enumerate(fused.windows)}
+        cache = {} if fused.seats else {(window, fused.group, fused.dtype): self._items(kind, window)
+                                        for kind, window in enumerate(fused.windows)}
         p = Pass(self.ids, self.positions[None], [], self.write_to, self.write_from, [], self.pool.page_tokens, self.tile, cache)
+        if fused.seats:
+            table = self.pages[0].view(self.bucket.paths, -1)
+            p.plan = Plan(self.write_to, self.write_from, tiles_of(self.at, self.take, table, fused.group))
         return fused.compute(p, self.pool, None), dict(fused.rows)
 
     def _items(self, kind: int, window: int) -> Items:
@@ -121,13 +127,14 @@ class GraphedPass(FusedPass):
         self.reasons = reasons
         self.dtype, self.group = self.norm.weight.dtype, self.layers[0].heads // self.layers[0].kv_heads
         self.least = self.layers[0].tile() or 1
+        self.seats = self.layers[0].seats() if isinstance(self.layers[0], RowsLayer) else 0  # of a tile of our kernels' attention
         self.held: OrderedDict[Bucket, Recording] = OrderedDict()
         self._places: tuple[PagePool, int, int] | None = None  # what recordings point at
 
     @property
     def windows(self) -> list[int]:
-        """Of its layers, 0 for none."""
-        return sorted({layer.window or 0 for layer in self.layers})
+        """Of its layers, 0 for none. Our kernels read all pages' numbers, and of those behind a window no more."""
+        return [0] if self.seats else sorted({layer.window or 0 for layer in self.layers})
 
     def first(self, count: int) -> Self:
         cut = super().first(count)
@@ -137,7 +144,8 @@ class GraphedPass(FusedPass):
     def __call__(self, p: Pass, pool: PagePool, keep: Sequence[int] | None) -> Tensor:
         rows = len(p.position_list)
         kept = range(rows) if keep is None else keep
-        bucket, spans = self._bucket(p) if self.record is not None and rows <= MOST_ROWS else (None, [])
+        most = WIDE_ROWS if self.seats and keep is None else MOST_ROWS  # a prompt's last row alone has logits
+        bucket, spans = self._bucket(p) if self.record is not None and rows <= most else (None, [])
         recording = None if bucket is None else self._recording(bucket, p, pool, spans, kept)
         if recording is None:
             return super().__call__(p, pool, keep)
@@ -149,13 +157,19 @@ class GraphedPass(FusedPass):
         """The pass's bucket, None if that would be too large, and the pages that each path reads."""
         seen = [[p.position_list[row] for row in path.rows] for path in p.paths]
         spans = [[pages_seen(at, window, p.page_tokens) for at in seen] for window in self.windows]
-        rows, paths, width = whole(len(p.position_list), self.least), whole(len(p.paths)), whole(max(map(len, seen)))
-        while self.group * width % p.query_tile:
+        rows, paths, width = self._rows(len(p.position_list)), whole(len(p.paths)), whole(max(map(len, seen)))
+        if self.seats:
+            width = -(-width // self.seats) * self.seats
+        while not self.seats and self.group * width % p.query_tile:
             width *= 2
         pages = tuple(whole(max(map(len, each))) for each in spans)
-        if paths * max(pages) > MOST_ITEMS:
+        if paths * max(pages) > (WIDE_ITEMS if self.seats else MOST_ITEMS):
             return None, spans
-        return Bucket(rows, whole(len(p.writes()[0]), rows), paths, width, pages, self.taps), spans
+        return Bucket(rows, max(rows, self._rows(len(p.writes()[0]))), paths, width, pages, self.taps), spans
+
+    def _rows(self, count: int) -> int:
+        """Of a bucket that holds so many."""
+        return whole(count, self.least) if count <= MOST_ROWS else -(-count // MOST_ROWS) * MOST_ROWS
 
     def _recording(self, bucket: Bucket, p: Pass, pool: PagePool, spans: Spans, keep: Sequence[int]) -> Recording | None:
         """The bucket's recording, filled with this pass and made if there is none. None if that failed; then no other is tried."""

@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from ..config import LoadConfig
 from ..errors import LoadError
-from . import attention, float8, int4, int8
+from . import attention, float8, int4, int8, rows
 from .between import compare, compiled_between
 from .cropped import CroppedTarget
 from .fused import FusedPass, can_fuse, fuse
@@ -95,8 +95,9 @@ def _made(model: Any, name: str, config: LoadConfig, tokenizer: Tokenizer | None
     device, dtype, threads = model.device, model.dtype, torch.get_num_threads()
     weight_bytes, parameters = _sizes(model)
     tier = _tier(model, device, reasons)
-    form = _form(config, device, dtype, reasons)
-    slim = fused and config.packed and _fuse(model, tier, form, config, reasons)
+    ours = fused and tier == 1 and rows.usable(model, config, reasons)
+    form = _form(config, device, dtype, reasons, ours)
+    slim = fused and config.packed and _fuse(model, tier, form, config, ours, reasons)
     if form:
         pack(model, form)
     text = model.config.get_text_config()
@@ -141,8 +142,8 @@ def _tested(target: Target, config: LoadConfig) -> Target:
     return target
 
 
-def _form(config: LoadConfig, device: torch.device, dtype: torch.dtype, reasons: dict[str, str]) -> Linear | None:
-    """In which form linear layers are kept; None: as transformers made them."""
+def _form(config: LoadConfig, device: torch.device, dtype: torch.dtype, reasons: dict[str, str], ours: bool = False) -> Linear | None:
+    """In which form linear layers are kept; None: as transformers made them. ours: whether blocks run through our kernels on a GPU."""
     if config.quantization:
         kinds = ROUNDED[config.quantization]
         found = kinds.get(device.type)
@@ -151,7 +152,11 @@ def _form(config: LoadConfig, device: torch.device, dtype: torch.dtype, reasons:
             raise LoadError(f"quantization={config.quantization}: {why}; expected {' or '.join(wanted for *_, wanted in kinds.values())}: "
                             "leave the option out, or load a checkpoint that is quantised for this device")
         reasons["linear layers"] = f"{config.quantization}: {why}"
-        return found[0]
+        return rows.linear_of_eight(config.reproducible) if ours and config.quantization == "fp8" else found[0]
+    if ours:
+        many = "all of them" if config.reproducible else f"up to {rows.FEW}; more by torch's libraries"
+        reasons["linear layers"] = f"by rows: our kernels multiply {many}"
+        return rows.linear(config.reproducible)
     if device.type != "cpu":
         tiled = config.reproducible and config.packed
         reasons["linear layers"] = (
@@ -163,13 +168,15 @@ def _form(config: LoadConfig, device: torch.device, dtype: torch.dtype, reasons:
     return packed if able else None
 
 
-def _fuse(model: Any, tier: int, linear: Linear | None, config: LoadConfig, reasons: dict[str, str]) -> bool:
+def _fuse(model: Any, tier: int, linear: Linear | None, config: LoadConfig, ours: bool, reasons: dict[str, str]) -> bool:
     """Join the products of each block, where the blocks are known and attend through our pages."""
     able, why = can_fuse(model) if tier == 1 else (False, "the model keeps its own cache")
     reasons["forward pass"] = f"{'fused' if able else 'as transformers runs it'}: {why}"
     between = compiled_between(able, why, model.device, config.reproducible, reasons) if config.compile else None
     if able:
-        fuse(model, linear, between)
+        fuse(model, linear, between, rows.RowsLayer if ours else None)
+        if ours:
+            rows.check(model.model.layers[0], config.page_tokens)
         if between is not None:
             compare(between, model.model.layers[0], config.page_tokens)
     return able

@@ -20,6 +20,8 @@ from .taps import Taps, rows_at
 from .target import LoadFacts, TargetParts
 from .tokenizer import Tokenizer
 
+NONE = torch.empty(0, dtype=torch.int64)  # tokens of an empty draft
+
 
 def _each(roots: Tensor) -> Sequence[Tensor]:
     """Every one of them, [1]."""
@@ -154,6 +156,22 @@ class PagedTarget:
             slot.nodes = draft.tokens
             starts.append(starts[-1] + len(draft) + 1)
         return Scores(logits, tuple(starts), self._tapped(rows))
+
+    @inferring
+    def begin(self, slots: Sequence[PagedSlot], roots: Tensor) -> Scores | None:
+        """See `Begins`."""
+        if self.whole_tiles and len(slots) == 1:
+            return None
+        for slot in slots:
+            self.rewind(slot, ())
+        logits = self._run(slots, [Draft.empty()] * len(slots), roots, None)
+        return Scores(logits[: len(slots)], tuple(range(len(slots) + 1)), self._tapped(len(slots)))
+
+    def settle(self, slots: Sequence[PagedSlot], roots: Tensor) -> None:
+        """See `Begins`."""
+        for slot, root in zip(slots, _each(roots), strict=True):
+            slot.add(root)
+            slot.nodes = NONE
 
     def _tapped(self, rows: int) -> Mapping[int, Tensor]:
         """Of the last pass; the next one keeps what it finds elsewhere."""

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import wraps
 from itertools import pairwise
-from typing import NamedTuple, ParamSpec, TypeVar
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -101,6 +101,7 @@ class Pass:
     query_tile: int  # queries of a call are padded to a multiple of this
     cache: dict[tuple[int, int, torch.dtype], Items] = field(default_factory=dict)
     flat: native.Course | None = None
+    plan: Any = None  # of our kernels on a GPU (rows.py)
 
     @property
     def positions(self) -> Tensor:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -96,4 +96,18 @@ class Target(Protocol):
 
     def fits(self, tokens: int) -> bool:
         """Whether a new slot of so many tokens could be opened now."""
+        ...
+
+
+@runtime_checkable
+class Begins(Protocol):
+    """What a target has beside `Target` if its plain passes may begin before anybody has read what they go on from."""
+
+    def begin(self, slots: Sequence[Any], roots: Tensor) -> Scores | None:
+        """The pass of `score` over roots [B], on the device, without drafts: no slot takes anything. None if it would be another one here.
+        Raises CacheFull."""
+        ...
+
+    def settle(self, slots: Sequence[Any], roots: Tensor) -> None:
+        """What `score` notes of its roots, for slots of a pass that was begun with these; the next step is `rewind`."""
         ...

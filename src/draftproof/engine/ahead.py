@@ -1,0 +1,73 @@
+"""The next plain pass, begun on the device before the host has read what the last one chose.
+
+    device   … pass n │ choice │ pass n + 1 (goes on from the choice, which lies here) │ choice │ …
+    host              └ reads the choice, commits, plans ┘
+
+Without a draft a round's pass needs nothing but the chosen tokens. Where nobody guesses for a batch, the host's share of a round thus costs
+no time of the device. Should the next round be another (a text ended, a request joined), what was begun is let go: its keys lie behind the
+texts, where whoever comes next writes. No bit differs: it is the pass that `score` would run.
+"""
+
+from __future__ import annotations
+
+from collections import abc
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..errors import CacheFull
+from ..models.taps import rows_at
+from ..models.target import Begins, Target
+from ..types import Draft, Scores
+from .marks import Marks
+from .sequence import Sequence
+
+OVERLAPS = {"cuda"}  # kinds of devices that work while the host does
+
+
+@dataclass(slots=True)
+class Begun:
+    """A pass under way over the last tokens of seqs, which `tokens` holds once they are read. lengths: keys of their slots before it."""
+
+    seqs: abc.Sequence[Sequence]
+    lengths: list[int]
+    scores: Scores
+    marks: Marks
+    tokens: abc.Sequence[int] = ()
+
+    def scores_of(self, batch: abc.Sequence[Sequence], taps: abc.Collection[int]) -> Scores | None:
+        """Those of a round without drafts over this batch; None if it asks for anything else."""
+        place = {id(seq): i for i, seq in enumerate(self.seqs)}
+        rows = [place.get(id(seq), -1) for seq in batch]
+        if -1 in rows or set(self.scores.taps) != set(taps):
+            return None
+        for i, seq in zip(rows, batch, strict=True):
+            if seq.slot is None or seq.slot.length != self.lengths[i] or seq.tokens[-1] != self.tokens[i]:
+                return None
+        if len(rows) == len(self.seqs):
+            return self.scores
+        index = torch.tensor(rows, device=self.scores.logits.device)
+        return Scores(self.scores.logits[index], tuple(range(len(rows) + 1)), rows_at(self.scores.taps, index))
+
+    def seconds(self) -> float:
+        """That the pass took; only after its results were read."""
+        return self.marks.spans()[0]
+
+
+def begun(target: Target, batch: abc.Sequence[Sequence], drafts: abc.Sequence[Draft], choices: Tensor) -> Begun | None:
+    """Begin the pass behind choices [B], which nobody has read yet; None where that is not possible, or where a text ends with them."""
+    if target.device.type not in OVERLAPS or not isinstance(target, Begins) or any(map(len, drafts)):
+        return None
+    if any(seq.limit - len(seq.tokens) < 2 for seq in batch):
+        return None
+    slots = [seq.slot for seq in batch]
+    marks = Marks(target.device)
+    try:
+        scores = target.begin(slots, choices)
+    except CacheFull:
+        return None
+    if scores is None:
+        return None
+    marks.mark()
+    return Begun(batch, [slot.length for slot in slots if slot is not None], scores, marks)

@@ -1,0 +1,137 @@
+"""The kernels as functions of tensors on one GPU. Sizes of blocks were chosen on an H200 (docs/log.md)."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from . import BLOCK, kernels
+
+LINKS = (9, 0)  # compute capability from which kernels of a stream may overlap
+QUERIES = 32  # of a tile of attention: rows times the query heads of a key head; one size, below that of other matrix instructions
+PART = 128  # keys of a part of a text, and of a block where pages are a multiple of it
+SOME_HEADS, SOME_PARTS = 8, 16
+AHEAD = 2  # blocks of weights that are asked for before the kernel before has ended
+FEW, MORE = 16, 32  # rows of a tile of a product: the same instructions, hence the same bits
+LEAST_SHARED = 101_376  # bytes that a program may have, where torch does not say
+LOG2_E = 1.4426950408889634
+
+
+class Tiles(NamedTuple):
+    """How the rows of a pass attend. position [rows]: of each; take [paths · tiles · seats]: the rows in the seats of each path's tiles,
+    any of the path's where one is empty; table [paths, most]: the pages of each path from its text's beginning on; tiles: of each path."""
+
+    position: Tensor
+    take: Tensor
+    table: Tensor
+    tiles: int
+
+
+def seats(group: int) -> int:
+    """Rows of one path that a tile of attention holds."""
+    return QUERIES // group
+
+
+@cache
+def linked(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.version.cuda is not None and torch.cuda.get_device_capability(device) >= LINKS
+
+
+def _more(device: torch.device) -> dict[str, Any]:
+    """What every launch of a kernel takes."""
+    return {"LINKED": True, "launch_pdl": True} if linked(device) else {"LINKED": False}
+
+
+def norm(x: Tensor, weight: Tensor, eps: float, kind: torch.dtype | None = None) -> Tensor:
+    """`between.rms_norm` of rows x [n, width]. kind: the type of what is returned, x's if None; halves are cut into their range."""
+    out, width = torch.empty_like(x, dtype=kind), x.shape[-1]
+    block = triton.next_power_of_2(width)
+    warps = min(16, max(4, block // 512))
+    kernels.norm[(x.numel() // width,)](x, weight, out, eps, width, block, out.dtype != x.dtype, num_warps=warps, **_more(x.device))
+    return out
+
+
+class Blocks(NamedTuple):
+    """Of a product: outputs and inputs of a block, how many blocks are on their way at once, and the warps that multiply."""
+
+    outputs: int
+    inputs: int
+    stages: int
+    warps: int
+
+
+def blocks(outputs: int, inputs: int, size: int, gated: bool) -> Blocks:
+    """size: bytes of a weight."""
+    if size == 1:
+        return Blocks(64, 256, 3, 4) if gated else Blocks(32, 256, 6, 4)
+    if gated:
+        return Blocks(32, 256, 3, 4)
+    if outputs < 96 * 32:  # else there would be fewer programs than processors
+        return Blocks(16, 256, 6, 4)
+    if inputs > 2 * outputs:
+        return Blocks(32, 512, 3, 4)
+    return Blocks(64, 128, 5, 4) if outputs > inputs else Blocks(32, 256, 6, 4)
+
+
+@cache
+def fitting(device: torch.device, found: Blocks, rows: int, size: int, gated: bool) -> Blocks:
+    """With no more stages than the device's shared memory has room for."""
+    if device.type != "cuda":
+        return found
+    room = int(getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", LEAST_SHARED))
+    stage = found.inputs * (found.outputs * size * (2 if gated else 1) + 2 * rows)
+    return found._replace(stages=max(2, min(found.stages, room // stage)))
+
+
+def product(x: Tensor, weight: Tensor, bias: Tensor | None, steps: Tensor | None = None, onto: Tensor | None = None,
+            gated: bool = False, kind: torch.dtype | None = None) -> Tensor:
+    """x Wᵀ + b of x [n, in], W [out, in] or, with a float32 step for each output and x of halves, of E4M3. onto [n, out]: what it is added
+    to, in place. kind: as in `norm`. gated: silu of the product with the first half of W, times that with the second,
+    [n, out / 2]."""
+    rows, inputs = x.shape
+    outputs = weight.shape[0] // 2 if gated else weight.shape[0]
+    out = x.new_empty(rows, outputs, dtype=kind) if onto is None else onto
+    few = FEW if rows <= FEW else MORE
+    shape = fitting(x.device, blocks(outputs, inputs, weight.element_size(), gated), few, weight.element_size(), gated)
+    grid = (triton.cdiv(rows, few), triton.cdiv(outputs, shape.outputs))
+    kernels.product[grid](x, weight, x if steps is None else steps, x if bias is None else bias, out, rows, outputs, inputs,
+                          few, shape.outputs, shape.inputs, steps is not None, bias is not None, onto is not None, gated,
+                          AHEAD if inputs >= AHEAD * shape.inputs else 0, num_warps=shape.warps, num_stages=shape.stages, **_more(x.device))
+    return out
+
+
+def turn(heads: Tensor, angles: Tensor, norms: Tensor | None, eps: float, write_to: Tensor, write_from: Tensor, keys: Tensor,
+         values: Tensor) -> None:
+    """Turn the queries of heads [rows, (H + 2 KV) · D] in place by angles [rows, 2, D], after `norms` [H + KV, D] of each head, and write
+    the turned keys and the values of rows write_from into the rows write_to of keys and values [places, KV, D]."""
+    kv, dim = keys.shape[1:]
+    rows, writes, many = heads.shape[0], write_to.shape[0], heads.shape[1] // dim - kv
+    grid = (max(rows, writes), triton.cdiv(many, SOME_HEADS))
+    kernels.turn[grid](heads, angles, heads if norms is None else norms, eps, write_to, write_from, keys, values, rows, writes, many - kv,
+                       kv, dim, triton.next_power_of_2(dim // 2), SOME_HEADS, norms is not None, num_warps=4, **_more(heads.device))
+
+
+def attend(heads: Tensor, keys: Tensor, values: Tensor, tiles: Tiles, scaling: float, window: int | None, page: int,
+           kind: torch.dtype | None = None) -> Tensor:
+    """The queries of heads [rows, (H + 2 KV) · D] along their paths over keys and values [places, KV, D], in pages of `page`,
+    a multiple of BLOCK: [rows, H · D]. window: how many keys a row sees, itself included (None: all). kind: of what is returned."""
+    kv, dim = keys.shape[1:]
+    rows, asked = heads.shape[0], heads.shape[1] // dim - 2 * kv
+    most = tiles.table.shape[1]
+    parts, deep = triton.cdiv(most * page, PART), max(16, triton.next_power_of_2(dim))
+    block = BLOCK if page % PART else PART
+    out = heads.new_empty(rows, asked * dim, dtype=kind)
+    some = out if parts == 1 else heads.new_empty(parts, rows, asked, dim, dtype=torch.float32)
+    logs = heads.new_empty(parts, rows, asked, dtype=torch.float32)
+    more = _more(heads.device)
+    grid = (tiles.table.shape[0] * tiles.tiles, kv, parts)
+    kernels.attend[grid](heads, keys, values, tiles.position, tiles.take, tiles.table, some, logs, scaling * LOG2_E, window or 0, rows,
+                         most, tiles.tiles, heads.shape[1], kv, asked // kv, dim, deep, page, block, PART // block, QUERIES, bool(window),
+                         num_warps=4, num_stages=2, **more)
+    if parts > 1:
+        kernels.merge[(rows, asked)](some, logs, out, rows, parts, asked, dim, deep, SOME_PARTS, num_warps=4, **more)
+    return out

@@ -1,0 +1,218 @@
+"""What a pass over few rows computes on a GPU, in Triton (Tillet et al., MAPL 2019). `calls.py` says what each takes and returns.
+
+A row's numbers do not depend on how many rows stand beside it: every row is added up along the same blocks in the same order, tiles of
+queries have one size, and parts of a text lie on an absolute grid (Law 2).
+
+LINKED: kernels of one stream begin while the one before them ends (programmatic dependent launch, from compute capability 9.0 on). Each
+lets its successor begin at once, asks for weights, which nobody writes, and waits before it touches anything else.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _begin(LINKED: tl.constexpr):
+    if LINKED:
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
+def _wait(LINKED: tl.constexpr):
+    if LINKED:
+        tl.extra.cuda.gdc_wait()
+
+
+@triton.jit
+def _fetch(weight, n, INPUTS: tl.constexpr, BK: tl.constexpr, AHEAD: tl.constexpr):
+    """Ask for the first AHEAD blocks of these rows of a matrix, a line of 128 bytes each time; they come into the second cache."""
+    LINE: tl.constexpr = 128 // (weight.dtype.element_ty.primitive_bitwidth // 8)
+    for block in tl.static_range(AHEAD):
+        lines = weight + n.to(tl.int64)[:, None] * INPUTS + block * BK + tl.arange(0, BK // LINE)[None, :] * LINE
+        tl.inline_asm_elementwise("{ prefetch.global.L2 [$1]; mov.u32 $0, 0; }", "=r,l", [lines.to(tl.int64)], dtype=tl.int32,
+                                  is_pure=False, pack=1)
+
+
+@triton.jit
+def _dot(a, b, sums, EIGHT: tl.constexpr):
+    """sums + a bᵀ. Weights of eight bits become halves, which takes one instruction for two, and so rows come as halves."""
+    if EIGHT:
+        b = b.to(tl.float16)
+    return tl.dot(a, b.T, sums)
+
+
+@triton.jit
+def _rounded(wide, like, HALVES: tl.constexpr):
+    """float32 in the type of `like`; HALVES: cut into their range where another type is meant."""
+    if HALVES:
+        wide = tl.minimum(tl.maximum(wide, -65504.0), 65504.0)
+    return wide.to(like.dtype.element_ty)
+
+
+@triton.jit
+def _finished(sums, steps, bias, n, here, EIGHT: tl.constexpr, BIASED: tl.constexpr):
+    """Sums as the values of a product, float32."""
+    if EIGHT:
+        sums *= tl.load(steps + n, mask=here, other=0.0)[None, :]
+    if BIASED:
+        sums += tl.load(bias + n, mask=here, other=0.0).to(tl.float32)[None, :]
+    return sums
+
+
+@triton.jit(do_not_specialize=["rows"])
+def product(x, weight, steps, bias, out, rows, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, BM: tl.constexpr,
+            BN: tl.constexpr, BK: tl.constexpr, EIGHT: tl.constexpr, BIASED: tl.constexpr, ADDED: tl.constexpr,
+            GATED: tl.constexpr, AHEAD: tl.constexpr, LINKED: tl.constexpr):
+    """ADDED: out += x Wᵀ + b. GATED: out = silu(x Wᵀ + b) · (x Vᵀ + c), where V stands below W, and c behind b. AHEAD
+    blocks of weights are asked for before the kernel before has ended."""
+    WHOLE: tl.constexpr = INPUTS % BK == 0
+    m, n, k = tl.program_id(0) * BM + tl.arange(0, BM), tl.program_id(1) * BN + tl.arange(0, BN), tl.arange(0, BK)
+    here, there, below = n < OUTPUTS, m < rows, weight + OUTPUTS * INPUTS if GATED else weight
+    row, column = m.to(tl.int64)[:, None] * INPUTS, n.to(tl.int64)[:, None] * INPUTS
+    sums, others = tl.zeros((BM, BN), tl.float32), tl.zeros((BM, BN), tl.float32)
+    if LINKED and AHEAD:
+        _fetch(weight, tl.where(here, n, 0), INPUTS, BK, AHEAD)
+        if GATED:
+            _fetch(below, tl.where(here, n, 0), INPUTS, BK, AHEAD)
+    _wait(LINKED)
+    for start in range(0, INPUTS, BK):
+        at = start + k[None, :]
+        inside, read = there[:, None], here[:, None]
+        if not WHOLE:
+            inside, read = inside & (at < INPUTS), read & (at < INPUTS)
+        part = tl.load(x + row + at, mask=inside, other=0.0)
+        b = tl.load(weight + column + at, mask=read, other=0.0, eviction_policy="evict_first")
+        sums = _dot(part, b, sums, EIGHT)
+        if GATED:
+            c = tl.load(below + column + at, mask=read, other=0.0, eviction_policy="evict_first")
+            others = _dot(part, c, others, EIGHT)
+    _begin(LINKED)  # not before: what came early would take the room of this one's own programs
+    value = _rounded(_finished(sums, steps, bias, n, here, EIGHT, BIASED), out, EIGHT)
+    if GATED:
+        up = _rounded(_finished(others, steps + OUTPUTS, bias + OUTPUTS, n, here, EIGHT, BIASED), out, EIGHT).to(tl.float32)
+        wide = value.to(tl.float32)
+        value = _rounded((wide / (1 + tl.exp(-wide))).to(value.dtype).to(tl.float32) * up, out, EIGHT)
+    place = out + m.to(tl.int64)[:, None] * OUTPUTS + n[None, :]
+    inside = there[:, None] & here[None, :]
+    if ADDED:
+        value = (tl.load(place, mask=inside, other=0.0).to(tl.float32) + value.to(tl.float32)).to(value.dtype)
+    tl.store(place, value, mask=inside)
+
+
+@triton.jit
+def norm(x, weight, out, eps, WIDTH: tl.constexpr, BLOCK: tl.constexpr, HALVES: tl.constexpr, LINKED: tl.constexpr):
+    """A row of RMSNorm (Zhang & Sennrich, arXiv 1910.07467), rounded where the transformers modules round."""
+    _begin(LINKED)
+    at = tl.arange(0, BLOCK)
+    inside, row = at < WIDTH, tl.program_id(0).to(tl.int64) * WIDTH
+    factor = tl.load(weight + at, mask=inside, other=0.0)
+    _wait(LINKED)
+    value = tl.load(x + row + at, mask=inside, other=0.0).to(tl.float32)
+    value *= tl.rsqrt(tl.sum(value * value, 0) / WIDTH + eps)
+    value = (value.to(factor.dtype).to(tl.float32) * factor.to(tl.float32)).to(factor.dtype).to(tl.float32)
+    tl.store(out + row + at, _rounded(value, out, HALVES), mask=inside)
+
+
+@triton.jit(do_not_specialize=["rows", "writes"])
+def turn(heads, angles, factors, eps, write_to, write_from, keys, values, rows, writes, HEADS: tl.constexpr, KV: tl.constexpr,
+         DIM: tl.constexpr, HALF: tl.constexpr, SOME: tl.constexpr, NORMED: tl.constexpr, LINKED: tl.constexpr):
+    """Turn the queries of a row in place, and a write's keys into the cache, beside its values: SOME heads of one of them."""
+    _begin(LINKED)
+    place, head, at = tl.program_id(0), tl.program_id(1) * SOME + tl.arange(0, SOME), tl.arange(0, HALF)
+    here = place + tl.zeros_like(head)
+    asks, holds = (head < HEADS) & (here < rows), (head >= HEADS) & (head < HEADS + KV) & (here < writes)
+    _wait(LINKED)
+    source = tl.load(write_from + place, mask=place < writes, other=0)
+    target = tl.load(write_to + place, mask=place < writes, other=0).to(tl.int64)
+    row = tl.where(head < HEADS, place, source).to(tl.int64)[:, None]
+    inside = (asks | holds)[:, None] & (at < DIM // 2)[None, :]
+    first = heads + row * ((HEADS + 2 * KV) * DIM) + head[:, None] * DIM + at[None, :]
+    kind = heads.dtype.element_ty
+    one, two = tl.load(first, mask=inside, other=0.0).to(tl.float32), tl.load(first + DIM // 2, mask=inside, other=0.0).to(tl.float32)
+    if NORMED:
+        scale = tl.rsqrt((tl.sum(one * one, 1) + tl.sum(two * two, 1)) / DIM + eps)[:, None]
+        factor = factors + head[:, None] * DIM + at[None, :]
+        one = ((one * scale).to(kind).to(tl.float32) * tl.load(factor, mask=inside, other=0.0).to(tl.float32)).to(kind).to(tl.float32)
+        two = ((two * scale).to(kind).to(tl.float32)
+               * tl.load(factor + DIM // 2, mask=inside, other=0.0).to(tl.float32)).to(kind).to(tl.float32)
+    cos = angles + row * (2 * DIM) + at[None, :]
+    sin = cos + DIM
+    left = (one * tl.load(cos, mask=inside, other=0.0).to(tl.float32)).to(kind).to(tl.float32)
+    left += (two * tl.load(sin, mask=inside, other=0.0).to(tl.float32)).to(kind).to(tl.float32)
+    right = (two * tl.load(cos + DIM // 2, mask=inside, other=0.0).to(tl.float32)).to(kind).to(tl.float32)
+    right += (one * tl.load(sin + DIM // 2, mask=inside, other=0.0).to(tl.float32)).to(kind).to(tl.float32)
+    queries, stored = inside & asks[:, None], inside & holds[:, None]
+    tl.store(first, left.to(kind), mask=queries)
+    tl.store(first + DIM // 2, right.to(kind), mask=queries)
+    cell = target * (KV * DIM) + (head - HEADS)[:, None] * DIM + at[None, :]
+    tl.store(keys + cell, left.to(kind), mask=stored)
+    tl.store(keys + cell + DIM // 2, right.to(kind), mask=stored)
+    tl.store(values + cell, tl.load(first + KV * DIM, mask=stored, other=0.0), mask=stored)
+    tl.store(values + cell + DIM // 2, tl.load(first + KV * DIM + DIM // 2, mask=stored, other=0.0), mask=stored)
+
+
+@triton.jit(do_not_specialize=["window", "rows", "most", "tiles"])
+def attend(heads, keys, values, position, take, table, out, logs, scale, window, rows, most, tiles, STRIDE: tl.constexpr, KV: tl.constexpr,
+           GROUP: tl.constexpr, DIM: tl.constexpr, DEEP: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr, SPLIT: tl.constexpr,
+           QUERIES: tl.constexpr, WINDOWED: tl.constexpr, LINKED: tl.constexpr):
+    """One tile of queries, one key head, SPLIT blocks of keys (Dao et al., arXiv 2205.14135): a part's average, and its log₂-sum."""
+    _begin(LINKED)
+    tile, kv, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    SEATS: tl.constexpr = QUERIES // GROUP
+    query, d, key = tl.arange(0, QUERIES), tl.arange(0, DEEP), tl.arange(0, BLOCK)
+    seat = query // GROUP
+    _wait(LINKED)
+    row = tl.load(take + tile * SEATS + seat, mask=seat < SEATS, other=0).to(tl.int64)
+    at = tl.load(position + row)
+    there, deep = (seat < SEATS)[:, None] & (d < DIM)[None, :], (d < DIM)[None, :]
+    head = kv * GROUP + query % GROUP
+    asked = tl.load(heads + row[:, None] * STRIDE + head[:, None] * DIM + d[None, :], mask=there, other=0.0)
+    top, total = tl.full((QUERIES,), float("-inf"), tl.float32), tl.zeros((QUERIES,), tl.float32)
+    sums = tl.zeros((QUERIES, DEEP), tl.float32)
+    first = part * SPLIT
+    last = tl.minimum(first + SPLIT, tl.max(at, 0) // BLOCK + 1)
+    if WINDOWED:
+        first = tl.maximum(first, tl.maximum(tl.min(at, 0) - window + 1, 0) // BLOCK)
+    pages = table + tile // tiles * most
+    for block in range(first, last):
+        here = block * BLOCK + key
+        page = tl.load(pages + block * BLOCK // PAGE).to(tl.int64)
+        cell = (page * PAGE + here % PAGE)[:, None] * (KV * DIM) + kv * DIM + d[None, :]
+        scores = tl.dot(asked, tl.load(keys + cell, mask=deep, other=0.0).T) * scale
+        seen = here[None, :] <= at[:, None]
+        if WINDOWED:
+            seen = seen & (here[None, :] > at[:, None] - window)
+        scores = tl.where(seen, scores, float("-inf"))
+        higher = tl.maximum(top, tl.max(scores, 1))
+        base = tl.where(higher == float("-inf"), 0.0, higher)
+        weights, fade = tl.exp2(scores - base[:, None]), tl.exp2(top - base)
+        total = total * fade + tl.sum(weights, 1)
+        sums = tl.dot(weights.to(asked.dtype), tl.load(values + cell, mask=deep, other=0.0), sums * fade[:, None])
+        top = higher
+    sums = sums / tl.where(total > 0, total, 1.0)[:, None]
+    place = (part.to(tl.int64) * rows + row) * (KV * GROUP) + head
+    tl.store(out + place[:, None] * DIM + d[None, :], sums.to(out.dtype.element_ty), mask=there)
+    tl.store(logs + place, top + tl.log2(tl.where(total > 0, total, 1.0)), mask=seat < SEATS)
+
+
+@triton.jit(do_not_specialize=["rows", "parts"])
+def merge(parts_out, logs, out, rows, parts, HEADS: tl.constexpr, DIM: tl.constexpr, DEEP: tl.constexpr, SOME: tl.constexpr,
+          LINKED: tl.constexpr):
+    """Join the parts of one head of one row, SOME at a time. A part that nothing was seen of weighs exactly nothing; the first is seen."""
+    _begin(LINKED)
+    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    part, d = tl.arange(0, SOME), tl.arange(0, DEEP)
+    deep = d < DIM
+    _wait(LINKED)
+    top, total, sums = tl.full((), float("-inf"), tl.float32), tl.zeros((), tl.float32), tl.zeros((DEEP,), tl.float32)
+    for start in range(0, parts, SOME):
+        here = start + part < parts
+        place = ((start + part) * rows + row) * HEADS + head
+        log = tl.load(logs + place, mask=here, other=float("-inf"))
+        average = tl.load(parts_out + place[:, None] * DIM + d[None, :], mask=here[:, None] & deep[None, :], other=0.0)
+        higher = tl.maximum(top, tl.max(log, 0))
+        weight, fade = tl.exp2(log - higher), tl.exp2(top - higher)
+        total = total * fade + tl.sum(weight, 0)
+        sums = sums * fade + tl.sum(weight[:, None] * average, 0)
+        top = higher
+    tl.store(out + (row * HEADS + head) * DIM + d, (sums / total).to(out.dtype.element_ty), mask=deep)

@@ -1,0 +1,96 @@
+"""A plain pass that is begun before its round: the same texts, whoever ends, joins or leaves in between."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from draftproof import Engine, Sampling
+from draftproof.config import EngineConfig, LoadConfig
+from draftproof.engine import ahead
+from draftproof.models.load import load_target
+from draftproof.models.paged import PagedTarget
+from draftproof.types import Scores
+
+PROMPTS = [[5, 9, 5], [7, 7, 3, 1], [11, 2], [4, 4, 4, 4, 8]]
+
+
+@pytest.fixture(scope="module")
+def target(tiny_pair: tuple[Path, Path]) -> PagedTarget:
+    found = load_target(tiny_pair[0], LoadConfig(device="cpu", self_test=False))
+    assert isinstance(found, PagedTarget)
+    return found
+
+
+@pytest.fixture
+def begun(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """Passes begin early on a CPU, too; how many rows each has."""
+    rows: list[int] = []
+    right = PagedTarget.begin
+
+    def begin(self: PagedTarget, slots: list[object], roots: object) -> Scores | None:
+        rows.append(len(slots))
+        return right(self, slots, roots)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(PagedTarget, "begin", begin)
+    monkeypatch.setattr(ahead, "OVERLAPS", {"cpu"})
+    yield rows
+
+
+def texts(target: PagedTarget, sampling: list[Sampling], drafter: str = "none", **more: object) -> list[tuple[int, ...]]:
+    with Engine(target, drafter, config=EngineConfig(max_batch=3, **more)) as engine:       # the fourth joins when another has ended
+        done = engine.generate_batch(PROMPTS, sampling, speculation={"drafter": "none"})
+        assert not any(one.error for one in done)
+        return [one.token_ids for one in done]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+@pytest.mark.parametrize("drafter", ["none", "ngram"])
+def test_texts_are_the_same(target: PagedTarget, temperature: float, drafter: str, begun: list[int],
+                            monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = [Sampling(temperature=temperature, seed=i, max_tokens=n, ignore_eos=True, logprobs=1) for i, n in enumerate((9, 17, 4, 12))]
+    early = texts(target, asked, drafter)
+    assert len(begun) > 10 and {2, 3} <= set(begun)
+    monkeypatch.setattr(ahead, "OVERLAPS", set())
+    count = len(begun)
+    assert texts(target, asked, drafter) == early and len(begun) == count
+    target.check()
+
+
+def test_a_text_that_ends_unforeseen_leaves_the_others_their_rows(target: PagedTarget, begun: list[int],
+                                                                  monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = Sampling(temperature=0.9, seed=1, max_tokens=16, ignore_eos=True)
+    monkeypatch.setattr(ahead, "OVERLAPS", set())
+    whole = texts(target, [plain] * 4)
+    asked = [plain, plain, replace(plain, stop_token_ids=(whole[2][5],)), plain]
+    want = texts(target, asked)
+    assert len(want[2]) <= 6 and not begun
+    monkeypatch.setattr(ahead, "OVERLAPS", {"cpu"})
+    assert texts(target, asked) == want and begun
+    target.check()
+
+
+def test_where_somebody_guesses_nothing_is_begun(target: PagedTarget, begun: list[int]) -> None:
+    with Engine(target, "ngram", 3) as engine:
+        engine.generate(PROMPTS[0], Sampling(temperature=0, max_tokens=12, ignore_eos=True))
+        assert not begun
+        engine.set_speculation(enabled=False)
+        engine.generate(PROMPTS[0], Sampling(temperature=0, max_tokens=12, ignore_eos=True))
+        assert len(begun) >= 8
+
+
+def test_what_was_begun_is_let_go_when_a_request_leaves(target: PagedTarget, begun: list[int]) -> None:
+    asked = Sampling(temperature=0, max_tokens=14, ignore_eos=True)
+    with Engine(target) as engine:
+        want = engine.generate(PROMPTS[1], asked).token_ids
+        first, second = engine.submit(PROMPTS[0], asked)[0], engine.submit(PROMPTS[1], asked)[0]
+        for _ in range(5):
+            engine.step()
+        engine.cancel(first.id)
+        while not second.done:
+            engine.step()
+        assert second.completion().token_ids == want and begun
+    target.check()
