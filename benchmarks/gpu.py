@@ -7,7 +7,8 @@
 The demo pair is inflated in the device's memory (inflate.py): a target of each shape, a draft model of a 1B shape, and the demo target's
 EAGLE-3 head turned to fit, which stays as small as it is. 8B and 32B are bfloat16, 70B is rounded to floats of eight bits. First the
 texts: greedy and at temperature 0.8, depths 0 to 8, sequences that join and leave, against each text alone without a guess. Then speed:
-batch by batch every arm in an order drawn anew, `--repeats` times; rates are of decoding (a run of one token is taken off), ratios paired.
+batch by batch every arm in an order drawn anew, `--repeats` times; rates are of decoding (from when every text has its first token), ratios
+paired. Beyond one text at a time only the drafters and the first depth that are asked for there are measured.
 Bandwidth: what a plain pass of one row reads, over its time, against a copy within the device's memory measured in the same run.
 The last line of standard output is one JSON document; exit code 3 says that a goal was missed, or could not be measured.
 """
@@ -22,7 +23,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -43,7 +44,8 @@ from draftproof.models.load import WEIGHTS, as_target
 from draftproof.models.target import Target
 
 OFF = "off"
-DEPTHS_CHECKED = range(9)
+DEPTHS_CHECKED, CHECKED = range(9), 16       # depths and texts of the check for bits
+ALONE = 3                                   # texts that are measured one by one
 MODES = {"reproducible": {"reproducible": True}, "fast": {"reproducible": False}, "compiled": {"reproducible": False, "compile": True}}
 COPY_GOAL, ROUNDED_GOAL, ON_GOAL = 0.85, 2.9, 3.0
 
@@ -129,7 +131,8 @@ def answer(engine: Engine, prompts: Sequence[Sequence[int]], sampling: Sequence[
 
 
 def differing(engine: Engine, prompts: Sequence[Sequence[int]], tokens: int, run: Iterator[int], clock: Clock) -> dict[str, Any]:
-    """How many texts of how many differ from the same text alone without a guess; lengths differ, so that sequences join and leave."""
+    """How many texts of how many differ from the same text alone without a guess. Lengths differ, and the engine takes fewer texts at a
+    time than there are, so that sequences join and leave."""
     found = {"texts": 0, "different": 0}
     for temperature in (0.0, 0.8):
         asked = [Sampling(temperature=temperature, seed=i, max_tokens=tokens * (2 + i % 3) // 4, ignore_eos=True)
@@ -145,93 +148,116 @@ def differing(engine: Engine, prompts: Sequence[Sequence[int]], tokens: int, run
 
 # The clock
 
-def rate(write: Callable[[int], object], batch: int, tokens: int, device: torch.device) -> float:
-    """Decoded tokens per second of `batch` texts: those after the first, over the time less that of one token each."""
-    seconds = []
-    for count in (1, tokens):
-        start = finished(device)
-        write(count)
-        seconds.append(finished(device) - start)
-    return batch * (tokens - 1) / max(seconds[1] - seconds[0], 1e-9)
+def decoding(engine: Engine, groups: Sequence[Sequence[Sequence[int]]], tokens: int, wish: dict[str, Any], run: Iterator[int]) -> float:
+    """Tokens per second of groups of texts, one group after the other, from when every text has its first token until all have ended."""
+    found = [_decoded(engine, prompts, tokens, wish, f"run {next(run)}") for prompts in groups]
+    return sum(count for count, _ in found) / sum(seconds for _, seconds in found)
 
 
-def interleaved(arms: Mapping[str, Callable[[int], object]], batch: int, tokens: int, repeats: int, device: torch.device) -> Rates:
-    for write in arms.values():
-        write(8)                                                    # graphs are recorded, kernels chosen
+def _decoded(engine: Engine, prompts: Sequence[Sequence[int]], tokens: int, wish: dict[str, Any], tenant: str) -> tuple[int, float]:
+    """Tokens and seconds of one group."""
+    device, sampling = engine.target.device, Sampling(temperature=0, max_tokens=tokens, ignore_eos=True)
+    handles = [handle for prompt in prompts for handle in engine.submit(prompt, sampling, tenant=tenant, speculation=wish)]
+    there, arrived = set(), 0
+    while len(there) < len(handles):
+        events = engine.step()
+        there |= {event.request for event in events}
+        arrived += len(events)
+    start = finished(device)
+    while not all(handle.done for handle in handles):
+        engine.step()
+    return tokens * len(handles) - arrived, finished(device) - start
+
+
+def interleaved(arms: Mapping[str, Callable[[int], float]], batch: int, tokens: int, repeats: int) -> Rates:
+    """arms: each decodes so many tokens of every text, and returns its rate."""
+    for decode in arms.values():
+        decode(16)                                                  # graphs are recorded, kernels chosen
     rates: Rates = {name: [] for name in arms}
     order, rng = list(arms), random.Random(batch)
     for _ in range(repeats):
         rng.shuffle(order)
         for name in order:
-            rates[name].append(rate(arms[name], batch, tokens, device))
+            rates[name].append(arms[name](tokens))
     return rates
 
 
-def stock_arms(model: Any, prompts: Sequence[Sequence[int]]) -> dict[str, Callable[[int], object]]:
-    """transformers, with its growing cache and, on a GPU, with a static one, for which it compiles the pass."""
-    shortest = min(map(len, prompts))
-    ids = torch.tensor([prompt[-shortest:] for prompt in prompts], device=model.device)
-
-    def write(cache: str | None) -> Callable[[int], object]:
-        def generate(count: int) -> object:
-            more = {"cache_implementation": cache} if cache else {}
+def stock_rates(model: Any, prompt: Sequence[int], tokens: int, repeats: int, clock: Clock) -> Rates:
+    """Of transformers over one text, with its growing cache and, on a GPU, with a static one, for which it compiles the pass: tokens after
+    the first, over the time less that of a run of one token."""
+    ids, rates = torch.tensor([list(prompt)], device=model.device), {}
+    for arm, more in (("transformers", {}), ("transformers compiled", {"cache_implementation": "static"})):
+        if more and (model.device.type != "cuda" or not clock.allows(arm)):
+            continue
+        seconds = []
+        for count in (tokens, *[1, tokens] * repeats):              # the first run warms up
+            start = finished(model.device)
             with torch.inference_mode():
-                return model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, min_new_tokens=count, do_sample=False,
-                                      pad_token_id=0, **more).cpu()
-        return generate
-
-    arms = {"transformers": write(None)}
-    return {**arms, "transformers compiled": write("static")} if model.device.type == "cuda" else arms
+                model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, min_new_tokens=count, do_sample=False,
+                               pad_token_id=0, **more)
+            seconds.append(finished(model.device) - start)
+        rates[arm] = [(tokens - 1) / max(long - short, 1e-9) for short, long in zip(seconds[1::2], seconds[2::2], strict=True)]
+    return rates
 
 
 def measure(name: str, args: argparse.Namespace, work: Path, clock: Clock) -> list[dict[str, Any]]:
     """The cells of one shape."""
     device, model = torch.device(args.device), MODELS[name]
-    prompts = read_prompts(WEIGHTS / "prompts.jsonl", AutoTokenizer.from_pretrained(WEIGHTS / "target"), max(args.batches), 60, 300)
-    prompts = [prompts[i % len(prompts)] for i in range(max(args.batches))]
+    tokenizer = AutoTokenizer.from_pretrained(WEIGHTS / "target")
+    prompts = read_prompts(WEIGHTS / "prompts.jsonl", tokenizer, max(*args.batches, CHECKED), 60, 300)
+    prompts = [prompts[i % len(prompts)] for i in range(max(*args.batches, CHECKED))]
     cells: list[dict[str, Any]] = []
-    stock: dict[int, Rates] = {}
     for mode in args.modes:
         if MODES[mode].get("compile") and device.type not in COMPILES:
             clock.left_out.append(f"{name} {mode}: torch.compile joins operations on a GPU alone")
-            continue
-        if not clock.allows(f"{name} {mode}"):
-            continue
-        whole = build(WEIGHTS / "target", model.shape, device, args.seed)
-        if not stock and model.quantization is None:
-            stock = {batch: interleaved(stock_arms(whole, prompts[:batch]), batch, args.tokens, args.repeats, device)
-                     for batch in args.batches if clock.allows(f"{name} transformers, batch {batch}")}
-        rounding = model.quantization if device.type == "cuda" else None
-        load = LoadConfig(device=args.device, quantization=rounding, **MODES[mode])
-        cells += of_mode(name, mode, as_target(whole, load, name), load, prompts, stock, args, work, clock)
-        del whole
-        forget(device)
+        elif clock.allows(f"{name} {mode}"):
+            rounding = model.quantization if device.type == "cuda" else None
+            load = LoadConfig(device=args.device, quantization=rounding, **MODES[mode])
+            whole = build(WEIGHTS / "target", model.shape, device, args.seed)
+            cells += of_mode(name, mode, as_target(whole, load, name), load, prompts, args, work, clock)
+            del whole
+            forget(device)
     return cells
 
 
-def of_mode(name: str, mode: str, target: Target, load: LoadConfig, prompts: Sequence[Sequence[int]], stock: Mapping[int, Rates],
-            args: argparse.Namespace, work: Path, clock: Clock) -> list[dict[str, Any]]:
-    device, run, cells = torch.device(args.device), iter(range(1 << 30)), []
-    guessing = drafters(name, target, work, device, load, args.seed)
+def of_mode(name: str, mode: str, target: Target, load: LoadConfig, prompts: Sequence[Sequence[int]], args: argparse.Namespace, work: Path,
+            clock: Clock) -> list[dict[str, Any]]:
+    run, cells = iter(range(1 << 30)), []
+    guessing = drafters(name, target, work, torch.device(args.device), load, args.seed)
     settings = EngineConfig(max_batch=max(args.batches), profile_s=0, trace="none")
     engines = {spec: Engine(target, drafter, load=load, config=settings) for spec, drafter in guessing.items()}
-    bits = differing(engines["model"], prompts[:6], args.tokens // 2, run, clock) if load.reproducible else None
+    bits = None
+    if load.reproducible:
+        few = Engine(target, guessing["eagle3"], load=load, config=replace(settings, max_batch=CHECKED // 2))
+        bits = differing(few, prompts[:CHECKED], args.tokens // 2, run, clock)
+        tell(f"{name} {mode}: {bits['different']} of {bits['texts']} texts differ")
     read = target.facts.weight_bytes - target.parts.embed.weight.nbytes             # looked up, not read
     for batch in (batch for batch in args.batches if clock.allows(f"{name} {mode}, batch {batch}")):
-        def write(spec: str, depth: int, batch: int = batch) -> Callable[[int], object]:
-            def generate(count: int) -> Answers:
-                sampling = Sampling(temperature=0, max_tokens=count, ignore_eos=True)
-                return answer(engines[spec], prompts[:batch], [sampling] * batch, depth, run)
-            return generate
+        def decode(spec: str, depth: int, batch: int = batch) -> Callable[[int], float]:
+            wish: dict[str, Any] = {"depth": depth} if depth else {"drafter": "none"}
+            groups = [[prompt] for prompt in prompts[:ALONE]] if batch == 1 else [prompts[:batch]]
+            return lambda tokens: decoding(engines[spec], groups, tokens, wish, run)
 
-        arms = {OFF: write("model", 0), **{f"{spec}@{depth}": write(spec, depth) for spec in engines for depth in args.depths}}
-        rates = interleaved(arms, batch, args.tokens, args.repeats, device)
-        for arm, values in {**stock.get(batch, {}), **rates}.items():
+        asked = [(spec, depth) for spec in engines for depth in args.depths] if batch == 1 else \
+            [(spec, args.depths[0]) for spec in args.wide if spec in engines]
+        arms = {OFF: decode("ngram", 0), **{f"{spec}@{depth}": decode(spec, depth) for spec, depth in asked}}
+        rates = interleaved(arms, batch, args.tokens, args.repeats)
+        for arm, values in rates.items():
             plain = median(values) / batch * read / 1e9
             cells.append({"shape": name, "mode": mode, "batch": batch, "arm": arm, "tokens_per_s": median(values),
                           "over_off": paired([values], [rates[OFF]]), "read_gb_per_s": plain if arm == OFF else None, "bits": bits})
-        tell(f"{name} {mode} batch {batch}: off {median(rates[OFF]):.0f} tokens/s")
+        tell(f"{name} {mode} batch {batch}: " + ", ".join(f"{arm} {median(values):.0f}" for arm, values in rates.items()))
     return cells
+
+
+def stock(name: str, args: argparse.Namespace, off: Sequence[float], clock: Clock) -> list[dict[str, Any]]:
+    """Cells of transformers on a shape; off: our own rate without guesses, which theirs is held against."""
+    device = torch.device(args.device)
+    whole = build(WEIGHTS / "target", MODELS[name].shape, device, args.seed).eval()
+    prompt = read_prompts(WEIGHTS / "prompts.jsonl", AutoTokenizer.from_pretrained(WEIGHTS / "target"), 1, 60, 300)[0]
+    rates = stock_rates(whole, prompt, args.tokens // 2, args.repeats, clock)
+    return [{"shape": name, "mode": "as it is", "batch": 1, "arm": arm, "tokens_per_s": median(values), "read_gb_per_s": None, "bits": None,
+             "over_off": paired([values], [list(off) * len(values)])} for arm, values in rates.items()]
 
 
 # What it says
@@ -240,7 +266,7 @@ def goals(cells: Sequence[Mapping[str, Any]], copy: float) -> list[dict[str, Any
     """Every goal with what was found, None if it was not measured."""
     def of(shape: str) -> list[Mapping[str, Any]]:
         """The cells of batch 1 in the fast mode, joined or not, whose plain decoding is faster: guesses are held against the better one."""
-        here = [c for c in cells if c["shape"] == shape and c["batch"] == 1 and c["mode"] != "reproducible"]
+        here = [c for c in cells if c["shape"] == shape and c["batch"] == 1 and c["mode"] in ("fast", "compiled")]
         mode = max((c for c in here if c["arm"] == OFF), key=lambda c: c["tokens_per_s"], default={"mode": ""})["mode"]
         return [c for c in here if c["mode"] == mode]
 
@@ -252,6 +278,13 @@ def goals(cells: Sequence[Mapping[str, Any]], copy: float) -> list[dict[str, Any
         ("8B, batch 1, off: bandwidth ÷ a copy's", off[0] if off else None, COPY_GOAL),
         ("8B, batch 1, the best drafter ÷ off", best("8B"), ON_GOAL),
         ("70B of eight bits, batch 1, the best drafter ÷ off", best("70B"), ROUNDED_GOAL)]
+    for shape in sorted({c["shape"] for c in cells}):
+        guessed: dict[int, float] = {}
+        for c in cells:
+            if c["shape"] == shape and c["mode"] == "fast" and "@" in c["arm"]:
+                guessed[c["batch"]] = max(c["over_off"]["median"], guessed.get(c["batch"], 0.0))
+        found.append((f"{shape}, fast, batches {', '.join(map(str, guessed))}: guesses ÷ off, the least of them",
+                      min(guessed.values(), default=None), 1.0))
     bits = [c["bits"] for c in cells if c["bits"] and c["bits"]["texts"]]
     same = 1 - sum(b["different"] for b in bits) / sum(b["texts"] for b in bits) if bits else None
     found.append(("reproducible: share of texts equal to the text alone without a guess", same, 1.0))
@@ -284,9 +317,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--shapes", type=listed(str), default=["8B", "70B", "32B"], help=f"of {', '.join(MODELS)}, in this order")
-    parser.add_argument("--modes", type=listed(str), default=list(MODES), help=",".join(MODES))
+    parser.add_argument("--modes", type=listed(str), default=["fast", "reproducible"], help=",".join(MODES))
+    parser.add_argument("--wide", type=listed(str), default=["eagle3"], help="drafters of several texts at a time")
     parser.add_argument("--batches", type=listed(int), default=[1, 4, 16, 64])
-    parser.add_argument("--depths", type=listed(int), default=[4])
+    parser.add_argument("--depths", type=listed(int), default=[4, 6, 8])
     parser.add_argument("--tokens", type=int, default=96)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=480, help="after which nothing new begins")
@@ -303,6 +337,9 @@ def main() -> int:
     copy = copy_bandwidth(torch.device(args.device))
     with tempfile.TemporaryDirectory() as work:
         cells = [cell for name in args.shapes for cell in measure(name, args, Path(work), clock)]
+    first = next((c for c in cells if c["arm"] == OFF and c["batch"] == 1 and not MODELS[c["shape"]].quantization), None)
+    if first is not None and clock.allows(f"{first['shape']} transformers"):
+        cells += stock(first["shape"], args, [first["tokens_per_s"]], clock)
     gpu = torch.cuda.get_device_name() if args.device.startswith("cuda") else None
     result = {**facts, "device": args.device, "gpu": gpu, "copy_gb_per_s": copy, "cells": cells, "goals": goals(cells, copy),
               "left_out": clock.left_out}

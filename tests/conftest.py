@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
 
-os.environ.setdefault("TRITON_INTERPRET", "1")      # kernels for a GPU run on the CPU; read when Triton is imported
+with pytest.MonkeyPatch.context() as patch:         # kernels for a GPU are interpreted, here but not in processes that tests start
+    patch.setenv("TRITON_INTERPRET", "1")
+    try:
+        import triton
+
+        triton.knobs.runtime.interpret = True
+    except ImportError:
+        pass
 
 TEXT = """def add(left, right):
     return left + right

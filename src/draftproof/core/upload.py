@@ -1,4 +1,4 @@
-"""Numbers from the host to a device without waiting for it.
+"""Numbers from the host to a device without waiting for it, and back with as little as possible.
 
 A plain copy to a GPU waits until everything asked of it before is done, so that a pass of many small copies runs at the pace of the host's
 and the device's turns. From pinned memory the copy is one more thing asked.
@@ -6,7 +6,7 @@ and the device's turns. From pinned memory the copy is one more thing asked.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -24,6 +24,22 @@ def sent(x: Tensor, device: torch.device | str) -> Tensor:
     if not x.is_cpu:
         return x.to(device)
     return x if device.type == "cpu" else pinned(x, device).to(device, non_blocking=True)
+
+
+def asked(x: Tensor) -> Callable[[], list[int]]:
+    """The numbers of x [n], to be called for them: what the device was asked for after this is not waited for."""
+    if x.device.type != "cuda":
+        return x.tolist
+    there = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
+    there.copy_(x, non_blocking=True)
+    copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    copied.record()
+
+    def read() -> list[int]:
+        copied.synchronize()
+        return there.tolist()
+
+    return read
 
 
 def uploaded(values: Any, device: torch.device | str, dtype: torch.dtype | None = None) -> Tensor:

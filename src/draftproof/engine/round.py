@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import abc
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import accumulate
 from time import perf_counter
@@ -19,7 +20,7 @@ from ..core.tally import fates
 from ..core.tree import path
 from ..core.tree import positions as places
 from ..core.typical import typical
-from ..core.upload import index_of, uploaded
+from ..core.upload import asked, index_of, uploaded
 from ..core.verify import joint, match, shares_noise
 from ..errors import CacheFull, DrafterError, OptionError
 from ..models.taps import rows_at
@@ -132,9 +133,10 @@ class Rounds:
             if len(rest) < len(batch) or starts[-1] > sum(len(d) + 1 for d in drafts):
                 law = law.of([row for i in rest for row in range(starts[i], starts[i] + len(drafts[i]) + 1)])
             choices = choose(law, _choice_keys([batch[i] for i in rest], [drafts[i] for i in rest], self.target.device))
+        read = _reading(choices, drafts)
         if choices is not None and len(rest) == len(batch) and self.speculation.idle:
             self._begun = begun(self.target, batch, drafts, choices)
-        chosen, nodes = _read(choices, drafts)
+        chosen, nodes = read()
         if self._begun is not None:
             self._begun.tokens = chosen
         at = 0
@@ -178,14 +180,19 @@ def _slot(seq: Sequence) -> Slot:
     return seq.slot
 
 
-def _read(choices: Tensor | None, drafts: abc.Sequence[Draft]) -> tuple[list[int], list[list[int]]]:
-    """The choices [N] and every draft's tokens, as numbers; what lies on the choices' device in one look."""
+def _reading(choices: Tensor | None, drafts: abc.Sequence[Draft]) -> Callable[[], tuple[list[int], list[list[int]]]]:
+    """Ask for the choices [N] and every draft's tokens, of which those on the choices' device come in one look; to be called for them."""
     if choices is None or choices.device.type == "cpu":
-        return [] if choices is None else choices.tolist(), [draft.tokens.tolist() for draft in drafts]
+        return lambda: ([] if choices is None else choices.tolist(), [draft.tokens.tolist() for draft in drafts])
     near = [i for i, draft in enumerate(drafts) if len(draft) and draft.tokens.device == choices.device]
-    seen = torch.cat([choices, *(drafts[i].tokens for i in near)]).tolist()
-    at = dict(zip(near, accumulate((len(drafts[i]) for i in near), initial=choices.shape[0]), strict=False))
-    return seen[:choices.shape[0]], [seen[at[i]:at[i] + len(draft)] if i in at else draft.tokens.tolist() for i, draft in enumerate(drafts)]
+    choices_there, count = asked(torch.cat([choices, *(drafts[i].tokens for i in near)]) if near else choices), choices.shape[0]
+
+    def read() -> tuple[list[int], list[list[int]]]:
+        seen = choices_there()
+        at = dict(zip(near, accumulate((len(drafts[i]) for i in near), initial=count), strict=False))
+        return seen[:count], [seen[at[i]:at[i] + len(draft)] if i in at else draft.tokens.tolist() for i, draft in enumerate(drafts)]
+
+    return read
 
 
 def _options(seq: Sequence, draft: Draft, logits: Tensor) -> Rows:

@@ -158,8 +158,9 @@ class Speculation:
             found = self.drafter.propose([batch[i].state for i in asked], [budgets[i] for i in asked], RoundNoise(self._device, keep_law))
             if len(found) != len(asked):
                 raise DrafterError(f"drafter {self.name} gave {len(found)} drafts for {len(asked)} sequences; expected one each")
-            for i, draft in zip(asked, found, strict=True):
-                drafts[i] = self._checked(draft, budgets[i])
+            checked = self._within([self._checked(draft, budgets[i]) for i, draft in zip(asked, found, strict=True)])
+            for i, draft in zip(asked, checked, strict=True):
+                drafts[i] = draft
         except Exception as error:
             self.retire(error)
             drafts = [Draft.empty(self.name, self.failure if budget.depth else "") for budget in budgets]
@@ -235,16 +236,23 @@ class Speculation:
         return room if self.depth_cap is None else min(room, (self.depth_cap, "the operator's cap"))
 
     def _checked(self, draft: Draft, budget: Budget) -> Draft:
-        """The draft, on its budget and inside the vocabulary; otherwise DrafterError saying what it broke."""
+        """The draft, on its budget and, as far as the host sees, inside the vocabulary; otherwise DrafterError saying what it broke."""
         broken = _broken(draft, budget, self._vocab_size)
         if broken is not None:
             found, expected = broken
             raise DrafterError(f"drafter {self.name} proposed {found}; expected {expected}")
-        if draft.drafter == "none":
-            draft = replace(draft, drafter=self.name)
-        if len(draft) and not draft.tokens.is_cpu:  # a look would wait for the device; a guess that is no token becomes a wrong one
-            return replace(draft, tokens=draft.tokens.clamp(0, self._vocab_size - 1))
-        return draft
+        return replace(draft, drafter=self.name) if draft.drafter == "none" else draft
+
+    def _within(self, drafts: list[Draft]) -> list[Draft]:
+        """With every token that lies on a device inside the vocabulary, all of them at once: a look would wait for the device, and a guess
+        that is no token becomes a wrong one."""
+        far = [i for i, draft in enumerate(drafts) if len(draft) and not draft.tokens.is_cpu]
+        if far:
+            tokens = [drafts[i].tokens for i in far]
+            inside = (tokens[0] if len(far) == 1 else torch.cat(tokens)).clamp(0, self._vocab_size - 1)
+            for i, own in zip(far, torch.split(inside, [len(one) for one in tokens]), strict=True):
+                drafts[i] = replace(drafts[i], tokens=own)
+        return drafts
 
 
 def _broken(draft: Draft, budget: Budget, vocab_size: int) -> tuple[str, str] | None:

@@ -15,7 +15,6 @@ LINKS = (9, 0)  # compute capability from which kernels of a stream may overlap
 QUERIES = 32  # of a tile of attention: rows times the query heads of a key head; one size, below that of other matrix instructions
 PART = 128  # keys of a part of a text, and of a block where pages are a multiple of it
 SOME_HEADS, SOME_PARTS = 8, 16
-AHEAD = 2  # blocks of weights that are asked for before the kernel before has ended
 FEW, MORE = 16, 32  # rows of a tile of a product: the same instructions, hence the same bits
 LEAST_SHARED = 101_376  # bytes that a program may have, where torch does not say
 LOG2_E = 1.4426950408889634
@@ -90,17 +89,15 @@ def fitting(device: torch.device, found: Blocks, rows: int, size: int, gated: bo
 def product(x: Tensor, weight: Tensor, bias: Tensor | None, steps: Tensor | None = None, onto: Tensor | None = None,
             gated: bool = False, kind: torch.dtype | None = None) -> Tensor:
     """x Wᵀ + b of x [n, in], W [out, in] or, with a float32 step for each output and x of halves, of E4M3. onto [n, out]: what it is added
-    to, in place. kind: as in `norm`. gated: silu of the product with the first half of W, times that with the second,
-    [n, out / 2]."""
+    to, in place. gated: silu of the product with the first half of W, times that with the second, [n, out / 2]. kind: as in `norm`."""
     rows, inputs = x.shape
     outputs = weight.shape[0] // 2 if gated else weight.shape[0]
     out = x.new_empty(rows, outputs, dtype=kind) if onto is None else onto
-    few = FEW if rows <= FEW else MORE
-    shape = fitting(x.device, blocks(outputs, inputs, weight.element_size(), gated), few, weight.element_size(), gated)
-    grid = (triton.cdiv(rows, few), triton.cdiv(outputs, shape.outputs))
-    kernels.product[grid](x, weight, x if steps is None else steps, x if bias is None else bias, out, rows, outputs, inputs,
-                          few, shape.outputs, shape.inputs, steps is not None, bias is not None, onto is not None, gated,
-                          AHEAD if inputs >= AHEAD * shape.inputs else 0, num_warps=shape.warps, num_stages=shape.stages, **_more(x.device))
+    few, size = FEW if rows <= FEW else MORE, weight.element_size()
+    shape = fitting(x.device, blocks(outputs, inputs, size, gated), few, size, gated)
+    kernels.product[(triton.cdiv(rows, few), triton.cdiv(outputs, shape.outputs))](
+        x, weight, x if steps is None else steps, x if bias is None else bias, out, rows, outputs, inputs, few, shape.outputs, shape.inputs,
+        steps is not None, bias is not None, onto is not None, gated, num_warps=shape.warps, num_stages=shape.stages, **_more(x.device))
     return out
 
 

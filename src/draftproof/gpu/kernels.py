@@ -24,16 +24,6 @@ def _wait(LINKED: tl.constexpr):
 
 
 @triton.jit
-def _fetch(weight, n, INPUTS: tl.constexpr, BK: tl.constexpr, AHEAD: tl.constexpr):
-    """Ask for the first AHEAD blocks of these rows of a matrix, a line of 128 bytes each time; they come into the second cache."""
-    LINE: tl.constexpr = 128 // (weight.dtype.element_ty.primitive_bitwidth // 8)
-    for block in tl.static_range(AHEAD):
-        lines = weight + n.to(tl.int64)[:, None] * INPUTS + block * BK + tl.arange(0, BK // LINE)[None, :] * LINE
-        tl.inline_asm_elementwise("{ prefetch.global.L2 [$1]; mov.u32 $0, 0; }", "=r,l", [lines.to(tl.int64)], dtype=tl.int32,
-                                  is_pure=False, pack=1)
-
-
-@triton.jit
 def _dot(a, b, sums, EIGHT: tl.constexpr):
     """sums + a bᵀ. Weights of eight bits become halves, which takes one instruction for two, and so rows come as halves."""
     if EIGHT:
@@ -60,20 +50,14 @@ def _finished(sums, steps, bias, n, here, EIGHT: tl.constexpr, BIASED: tl.conste
 
 
 @triton.jit(do_not_specialize=["rows"])
-def product(x, weight, steps, bias, out, rows, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, BM: tl.constexpr,
-            BN: tl.constexpr, BK: tl.constexpr, EIGHT: tl.constexpr, BIASED: tl.constexpr, ADDED: tl.constexpr,
-            GATED: tl.constexpr, AHEAD: tl.constexpr, LINKED: tl.constexpr):
-    """ADDED: out += x Wᵀ + b. GATED: out = silu(x Wᵀ + b) · (x Vᵀ + c), where V stands below W, and c behind b. AHEAD
-    blocks of weights are asked for before the kernel before has ended."""
+def product(x, weight, steps, bias, out, rows, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+            BK: tl.constexpr, EIGHT: tl.constexpr, BIASED: tl.constexpr, ADDED: tl.constexpr, GATED: tl.constexpr, LINKED: tl.constexpr):
+    """ADDED: out += x Wᵀ + b. GATED: out = silu(x Wᵀ + b) · (x Vᵀ + c), where V stands below W, and c behind b."""
     WHOLE: tl.constexpr = INPUTS % BK == 0
     m, n, k = tl.program_id(0) * BM + tl.arange(0, BM), tl.program_id(1) * BN + tl.arange(0, BN), tl.arange(0, BK)
     here, there, below = n < OUTPUTS, m < rows, weight + OUTPUTS * INPUTS if GATED else weight
     row, column = m.to(tl.int64)[:, None] * INPUTS, n.to(tl.int64)[:, None] * INPUTS
     sums, others = tl.zeros((BM, BN), tl.float32), tl.zeros((BM, BN), tl.float32)
-    if LINKED and AHEAD:
-        _fetch(weight, tl.where(here, n, 0), INPUTS, BK, AHEAD)
-        if GATED:
-            _fetch(below, tl.where(here, n, 0), INPUTS, BK, AHEAD)
     _wait(LINKED)
     for start in range(0, INPUTS, BK):
         at = start + k[None, :]
@@ -92,11 +76,11 @@ def product(x, weight, steps, bias, out, rows, OUTPUTS: tl.constexpr, INPUTS: tl
         up = _rounded(_finished(others, steps + OUTPUTS, bias + OUTPUTS, n, here, EIGHT, BIASED), out, EIGHT).to(tl.float32)
         wide = value.to(tl.float32)
         value = _rounded((wide / (1 + tl.exp(-wide))).to(value.dtype).to(tl.float32) * up, out, EIGHT)
-    place = out + m.to(tl.int64)[:, None] * OUTPUTS + n[None, :]
+    place = m.to(tl.int64)[:, None] * OUTPUTS + n[None, :]
     inside = there[:, None] & here[None, :]
     if ADDED:
-        value = (tl.load(place, mask=inside, other=0.0).to(tl.float32) + value.to(tl.float32)).to(value.dtype)
-    tl.store(place, value, mask=inside)
+        value = (tl.load(out + place, mask=inside, other=0.0).to(tl.float32) + value.to(tl.float32)).to(value.dtype)
+    tl.store(out + place, value, mask=inside)
 
 
 @triton.jit

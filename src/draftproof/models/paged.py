@@ -282,8 +282,10 @@ class PagedTarget:
         if roots.is_cpu and all(draft.tokens.is_cpu for draft in drafts):
             rows = [row for root, draft in zip(roots.tolist(), drafts, strict=True) for row in (root, *draft.tokens.tolist())]
             return sent(torch.from_numpy(np.array([rows], np.int64)), self.device)
-        parts = [part for root, draft in zip(_each(roots), drafts, strict=True) for part in (root, draft.tokens)]
-        return torch.cat([sent(part, self.device) for part in parts])[None]
+        parts: list[Tensor] = []
+        for root, draft in zip(_each(sent(roots, self.device)), drafts, strict=True):
+            parts += (root, sent(draft.tokens, self.device)) if len(draft) else (root,)
+        return torch.cat(parts)[None]
 
     def _tree_paths(
         self, slot: PagedSlot, draft: Draft, base: int, depth: int, copies: list[tuple[int, int, int, int]]

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from ..gpu.calls import Tiles
 
 TOLERANCE = 0.05  # of what a block adds: roundings of half precision
+EIGHT = "weights are floats of eight bits, with a factor per output; our kernels read activations as halves"
 FEW = 16  # rows up to which reading the weights is all that a product costs
 
 
@@ -155,16 +156,14 @@ class RowsLayer(FusedLayer):
     def run(self, x: Tensor, angles: Tensor, p: Pass, pool: PagePool) -> Tensor:
         from ..gpu.calls import attend, norm, turn
 
-        (before, before_eps), (after, after_eps) = self._norms
+        before, after = self._norms
         plan = planned(p, self.heads // self.kv_heads)
-        heads = self.qkv(norm(x, before, before_eps, read(self.qkv, x)))
+        heads = self.qkv(norm(x, *before, read(self.qkv, x)))
         one = heads.new_empty(0, self.kv_heads, self.head_dim)
         keys, values = pool.storage(self.layer_idx, one, one)
-        eps = 0.0 if self.head_norm is None else self.head_eps
-        turn(heads, angles, self.head_norm, eps, plan.write_to, plan.write_from, keys, values)
-        added(x, self.o, attend(heads, keys, values, plan.tiles, self.scaling, self.window, pool.page_tokens,
-                              read(self.o, x)))
-        h = norm(x, after, after_eps, read(self.gate_up, x))
+        turn(heads, angles, self.head_norm, 0.0 if self.head_norm is None else self.head_eps, plan.write_to, plan.write_from, keys, values)
+        added(x, self.o, attend(heads, keys, values, plan.tiles, self.scaling, self.window, pool.page_tokens, read(self.o, x)))
+        h = norm(x, *after, read(self.gate_up, x))
         if isinstance(self.gate_up, ByRows):
             return added(x, self.down, self.gate_up.gated(self.act, h, read(self.down, x)))
         return added(x, self.down, between.gated(self.act, self.gate_up(h)))

@@ -3,8 +3,8 @@
 cuBLAS takes other tiles, and so adds in another order, for 3 rows than for 5; torch's reductions split a row over more threads where
 there are fewer rows. Here rows are filled up to a multiple of TILE_ROWS and taken so many at a time: every call has the one shape, so a
 row's bits do not depend on how many rows stand beside it. A pass of few rows is limited by how fast weights are read, and 64 rows are
-still below the 200 or so at which an H200's arithmetic becomes the limit, so it should cost little; a prefill reads the weights once per
-tile, and pays. Written without a GPU: neither the bits nor the cost have been measured on one. The self-test measures the bits at load.
+still below the 200 or so at which an H200's arithmetic becomes the limit; a prefill reads the weights once per tile, and pays. The
+self-test measures the bits at load. Models whose blocks our own kernels know (rows.py) need none of this.
 """
 
 from __future__ import annotations
