@@ -21,8 +21,11 @@ def test_goals_are_those_of_the_cells_and_what_is_missing_is_not_met() -> None:
              cell("8B", "transformers compiled", 9.0),
              cell("8B", "off", bits={"texts": 108, "different": 1})]
     found = gpu.goals(cells, 4000.0)
-    assert [goal["found"] for goal in found] == [pytest.approx(0.9), 3.1, None, pytest.approx(107 / 108)]
-    assert [goal["met"] for goal in found] == [True, True, None, False], "one text that differs is one too many"
+    assert [goal["found"] for goal in found] == [pytest.approx(0.9), 3.1, None, 3.1, pytest.approx(107 / 108)]
+    assert [goal["met"] for goal in found] == [True, True, None, True, False], "one text that differs is one too many"
+    wide = [{**cell("8B", arm, over), "batch": 64} for arm, over in (("off", 1.0), ("eagle3@2", 0.97), ("eagle3@4", 0.9))]
+    goal = gpu.goals([*cells, *wide], 4000.0)[3]
+    assert goal == {"goal": "8B, fast, batches 1, 64: guesses ÷ off, the least of them", "found": 0.97, "bound": 1.0, "met": False}
     joined = [{**c, "mode": "compiled", "tokens_per_s": 11.0} for c in (cell("8B", "off", read=3700.0), cell("8B", "model@4", 2.9))]
     assert [goal["found"] for goal in gpu.goals([*cells, *joined], 4000.0)][:2] == [pytest.approx(0.925), 2.9], "the faster off counts"
     slower = [{**c, "tokens_per_s": 9.0} for c in joined]
