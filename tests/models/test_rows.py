@@ -4,13 +4,16 @@ compiler makes of the kernels, and bits, are tested where there is a GPU, by the
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from test_fused import save
 from test_graphs import recorded
 
+from draftproof import gpu
 from draftproof.config import LoadConfig
+from draftproof.errors import LoadError
 from draftproof.models import rows
 from draftproof.models.float8 import Float8Linear
 from draftproof.models.graphs import GraphedPass
@@ -19,6 +22,9 @@ from draftproof.models.paged import PagedTarget
 from draftproof.types import Draft, Scores
 
 pytest.importorskip("triton")
+from draftproof.gpu import calls  # noqa: E402
+
+USABLE = rows.usable
 pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid)")     # rows that fill a recording up hold what nobody reads
 
 
@@ -91,12 +97,35 @@ def test_weights_of_eight_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     assert isinstance(rows.linear_of_eight(True)(weight[:90], None), rows.RowsLinear)
 
 
-def test_a_kernel_that_is_wrong_is_not_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from draftproof.errors import LoadError
-    from draftproof.gpu import calls
+def test_what_our_kernels_do_not_take_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rows, "can_fuse", lambda model: (True, ""))
+    monkeypatch.setattr(gpu, "available", lambda *_: (True, "ours, in Triton"))
 
+    def asked(heads: int = 8, device: str = "cuda", **more: object) -> tuple[bool, str]:
+        config, reasons = SimpleNamespace(num_attention_heads=heads, num_key_value_heads=1), {}
+        model = SimpleNamespace(device=torch.device(device), dtype=torch.bfloat16, config=config)
+        return USABLE(model, LoadConfig(**more), reasons), reasons.get("kernels", "")  # type: ignore[arg-type]
+
+    assert asked() == (True, "ours, in Triton")
+    assert asked(page_tokens=96) == (False, "torch's: page_tokens=96 is no multiple of 64")
+    assert asked(heads=40) == (False, "torch's: a key head has 40 query heads, more than 32")
+    assert asked(device="cpu") == asked(packed=False) == asked(compile=True) == asked(kernels=False) == (False, "")
+
+
+def test_a_kernel_that_does_not_compile_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save("llama", tmp_path)
+
+    def broken(*_: object) -> None:
+        raise RuntimeError("out of resource: shared memory\nand more")
+
+    monkeypatch.setattr(calls, "attend", broken)
+    with pytest.raises(LoadError, match=r"do not run here \(out of resource: shared memory\); expected .*no-kernels"):
+        loaded(tmp_path)
+
+
+def test_a_kernel_that_is_wrong_is_not_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save("llama", tmp_path)
     right = calls.attend
     monkeypatch.setattr(calls, "attend", lambda *given: right(*given) / 2)
-    with pytest.raises(LoadError, match=r"our kernels and torch's operations differ by .*expected at most .*packed=False"):
+    with pytest.raises(LoadError, match=r"our kernels and torch's operations differ by .*expected at most .*no-kernels"):
         loaded(tmp_path)

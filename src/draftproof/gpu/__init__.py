@@ -13,6 +13,7 @@ from functools import cache
 import torch
 
 BLOCK = 64  # keys of a page are a multiple of it
+QUERIES = 32  # of a tile of attention: rows times the query heads of a key head; one size, below that of other matrix instructions
 LEAST = (8, 0)  # compute capability: products of bfloat16
 
 

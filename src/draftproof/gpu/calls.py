@@ -9,11 +9,10 @@ import torch
 import triton
 from torch import Tensor
 
-from . import BLOCK, kernels
+from . import BLOCK, QUERIES, kernels
 
 LINKS = (9, 0)  # compute capability from which kernels of a stream may overlap
-QUERIES = 32  # of a tile of attention: rows times the query heads of a key head; one size, below that of other matrix instructions
-PART = 128  # keys of a part of a text, and of a block where pages are a multiple of it
+PART = 128  # keys of a part of a text, and of a block where pages are a multiple of it and heads not wider
 SOME_HEADS, SOME_PARTS = 8, 16
 FEW, MORE = 16, 32  # rows of a tile of a product: the same instructions, hence the same bits
 LEAST_SHARED = 101_376  # bytes that a program may have, where torch does not say
@@ -120,7 +119,7 @@ def attend(heads: Tensor, keys: Tensor, values: Tensor, tiles: Tiles, scaling: f
     rows, asked = heads.shape[0], heads.shape[1] // dim - 2 * kv
     most = tiles.table.shape[1]
     parts, deep = triton.cdiv(most * page, PART), max(16, triton.next_power_of_2(dim))
-    block = BLOCK if page % PART else PART
+    block = PART if page % PART == 0 and dim <= PART else BLOCK
     out = heads.new_empty(rows, asked * dim, dtype=kind)
     some = out if parts == 1 else heads.new_empty(parts, rows, asked, dim, dtype=torch.float32)
     logs = heads.new_empty(parts, rows, asked, dtype=torch.float32)

@@ -218,21 +218,28 @@ def tiles_of(position: Tensor, take: Tensor, table: Tensor, group: int) -> Tiles
 
 def usable(model: Any, config: LoadConfig, reasons: dict[str, str]) -> bool:
     """Whether the blocks of a model of tier 1 run through our kernels."""
-    if model.device.type != "cuda" or not config.packed or config.compile or not can_fuse(model)[0]:
+    if model.device.type != "cuda" or not (config.kernels and config.packed) or config.compile or not can_fuse(model)[0]:
         return False
     able, why = gpu.available(model.device, model.dtype)
+    group = model.config.num_attention_heads // model.config.num_key_value_heads
     if able and config.page_tokens % gpu.BLOCK:
         able, why = False, f"page_tokens={config.page_tokens} is no multiple of {gpu.BLOCK}"
+    elif able and group > gpu.QUERIES:
+        able, why = False, f"a key head has {group} query heads, more than {gpu.QUERIES}"
     reasons["kernels"] = why if able else f"torch's: {why}"
     return able
 
 
 def check(layer: RowsLayer, page_tokens: int) -> None:
     """Raises LoadError where a block's kernels compute something else than its plain twin."""
-    off = disagreement(layer, page_tokens)
+    try:
+        off = disagreement(layer, page_tokens)
+    except Exception as error:  # Triton compiles for the model's own shapes only now
+        said = (str(error).splitlines() or [type(error).__name__])[0][:160]
+        raise LoadError(f"our kernels do not run here ({said}); expected a GPU that Triton compiles for: leave them out (--no-kernels)") from error
     if not off <= TOLERANCE:
         raise LoadError(f"our kernels and torch's operations differ by {off:.1e} of what a block adds; expected at most {TOLERANCE:.0e}: "
-                        "load with packed=False, and report this")
+                        "leave them out (--no-kernels), and report this")
 
 
 @torch.inference_mode()
