@@ -236,7 +236,8 @@ def check(layer: RowsLayer, page_tokens: int) -> None:
         off = disagreement(layer, page_tokens)
     except Exception as error:  # Triton compiles for the model's own shapes only now
         said = (str(error).splitlines() or [type(error).__name__])[0][:160]
-        raise LoadError(f"our kernels do not run here ({said}); expected a GPU that Triton compiles for: leave them out (--no-kernels)") from error
+        raise LoadError(f"our kernels do not run here ({said}); expected a GPU that Triton compiles for: "
+                        "leave them out (--no-kernels)") from error
     if not off <= TOLERANCE:
         raise LoadError(f"our kernels and torch's operations differ by {off:.1e} of what a block adds; expected at most {TOLERANCE:.0e}: "
                         "leave them out (--no-kernels), and report this")
