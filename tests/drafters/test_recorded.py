@@ -148,14 +148,15 @@ def both(target: TableTarget, drafters: Sequence[Any], texts: Callable[[], list[
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize("build", HEADS)
 def test_recorded_chains_are_those_of_the_levels(build: Callable[..., Any], temperature: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Depths from 1 to 8, batches of 1, 2 and 5; nearly every draft is rejected, as the heads know nothing."""
+    """Depths from 1 to 8, batches up to 5; nearly every draft is rejected, as the heads know nothing."""
     target, one, twin, recorder = pair(build, monkeypatch)
-    for batch in (1, 2, 5):
+    for batch in (1, 2, 5) if build is eagle3 else (1, 3):
         drafts = both(target, (one, twin), lambda n=batch: [text(seed, temperature, 5 + 3 * seed) for seed in range(n)],
                       lambda i, n: (1 + (n + i) % 8,) * 2)
         assert drafts > 20 * batch
     assert recorder.replays > len(recorder.made) > 8
-    assert one.recorded.pool.slots == 8 and sorted(one.recorded.pool._free) == list(range(8)), "all were closed"
+    pool = one.recorded.pool
+    assert pool.slots == (8 if build is eagle3 else 4) and sorted(pool._free) == list(range(pool.slots)), "all were closed"
 
 
 def test_texts_of_several_temperatures_share_a_recording(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -343,9 +344,8 @@ def test_the_configuration_says_what_is_recorded(monkeypatch: pytest.MonkeyPatch
     assert texts[0] == texts[1]
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_a_device_is_never_waited_for(temperature: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On the pretended device, which counts what would wait for a real one."""
+def test_a_device_is_never_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the pretended device, which counts what would wait for a real one; of the texts one is greedy."""
     recorder, waits, texts = Recorder(), list[str](), []
     monkeypatch.setattr(recurrent, "recorder", lambda device: recorder)
     propose, observe = recurrent.RecurrentDrafter.propose, recurrent.RecurrentDrafter.observe
@@ -361,7 +361,7 @@ def test_a_device_is_never_waited_for(temperature: float, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(recurrent.RecurrentDrafter, "propose", watched(propose))
     monkeypatch.setattr(recurrent.RecurrentDrafter, "observe", watched(observe))
-    sampling = Sampling(temperature=temperature, max_tokens=16, seed=3, ignore_eos=True)
+    sampling = [Sampling(temperature=temperature, max_tokens=16, seed=3, ignore_eos=True) for temperature in (0.8, 0.0, 0.8)]
     load = LoadConfig(device=NAME, dtype="float32", self_test=False, threads=torch.get_num_threads())
     with elsewhere():
         target = load_target(builtin("target"), load)
@@ -371,7 +371,7 @@ def test_a_device_is_never_waited_for(temperature: float, monkeypatch: pytest.Mo
             texts.append([one.token_ids for one in done])
             assert spec == "none" or all(one.metrics["accepted"] for one in done)
     assert texts[0] == texts[1] == texts[2] and not waits
-    assert {type(made.head).__name__ for made in recorder.made} == {"Eagle3Head", "MtpHead"} and recorder.replays > 6
+    assert {type(made.head).__name__ for made in recorder.made} == {"Eagle3Head", "MtpHead"} and recorder.replays > 4
 
 
 @pytest.mark.parametrize(("dtype", "near"), [(torch.float32, 1e-6), (torch.bfloat16, 1e-2)])

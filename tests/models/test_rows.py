@@ -30,7 +30,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid)")     # rows 
 
 @pytest.fixture(autouse=True)
 def by_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Loads take our kernels for a GPU."""
+    """Loads take our kernels for a GPU, in blocks as large as an interpreter likes them."""
+    monkeypatch.setattr(calls, "blocks", lambda *_: calls.Blocks(128, 64, 2, 4))
     monkeypatch.setattr(rows, "usable", lambda *_: True)
 
 
@@ -68,6 +69,7 @@ def test_our_kernels_agree_with_torch_recorded_or_not(tmp_path: Path, monkeypatc
     assert all(type(layer) is rows.RowsLayer for layer in ours.parts.layers)
     assert ours.fused is not None and ours.fused.rows_alone() and not ours.whole_tiles
     found = play(ours)
+    monkeypatch.setattr(rows, "check", lambda *_: None)      # done once
     with recorded() as recorder:
         target = loaded(tmp_path)
     assert type(target.fused) is GraphedPass
@@ -76,8 +78,10 @@ def test_our_kernels_agree_with_torch_recorded_or_not(tmp_path: Path, monkeypatc
     assert close(found, play(loaded(tmp_path)))
 
 
-def test_many_rows_of_a_fast_load_are_torchs(tmp_path: Path) -> None:
+def test_many_rows_of_a_fast_load_are_torchs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save("llama", tmp_path)
+    monkeypatch.setattr(rows, "FEW", 3)
+    monkeypatch.setattr(rows, "check", lambda *_: None)
     target, twin = loaded(tmp_path, reproducible=False), loaded(tmp_path)
     text = torch.arange(rows.FEW + 4) % 190
     found = [each.extend([each.open(text.tolist())], [text]).logits for each in (target, twin)]
