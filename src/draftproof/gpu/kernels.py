@@ -3,8 +3,8 @@
 A row's numbers do not depend on how many rows stand beside it: every row is added up along the same blocks in the same order, tiles of
 queries have one size, and parts of a text lie on an absolute grid (Law 2).
 
-LINKED: kernels of one stream begin while the one before them ends (programmatic dependent launch, from compute capability 9.0 on). Each
-lets its successor begin at once, asks for weights, which nobody writes, and waits before it touches anything else.
+LINKED: kernels of one stream begin while the one before them ends (programmatic dependent launch, from compute capability 9.0 on). The
+small ones let their successor begin at once, a product behind its loop; each waits before it touches what another writes.
 """
 
 import triton
