@@ -204,8 +204,9 @@ def measure(name: str, args: argparse.Namespace, work: Path, clock: Clock) -> li
     """The cells of one shape."""
     device, model = torch.device(args.device), MODELS[name]
     tokenizer = AutoTokenizer.from_pretrained(WEIGHTS / "target")
-    prompts = read_prompts(WEIGHTS / "prompts.jsonl", tokenizer, max(*args.batches, CHECKED), 60, 300)
-    prompts = [prompts[i % len(prompts)] for i in range(max(*args.batches, CHECKED))]
+    count = max(*args.batches, CHECKED)
+    prompts = read_prompts(WEIGHTS / "prompts.jsonl", tokenizer, count, 60, 300)
+    prompts = [prompts[i % len(prompts)] for i in range(count)]
     cells: list[dict[str, Any]] = []
     for mode in args.modes:
         if MODES[mode].get("compile") and device.type not in COMPILES:

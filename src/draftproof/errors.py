@@ -60,3 +60,8 @@ class DrafterError(Failure):
 
 class ParityError(DraftproofError):
     exit_code = 3
+
+
+def first_line(error: BaseException) -> str:
+    """What an error of somebody else's says, short enough for a message of ours."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0][:200]

@@ -12,6 +12,7 @@ pytest.importorskip("triton")
 if torch.cuda.is_available():
     pytest.skip("Triton compiles here, and interprets nothing", allow_module_level=True)
 
+from draftproof import gpu  # noqa: E402
 from draftproof.gpu import calls  # noqa: E402
 
 NEAR = {torch.float16: 2e-3, torch.float32: 2e-6}
@@ -82,11 +83,11 @@ def test_attention_along_pages(heads: int, kv: int, page: int, window: int | Non
         place = int(pages[t // page]) * page + t % page
         stored[0][place], stored[1][place] = keys[t], values[t]
     at = torch.tensor([text - 3, text - 2, text - 1])
-    seats, table = calls.seats(heads // kv), torch.zeros(1, len(pages) + 2, dtype=torch.int64)
+    seats, table = gpu.seats(heads // kv), torch.zeros(1, len(pages) + 2, dtype=torch.int64)
     table[0, :len(pages)] = pages
     tiles = -(-rows // seats)
     take = torch.tensor([min(i, rows - 1) for i in range(tiles * seats)])
-    found = calls.attend(whole, *stored, calls.Tiles(at, take, table, tiles), dim**-0.5, window, page).view(rows, heads, dim)
+    found = calls.attend(whole, *stored, gpu.Tiles(at, take, table, tiles), dim**-0.5, window, page).view(rows, heads, dim)
     for row, position in enumerate(at.tolist()):
         first = max(0, position - window + 1) if window else 0
         for head in range(heads):

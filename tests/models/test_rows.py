@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from elsewhere import NAME, WAITS, elsewhere
 from test_fused import save
 from test_graphs import recorded
 
@@ -19,6 +20,8 @@ from draftproof.models.float8 import Float8Linear
 from draftproof.models.graphs import GraphedPass
 from draftproof.models.load import load_target
 from draftproof.models.paged import PagedTarget
+from draftproof.models.passes import Pass
+from draftproof.models.passes import Path as RowPath
 from draftproof.types import Draft, Scores
 
 pytest.importorskip("triton")
@@ -99,6 +102,20 @@ def test_weights_of_eight_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, found in (("plain", made(x)), ("onto", made.onto(x[:, :96].clone(), x))):
         assert float((found - near[name]).abs().max()) <= 2e-3 * float(near[name].abs().max()), name
     assert isinstance(rows.linear_of_eight(True)(weight[:90], None), rows.RowsLinear)
+
+
+def test_a_pass_that_is_not_recorded_is_planned_on_the_host(tmp_path: Path) -> None:
+    save("llama", tmp_path)
+    layer = loaded(tmp_path).parts.layers[0]
+    assert isinstance(layer, rows.RowsLayer)
+    with elsewhere(), torch.inference_mode():
+        ids, at = torch.zeros(1, 3, dtype=torch.int64).to(NAME), [63, 64, 65]
+        p = Pass(ids, at, at, torch.tensor([127, 128, 129]), None, [RowPath([1, 2], range(3))], 64, 1)
+        WAITS.clear()
+        p = layer.placed(p)
+        assert not WAITS and {t.device.type for t in (p.positions, p.write_to, *p.plan[:2], *p.plan.tiles[:3])} == {NAME}
+        assert p.plan.write_to.tolist() == [127, 128, 129] and p.plan.write_from.tolist() == [0, 1, 2]
+        assert p.plan.tiles.table.tolist() == [[1, 2]] and p.plan.tiles.position.tolist() == at
 
 
 def test_what_our_kernels_do_not_take_says_why(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,16 +28,18 @@ OVERLAPS = {"cuda"}  # kinds of devices that work while the host does
 
 @dataclass(slots=True)
 class Begun:
-    """A pass under way over the last tokens of seqs, which `tokens` holds once they are read. lengths: keys of their slots before it."""
+    """A target's pass under way over the last tokens of seqs, which `tokens` holds once they are read. lengths: keys of their slots before
+    it."""
 
+    target: Begins
     seqs: abc.Sequence[Sequence]
     lengths: list[int]
     scores: Scores
     marks: Marks
     tokens: abc.Sequence[int] = ()
 
-    def scores_of(self, batch: abc.Sequence[Sequence], taps: abc.Collection[int]) -> Scores | None:
-        """Those of a round without drafts over this batch; None if it asks for anything else."""
+    def take(self, batch: abc.Sequence[Sequence], roots: Tensor, taps: abc.Collection[int]) -> Scores | None:
+        """As the target's `score` of these roots without drafts; None, and nothing taken, if this is the pass of another round."""
         place = {id(seq): i for i, seq in enumerate(self.seqs)}
         rows = [place.get(id(seq), -1) for seq in batch]
         if -1 in rows or set(self.scores.taps) != set(taps):
@@ -45,6 +47,7 @@ class Begun:
         for i, seq in zip(rows, batch, strict=True):
             if seq.slot is None or seq.slot.length != self.lengths[i] or seq.tokens[-1] != self.tokens[i]:
                 return None
+        self.target.settle([seq.slot for seq in batch], roots)
         if len(rows) == len(self.seqs):
             return self.scores
         index = torch.tensor(rows, device=self.scores.logits.device)
@@ -70,4 +73,4 @@ def begun(target: Target, batch: abc.Sequence[Sequence], drafts: abc.Sequence[Dr
     if scores is None:
         return None
     marks.mark()
-    return Begun(batch, [slot.length for slot in slots if slot is not None], scores, marks)
+    return Begun(target, batch, [slot.length for slot in slots if slot is not None], scores, marks)

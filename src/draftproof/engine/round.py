@@ -24,7 +24,7 @@ from ..core.upload import asked, index_of, uploaded
 from ..core.verify import joint, match, shares_noise
 from ..errors import CacheFull, DrafterError, OptionError
 from ..models.taps import rows_at
-from ..models.target import Begins, Slot, Target
+from ..models.target import Slot, Target
 from ..trace.events import Alternative, Times
 from ..types import LOSSY, Commit, Draft, Fate, Scores, Signals, Verdict
 from .ahead import Begun, begun
@@ -51,15 +51,16 @@ class Rounds:
         budgets = self.speculation.plan(batch)
         drafts = self.speculation.propose(batch, budgets)
         marks.mark()
-        begun, self._begun = self._begun, None
+        early, self._begun = self._begun, None
         try:
-            scores, drafts, early = self._score(batch, drafts, begun)
+            scores, drafts, early = self._score(batch, drafts, early)
             marks.mark()
             law = laws(scores.logits, [_options(seq, draft, scores.logits) for seq, draft in zip(batch, drafts, strict=True)])
             verdicts, coins, nodes = self._verify(batch, drafts, law, scores.starts)
             draft_s, score_s, verify_s = marks.spans()
             if early is not None:                 # what was begun before this round is waited for in the verdict
-                score_s, verify_s = score_s + early.seconds(), max(0.0, verify_s - early.seconds())
+                spent = early.seconds()
+                score_s, verify_s = score_s + spent, max(0.0, verify_s - spent)
             verified = perf_counter()
             for seq, budget in zip(batch, budgets, strict=True):
                 if not shares_noise(seq.rule):
@@ -92,14 +93,14 @@ class Rounds:
         self.recorder.prefill(seq, law)
         return commit
 
-    def _score(self, batch: abc.Sequence[Sequence], drafts: list[Draft], begun: Begun | None) -> tuple[Scores, list[Draft], Begun | None]:
-        """The scores, the drafts that were scored, and the pass if it was begun before."""
+    def _score(self, batch: abc.Sequence[Sequence], drafts: list[Draft], early: Begun | None) -> tuple[Scores, list[Draft], Begun | None]:
+        """The scores, the drafts that were scored, and the pass that was begun early if they are its."""
         slots = [_slot(seq) for seq in batch]
         roots = torch.from_numpy(np.array([seq.tokens[-1] for seq in batch], np.int64))
-        early = None if begun is None or any(map(len, drafts)) else begun.scores_of(batch, self.speculation.taps)
-        if early is not None and isinstance(self.target, Begins):
-            self.target.settle(slots, roots)
-            return early, drafts, begun
+        if early is not None and not any(map(len, drafts)):
+            scores = early.take(batch, roots, self.speculation.taps)
+            if scores is not None:
+                return scores, drafts, early
         try:
             return self.target.score(slots, roots, drafts), drafts, None
         except CacheFull as full:

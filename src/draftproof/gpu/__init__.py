@@ -9,12 +9,31 @@ Nothing outside `models` calls them, and nothing imports Triton before it is ask
 from __future__ import annotations
 
 from functools import cache
+from typing import NamedTuple
 
 import torch
+from torch import Tensor
+
+from ..errors import first_line
 
 BLOCK = 64  # keys of a page are a multiple of it
 QUERIES = 32  # of a tile of attention: rows times the query heads of a key head; one size, below that of other matrix instructions
 LEAST = (8, 0)  # compute capability: products of bfloat16
+
+
+class Tiles(NamedTuple):
+    """How the rows of a pass attend. position [rows]: of each; take [paths · tiles · seats]: the rows in the seats of each path's tiles,
+    any of the path's where one is empty; table [paths, most]: the pages of each path from its text's beginning on; tiles: of each path."""
+
+    position: Tensor
+    take: Tensor
+    table: Tensor
+    tiles: int
+
+
+def seats(group: int) -> int:
+    """Rows of one path that a tile of attention holds."""
+    return QUERIES // group
 
 
 @cache
@@ -31,5 +50,5 @@ def available(device: torch.device, dtype: torch.dtype) -> tuple[bool, str]:
 
         norm(torch.ones(1, BLOCK, dtype=dtype, device=device), torch.ones(BLOCK, dtype=dtype, device=device), 1e-5)
     except Exception as error:  # no Triton, no C compiler for what it launches with, or a GPU that it does not know
-        return False, f"Triton does not run here ({(str(error).splitlines() or [type(error).__name__])[0][:120]})"
+        return False, f"Triton does not run here ({first_line(error)})"
     return True, "ours, in Triton"

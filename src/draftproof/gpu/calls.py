@@ -9,7 +9,7 @@ import torch
 import triton
 from torch import Tensor
 
-from . import BLOCK, QUERIES, kernels
+from . import BLOCK, QUERIES, Tiles, kernels
 
 LINKS = (9, 0)  # compute capability from which kernels of a stream may overlap
 PART = 128  # keys of a part of a text, and of a block where pages are a multiple of it and heads not wider
@@ -17,21 +17,6 @@ SOME_HEADS, SOME_PARTS = 8, 16
 FEW, MORE = 16, 32  # rows of a tile of a product: the same instructions, hence the same bits
 LEAST_SHARED = 101_376  # bytes that a program may have, where torch does not say
 LOG2_E = 1.4426950408889634
-
-
-class Tiles(NamedTuple):
-    """How the rows of a pass attend. position [rows]: of each; take [paths · tiles · seats]: the rows in the seats of each path's tiles,
-    any of the path's where one is empty; table [paths, most]: the pages of each path from its text's beginning on; tiles: of each path."""
-
-    position: Tensor
-    take: Tensor
-    table: Tensor
-    tiles: int
-
-
-def seats(group: int) -> int:
-    """Rows of one path that a tile of attention holds."""
-    return QUERIES // group
 
 
 @cache

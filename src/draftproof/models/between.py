@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import LoadError
+from ..errors import LoadError, first_line
 from .attention import Weigh, weights_of
 from .tiled import by_tiles
 
@@ -120,8 +120,8 @@ def compare(found: Between, layer: Any, page_tokens: int) -> None:
         try:
             pairs = list(zip(_all(ours(*given)), _all(twin(*given)), strict=True))
         except Exception as error:  # a compiler fails in many ways
-            said = (str(error).splitlines() or [type(error).__name__])[0]
-            raise LoadError(f"compile=True: the {name} did not compile ({said}); expected a working Triton: leave it out") from error
+            raise LoadError(f"compile=True: the {name} did not compile ({first_line(error)}); expected a working Triton: "
+                            "leave it out") from error
         for a, b in pairs:
             off = float((a.float() - b.float()).abs().max() / b.float().abs().max())
             if not off <= TOLERANCE[weight.dtype]:

@@ -43,7 +43,12 @@ class Float8Linear(KeptLinear, InTiles):
 
 def linear(weight: Tensor, bias: Tensor | None) -> KeptLinear | TiledLinear:
     """Of sizes that the hardware does not multiply, a layer that is not rounded."""
-    return TiledLinear(weight, bias) if any(size % STEP for size in weight.shape) else Float8Linear(weight, bias)
+    return Float8Linear(weight, bias) if multiplies(weight) else TiledLinear(weight, bias)
+
+
+def multiplies(weight: Tensor) -> bool:
+    """Whether the hardware does."""
+    return not any(size % STEP for size in weight.shape)
 
 
 def rounded(x: Tensor) -> tuple[Tensor, Tensor]:

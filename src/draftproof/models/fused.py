@@ -87,6 +87,10 @@ class FusedLayer(nn.Module):
         x.add_(to_out(out.reshape(rows, -1)))
         return x.add_(to_down(self._gate(to_gate_up(self._norm(x, *after)))))
 
+    def placed(self, p: Pass) -> Pass:
+        """The pass, ready for `run`."""
+        return p.placed()
+
     def streamed(self) -> list[StreamedLinear]:
         """Its products, if the block runs through our kernels alone; else none."""
         found = [part for part in (self.qkv, self.o, self.gate_up, self.down) if isinstance(part, StreamedLinear)]
@@ -162,7 +166,7 @@ class FusedPass:
         self._reach(max(p.position_list) + 1)
         model = self._model(pool)
         if model is None:
-            return self.compute(p.placed(), pool, keep)
+            return self.compute(self.layers[0].placed(p), pool, keep)
         taps = sorted(self.taps)
         logits, tapped = native.forward(model, p.course(), p.ids, taps, keep)
         self.rows = {} if tapped is None else SideBySide(taps, tapped)

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from ..core.upload import pinned
+from ..errors import first_line
 from .cache import PagePool
 from .fused import FusedPass
 from .passes import Call, Items, Pass, pages_seen, sight
@@ -188,10 +189,9 @@ class GraphedPass(FusedPass):
                 recording.replay = self.record(recording.run)
                 self.held[bucket] = recording
         except Exception as error:  # whatever a driver finds wrong: the pass can always run without
-            first = (str(error).strip() or type(error).__name__).splitlines()[0]
-            self.record, self.reasons["passes"] = None, f"one by one: a recording failed ({first})"
+            self.record, self.reasons["passes"] = None, f"one by one: a recording failed ({first_line(error)})"
             self.held.clear()
-            log.warning("passes run one by one from now on: a recording failed (%s)", first)
+            log.warning("passes run one by one from now on: a recording failed (%s)", first_line(error))
             return None
         self.held.move_to_end(bucket)
         if len(self.held) > MOST_HELD:
@@ -259,5 +259,6 @@ def passes(model: Any, record: Record | None, wanted: bool, reasons: dict[str, s
     if not wanted or plain.moving:
         reasons["passes"] = f"one by one: {'its rotary angles depend on the text' if wanted else 'recording is off'}"
         return plain
-    reasons["passes"] = f"recorded: those of at most {MOST_ROWS} rows are CUDA graphs, one per shape"
+    most = WIDE_ROWS if isinstance(plain.layers[0], RowsLayer) else MOST_ROWS
+    reasons["passes"] = f"recorded: those of at most {most} rows are CUDA graphs, one per shape"
     return GraphedPass(model, record, reasons)

@@ -16,7 +16,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from ..config import LoadConfig
-from ..errors import LoadError
+from ..errors import LoadError, first_line
 from . import attention, float8, int4, int8, rows
 from .between import compare, compiled_between
 from .cropped import CroppedTarget
@@ -199,7 +199,7 @@ def _read_config(path: str | Path, config: LoadConfig) -> Any:
         model_config = AutoConfig.from_pretrained(str(path), trust_remote_code=config.trust_remote_code)
     except (OSError, ValueError, KeyError) as error:
         raise LoadError(
-            f"{path}: no readable model configuration ({_first_line(error)}); expected a local folder or a reachable hub id"
+            f"{path}: no readable model configuration ({first_line(error)}); expected a local folder or a reachable hub id"
         ) from error
     if getattr(model_config, "is_encoder_decoder", False):
         raise LoadError(
@@ -219,7 +219,7 @@ def _load_model(path: str | Path, config: LoadConfig, model_config: Any, dtype: 
             output_loading_info=True,
         )
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
-        raise LoadError(f"{path}: the weights could not be loaded ({_first_line(error)})") from error
+        raise LoadError(f"{path}: the weights could not be loaded ({first_line(error)})") from error
     missing = sorted(info["missing_keys"])
     if missing:
         raise LoadError(
@@ -277,7 +277,7 @@ def _pages_agree(model: Any, device: torch.device) -> float | str:
         ours = model(input_ids=ids, position_ids=at[None], use_cache=False, draftproof_pass=one, draftproof_pool=pool).logits.float()
     except (AssertionError, TypeError, RuntimeError) as error:
         model.set_attn_implementation(before)
-        return f"its attention cannot be replaced ({_first_line(error)})"
+        return f"its attention cannot be replaced ({first_line(error)})"
     difference = float((ours - stock).abs().max() / stock.abs().max().clamp_min(1e-6))
     if difference > (0.05 if stock.dtype != torch.float32 or next(model.parameters()).dtype != torch.float32 else 1e-3):
         model.set_attn_implementation(before)
@@ -290,7 +290,7 @@ def _device(config: LoadConfig, reasons: dict[str, str]) -> torch.device:
         try:
             device = torch.device(config.device)
         except RuntimeError as error:
-            raise LoadError(f"device={config.device!r}: {_first_line(error)}; expected cpu, cuda or cuda:N") from error
+            raise LoadError(f"device={config.device!r}: {first_line(error)}; expected cpu, cuda or cuda:N") from error
         if device.type == "cuda" and not torch.cuda.is_available():
             raise LoadError(f"device={config.device!r}: this torch sees no CUDA device; use cpu")
         if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
@@ -348,7 +348,7 @@ def _tokenizer(path: str | Path, config: LoadConfig, reasons: dict[str, str]) ->
     try:
         return Tokenizer.load(path, config.trust_remote_code)
     except (OSError, ValueError, KeyError) as error:
-        raise LoadError(f"{path}: the tokenizer could not be loaded ({_first_line(error)})") from error
+        raise LoadError(f"{path}: the tokenizer could not be loaded ({first_line(error)})") from error
 
 
 def _sizes(model: nn.Module) -> tuple[int, int]:
@@ -394,7 +394,3 @@ def _eos_ids(model: Any, tokenizer: Tokenizer | None) -> tuple[int, ...]:
     if ids is None and tokenizer is not None:
         ids = tokenizer.hf.eos_token_id
     return () if ids is None else tuple(ids) if isinstance(ids, list | tuple) else (int(ids),)
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0][:200]

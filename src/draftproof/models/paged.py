@@ -20,7 +20,7 @@ from .taps import Taps, rows_at
 from .target import LoadFacts, TargetParts
 from .tokenizer import Tokenizer
 
-NONE = torch.empty(0, dtype=torch.int64)  # tokens of an empty draft
+NOTHING = Draft.empty()
 
 
 def _each(roots: Tensor) -> Sequence[Tensor]:
@@ -164,14 +164,14 @@ class PagedTarget:
             return None
         for slot in slots:
             self.rewind(slot, ())
-        logits = self._run(slots, [Draft.empty()] * len(slots), roots, None)
+        logits = self._run(slots, [NOTHING] * len(slots), roots, None)
         return Scores(logits[: len(slots)], tuple(range(len(slots) + 1)), self._tapped(len(slots)))
 
     def settle(self, slots: Sequence[PagedSlot], roots: Tensor) -> None:
         """See `Begins`."""
         for slot, root in zip(slots, _each(roots), strict=True):
             slot.add(root)
-            slot.nodes = NONE
+            slot.nodes = NOTHING.tokens
 
     def _tapped(self, rows: int) -> Mapping[int, Tensor]:
         """Of the last pass; the next one keeps what it finds elsewhere."""

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import GenerationConfig
 
 from ..config import LoadConfig
-from ..errors import Failure
+from ..errors import Failure, first_line
 from .load import _device, _dtype, _eos_ids, _load_model, _read_config, _tokenizer, builtin
 
 LOOKED_UP = 10          # tokens of prompt lookup where no depth is asked for
@@ -98,7 +98,7 @@ class TransformersPeer:
             with torch.inference_mode():
                 out: Tensor = self.model.generate(ids, attention_mask=mask, max_new_tokens=tokens, **more)
         except (ValueError, RuntimeError, TypeError) as error:
-            why = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
+            why = first_line(error)
             raise Failure(f"{self.name}: transformers could not generate ({why})") from error
         return out
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from copy import copy
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -20,19 +20,16 @@ from torch.nn import functional
 from .. import gpu
 from ..config import LoadConfig
 from ..core.upload import sent
-from ..errors import LoadError
+from ..errors import LoadError, first_line
 from . import between
 from .attention import TILE
 from .cache import PagePool
-from .float8 import STEP, Float8Linear
+from .float8 import Float8Linear, multiplies
 from .fused import SILU, FusedLayer, can_fuse
 from .packed import HeldLinear, Linear
 from .passes import Pass, Path
 from .shares import bare
 from .tiled import InTiles
-
-if TYPE_CHECKING:
-    from ..gpu.calls import Tiles
 
 TOLERANCE = 0.05  # of what a block adds: roundings of half precision
 EIGHT = "weights are floats of eight bits, with a factor per output; our kernels read activations as halves"
@@ -132,7 +129,7 @@ def linear_of_eight(alone: bool) -> Linear:
     """The same of weights of eight bits; of sizes that the hardware does not multiply, a layer that is not rounded."""
 
     def made(weight: Tensor, bias: Tensor | None) -> nn.Module:
-        return (RowsLinear if any(size % STEP for size in weight.shape) else RowsFloat8Linear)(weight, bias, alone)
+        return (RowsFloat8Linear if multiplies(weight) else RowsLinear)(weight, bias, alone)
 
     return made
 
@@ -142,7 +139,7 @@ class Plan(NamedTuple):
 
     write_to: Tensor
     write_from: Tensor
-    tiles: Tiles
+    tiles: gpu.Tiles
 
 
 class RowsLayer(FusedLayer):
@@ -170,9 +167,12 @@ class RowsLayer(FusedLayer):
 
     def seats(self) -> int:
         """Rows of one path that a tile of attention holds."""
-        from ..gpu.calls import seats
+        return gpu.seats(self.heads // self.kv_heads)
 
-        return seats(self.heads // self.kv_heads)
+    def placed(self, p: Pass) -> Pass:
+        plan = planned(p, self.heads // self.kv_heads)  # out of the host's numbers, while they are there
+        p.write_to, p.write_from = plan.write_to, plan.write_from
+        return p.placed()
 
     def tile(self) -> int:
         parts = [part for part in (self.qkv, bare(self.o), self.gate_up, bare(self.down)) if isinstance(part, InTiles)]
@@ -192,10 +192,8 @@ def added(x: Tensor, product: nn.Module, rows: Tensor) -> Tensor:
 
 def planned(p: Pass, group: int) -> Plan:
     """The pass's plan, for `group` query heads to a key head; made once, in one copy from the host."""
-    from ..gpu.calls import seats
-
     if p.plan is None:
-        size = seats(group)
+        size = gpu.seats(group)
         tiles = max(-(-len(path.rows) // size) for path in p.paths)
         take = [row for path in p.paths for row in (*path.rows, *[path.rows[0]] * (tiles * size - len(path.rows)))]
         lasts = [max(p.position_list[row] for row in path.rows) // p.page_tokens + 1 for path in p.paths]
@@ -209,11 +207,9 @@ def planned(p: Pass, group: int) -> Plan:
     return found
 
 
-def tiles_of(position: Tensor, take: Tensor, table: Tensor, group: int) -> Tiles:
+def tiles_of(position: Tensor, take: Tensor, table: Tensor, group: int) -> gpu.Tiles:
     """`Tiles` of paths with equally many."""
-    from ..gpu.calls import Tiles, seats
-
-    return Tiles(position, take, table, take.shape[0] // table.shape[0] // seats(group))
+    return gpu.Tiles(position, take, table, take.shape[0] // table.shape[0] // gpu.seats(group))
 
 
 def usable(model: Any, config: LoadConfig, reasons: dict[str, str]) -> bool:
@@ -235,8 +231,7 @@ def check(layer: RowsLayer, page_tokens: int) -> None:
     try:
         off = disagreement(layer, page_tokens)
     except Exception as error:  # Triton compiles for the model's own shapes only now
-        said = (str(error).splitlines() or [type(error).__name__])[0][:160]
-        raise LoadError(f"our kernels do not run here ({said}); expected a GPU that Triton compiles for: "
+        raise LoadError(f"our kernels do not run here ({first_line(error)}); expected a GPU that Triton compiles for: "
                         "leave them out (--no-kernels)") from error
     if not off <= TOLERANCE:
         raise LoadError(f"our kernels and torch's operations differ by {off:.1e} of what a block adds; expected at most {TOLERANCE:.0e}: "

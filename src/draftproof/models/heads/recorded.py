@@ -27,7 +27,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from ...core.choice import largest
 from ...core.noise import gumbel
 from ...core.upload import pinned
-from ..graphs import Record, whole
+from ...errors import first_line
+from ..graphs import MOST_HELD, Record, whole
 from .cache import POOLED, CachePool, HeadCache
 from .layers import Attend
 
@@ -36,7 +37,6 @@ log = logging.getLogger("draftproof.models")
 MOST_FED = 16       # rows of one sequence that a recording feeds; where more wait, the twin feeds all but the last
 MOST_LINES = 64
 LEAST_ROWS = 8      # products of so few rows take no longer than those of one, and recordings are fewer
-MOST_HELD = 64      # recordings; the one that was idle longest goes
 KERNELS = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]      # cuDNN's makes a plan on the host for each shape
 AT_ONCE = 1 << 22   # numbers of noise that are drawn for all levels together
 
@@ -224,7 +224,7 @@ class RecordedChains:
             made = self._recording(lines, depth, candidates, keys)
             found = made.replay()
         except Exception as error:  # whatever a driver finds wrong: the twin can always run
-            self.failed = (str(error).strip() or type(error).__name__).splitlines()[0]
+            self.failed = first_line(error)
             self.held.clear()
             log.warning("a draft head runs level by level from now on: a recording failed (%s)", self.failed)
             return None
