@@ -38,8 +38,11 @@ def tensor_keys(seed: int, sample: int, stream: str, position: int, attempt: int
     return noise.keys(seed_, sample_, stream, position_, attempt_)
 
 
+@pytest.mark.parametrize("few", [-1, noise.FEW], ids=["torch", "numpy"])
 @pytest.mark.parametrize("words, row, h", VECTORS)
-def test_published_vectors(words: tuple[int, int, str, int, int], row: tuple[int, int], h: tuple[int, int, int]) -> None:
+def test_published_vectors(words: tuple[int, int, str, int, int], row: tuple[int, int], h: tuple[int, int, int], few: int,
+                           monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(noise, "FEW", few)
     assert noise.key(*words) == row
     keys = noise.key_rows([row], "cpu")
     assert torch.equal(keys, tensor_keys(*words))
@@ -103,8 +106,10 @@ def test_every_word_matters_and_no_rows_is_a_shape() -> None:
         noise.key(1, 0, "txet", 0)
 
 
-def test_nothing_waits_for_a_device_and_a_trace_is_whole() -> None:
+def test_nothing_waits_for_a_device_and_a_trace_is_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     """On `meta` any look at a value raises; a traced graph holds no value of the run it was traced from."""
+    monkeypatch.setattr(noise, "FEW", -1)                   # as on a device
+
     def rows(*words: Tensor) -> Tensor:
         seed, sample, position, attempt, tokens = words
         return noise.gumbel(noise.keys(seed, sample, "draft", position, attempt), tokens)
@@ -128,8 +133,10 @@ def threads() -> Iterator[None]:
 
 @pytest.mark.parametrize("function", [noise.bits, noise.uniform, noise.exponential, noise.gumbel])
 def test_a_tokens_value_does_not_depend_on_its_place(function: Callable[[Tensor, Tensor], Tensor]) -> None:
+    """Nor on how many there are: all of them are torch's, a few numpy's."""
     keys = noise.key_rows([noise.key(1, 0, "text", p) for p in range(3)], "cpu")
     tokens = torch.arange(100_003)
+    assert 3 * 31 <= noise.FEW < 3 * len(tokens)
     torch.set_num_threads(2)
     whole = function(keys, tokens)
     torch.set_num_threads(1)

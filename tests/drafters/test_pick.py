@@ -41,6 +41,8 @@ def asked(options: str, counts: Sequence[int]) -> tuple[list[Text], list[Any]]:
 def test_rows_get_the_bits_they_get_alone(options: str, counts: tuple[int, ...], dense: int, ids: Tensor | None,
                                           monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(choice, "_DENSE", dense)
+    if dense:
+        monkeypatch.setattr(choice, "compiled", lambda rows: False)
     texts, groups = asked(options, counts)
     width = V if ids is None else ids.shape[0]
     logits = 3 * torch.randn(sum(counts), width, generator=torch.Generator().manual_seed(1))
@@ -65,6 +67,7 @@ def test_the_noise_of_a_sequence_is_drawn_once(monkeypatch: pytest.MonkeyPatch) 
         return right(keys, tokens)
 
     monkeypatch.setattr(choice, "gumbel", counted)
+    monkeypatch.setattr(choice, "compiled", lambda rows: False)
     texts, groups = asked("sampled", (4, 4, 4))
     pick(torch.randn(12, V), groups, texts, [3, 3, 3], SharedNoise(), 8)
     assert drawn == [3]

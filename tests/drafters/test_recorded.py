@@ -16,6 +16,7 @@ from test_graphs import Watch
 from torch import Tensor, nn
 
 from draftproof import Engine, LoadConfig, Sampling
+from draftproof.core import noise
 from draftproof.core.choice import FEW
 from draftproof.drafters import recurrent
 from draftproof.drafters.eagle import Eagle2Drafter, EagleDrafter
@@ -69,7 +70,8 @@ class Recorder:
 
 @pytest.fixture(autouse=True)
 def as_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Heads run by the lines of torch, unpacked."""
+    """Heads and noise run by the lines of torch, unpacked."""
+    monkeypatch.setattr(noise, "FEW", -1)
     monkeypatch.setattr(blocks, "compiled", lambda *_: False)
     monkeypatch.setattr(recurrent, "can_pack", lambda dtype: (False, ""))
 

@@ -19,7 +19,7 @@ from .noise import gumbel
 from .upload import rows_of, uploaded
 
 FEW = 4              # so many are found one after the other; more by a sort
-_DENSE = 1024        # up to this vocabulary, noise for all of it costs no more than finding who needs it
+_DENSE = 1024        # up to this vocabulary, without our kernels, noise for all of it costs no more than finding who needs it
 _LOW = 0xFFFFFFFF
 
 
@@ -74,7 +74,7 @@ def perturbed_top(law: Law | Tensor, keys: Tensor | None, k: int, ids: Tensor | 
     assert 1 <= k <= law.size, "k distinct tokens need as many columns"
     if keys is None:
         return law.few[::-1] if law.few is not None and k == law.few[0].shape[1] == 1 else _best(law.whole, k)
-    if keys.device.type == "cpu" and (law.few is not None or law.size > _DENSE):
+    if keys.device.type == "cpu" and (law.few is not None or law.size > _DENSE or compiled(law.whole)):
         return _searched(law, keys, k, ids, counts)
     tokens = torch.arange(law.size, dtype=torch.int32, device=keys.device) if ids is None else ids
     return _best(_plus(law.whole, gumbel(keys, tokens), counts), k)

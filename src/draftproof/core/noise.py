@@ -38,11 +38,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from . import host
 from .upload import sent
 
 STREAMS = {"text": 0, "draft": 1, "coin": 2, "residual": 3}
 
 MANY = 24       # rows from which on arrays pay
+FEW = 1 << 16   # numbers up to which numpy is sooner done than torch, on several threads too
 _WORD = 2**64 - 1
 _STEP, _FIRST, _SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 _MIX = ((16, 0xFFFF, 0x7FEB352D), (15, 0x1FFFF, 0x846CA68B - 2**32))  # shift, mask that makes it logical, multiplier as int32
@@ -104,6 +106,8 @@ def key_rows(rows: Sequence[tuple[int, int]], device: torch.device | str) -> Ten
 
 def bits(keys: Tensor, tokens: Tensor) -> Tensor:
     """h as int32 [R, K] (read it as unsigned): keys int32 [R, 2], tokens [K] or [R, K] of any integer type."""
+    if keys.device.type == "cpu" and keys.shape[0] * tokens.shape[-1] <= FEW:
+        return torch.from_numpy(host.bits(keys.numpy().view(np.uint32), tokens.numpy()).view(np.int32))
     x = tokens.to(torch.int32) ^ keys[:, :1]
     scratch = torch.empty_like(x)
     _mix(x, scratch)

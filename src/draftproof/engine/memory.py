@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from functools import cache
 from math import inf
 from pathlib import Path
 from time import perf_counter
@@ -14,12 +15,12 @@ EVERY_S = 0.25          # seconds between two looks, which take some tens of mic
 SYSTEM, GROUP = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
 
 
+@cache
 def freeze() -> None:
     """Once in a process: what is alive now, torch and the models, is left alone by the garbage collector from now on. To look at all of
     it takes a fifth of a second, which came in the middle of a round, once in some hundred rounds of many sequences."""
-    if not gc.get_freeze_count():
-        gc.collect()
-        gc.freeze()
+    gc.collect()
+    gc.freeze()
 
 
 def free_share(device: torch.device) -> float | None:
