@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from draftproof.bench import prove_rule as level
-from draftproof.core import noise, tree, verify
+from draftproof.core import host, noise, tree, verify
 from draftproof.core.tree import Odds
 from draftproof.engine import round as engine_round
 from draftproof.engine.sequence import Sequence
@@ -110,7 +110,12 @@ def test_noise_that_ignores_its_stream(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_noise_with_arithmetic_shifts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(noise, "_MIX", tuple((shift, -1, factor) for shift, _, factor in noise._MIX))
-    assert failed([level.noise_vectors()])
+    assert "among many tokens" in failed([level.noise_vectors()])["noise vectors"]
+
+
+def test_noise_of_a_few_tokens_by_another_mixer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host, "_ROUNDS", host._ROUNDS[::-1])
+    assert "among few tokens" in failed([level.noise_vectors()])["noise vectors"]
 
 
 def test_residual_noise_that_the_draft_has_seen(monkeypatch: pytest.MonkeyPatch) -> None:
