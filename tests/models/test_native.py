@@ -50,6 +50,26 @@ def test_the_product_is_the_linear_layer_and_a_row_does_not_feel_the_others(out:
     assert streamed(x.view(1, ROWS, 1, columns)).shape == (1, ROWS, 1, out) and streamed(x[:0]).shape == (0, out)
 
 
+@compiled
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_threads_that_help_each_other_out_make_no_panel_twice_and_leave_none(dtype: torch.dtype) -> None:
+    """Of a large product the last panels are whoever's is there: their number is no multiple of anything, and threads may be many."""
+    random, before = torch.Generator().manual_seed(1), torch.get_num_threads()
+    weight = torch.randn(1037, 1100, generator=random).bfloat16().to(dtype)
+    assert weight.numel() > 1 << 20, "linear.c's LARGE"
+    streamed, x = StreamedLinear(weight, None), torch.randn(9, 1100, generator=random).to(dtype)
+    try:
+        torch.set_num_threads(1)
+        alone = [streamed(x[:rows]) for rows in (1, 2, 5, 9)]
+        for threads in (2, 3, 5):
+            torch.set_num_threads(threads)
+            assert all(torch.equal(streamed(x[:len(y)]), y) for y in alone for _ in range(3)), f"{threads} threads"
+    finally:
+        torch.set_num_threads(before)
+    exact = x.double() @ weight.double().T
+    assert float((alone[-1].double() - exact).abs().max()) <= float(exact.abs().max()) * (2**-8 if dtype == torch.bfloat16 else 1e-5)
+
+
 narrow = pytest.mark.skipif(not native.available()[0] or not native.takes_narrow(), reason="no products with weights in twelve bits here")
 
 

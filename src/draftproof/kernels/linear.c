@@ -15,6 +15,7 @@
 #define AHEAD(PANELS) ((PANELS) == 1 ? 1024 : 256) /* words that singles fetch ahead, measured: 4 KB of one stream, 1 KB of each of two */
 
 #define MANY 7
+#define LARGE (1 << 20) /* weights whose last quarter of panels goes to whichever thread is there: less than that ends before they differ */
 #define OPENED 64 /* steps of a narrow panel: their words fit the first cache */
 
 #if LANES == 16 /* 32 registers */
@@ -238,7 +239,8 @@ void multiplied(const member *me, const product *p, const void *x, void *room, v
             hand_out(p, part, rows, WIDE, y, 0, a * WIDE, halves, adding);
         }
     } else {
-        MINE(i, (count + step - 1) / step) multiply_panels(p, &f, &whole, i * step, least(step, count - i * step), y, halves, adding);
+        long pieces = (count + step - 1) / step, own = pieces - (p->in * p->out > LARGE ? pieces / 4 : 0);
+        MOSTLY_MINE(i, pieces, own) multiply_panels(p, &f, &whole, i * step, least(step, count - i * step), y, halves, adding);
     }
     join(me);
 }

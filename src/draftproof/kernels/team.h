@@ -43,6 +43,15 @@ static inline long taken(const member *me) { return __atomic_fetch_add(&me->all-
 /* i: one's pieces of `count`. */
 #define MINE(i, count) for (long i = share(me, count, 0), i##_end = share(me, count, 1); i < i##_end; i++)
 
+/* The piece behind i, of `count`: one's share of the first `own`, then whatever of the others nobody has taken. */
+static inline long after(const member *me, long i, long own, long count)
+{
+    return i + 1 < share(me, own, 1) ? i + 1 : own < count ? own + taken(me) : count;
+}
+
+/* i: of `count` pieces one's share of `own`, and then, where cores differ or other programs run, as many as one has time for. */
+#define MOSTLY_MINE(i, count, own) for (long i = after(me, share(me, own, 0) - 1, own, count); i < (count); i = after(me, i, own, count))
+
 /* Do it in a team of so many threads, if it is worth their meeting: `me` is the member. */
 #define TOGETHER(THREADS, WORTH, ...)                                                                                    \
     do {                                                                                                                 \
