@@ -25,9 +25,9 @@ def load(job: Job) -> Generate:
     def generate(request: Job, arrived: Arrived) -> tuple[list[int], Accepted]:
         prompt = request["prompt_ids"]
         end = len(prompt) + request["max_tokens"]
-        options = {"max_length": end, "min_length": end}
+        options = {"max_length": end, "min_length": end, "do_sample": bool(request["temperature"])}     # its builder's default is to sample
         if request["temperature"]:
-            options.update(do_sample=True, temperature=request["temperature"], top_k=0, top_p=1.0, random_seed=request["seed"])
+            options.update(temperature=request["temperature"], top_k=0, top_p=1.0, random_seed=request["seed"])
         params = genai.GeneratorParams(model)
         params.set_search_options(**options)
         generator = genai.Generator(model, params)
