@@ -20,10 +20,11 @@ from draftproof import Engine, Sampling
 from draftproof.config import LoadConfig
 from draftproof.models import graphs, load
 from draftproof.models.fused import FusedPass
-from draftproof.models.graphs import BEYOND, CudaRecorder, GraphedPass, Recording, Run, filled, passes, whole
+from draftproof.models.graphs import BEYOND, Bucket, CudaRecorder, GraphedPass, Recording, Run, passes, ragged, whole
 from draftproof.models.load import load_target
 from draftproof.models.paged import PagedTarget
-from draftproof.models.passes import Pass
+from draftproof.models.passes import Pass, pages_seen
+from draftproof.models.passes import Path as Along
 from draftproof.types import Draft
 
 LOOKS = {"_local_scalar_dense", "lift_fresh", "nonzero", "equal", "masked_select"}  # each waits for the device, or copies from the host
@@ -277,8 +278,42 @@ def test_what_is_recorded_and_why(tmp_path: Path, as_on_a_device: None) -> None:
 
 def test_filling_up() -> None:
     assert [whole(n) for n in (1, 2, 3, 4, 5, 64, 65)] == [1, 2, 4, 4, 8, 64, 128] and whole(3, 64) == 64 and whole(65, 64) == 128
-    assert filled([7, 8, 9], 5) == [7, 8, 9, 7, 7] and filled([1, 2, 3, 4], 8, 2) == [1, 2, 3, 4, 1, 2, 1, 2] and filled([5], 1) == [5]
+    owner, place = ragged([2, 1, 3])
+    assert owner.tolist() == [0, 0, 1, 2, 2, 2] and place.tolist() == [0, 1, 0, 0, 1, 2] and ragged([])[0].shape == (0,)
     assert BEYOND * 4096 < 2**63, "a position"
+
+
+@pytest.mark.parametrize("bucket", [Bucket(5, 5, 3, 2, (2, 1), frozenset()), Bucket(8, 16, 4, 4, (4, 2), frozenset())])
+def test_a_recording_is_filled_up_with_what_is_there(bucket: Bucket) -> None:
+    """A chain of two rows, and a tree of three whose second leaf has a page of its own, under no window and one of two keys; as many as the
+    bucket holds, and fewer. After another pass, of which nothing may be left."""
+    paths = [Along([9, 4], range(2)), Along([3], [2, 4]), Along([7], [3])]
+    at, to = [5, 6, 1, 2, 2], [17, 18, 13, 14, 30]
+    p = Pass(torch.tensor([[1, 2, 3, 4, 5]]), [5, 6, 1, 2, 2], at, torch.tensor(to), torch.tensor([0, 1, 2, 4, 3]), paths, 4, 1)
+    spans = [[pages_seen([at[row] for row in path.rows], window, 4) for path in paths] for window in (0, 2)]
+    assert spans == [[range(2), range(1), range(1)], [range(1, 2), range(1), range(1)]]
+    recording = Recording(bucket, None, p, None)  # type: ignore[arg-type]  # neither is asked for anything here
+    other = Pass(p.ids[:, :1], [0], [0], slice(0, 1), None, [Along([2], range(1))], 4, 1)
+    recording.fill(other, [[range(1)], [range(1)]], [0])
+    recording.fill(p, spans, [4, 0])
+
+    def full(values: list[Any], count: int) -> list[Any]:
+        return values + values[:1] * (count - len(values))
+
+    assert recording.source.tolist() == full([0, 1, 2, 3, 4], bucket.rows)
+    assert recording.ids.tolist() == [full([1, 2, 3, 4, 5], bucket.rows)]
+    assert recording.positions.tolist() == recording.at.tolist() == full(at, bucket.rows)
+    width = bucket.width
+    assert recording.back.tolist() == full([0, 1, width, 2 * width, width + 1], bucket.rows)
+    assert recording.keep.tolist() == full([4, 0], bucket.rows)
+    assert recording.write_to.tolist() == full(to, bucket.writes) and recording.write_from.tolist() == full([0, 1, 2, 4, 3], bucket.writes)
+    assert recording.take.view(-1, width).tolist() == full([full(list(path.rows), width) for path in paths], bucket.paths)
+    for kind, seen in enumerate(spans):
+        most = bucket.pages[kind]
+        held = [[*path.pages[span.start:span.stop], *[0] * (most - len(span))] for path, span in zip(paths, seen, strict=True)]
+        ranks = [[*span, *[BEYOND] * (most - len(span))] for span in seen]
+        assert recording.pages[kind].view(-1, most).tolist() == full(held, bucket.paths)
+        assert recording.ranks[kind].view(-1, most).tolist() == full(ranks, bucket.paths)
 
 
 def test_positions_wait_on_the_host_until_they_are_placed() -> None:

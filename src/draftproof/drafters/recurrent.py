@@ -23,7 +23,7 @@ from ..models.heads.cache import HeadCache, HeadPass
 from ..models.heads.compiled import CompiledHead, Made, Wish
 from ..models.heads.recorded import MOST_FED, MOST_LINES, Fed, RecordedChains, RecurrentHead
 from ..models.packed import can_pack, pack
-from ..models.taps import abreast
+from ..models.taps import abreast, rows_in, stacked
 from ..types import Budget, Commit, Draft, DraftLaw, SequenceView, Signals
 from .base import Needs, Noise, Picks, Ranking, joined_laws, pick
 from .grow import CANDIDATES, SURE, Growth, Margins, beside, evenly, grown, longer, sight, spine
@@ -113,9 +113,9 @@ class RecurrentDrafter:
             if rows is not None:
                 left.append((state, rows))
         if len(left) > 1:       # one operation for all of them
-            together = {layer: torch.cat([rows.taps[layer] for _, rows in left]) for layer in self.needs.taps}
-            counts = [next(iter(rows.taps.values())).shape[0] for _, rows in left]
-            for (state, rows), own in zip(left, torch.split(abreast(together, self.head.taps), counts), strict=True):
+            taps = [rows.taps for _, rows in left]
+            together = abreast(stacked(taps), self.head.taps)
+            for (state, rows), own in zip(left, torch.split(together, [rows_in(each) for each in taps]), strict=True):
                 self._keep(state, own, rows.start)
         elif left:
             self._take(*left[0])

@@ -23,7 +23,7 @@ from ..core.typical import typical
 from ..core.upload import asked, index_of, uploaded
 from ..core.verify import joint, match, shares_noise
 from ..errors import CacheFull, DrafterError, OptionError
-from ..models.taps import rows_at
+from ..models.taps import rows_at, side_by_side
 from ..models.target import Slot, Target
 from ..trace.events import Alternative, Times
 from ..types import LOSSY, Commit, Draft, Fate, Scores, Signals, Verdict
@@ -249,7 +249,7 @@ def _signals(scores: Scores, commits: abc.Sequence[Commit]) -> abc.Sequence[Sign
     kept = rows_at(scores.taps, index)
     if len(commits) == 1:
         return [Signals(commits[0].start - 1, kept)]
-    ends = list(accumulate(1 + len(commit.kept) for commit in commits))
+    kept, ends = side_by_side(kept), list(accumulate(1 + len(commit.kept) for commit in commits))
     return [Signals(commit.start - 1, rows_at(kept, slice(end - 1 - len(commit.kept), end)))
             for commit, end in zip(commits, ends, strict=True)]
 

@@ -19,9 +19,12 @@ import logging
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, Protocol, Self, TypeVar
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from ..core.upload import pinned
@@ -34,6 +37,7 @@ from .rows import Plan, RowsLayer, tiles_of
 log = logging.getLogger("draftproof.models")
 
 T = TypeVar("T")
+Whole = NDArray[np.int64]
 Run = Callable[[], tuple[Tensor, dict[int, Tensor]]]  # logits and taps of all rows
 Spans = Sequence[Sequence[range]]  # [windows][paths]: which pages of its own each path reads
 MOST_ROWS, MOST_ITEMS = 64, 1024  # of a pass that is recorded; an item's pages are copied, and a recording keeps room for them
@@ -68,7 +72,8 @@ class Recording:
         self.bucket, self.fused, self.pool, self.tile = bucket, fused, pool, p.query_tile
         pages = [bucket.paths * count for count in bucket.pages]
         sizes = [*[bucket.rows] * 5, *[bucket.writes] * 2, bucket.paths * bucket.width, *pages, *pages]
-        self.numbers = torch.zeros(sum(sizes), dtype=torch.int64, device=p.ids.device)
+        self.written, self.numbers = (torch.zeros(sum(sizes), dtype=torch.int64, device=place) for place in ("cpu", p.ids.device))
+        self.host = [part.numpy() for part in torch.split(self.written, sizes)]
         parts = torch.split(self.numbers, sizes)
         self.source, self.positions, self.at, self.back, self.keep, self.write_to, self.write_from, self.take = parts[:8]
         self.pages, self.ranks = parts[8 : 8 + len(pages)], parts[8 + len(pages) :]
@@ -77,25 +82,30 @@ class Recording:
 
     def fill(self, p: Pass, spans: Spans, keep: Sequence[int]) -> None:
         """Take another pass into the tensors."""
-        bucket = self.bucket
-        take: list[int] = []
-        back = [0] * len(p.position_list)
-        for a, path in enumerate(p.paths):
-            take += filled(path.rows, bucket.width)
-            for place, row in enumerate(path.rows):
-                back[row] = a * bucket.width + place
-        of_rows = (range(len(back)), p.positions[0].tolist(), p.position_list, back, keep)
-        numbers = [number for values in of_rows for number in filled(values, bucket.rows)]
-        numbers += [number for values in p.writes() for number in filled(values, bucket.writes)]
-        numbers += filled(take, bucket.paths * bucket.width, bucket.width)
-        pages: list[int] = []
-        ranks: list[int] = []
-        for most, seen in zip(bucket.pages, spans, strict=True):
-            read = [[*path.pages[span.start : span.stop], *[0] * (most - len(span))] for path, span in zip(p.paths, seen, strict=True)]
-            pages += filled(sum(read, []), bucket.paths * most, most)
-            ranks += filled([rank for span in seen for rank in (*span, *[BEYOND] * (most - len(span)))], bucket.paths * most, most)
-        self.numbers.copy_(pinned(torch.tensor([*numbers, *pages, *ranks]), self.numbers.device), non_blocking=True)
+        bucket, count = self.bucket, len(p.position_list)
+        owner, seat = ragged([len(path.rows) for path in p.paths])
+        rows = np.fromiter(chain.from_iterable(path.rows for path in p.paths), np.int64, len(owner))
+        take, back = np.empty((bucket.paths, bucket.width), np.int64), np.empty(count, np.int64)
+        take[: len(p.paths)] = rows[seat == 0, None]
+        take[owner, seat], back[rows] = rows, owner * bucket.width + seat
+        take[len(p.paths) :] = take[0]
+        tables = [self._pages(p, most, seen) for most, seen in zip(bucket.pages, spans, strict=True)]
+        of_rows = (np.arange(count), p.positions[0].numpy(), p.position_list, back, keep, *p.writes())
+        for to, values in zip(self.host, (*of_rows, take, *(pages for pages, _ in tables), *(ranks for _, ranks in tables)), strict=True):
+            known = np.asarray(values).reshape(-1)
+            to[: len(known)], to[len(known) :] = known, known[0]
+        self.numbers.copy_(pinned(self.written, self.numbers.device), non_blocking=True)
         torch.index_select(p.ids[0], 0, self.source, out=self.ids[0])
+
+    def _pages(self, p: Pass, most: int, seen: Sequence[range]) -> tuple[Whole, Whole]:
+        """[paths of the bucket, most] the pages that each path reads under one window, and their ranks."""
+        owner, place = ragged([len(span) for span in seen])
+        pages, ranks = np.zeros((self.bucket.paths, most), np.int64), np.full((self.bucket.paths, most), BEYOND, np.int64)
+        read = chain.from_iterable(path.pages[span.start : span.stop] for path, span in zip(p.paths, seen, strict=True))
+        pages[owner, place] = np.fromiter(read, np.int64, len(owner))
+        ranks[owner, place] = np.array([span.start for span in seen])[owner] + place
+        pages[len(seen) :], ranks[len(seen) :] = pages[0], ranks[0]
+        return pages, ranks
 
     def run(self) -> tuple[Tensor, dict[int, Tensor]]:
         """The pass, out of tensors alone."""
@@ -246,9 +256,11 @@ def whole(count: int, least: int = 1) -> int:
     return max(least, 1 << (count - 1).bit_length())
 
 
-def filled(values: Sequence[int], count: int, block: int = 1) -> list[int]:
-    """values up to `count` of them, the first `block` repeated."""
-    return [*values, *list(values[:block]) * ((count - len(values)) // block)]
+def ragged(counts: Sequence[int]) -> tuple[Whole, Whole]:
+    """Of so many numbers in each of some lists, one list behind another: each number's list, and its place there."""
+    each = np.array(counts, np.int64)
+    owner = np.arange(len(each)).repeat(each)
+    return owner, np.arange(len(owner)) - (each.cumsum() - each)[owner]
 
 
 def passes(model: Any, record: Record | None, wanted: bool, reasons: dict[str, str]) -> FusedPass:

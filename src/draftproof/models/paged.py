@@ -235,23 +235,28 @@ class PagedTarget:
         for slot, draft in zip(slots, drafts, strict=True):
             assert slot.nodes is None and not slot.closed, "rewind before the next pass"
             first, base = len(positions), slot.length
+            if draft.is_chain:
+                rows = range(first, first + len(draft) + 1)
+                self._reach(slot, base + len(rows))
+                positions += range(base, base + len(rows))
+                paths.append(Path(slot.pages, rows))
+                write_to += self._places(slot, base, base + len(rows))
+                write_from += rows
+                continue
             depths = [0]
             for parent in draft.parents:
                 depths.append(depths[parent + 1] + 1)
             self._reach(slot, base + max(depths) + 1)
             positions += [base + d for d in depths]
-            whole = list(range(len(depths)))
-            one = [(slot.pages, whole, whole, 0)]
-            for pages, rows, mine, common in one if draft.is_chain else self._tree_paths(slot, draft, base, max(depths), copies):
+            for pages, along, mine, common in self._tree_paths(slot, draft, base, max(depths), copies):
                 paths.append(Path(pages, [first + r for r in mine], common))
-                write_to += [pages[(base + depths[r]) // size] * size + (base + depths[r]) % size for r in rows]
-                write_from += [first + r for r in rows]
+                write_to += [pages[(base + depths[r]) // size] * size + (base + depths[r]) % size for r in along]
+                write_from += [first + r for r in along]
         self.pool.copy(copies)
         ids = self._ids(roots, drafts)
-        readable = [min(t, self.context - 1) for t in positions]  # the row that nobody reads may stand behind the context
         return Pass(
             ids,
-            readable,
+            self._readable(positions),
             positions,
             torch.tensor(write_to),
             None if write_from == list(range(len(positions))) else torch.tensor(write_from),
@@ -263,18 +268,24 @@ class PagedTarget:
     def _plan_chain(self, slot: PagedSlot, draft: Draft, root: Tensor) -> Pass:
         """`_plan` for one chain, the shape of most passes."""
         assert slot.nodes is None and not slot.closed, "rewind before the next pass"
-        size, base, rows = self.pool.page_tokens, slot.length, len(draft) + 1
+        base, rows = slot.length, len(draft) + 1
         self._reach(slot, base + rows)
-        places = list(range(base, base + rows))
-        ids = self._ids(root, [draft])
-        readable = places if places[-1] < self.context else [min(t, self.context - 1) for t in places]
-        write_to: Tensor | slice
-        if base // size == places[-1] // size:
-            start = slot.pages[base // size] * size + base % size
-            write_to = slice(start, start + rows)
-        else:
-            write_to = torch.tensor([slot.pages[t // size] * size + t % size for t in places])
-        return Pass(ids, readable, places, write_to, None, [Path(slot.pages, range(rows))], size, self.query_tile)
+        positions, places = list(range(base, base + rows)), self._places(slot, base, base + rows)
+        write_to = slice(places.start, places.stop) if isinstance(places, range) else torch.tensor(places)
+        ids, paths = self._ids(root, [draft]), [Path(slot.pages, range(rows))]
+        return Pass(ids, self._readable(positions), positions, write_to, None, paths, self.pool.page_tokens, self.query_tile)
+
+    def _readable(self, positions: list[int]) -> list[int]:
+        """As the model reads them: the row that nobody reads may stand behind the context."""
+        return positions if max(positions) < self.context else [min(t, self.context - 1) for t in positions]
+
+    def _places(self, slot: PagedSlot, start: int, stop: int) -> Sequence[int]:
+        """The storage rows of these positions; a range where they lie in one page."""
+        size = self.pool.page_tokens
+        if start // size == (stop - 1) // size:
+            first = slot.pages[start // size] * size + start % size
+            return range(first, first + stop - start)
+        return [slot.pages[t // size] * size + t % size for t in range(start, stop)]
 
     def _ids(self, roots: Tensor, drafts: Sequence[Draft]) -> Tensor:
         """Each root and its nodes, [1, rows] on the model's device. They may come from the host or any device; from the host alone they

@@ -72,6 +72,21 @@ class Taps:
         return keep
 
 
-def stacked(passes: Sequence[Mapping[int, Tensor]]) -> dict[int, Tensor]:
+def stacked(passes: Sequence[Mapping[int, Tensor]]) -> Mapping[int, Tensor]:
     """The rows of several passes, one after the other."""
-    return {layer: torch.cat([rows[layer] for rows in passes]) for layer in passes[0]} if passes else {}
+    first = passes[0] if passes else {}
+    if isinstance(first, SideBySide):
+        beside = [rows.whole for rows in passes if isinstance(rows, SideBySide) and rows.layers == first.layers]
+        if len(beside) == len(passes):
+            return SideBySide(first.layers, torch.cat(beside))
+    return {layer: torch.cat([rows[layer] for rows in passes]) for layer in first}
+
+
+def side_by_side(taps: Mapping[int, Tensor]) -> SideBySide:
+    """The same in one tensor."""
+    return taps if isinstance(taps, SideBySide) else SideBySide(tuple(taps), torch.stack(list(taps.values()), 1))
+
+
+def rows_in(taps: Mapping[int, Tensor]) -> int:
+    """How many rows each layer has."""
+    return (taps.whole if isinstance(taps, SideBySide) else next(iter(taps.values()))).shape[0]
