@@ -12,7 +12,7 @@ all levels are kept (EAGLE-2's expand and re-rank, arXiv 2406.16858, with these 
     drafts = tree.finish(name)
 
 A drafter that can only follow one line grows none, but gives it siblings: the `worthiest`. Where q is kept (`ratio`, `block`),
-nothing may be decided after the draw: `evenly` fixes the siblings. `spine` builds the tree of either.
+nothing may be decided after the draw: `evenly` fixes the siblings. spines.py builds the tree of either.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from ..models.heads.compiled import Made, Offered
-from ..types import Draft, DraftLaw
+from ..types import Draft
 
 CANDIDATES = 8          # per node: the 8 best perturbed catch 0.93 of the target's choices at T = 1
 SURE = 64.0             # margin of a token that has no rival
@@ -342,36 +342,3 @@ def gaps_of(values: Tensor) -> Tensor:
     gaps = values[..., :1] - values
     gaps[..., 0] = gaps[..., 1] if values.shape[-1] > 1 else SURE
     return gaps.nan_to_num(nan=math.inf, posinf=math.inf)
-
-
-def spine(tokens: Tensor, values: Tensor, extra: Sequence[int], law: DraftLaw | None, name: str, reason: str) -> Draft:
-    """tokens, values [levels, k], best first: the line of the best, and extra[level] siblings beside it in the order of their draw.
-    law: rows per level; the draft's has one per node. score: perturbed margin."""
-    if not any(extra):
-        score = (values[:, 0] - values[:, 1]).float().clamp(max=SURE) if values.shape[1] > 1 else None
-        return Draft.chain(tokens[:, 0], score=score, law=law, drafter=name, reason=reason)
-    return beside(tokens.tolist(), values.tolist(), extra, law, name, reason, tokens.device)
-
-
-def beside(ids: Sequence[Sequence[int]], heights: Sequence[Sequence[float]], extra: Sequence[int], law: DraftLaw | None, name: str,
-           reason: str, device: torch.device | str = "cpu") -> Draft:
-    """`spine` of numbers on the host."""
-    flat: list[int] = []
-    parents: list[int] = []
-    score_of: list[float] = []
-    row: list[int] = []
-    parent = -1
-    for level, more in enumerate(extra):
-        first = len(flat)
-        for j in range(1 + min(more, len(ids[level]) - 1)):
-            height = heights[level][j]
-            if height == -math.inf:
-                break
-            rival = heights[level][0 if j else 1] if len(ids[level]) > 1 else -math.inf
-            flat.append(ids[level][j])
-            parents.append(parent)
-            score_of.append(min(height - rival, SURE))
-            row.append(level)
-        parent = first
-    return Draft(torch.tensor(flat, device=device), tuple(parents), score=torch.tensor(score_of, device=device), drafter=name,
-                 reason=reason, law=None if law is None else DraftLaw(law.logq, tuple(row), law.ids))

@@ -15,6 +15,7 @@ from ..models.target import TargetParts
 from ..types import Draft
 from .base import Noise, NoOptions, Picks, Site, pick
 from .grow import CANDIDATES
+from .spines import collected
 from .vector import Line, Path, VectorDrafter
 
 
@@ -61,7 +62,7 @@ class MedusaDrafter(NoOptions, VectorDrafter):
             if ends < line.depth - 1:
                 line.reason = "the draft ends the text"
             line.rows, start = list(rows[:ends + 1]), rows.stop
-        return self.collect(lines, [picks])
+        return collected(lines, [picks], self.vocab_size, self.name)
 
     def candidates(self, lines: Sequence[Line], level: int, carry: Tensor, tokens: Tensor, paths: Sequence[Sequence[Path]],
                    noise: Noise) -> tuple[Picks, Tensor]:

@@ -23,7 +23,8 @@ from ..errors import CacheFull
 from ..models.target import Slot, Target
 from ..types import Budget, Commit, Draft, DraftLaw, SequenceView, Signals
 from .base import Drafter, Needs, Noise, NoOptions, Picks, Ranking, Site, pick
-from .grow import CANDIDATES, Margins, evenly, gaps_of, spine, worthiest
+from .grow import CANDIDATES, Margins, evenly, gaps_of, worthiest
+from .spines import spine
 from .vocabulary import Check
 
 SIBLINGS = CANDIDATES - 1       # beside the best, how many a tree's level considers

@@ -24,9 +24,10 @@ from ..models.heads.compiled import CompiledHead, Made, Wish
 from ..models.heads.recorded import MOST_FED, MOST_LINES, Fed, RecordedChains, RecurrentHead
 from ..models.packed import can_pack, pack
 from ..models.taps import abreast, rows_in, stacked
-from ..types import Budget, Commit, Draft, DraftLaw, SequenceView, Signals
-from .base import Needs, Noise, Picks, Ranking, joined_laws, pick
-from .grow import CANDIDATES, SURE, Growth, Margins, beside, evenly, grown, longer, sight, spine
+from ..types import Budget, Commit, Draft, SequenceView, Signals
+from .base import Needs, Noise, Picks, Ranking, pick
+from .grow import CANDIDATES, SURE, Growth, Margins, evenly, grown, longer, sight
+from .spines import beside, collected, spine
 from .window import Window
 
 CHUNK = 1024        # rows of one sequence that wait, or are fed, at most in one pass
@@ -61,6 +62,10 @@ class _Line:
     path: tuple[int, ...] = ()                            # the chain on the host, where it is read
     extra: list[int] = field(default_factory=list)        # siblings beside each level of the chain
     due: int = 0                                          # entries that it lacks before it drafts
+
+    @property
+    def seq(self) -> SequenceView:
+        return self.state.seq
 
 
 class RecurrentDrafter:
@@ -244,7 +249,7 @@ class RecurrentDrafter:
             self._feed(behind, 1)
             behind = [state for state in behind if self._missing(state) > MOST_FED]
         fed: list[Fed] = []
-        depths, seqs, widest = [line.budget.depth for line in lines], [line.state.seq for line in lines], 0
+        depths, seqs, widest = [line.budget.depth for line in lines], [line.seq for line in lines], 0
         for line, seq in zip(lines, seqs, strict=True):
             window, at = line.state.window, line.state.window.at
             text = seq.tokens[at + 1:]
@@ -285,8 +290,8 @@ class RecurrentDrafter:
         hidden = self._last(lines)
         while live:
             level = len(levels)
-            picks = pick(self.head.logits(hidden), [line.state.ranking.rows(line.path) for line in live], [line.state.seq for line in live],
-                         [len(line.state.seq.tokens) + level for line in live], noise, width, self.head.ids, self.vocab_size)
+            picks = pick(self.head.logits(hidden), [line.state.ranking.rows(line.path) for line in live], [line.seq for line in live],
+                         [len(line.seq.tokens) + level for line in live], noise, width, self.head.ids, self.vocab_size)
             levels.append(picks)
             host = picks.tokens[:, 0].tolist() if read else [-1] * len(live)
             dead = (picks.values[:, 0] == -math.inf).tolist() if edited else [False] * len(live)
@@ -298,7 +303,7 @@ class RecurrentDrafter:
                 line.rows.append(row + i)
                 line.path += (host[i],)
                 deeper = level + 1 < line.budget.depth
-                if deeper and host[i] in line.state.seq.end_ids:
+                if deeper and host[i] in line.seq.end_ids:
                     line.reason = ENDS
                 elif deeper:
                     going.append(i)
@@ -306,23 +311,7 @@ class RecurrentDrafter:
             live = [live[i] for i in going]
             if live:
                 hidden = self._extend(live, rows_of(picks.tokens, going)[:, 0], rows_of(hidden, going), level, 1, None)
-        return self._collect(lines, levels)
-
-    def _collect(self, lines: Sequence[_Line], levels: Sequence[Picks]) -> list[Draft]:
-        """Drafts out of the chains' picks."""
-        tokens, values = torch.cat([p.tokens for p in levels]), torch.cat([p.values for p in levels])
-        logq, ids = joined_laws(levels, self.vocab_size)
-        drafts = []
-        for line in lines:
-            law = None
-            if not line.rows:
-                drafts.append(Draft.empty(self.name, line.reason))
-                continue
-            if logq is not None and not line.state.seq.sampling.greedy:
-                law = DraftLaw(rows_of(logq, line.rows), tuple(range(len(line.rows))), ids)
-            mine, above = rows_of(tokens, line.rows), rows_of(values, line.rows)
-            drafts.append(spine(mine, above, line.extra[:len(line.rows)], law, self.name, line.reason))
-        return drafts
+        return collected(lines, levels, self.vocab_size, self.name)
 
     def _compiled(self, lines: Sequence[_Line], noise: Noise, candidates: int, widest: int = 0) -> Made | None:
         """A chain, or a tree that extends `widest` nodes per level, by one call of the kernels, which feeds what waits first; None where
@@ -348,14 +337,14 @@ class RecurrentDrafter:
         """What is worth its node is known after the noise."""
         widths = [min(WIDEST, max(2, line.budget.nodes // line.budget.depth + 1)) for line in lines]
         for line in lines:
-            line.state.length = len(line.state.seq.tokens)
+            line.state.length = len(line.seq.tokens)
         made = self._compiled(lines, noise, CANDIDATES, widths[0])
         if made is not None:
             state, levels = lines[0].state, map(made.level, range(made.levels))     # read when they are asked for
             state.learn = partial(self.margins.follow, state.seq.sampling.greedy, levels=levels)
             return [grown(made, lines[0].budget.prices, self.name)]
         growth = Growth([line.budget.depth for line in lines], [line.budget.nodes for line in lines],
-                        [line.state.seq.sampling.greedy for line in lines], [line.state.seq.end_ids for line in lines], self.margins,
+                        [line.seq.sampling.greedy for line in lines], [line.seq.end_ids for line in lines], self.margins,
                         widths, [line.budget.prices for line in lines])
         self._grow(lines, growth, noise)
         for i, line in enumerate(lines):
@@ -368,7 +357,7 @@ class RecurrentDrafter:
         paths: list[list[tuple[int, ...]]] = [[()] for _ in lines]
         hidden, slots = self._last(lines), 1
         seen = torch.zeros(len(lines), 1, 0, dtype=torch.bool, device=self.device)
-        seqs = [line.state.seq for line in lines]
+        seqs = [line.seq for line in lines]
         for level in range(max(growth.depths)):
             picks = pick(self.head.logits(hidden), [line.state.ranking.rows(*paths[i]) for i, line in enumerate(lines)], seqs,
                          [len(seq.tokens) + level for seq in seqs], noise, CANDIDATES, self.head.ids, self.vocab_size, shares=True)
@@ -392,7 +381,7 @@ class RecurrentDrafter:
         if seen is not None:
             held = [torch.ones(slots, line.state.window.held, dtype=torch.bool, device=self.device) for line in lines]
             masks = [torch.cat((true, own), 1) for true, own in zip(held, seen, strict=True)]
-        at = [len(line.state.seq.tokens) - 1 + level for line in lines for _ in range(slots)]
+        at = [len(line.seq.tokens) - 1 + level for line in lines for _ in range(slots)]
         attend = HeadPass([line.cache for line in lines], [slots] * len(lines), masks)
         out = self.head.step(tokens, hidden, uploaded(at, self.device), attend)
         attend.done()

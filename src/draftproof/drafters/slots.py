@@ -15,9 +15,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ..types import Draft, DraftLaw, SequenceView
-from .base import Noise, Picks, Ranking, joined_laws, pick
-from .grow import CANDIDATES, Growth, Margins, evenly, spine
+from ..types import Draft, SequenceView
+from .base import Noise, Picks, Ranking, pick
+from .grow import CANDIDATES, Growth, Margins, evenly
+from .spines import collected
 
 WIDEST = 8      # nodes of one sequence that a level extends at most
 
@@ -113,21 +114,12 @@ def _extended(lines: Sequence[Line], todo: Sequence[tuple[int, int]], host: Sequ
 
 def _collect(lines: Sequence[Line], levels: Sequence[Picks], beliefs: Sequence[Tensor], vocab_size: int, name: str) -> list[Draft]:
     """Drafts out of the picks of all levels."""
-    tokens, values = torch.cat([p.tokens for p in levels]), torch.cat([p.values for p in levels])
-    logq, ids = joined_laws(levels, vocab_size)
-    sure = torch.cat(list(beliefs)) if beliefs else None
-    drafts = []
-    for line in lines:
-        if not line.rows:
-            drafts.append(Draft.empty(name, line.reason))
-            continue
-        law = None
-        if logq is not None and not line.seq.sampling.greedy:
-            law = DraftLaw(logq[line.rows], tuple(range(len(line.rows))), ids)
-        extra = line.extra[:len(line.rows)]
-        draft = spine(tokens[line.rows], values[line.rows], extra, law, name, line.reason)
-        drafts.append(draft if sure is None or any(extra) else replace(draft, score=sure[line.rows].float()))
-    return drafts
+    drafts = collected(lines, levels, vocab_size, name)
+    if not beliefs:
+        return drafts
+    sure = torch.cat(list(beliefs)).float()
+    return [replace(draft, score=sure[line.rows]) if line.rows and not any(line.extra[:len(line.rows)]) else draft
+            for line, draft in zip(lines, drafts, strict=True)]
 
 
 def trees(lines: Sequence[Line], slots: Slots, noise: Noise, vocab_size: int, device: torch.device, name: str,

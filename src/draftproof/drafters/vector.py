@@ -19,9 +19,10 @@ from torch import Tensor, nn
 from ..errors import LoadError
 from ..models.packed import can_pack, pack
 from ..models.target import TargetParts
-from ..types import Budget, Commit, Draft, DraftLaw, SequenceView, Signals
-from .base import Needs, Noise, Picks, Ranking, joined_laws, pick
-from .grow import CANDIDATES, Front, Growth, Margins, evenly, spine
+from ..types import Budget, Commit, Draft, SequenceView, Signals
+from .base import Needs, Noise, Picks, Ranking, pick
+from .grow import CANDIDATES, Front, Growth, Margins, evenly
+from .spines import collected
 
 Path = tuple[int, ...]
 
@@ -187,7 +188,7 @@ class VectorDrafter(ABC):
                 rows = torch.tensor(going, device=self.device)
                 carry, tokens = self.keep(carry, rows), tokens[rows]
             live = [live[i] for i in going]
-        return self.collect(lines, levels)
+        return collected(lines, levels, self.vocab_size, self.name)
 
     def _grown(self, line: Line, row: int, token: int, dead: bool, level: int) -> bool:
         """Add a level to a chain; whether it goes on."""
@@ -202,21 +203,6 @@ class VectorDrafter(ABC):
             line.reason = "the draft ends the text"
             return False
         return True
-
-    def collect(self, lines: Sequence[Line], levels: Sequence[Picks]) -> list[Draft]:
-        """Drafts out of the chains' picks."""
-        tokens, values = torch.cat([p.tokens for p in levels]), torch.cat([p.values for p in levels])
-        logq, ids = joined_laws(levels, self.vocab_size)
-        drafts = []
-        for line in lines:
-            if not line.rows:
-                drafts.append(Draft.empty(self.name, line.reason))
-                continue
-            law = None
-            if logq is not None and not line.seq.sampling.greedy:
-                law = DraftLaw(logq[line.rows], tuple(range(len(line.rows))), ids)
-            drafts.append(spine(tokens[line.rows], values[line.rows], line.extra[:len(line.rows)], law, self.name, line.reason))
-        return drafts
 
     def trees(self, lines: Sequence[Line], noise: Noise) -> list[Draft]:
         """One pass per level over the frontiers of all sequences; what is worth its node is known after the noise."""
