@@ -29,7 +29,7 @@ from scipy.stats import chi2
 
 from draftproof.core import noise
 from draftproof.core.budget import overlap
-from draftproof.core.tree import tree_draw, tree_odds
+from draftproof.core.tree import LawRows, draw_next, tree_draw, tree_odds
 from draftproof.core.verify import (
     Odds,
     allowed,
@@ -312,3 +312,27 @@ def test_joint_judges_drafts():
     assert joint("ratio", siblings, logp, coins, None).accepted == (1,)
     with pytest.raises(OptionError, match="rule=block, shape=tree, drafter=eagle2"):
         joint("block", siblings, logp, coins, None)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("parents", [(-1, 0, 1), (-1, -1, 0)])
+def test_laws_made_on_demand_are_those_that_lie_there(dtype: torch.dtype, parents: tuple[int, ...]) -> None:
+    random = torch.Generator().manual_seed(7)
+    logp, q = (torch.randn(rows, 9, generator=random, dtype=dtype).log_softmax(-1) for rows in (4, 3))
+    logp[2, 4] = -torch.inf
+    tokens = [1, 5, 4]
+    for law in (None, q.exp()):
+        lazy, whole = (tree_odds(p, law, tokens, parents) for p in (LawRows(logp), logp.exp()))
+        assert lazy.dtype == whole.dtype == dtype and torch.equal(lazy.accept, whole.accept) and torch.equal(lazy.residual, whole.residual)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_what_a_law_excludes_is_never_drawn(dtype: torch.dtype) -> None:
+    """Nor what is as unlikely as a type's least numbers; under 4,000 keys, whose share is 5.5 standard errors wide (false alarm 4e-8), and
+    under none."""
+    law = torch.tensor([0.0, 0.7, 0.0, 0.3, 0.0, torch.finfo(dtype).tiny / 8], dtype=torch.float64)
+    odds = Odds(torch.empty(0, dtype=torch.float64), lambda row: law, dtype)
+    keys = noise.key_rows([noise.key(3, 0, "residual", at) for at in range(4000)], "cpu")
+    drawn = [draw_next(odds, row, keys) for row in range(4000)]
+    assert set(drawn) == {1, 3} and abs(drawn.count(3) / 4000 - 0.3) < 0.04 and draw_next(odds, 0, None) == 1
+    assert law[0] == 0, "the law stays as it was"

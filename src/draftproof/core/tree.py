@@ -87,15 +87,27 @@ class Odds:
 
     accept [n] float64: the coin must be below it. NaN marks a token that its own law excludes.
     rest: row → law [V] float64 of the next token when the walk ends there; made on demand, because a verdict needs one row.
+    dtype: of the laws that it was made from; the next token is drawn in no more precision.
     """
 
     accept: Tensor
     rest: Callable[[int], Tensor]
+    dtype: torch.dtype = torch.float64
 
     @property
     def residual(self) -> Tensor:
         """[n+1, V] float64: the law of the next token at every row."""
         return torch.stack([self.rest(row) for row in range(self.accept.shape[0] + 1)])
+
+
+class LawRows:
+    """Laws [n, V] out of log-probabilities. A verdict reads a number of each row and all of one: they are made as they are asked for."""
+
+    def __init__(self, logp: Tensor) -> None:
+        self.logp, self.device, self.dtype = logp, logp.device, logp.dtype
+
+    def __getitem__(self, index: int | tuple[Tensor, Tensor]) -> Tensor:
+        return self.logp[index].exp()
 
 
 def quotient(p: Tensor, q: Tensor) -> Tensor:
@@ -124,14 +136,15 @@ def refuse_all(p: Tensor, q: Tensor | None, tokens: Sequence[int]) -> tuple[list
         else:
             draft = normalised(q, q)
             chances.append(torch.where(q.sum() > 0, quotient(p[token], draft[token]).clamp_max(1), 0))
-            rest = (p - draft).clamp_min(0)
-            q = q.clone()
-            q[token] = 0
+            rest = (p - draft).clamp_min_(0)
+            if len(chances) < len(tokens):
+                q = q.clone()
+                q[token] = 0
         p = normalised(rest, p)
     return chances, p
 
 
-def tree_odds(p: Tensor, q: Tensor | None, tokens: Sequence[int], parents: Sequence[int]) -> Odds:
+def tree_odds(p: Tensor | LawRows, q: Tensor | None, tokens: Sequence[int], parents: Sequence[int]) -> Odds:
     """Recursive rejection: accept[i] is the chance of node i once its parent stands and its earlier siblings were refused.
 
     p [n+1, V]: the target's law at every row. q [n, V]: the law from which the children of node i's parent were drawn, in
@@ -153,7 +166,7 @@ def tree_odds(p: Tensor, q: Tensor | None, tokens: Sequence[int], parents: Seque
     for row, kids in enumerate(below):
         if len(kids) > 1:
             accept[kids] = torch.stack(judge(row)[0])
-    return Odds(accept, lambda row: judge(row)[1])
+    return Odds(accept, lambda row: judge(row)[1], p.dtype)
 
 
 def passes(odds: Odds, coins: Tensor) -> list[bool]:
@@ -171,7 +184,9 @@ def passes(odds: Odds, coins: Tensor) -> list[bool]:
 
 def draw_next(odds: Odds, row: int, keys: Tensor | None) -> int:
     """The next token from residual row `row`, with the noise of keys [n+1, 2] (residual stream); None at temperature 0."""
-    return int(choose(odds.rest(row)[None].log(), None if keys is None else keys[row : row + 1]))
+    law = odds.rest(row)[None].to(odds.dtype)
+    # A logarithm of zeros takes six times as long; what is as unlikely as the least number is out of any noise's reach.
+    return int(choose(law.clamp_min(torch.finfo(law.dtype).tiny).log_(), None if keys is None else keys[row : row + 1]))
 
 
 def tree_draw(odds: Odds, parents: Sequence[int], coins: Tensor, keys: Tensor | None) -> Verdict:

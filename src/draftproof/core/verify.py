@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ..errors import DrafterError, OptionError
 from ..types import LOSSY, Draft, DraftLaw, Rule, Verdict
-from .tree import Odds, draw_next, normalised, passes, quotient, tree_draw, tree_odds, walk
+from .tree import LawRows, Odds, draw_next, normalised, passes, quotient, tree_draw, tree_odds, walk
 from .upload import rows_of, uploaded
 
 __all__ = ["Odds", "Shape", "allowed", "block_draw", "block_odds", "dense_law", "joint", "match", "ratio_draw", "ratio_odds", "shape_of",
@@ -128,7 +128,7 @@ def block_odds(p: Tensor, q: Tensor | None, tokens: Sequence[int]) -> Odds:
     mass = leftover(rho[:n, None].to(p.dtype) * p[:n], q, token).sum(1, dtype=torch.float64)
     room = mass + 1 - rho[:n]
     ends = torch.where(room <= 0, 1.0, mass / room)
-    return Odds(torch.cat((ends[1:], rho[n:]))[:n], rest)
+    return Odds(torch.cat((ends[1:], rho[n:]))[:n], rest, p.dtype)
 
 
 def block_draw(odds: Odds, coins: Tensor, keys: Tensor | None) -> Verdict:
@@ -148,9 +148,8 @@ def joint(rule: Rule, draft: Draft, logp: Tensor, coins: Tensor, keys: Tensor | 
     """
     assert not shares_noise(rule), f"{rule} needs the target's choices"
     allowed(rule, shape_of(draft), draft.drafter)
-    p = logp.softmax(-1)
-    q = None if draft.law is None else dense_law(draft.law, p.shape[1], p.dtype).to(p.device)
+    q = None if draft.law is None else dense_law(draft.law, logp.shape[1], logp.dtype).to(logp.device)
     tokens = draft.tokens.tolist()
     if rule == "block":
-        return block_draw(block_odds(p, q, tokens), coins, keys)
-    return tree_draw(tree_odds(p, q, tokens, draft.parents), draft.parents, coins, keys)
+        return block_draw(block_odds(logp.softmax(-1), q, tokens), coins, keys)
+    return tree_draw(tree_odds(LawRows(logp), q, tokens, draft.parents), draft.parents, coins, keys)
