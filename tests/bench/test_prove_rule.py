@@ -66,14 +66,14 @@ def test_ratio_that_takes_the_longest_prefix(monkeypatch: pytest.MonkeyPatch) ->
 def test_siblings_judged_as_if_they_were_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     right = tree.refuse_all
 
-    def replaced(p: torch.Tensor, q: torch.Tensor | None, tokens: Any) -> Any:
+    def replaced(p: torch.Tensor, q: torch.Tensor | None, tokens: Any, chances: list[torch.Tensor] | None = None) -> torch.Tensor:
         if q is None:
-            return right(p, q, tokens)
-        chances = []
+            return right(p, q, tokens, chances)
         for token in tokens:
-            chances.append((p[token] / q[token]).clamp_max(1))
+            if chances is not None:
+                chances.append((p[token] / q[token]).clamp_max(1))
             p = tree.normalised((p - q).clamp_min(0), p)
-        return chances, p
+        return p
 
     monkeypatch.setattr(tree, "refuse_all", replaced)
     found = failed(level.enumerated())

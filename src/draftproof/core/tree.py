@@ -121,27 +121,28 @@ def normalised(rest: Tensor, otherwise: Tensor) -> Tensor:
     return torch.where(mass > 0, rest / mass, otherwise)
 
 
-def refuse_all(p: Tensor, q: Tensor | None, tokens: Sequence[int]) -> tuple[list[Tensor], Tensor]:
-    """Judge siblings in order: each one's chance once its elders were refused, and the law left when all were.
+def refuse_all(p: Tensor, q: Tensor | None, tokens: Sequence[int], chances: list[Tensor] | None = None) -> Tensor:
+    """Judge siblings in order: the law left when all were refused, and, into `chances`, each one's once its elders were.
 
     p [V], q [V] float64: the law from which they were drawn without replacement, or None for point masses. A sibling that
     comes after all of q's support cannot have been drawn and is refused; that is exact, since it depends on no coin.
     """
-    chances: list[Tensor] = []
-    for token in tokens:
+    for number, token in enumerate(tokens):
         if q is None:
-            chances.append(p[token])
+            if chances is not None:
+                chances.append(p[token])
             rest = p.clone()
             rest[token] = 0
         else:
             draft = normalised(q, q)
-            chances.append(torch.where(q.sum() > 0, quotient(p[token], draft[token]).clamp_max(1), 0))
+            if chances is not None:
+                chances.append(torch.where(q.sum() > 0, quotient(p[token], draft[token]).clamp_max(1), 0))
             rest = (p - draft).clamp_min_(0)
-            if len(chances) < len(tokens):
+            if number + 1 < len(tokens):
                 q = q.clone()
                 q[token] = 0
         p = normalised(rest, p)
-    return chances, p
+    return p
 
 
 def tree_odds(p: Tensor | LawRows, q: Tensor | None, tokens: Sequence[int], parents: Sequence[int]) -> Odds:
@@ -153,10 +154,10 @@ def tree_odds(p: Tensor | LawRows, q: Tensor | None, tokens: Sequence[int], pare
     """
     below = children(parents)
 
-    def judge(row: int) -> tuple[list[Tensor], Tensor]:
+    def rest(row: int, chances: list[Tensor] | None = None) -> Tensor:
         kids = below[row]
         law = None if q is None or not kids else q[kids[0]].to(torch.float64)
-        return refuse_all(p[row].to(torch.float64), law, [tokens[kid] for kid in kids])
+        return refuse_all(p[row].to(torch.float64), law, [tokens[kid] for kid in kids], chances)
 
     # A first child needs no leftover law, so that chains are judged without touching the vocabulary.
     rows, ids = (uploaded(list(index), p.device, torch.int64) for index in ((parent + 1 for parent in parents), tokens))
@@ -165,8 +166,10 @@ def tree_odds(p: Tensor | LawRows, q: Tensor | None, tokens: Sequence[int], pare
         accept = quotient(accept, q.gather(1, ids[:, None])[:, 0].to(torch.float64)).clamp_max(1)
     for row, kids in enumerate(below):
         if len(kids) > 1:
-            accept[kids] = torch.stack(judge(row)[0])
-    return Odds(accept, lambda row: judge(row)[1], p.dtype)
+            chances: list[Tensor] = []
+            rest(row, chances)
+            accept[kids] = torch.stack(chances)
+    return Odds(accept, rest, p.dtype)
 
 
 def passes(odds: Odds, coins: Tensor) -> list[bool]:
