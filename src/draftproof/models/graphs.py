@@ -256,7 +256,7 @@ def whole(count: int, least: int = 1) -> int:
     return max(least, 1 << (count - 1).bit_length())
 
 
-def ragged(counts: Sequence[int]) -> tuple[Whole, Whole]:
+def ragged(counts: Sequence[int] | Whole) -> tuple[Whole, Whole]:
     """Of so many numbers in each of some lists, one list behind another: each number's list, and its place there."""
     each = np.array(counts, np.int64)
     owner = np.arange(len(each)).repeat(each)

@@ -28,7 +28,7 @@ from ...core.choice import largest
 from ...core.noise import gumbel
 from ...core.upload import pinned
 from ...errors import first_line
-from ..graphs import MOST_HELD, Record, whole
+from ..graphs import MOST_HELD, Record, ragged, whole
 from .cache import POOLED, CachePool, HeadCache
 from .layers import Attend
 
@@ -154,9 +154,10 @@ class Recording:
             each.append((len(one.tokens), slot, one.position, held, slot * room + held, slot * width))
         (counts, slots), starts = np.split(np.array(each).T, [2])
         number, ends = np.arange(len(lines)), counts.cumsum()
-        rows, line = np.arange(ends[-1]), number.repeat(counts)
+        line, place = ragged(counts)
+        rows = np.arange(len(line))
         of_rows[0, :len(rows)], of_rows[1, :len(rows)] = rows, [token for one in lines for token in one.tokens]
-        of_rows[2:, :len(rows)] = starts[:, line] + rows - (ends - counts)[line]
+        of_rows[2:, :len(rows)] = starts[:, line] + place
         of_rows[:, len(rows):] = of_rows[:, :1]
         of_lines[:, :len(lines)] = number, ends - 1, np.array([one.temperature for one in lines]).view(np.int64)
         of_lines[:, len(lines):] = of_lines[:, :1]
