@@ -14,7 +14,8 @@ from draftproof.models.tiled import TiledLinear
 
 @pytest.fixture(scope="module", params=["other width", "pairs", "no pairs"])
 def other_kernels(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """The kernels with vectors of the width that this processor does not take, and with and without its products of bfloat16 pairs."""
+    """The kernels with vectors of the width that this processor does not take, and with and without its products of bfloat16 pairs,
+    which one with tiles does not take."""
     if not native.available()[0]:
         pytest.skip(native.available()[1])
     if request.param != "other width" and not machine()["cpu_flags"]["avx512_bf16"]:
@@ -25,7 +26,8 @@ def other_kernels(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempP
         mine = tmp_path_factory.getbasetemp()
         patch.setenv("XDG_CACHE_HOME", str(mine.parent if mine.name.startswith("popen-") else mine))
         asked = {"other width": f"-DLANES={24 - stock}", "pairs": "-DTAKES_PAIRS=1", "no pairs": "-DTAKES_PAIRS=0"}[request.param]
-        patch.setattr(compiler, "FLAGS", [*compiler.FLAGS, "-O1", asked])     # a third of the compiler's time, and the same arithmetic
+        # -O1: a third of the compiler's time, and the same arithmetic
+        patch.setattr(compiler, "FLAGS", [*compiler.FLAGS, "-O1", asked, "-DTAKES_TILES=0"])
         native._library.cache_clear()
         assert native.available()[0] and native._loaded().wide() == 2 * (24 - stock if request.param == "other width" else stock)
         yield

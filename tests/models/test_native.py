@@ -108,6 +108,34 @@ def test_a_layer_keeps_twelve_bits_where_they_hold_nearly_all() -> None:
 
 
 @compiled
+@pytest.mark.parametrize("bits", [16, 12, 8, 4])
+@pytest.mark.parametrize(("out", "columns"), [(33, 70), (97, 1600), (320, 64)])
+def test_as_many_rows_as_share_a_reading_and_one_more(out: int, columns: int, bits: int) -> None:
+    """Whatever a processor's kernels take at a time, 6 to 32 rows of one panel or two."""
+    random, spare, steps = torch.Generator().manual_seed(out), None, None
+    if bits == 12 and not native.takes_narrow():
+        pytest.skip("no products with weights in twelve bits here")
+    wide = -(-columns // 64) * 64 if bits == 4 else columns
+    levels = torch.randint(0, 16, (out, wide), generator=random) if bits == 4 else torch.randint(-127, 128, (out, wide), generator=random)
+    scale = torch.rand(out, wide // 64, 2, generator=random).bfloat16() if bits == 4 else torch.rand(out, generator=random)
+    if bits == 4:
+        weight = (levels - 8).view(out, -1, 64) * scale[..., :1].double() + scale[..., 1:].double()
+        weight, panels = weight.view(out, wide)[:, :columns], native.arrange_four(levels.to(torch.uint8), scale)
+    elif bits == 8:
+        weight, panels, steps = levels * scale.double()[:, None], native.arrange_eight(levels.to(torch.int8)), scale
+    else:
+        held = (levels * scale[:, None]).bfloat16()
+        panels, spare = native.arrange_narrow(held) if bits == 12 else (native.arrange(held), None)
+        weight = held.double()
+    product = native.product(panels, None, steps, out, columns, bits, spare)
+    x = torch.randn(70, columns, generator=random).bfloat16()
+    got, exact = native.multiply(x, product), x.double() @ weight.T
+    assert float((got.double() - exact).abs().max()) <= 2**-8 * float(exact.abs().max())
+    for rows in (1, 6, 7, 12, 13, 15, 16, 17, 31, 32, 33, 64, 65):
+        assert torch.equal(native.multiply(x[70 - rows:], product), got[70 - rows:]), f"{rows} rows"
+
+
+@compiled
 def test_the_number_of_threads_moves_no_bit() -> None:
     torch.manual_seed(2)
     streamed, x, threads = StreamedLinear(torch.randn(700, 300).bfloat16(), None), torch.randn(7, 300), torch.get_num_threads()

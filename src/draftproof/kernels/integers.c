@@ -10,8 +10,6 @@
  */
 #include "lanes.h"
 
-#define GROUP 64   /* columns of four bits that share a step */
-#define GROUP_WORDS ((GROUP / 8 + 1) * WIDE)
 #define AHEAD 1024 /* words to fetch ahead */
 
 #if LANES == 16 /* 32 registers; EACH(DO): the rows, and whether the levels of a word are unrolled or leave no registers for the sums */
@@ -87,7 +85,6 @@
     KERNEL(NAME##_##ROWS##_##PANELS)                                                                                     \
     {                                                                                                                    \
         panel += first * GROUP_WORDS;                                                                                    \
-        const long apart = count * GROUP_WORDS;                                                                          \
         const uint32_t *at = rows;                                                                                       \
         floats all[ROWS][2 * PANELS];                                                                                    \
         words w[2 * PANELS];                                                                                             \
@@ -139,13 +136,6 @@ FOURS(1, 2, UNROLL)
 static panel_kernel *const eights[] = {EACH(EIGHT_NAME)}, *const fours[] = {EACH(FOUR_NAME)}, *const fours_of_two[] = {four_1_2};
 
 static void as_words(const void *x, long first, long in, int halves, void *to) { widen(x, first, in, halves, to, (in + 3) / 4 * 4); }
-
-static float sum_of(const float *x) /* of a group */
-{
-    floats sum = {0};
-    for (long k = 0; k < GROUP; k += LANES) sum += *(const floats *)(x + k);
-    return total(sum);
-}
 
 static void as_groups(const void *x, long first, long in, int halves, void *to)
 {

@@ -15,6 +15,9 @@
 #define UNROLL _Pragma("GCC unroll 12")
 #define CHUNK 16    /* keys that attention takes at a time */
 #define UP(n, to) (((n) + (to) - 1) / (to) * (to))
+#define MOST_SHARING 32 /* rows, of any form */
+#define GROUP 64   /* columns of four bits that share a step */
+#define GROUP_WORDS ((GROUP / 8 + 1) * WIDE)
 #define BLOCK 768 /* pairs of columns: of MANY rows or more so many lie together, row by row, with a line between two of them, measured: */
 #define GAP 16    /* whole rows, a power of two apart, would meet in the same lines of the first cache and push each other out */
 #define SMALL 65536 /* products that one thread finishes before a second has woken */
@@ -86,6 +89,14 @@ static inline void fill(const void *from, long first, long n, void *to, long wid
 #define TAKES_PAIRS 1
 #else
 #define TAKES_PAIRS 0
+#endif
+#endif
+/* Whether products are taken in tiles (tiles.c), which the process must have asked for: `takes_tiles`. */
+#ifndef TAKES_TILES
+#if defined __AMX_BF16__ && defined __linux__ && LANES == 16
+#define TAKES_TILES 1
+#else
+#define TAKES_TILES 0
 #endif
 #endif
 #if TAKES_PAIRS
@@ -212,11 +223,13 @@ typedef struct {
     const uint32_t *words;
 } spares;
 
-/* part [rows, WIDE], or of two adjoining panels [rows, 2 * WIDE] += x [rows, …], `stride` words apart, times `count` steps of a panel from
- * the `first` on; x begins with that step. */
-typedef void panel_kernel(const uint32_t *panel, long first, const void *rows, long stride, long count, float *part, const spares *beside);
+/* part [many, WIDE], or of two panels, `apart` words apart, [many, 2 * WIDE] += x [many, …], `stride` words apart, times `count` steps of a
+ * panel from the `first` on; x begins with that step. beside: of each panel, or null. */
+typedef void panel_kernel(const uint32_t *panel, long apart, long first, const void *rows, long many, long stride, long count, float *part,
+                          const spares *beside);
 #define KERNEL(NAME)                                                                                                     \
-    static void NAME(const uint32_t *panel, long first, const void *rows, long stride, long count, float *part, const spares *beside)
+    static void NAME(const uint32_t *panel, long apart, long first, const void *rows, long many, long stride, long count, float *part,   \
+                     const spares *beside)
 
 /* How rows meet panels of a kind: `most` share a reading of one, `most_of_two` of two adjoining ones; a panel has `length` steps of so many
  * `columns` in so many `words`; a row has `apart` words of each step, `stride` in all. `prepare` brings n numbers of x, from the `first`
@@ -229,6 +242,13 @@ typedef struct {
     void (*prepare)(const void *x, long first, long n, int halves, void *to);
     panel_kernel *const *one, *const *two;
 } form;
+
+static inline float sum_of(const float *x) /* of a group */
+{
+    floats sum = {0};
+    for (long k = 0; k < GROUP; k += LANES) sum += *(const floats *)(x + k);
+    return total(sum);
+}
 
 /* A layer of Llama's block. */
 typedef struct {
@@ -261,6 +281,9 @@ static inline int worth_a_team(const layer *l, long rows) { return rows * l->gat
 void attended(const member *me, const course *c, const attention *a, int *failed);
 form form_of_whole(int bits, long in, int halves);
 form form_of_narrow(long in);
+form form_of_tiles(int bits, long in);
+int takes_tiles(void);
+void leave_tiles(void);
 void open_narrow(const uint32_t *panel, long first, long count, spares *left, uint32_t *to);
 long room_for(const product *p, long rows, int halves, int threads);
 void multiplied(const member *me, const product *p, const void *x, void *room, void *y, long rows, int halves, int adding);

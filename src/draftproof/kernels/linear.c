@@ -66,8 +66,8 @@
         }                                                                                                                \
         GIVE(ROWS, 2 * PANELS)                                                                                           \
     }
-#define FETCH(PANELS) for (int q = 0; q < PANELS; q++) fetch(panel + (q * count + p) * WIDE + AHEAD(PANELS))
-#define WORDS(V) *(const words *)(panel + ((V) / 2 * count + p) * WIDE + (V) % 2 * LANES)
+#define FETCH(PANELS) for (int q = 0; q < PANELS; q++) fetch(panel + q * apart + p * WIDE + AHEAD(PANELS))
+#define WORDS(V) *(const words *)(panel + (V) / 2 * apart + p * WIDE + (V) % 2 * LANES)
 #define SINGLES_NAME(ROWS, PANELS) singles_##ROWS##_##PANELS,
 #define PAIRS_NAME(ROWS, PANELS) pairs_##ROWS##_##PANELS,
 
@@ -94,6 +94,7 @@ static form singles_of_narrow(form f, long in)
 static form form_of(int bits, long in, int halves)
 {
     long length = (in + 1) / 2;
+    if (halves && takes_tiles()) return form_of_tiles(bits, in);
     if (bits == 12) return halves ? form_of_narrow(in) : singles_of_narrow(form_of_narrow(in), in);
     if (bits != 16) return form_of_whole(bits, in, halves);
 #if TAKES_PAIRS
@@ -170,7 +171,6 @@ static void hand_out(const product *p, const float *part, long rows, long width,
 /* The spare steps of a panel from `first` on. */
 static spares beside(const product *p, long panel, long first)
 {
-    if (!p->spare_at) return (spares){0, 0};
     spares found = {p->spare_at + p->spare_start[panel] + panel, p->spare + p->spare_start[panel] * 2 * WIDE};
     for (; *found.at < first; found.at++) found.words += 2 * WIDE;
     return found;
@@ -192,7 +192,7 @@ static void multiply_opened(const product *p, const form *f, const sheaf *x, lon
         open_narrow(panel, s, n, &left, words);
         for (long r = 0, many; r < x->rows; r += many) {
             many = sharing(x->rows - r, f->most);
-            f->one[many - 1](words, 0, x->from + r * x->stride + s * f->apart, x->stride, n * f->columns / 2, part + r * WIDE, 0);
+            f->one[many - 1](words, 0, 0, x->from + r * x->stride + s * f->apart, many, x->stride, n * f->columns / 2, part + r * WIDE, 0);
         }
     }
 }
@@ -200,15 +200,16 @@ static void multiply_opened(const product *p, const form *f, const sheaf *x, lon
 /* A panel, or two adjoining ones, from the a-th on, times all rows, as many at a time as share a reading. */
 static void multiply_panels(const product *p, const form *f, const sheaf *x, long a, long adjoining, void *y, int halves, int adding)
 {
-    float part[MOST * WIDE]; /* of MOST rows and one panel, or half of them and two */
+    float part[MOST_SHARING * WIDE]; /* of so many rows and one panel, or half of them and two */
     for (long r = 0, many; r < x->rows; r += many) {
         many = sharing(x->rows - r, f->most);
         memset(part, 0, 4 * many * adjoining * WIDE);
         for (long b = 0; b < x->blocks; b++) {
-            spares left = beside(p, a, b * x->block);
-            (adjoining == 2 ? f->two : f->one)[many - 1](p->panels + a * f->words, b * x->block, x->from + (b * x->rows + r) * x->stride,
-                                                         x->stride, least(x->block, f->length - b * x->block), part,
-                                                         p->spare_at ? &left : 0);
+            spares left[2];
+            for (long q = 0; p->spare_at && q < adjoining; q++) left[q] = beside(p, a + q, b * x->block);
+            (adjoining == 2 ? f->two : f->one)[many - 1](p->panels + a * f->words, f->words, b * x->block,
+                                                         x->from + (b * x->rows + r) * x->stride, many, x->stride,
+                                                         least(x->block, f->length - b * x->block), part, p->spare_at ? left : 0);
         }
         hand_out(p, part, many, adjoining * WIDE, y, r, a * WIDE, halves, adding);
     }
@@ -242,6 +243,7 @@ void multiplied(const member *me, const product *p, const void *x, void *room, v
         long pieces = (count + step - 1) / step, own = pieces - (p->in * p->out > LARGE ? pieces / 4 : 0);
         MOSTLY_MINE(i, pieces, own) multiply_panels(p, &f, &whole, i * step, least(step, count - i * step), y, halves, adding);
     }
+    leave_tiles();
     join(me);
 }
 

@@ -10,6 +10,10 @@
  */
 #include "lanes.h"
 
+#if TAKES_PAIRS || TAKES_TILES
+#include <immintrin.h>
+#endif
+
 #define COLUMNS 4
 #define HEAD 16 /* words before the first block: a line, of which the first four are the upper bytes */
 #define WORDS (3 * WIDE / 2) /* of a block */
@@ -56,7 +60,11 @@
 #define NARROW_NAME(ROWS) narrow_##ROWS,
 EACH(NARROW)
 static panel_kernel *const narrows[] = {EACH(NARROW_NAME)};
+#else
+static panel_kernel *const *const narrows = 0;
+#endif
 
+#if TAKES_PAIRS || TAKES_TILES
 /* Blocks [first, first + count) of a panel in linear.c's words, [count, 2, WIDE], for many rows; `left` begins with the first and goes on. */
 void open_narrow(const uint32_t *panel, long first, long count, spares *left, uint32_t *to)
 {
@@ -77,8 +85,6 @@ void open_narrow(const uint32_t *panel, long first, long count, spares *left, ui
     }
 }
 #else
-static panel_kernel *const *const narrows = 0;
-
 void open_narrow(const uint32_t *panel, long first, long count, spares *left, uint32_t *to) { (void)panel, (void)first, (void)count, (void)left, (void)to; }
 #endif
 
@@ -94,8 +100,8 @@ form form_of_narrow(long in)
     return (form){MOST, 0, length, COLUMNS, HEAD + length * WORDS, 2, 2 * length, in % COLUMNS == 0, BLOCK / 2, as_pairs, narrows, 0};
 }
 
-/* Whether products of pairs can be taken with narrow panels. */
-int takes_narrow(void) { return TAKES_PAIRS; }
+/* Whether products of bfloat16 numbers can be taken with narrow panels. */
+int takes_narrow(void) { return TAKES_PAIRS || takes_tiles(); }
 
 /* The place of a lower byte among those of two columns: output o of a panel, the first column or the second. */
 static long place(long o, long second) { return o % LANES / 4 * 16 + o / LANES * 8 + o % 4 * 2 + second; }
