@@ -333,7 +333,7 @@ def test_the_configuration_says_what_is_recorded(monkeypatch: pytest.MonkeyPatch
     assert MtpDrafter(MtpHead.fresh(target.parts, 2), V).recorded is None, "several layers"
     texts = []
     for graphs in (True, False):
-        load = LoadConfig(graphs=graphs, self_test=False, threads=torch.get_num_threads())
+        load = LoadConfig(dtype="float32", graphs=graphs, self_test=False, threads=torch.get_num_threads())
         with Engine(drafter="eagle3", depth=4, load=load) as engine:
             drafter = engine.speculation.drafter
             drafter.compiled = None
