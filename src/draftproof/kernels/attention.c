@@ -1,16 +1,20 @@
 /* Attention of rows along their paths, over pages of keys and values that are read where they lie. Compiled and called by ../native.py.
  *
  * Every sum has an order of its own, given by places within pages and heads: a score adds the products of a key's even words and those of
- * its odd ones, apart, then both, where a word is a number, or two of bfloat16 (plus_pairs); a page's softmax adds over the page's lanes;
- * averages add over the keys in turn, and pages one after the other, what came before scaled down where a greater score is met
- * (Milakov & Gimelshein, arXiv 1805.02867). A key that a row does not see adds exactly nothing. So a row's bits depend on nothing but
- * its query and the keys it sees: not on other rows, on threads, or on where the pages lie.
+ * its odd ones, apart, then both, where a word is a number, or two of bfloat16 (plus_pairs), or, in tiles, in the order of their
+ * instruction; a page's softmax adds over the page's lanes; averages add over the keys in turn, and pages one after the other, what came
+ * before scaled down where a greater score is met (Milakov & Gimelshein, arXiv 1805.02867). A key that a row does not see adds exactly
+ * nothing. So a row's bits depend on nothing but its query and the keys it sees: not on other rows, on threads, or on where the pages lie.
  */
 #include <limits.h>
 #include <math.h>
 #include <stdlib.h>
 
 #include "lanes.h"
+
+#if TAKES_TILES
+#include <immintrin.h>
+#endif
 
 #if LANES == 16 /* 32 registers */
 #define MOST 12 /* queries of a micro-kernel of scores */
@@ -183,12 +187,12 @@ typedef struct {
 } party;
 
 /* A piece of work: `count` rows with the queries of `heads` heads of keys from `head` on. Queries of a head of keys lie together, row by
- * row: `group` of each row, n in all. asked [heads, deep, n]: their words; sum [heads * n, broad], in the order of value_lanes; weight
- * [heads * n, width]; chunk: keys or values of one head. */
+ * row: `group` of each row, n in all. asked [heads, deep, n]: their words; tiled: scores are taken in tiles, which read beyond n what nobody is
+ * told; sum [heads * n, broad], in the order of value_lanes; weight [heads * n, width]; chunk: keys or values of one head. */
 typedef struct {
     const attention *a;
     long page, count, head, heads, n, deep, broad, width;
-    int pairs;
+    int pairs, tiled;
     float *chunk, *sum, *weight, *top, *norm;
     uint32_t *asked;
     long numbers; /* of its memory, in all */
@@ -196,13 +200,14 @@ typedef struct {
 
 static piece piece_of(const course *c, const attention *a, long count, long head, long heads, float *memory)
 {
-    int pairs = TAKES_PAIRS && a->halves;
+    int tiled = a->halves && a->dim % (2 * CHUNK) == 0 && takes_tiles(), pairs = (a->halves && TAKES_PAIRS) || tiled;
     long n = count * a->group, all = heads * n, deep = pairs ? UP(a->dim, 4) / 2 : UP(a->dim, 2), broad = UP(a->value_dim, SIDE * LANES);
     long width = UP(c->page, 2 * LANES) + CHUNK; /* not a power of two: lines of all queries would meet in one place of the cache */
     long one = CHUNK * UP(a->dim > broad ? a->dim : broad, LANES); /* chunk */
     float *sum = memory + one, *weight = sum + all * broad, *top = weight + all * width;
-    return (piece){a, c->page, count, head, heads, n, deep, broad, width, pairs, memory, sum, weight, top, top + all,
-                   (uint32_t *)(top + 2 * all), one + all * (broad + width + 2 + deep)};
+    long asked = UP(one + all * (broad + width + 2), CHUNK); /* from a line on */
+    return (piece){a, c->page, count, head, heads, n, deep, broad, width, pairs, tiled, memory, sum, weight, top, top + all,
+                   (uint32_t *)memory + asked, asked + all * deep + CHUNK};
 }
 
 /* The rows of a piece, which begin with row `from` of all: the part of each path, and in front all of them for the keys in common. path:
@@ -242,6 +247,41 @@ static void bring(const piece *w, const char *from, long count, long apart, long
     else turned(from, count, apart, ahead, a->dim, 0, 0, (uint32_t *)w->chunk);
 }
 
+#if TAKES_TILES
+/* to [many, CHUNK]: scores as tiles leave them, found [CHUNK keys, CHUNK queries], scaled. */
+static void spread(const float *found, long many, float scale, float *to, long width)
+{
+    words x[LANES];
+    if (many <= 4) {
+        for (long r = 0; r < many; r++) *(floats *)(to + r * width) = (floats)_mm512_i32gather_ps((__m512i)(AT * CHUNK), found + r, 4) * scale;
+        return;
+    }
+    ALL for (int i = 0; i < LANES; i++) x[i] = *(const words *)(found + i * CHUNK);
+    EXCHANGE(1, ONES, ONES + 2)
+    EXCHANGE(2, TWOS, TWOS + 2)
+    for (int half = 4; half < LANES; half *= 2) EXCHANGE(half, FOURS, FOURS + 4)
+    ALL for (int i = 0; i < LANES; i++)
+        if (TURNED(i) < many) *(floats *)(to + TURNED(i) * width) = (floats)x[i] * scale;
+}
+
+/* Scores of queries [first, last) of a piece's h-th head and the CHUNK keys `from`, of which `count` are there; what the others get is not
+ * looked at. */
+static void score_tiled(const piece *w, long h, long first, long last, const char *from, long count, long apart, long ahead, float *weight)
+{
+    _Alignas(64) float found[CHUNK * CHUNK];
+    long own = 2 * w->a->dim;
+    for (long k = 0; k < count; k++) {
+        for (long b = 0; b < own; b += 64) __builtin_prefetch(from + k * apart + ahead + b);
+        if (count < CHUNK) memcpy((char *)w->chunk + k * own, from + k * apart, own); /* the storage may end here */
+    }
+    if (count < CHUNK) from = (const char *)w->chunk, apart = own;
+    for (long q = first; q < last; q += CHUNK) {
+        score_in_tiles(from, apart, w->asked + h * w->n * w->deep + q, w->n, w->a->dim, found);
+        spread(found, last - q < CHUNK ? last - q : CHUNK, w->a->scaling, weight + q * w->width, w->width);
+    }
+}
+#endif
+
 /* CHUNK keys from `s` of page j on: the scores of a party's queries, or the averages of the values. next: what is read after them. */
 static void meet(const piece *w, const party *p, long j, long s, int averaging, const char *next)
 {
@@ -251,6 +291,12 @@ static void meet(const piece *w, const party *p, long j, long s, int averaging, 
     long until = p->until - j * w->page, left = (until < w->page ? until : w->page) - s, count = left < CHUNK ? left : CHUNK;
     int copied = !averaging || a->value_dim != w->broad;
     for (long h = 0; h < w->heads; h++, from += own) {
+#if TAKES_TILES
+        if (!averaging && w->tiled) {
+            score_tiled(w, h, p->first * a->group, p->end * a->group, from, count, apart, ahead, w->weight + h * w->n * w->width + s);
+            continue;
+        }
+#endif
         if (copied) bring(w, from, count, apart, ahead, averaging);
         for (long q = p->first * a->group, last = p->end * a->group, many; q < last; q += many) {
             many = sharing(last - q, averaging ? MOST_OF_VALUES : MOST);
@@ -408,6 +454,7 @@ void attended(const member *me, const course *c, const attention *a, int *failed
         follow(c, &w, path, c->row_start[path] + first);
     }
     free(own);
+    leave_tiles();
     join(me);
 }
 

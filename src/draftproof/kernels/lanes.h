@@ -284,6 +284,7 @@ form form_of_narrow(long in);
 form form_of_tiles(int bits, long in);
 int takes_tiles(void);
 void leave_tiles(void);
+void score_in_tiles(const char *key, long apart, const uint32_t *query, long n, long dim, float *to);
 void open_narrow(const uint32_t *panel, long first, long count, spares *left, uint32_t *to);
 long room_for(const product *p, long rows, int halves, int threads);
 void multiplied(const member *me, const product *p, const void *x, void *room, void *y, long rows, int halves, int adding);

@@ -1,6 +1,6 @@
 /* Products in tiles, for processors with AMX: sixteen rows times thirty-two columns of sixteen outputs in one instruction, whose time does
  * not depend on the rows. Panels are those of linear.c, narrow.c and integers.c; a tile reads linear.c's words as they lie, others are opened
- * into such words first, thirty-two columns at a time. Up to thirty-two rows share that.
+ * into such words first, thirty-two columns at a time. Up to thirty-two rows share that. Attention's scores are taken in tiles, too.
  *
  * An instruction adds thirty-two columns in an order of its own, the same for every row and for any number of rows; numbers below 2^-126
  * count as zeros. What lies behind a row's last column is zero.
@@ -56,6 +56,21 @@ void leave_tiles(void)
 {
     if (shaped) _tile_release();
     shaped = 0;
+}
+
+/* to [SIDE keys, SIDE queries]: products of keys, `apart` bytes from one to the next, and queries [dim / 2, n], pairs; dim in COLUMNS. */
+void score_in_tiles(const char *key, long apart, const uint32_t *query, long n, long dim, float *to)
+{
+    shape(2 * SIDE);
+    SETTLE;
+    _tile_zero(0);
+    for (long d = 0; d < dim; d += COLUMNS, key += 2 * COLUMNS, query += SIDE * n) {
+        _tile_loadd(ROWS, key, apart);
+        _tile_loadd(FIRST, query, 4 * n);
+        _tile_dpbf16ps(0, ROWS, FIRST);
+    }
+    _tile_stored(0, to, 4 * SIDE);
+    SETTLE;
 }
 
 /* Sums += COLUMNS of the rows x times as many of one panel or two, in linear.c's words. */
@@ -266,6 +281,11 @@ form form_of_tiles(int bits, long in)
 int takes_tiles(void) { return 0; }
 
 void leave_tiles(void) {}
+
+void score_in_tiles(const char *key, long apart, const uint32_t *query, long n, long dim, float *to)
+{
+    (void)key, (void)apart, (void)query, (void)n, (void)dim, (void)to;
+}
 
 form form_of_tiles(int bits, long in) { return (form){bits, in}; }
 #endif
