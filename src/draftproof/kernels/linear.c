@@ -200,7 +200,7 @@ static void multiply_opened(const product *p, const form *f, const sheaf *x, lon
 /* A panel, or two adjoining ones, from the a-th on, times all rows, as many at a time as share a reading. */
 static void multiply_panels(const product *p, const form *f, const sheaf *x, long a, long adjoining, void *y, int halves, int adding)
 {
-    float part[MOST_SHARING * WIDE]; /* of so many rows and one panel, or half of them and two */
+    _Alignas(64) float part[MOST_SHARING * WIDE]; /* of so many rows and one panel, or half of them and two */
     for (long r = 0, many; r < x->rows; r += many) {
         many = sharing(x->rows - r, f->most);
         memset(part, 0, 4 * many * adjoining * WIDE);

@@ -189,7 +189,10 @@ static inline void open_four(const uint32_t *panel, long s, uint32_t *room)
     for (long i = 0; i < GROUP / 16; i++)
         UNROLL for (int v = 0; v < 2; v++) {
             words w = *(const words *)(panel + i * WIDE + v * LANES);
-            UNROLL for (int k = 0; k < 4; k++, w >>= 4) *(words *)(room + (4 * i + k) * WIDE + v * LANES) = (w << 3 & 0x780078) | 0x3f803f80;
+            UNROLL for (int k = 0; k < 4; k++) {
+                words level = k ? w >> (4 * k - 3) : w << 3;
+                *(words *)(room + (4 * i + k) * WIDE + v * LANES) = (level & 0x780078) | 0x3f803f80;
+            }
         }
 }
 
