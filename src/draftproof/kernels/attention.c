@@ -12,10 +12,6 @@
 
 #include "lanes.h"
 
-#if TAKES_TILES
-#include <immintrin.h>
-#endif
-
 #if LANES == 16 /* 32 registers */
 #define MOST 12 /* queries of a micro-kernel of scores */
 #define EACH(DO, PAIRS)                                                                                                  \
@@ -116,6 +112,10 @@ static const integers ONES = {0, 8, 1, 9, 4, 12, 5, 13}, TWOS = {0, 1, 8, 9, 4, 
         words a = x[low], b = x[high];                                                                                   \
         x[low] = __builtin_shuffle(a, b, FIRST), x[high] = __builtin_shuffle(a, b, SECOND);                              \
     }
+#define TURN                                                                                                             \
+    EXCHANGE(1, ONES, ONES + 2)                                                                                          \
+    EXCHANGE(2, TWOS, TWOS + 2)                                                                                          \
+    for (int half = 4; half < LANES; half *= 2) EXCHANGE(half, FOURS, FOURS + 4)
 #define TURNED(i) (((i) & ~3) | ((i) & 1) << 1 | ((i) & 2) >> 1) /* the column that row i has become */
 
 /* to [UP(words, LANES), CHUNK]: the words of `count` keys, `apart` bytes from one to the next, and behind them the last one's, which nobody
@@ -137,9 +137,7 @@ static inline __attribute__((always_inline)) void turned(const char *from, long 
                 }
             else
                 for (int i = 0; i < LANES; i++) x[i] = words_of(key[i] + at, dim - d, halves, pairs);
-            EXCHANGE(1, ONES, ONES + 2)
-            EXCHANGE(2, TWOS, TWOS + 2)
-            for (int half = 4; half < LANES; half *= 2) EXCHANGE(half, FOURS, FOURS + 4)
+            TURN
             ALL for (int i = 0; i < LANES; i++) *(words *)(to + (d / step * LANES + TURNED(i)) * CHUNK + k) = x[i];
         }
     }
@@ -257,9 +255,7 @@ static void spread(const float *found, long many, float scale, float *to, long w
         return;
     }
     ALL for (int i = 0; i < LANES; i++) x[i] = *(const words *)(found + i * CHUNK);
-    EXCHANGE(1, ONES, ONES + 2)
-    EXCHANGE(2, TWOS, TWOS + 2)
-    for (int half = 4; half < LANES; half *= 2) EXCHANGE(half, FOURS, FOURS + 4)
+    TURN
     ALL for (int i = 0; i < LANES; i++)
         if (TURNED(i) < many) *(floats *)(to + TURNED(i) * width) = (floats)x[i] * scale;
 }

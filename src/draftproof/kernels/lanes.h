@@ -99,8 +99,10 @@ static inline void fill(const void *from, long first, long n, void *to, long wid
 #define TAKES_TILES 0
 #endif
 #endif
-#if TAKES_PAIRS
+#if TAKES_PAIRS || TAKES_TILES
 #include <immintrin.h>
+#endif
+#if TAKES_PAIRS
 static inline floats plus_pairs(floats sum, words w, uint32_t x) /* sum + w's odd halves times x's, + the even ones */
 {
     return (floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)w, (__m512bh)_mm512_set1_epi32((int)x));

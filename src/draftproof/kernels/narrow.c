@@ -10,10 +10,6 @@
  */
 #include "lanes.h"
 
-#if TAKES_PAIRS || TAKES_TILES
-#include <immintrin.h>
-#endif
-
 #define COLUMNS 4
 #define HEAD 16 /* words before the first block: a line, of which the first four are the upper bytes */
 #define WORDS (3 * WIDE / 2) /* of a block */

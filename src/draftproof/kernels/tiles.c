@@ -8,7 +8,6 @@
 #include "lanes.h"
 
 #if TAKES_TILES
-#include <immintrin.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
@@ -112,6 +111,12 @@ static inline void ask(const uint32_t *from, long words)
     for (long i = 0; i < words; i += 16) __builtin_prefetch(from + AHEAD + i);
 }
 
+/* Zeros behind the first `steps` of a room. */
+static inline void clear(uint32_t *room, long steps)
+{
+    if (steps < SIDE) memset(room + steps * WIDE, 0, 4 * (SIDE - steps) * WIDE);
+}
+
 /* Steps [s, s + n) of a panel in linear.c's words [SIDE, WIDE], zeros behind them: where they lie, `room` if not in the panel. */
 static inline const uint32_t *open_sixteen(const uint32_t *panel, long s, long n, spares *left, uint32_t *room)
 {
@@ -119,7 +124,7 @@ static inline const uint32_t *open_sixteen(const uint32_t *panel, long s, long n
     ask(panel + s * WIDE, n * WIDE);
     if (n == SIDE) return panel + s * WIDE;
     memcpy(room, panel + s * WIDE, 4 * n * WIDE);
-    memset(room + n * WIDE, 0, 4 * (SIDE - n) * WIDE);
+    clear(room, n);
     return room;
 }
 
@@ -127,7 +132,7 @@ static inline const uint32_t *open_twelve(const uint32_t *panel, long s, long n,
 {
     ask(panel + s * (3 * WIDE / 2), n * (3 * WIDE / 2));
     open_narrow(panel, s, n, left, room);
-    memset(room + 2 * n * WIDE, 0, 4 * (SIDE - 2 * n) * WIDE);
+    clear(room, 2 * n);
     return room;
 }
 
@@ -153,7 +158,7 @@ static inline const uint32_t *open_eight(const uint32_t *panel, long s, long n, 
         _mm512_store_ps(room + (i & ~1) * WIDE + (i & 1) * SIDE, _mm512_shuffle_ps(low, high, 0x88));
         _mm512_store_ps(room + (i | 1) * WIDE + (i & 1) * SIDE, _mm512_shuffle_ps(low, high, 0xdd));
     }
-    memset(room + 2 * n * WIDE, 0, 4 * (SIDE - 2 * n) * WIDE);
+    clear(room, 2 * n);
     return room;
 }
 
@@ -284,11 +289,6 @@ form form_of_tiles(int bits, long in)
 int takes_tiles(void) { return 0; }
 
 void leave_tiles(void) {}
-
-void score_in_tiles(const char *key, long apart, const uint32_t *query, long n, long dim, float *to)
-{
-    (void)key, (void)apart, (void)query, (void)n, (void)dim, (void)to;
-}
 
 form form_of_tiles(int bits, long in) { return (form){bits, in}; }
 #endif
