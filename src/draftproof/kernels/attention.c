@@ -145,9 +145,20 @@ static inline __attribute__((always_inline)) void turned(const char *from, long 
 
 #define ACROSS(half, x) __builtin_shuffle(x, AT ^ (half))
 
+/* e to the x for x <= 0, within 2^-17 of it, enough beside values of bfloat16; exactly 0 below -87. A minimax polynomial for 2^t. */
+static inline floats near_exponential(floats x)
+{
+    integers seen = x > -87.0f;
+    floats t = x * 1.44269504088896341f, whole = t + 12582912.0f; /* adding 1.5 * 2^23 rounds to an integer */
+    words power = (words)whole << 23;
+    t -= whole - 12582912.0f;
+    t = (((9.58285294e-3f * t + 5.59064262e-2f) * t + 2.40240991e-1f) * t + 6.93124175e-1f) * t + 1.0f;
+    return (floats)((integers)((words)t + power) & seen);
+}
+
 /* weight [from, to), two vectors at a time: scores → exponentials of their distance to the greatest so far, 0 but in [low, high). Returns
  * the scale of what was summed before. */
-static float normalise(float *weight, long low, long high, long from, long to, float *top, float *norm)
+static float normalise(float *weight, long low, long high, long from, long to, int halves, float *top, float *norm)
 {
     floats sum = {0}, none = sum - INFINITY, best[2] = {none, none};
     integers sound = AT >= 0;
@@ -169,7 +180,7 @@ static float normalise(float *weight, long low, long high, long from, long to, f
     float greatest = best[0][0] > *top ? best[0][0] : *top, kept = greatest == *top ? 1 : expf(*top - greatest);
     for (long s = from; s < to; s += LANES) {
         floats *w = (floats *)(weight + s);
-        *w = exponential(*w - greatest);
+        *w = halves ? near_exponential(*w - greatest) : exponential(*w - greatest);
         sum += *w;
     }
     UNROLL for (int half = LANES / 2; half; half /= 2) sum += ACROSS(half, sum);
@@ -377,7 +388,7 @@ static void follow(const course *c, const piece *w, long path, long from)
                 for (long s = start; s < end; s++)
                     if (!c->sight[ROW(q) * c->seen + base + s]) weight[s] = -INFINITY;
             float kept = normalise(weight, first > start ? first : start, last < end ? last : end, start,
-                                   start + UP(end - start, 2 * LANES), w->top + q, w->norm + q);
+                                   start + UP(end - start, 2 * LANES), a->halves, w->top + q, w->norm + q);
             if (kept != 1)
                 for (long v = 0; v < w->broad; v++) w->sum[q * w->broad + v] *= kept;
         }
