@@ -1,0 +1,212 @@
+"""Sizes of the blocks of our products on one GPU, looked for where they run: in recorded blocks of a shape, one product at a time.
+
+    python benchmarks/blocks.py --shape 8B --seconds 150                    # bfloat16; --eight: floats of eight bits
+    TRITON_INTERPRET=1 python benchmarks/blocks.py --device cpu --shape tiny --layers 1 --tries 2 --turns 1  # no measurement
+
+A product's neighbours decide what its blocks are worth: each kernel begins while the one before ends. So a few layers with random weights,
+more than the second cache holds, are recorded with the small kernels between, and every try is a recording in which one product has other
+sizes, timed in turn with the best so far. The largest product comes first; a try has to win by `--gain`. What is found belongs into
+`blocks` of src/draftproof/gpu/calls.py. Another number of inputs in a block adds up in another order: other bits, as reproducible.
+The last line of standard output is one JSON document.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from gpu import MODELS, copy_bandwidth, finished, tell
+from inflate import Shape
+from provenance import provenance
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from draftproof.models import rows as ours
+from draftproof.models.cache import PagePool
+from draftproof.models.passes import Pass
+from draftproof.models.passes import Path as Along
+
+PAGE, CONTEXT, TILE = 256, 300, 16
+REPLAYS, TURNS = 10, 5
+OUTPUTS, INPUTS, STAGES, WARPS = (16, 32, 64, 128), (64, 128, 256, 512), (2, 3, 4, 5, 6, 8), (2, 4, 8)
+
+Key = tuple[int, int, bool]         # outputs, inputs, gated
+
+
+@dataclass(frozen=True, slots=True)
+class Stand:
+    """Layers and what they are given."""
+
+    layers: list[Any]
+    x: torch.Tensor
+    angles: torch.Tensor
+    place: Pass
+    pool: PagePool
+
+    def run(self) -> torch.Tensor:
+        x = self.x.clone()
+        for layer in self.layers:
+            x = layer.run(x, self.angles, self.place, self.pool)
+        return x
+
+    def products(self) -> dict[str, Key]:
+        """By name, those that read most first."""
+        layer = self.layers[0]
+        parts = {"gate_up": (layer.gate_up, True), "down": (layer.down, False), "qkv": (layer.qkv, False), "o": (layer.o, False)}
+        shapes = {name: (*part.matrix().shape, gated) for name, (part, gated) in parts.items()}
+        keys = {name: (outputs // 2 if gated else outputs, inputs, gated) for name, (outputs, inputs, gated) in shapes.items()}
+        return dict(sorted(keys.items(), key=lambda item: -item[1][0] * item[1][1] * (2 if item[1][2] else 1)))
+
+    def weight_bytes(self) -> int:
+        """Of a layer."""
+        layer = self.layers[0]
+        return sum(part.matrix().nbytes for part in (layer.qkv, layer.o, layer.gate_up, layer.down))
+
+
+def stand(shape: Shape, layers: int, rows: int, eight: bool, device: torch.device) -> Stand:
+    """So many layers of random weights, and `rows` rows behind a text of CONTEXT tokens."""
+    config = LlamaConfig(hidden_size=shape.hidden, num_hidden_layers=layers, num_attention_heads=shape.heads, head_dim=shape.head_dim,
+                         num_key_value_heads=shape.kv_heads, intermediate_size=shape.intermediate, vocab_size=64)
+    with torch.device(device):
+        model = LlamaForCausalLM._from_config(config, dtype=torch.bfloat16, attn_implementation="eager")
+    form = (ours.linear_of_eight if eight else ours.linear)(True)
+    made = [ours.RowsLayer(layer, form) for layer in model.model.layers]
+    position = list(range(CONTEXT, CONTEXT + rows))
+    pages = -(-(CONTEXT + rows) // PAGE)
+    pool = PagePool(PAGE, (pages + 1) * PAGE, device)
+    table, at = [pool.take() for _ in range(pages)], torch.tensor(position, device=device)
+    write = torch.tensor([table[i // PAGE] * PAGE + i % PAGE for i in position], device=device)
+    place = Pass(torch.zeros(1, rows, dtype=torch.int64, device=device), at[None], position, write, None,
+                 [Along(table, list(range(rows)))], PAGE, TILE)
+    made[0].placed(place)
+    x, angles = torch.randn(rows, shape.hidden, device=device), torch.randn(rows, 2, made[0].head_dim, device=device)
+    return Stand(made, x.bfloat16(), angles.bfloat16(), place, pool)
+
+
+@contextmanager
+def sizes(chosen: dict[Key, Any]) -> Iterator[None]:
+    """Products have these blocks, others what they always have."""
+    from draftproof.gpu import calls
+
+    usual = calls.blocks
+    calls.blocks = lambda outputs, inputs, size, gated: chosen.get((outputs, inputs, gated)) or usual(outputs, inputs, size, gated)
+    try:
+        yield
+    finally:
+        calls.blocks = usual
+
+
+def timer(there: Stand, chosen: dict[Key, Any]) -> Callable[[], float]:
+    """What tells the seconds of a layer with these blocks: recorded once on a GPU, run as it is elsewhere."""
+    device = there.x.device
+    with torch.inference_mode(), sizes(chosen):
+        there.run()                                                 # kernels are compiled
+        if device.type != "cuda":
+            def plain() -> float:
+                with torch.inference_mode(), sizes(chosen):
+                    start = finished(device)
+                    there.run()
+                    return (finished(device) - start) / len(there.layers)
+
+            return plain
+        finished(device)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            there.run()
+
+    def replayed() -> float:
+        start = finished(device)
+        for _ in range(REPLAYS):
+            graph.replay()
+        return (finished(device) - start) / REPLAYS / len(there.layers)
+
+    return replayed
+
+
+def compared(one: Callable[[], float], other: Callable[[], float], turns: int) -> tuple[float, float, float]:
+    """Medians of both, in turn, and of other ÷ one."""
+    one(), other()
+    pairs = [(one(), other()) for _ in range(turns)]
+    return median(a for a, _ in pairs), median(b for _, b in pairs), median(b / a for a, b in pairs)
+
+
+def tries(key: Key, size: int, count: int | None, rng: random.Random) -> list[Any]:
+    """Blocks worth a try, in random order: whole in inputs, and not more of them than fit in half a processor's shared memory."""
+    from draftproof.gpu.calls import Blocks
+
+    found = [Blocks(*sizes_) for sizes_ in product(OUTPUTS, INPUTS, STAGES, WARPS)]
+    found = [b for b in found if key[1] % b.inputs == 0 or b.inputs == min(INPUTS)]
+    room = [b for b in found if b.stages * b.inputs * (b.outputs * size * (2 if key[2] else 1) + 32) <= 200_000]
+    return rng.sample(room, len(room) if count is None else min(count, len(room)))
+
+
+def search(there: Stand, args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Per product what was found, and a layer's time before and after."""
+    from draftproof.gpu import calls
+
+    end, rng = time.perf_counter() + args.seconds, random.Random(args.seed)
+    size, chosen, said = there.layers[0].o.matrix().element_size(), {}, []
+    products = there.products()
+    for i, (name, key) in enumerate(products.items()):
+        until = time.perf_counter() + (end - time.perf_counter()) / (len(products) - i)     # a fair share of what is left
+        usual = calls.blocks(*key[:2], size, key[2])
+        best, clock, tried, first = usual, timer(there, chosen), 0, None
+        for other in tries(key, size, args.tries, rng):
+            if time.perf_counter() > until:
+                break
+            try:
+                another = timer(there, {**chosen, key: other})
+            except Exception as error:                              # more registers or shared memory than there is
+                tell(f"{name} {tuple(other)}: {type(error).__name__}")
+                continue
+            tried += 1
+            now, then, ratio = compared(clock, another, args.turns)
+            first = first or now
+            if ratio < 1 - args.gain:
+                best, clock, chosen = other, another, {**chosen, key: other}
+                tell(f"{name} {tuple(other)}: a layer takes {then * 1e6:.1f} us, {ratio:.3f} of before")
+        said.append({"product": name, "outputs": key[0], "inputs": key[1], "gated": key[2], "usual": list(usual), "best": list(best),
+                     "tried": tried, "before_us": (first or 0.0) * 1e6})
+    before, after, ratio = compared(timer(there, {}), timer(there, chosen), 2 * args.turns)
+    return [*said, {"product": "all", "before_us": before * 1e6, "after_us": after * 1e6, "ratio": ratio,
+                    "gb_per_s": there.weight_bytes() / after / 1e9}]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--shape", default="8B", choices=list(MODELS))
+    parser.add_argument("--eight", action="store_true", help="weights are floats of eight bits")
+    parser.add_argument("--layers", type=int, default=6)
+    parser.add_argument("--rows", type=int, default=1)
+    parser.add_argument("--seconds", type=float, default=150, help="after which no try begins")
+    parser.add_argument("--tries", type=int, help="of a product; all that fit where nothing is said")
+    parser.add_argument("--turns", type=int, default=TURNS)
+    parser.add_argument("--gain", type=float, default=0.003)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    device = torch.device(args.device)
+    there = stand(MODELS[args.shape].shape, args.layers, args.rows, args.eight, device)
+    found = {"shape": args.shape, "eight": args.eight, "rows": args.rows, "copy_gb_per_s": copy_bandwidth(device),
+             "products": search(there, args), "provenance": provenance()}
+    for line in found["products"]:
+        print(", ".join(f"{name} {value}" for name, value in line.items()), file=sys.stderr)
+    print(json.dumps(found))
+    if args.json:
+        args.json.write_text(json.dumps(found))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

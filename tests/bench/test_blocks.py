@@ -1,0 +1,52 @@
+"""benchmarks/blocks.py: what it tries, and that a layer with other blocks is the same layer. Times are a GPU's."""
+
+from __future__ import annotations
+
+import random
+from argparse import Namespace
+
+import pytest
+import torch
+from benchmark_module import benchmark
+
+pytest.importorskip("triton")
+blocks = benchmark("blocks")
+from draftproof.gpu import calls  # noqa: E402
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="Triton compiles here, and interprets nothing")
+
+
+def test_other_blocks_compute_the_same_and_the_usual_ones_come_back() -> None:
+    torch.manual_seed(0)
+    there = blocks.stand(blocks.Shape(64, 2, 4, 2, 96, head_dim=16), 2, 3, False, torch.device("cpu"))
+    products = there.products()
+    assert products == {"gate_up": (96, 64, True), "qkv": (128, 64, False), "down": (64, 96, False), "o": (64, 64, False)}
+    assert list(products)[:1] == ["gate_up"] and there.weight_bytes() == 2 * (2 * 96 * 64 + 128 * 64 + 64 * 96 + 64 * 64)
+    usual, plain = calls.blocks, there.run()
+    with blocks.sizes({products["down"]: calls.Blocks(32, 64, 2, 4)}):
+        assert calls.blocks(64, 96, 2, False) == calls.Blocks(32, 64, 2, 4) and calls.blocks(64, 64, 2, False) == usual(64, 64, 2, False)
+        other = there.run()
+    assert calls.blocks is usual
+    torch.testing.assert_close(other.float(), plain.float(), rtol=0.02, atol=0.02)
+
+
+def test_a_try_that_is_faster_is_kept_and_one_that_cannot_run_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    there = blocks.stand(blocks.Shape(64, 1, 4, 2, 96, head_dim=16), 1, 1, False, torch.device("cpu"))
+    good, bad = calls.Blocks(32, 64, 2, 4), calls.Blocks(128, 64, 2, 4)
+
+    def timed(_: object, chosen: dict[object, object]) -> object:
+        if bad in chosen.values():
+            raise RuntimeError("out of resource")
+        return lambda: 1.0 - 0.1 * list(chosen.values()).count(good)
+
+    monkeypatch.setattr(blocks, "timer", timed)
+    monkeypatch.setattr(blocks, "tries", lambda *_: [bad, good, calls.Blocks(16, 64, 2, 4)])
+    *found, whole = blocks.search(there, Namespace(seconds=60.0, seed=0, tries=None, turns=1, gain=0.003))
+    assert [one["best"] for one in found] == [list(good)] * 4 and [one["tried"] for one in found] == [2] * 4
+    assert whole["ratio"] == pytest.approx(0.6)
+
+
+def test_what_is_tried_fits_and_leaves_no_rest() -> None:
+    found = blocks.tries((4096, 14336, False), 2, None, random.Random(0))
+    assert len(found) > 50 and all(14336 % b.inputs == 0 and b.stages * b.inputs * (b.outputs * 2 + 32) <= 200_000 for b in found)
+    assert len(blocks.tries((4096, 14336, True), 2, 7, random.Random(0))) == 7
