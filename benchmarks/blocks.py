@@ -31,12 +31,14 @@ from inflate import Shape
 from provenance import provenance
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from draftproof.config import LoadConfig
 from draftproof.models import rows as ours
+from draftproof.models.attention import TILE
 from draftproof.models.cache import PagePool
 from draftproof.models.passes import Pass
 from draftproof.models.passes import Path as Along
 
-PAGE, CONTEXT, TILE = 256, 300, 16
+PAGE, CONTEXT = LoadConfig().page_tokens, 300
 REPLAYS, TURNS = 10, 5
 OUTPUTS, INPUTS, STAGES, WARPS = (16, 32, 64, 128), (64, 128, 256, 512), (2, 3, 4, 5, 6, 8), (2, 4, 8)
 
@@ -59,18 +61,19 @@ class Stand:
             x = layer.run(x, self.angles, self.place, self.pool)
         return x
 
+    def matrices(self) -> dict[str, torch.Tensor]:
+        """Of a layer's products, those that read most first."""
+        found = {name: getattr(self.layers[0], name).matrix() for name in ("gate_up", "down", "qkv", "o")}
+        return dict(sorted(found.items(), key=lambda item: -item[1].nbytes))
+
     def products(self) -> dict[str, Key]:
-        """By name, those that read most first."""
-        layer = self.layers[0]
-        parts = {"gate_up": (layer.gate_up, True), "down": (layer.down, False), "qkv": (layer.qkv, False), "o": (layer.o, False)}
-        shapes = {name: (*part.matrix().shape, gated) for name, (part, gated) in parts.items()}
-        keys = {name: (outputs // 2 if gated else outputs, inputs, gated) for name, (outputs, inputs, gated) in shapes.items()}
-        return dict(sorted(keys.items(), key=lambda item: -item[1][0] * item[1][1] * (2 if item[1][2] else 1)))
+        """As `blocks` is asked about them, by name."""
+        return {name: (len(matrix) // 2, matrix.shape[1], True) if name == "gate_up" else (*matrix.shape, False)
+                for name, matrix in self.matrices().items()}
 
     def weight_bytes(self) -> int:
         """Of a layer."""
-        layer = self.layers[0]
-        return sum(part.matrix().nbytes for part in (layer.qkv, layer.o, layer.gate_up, layer.down))
+        return sum(matrix.nbytes for matrix in self.matrices().values())
 
 
 def stand(shape: Shape, layers: int, rows: int, eight: bool, device: torch.device) -> Stand:
@@ -111,26 +114,22 @@ def timer(there: Stand, chosen: dict[Key, Any]) -> Callable[[], float]:
     device = there.x.device
     with torch.inference_mode(), sizes(chosen):
         there.run()                                                 # kernels are compiled
-        if device.type != "cuda":
-            def plain() -> float:
-                with torch.inference_mode(), sizes(chosen):
-                    start = finished(device)
-                    there.run()
-                    return (finished(device) - start) / len(there.layers)
-
-            return plain
         finished(device)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            there.run()
+        run, times = there.run, 1
+        if device.type == "cuda":
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                there.run()
+            run, times = graph.replay, REPLAYS
 
-    def replayed() -> float:
-        start = finished(device)
-        for _ in range(REPLAYS):
-            graph.replay()
-        return (finished(device) - start) / REPLAYS / len(there.layers)
+    def timed() -> float:
+        with torch.inference_mode(), sizes(chosen):
+            start = finished(device)
+            for _ in range(times):
+                run()
+            return (finished(device) - start) / times / len(there.layers)
 
-    return replayed
+    return timed
 
 
 def compared(one: Callable[[], float], other: Callable[[], float], turns: int) -> tuple[float, float, float]:
@@ -141,7 +140,7 @@ def compared(one: Callable[[], float], other: Callable[[], float], turns: int) -
 
 
 def tries(key: Key, size: int, count: int | None, rng: random.Random) -> list[Any]:
-    """Blocks worth a try, in random order: whole in inputs, and not more of them than fit in half a processor's shared memory."""
+    """Blocks worth a try, in random order: whole in inputs, and not more of them at once than a large GPU's shared memory holds."""
     from draftproof.gpu.calls import Blocks
 
     found = [Blocks(*sizes_) for sizes_ in product(OUTPUTS, INPUTS, STAGES, WARPS)]
@@ -155,7 +154,7 @@ def search(there: Stand, args: argparse.Namespace) -> list[dict[str, Any]]:
     from draftproof.gpu import calls
 
     end, rng = time.perf_counter() + args.seconds, random.Random(args.seed)
-    size, chosen, said = there.layers[0].o.matrix().element_size(), {}, []
+    size, chosen, said = there.matrices()["o"].element_size(), {}, []
     products = there.products()
     for i, (name, key) in enumerate(products.items()):
         until = time.perf_counter() + (end - time.perf_counter()) / (len(products) - i)     # a fair share of what is left
