@@ -14,7 +14,7 @@ from typing import Any
 from draftproof import Budget, Draft, Verdict
 from draftproof.drafters.grow import affordable
 from draftproof.engine.control import AutoDepth, Control
-from draftproof.engine.costs import PassCosts
+from draftproof.engine.costs import LINGER, PassCosts
 from draftproof.trace.events import Times
 
 Chance = Callable[[str, str, int], Sequence[float]]
@@ -68,6 +68,7 @@ class World:
     knee: float = math.inf
     length: int = 96                     # tokens of an answer
     prompt: int = 100
+    linger: float = 0.0                  # of a plain pass, by so much the first ones after one with guesses take longer
     noise: float = 0.0                   # of a measured time, as the standard deviation of its logarithm
     depth: int = 12
     tree: int | None = None              # trees as `grown`, sure in a third of the rounds; `chance` is not looked at
@@ -76,7 +77,7 @@ class World:
     def __post_init__(self) -> None:
         self.dice, self.made, self.rounds = random.Random(self.seed), 0, 0
         self.seconds, self.tokens, self.asked, self.probes = 0.0, 0.0, 0, 0
-        self.weather, self.passes = 1.0, PassCosts()
+        self.weather, self.passes, self.plain = 1.0, PassCosts(), LINGER
         self.live: list[Any] = [self._fresh() for _ in range(self.batch)]
         for i, seq in enumerate(self.live):                      # they do not all end at once
             seq.tokens += [0] * (i * self.length // self.batch)
@@ -131,7 +132,8 @@ class World:
                       for a in levels)
         self.tokens += self.batch                    # expected tokens: their luck is no merit of the controller
         rows = self.batch + sum(map(len, drafts))
-        score_s = pass_seconds(self.batch, rows, keys, self.knee)
+        self.plain = self.plain + 1 if rows == self.batch else 0
+        score_s = pass_seconds(self.batch, rows, keys, self.knee) * (1 + self.linger * (0 < self.plain <= LINGER))
         self.seconds += draft_s + score_s
         self.rounds += 1
         self.weather *= math.exp(self.dice.gauss(0, self.noise / 5))          # drifts, and comes back
@@ -140,7 +142,7 @@ class World:
         for seq, verdict in zip(self.live, verdicts, strict=True):
             seq.tokens += [0] * (len(verdict.accepted) + 1)
         control.learn(self.live, budgets, drafts, verdicts, Times(seen[0], seen[1], 0.0, 0.0))
-        self.passes.learn(self.batch, rows, keys, seen[1])
+        self.passes.follow(self.batch, rows, keys, seen[1])
         for i, seq in enumerate(self.live):
             if len(seq.tokens) >= seq.limit:
                 control.forget(seq)

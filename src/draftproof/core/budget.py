@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from operator import mul
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -119,30 +120,29 @@ def _best_of_one(survival: Sequence[float], draft_cost: Sequence[float], score_c
 
 def _best_of_many(survivals: Sequence[Sequence[float]], draft_cost: Sequence[float], score_cost: Sequence[float], overhead: float,
                   shares: Sequence[Sequence[float]] | None, batch: int) -> tuple[list[int], float]:
-    offers = sorted((-chance, depth, i, 1.0 if shares is None else shares[i][depth - 1])
-                    for i, chances in enumerate(survivals) for depth, chance in enumerate(accumulate(chances, min), 1))
-    rest = [0.0, *accumulate(-chance for chance, _, _, _ in reversed(offers))]       # tokens that the last 0, 1, … offers could bring
-    best: list[int] = [0] * len(survivals)
-    best_rate = batch / (draft_cost[0] + score_cost[batch - 1])
-    for limit in range(1, min(max(map(len, survivals), default=0) + 1, len(draft_cost))):
-        tokens, rows, wins, fixed = float(batch), float(batch), 0, draft_cost[limit] + overhead
-        for place, (chance, depth, _, share) in enumerate(offers, 1):
-            if depth > limit:
-                continue
-            if rows + share > len(score_cost):
-                break
-            tokens -= chance
-            rows += share
-            cost = fixed + between(score_cost, rows)
-            if tokens > best_rate * cost:
-                best_rate, wins = tokens / cost, place
-            elif tokens + rest[len(offers) - place] <= best_rate * cost:
-                break                                                        # costs do not fall, so nothing behind can win
-        if wins:
-            best = [0] * len(survivals)
-            for _, depth, i, _ in offers[:wins]:
-                best[i] += depth <= limit
-    return best, best_rate
+    """Every limit on the depth [L] with every number of rows [N], at once."""
+    plain, lengths = batch / (draft_cost[0] + score_cost[batch - 1]), np.array([len(chances) for chances in survivals])
+    limits = np.arange(1, min(int(lengths.max()) + 1, len(draft_cost)))
+    if not len(limits):
+        return [0] * len(survivals), plain
+    chance = np.array([chance for chances in survivals for chance in accumulate(chances, min)])
+    share = np.ones(len(chance)) if shares is None else np.array([share for sequence in shares for share in sequence])
+    owner = np.repeat(np.arange(len(survivals)), lengths)
+    depth = np.arange(1, len(chance) + 1) - np.repeat(lengths.cumsum() - lengths, lengths)
+    order = np.lexsort((owner, depth, -chance))
+    chance, depth, owner, share = chance[order], depth[order], owner[order], share[order]
+    within = depth <= limits[:, None]
+    tokens, rows = (np.where(within, add, 0.0) for add in (chance, share))
+    tokens[:, 0] += batch
+    rows[:, 0] += batch
+    tokens, rows = tokens.cumsum(1), rows.cumsum(1)
+    costs = np.interp(rows, np.arange(1, len(score_cost) + 1), score_cost) + (np.array(draft_cost)[limits] + overhead)[:, None]
+    rates = np.where(within & (rows <= len(score_cost)), tokens / costs, 0.0)
+    limit, last = divmod(int(rates.argmax()), len(chance))
+    if rates[limit, last] <= plain:
+        return [0] * len(survivals), plain
+    granted = np.bincount(owner[:last + 1][within[limit, :last + 1]], minlength=len(survivals))
+    return granted.tolist(), float(rates[limit, last])
 
 
 def between(score_cost: Sequence[float], rows: float) -> float:

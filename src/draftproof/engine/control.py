@@ -9,16 +9,16 @@ cost together is bounded whatever the drafter does; trials near the break-even a
 from __future__ import annotations
 
 from collections import abc
-from itertools import zip_longest
-from math import exp, inf, isqrt, prod
+from dataclasses import replace
+from math import exp, inf, isqrt
 from time import perf_counter
 from typing import Protocol
 
 from ..core.budget import best_batch, between
 from ..trace.events import Times
 from ..types import Budget, Draft, Verdict
-from .costs import PassCosts
-from .plans import Arm, Asked, Choice, Plan, Scene, Shown, Trial
+from .costs import LINGER, PassCosts, lingering
+from .plans import Arm, Asked, Choice, Plan, Scene, Shown, Trial, reaching
 from .sequence import Sequence
 from .survival import Hazards, Survival
 
@@ -64,7 +64,9 @@ CALM = 4                # times REPLAN, at most, where plans keep to one drafter
 THRIFT = 0.015          # of the time, about, that plans and what they learn from may take where a text is known a little
 TRIALS = 3              # rounds of a drafter before it may be chosen
 TRIAL_DEPTH, FIRST_DEPTH = 2, 4
-AGAIN = 64              # rounds with drafts after which a plain pass is timed again
+FEW = 4                 # a plan goes on where at most one text in so many is new
+PLAIN_AFTER = 64        # rounds with drafts after which a plain pass is timed again, for each that this takes
+AGAIN = Choice(0, "auto: timing a plain pass again")
 SIZES = 50              # trees whose sizes are remembered
 HORIZON = 64            # tokens over which reading a text for the first time must pay off
 OVERDRAFT = 1.0, 8.0    # plain passes that a trial is charged at most, one of the first and a later one: neither what a first call
@@ -86,7 +88,9 @@ class AutoDepth:
         self.rounds = 0
         self._plan: Plan | None = None
         self._choices: list[Choice] = []
-        self._planned: tuple[str, ...] = ()
+        self._last: Scene | None = None                          # for which it was made
+        self._planned: tuple[str, ...] = ()                      # the texts that it goes on for
+        self._due = 0                                            # the round from which another may be made because texts came
         self._next = 0                                           # the round of the next plan for the same sequences
         self._same = 0                                           # plans in a row that kept to one drafter for them
         self._trial: Trial | None = None
@@ -94,8 +98,8 @@ class AutoDepth:
         self._seen = 0                                           # the last round that was taken in
         self._own = self._spent = 0.0                            # seconds of a plan and of learning for it: usual ones, and since the last
         self._looks = inf                                        # how many rounds before the next plan are taken in
-        self._plain_at = 0                                       # the last round without any draft
         self._plain_credit = 0.0
+        self._more = self._timed = 0                             # rounds for which the trial of a plain pass goes on, and when it began
         self._overhead = 0.0                                     # seconds of a round's drafting step in which nothing was drafted
 
     @property
@@ -121,22 +125,25 @@ class AutoDepth:
     # The protocol.
 
     def depths(self, batch: abc.Sequence[Sequence], rooms: abc.Sequence[int], whole: abc.Sequence[Sequence]) -> list[Choice]:
+        if self._more:
+            self._more -= 1
+            return [AGAIN] * len(batch)
         self._trial = None
         if not self.passes.known:
             return [Choice(0, "auto: timing a plain pass")] * len(batch)
         ids = tuple([seq.id for seq in batch])
-        if self.rounds < self._next and (ids == self._planned or self._carried(ids)):
+        if self.rounds < self._next and self._planned and (ids == self._planned or self._carried(batch, rooms, ids)):
             return self._choices
         start = perf_counter()
         self._settle()
         scene, before = self._scene(batch, rooms, whole), self._plan
         self._plan = self._best(scene, before.arm if before else None)
-        calm = before and ids == self._planned and (before.arm, before.drafts) == (self._plan.arm, self._plan.drafts)
-        self._planned, self._same = ids, min(self._same + 1, CALM) if calm else 1
-        self._choices = self._told(scene, self._plan)
+        calm = before is not None and (before.arm, before.drafts) == (self._plan.arm, self._plan.drafts)
+        self._same = min(self._same + 1, CALM) if calm and ids == self._planned else 1
+        self._last, self._planned, self._choices = scene, ids, self._told(scene, self._plan)
         self._next = self.rounds + (self._same * REPLAN + len(batch) // 4 if self.tried else 1)
         choices = self._tried(scene, self._plan) or self._choices
-        self._spare(self._plan, perf_counter() - start)
+        self._spare(self._plan, perf_counter() - start, calm)
         return choices
 
     def learn(self, batch: abc.Sequence[Sequence], budgets: abc.Sequence[Budget], drafts: abc.Sequence[Draft],
@@ -162,11 +169,23 @@ class AutoDepth:
 
     # Plans.
 
-    def _carried(self, ids: tuple[str, ...]) -> bool:
-        """Whether the plan goes on for what is left of its texts; prices of trees are of all of them."""
-        if self.tree or not set(ids) < set(self._planned):
+    def _carried(self, batch: abc.Sequence[Sequence], rooms: abc.Sequence[int], ids: tuple[str, ...]) -> bool:
+        """Whether the plan goes on for what is left of its texts, and for a few that came: each of their guesses that is worth as much as
+        the last one granted. Prices of trees are of all texts."""
+        told, plan, scene = dict(zip(self._planned, self._choices, strict=True)), self._plan, self._last
+        new = [i for i, name in enumerate(ids) if name not in told]
+        if self.tree or new and self.rounds >= self._due or FEW * len(new) > len(ids) or plan is None or scene is None:
             return False
-        told = dict(zip(self._planned, self._choices, strict=True))
+        if new:
+            came, depths, chances = [batch[i] for i in new], [0] * len(new), [list[float]() for _ in new]
+            if plan.arm is not None:
+                chances, _ = plan.arm.chances(came, self.rounds, [rooms[i] for i in new], self.least)
+                for j, (seq, own) in enumerate(zip(came, chances, strict=True)):
+                    gains = [chance - plan.least for chance in own[:max(plan.depths)] if chance >= plan.least]
+                    if HORIZON / (1 + sum(own[:len(gains)])) * sum(gains) / plan.rate >= plan.arm.fee(seq, scene):
+                        depths[j] = len(gains)
+            joined = Plan(plan.arm, depths, plan.tokens, plan.seconds, chances)
+            told.update(zip([ids[i] for i in new], self._told(replace(scene, batch=came), joined), strict=True))
         self._planned, self._choices = ids, [told[name] for name in ids]
         return True
 
@@ -188,23 +207,19 @@ class AutoDepth:
 
     def _of(self, arm: Arm, scene: Scene) -> Plan:
         """The best depths with this arm; texts that it would have to read first only where that pays off."""
-        rooms = scene.rooms
-        if self.least:
-            rooms = [room if arm.survival.first(seq) >= self.least else 0 for seq, room in zip(scene.batch, rooms, strict=True)]
-        chances, shares = arm.survival.of(scene.batch, self.rounds, rooms)
+        chances, shares = arm.chances(scene.batch, self.rounds, scene.rooms, self.least)
         plan = self._fitted(arm, scene, chances, shares)
-        unread = [arm.unread(seq) if depth else 0 for seq, depth in zip(scene.batch, plan.depths, strict=True)]
-        fees = [arm.costs.per_unread * tokens for tokens in unread]
-        late = [i for i, fee in enumerate(fees) if fee > 0.05 * scene.plain.seconds]
+        fees = [arm.fee(seq, scene) if depth else 0.0 for seq, depth in zip(scene.batch, plan.depths, strict=True)]
+        late = [i for i, fee in enumerate(fees) if fee]
         if late:
             without = self._fitted(arm, scene, [[] if i in late else c for i, c in enumerate(chances)], shares)
             ahead = sum(min(scene.rooms[i], HORIZON) for i in late) / len(late) * scene.rows         # tokens of the whole batch
-            if ahead / without.rate - ahead / plan.rate < sum(fees[i] for i in late):
+            if ahead / without.rate - ahead / plan.rate < sum(fees):
                 return without
         return plan
 
     def _fitted(self, arm: Arm, scene: Scene, chances: list[list[float]], shares: list[list[float]]) -> Plan:
-        draft = arm.costs.levels(_reach(shares, bool(self.tree)))
+        draft = arm.costs.levels(reaching(shares, bool(self.tree)))
         per_token = arm.costs.per_token
         score = [seconds + per_token * drafted for drafted, seconds in enumerate(scene.score, 1 - scene.rows)]
         if self.tree:
@@ -241,16 +256,14 @@ class AutoDepth:
                 best, best_rate = depths, rate
         return best, best_rate
 
-    def _spare(self, plan: Plan, planning: float) -> None:
+    def _spare(self, plan: Plan, planning: float, calm: bool) -> None:
         """Where rounds are so short that plans count, `planning` and what was learnt for it, make the next one later."""
         self._spent += planning
         self._own += (self._spent - self._own) * (0.2 if self._own else 1.0)
-        self._spent, self._looks = 0.0, inf
-        if self._trial is not None or self._same == 1 or not self.tried:
-            return
         rest = int(min(self._own / (THRIFT * plan.seconds), REST))
-        if self.rounds + rest > self._next:
-            self._next, self._looks = self.rounds + rest, max(REPLAN, rest // 4)
+        self._spent, self._looks, self._due = 0.0, inf, self.rounds + rest
+        if self._trial is None and calm and self.tried and self._due > self._next:
+            self._next, self._looks = self._due, max(REPLAN, rest // 4)
 
     def _told(self, scene: Scene, plan: Plan) -> list[Choice]:
         """The plan in words."""
@@ -295,11 +308,12 @@ class AutoDepth:
                 return [Choice(depths[i], why, arm.name, prices[i]) if i in depths else choice for i, choice in enumerate(self._choices)]
             wait = min(wait, (trial.loss - arm.credit) * len(self.arms) / (SHARE * plan.seconds))
         if plan.drafts:
-            loss = plain - scene.rows / plan.rate
-            self._next = min(self._next, max(self.rounds + REPLAN, self._plain_at + AGAIN + 1))
-            if self.rounds - self._plain_at > AGAIN and loss <= self._plain_credit:
-                self._trial = Trial(None, [], loss, 0.0, 0.0, plan.rate)
-                return [Choice(0, "auto: timing a plain pass again")] * len(plan.depths)
+            loss, rounds = plain - scene.rows / plan.rate, 1 + lingering(scene.rows)
+            wanted = PLAIN_AFTER * rounds - min(self.passes.since_plain, self.rounds - self._timed)    # others may guess in it
+            self._next = min(self._next, self.rounds + max(REPLAN, wanted + 1))
+            if wanted < 0 and rounds * loss <= self._plain_credit:
+                self._trial, self._more, self._timed = Trial(None, [], loss, 0.0, 0.0, plan.rate), rounds - 1, self.rounds
+                return [AGAIN] * len(plan.depths)
         else:
             self._next = max(self._next, self.rounds + int(min(wait, REST)))
         return None
@@ -314,7 +328,7 @@ class AutoDepth:
         chances, shares = arm.survival.of(asked, self.rounds, list(depths.values()))
         new = self._nodes(arm, depths.values()) if self.tree else sum(map(sum, shares))
         rows = scene.rows + self._nodes(arm if plan.arm is None else plan.arm, rest) + new
-        reach = _reach(shares, bool(self.tree))
+        reach = reaching(shares, bool(self.tree))
         drafting = beside + arm.costs.seconds(reach, new, sum(map(arm.unread, asked)))
         if plan.arm is arm and any(rest):
             drafting -= arm.costs.seconds(reach[:max(rest)], 0, 0)         # the call and its levels are shared
@@ -354,11 +368,9 @@ class AutoDepth:
         since, self._seen = shown.at - self._seen, shown.at
         if self._plan is not None:
             earned = SHARE * self._plan.seconds * since
-            self._plain_credit = min(self._plain_credit + earned, self._plan.seconds)
+            self._plain_credit = min(self._plain_credit + earned, (1 + LINGER) * self._plan.seconds)
             for arm in self.arms:
                 arm.earn(earned / len(self.arms))
-        if not any([one.drafted for one in shown.asked]):
-            self._plain_at = shown.at                            # a pass like any without guesses, whoever was asked
         if not shown.asked:
             self._overhead += (shown.draft_s - self._overhead) * (0.1 if self._overhead else 1.0)
             return 0.0
@@ -385,13 +397,3 @@ class AutoDepth:
         if seconds is not None:
             levels = max(one.granted if self.tree and one.depth else one.depth for one in asked)
             arm.costs.learn(levels, sum(one.drafted for one in asked), unread, seconds)
-
-
-def _reach(shares: abc.Sequence[abc.Sequence[float]], whole: bool) -> abc.Sequence[float]:
-    """How often a drafter is expected to go to level k = 1, 2, …: where any of these sequences has a k-th token. whole: as a tree grows, to
-    the last level that is granted, whatever is kept of it."""
-    if whole:
-        shares = [[first] * len(share) for share in shares for first in share[:1]]
-    if len(shares) == 1:
-        return shares[0]
-    return [1 - prod(1 - share for share in level) for level in zip_longest(*shares, fillvalue=0.0)]

@@ -25,9 +25,16 @@ COLD = 3                # … after this many measurements; the first call of an
 SCALE = 2.0             # standard deviation of the logarithm of the machine's speed, before a second measurement
 WEATHER = 0.03          # drift of the weather between two rounds
 AGEING = 1e-3           # drift of everything else
+LINGER = 3              # plain passes of several sequences, after one with guesses, that are slower than others, by up to an eighth where
+                        # they take 3 ms: its caches and its clock rate are still there; of one sequence none is
 WAITING = 64            # measurements that may wait until an estimate is asked for
 SETTLED, SELDOM = 8, 32  # measurements of one shape, after which only one in as many as there were is looked at, and at least one in so
                         # many: looking costs time itself
+
+
+def lingering(batch: int) -> int:
+    """Plain passes of so many sequences that show what one with guesses before them has left, not what plain decoding takes."""
+    return LINGER if batch > 1 else 0
 
 
 class Filter:
@@ -97,7 +104,9 @@ class PassCosts:
         self.moment = Moment()                      # of the last measurement
         self._waiting: list[tuple[Moment, int, int, int, float, int]] = []      # as `learn` is told, and passes since the one before
         self._round = self._learnt = 0              # passes told, and the last of them that was looked at
-        self._bent: list[float] = []                # of 1, 2, … rows the factor that bends are, until the next measurement
+        self.since_plain = 0                        # passes told since one without guesses
+        self._plain = 0                             # passes in a row that had none
+        self._bent: Vector = np.zeros(0)            # of 1, 2, … rows the factor that bends are, until the next measurement
         self._shapes: dict[tuple[int, int], tuple[int, int]] = {}       # how often it was looked at, and when last
 
     @property
@@ -110,9 +119,15 @@ class PassCosts:
         self.settle()
         return self.moment.weather
 
+    def follow(self, batch: int, rows: int, keys: int, seconds: float) -> None:
+        """`learn` of a pass among others, unless it shows what the one before has left."""
+        self._plain = self._plain + 1 if rows == batch else 0
+        if not 0 < self._plain <= lingering(batch) or not self.known:
+            self.learn(batch, rows, keys, seconds)
+
     def learn(self, batch: int, rows: int, keys: int, seconds: float) -> None:
         """A pass over `rows` rows of `batch` sequences whose texts have `keys` tokens in all took so long."""
-        self._round += 1
+        self._round, self.since_plain = self._round + 1, self.since_plain + 1 if rows > batch else 0
         shape = batch, rows if rows <= 16 else int(8 * math.log2(rows))         # of many rows, those within a tenth are alike
         count, last = self._shapes.get(shape, (0, 0))
         if seconds <= 0 or (count >= SETTLED and self._round - last < min(count, SELDOM)):
@@ -134,17 +149,18 @@ class PassCosts:
             self._filter.learn(parts, self._mix(rows), math.log(seconds))
             moment.weather = float(self._filter.terms[-1])
         self._waiting.clear()
-        self._bent = []
+        self._bent = np.zeros(0)
 
     def curve(self, batch: int, keys: int, rows: int) -> list[float]:
         """Seconds [rows] in fair weather of passes over 1, 2, … `rows` rows, never falling."""
         self.settle()
+        many = np.arange(1.0, rows + 1)
         if len(self._bent) < rows:
-            many = np.arange(1.0, rows + 1)
-            self._bent = np.exp(np.interp(self.STEPS * np.log2(many), np.arange(self.KNOTS), self._filter.terms[:-1])).tolist()
+            self._bent = np.exp(np.interp(self.STEPS * np.log2(many), np.arange(self.KNOTS), self._filter.terms[:-1]))
         one, each, row, key, pair = self._filter.weights.tolist()
         base, slope = one + each * batch + key * keys / 1e3, row + pair * keys / batch / 1e3
-        return list(accumulate([(base + slope * n) * bent for n, bent in enumerate(self._bent[:rows], 1)], max))
+        found: list[float] = np.maximum.accumulate((base + slope * many) * self._bent[:rows]).tolist()
+        return found
 
     def _mix(self, rows: int) -> Vector:
         mix = np.zeros(self.KNOTS + 1)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections import abc
 from dataclasses import dataclass, field
+from itertools import zip_longest
+from math import inf, prod
 from typing import NamedTuple, Self
 
 from ..core.tree import depths as levels
@@ -11,6 +13,8 @@ from ..types import Budget, Draft, Verdict
 from .costs import DraftCosts, Moment
 from .sequence import Sequence
 from .survival import Survival
+
+FEE = 0.05       # of a plain pass: less to read first is not looked at
 
 
 class Choice(NamedTuple):
@@ -41,6 +45,18 @@ class Arm:
     def unread(self, seq: Sequence) -> int:
         return len(seq.tokens) - (self.read.get(seq.id, 0) if seq.state is not None else 0)
 
+    def fee(self, seq: Sequence, scene: Scene) -> float:
+        """Seconds that it would have to read for before it guesses; 0 where they do not count."""
+        seconds = self.costs.per_unread * self.unread(seq)
+        return seconds if seconds > FEE * scene.plain.seconds else 0.0
+
+    def chances(self, batch: abc.Sequence[Sequence], at: int, rooms: abc.Sequence[int],
+                least: float) -> tuple[list[list[float]], list[list[float]]]:
+        """As `Survival.of`, with nothing for those whose first guess stands less often than `least`."""
+        if least:
+            rooms = [room if self.survival.first(seq) >= least else 0 for seq, room in zip(batch, rooms, strict=True)]
+        return self.survival.of(batch, at, rooms)
+
 
 @dataclass(frozen=True, slots=True)
 class Plan:
@@ -59,6 +75,11 @@ class Plan:
     @property
     def drafts(self) -> bool:
         return any(self.depths)
+
+    @property
+    def least(self) -> float:
+        """The chance of the least promising guess that is granted."""
+        return min([chances[depth - 1] for chances, depth in zip(self.chances, self.depths, strict=True) if depth], default=inf)
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,3 +138,13 @@ class Shown(NamedTuple):
     asked: list[Asked]
     draft_s: float
     moment: Moment
+
+
+def reaching(shares: abc.Sequence[abc.Sequence[float]], whole: bool) -> abc.Sequence[float]:
+    """How often a drafter is expected to go to level k = 1, 2, …: where any of these sequences has a k-th token. whole: as a tree grows, to
+    the last level that is granted, whatever is kept of it."""
+    if whole:
+        shares = [[first] * len(share) for share in shares for first in share[:1]]
+    if len(shares) == 1:
+        return shares[0]
+    return [1 - prod(1 - share for share in level) for level in zip_longest(*shares, fillvalue=0.0)]

@@ -78,8 +78,8 @@ class Rounds:
                   for i, seq in enumerate(batch)]
         for i, one in enumerate(judged):
             self._count(one, scores.logits, scores.starts[i], end, times)
-        self.speculation.learn(batch, budgets, drafts, verdicts, times)
         self.recorder.rounds(judged, law, scores, times)
+        self.speculation.learn(batch, budgets, drafts, verdicts, times, perf_counter() - end)
         return commits
 
     def choose_first(self, seq: Sequence, logits: Tensor) -> Commit:
