@@ -25,7 +25,7 @@ class Lanes:
     """`Speculation` for a batch whose sequences belong to different drafters."""
 
     def __init__(self, lanes: abc.Sequence[Speculation], passes: PassCosts) -> None:
-        """passes: what the controllers know of the target's passes; it is told here of every round in which one of them plans."""
+        """passes: what the controllers know of the target's passes; it is told here of every round that one of them looks at."""
         self.lanes, self.passes = tuple(lanes), passes
         self._parts: list[Part] = []             # of this round: which places of the batch each drafter guesses for
         self._spent: dict[int, float] = {}       # seconds of this round's drafting, by id of the lane
@@ -78,7 +78,7 @@ class Lanes:
     def learn(self, batch: abc.Sequence[Sequence], budgets: abc.Sequence[Budget], drafts: abc.Sequence[Draft],
               verdicts: abc.Sequence[Verdict], times: Times, telling: float = 0.0) -> None:
         """What a round showed and took. telling: seconds that its records took, after its times were read."""
-        if any([isinstance(lane.control, AutoDepth) and lane.state[0] == "on" for lane, _ in self._parts]):
+        if any([isinstance(lane.control, AutoDepth) and lane.state[0] == "on" and not lane.control.rests for lane, _ in self._parts]):
             rows, keys = sum(map(len, drafts)) + len(batch), sum(len(seq.tokens) for seq in batch)
             self.passes.follow(len(batch), rows, keys, times.score_s + times.verify_s + times.other_s + telling)
         for lane, here in self._parts:
