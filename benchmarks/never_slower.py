@@ -2,11 +2,12 @@
 
     python benchmarks/never_slower.py --write docs/never_slower.md          # 24 pairs a cell: about an hour on 2 cores
     python benchmarks/never_slower.py --drafter ngram --pairs 8 --seconds 180
+    python benchmarks/never_slower.py --concurrency 16 --waves 4            # a queue in place of requests that all begin at once
     python benchmarks/never_slower.py --pairs 0 --write docs/never_slower.md        # only the idle part: about 6 minutes
 
-A cell is a drafter, a class of prompts and a concurrency. A pair is the same prompts, as many as the concurrency, with the same
-seeds, answered by every arm in turn: off (no drafter), depths 0, 2, 4, 8, and auto; the order of the arms is drawn for each pair. Cells
-alternate too, so one controller meets all classes and loads in one life, as a server's does. A pair's ratio is off's time over the
+A cell is a drafter, a class of prompts and a concurrency. A pair is the same prompts, as many as the concurrency (times --waves), with
+the same seeds, answered by every arm in turn: off (no drafter), depths 0, 2, 4, 8, and auto; the order of the arms is drawn for each
+pair. Cells alternate too, so one controller meets all classes and loads in one life, as a server's does. A pair's ratio is off's time over the
 arm's; a cell's is the median with a 95 % bootstrap interval. The best fixed depth is chosen on one half of the pairs and measured
 against on the other, both ways round.
 
@@ -100,7 +101,7 @@ class Cell:
 
 
 def measure(cells: Sequence[Cell], arms: Mapping[str, Sequence[Arm]], items: Mapping[str, Sequence[Item]], pairs: int, seconds: float,
-            tokens: int, temperature: float) -> Iterator[Cell]:
+            tokens: int, temperature: float, waves: int = 1) -> Iterator[Cell]:
     """Pair by pair, every cell in turn, until there are enough or the time is up; yields the cell that has a new pair."""
     began, dice = time.perf_counter(), random.Random(0)
     for number in range(pairs):
@@ -110,7 +111,8 @@ def measure(cells: Sequence[Cell], arms: Mapping[str, Sequence[Arm]], items: Map
             if number >= 2 and time.perf_counter() - began > seconds:
                 return
             pool = items[cell.prompt_class]
-            chosen = [pool[(number * cell.concurrency + i) % len(pool)] for i in range(cell.concurrency)]
+            requests = waves * cell.concurrency
+            chosen = [pool[(number * requests + i) % len(pool)] for i in range(requests)]
             turn = list(arms[cell.drafter])
             dice.shuffle(turn)
             pair = {}
@@ -293,7 +295,8 @@ def main() -> None:
             warm_up(mine, next(iter(items.values())), Plan(tokens=16))
         cells = [Cell(d, name, c) for d in drafters for c in loads for name in items]
         if args.pairs:
-            for done, cell in enumerate(measure(cells, arms, items, args.pairs, args.seconds, args.tokens, args.temperature), 1):
+            for done, cell in enumerate(measure(cells, arms, items, args.pairs, args.seconds, args.tokens, args.temperature,
+                                                  args.waves), 1):
                 shown = ", ".join(f"{name} {r:.2f}" for name in (*map(str, DEPTHS), "auto") for r in cell.ratios(name)[-1:])
                 print(f"{done} of {args.pairs * len(cells)} pairs: {cell.name}: {shown}", file=sys.stderr, flush=True)
             rows = [cell.row() for cell in cells if len(cell.pairs) >= 2]
@@ -304,7 +307,8 @@ def main() -> None:
     goals, facts, image = verdicts(rows, idles), provenance(), Path("images/never_slower.svg")
     target_name = f"target {Path(args.target).name if args.target else 'built in'}"
     fewest = min((row["pairs"] for row in rows), default=0)
-    made = f"at least {fewest} pairs a cell, {args.tokens} tokens, temperature {args.temperature:g}, {target_name}"
+    waves = f"{args.waves} requests one after another in each place, " if args.waves > 1 else ""
+    made = f"at least {fewest} pairs a cell, {waves}{args.tokens} tokens, temperature {args.temperature:g}, {target_name}"
     parts = {"cells": page(facts, made, rows, [], str(image)) if rows else "",
              "idle": page(facts, f"temperature 0.8, {target_name}", [], idles, "") if idles else ""}
     for name, text in parts.items():
@@ -325,6 +329,8 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--pairs", type=int, default=24, help="of each cell; 0: only the idle part")
     parser.add_argument("--seconds", type=float, default=1e9, help="begin no further pair after so long (two of each cell are always run)")
     parser.add_argument("--tokens", type=int, default=96, help="of each answer; the end of a text is ignored")
+    parser.add_argument("--waves", type=int, default=1, help="requests for each place: 1 begins all at once and waits for the slowest, "
+                                                             "more keep a queue, as a busy server does (1)")
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--target", help="a model folder in place of the built-in one")
     parser.add_argument("--threads", type=int)
