@@ -7,9 +7,9 @@
 
 A cell is a drafter, a class of prompts and a concurrency. A pair is the same prompts, as many as the concurrency (times --waves), with
 the same seeds, answered by every arm in turn: off (no drafter), depths 0, 2, 4, 8, and auto; the order of the arms is drawn for each
-pair. Cells alternate too, so one controller meets all classes and loads in one life, as a server's does. A pair's ratio is off's time over the
-arm's; a cell's is the median with a 95 % bootstrap interval. The best fixed depth is chosen on one half of the pairs and measured
-against on the other, both ways round.
+pair. Cells alternate too, so one controller meets all classes and loads in one life, as a server's does. A pair's ratio is off's time
+over the arm's; a cell's is the median with a 95 % bootstrap interval. The best fixed depth is chosen on one half of the pairs and
+measured against on the other, both ways round.
 
 Idle: two engines over one target, one with a drafter configured and off, take turns of 50 rounds on the same texts; round i of one
 is compared with round i of the other. Two engines without a drafter are the control.
