@@ -248,7 +248,7 @@ def test_many_tokens_cost_one_flush_a_frame(page: Page) -> None:
               return append.apply(this, parts);
             };""")
         ask(page, "abab", ended=0, max_tokens=500_000, seed=1)
-        page.until("window.perFrame.reduce((sum, n) => sum + n, 0) >= 4", 60)
+        page.until("window.perFrame.reduce((sum, n) => sum + n, 0) >= 40", 60)
         flushes, shown = page.js("return [window.perFrame, document.querySelectorAll('#chat-answer .lane .tok').length]")
         page.js("document.querySelector('#chat-stop').click()")
         page.until("document.querySelector('#chat-answer [data-ended=stopped]') !== null")
