@@ -64,6 +64,7 @@ CALM = 4                # times REPLAN, at most, where plans keep to one drafter
 THRIFT = 0.015          # of the time, about, that plans and what they learn from may take where a text is known a little
 TRIALS = 3              # rounds of a drafter before it may be chosen
 TRIAL_DEPTH, FIRST_DEPTH = 2, 4
+DEEPER = 0.01           # by which a tree with a level more must be expected to win
 FEW = 4                 # a plan goes on where at most one text in so many is new
 PLAIN_AFTER = 64        # rounds with drafts after which a plain pass is timed again, for each that this takes
 AGAIN = Choice(0, "auto: timing a plain pass again")
@@ -246,13 +247,13 @@ class AutoDepth:
 
     def _best_tree(self, arm: Arm, scene: Scene, chances: list[list[float]], draft: list[float],
                    score: list[float]) -> tuple[list[int], float]:
-        """A common depth; the nodes hardly depend on it."""
+        """A common depth; the nodes hardly depend on it. A level more must win by DEEPER: its cost is certain, what it keeps is not."""
         best, best_rate = [0] * len(chances), scene.plain.rate
         for depth in range(1, self.max_depth + 1):
             depths = [min(depth, len(c)) for c in chances]
             tokens = scene.rows + sum(sum(chance[:d]) for chance, d in zip(chances, depths, strict=True))
             rate = tokens / (draft[max(depths)] + between(score, scene.rows + self._nodes(arm, depths)))
-            if rate > best_rate:
+            if rate > best_rate * (1 + DEEPER if depth > 1 else 1):
                 best, best_rate = depths, rate
         return best, best_rate
 
