@@ -87,6 +87,28 @@ def test_a_killed_run_ends_with_the_same_weights(tmp_path: Path, die_at: int) ->
     assert all(torch.equal(whole[name], resumed[name]) for name in whole)
 
 
+def test_products_have_the_plan_s_precision_while_a_step_is_learned_and_their_own_elsewhere(tmp_path: Path) -> None:
+    found: list[str] = []
+
+    class Watched(NextToken):
+        def loss(self, batch: Sequence[Features]) -> tuple[Tensor, Mapping[str, float]]:
+            found.append(torch.get_float32_matmul_precision())
+            if len(found) == 4:
+                raise Killed
+            return super().loss(batch)
+
+    class Reading(Tapper):
+        def read(self, given: Sequence[Text]) -> list[Features]:
+            found.append(torch.get_float32_matmul_precision())
+            return super().read(given)
+
+    tapper, plan = Reading(TableTarget(V, order=1), (7,)), Plan(4, batch=4, matmul="medium")
+    with pytest.raises(Killed):
+        train(Watched(V + 1), texts(), tapper, plan, tmp_path, lambda _: None)
+    assert found == ["highest", "medium"] * 2
+    assert torch.get_float32_matmul_precision() == "highest"
+
+
 def test_a_checkpoint_of_another_run_and_a_damaged_one_are_refused(tmp_path: Path) -> None:
     run(tmp_path, steps=10)
     with pytest.raises(Failure, match="another run.*steps was 10, is 20"):

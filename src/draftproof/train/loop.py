@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -32,6 +33,7 @@ class Plan:
     clip: float = 1.0
     save_every: int = 100
     look_every: int = 250             # steps between two looks at served acceptance
+    matmul: str = "highest"           # torch's precision of float32 products while a step is learned; "medium" may take bfloat16
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +80,17 @@ def _order(seed: int, epoch: int, count: int) -> tuple[int, ...]:
     return tuple(random.Random(f"{seed} {epoch}").sample(range(count), count))
 
 
+@contextmanager
+def products(precision: str) -> Iterator[None]:
+    """float32 products have this precision of torch's within."""
+    usual = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(precision)
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(usual)
+
+
 def train(task: Task, texts: Sequence[Text], tapper: Tapper, plan: Plan, folder: Path, show: Callable[[Shown], None],
           served: Callable[[], float] | None = None, notes: Mapping[str, object] | None = None, team: Team = ALONE) -> None:
     """Train `task` to the end of the plan, going on from folder/checkpoint.safetensors. The result is in task.module.
@@ -86,7 +99,7 @@ def train(task: Task, texts: Sequence[Text], tapper: Tapper, plan: Plan, folder:
     """
     optimizers = optimizers_of(task.module, plan.lr)
     whose = {"seed": plan.seed, "steps": plan.steps, "batch": plan.batch, "lr": plan.lr, "texts": len(texts), "processes": team.size,
-             **(notes or {})}
+             "matmul": plan.matmul, **(notes or {})}
     file = folder / "checkpoint.safetensors"
     start = checkpoint.load(file, task.module, optimizers, whose)
     team.wait()                                             # nobody writes what another has not read yet
@@ -99,13 +112,15 @@ def train(task: Task, texts: Sequence[Text], tapper: Tapper, plan: Plan, folder:
         # anchors and the like: a resumed run draws what the other drew
         torch.manual_seed((plan.seed * 1_000_003 + step) * team.size + team.rank)
         chosen = [texts[i] for i in batch_of(step, len(texts), plan)]
-        own, figures = task.loss(tapper.read(team.share(chosen)))
-        own.backward()  # type: ignore[no-untyped-call]
-        mean = team.average(parameters, own.detach())
-        torch.nn.utils.clip_grad_norm_(parameters, plan.clip)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
+        read = tapper.read(team.share(chosen))
+        with products(plan.matmul):
+            own, figures = task.loss(read)
+            own.backward()  # type: ignore[no-untyped-call]
+            mean = team.average(parameters, own.detach())
+            torch.nn.utils.clip_grad_norm_(parameters, plan.clip)
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=True)
         tokens += sum(len(text.ids) for text in chosen)
         loss = mean.item()
         smooth = loss if step == start else 0.95 * smooth + 0.05 * loss
