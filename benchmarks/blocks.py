@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import product
+from operator import ne
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -40,7 +41,8 @@ from draftproof.models.passes import Path as Along
 
 PAGE, CONTEXT = LoadConfig().page_tokens, 300
 REPLAYS, TURNS = 10, 5
-OUTPUTS, INPUTS, STAGES, WARPS = (16, 32, 64, 128), (64, 128, 256, 512), (2, 3, 4, 5, 6, 8), (2, 4, 8)
+OUTPUTS, INPUTS, STAGES, WARPS, PROGRAMS = (16, 32, 64, 128), (64, 128, 256, 512, 1024), (2, 3, 4, 5, 6, 8), (2, 4, 8), (0, 1, 2, 3)
+MOST, SHARED = 200_000, 220_000     # bytes of one program, and of all on one processor
 
 Key = tuple[int, int, bool]         # outputs, inputs, gated
 
@@ -140,13 +142,21 @@ def compared(one: Callable[[], float], other: Callable[[], float], turns: int) -
 
 
 def tries(key: Key, size: int, count: int | None, rng: random.Random) -> list[Any]:
-    """Blocks worth a try, in random order: whole in inputs, and not more of them at once than a large GPU's shared memory holds."""
-    from draftproof.gpu.calls import Blocks
+    """Blocks that fit, first those that differ least from what the product has, in random order."""
+    from draftproof.gpu.calls import Blocks, blocks
 
-    found = [Blocks(*sizes_) for sizes_ in product(OUTPUTS, INPUTS, STAGES, WARPS)]
-    found = [b for b in found if key[1] % b.inputs == 0 or b.inputs == min(INPUTS)]
-    room = [b for b in found if b.stages * b.inputs * (b.outputs * size * (2 if key[2] else 1) + 32) <= 200_000]
-    return rng.sample(room, len(room) if count is None else min(count, len(room)))
+    usual = blocks(*key[:2], size, key[2])
+    found = [b for b in map(Blocks._make, product(OUTPUTS, INPUTS, STAGES, WARPS, PROGRAMS)) if fits(b, key, size) and b != usual]
+    rng.shuffle(found)
+    found.sort(key=lambda b: sum(map(ne, b, usual)))
+    return found[:count]
+
+
+def fits(blocks: Any, key: Key, size: int) -> bool:
+    """Programs of one processor keep all stages but one in its shared memory, which one program alone must not fill."""
+    stage = blocks.inputs * (blocks.outputs * size * (2 if key[2] else 1) + 2 * 16)
+    whole = key[1] % blocks.inputs == 0 or blocks.inputs == min(INPUTS)
+    return whole and blocks.stages * stage <= MOST and blocks.programs * (blocks.stages - 1) * stage <= SHARED
 
 
 def search(there: Stand, args: argparse.Namespace) -> list[dict[str, Any]]:

@@ -50,3 +50,12 @@ def test_what_is_tried_fits_and_leaves_no_rest() -> None:
     found = blocks.tries((4096, 14336, False), 2, None, random.Random(0))
     assert len(found) > 50 and all(14336 % b.inputs == 0 and b.stages * b.inputs * (b.outputs * 2 + 32) <= 200_000 for b in found)
     assert len(blocks.tries((4096, 14336, True), 2, 7, random.Random(0))) == 7
+
+
+def test_small_changes_come_first_and_one_of_them_is_to_take_block_after_block() -> None:
+    key = (14336, 4096, True)
+    usual = calls.blocks(*key[:2], 2, key[2])
+    found = blocks.tries(key, 2, None, random.Random(0))
+    changes = [sum(a != b for a, b in zip(one, usual, strict=True)) for one in found]
+    assert changes == sorted(changes) and changes[0] == 1 and changes[-1] > 3
+    assert usual._replace(programs=2) in found[:changes.count(1)] and len(set(found)) == len(found) and usual not in found

@@ -49,6 +49,24 @@ def test_weights_of_eight_bits_are_multiplied_as_they_are() -> None:
     assert bool(large.isfinite().all()) and float(large.abs().max()) == 65504, "cut into the range of halves"
 
 
+@pytest.mark.parametrize("outputs, inputs", [(96, 128), (200, 136), (20, 64)])        # 3 and 7 blocks of 32 for two programs, and 1
+@pytest.mark.parametrize("eight", [False, True])
+def test_programs_that_take_several_blocks_compute_the_same(outputs: int, inputs: int, eight: bool,
+                                                            monkeypatch: pytest.MonkeyPatch) -> None:
+    x, weight, bias = some(5, inputs).half(), (some(outputs, inputs) / 8).half(), some(outputs).half()
+    steps = some(outputs).abs()[:, None] if eight else None
+    matrix = weight.to(torch.float8_e4m3fn) if eight else weight
+
+    def all_of_them() -> list[Tensor]:
+        return [calls.product(x, matrix, bias, steps), calls.product(x, matrix, None, steps, onto=some(5, outputs, seed=1).half()),
+                calls.product(x, matrix, bias, steps, gated=True)]
+
+    monkeypatch.setattr(calls, "blocks", lambda *_: calls.Blocks(32, 64, 2, 4))
+    one_each = all_of_them()
+    monkeypatch.setattr(calls, "blocks", lambda *_: calls.Blocks(32, 64, 2, 4, programs=1))
+    assert all(map(torch.equal, all_of_them(), one_each))
+
+
 def test_norm() -> None:
     x, weight = some(7, 136).half(), some(136).half()
     wanted = x.float() * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + 1e-5) * weight.float()

@@ -24,6 +24,12 @@ def linked(device: torch.device) -> bool:
     return device.type == "cuda" and torch.version.cuda is not None and torch.cuda.get_device_capability(device) >= LINKS
 
 
+@cache
+def processors(device: torch.device) -> int:
+    """Of a GPU; 2 where kernels are interpreted."""
+    return int(torch.cuda.get_device_properties(device).multi_processor_count) if device.type == "cuda" else 2
+
+
 def _more(device: torch.device) -> dict[str, Any]:
     """What every launch of a kernel takes."""
     return {"LINKED": True, "launch_pdl": True} if linked(device) else {"LINKED": False}
@@ -39,12 +45,14 @@ def norm(x: Tensor, weight: Tensor, eps: float, kind: torch.dtype | None = None)
 
 
 class Blocks(NamedTuple):
-    """Of a product: outputs and inputs of a block, how many blocks are on their way at once, and the warps that multiply."""
+    """Of a product: outputs and inputs of a block, how many blocks are on their way at once, and the warps that multiply. programs: for
+    each processor of the device, which take the outputs' blocks in turn; 0: one for each block."""
 
     outputs: int
     inputs: int
     stages: int
     warps: int
+    programs: int = 0
 
 
 def blocks(outputs: int, inputs: int, size: int, gated: bool) -> Blocks:
@@ -79,9 +87,12 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None, steps: Tensor | None
     out = x.new_empty(rows, outputs, dtype=kind) if onto is None else onto
     few, size = FEW if rows <= FEW else MORE, weight.element_size()
     shape = fitting(x.device, blocks(outputs, inputs, size, gated), few, size, gated)
-    kernels.product[(triton.cdiv(rows, few), triton.cdiv(outputs, shape.outputs))](
+    over = triton.cdiv(outputs, shape.outputs)
+    programs = min(over, shape.programs * processors(x.device)) if shape.programs else over
+    kernels.product[(triton.cdiv(rows, few), programs)](
         x, weight, x if steps is None else steps, x if bias is None else bias, out, rows, outputs, inputs, few, shape.outputs, shape.inputs,
-        steps is not None, bias is not None, onto is not None, gated, num_warps=shape.warps, num_stages=shape.stages, **_more(x.device))
+        steps is not None, bias is not None, onto is not None, gated, shape.programs > 0, num_warps=shape.warps, num_stages=shape.stages,
+        **_more(x.device))
     return out
 
 

@@ -49,19 +49,17 @@ def _finished(sums, steps, bias, n, here, EIGHT: tl.constexpr, BIASED: tl.conste
     return sums
 
 
-@triton.jit(do_not_specialize=["rows"])
-def product(x, weight, steps, bias, out, rows, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-            BK: tl.constexpr, EIGHT: tl.constexpr, BIASED: tl.constexpr, ADDED: tl.constexpr, GATED: tl.constexpr, LINKED: tl.constexpr):
-    """ADDED: out += x Wᵀ + b. GATED: out = silu(x Wᵀ + b) · (x Vᵀ + c), where V stands below W, and c behind b."""
+@triton.jit
+def _multiplied(x, weight, m, n, rows, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+                BK: tl.constexpr, EIGHT: tl.constexpr, GATED: tl.constexpr):
+    """Rows m of x times outputs n of W, and GATED of what stands below, else nothing: float32 [BM, BN] each."""
     WHOLE: tl.constexpr = INPUTS % BK == 0
-    m, n, k = tl.program_id(0) * BM + tl.arange(0, BM), tl.program_id(1) * BN + tl.arange(0, BN), tl.arange(0, BK)
-    here, there, below = n < OUTPUTS, m < rows, weight + OUTPUTS * INPUTS if GATED else weight
+    k, below = tl.arange(0, BK), weight + OUTPUTS * INPUTS if GATED else weight
     row, column = m.to(tl.int64)[:, None] * INPUTS, n.to(tl.int64)[:, None] * INPUTS
     sums, others = tl.zeros((BM, BN), tl.float32), tl.zeros((BM, BN), tl.float32)
-    _wait(LINKED)
     for start in range(0, INPUTS, BK):
         at = start + k[None, :]
-        inside, read = there[:, None], here[:, None]
+        inside, read = (m < rows)[:, None], (n < OUTPUTS)[:, None]
         if not WHOLE:
             inside, read = inside & (at < INPUTS), read & (at < INPUTS)
         part = tl.load(x + row + at, mask=inside, other=0.0)
@@ -70,17 +68,45 @@ def product(x, weight, steps, bias, out, rows, OUTPUTS: tl.constexpr, INPUTS: tl
         if GATED:
             c = tl.load(below + column + at, mask=read, other=0.0, eviction_policy="evict_first")
             others = _dot(part, c, others, EIGHT)
-    _begin(LINKED)  # not before: what came early would take the room of this one's own programs
+    return sums, others
+
+
+@triton.jit
+def _written(sums, others, steps, bias, out, m, n, rows, OUTPUTS: tl.constexpr, EIGHT: tl.constexpr, BIASED: tl.constexpr,
+             ADDED: tl.constexpr, GATED: tl.constexpr):
+    """What becomes of the sums, in `out`."""
+    here = n < OUTPUTS
     value = _rounded(_finished(sums, steps, bias, n, here, EIGHT, BIASED), out, EIGHT)
     if GATED:
         up = _rounded(_finished(others, steps + OUTPUTS, bias + OUTPUTS, n, here, EIGHT, BIASED), out, EIGHT).to(tl.float32)
         wide = value.to(tl.float32)
         value = _rounded((wide / (1 + tl.exp(-wide))).to(value.dtype).to(tl.float32) * up, out, EIGHT)
     place = m.to(tl.int64)[:, None] * OUTPUTS + n[None, :]
-    inside = there[:, None] & here[None, :]
+    inside = (m < rows)[:, None] & here[None, :]
     if ADDED:
         value = (tl.load(out + place, mask=inside, other=0.0).to(tl.float32) + value.to(tl.float32)).to(value.dtype)
     tl.store(out + place, value, mask=inside)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def product(x, weight, steps, bias, out, rows, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+            BK: tl.constexpr, EIGHT: tl.constexpr, BIASED: tl.constexpr, ADDED: tl.constexpr, GATED: tl.constexpr, LOOPED: tl.constexpr,
+            LINKED: tl.constexpr):
+    """ADDED: out += x Wᵀ + b. GATED: out = silu(x Wᵀ + b) · (x Vᵀ + c), where V stands below W, and c behind b. LOOPED: a program takes
+    block after block, and asks for the next one's weights while it finishes one; they are all there at once, and keep no other waiting."""
+    m, n = tl.program_id(0) * BM + tl.arange(0, BM), tl.arange(0, BN)
+    if LOOPED:
+        _begin(LINKED)
+        _wait(LINKED)
+        for block in tl.range(tl.program_id(1), tl.cdiv(OUTPUTS, BN), tl.num_programs(1), flatten=True):
+            sums, others = _multiplied(x, weight, m, block * BN + n, rows, OUTPUTS, INPUTS, BM, BN, BK, EIGHT, GATED)
+            _written(sums, others, steps, bias, out, m, block * BN + n, rows, OUTPUTS, EIGHT, BIASED, ADDED, GATED)
+    else:
+        n += tl.program_id(1) * BN
+        _wait(LINKED)
+        sums, others = _multiplied(x, weight, m, n, rows, OUTPUTS, INPUTS, BM, BN, BK, EIGHT, GATED)
+        _begin(LINKED)  # not before: what came early would take the room of this one's own programs
+        _written(sums, others, steps, bias, out, m, n, rows, OUTPUTS, EIGHT, BIASED, ADDED, GATED)
 
 
 @triton.jit

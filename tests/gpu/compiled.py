@@ -1,0 +1,51 @@
+"""Our kernels through Triton's compiler and the assembler that it brings, for a GPU that is not here: what they became, as JSON.
+Run by test_compile.py in a process of its own, for the tests' own interprets kernels."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from triton import compile as build
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from draftproof.gpu import kernels
+
+HALF, WIDE, NUMBER, PLACES = "*bf16", "*fp32", "i32", "*i64"
+PRODUCT = {"x": HALF, "weight": HALF, "steps": HALF, "bias": HALF, "out": HALF, "rows": NUMBER}
+EIGHT = {**PRODUCT, "x": "*fp16", "weight": "*fp8e4nv", "steps": WIDE, "bias": "*fp16", "out": "*fp16"}
+SIZES = {"OUTPUTS": 1024, "INPUTS": 512, "BM": 16, "BN": 32, "BK": 256, "BIASED": True, "ADDED": True}
+NORM = {"x": HALF, "weight": HALF, "out": HALF, "eps": "fp32"}
+TURN = {"heads": HALF, "angles": HALF, "factors": HALF, "eps": "fp32", "write_to": PLACES, "write_from": PLACES, "keys": HALF,
+        "values": HALF, "rows": NUMBER, "writes": NUMBER}
+ATTEND = {"heads": HALF, "keys": HALF, "values": HALF, "position": PLACES, "take": PLACES, "table": PLACES, "out": WIDE, "logs": WIDE,
+          "scale": "fp32", "window": NUMBER, "rows": NUMBER, "most": NUMBER, "tiles": NUMBER}
+MERGE = {"parts_out": WIDE, "logs": WIDE, "out": HALF, "rows": NUMBER, "parts": NUMBER}
+
+
+def made(name: str, types: dict[str, str], stages: int = 3, **sizes: Any) -> dict[str, int]:
+    """Bytes of shared memory, how often it waits for or calls another kernel, copies into shared memory, loops."""
+    kernel, sizes = getattr(kernels, name), {**sizes, "LINKED": True}
+    place = kernel.arg_names.index
+    signature = {argument: "constexpr" if argument in sizes else types[argument] for argument in kernel.arg_names}
+    aligned = {(place(argument),): [["tt.divisibility", 16]] for argument, kind in types.items() if kind[0] == "*"}
+    source = ASTSource(kernel, signature, {(place(argument),): size for argument, size in sizes.items()}, aligned)
+    found = build(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4, "num_stages": stages, "launch_pdl": True})
+    text = found.asm["ptx"]
+    assert len(found.asm["cubin"])
+    return {"shared": found.metadata.shared, "linked": text.count("griddepcontrol"), "copies": text.count("cp.async.cg"),
+            "loops": found.asm["ttgir"].count("scf.for")}
+
+
+if __name__ == "__main__":
+    print(json.dumps({
+        "product": made("product", PRODUCT, **SIZES, EIGHT=False, GATED=False, LOOPED=False),
+        "gated": made("product", PRODUCT, **SIZES, EIGHT=False, GATED=True, LOOPED=True),
+        "eight": made("product", EIGHT, **SIZES, EIGHT=True, GATED=False, LOOPED=True),
+        "norm": made("norm", NORM, WIDTH=512, BLOCK=512, HALVES=False),
+        "turn": made("turn", TURN, HEADS=8, KV=2, DIM=64, HALF=32, SOME=8, NORMED=True),
+        "attend": made("attend", ATTEND, stages=2, STRIDE=768, KV=2, GROUP=4, DIM=64, DEEP=64, PAGE=128, BLOCK=128, SPLIT=1, QUERIES=32,
+                       WINDOWED=True),
+        "merge": made("merge", MERGE, HEADS=8, DIM=64, DEEP=64, SOME=16),
+    }))
