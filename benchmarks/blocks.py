@@ -154,9 +154,10 @@ def tries(key: Key, size: int, count: int | None, rng: random.Random) -> list[An
 
 def fits(blocks: Any, key: Key, size: int) -> bool:
     """Programs of one processor keep all stages but one in its shared memory, which one program alone must not fill."""
-    stage = blocks.inputs * (blocks.outputs * size * (2 if key[2] else 1) + 2 * 16)
-    whole = key[1] % blocks.inputs == 0 or blocks.inputs == min(INPUTS)
-    return whole and blocks.stages * stage <= MOST and blocks.programs * (blocks.stages - 1) * stage <= SHARED
+    from draftproof.gpu.calls import FEW, stage
+
+    one, whole = stage(blocks, FEW, size, key[2]), key[1] % blocks.inputs == 0 or blocks.inputs == min(INPUTS)
+    return whole and blocks.stages * one <= MOST and blocks.programs * (blocks.stages - 1) * one <= SHARED
 
 
 def search(there: Stand, args: argparse.Namespace) -> list[dict[str, Any]]:

@@ -68,14 +68,18 @@ def blocks(outputs: int, inputs: int, size: int, gated: bool) -> Blocks:
     return Blocks(64, 128, 5, 4) if outputs > inputs else Blocks(32, 256, 6, 4)
 
 
+def stage(found: Blocks, rows: int, size: int, gated: bool) -> int:
+    """Bytes of one stage: of the weights and of so many rows."""
+    return found.inputs * (found.outputs * size * (2 if gated else 1) + 2 * rows)
+
+
 @cache
 def fitting(device: torch.device, found: Blocks, rows: int, size: int, gated: bool) -> Blocks:
     """With no more stages than the device's shared memory has room for."""
     if device.type != "cuda":
         return found
     room = int(getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", LEAST_SHARED))
-    stage = found.inputs * (found.outputs * size * (2 if gated else 1) + 2 * rows)
-    return found._replace(stages=max(2, min(found.stages, room // stage)))
+    return found._replace(stages=max(2, min(found.stages, room // stage(found, rows, size, gated))))
 
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None, steps: Tensor | None = None, onto: Tensor | None = None,
