@@ -171,9 +171,9 @@ def search(there: Stand, args: argparse.Namespace) -> list[dict[str, Any]]:
         until = time.perf_counter() + (end - time.perf_counter()) / (len(products) - i)     # a fair share of what is left
         usual = calls.blocks(*key[:2], size, key[2])
         best, clock, tried, first = usual, timer(there, chosen), 0, None
-        for other in tries(key, size, args.tries, rng):
-            if time.perf_counter() > until:
-                break
+        waiting = tries(key, size, args.tries, rng)
+        while waiting and time.perf_counter() < until:
+            other = waiting.pop(0)
             try:
                 another = timer(there, {**chosen, key: other})
             except Exception as error:                              # more registers or shared memory than there is
@@ -184,6 +184,7 @@ def search(there: Stand, args: argparse.Namespace) -> list[dict[str, Any]]:
             first = first or now
             if ratio < 1 - args.gain:
                 best, clock, chosen = other, another, {**chosen, key: other}
+                waiting.sort(key=lambda b: sum(map(ne, b, other)))
                 tell(f"{name} {tuple(other)}: a layer takes {then * 1e6:.1f} us, {ratio:.3f} of before")
         said.append({"product": name, "outputs": key[0], "inputs": key[1], "gated": key[2], "usual": list(usual), "best": list(best),
                      "tried": tried, "before_us": (first or 0.0) * 1e6})

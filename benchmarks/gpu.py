@@ -8,7 +8,7 @@ The demo pair is inflated in the device's memory (inflate.py): a target of each 
 EAGLE-3 head turned to fit, which stays as small as it is. 8B and 32B are bfloat16, 70B is rounded to floats of eight bits. First the
 texts: greedy and at temperature 0.8, depths 0 to 8, sequences that join and leave, against each text alone without a guess. Then speed:
 batch by batch every arm in an order drawn anew, `--repeats` times; rates are of decoding (from when every text has its first token), ratios
-paired. Beyond one text at a time only the drafters and the first depth that are asked for there are measured.
+paired. Beyond one text at a time only the drafters that are asked for there are measured, at the first depth and at automatic depth.
 Bandwidth: what a plain pass of one row reads, over its time, against a copy within the device's memory measured in the same run.
 The last line of standard output is one JSON document; exit code 3 says that a goal was missed, or could not be measured.
 """
@@ -43,7 +43,7 @@ from draftproof.models.between import COMPILES
 from draftproof.models.load import WEIGHTS, as_target
 from draftproof.models.target import Target
 
-OFF = "off"
+OFF, AUTO = "off", "auto"
 DEPTHS_CHECKED, CHECKED = range(9), 16       # depths and texts of the check for bits
 ALONE = 3                                   # texts that are measured one by one
 MODES = {"reproducible": {"reproducible": True}, "fast": {"reproducible": False}, "compiled": {"reproducible": False, "compile": True}}
@@ -90,7 +90,7 @@ def finished(device: torch.device) -> float:
     return time.perf_counter()
 
 
-def copy_bandwidth(device: torch.device, repeats: int = 5) -> float:
+def copy_bandwidth(device: torch.device, repeats: int = 30) -> float:
     """GB/s read and written by copying a large tensor within the device's memory, the best of `repeats`."""
     source = torch.ones((1 << 32) if device.type == "cuda" else (1 << 28), dtype=torch.uint8, device=device)
     target, best = torch.empty_like(source), float("inf")
@@ -122,11 +122,16 @@ def drafters(name: str, target: Target, work: Path, device: torch.device, load: 
 
 
 Answers = list[tuple[int, ...]]
+Depth = int | str                                                   # how many tokens, or "auto"
+
+
+def wished(depth: Depth) -> dict[str, Any]:
+    return {"depth": depth} if depth else {"drafter": "none"}
 
 
 def answer(engine: Engine, prompts: Sequence[Sequence[int]], sampling: Sequence[Sampling], depth: int, run: Iterator[int]) -> Answers:
-    wish: dict[str, Any] = {"depth": depth} if depth else {"drafter": "none"}
-    done = engine.generate_batch(prompts, sampling, speculation=wish, tenant=f"run {next(run)}")       # its own: no prefix is reused
+    own = f"run {next(run)}"                                        # no prefix is reused
+    done = engine.generate_batch(prompts, sampling, speculation=wished(depth), tenant=own)
     return [tuple(one.token_ids) for one in done]
 
 
@@ -172,7 +177,7 @@ def _decoded(engine: Engine, prompts: Sequence[Sequence[int]], tokens: int, wish
 def interleaved(arms: Mapping[str, Callable[[int], float]], batch: int, tokens: int, repeats: int) -> Rates:
     """arms: each decodes so many tokens of every text, and returns its rate."""
     for decode in arms.values():
-        decode(16)                                                  # graphs are recorded, kernels chosen
+        decode(tokens)                                              # graphs are recorded for all lengths, kernels chosen, costs learnt
     rates: Rates = {name: [] for name in arms}
     order, rng = list(arms), random.Random(batch)
     for _ in range(repeats):
@@ -234,19 +239,19 @@ def of_mode(name: str, mode: str, target: Target, load: LoadConfig, prompts: Seq
         tell(f"{name} {mode}: {bits['different']} of {bits['texts']} texts differ")
     read = target.facts.weight_bytes - target.parts.embed.weight.nbytes             # looked up, not read
     for batch in (batch for batch in args.batches if clock.allows(f"{name} {mode}, batch {batch}")):
-        def decode(spec: str, depth: int, batch: int = batch) -> Callable[[int], float]:
-            wish: dict[str, Any] = {"depth": depth} if depth else {"drafter": "none"}
+        def decode(spec: str, depth: Depth, batch: int = batch) -> Callable[[int], float]:
             groups = [[prompt] for prompt in prompts[:ALONE]] if batch == 1 else [prompts[:batch]]
-            return lambda tokens: decoding(engines[spec], groups, tokens, wish, run)
+            return lambda tokens: decoding(engines[spec], groups, tokens, wished(depth), run)
 
         asked = [(spec, depth) for spec in engines for depth in args.depths] if batch == 1 else \
-            [(spec, args.depths[0]) for spec in args.wide if spec in engines]
+            [(spec, depth) for spec in args.wide if spec in engines for depth in args.depths if depth in (args.depths[0], AUTO)]
         arms = {OFF: decode("ngram", 0), **{f"{spec}@{depth}": decode(spec, depth) for spec, depth in asked}}
         rates = interleaved(arms, batch, args.tokens, args.repeats)
         for arm, values in rates.items():
             plain = median(values) / batch * read / 1e9
-            cells.append({"shape": name, "mode": mode, "batch": batch, "arm": arm, "tokens_per_s": median(values),
-                          "over_off": paired([values], [rates[OFF]]), "read_gb_per_s": plain if arm == OFF else None, "bits": bits})
+            over = paired([[one] for one in values], [[one] for one in rates[OFF]])         # each run is a text of its own: the spread
+            cells.append({"shape": name, "mode": mode, "batch": batch, "arm": arm, "tokens_per_s": median(values), "runs": values,
+                          "over_off": over, "read_gb_per_s": plain if arm == OFF else None, "bits": bits})
         tell(f"{name} {mode} batch {batch}: " + ", ".join(f"{arm} {median(values):.0f}" for arm, values in rates.items()))
     return cells
 
@@ -281,9 +286,10 @@ def goals(cells: Sequence[Mapping[str, Any]], copy: float) -> list[dict[str, Any
         ("70B of eight bits, batch 1, the best drafter ÷ off", best("70B"), ROUNDED_GOAL)]
     for shape in sorted({c["shape"] for c in cells}):
         guessed: dict[int, float] = {}
-        for c in cells:
-            if c["shape"] == shape and c["mode"] == "fast" and "@" in c["arm"]:
-                guessed[c["batch"]] = max(c["over_off"]["median"], guessed.get(c["batch"], 0.0))
+        here = [c for c in cells if c["shape"] == shape and c["mode"] == "fast" and "@" in c["arm"]]
+        chosen = [c for c in here if c["arm"].endswith(f"@{AUTO}")]                     # by the engine, where it was let
+        for c in chosen or here:
+            guessed[c["batch"]] = max(c["over_off"]["median"], guessed.get(c["batch"], 0.0))
         found.append((f"{shape}, fast, batches {', '.join(map(str, guessed))}: guesses ÷ off, the least of them",
                       min(guessed.values(), default=None), 1.0))
     bits = [c["bits"] for c in cells if c["bits"] and c["bits"]["texts"]]
@@ -321,7 +327,7 @@ def main() -> int:
     parser.add_argument("--modes", type=listed(str), default=["fast", "reproducible"], help=",".join(MODES))
     parser.add_argument("--wide", type=listed(str), default=["eagle3"], help="drafters of several texts at a time")
     parser.add_argument("--batches", type=listed(int), default=[1, 4, 16, 64])
-    parser.add_argument("--depths", type=listed(int), default=[4, 6, 8])
+    parser.add_argument("--depths", type=listed(lambda word: word if word == AUTO else int(word)), default=[4, 6, 8, AUTO])
     parser.add_argument("--tokens", type=int, default=96)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=480, help="after which nothing new begins")

@@ -38,3 +38,10 @@ def test_goals_are_those_of_the_cells_and_what_is_missing_is_not_met() -> None:
 def test_time_that_is_up_is_named() -> None:
     clock = gpu.Clock(-1.0)
     assert not clock.allows("32B") and clock.left_out == ["32B: no time"] and gpu.Clock(100.0).allows("8B")
+
+
+def test_where_the_engine_chose_the_depth_its_choice_is_what_may_not_be_slower() -> None:
+    cells = [{**cell("8B", arm, over), "batch": batch} for batch, arm, over in
+             ((1, "eagle3@4", 3.0), (1, "eagle3@auto", 2.9), (64, "eagle3@4", 1.05), (64, "eagle3@auto", 0.98))]
+    goal = gpu.goals(cells, 4000.0)[3]
+    assert goal["found"] == 0.98 and goal["met"] is False and "batches 1, 64" in goal["goal"]

@@ -60,12 +60,10 @@ def blocks(outputs: int, inputs: int, size: int, gated: bool) -> Blocks:
     if size == 1:
         return Blocks(64, 256, 3, 4) if gated else Blocks(32, 256, 6, 4)
     if gated:
-        return Blocks(32, 256, 3, 4)
+        return Blocks(64, 128, 3, 4)
     if outputs < 96 * 32:  # else there would be fewer programs than processors
         return Blocks(16, 256, 6, 4)
-    if inputs > 2 * outputs:
-        return Blocks(32, 512, 3, 4)
-    return Blocks(64, 128, 5, 4) if outputs > inputs else Blocks(32, 256, 6, 4)
+    return Blocks(64, 128, 5, 4) if outputs > inputs else Blocks(32, 512, 4, 4)
 
 
 def stage(found: Blocks, rows: int, size: int, gated: bool) -> int:
