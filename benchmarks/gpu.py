@@ -7,8 +7,9 @@
 The demo pair is inflated in the device's memory (inflate.py): a target of each shape, a draft model of a 1B shape, and the demo target's
 EAGLE-3 head turned to fit, which stays as small as it is. 8B and 32B are bfloat16, 70B is rounded to floats of eight bits. First the
 texts: greedy and at temperature 0.8, depths 0 to 8, sequences that join and leave, against each text alone without a guess. Then speed:
-batch by batch every arm in an order drawn anew, `--repeats` times; rates are of decoding (from when every text has its first token), ratios
-paired. Beyond one text at a time only the drafters that are asked for there are measured, at the first depth and at automatic depth.
+batch by batch every arm in an order drawn anew, `--repeats` times; rates are of decoding while the batch is full (from when every text has
+its first token until one has ended: a server would have others to go on with), ratios paired. Beyond one text at a time only the drafters
+that are asked for there are measured, at the first depth and at automatic depth.
 Bandwidth: what a plain pass of one row reads, over its time, against a copy within the device's memory measured in the same run.
 The last line of standard output is one JSON document; exit code 3 says that a goal was missed, or could not be measured.
 """
@@ -154,7 +155,7 @@ def differing(engine: Engine, prompts: Sequence[Sequence[int]], tokens: int, run
 # The clock
 
 def decoding(engine: Engine, groups: Sequence[Sequence[Sequence[int]]], tokens: int, wish: dict[str, Any], run: Iterator[int]) -> float:
-    """Tokens per second of groups of texts, one group after the other, from when every text has its first token until all have ended."""
+    """Tokens per second of groups of texts, one group after the other, from when every text has its first token until one has ended."""
     found = [_decoded(engine, prompts, tokens, wish, f"run {next(run)}") for prompts in groups]
     return sum(count for count, _ in found) / sum(seconds for _, seconds in found)
 
@@ -163,15 +164,16 @@ def _decoded(engine: Engine, prompts: Sequence[Sequence[int]], tokens: int, wish
     """Tokens and seconds of one group."""
     device, sampling = engine.target.device, Sampling(temperature=0, max_tokens=tokens, ignore_eos=True)
     handles = [handle for prompt in prompts for handle in engine.submit(prompt, sampling, tenant=tenant, speculation=wish)]
-    there, arrived = set(), 0
+    there, count = set(), 0
     while len(there) < len(handles):
-        events = engine.step()
-        there |= {event.request for event in events}
-        arrived += len(events)
+        there |= {event.request for event in engine.step()}
     start = finished(device)
-    while not all(handle.done for handle in handles):
-        engine.step()
-    return tokens * len(handles) - arrived, finished(device) - start
+    while not any(handle.done for handle in handles):
+        count += len(engine.step())
+    seconds = finished(device) - start
+    for handle in handles:
+        engine.cancel(handle.id)
+    return count, seconds
 
 
 def interleaved(arms: Mapping[str, Callable[[int], float]], batch: int, tokens: int, repeats: int) -> Rates:
