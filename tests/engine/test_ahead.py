@@ -5,12 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from draftproof import Engine, Sampling
 from draftproof.config import EngineConfig, LoadConfig
+from draftproof.drafters.fixed import AlwaysWrong
 from draftproof.engine import ahead
+from draftproof.engine.control import AutoDepth
+from draftproof.engine.costs import PassCosts
 from draftproof.models.load import load_target
 from draftproof.models.paged import PagedTarget
 from draftproof.types import Scores
@@ -80,6 +84,41 @@ def test_where_somebody_guesses_nothing_is_begun(target: PagedTarget, begun: lis
         engine.set_speculation(enabled=False)
         engine.generate(PROMPTS[0], Sampling(temperature=0, max_tokens=12, ignore_eos=True))
         assert len(begun) >= 8
+
+
+@pytest.mark.parametrize("depth", [0, "auto"])
+def test_where_guesses_rest_plain_passes_are_begun_and_none_for_nothing(target: PagedTarget, depth: int | str, begun: list[int],
+                                                                        monkeypatch: pytest.MonkeyPatch) -> None:
+    """A drafter that is always wrong: its depth is 0 but for trials, before which nothing is begun."""
+    asked, let_go = Sampling(temperature=0, max_tokens=150, ignore_eos=True), []
+    right = ahead.Begun.take
+
+    def take(self: ahead.Begun, *about: Any) -> Scores | None:
+        found = right(self, *about)
+        let_go.append(found is None)
+        return found
+
+    monkeypatch.setattr(ahead.Begun, "take", take)
+    with Engine(target, AlwaysWrong(target.vocab_size), depth, config=EngineConfig(profile_s=0)) as engine:
+        out = engine.generate_batch(PROMPTS[:2], asked)
+        trials = max(one.metrics["drafted"] for one in out)
+    assert bool(trials) is (depth == "auto") and begun.count(2) > 60
+    assert len(let_go) == begun.count(2) and not any(let_go), "what was begun is the next round's pass"
+    assert [one.token_ids for one in out] == [one.token_ids for one in Engine(target).generate_batch(PROMPTS[:2], asked)]
+    target.check()
+
+
+def test_a_round_whose_pass_ran_beside_another_costs_what_it_waited(target: PagedTarget, begun: list[int],
+                                                                    monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[float] = []
+    monkeypatch.setattr(ahead.Begun, "seconds", lambda self: 100.0)
+    monkeypatch.setattr(PassCosts, "follow", lambda self, batch, rows, keys, seconds: seen.append(seconds))
+    monkeypatch.setattr(PassCosts, "known", property(lambda self: False))                  # every round is looked at
+    monkeypatch.setattr(AutoDepth, "stays", property(lambda self: True))
+    with Engine(target, "ngram", config=EngineConfig(profile_s=0)) as engine:
+        out = engine.generate_batch(PROMPTS[:2], Sampling(temperature=0, max_tokens=12, ignore_eos=True))
+    assert len(begun) > 5 and len(seen) > 5 and all(0 < seconds < 50 for seconds in seen), "not what the device did while the host worked"
+    assert max(one.metrics["score_s"] for one in out) > 100
 
 
 def test_what_was_begun_is_let_go_when_a_request_leaves(target: PagedTarget, begun: list[int]) -> None:

@@ -9,7 +9,7 @@ from engine.engine_support import table
 
 from draftproof import Engine, EngineConfig, Sampling
 from draftproof.drafters.ngram import NgramDrafter
-from draftproof.engine.control import FixedDepth
+from draftproof.engine.plans import FixedDepth
 from draftproof.trace.events import RoundDone
 
 STEPS: dict[int, dict[str, Any]] = {

@@ -13,8 +13,9 @@ from typing import Any
 
 from draftproof import Budget, Draft, Verdict
 from draftproof.drafters.grow import affordable
-from draftproof.engine.control import AutoDepth, Control
+from draftproof.engine.control import AutoDepth
 from draftproof.engine.costs import LINGER, PassCosts
+from draftproof.engine.plans import Control
 from draftproof.trace.events import Times
 
 Chance = Callable[[str, str, int], Sequence[float]]

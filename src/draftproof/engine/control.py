@@ -12,7 +12,6 @@ from collections import abc
 from dataclasses import replace
 from math import exp, inf, isqrt
 from time import perf_counter
-from typing import Protocol
 
 from ..core.budget import best_batch, between
 from ..trace.events import Times
@@ -21,41 +20,6 @@ from .costs import LINGER, PassCosts, lingering
 from .plans import Arm, Asked, Choice, Plan, Scene, Shown, Trial, reaching
 from .sequence import Sequence
 from .survival import Hazards, Survival
-
-
-class Control(Protocol):
-    """Chooses depths; what the request, the context and the drafter forbid is cut off afterwards."""
-
-    @property
-    def holds(self) -> bool:
-        """Whether `depths` would say of the same sequences what it said last."""
-        return False
-
-    def depths(self, batch: abc.Sequence[Sequence], rooms: abc.Sequence[int], whole: abc.Sequence[Sequence]) -> list[Choice]:
-        """A choice per sequence; rooms[i] is the deepest draft that sequence i may have; whole: all that share the pass."""
-        ...
-
-    def learn(self, batch: abc.Sequence[Sequence], budgets: abc.Sequence[Budget], drafts: abc.Sequence[Draft],
-              verdicts: abc.Sequence[Verdict], times: Times) -> None:
-        """What a round showed and took; nothing, unless a controller makes something of it."""
-        return
-
-    def forget(self, seq: Sequence) -> None:
-        """The sequence is gone."""
-        return
-
-
-class FixedDepth(Control):
-    """Always the same depth, whatever rounds show."""
-
-    holds = True
-
-    def __init__(self, depth: int) -> None:
-        self.depth = depth
-
-    def depths(self, batch: abc.Sequence[Sequence], rooms: abc.Sequence[int], whole: abc.Sequence[Sequence]) -> list[Choice]:
-        return [Choice(self.depth, "fixed")] * len(batch)
-
 
 SHARE = 0.01            # of the time, for trials
 MARGIN = 0.02           # by which a draft must be expected to win before guessing begins, or another drafter takes over
@@ -111,6 +75,11 @@ class AutoDepth:
     @property
     def holds(self) -> bool:
         return self._trial is None and self.rounds < self._next and bool(self._planned)
+
+    @property
+    def stays(self) -> bool:
+        """Whether a plain round that runs is followed by another one, should no text come or go."""
+        return self._more > 0 or self._trial is None and self.rounds + 1 < self._next and bool(self._planned)
 
     @property
     def rests(self) -> bool:

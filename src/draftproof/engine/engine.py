@@ -22,10 +22,10 @@ from ..trace.sinks import Sink
 from ..types import Commit, Rule, Sampling
 from .admit import Wish, check_limits, check_prediction, encode, resolve, sequences
 from .batch import Batch
-from .control import Control
 from .costs import PassCosts
 from .lanes import Lanes
 from .memory import Pressure, free_share, freeze
+from .plans import Control
 from .port import Completion, TokenEvent
 from .profile import profile
 from .records import Recorder

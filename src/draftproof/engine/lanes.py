@@ -76,11 +76,12 @@ class Lanes:
             lane.observe(_taken(batch, here), _taken(commits, here), _taken(signals, here))
 
     def learn(self, batch: abc.Sequence[Sequence], budgets: abc.Sequence[Budget], drafts: abc.Sequence[Draft],
-              verdicts: abc.Sequence[Verdict], times: Times, telling: float = 0.0) -> None:
-        """What a round showed and took. telling: seconds that its records took, after its times were read."""
+              verdicts: abc.Sequence[Verdict], times: Times, more: float = 0.0) -> None:
+        """What a round showed and took. more: seconds beyond its times; its records took them, or, below zero, its pass ran so long beside
+        the round before."""
         if any([isinstance(lane.control, AutoDepth) and lane.state[0] == "on" and not lane.control.rests for lane, _ in self._parts]):
             rows, keys = sum(map(len, drafts)) + len(batch), sum(len(seq.tokens) for seq in batch)
-            self.passes.follow(len(batch), rows, keys, times.score_s + times.verify_s + times.other_s + telling)
+            self.passes.follow(len(batch), rows, keys, times.score_s + times.verify_s + times.other_s + more)
         for lane, here in self._parts:
             spent = max(times.draft_s - self._planning, 0.0) if len(self._parts) == 1 else self._spent[id(lane)]
             own = Times(spent, times.score_s, times.verify_s, times.other_s)             # planning is no drafter's doing
@@ -88,8 +89,8 @@ class Lanes:
 
     @property
     def idle(self) -> bool:
-        """Whether nobody guesses for any of this round's batch, nor will in the next round."""
-        return not any(lane.state[0] == "on" for lane, _ in self._parts)
+        """Whether nobody guesses for any of this round's batch, nor will in the next round, should none come or go."""
+        return all(lane.stays for lane, _ in self._parts)
 
     def begin(self, seq: Sequence, signals: Signals | None) -> None:
         self.of(seq).begin(seq, signals)

@@ -1,4 +1,5 @@
-"""What a controller weighs: who can be asked, for what a plan is made, what it expects, what is tried in its place, what rounds showed."""
+"""What a controller is, and what it weighs: who can be asked, for what a plan is made, what it expects, what is tried in its place, what
+rounds showed."""
 
 from __future__ import annotations
 
@@ -6,9 +7,10 @@ from collections import abc
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from math import inf, prod
-from typing import NamedTuple, Self
+from typing import NamedTuple, Protocol, Self
 
 from ..core.tree import depths as levels
+from ..trace.events import Times
 from ..types import Budget, Draft, Verdict
 from .costs import DraftCosts, Moment
 from .sequence import Sequence
@@ -22,6 +24,45 @@ class Choice(NamedTuple):
     reason: str                      # in words
     drafter: str | None = None       # of a chain, the part to be asked; None: the drafter as it is
     prices: tuple[float, ...] = ()   # of the nodes of a tree, as a budget has them
+
+
+class Control(Protocol):
+    """Chooses depths; what the request, the context and the drafter forbid is cut off afterwards."""
+
+    @property
+    def holds(self) -> bool:
+        """Whether `depths` would say of the same sequences what it said last."""
+        return False
+
+    @property
+    def stays(self) -> bool:
+        """Whether, while a round runs, it is known that `depths` will grant nothing again where it granted nothing."""
+        return False
+
+    def depths(self, batch: abc.Sequence[Sequence], rooms: abc.Sequence[int], whole: abc.Sequence[Sequence]) -> list[Choice]:
+        """A choice per sequence; rooms[i] is the deepest draft that sequence i may have; whole: all that share the pass."""
+        ...
+
+    def learn(self, batch: abc.Sequence[Sequence], budgets: abc.Sequence[Budget], drafts: abc.Sequence[Draft],
+              verdicts: abc.Sequence[Verdict], times: Times) -> None:
+        """What a round showed and took; nothing, unless a controller makes something of it."""
+        return
+
+    def forget(self, seq: Sequence) -> None:
+        """The sequence is gone."""
+        return
+
+
+class FixedDepth(Control):
+    """Always the same depth, whatever rounds show."""
+
+    holds = stays = True
+
+    def __init__(self, depth: int) -> None:
+        self.depth = depth
+
+    def depths(self, batch: abc.Sequence[Sequence], rooms: abc.Sequence[int], whole: abc.Sequence[Sequence]) -> list[Choice]:
+        return [Choice(self.depth, "fixed")] * len(batch)
 
 
 @dataclass(slots=True)

@@ -58,9 +58,10 @@ class Rounds:
             law = laws(scores.logits, [_options(seq, draft, scores.logits) for seq, draft in zip(batch, drafts, strict=True)])
             verdicts, coins, nodes = self._verify(batch, drafts, law, scores.starts)
             draft_s, score_s, verify_s = marks.spans()
+            beside = 0.0
             if early is not None:                 # what was begun before this round is waited for in the verdict
                 spent = early.seconds()
-                score_s, verify_s = score_s + spent, max(0.0, verify_s - spent)
+                beside, score_s, verify_s = max(0.0, spent - verify_s), score_s + spent, max(0.0, verify_s - spent)
             verified = perf_counter()
             for seq, budget in zip(batch, budgets, strict=True):
                 if not shares_noise(seq.rule):
@@ -79,7 +80,7 @@ class Rounds:
         for i, one in enumerate(judged):
             self._count(one, scores.logits, scores.starts[i], end, times)
         self.recorder.rounds(judged, law, scores, times)
-        self.speculation.learn(batch, budgets, drafts, verdicts, times, perf_counter() - end)
+        self.speculation.learn(batch, budgets, drafts, verdicts, times, perf_counter() - end - beside)
         return commits
 
     def choose_first(self, seq: Sequence, logits: Tensor) -> Commit:

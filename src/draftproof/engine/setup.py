@@ -7,8 +7,9 @@ from ..core.verify import allowed
 from ..drafters.base import Drafter
 from ..errors import OptionError
 from ..models.target import Target
-from .control import AutoDepth, Control, FixedDepth
+from .control import AutoDepth
 from .costs import PassCosts
+from .plans import Control, FixedDepth
 
 
 def open_target(target: str | Target | None, load: LoadConfig) -> Target:

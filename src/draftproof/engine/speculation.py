@@ -19,7 +19,7 @@ from ..drafters.base import Drafter
 from ..errors import DrafterError
 from ..trace.events import Times
 from ..types import Budget, Commit, Draft, SequenceView, Signals, Verdict
-from .control import Control
+from .plans import Control
 from .sequence import Sequence
 
 log = logging.getLogger("draftproof.engine")
@@ -144,6 +144,12 @@ class Speculation:
         ends = [len(seq.tokens) + self._room(seq)[0] - budget.depth - 1 for seq, budget in zip(batch, budgets, strict=True)]
         self._held = Held(batch, budgets, ends, steered)
         return budgets
+
+    @property
+    def stays(self) -> bool:
+        """Whether it guesses for none of this round's texts, nor will in the next round, should none come or go."""
+        idle = self._held is not None and not any([budget.depth for budget in self._held.budgets]) and self.control.stays
+        return idle or self.state[0] != "on"
 
     def propose(self, batch: abc.Sequence[Sequence], budgets: abc.Sequence[Budget]) -> list[Draft]:
         """A valid draft per sequence, empty where the budget is 0 or the drafter failed."""
