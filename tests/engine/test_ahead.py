@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,8 @@ from draftproof.drafters.fixed import AlwaysWrong
 from draftproof.engine import ahead
 from draftproof.engine.control import AutoDepth
 from draftproof.engine.costs import PassCosts
-from draftproof.models.load import load_target
+from draftproof.engine.plans import Choice, Control
+from draftproof.models.load import WEIGHTS, load_target
 from draftproof.models.paged import PagedTarget
 from draftproof.types import Scores
 
@@ -106,6 +107,35 @@ def test_where_guesses_rest_plain_passes_are_begun_and_none_for_nothing(target: 
     assert len(let_go) == begun.count(2) and not any(let_go), "what was begun is the next round's pass"
     assert [one.token_ids for one in out] == [one.token_ids for one in Engine(target).generate_batch(PROMPTS[:2], asked)]
     target.check()
+
+
+class Alternating(Control):
+    """Six plain rounds, four with guesses."""
+
+    def __init__(self) -> None:
+        self.rounds = 0
+
+    @property
+    def stays(self) -> bool:
+        return 0 < self.rounds % 10 < 6
+
+    def depths(self, batch: Sequence[object], rooms: object, whole: object) -> list[Choice]:
+        self.rounds += 1
+        return [Choice(4 if self.rounds % 10 in (7, 8, 9, 0) else 0, "its turn")] * len(batch)
+
+
+def test_a_drafter_reads_of_passes_begun_early_what_it_reads_of_others(begun: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its guesses are the same, and as many stand."""
+    demo = load_target(str(WEIGHTS / "target"), LoadConfig(device="cpu", self_test=False))
+    asked = [Sampling(temperature=temperature, seed=3, max_tokens=n, ignore_eos=True) for temperature, n in ((0, 40), (0.8, 30), (0, 50))]
+    found = []
+    for kinds in ({"cpu"}, set()):
+        monkeypatch.setattr(ahead, "OVERLAPS", kinds)
+        with Engine(demo, f"eagle3:{WEIGHTS / 'eagle3'}", config=EngineConfig(profile_s=0)) as engine:
+            engine.speculation.control = Alternating()
+            out = engine.generate_batch(["Add two numbers.", "What is the capital of France?", "Count to ten."], asked)
+        found.append([(one.token_ids, one.metrics["drafted"], one.metrics["accepted"]) for one in out])
+    assert found[0] == found[1] and len(begun) > 12 and sum(accepted for _, _, accepted in found[0]) > 20
 
 
 def test_a_round_whose_pass_ran_beside_another_costs_what_it_waited(target: PagedTarget, begun: list[int],
