@@ -151,6 +151,20 @@ def test_a_round_whose_pass_ran_beside_another_costs_what_it_waited(target: Page
     assert max(one.metrics["score_s"] for one in out) > 100
 
 
+@pytest.mark.parametrize("early", [False, True])
+def test_a_plain_pass_that_nothing_was_beside_is_no_plain_decoding_where_passes_are_begun_early(target: PagedTarget, early: bool,
+                                                                                                monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ahead, "OVERLAPS", {"cpu"} if early else set())
+    with Engine(target) as engine:
+        costs = engine._passes
+    for _ in range(60):
+        for rows, seconds in ((5, 5.5), (1, 4.4), (1, 4.0)):        # the host works while the last of them runs
+            costs.follow(1, rows, 100, seconds)
+    plain = costs.curve(1, 100, 1)[0]
+    assert plain == pytest.approx(4.0, rel=0.01) if early else plain > 4.1
+    assert costs.lingering(1) == early and costs.lingering(2) == 3
+
+
 def test_what_was_begun_is_let_go_when_a_request_leaves(target: PagedTarget, begun: list[int]) -> None:
     asked = Sampling(temperature=0, max_tokens=14, ignore_eos=True)
     with Engine(target) as engine:

@@ -58,10 +58,16 @@ class Begun:
         return self.marks.spans()[0]
 
 
+def overlaps(target: Target) -> bool:
+    """Whether plain passes of this target may be begun early."""
+    return target.device.type in OVERLAPS and isinstance(target, Begins)
+
+
 def begun(target: Target, batch: abc.Sequence[Sequence], drafts: abc.Sequence[Draft], choices: Tensor) -> Begun | None:
     """Begin the pass behind choices [B], which nobody has read yet; None where that is not possible, or where a text ends with them."""
-    if target.device.type not in OVERLAPS or not isinstance(target, Begins) or any(map(len, drafts)):
+    if not overlaps(target) or any(map(len, drafts)):
         return None
+    assert isinstance(target, Begins)
     if any(seq.limit - len(seq.tokens) < 2 for seq in batch):
         return None
     slots = [seq.slot for seq in batch]

@@ -16,7 +16,7 @@ from time import perf_counter
 from ..core.budget import best_batch, between
 from ..trace.events import Times
 from ..types import Budget, Draft, Verdict
-from .costs import LINGER, PassCosts, lingering
+from .costs import LINGER, PassCosts
 from .plans import Arm, Asked, Choice, Plan, Scene, Shown, Trial, reaching
 from .sequence import Sequence
 from .survival import Hazards, Survival
@@ -278,7 +278,7 @@ class AutoDepth:
                 return [Choice(depths[i], why, arm.name, prices[i]) if i in depths else choice for i, choice in enumerate(self._choices)]
             wait = min(wait, (trial.loss - arm.credit) * len(self.arms) / (SHARE * plan.seconds))
         if plan.drafts:
-            loss, rounds = plain - scene.rows / plan.rate, 1 + lingering(scene.rows)
+            loss, rounds = plain - scene.rows / plan.rate, 1 + self.passes.lingering(scene.rows)
             wanted = PLAIN_AFTER * rounds - min(self.passes.since_plain, self.rounds - self._timed)    # others may guess in it
             self._next = min(self._next, self.rounds + max(REPLAN, wanted + 1))
             if wanted < 0 and rounds * loss <= self._plain_credit:

@@ -32,11 +32,6 @@ SETTLED, SELDOM = 8, 32  # measurements of one shape, after which only one in as
                         # many: looking costs time itself
 
 
-def lingering(batch: int) -> int:
-    """Plain passes of so many sequences that show what one with guesses before them has left, not what plain decoding takes."""
-    return LINGER if batch > 1 else 0
-
-
 class Filter:
     """log w and further terms with their covariance; positive by construction."""
 
@@ -95,7 +90,9 @@ class PassCosts:
     KNOTS, STEPS = 21, 2    # bends at 1, √2, 2, … 1024 rows: shapes of kernels, and the knee where arithmetic takes over
     BEND, REACH = 0.3, 3.0  # how large they may be, and over how many knots they are alike
 
-    def __init__(self) -> None:
+    def __init__(self, overlaps: bool = False) -> None:
+        """overlaps: a plain pass behind another is begun while the host is still busy with that one (ahead.py)."""
+        self.overlaps = overlaps
         knots = np.arange(self.KNOTS)
         terms = np.zeros((self.KNOTS + 1, self.KNOTS + 1))               # the bends, and the weather
         terms[:-1, :-1] = self.BEND**2 * np.exp(-np.abs(knots[:, None] - knots) / self.REACH)
@@ -119,10 +116,14 @@ class PassCosts:
         self.settle()
         return self.moment.weather
 
+    def lingering(self, batch: int) -> int:
+        """Plain passes of so many sequences that show what one with guesses before them has left, not what plain decoding takes."""
+        return LINGER if batch > 1 else int(self.overlaps)
+
     def follow(self, batch: int, rows: int, keys: int, seconds: float) -> None:
         """`learn` of a pass among others, unless it shows what the one before has left."""
         self._plain = self._plain + 1 if rows == batch else 0
-        if not 0 < self._plain <= lingering(batch) or not self.known:
+        if not 0 < self._plain <= self.lingering(batch) or not self.known:
             self.learn(batch, rows, keys, seconds)
 
     def learn(self, batch: int, rows: int, keys: int, seconds: float) -> None:

@@ -20,6 +20,7 @@ from ..trace.events import VERSION, TraceStarted
 from ..trace.report import metrics
 from ..trace.sinks import Sink
 from ..types import Commit, Rule, Sampling
+from . import ahead
 from .admit import Wish, check_limits, check_prediction, encode, resolve, sequences
 from .batch import Batch
 from .costs import PassCosts
@@ -100,7 +101,7 @@ class Engine:
         self.settings = SpeculationConfig(drafter=spec, depth=None if depth == "auto" else int(depth), tree=tree, rule=rule)
         self.target = open_target(target, self.load)
         check_depth(self.target, self.settings)
-        self._passes = PassCosts()
+        self._passes = PassCosts(ahead.overlaps(self.target))
         self.speculation = self._lane(drafter, self.settings)
         self._others = [self._beside(other) for other in others]
         self.lanes = Lanes([self.speculation, *(lane for _, lane in self._others)], self._passes)
