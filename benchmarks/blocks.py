@@ -148,8 +148,13 @@ def tries(key: Key, size: int, count: int | None, rng: random.Random) -> list[An
     usual = blocks(*key[:2], size, key[2])
     found = [b for b in map(Blocks._make, product(OUTPUTS, INPUTS, STAGES, WARPS, PROGRAMS)) if fits(b, key, size) and b != usual]
     rng.shuffle(found)
-    found.sort(key=lambda b: sum(map(ne, b, usual)))
+    nearest(found, usual)
     return found[:count]
+
+
+def nearest(tries: list[Any], to: Any) -> None:
+    """Sort them by how many of their sizes are others."""
+    tries.sort(key=lambda blocks: sum(map(ne, blocks, to)))
 
 
 def fits(blocks: Any, key: Key, size: int) -> bool:
@@ -184,7 +189,7 @@ def search(there: Stand, args: argparse.Namespace) -> list[dict[str, Any]]:
             first = first or now
             if ratio < 1 - args.gain:
                 best, clock, chosen = other, another, {**chosen, key: other}
-                waiting.sort(key=lambda b: sum(map(ne, b, other)))
+                nearest(waiting, other)
                 tell(f"{name} {tuple(other)}: a layer takes {then * 1e6:.1f} us, {ratio:.3f} of before")
         said.append({"product": name, "outputs": key[0], "inputs": key[1], "gated": key[2], "usual": list(usual), "best": list(best),
                      "tried": tried, "before_us": (first or 0.0) * 1e6})

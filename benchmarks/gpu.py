@@ -189,6 +189,11 @@ def interleaved(arms: Mapping[str, Callable[[int], float]], batch: int, tokens: 
     return rates
 
 
+def by_run(over: Sequence[float], under: Sequence[float]) -> dict[str, float]:
+    """`paired`, its spread over runs: all are of the same texts."""
+    return paired([[one] for one in over], [[one] for one in under])
+
+
 def stock_rates(model: Any, prompt: Sequence[int], tokens: int, repeats: int, clock: Clock) -> Rates:
     """Of transformers over one text, with its growing cache and, on a GPU, with a static one, for which it compiles the pass: tokens after
     the first, over the time less that of a run of one token."""
@@ -251,9 +256,8 @@ def of_mode(name: str, mode: str, target: Target, load: LoadConfig, prompts: Seq
         rates = interleaved(arms, batch, args.tokens, args.repeats)
         for arm, values in rates.items():
             plain = median(values) / batch * read / 1e9
-            over = paired([[one] for one in values], [[one] for one in rates[OFF]])         # each run is a text of its own: the spread
             cells.append({"shape": name, "mode": mode, "batch": batch, "arm": arm, "tokens_per_s": median(values), "runs": values,
-                          "over_off": over, "read_gb_per_s": plain if arm == OFF else None, "bits": bits})
+                          "over_off": by_run(values, rates[OFF]), "read_gb_per_s": plain if arm == OFF else None, "bits": bits})
         tell(f"{name} {mode} batch {batch}: " + ", ".join(f"{arm} {median(values):.0f}" for arm, values in rates.items()))
     return cells
 
@@ -265,7 +269,7 @@ def stock(name: str, args: argparse.Namespace, off: Sequence[float], clock: Cloc
     prompt = read_prompts(WEIGHTS / "prompts.jsonl", AutoTokenizer.from_pretrained(WEIGHTS / "target"), 1, 60, 300)[0]
     rates = stock_rates(whole, prompt, args.tokens // 2, args.repeats, clock)
     return [{"shape": name, "mode": "as it is", "batch": 1, "arm": arm, "tokens_per_s": median(values), "read_gb_per_s": None, "bits": None,
-             "over_off": paired([values], [list(off) * len(values)])} for arm, values in rates.items()]
+             "over_off": by_run(values, list(off) * len(values))} for arm, values in rates.items()]
 
 
 # What it says

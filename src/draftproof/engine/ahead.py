@@ -65,9 +65,8 @@ def overlaps(target: Target) -> bool:
 
 def begun(target: Target, batch: abc.Sequence[Sequence], drafts: abc.Sequence[Draft], choices: Tensor) -> Begun | None:
     """Begin the pass behind choices [B], which nobody has read yet; None where that is not possible, or where a text ends with them."""
-    if not overlaps(target) or any(map(len, drafts)):
+    if not isinstance(target, Begins) or any(map(len, drafts)):
         return None
-    assert isinstance(target, Begins)
     if any(seq.limit - len(seq.tokens) < 2 for seq in batch):
         return None
     slots = [seq.slot for seq in batch]

@@ -58,10 +58,10 @@ class Rounds:
             law = laws(scores.logits, [_options(seq, draft, scores.logits) for seq, draft in zip(batch, drafts, strict=True)])
             verdicts, coins, nodes = self._verify(batch, drafts, law, scores.starts)
             draft_s, score_s, verify_s = marks.spans()
-            beside = 0.0
+            waited = score_s + verify_s           # by the host, however long the device took
             if early is not None:                 # what was begun before this round is waited for in the verdict
                 spent = early.seconds()
-                beside, score_s, verify_s = max(0.0, spent - verify_s), score_s + spent, max(0.0, verify_s - spent)
+                score_s, verify_s = score_s + spent, max(0.0, verify_s - spent)
             verified = perf_counter()
             for seq, budget in zip(batch, budgets, strict=True):
                 if not shares_noise(seq.rule):
@@ -80,7 +80,7 @@ class Rounds:
         for i, one in enumerate(judged):
             self._count(one, scores.logits, scores.starts[i], end, times)
         self.recorder.rounds(judged, law, scores, times)
-        self.speculation.learn(batch, budgets, drafts, verdicts, times, perf_counter() - end - beside)
+        self.speculation.learn(batch, budgets, drafts, verdicts, times, waited + perf_counter() - verified)
         return commits
 
     def choose_first(self, seq: Sequence, logits: Tensor) -> Commit:
@@ -136,7 +136,7 @@ class Rounds:
                 law = law.of([row for i in rest for row in range(starts[i], starts[i] + len(drafts[i]) + 1)])
             choices = choose(law, _choice_keys([batch[i] for i in rest], [drafts[i] for i in rest], self.target.device))
         read = _reading(choices, drafts)
-        if choices is not None and len(rest) == len(batch) and self.speculation.idle:
+        if choices is not None and len(rest) == len(batch) and self.speculation.passes.overlaps and self.speculation.idle:
             self._begun = begun(self.target, batch, drafts, choices)
         chosen, nodes = read()
         if self._begun is not None:

@@ -148,8 +148,9 @@ class Speculation:
     @property
     def stays(self) -> bool:
         """Whether it guesses for none of this round's texts, nor will in the next round, should none come or go."""
-        idle = self._held is not None and not any([budget.depth for budget in self._held.budgets]) and self.control.stays
-        return idle or self.state[0] != "on"
+        if self.state[0] != "on":
+            return True
+        return self._held is not None and self.control.stays and not any([budget.depth for budget in self._held.budgets])
 
     def propose(self, batch: abc.Sequence[Sequence], budgets: abc.Sequence[Budget]) -> list[Draft]:
         """A valid draft per sequence, empty where the budget is 0 or the drafter failed."""
