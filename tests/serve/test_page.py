@@ -18,7 +18,7 @@ from serve.serving import Running, letters, serving
 from serve.test_faults import Around
 from serve.test_http import PROMPTS, until
 
-from draftproof import Memory
+from draftproof import Memory, Sampling
 from draftproof.commands.switch import key_of
 from draftproof.config import ServeConfig
 from draftproof.errors import OptionError
@@ -295,7 +295,7 @@ def test_a_reader_that_leaves_while_the_bell_rings_is_let_go(between: int) -> No
 def test_the_engine_writes_on_while_the_server_cannot() -> None:
     """The loop stands still, with a reader in it; the engine must not notice."""
     def write_one(engine: Any) -> int:
-        handle = engine.submit("ab")[0]
+        handle = engine.submit("ab", Sampling(seed=3, max_tokens=16, ignore_eos=True))[0]
         while not handle.done:
             engine.step()
         return len(handle.completion().token_ids)
