@@ -10,7 +10,8 @@ texts: greedy and at temperature 0.8, depths 0 to 8, sequences that join and lea
 batch by batch every arm in an order drawn anew, `--repeats` times; rates are of decoding while the batch is full (from when every text has
 its first token until one has ended: a server would have others to go on with), ratios paired. Beyond one text at a time only the drafters
 that are asked for there are measured, at the first depth and at automatic depth.
-Bandwidth: what a plain pass of one row reads, over its time, against a copy within the device's memory measured in the same run.
+Bandwidth: what a plain pass reads (weights, and the keys and values of half-written texts), over its time, against a copy within the
+device's memory measured in the same run.
 The last line of standard output is one JSON document; exit code 3 says that a goal was missed, or could not be measured.
 """
 
@@ -26,7 +27,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
 import torch
@@ -45,7 +46,7 @@ from draftproof.models.load import WEIGHTS, as_target
 from draftproof.models.target import Target
 
 OFF, AUTO = "off", "auto"
-DEPTHS_CHECKED, CHECKED = range(9), 16       # depths and texts of the check for bits
+DEPTHS_CHECKED, CHECKED, AT_ONCE = range(9), 24, 16      # depths of the check for bits, its texts, and how many of them at a time
 ALONE = 3                                   # texts that are measured one by one
 MODES = {"reproducible": {"reproducible": True}, "fast": {"reproducible": False}, "compiled": {"reproducible": False, "compile": True}}
 COPY_GOAL, ROUNDED_GOAL, ON_GOAL = 0.85, 2.9, 3.0
@@ -241,19 +242,22 @@ def of_mode(name: str, mode: str, target: Target, load: LoadConfig, prompts: Seq
     engines = {spec: Engine(target, drafter, load=load, config=settings) for spec, drafter in guessing.items()}
     bits = None
     if load.reproducible:
-        few = Engine(target, guessing["eagle3"], load=load, config=replace(settings, max_batch=CHECKED // 2))
+        few = Engine(target, guessing["eagle3"], load=load, config=replace(settings, max_batch=AT_ONCE))
         bits = differing(few, prompts[:CHECKED], args.tokens // 2, run, clock)
         tell(f"{name} {mode}: {bits['different']} of {bits['texts']} texts differ")
-    read = target.facts.weight_bytes - target.parts.embed.weight.nbytes             # looked up, not read
+    weights = target.facts.weight_bytes - target.parts.embed.weight.nbytes          # which is looked up, not read
     for batch in (batch for batch in args.batches if clock.allows(f"{name} {mode}, batch {batch}")):
-        def decode(spec: str, depth: Depth, batch: int = batch) -> Callable[[int], float]:
-            groups = [[prompt] for prompt in prompts[:ALONE]] if batch == 1 else [prompts[:batch]]
+        texts = prompts[:ALONE if batch == 1 else batch]
+        groups = [[prompt] for prompt in texts] if batch == 1 else [texts]
+
+        def decode(spec: str, depth: Depth, groups: Sequence[Sequence[Sequence[int]]] = groups) -> Callable[[int], float]:
             return lambda tokens: decoding(engines[spec], groups, tokens, wished(depth), run)
 
         asked = [(spec, depth) for spec in engines for depth in args.depths] if batch == 1 else \
             [(spec, depth) for spec in args.wide if spec in engines for depth in args.depths if depth in (args.depths[0], AUTO)]
         arms = {OFF: decode("ngram", 0), **{f"{spec}@{depth}": decode(spec, depth) for spec, depth in asked}}
         rates = interleaved(arms, batch, args.tokens, args.repeats)
+        read = weights + batch * (fmean(map(len, texts)) + args.tokens / 2) * target.facts.cache_bytes_per_token
         for arm, values in rates.items():
             plain = median(values) / batch * read / 1e9
             cells.append({"shape": name, "mode": mode, "batch": batch, "arm": arm, "tokens_per_s": median(values), "runs": values,

@@ -1,4 +1,4 @@
-"""The next plain pass, begun on the device before the host has read what the last one chose.
+"""What a device works on while the host is still busy with the round before: the next plain pass, or the next drafts.
 
     device   … pass n │ choice │ pass n + 1 (goes on from the choice, which lies here) │ choice │ …
     host              └ reads the choice, commits, plans ┘
@@ -6,12 +6,19 @@
 Without a draft a round's pass needs nothing but the chosen tokens. Where nobody guesses for a batch, the host's share of a round thus costs
 no time of the device. Should the next round be another (a text ended, a request joined), what was begun is let go: its keys lie behind the
 texts, where whoever comes next writes. No bit differs: it is the pass that `score` would run.
+
+    device   … pass n │ choice │             │ draft n + 1                                  │ pass n + 1 …
+    host              └ reads  ┘ commits, asks └ books, events, who comes and goes, pass n + 1 ┘
+
+Drafts need the text that was chosen, and nothing else of a round: they are asked for as soon as it stands, before the round's books are
+kept. Texts that leave meanwhile leave theirs behind; those that come wait a round for their first.
 """
 
 from __future__ import annotations
 
 from collections import abc
 from dataclasses import dataclass
+from time import perf_counter
 
 import torch
 from torch import Tensor
@@ -19,11 +26,13 @@ from torch import Tensor
 from ..errors import CacheFull
 from ..models.taps import rows_at
 from ..models.target import Begins, Target
-from ..types import Draft, Scores
+from ..types import Budget, Draft, Scores
+from .lanes import Lanes
 from .marks import Marks
 from .sequence import Sequence
 
 OVERLAPS = {"cuda"}  # kinds of devices that work while the host does
+LATE = "it came while the others' guesses were under way"
 
 
 @dataclass(slots=True)
@@ -79,3 +88,45 @@ def begun(target: Target, batch: abc.Sequence[Sequence], drafts: abc.Sequence[Dr
         return None
     marks.mark()
     return Begun(target, batch, [slot.length for slot in slots if slot is not None], scores, marks)
+
+
+@dataclass(slots=True)
+class Drafted:
+    """Drafts under way for the next round of seqs. asked: when the host had asked for them; steered: by whom and what it was decided."""
+
+    seqs: abc.Sequence[Sequence]
+    budgets: list[Budget]
+    drafts: list[Draft]
+    marks: Marks
+    asked: float
+    steered: tuple[object, ...]
+
+    def take(self, batch: abc.Sequence[Sequence], lanes: Lanes) -> tuple[list[Budget], list[Draft]] | None:
+        """As `plan` and `propose` of this batch; None, and nothing taken, where none of these texts is left or somebody steered since."""
+        place = {id(seq): i for i, seq in enumerate(self.seqs)}
+        rows = [place.get(id(seq), -1) for seq in batch]
+        if max(rows) < 0 or self.steered != lanes.steered:
+            for seq in self.seqs:
+                lanes.leave(seq)
+            return None
+        lanes.go_on(batch)
+        late = [Budget(0, 0, lanes.of(seq).name, LATE) for seq in batch]
+        return ([self.budgets[i] if i >= 0 else budget for i, budget in zip(rows, late, strict=True)],
+                [self.drafts[i] if i >= 0 else Draft.empty(budget.drafter) for i, budget in zip(rows, late, strict=True)])
+
+    def seconds(self, begun: float) -> tuple[float, float]:
+        """What the drafts took, and how much of that was left when the host began its round; only after their tokens were read."""
+        spent = self.marks.spans()[0]
+        return spent, max(0.0, spent - (begun - self.asked))
+
+
+def drafted(target: Target, lanes: Lanes, batch: abc.Sequence[Sequence]) -> Drafted | None:
+    """Ask for the drafts of those whose texts go on; None if there are none."""
+    going = [seq for seq in batch if seq.finish is None]
+    if not going:
+        return None
+    marks = Marks(target.device)
+    budgets = lanes.plan(going)
+    drafts = lanes.propose(going, budgets)
+    marks.mark()
+    return Drafted(going, budgets, drafts, marks, perf_counter(), lanes.steered)

@@ -87,6 +87,20 @@ class Lanes:
             lane.learn(_taken(batch, here), _taken(budgets, here), _taken(drafts, here), _taken(verdicts, here), own)
 
     @property
+    def asks(self) -> bool:
+        """Whether drafts are asked for before a round's books are kept: where the device works while the host does."""
+        return self.passes.overlaps and len(self.lanes) == 1
+
+    def go_on(self, batch: abc.Sequence[Sequence]) -> None:
+        """What follows in the round is of this batch: those that were planned for, without who left and with who came."""
+        self._parts = self._divided(batch)
+
+    @property
+    def steered(self) -> tuple[object, ...]:
+        """By whom and what it is decided who guesses, and how far."""
+        return tuple(lane.steered for lane in self.lanes)
+
+    @property
     def idle(self) -> bool:
         """Whether nobody guesses for any of this round's batch, nor will in the next round, should none come or go."""
         return all(lane.stays for lane, _ in self._parts)

@@ -26,8 +26,8 @@ from ..errors import CacheFull, DrafterError, OptionError
 from ..models.taps import rows_at, side_by_side
 from ..models.target import Slot, Target
 from ..trace.events import Alternative, Times
-from ..types import LOSSY, Commit, Draft, Fate, Scores, Signals, Verdict
-from .ahead import Begun, begun
+from ..types import LOSSY, Budget, Commit, Draft, Fate, Scores, Signals, Verdict
+from .ahead import Begun, Drafted, begun, drafted
 from .lanes import Lanes
 from .marks import Marks
 from .port import TokenLogprob
@@ -44,12 +44,12 @@ class Rounds:
     def __init__(self, target: Target, speculation: Lanes, recorder: Recorder) -> None:
         self.target, self.speculation, self.recorder = target, speculation, recorder
         self._begun: Begun | None = None          # the next round's pass, if it is under way
+        self._drafted: Drafted | None = None      # or its drafts
 
     def run(self, batch: abc.Sequence[Sequence]) -> list[Commit]:
         """Advance every sequence by at least one token. If it raises, texts and caches still agree and no token is half in."""
-        marks = Marks(self.target.device)
-        budgets = self.speculation.plan(batch)
-        drafts = self.speculation.propose(batch, budgets)
+        marks, start = Marks(self.target.device), perf_counter()
+        budgets, drafts, ahead = self._drafts(batch)
         marks.mark()
         early, self._begun = self._begun, None
         try:
@@ -58,6 +58,9 @@ class Rounds:
             law = laws(scores.logits, [_options(seq, draft, scores.logits) for seq, draft in zip(batch, drafts, strict=True)])
             verdicts, coins, nodes = self._verify(batch, drafts, law, scores.starts)
             draft_s, score_s, verify_s = marks.spans()
+            if ahead is not None:                 # so are drafts that were asked for before
+                spent, left = ahead.seconds(start)
+                draft_s, verify_s = draft_s + spent, max(0.0, verify_s - left)
             waited = score_s + verify_s           # by the host, however long the device took
             if early is not None:                 # what was begun before this round is waited for in the verdict
                 spent = early.seconds()
@@ -75,12 +78,21 @@ class Rounds:
         self.speculation.observe(batch, commits, _signals(scores, commits))
         end = perf_counter()
         times = Times(draft_s, score_s, verify_s, end - verified)
+
+        def learn() -> None:
+            self.speculation.learn(batch, budgets, drafts, verdicts, times, waited + perf_counter() - verified)
+
+        asks = self.speculation.asks and self._begun is None
+        if asks:                                  # a device works on the next drafts while the host keeps the books
+            learn()
+            self._drafted = drafted(self.target, self.speculation, batch)
         judged = [Judged(seq, budgets[i], drafts[i], nodes[i], commits[i], _fates(drafts[i], verdicts[i], commits[i]), coins.get(i))
                   for i, seq in enumerate(batch)]
         for i, one in enumerate(judged):
             self._count(one, scores.logits, scores.starts[i], end, times)
         self.recorder.rounds(judged, law, scores, times)
-        self.speculation.learn(batch, budgets, drafts, verdicts, times, waited + perf_counter() - verified)
+        if not asks:
+            learn()
         return commits
 
     def choose_first(self, seq: Sequence, logits: Tensor) -> Commit:
@@ -93,6 +105,15 @@ class Rounds:
         _note_logprobs(seq, logits, [0], commit.tokens)
         self.recorder.prefill(seq, law)
         return commit
+
+    def _drafts(self, batch: abc.Sequence[Sequence]) -> tuple[list[Budget], list[Draft], Drafted | None]:
+        """A budget and a draft per sequence, and what was under way if they are of it."""
+        ahead, self._drafted = self._drafted, None
+        found = None if ahead is None else ahead.take(batch, self.speculation)
+        if found is not None:
+            return *found, ahead
+        budgets = self.speculation.plan(batch)
+        return budgets, self.speculation.propose(batch, budgets), None
 
     def _score(self, batch: abc.Sequence[Sequence], drafts: list[Draft], early: Begun | None) -> tuple[Scores, list[Draft], Begun | None]:
         """The scores, the drafts that were scored, and the pass that was begun early if they are its."""

@@ -60,8 +60,7 @@ def _draft_key(seq: SequenceView, position: int) -> tuple[int, int]:
 
 
 class Held(NamedTuple):
-    """What was planned last. ends: the longest that each text may be for more room than its budget; steered: whoever and
-    whatever decided."""
+    """What was planned last. ends: the longest that each text may be for more room than its budget; steered: as of `Speculation`."""
 
     batch: abc.Sequence[Sequence]
     budgets: list[Budget]
@@ -107,6 +106,11 @@ class Speculation:
             return "off", self.pressed
         return "on", self.reason
 
+    @property
+    def steered(self) -> tuple[object, ...]:
+        """Whoever and whatever decides."""
+        return self.drafter, self.control, self.enabled, self.failure, self.pressed, self.depth_cap
+
     def plan(self, batch: abc.Sequence[Sequence], whole: abc.Sequence[Sequence]) -> list[Budget]:
         """A budget per sequence. Deeper than the request's end, the context or the drafter reach is never granted.
 
@@ -117,8 +121,7 @@ class Speculation:
             if self.pressed and not before:
                 log.warning("drafter %s pauses: %s", self.name, self.pressed)
                 self.leave_all()
-        steered = self.drafter, self.control, self.enabled, self.failure, self.pressed, self.depth_cap
-        held = self._held
+        held, steered = self._held, self.steered
         if held is not None and held.batch == batch and held.steered == steered and self.control.holds:
             if all([len(seq.tokens) <= end for seq, end in zip(batch, held.ends, strict=True)]):
                 return held.budgets
