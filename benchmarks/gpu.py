@@ -5,11 +5,11 @@
     python benchmarks/gpu.py --device cpu --shapes tiny --batches 1,2 --tokens 16       # the same path without a GPU: no measurement
 
 The demo pair is inflated in the device's memory (inflate.py): a target of each shape, a draft model of a 1B shape, and the demo target's
-EAGLE-3 head turned to fit, which stays as small as it is. 8B and 32B are bfloat16, 70B is rounded to floats of eight bits. First the
-texts: greedy and at temperature 0.8, depths 0 to 8, sequences that join and leave, against each text alone without a guess. Then speed:
-batch by batch every arm in an order drawn anew, `--repeats` times; rates are of decoding while the batch is full (from when every text has
-its first token until one has ended: a server would have others to go on with), ratios paired. Beyond one text at a time only the drafters
-that are asked for there are measured, at the first depth and at automatic depth.
+EAGLE-3 head turned to fit, which stays as small as it is and drafts chains and trees. 8B and 32B are bfloat16, 70B is rounded to floats
+of eight bits. First the texts: greedy and at temperature 0.8, depths 0 to 8, sequences that join and leave, against each text alone without
+a guess. Then speed: batch by batch every arm in an order drawn anew, `--repeats` times; rates are of decoding while the batch is full (from
+when every text has its first token until one has ended: a server would have others to go on with), ratios paired. Beyond one text at a time
+only the drafters that are asked for there are measured, at the first depth and at automatic depth.
 Bandwidth: what a plain pass reads (weights, and the keys and values of half-written texts), over its time, against a copy within the
 device's memory measured in the same run.
 The last line of standard output is one JSON document; exit code 3 says that a goal was missed, or could not be measured.
@@ -46,6 +46,7 @@ from draftproof.models.load import WEIGHTS, as_target
 from draftproof.models.target import Target
 
 OFF, AUTO = "off", "auto"
+TREE, NODES = "eagle3+tree", 15              # which fill a tile of sixteen rows with the last token
 DEPTHS_CHECKED, CHECKED, AT_ONCE = range(9), 24, 16      # depths of the check for bits, its texts, and how many of them at a time
 ALONE = 3                                   # texts that are measured one by one
 MODES = {"reproducible": {"reproducible": True}, "fast": {"reproducible": False}, "compiled": {"reproducible": False, "compile": True}}
@@ -120,7 +121,7 @@ def build(source: Path, shape: Shape, device: torch.device, seed: int) -> Any:
 def drafters(name: str, target: Target, work: Path, device: torch.device, load: LoadConfig, seed: int) -> dict[str, str | Drafter]:
     lm = as_target(build(WEIGHTS / "draft", MODELS[name].draft, device, seed), load.of_draft(), "draft")
     head = turned_head(WEIGHTS / "eagle3", WEIGHTS / "target", MODELS[name].shape, work / f"head-{name}", seed, device)
-    return {"model": ModelDrafter(lm), "eagle3": f"eagle3:{head}", "ngram": "ngram"}
+    return {"model": ModelDrafter(lm), "eagle3": f"eagle3:{head}", TREE: f"eagle3:{head}", "ngram": "ngram"}
 
 
 Answers = list[tuple[int, ...]]
@@ -239,7 +240,8 @@ def of_mode(name: str, mode: str, target: Target, load: LoadConfig, prompts: Seq
     run, cells = iter(range(1 << 30)), []
     guessing = drafters(name, target, work, torch.device(args.device), load, args.seed)
     settings = EngineConfig(max_batch=max(args.batches), profile_s=0, trace="none")
-    engines = {spec: Engine(target, drafter, load=load, config=settings) for spec, drafter in guessing.items()}
+    engines = {spec: Engine(target, drafter, tree=NODES if spec == TREE else None, load=load, config=settings)
+               for spec, drafter in guessing.items()}
     bits = None
     if load.reproducible:
         few = Engine(target, guessing["eagle3"], load=load, config=replace(settings, max_batch=AT_ONCE))

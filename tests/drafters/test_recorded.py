@@ -28,7 +28,7 @@ from draftproof.models.heads import blocks, cache, recorded
 from draftproof.models.heads.eagle import EagleHead
 from draftproof.models.heads.eagle3 import Eagle3Head
 from draftproof.models.heads.mtp import MtpHead
-from draftproof.models.heads.recorded import Chains, RecordedChains, Recording
+from draftproof.models.heads.recorded import RecordedChains, Recording
 from draftproof.models.load import builtin, load_target
 from draftproof.types import Budget, Commit, Draft, Signals
 
@@ -52,14 +52,14 @@ class Recorder:
             first = run()
         places = self._places(recording)
 
-        def replay() -> Chains:
+        def replay() -> Any:
             assert self._places(recording) == places, "a graph would read freed memory"
             self.replays += 1
             with Watch():
                 found = run()
             for kept, new in zip(first, found, strict=True):
                 kept.copy_(new)
-            return Chains(*first)
+            return type(first)(*first)
 
         return replay
 
@@ -168,7 +168,7 @@ def test_texts_of_several_temperatures_share_a_recording(monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("build", [eagle, eagle3])
 def test_siblings_and_trees_beside_chains(build: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fixed siblings are recorded; trees grow as ever, over the same entries, and so do texts whose options look back."""
+    """Fixed siblings are recorded, and trees that grow; texts whose options look back go level by level, over the same entries."""
     target, one, twin, recorder = pair(build, monkeypatch)
 
     def texts() -> list[Text]:

@@ -29,6 +29,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..core.upload import sent
 from ..models.heads.compiled import Made, Offered
 from ..types import Draft
 
@@ -62,7 +63,7 @@ class Margins:
         if device.type == "cpu":
             return self._host
         if self._sent is None or self._sent.chances.device != device:
-            self._sent = Odds(*(part.to(device) for part in self._host))
+            self._sent = Odds(*(sent(part, device) for part in self._host))
         return self._sent
 
     def odds(self, greedy: bool) -> Odds:
@@ -142,7 +143,7 @@ class Front:
 
 
 @dataclass(slots=True)
-class _Level:
+class Level:
     """candidates of one level: tokens, gaps, shares, worth (log) [B, F, K]; spots [B, F]: which candidate of the level above a slot is."""
 
     tokens: Tensor
@@ -152,12 +153,23 @@ class _Level:
     spots: Tensor
 
 
+class Company(NamedTuple):
+    """What growing reads of its sequences. rows [B, 1, K] of the table of chances · table · widths [B, 1], None if all are one · ends
+    [B, 1, 1, E], −1 for none, or None."""
+
+    rows: Tensor
+    table: Odds
+    widths: Tensor | None
+    ends: Tensor | None
+
+
 @dataclass(slots=True)
 class Growth:
     """Trees of B sequences that grow together; no value is read on the host until `finish`, except on a CPU, to stop early.
 
     depths, nodes, prices [B]: their budgets · greedy [B]: texts at temperature 0 · ends: tokens that end a text, behind which nothing
-    grows · widths [B]: how many nodes the next level may extend; a function of the own budget alone, so that company changes nothing
+    grows · widths [B]: how many nodes the next level may extend; a function of the own budget alone, so that company changes nothing ·
+    company: what growing reads of all that, if it lies there
     """
 
     depths: Sequence[int]
@@ -167,12 +179,12 @@ class Growth:
     margins: Margins
     widths: Sequence[int]
     prices: Sequence[Sequence[float]] = ()
-    levels: list[_Level] = field(default_factory=list)
+    levels: list[Level] = field(default_factory=list)
+    company: Company | None = None
+    recorded: bool = False              # all levels are grown, whatever they hold
     _reach: Tensor | None = None        # [B, F] log chance that the walk comes to each slot of the frontier
     _spots: Tensor | None = None
     _kept: Tensor | None = None         # [B, n] worth of the best candidates so far, falling
-    _ends: Tensor | None = None         # [B, 1, 1, E]
-    _rows: Tensor | None = None         # [B, 1, K] rows of the table of chances
 
     def grow(self, tokens: Tensor, values: Tensor, shares: Tensor) -> Front | None:
         """Take a level's candidates [B, F, K], their log q + g, −inf for none, best first, and log q; say which to extend, None if no
@@ -181,42 +193,35 @@ class Growth:
         device = tokens.device
         if self._reach is None or self._spots is None:
             self._reach, self._spots = values.new_zeros(batch, 1), torch.zeros(batch, 1, dtype=torch.int64, device=device)
+        company = self.company = self.company or self._together(count, device)
         gaps = gaps_of(values)
-        worth = self._reach[..., None] + self._chances(gaps, shares)
+        worth = self._reach[..., None] + company.table.of(company.rows, gaps, shares)
         worth = worth.masked_fill(values == -math.inf, -math.inf)
-        self.levels.append(_Level(tokens, gaps, shares, worth, self._spots))
+        self.levels.append(Level(tokens, gaps, shares, worth, self._spots))
         if len(self.levels) >= max(self.depths):
             return None
-        flat = self._open(tokens, worth).view(batch, -1)
-        self._reach, self._spots = _best(flat, max(self.widths))
-        if min(self.widths) < self._reach.shape[1]:
-            beyond = torch.arange(self._reach.shape[1], device=device) >= torch.tensor(self.widths, device=device)[:, None]
+        open_ = worth                           # but those that end the text
+        if company.ends is not None:
+            open_ = worth.masked_fill((tokens[..., None] == company.ends).any(-1), -math.inf)
+        self._reach, self._spots = _best(open_.view(batch, -1), max(self.widths))
+        if company.widths is not None:
+            beyond = torch.arange(self._reach.shape[1], device=device) >= company.widths
             self._reach = self._reach.masked_fill(beyond, -math.inf)
         if self._settled(worth):
             return None
         parents = self._spots // count
         return Front(tokens.reshape(batch, -1).gather(1, self._spots), parents)
 
-    def _chances(self, gaps: Tensor, shares: Tensor) -> Tensor:
-        """log chance of each candidate, as far as it has been counted."""
-        if self._rows is None:
-            kinds = torch.tensor(self.greedy, device=gaps.device).long() * CANDIDATES
-            self._rows = kinds[:, None, None] + torch.arange(gaps.shape[2], device=gaps.device)
-        return self.margins.table(gaps.device).of(self._rows, gaps, shares)
-
-    def _open(self, tokens: Tensor, worth: Tensor) -> Tensor:
-        """The worth of candidates that may be extended; −inf for those that end the text."""
-        longest = max(map(len, self.ends))
-        if not longest:
-            return worth
-        if self._ends is None:
-            rows = [[*ends, *[-1] * (longest - len(ends))] for ends in self.ends]
-            self._ends = torch.tensor(rows, device=tokens.device)[:, None, None]
-        return worth.masked_fill((tokens[..., None] == self._ends).any(-1), -math.inf)
+    def _together(self, count: int, device: torch.device) -> Company:
+        """Of so many candidates a node."""
+        kinds = torch.tensor(self.greedy, device=device).long() * CANDIDATES
+        widths = torch.tensor(self.widths, device=device)[:, None] if len(set(self.widths)) > 1 else None
+        ends = torch.tensor(endings(self.ends), device=device)[:, None, None] if any(self.ends) else None
+        return Company(kinds[:, None, None] + torch.arange(count, device=device), self.margins.table(device), widths, ends)
 
     def _settled(self, worth: Tensor) -> bool:
         """Whether every tree already has so many candidates worthier than the whole frontier that none below can enter."""
-        if worth.device.type != "cpu":          # elsewhere the question would wait for the device
+        if self.recorded or worth.device.type != "cpu":         # where the question would wait for the device
             return False
         assert self._reach is not None
         both = worth.flatten(1) if self._kept is None else torch.cat((self._kept, worth.flatten(1)), 1)
@@ -280,6 +285,13 @@ def grown(made: Made, prices: Sequence[float], name: str) -> Draft:
     tokens, scores = array("q", [named[i] for i in chosen]), array("f", [score[i] for i in chosen])
     return Draft(torch.frombuffer(tokens, dtype=torch.int64), tuple(place[above[i]] for i in chosen),
                  score=torch.frombuffer(scores, dtype=torch.float32), drafter=name)
+
+
+def endings(ends: Sequence[Iterable[int]], least: int = 0) -> list[list[int]]:
+    """Tokens that end texts [B, at least so many], −1 for none."""
+    rows = [[*own] for own in ends]
+    longest = max(least, *map(len, rows))
+    return [[*own, *[-1] * (longest - len(own))] for own in rows]
 
 
 def sight(seen: Tensor, parents: Tensor) -> Tensor:

@@ -14,8 +14,8 @@ from ..models.heads.mtp import MtpHead
 from ..models.heads.mtp_files import inside
 from ..models.heads.mtp_layers import Layered
 from .base import NoOptions, Site
+from .lines import Line
 from .recurrent import RecurrentDrafter
-from .recurrent import _Line as Line
 
 
 class MtpDrafter(NoOptions, RecurrentDrafter):

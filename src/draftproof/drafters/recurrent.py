@@ -9,8 +9,7 @@ forgotten, for those that stood come back with true features. One pass per level
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -27,45 +26,14 @@ from ..models.taps import abreast, rows_in, stacked
 from ..types import Budget, Commit, Draft, SequenceView, Signals
 from .base import Needs, Noise, Picks, Ranking, pick
 from .grow import CANDIDATES, SURE, Growth, Margins, evenly, grown, longer, sight
+from .lines import Line, RecurrentState, Ways
+from .planted import plant, room_of
 from .spines import beside, collected, spine
-from .window import Window
 
 CHUNK = 1024        # rows of one sequence that wait, or are fed, at most in one pass
 WIDEST = 8          # nodes of one sequence that a level extends at most
 NOTHING = "the options leave none of the drafter's tokens"
 ENDS = "the draft ends the text"
-
-
-@dataclass(slots=True)
-class RecurrentState:
-    """One sequence. Entry i of the cache is of position window.first + i; `window.held` of them are true, what lies behind was guessed."""
-
-    seq: SequenceView
-    ranking: Ranking
-    cache: HeadCache | None                 # None: closed
-    window: Window = field(default_factory=Window)
-    last: Tensor | None = None              # [H] output of the last true entry
-    learn: Callable[[Sequence[int]], None] | None = None    # from what becomes of the tree that grew for the text as it is
-    length: int = 0                         # tokens of that text
-
-
-@dataclass(slots=True)
-class _Line:
-    """One sequence within one `propose`."""
-
-    state: RecurrentState
-    cache: HeadCache
-    place: int                              # of its draft in the answer
-    budget: Budget
-    reason: str = ""
-    rows: list[int] = field(default_factory=list)         # its row of every level's picks, counted over the whole round
-    path: tuple[int, ...] = ()                            # the chain on the host, where it is read
-    extra: list[int] = field(default_factory=list)        # siblings beside each level of the chain
-    due: int = 0                                          # entries that it lacks before it drafts
-
-    @property
-    def seq(self) -> SequenceView:
-        return self.state.seq
 
 
 class RecurrentDrafter:
@@ -89,6 +57,7 @@ class RecurrentDrafter:
         self.compiled = CompiledHead.of(head)
         record = recorder(self.device) if graphs else None
         self.recorded = None if record is None else RecordedChains(self.head, record, self.dtype, self.device)
+        self._drawn = vocab_size if self.head.ids is None else len(self.head.ids)      # tokens that it can guess
         taps = tuple(sorted(set(self.head.taps)))
         self.needs = Needs(taps=taps, parts=("embed", "output"), law=True, tree=True, context=self.head.context)
         self.margins = Margins()
@@ -128,7 +97,7 @@ class RecurrentDrafter:
     @torch.inference_mode()
     def propose(self, states: Sequence[RecurrentState], budgets: Sequence[Budget], noise: Noise) -> list[Draft]:
         drafts = [Draft.empty(self.name) for _ in states]
-        lines: list[_Line] = []
+        lines: list[Line] = []
         for place, (state, budget) in enumerate(zip(states, budgets, strict=True)):
             state.learn = None
             if not budget.depth:
@@ -138,34 +107,30 @@ class RecurrentDrafter:
                 drafts[place] = Draft.empty(self.name, reason)
                 continue
             state.cache.truncate(state.window.held)
-            lines.append(_Line(state, state.cache, place, budget))
+            lines.append(Line(state, state.cache, place, budget))
         if not lines:
             return drafts
-        replayed, chains, trees = self._ways(lines, noise)
-        if len(chains) + len(trees) > 1:
-            self._catch_up([*chains, *trees])
-        for some, draw in ((replayed, self._replayed), (chains, self._chains), (trees, self._trees)):
+        ways = self._ways(lines, noise)
+        if len(ways.chains) + len(ways.trees) > 1:
+            self._catch_up([*ways.chains, *ways.trees])
+        for some, draw in zip(ways, (self._replayed, self._chains, self._planted, self._trees), strict=True):
             for line, draft in zip(some, draw(some, noise) if some else [], strict=True):
                 drafts[line.place] = draft
         return drafts
 
-    def _ways(self, lines: Sequence[_Line], noise: Noise) -> tuple[list[_Line], list[_Line], list[_Line]]:
-        """Chains that are recorded, other chains, trees."""
-        replayed: list[_Line] = []
-        chains: list[_Line] = []
-        trees: list[_Line] = []
+    def _ways(self, lines: Sequence[Line], noise: Noise) -> Ways:
+        ways = Ways([], [], [], [])
         able = self.recorded is not None and not self.recorded.failed and not noise.keep_law
         deepest = max(line.budget.depth for line in lines)
         for line in lines:
-            if self.dynamic and not noise.keep_law and line.budget.nodes > line.budget.depth:
-                trees.append(line)
-                continue
+            tree = self.dynamic and not noise.keep_law and line.budget.nodes > line.budget.depth
             line.due = self._missing(line.state)
-            if able and line.due and line.state.ranking.plain and line.cache.pooled(line.due + deepest):
-                replayed.append(line)
+            guesses = room_of(deepest) if tree else deepest
+            if able and line.due and line.state.ranking.plain and line.cache.pooled(line.due + guesses):
+                (ways.planted if tree else ways.replayed).append(line)
             else:
-                chains.append(line)
-        return replayed, chains, trees
+                (ways.trees if tree else ways.chains).append(line)
+        return ways
 
     # The text's own entries.
 
@@ -194,7 +159,7 @@ class RecurrentDrafter:
             return "the target's hidden states of the last tokens are not here yet"
         return ""
 
-    def _catch_up(self, lines: Sequence[_Line]) -> None:
+    def _catch_up(self, lines: Sequence[Line]) -> None:
         while any(line.state.window.ahead and self._missing(line.state) for line in lines):
             self._feed([line.state for line in lines])
 
@@ -234,7 +199,7 @@ class RecurrentDrafter:
 
     # Drafts.
 
-    def _replayed(self, lines: Sequence[_Line], noise: Noise) -> list[Draft]:
+    def _replayed(self, lines: Sequence[Line], noise: Noise) -> list[Draft]:
         """By launches of recordings, which feed what waits first; level by level if there are none."""
         drafts: list[Draft] = []
         for start in range(0, len(lines), MOST_LINES):
@@ -242,38 +207,53 @@ class RecurrentDrafter:
             drafts += self._replay(some, noise) or self._chains(some, noise)
         return drafts
 
-    def _replay(self, lines: Sequence[_Line], noise: Noise) -> list[Draft] | None:
+    def _replay(self, lines: Sequence[Line], noise: Noise) -> list[Draft] | None:
         assert self.recorded is not None
-        behind = [line.state for line in lines if line.due > MOST_FED]
-        while behind:
-            self._feed(behind, 1)
-            behind = [state for state in behind if self._missing(state) > MOST_FED]
-        fed: list[Fed] = []
-        depths, seqs, widest = [line.budget.depth for line in lines], [line.seq for line in lines], 0
-        for line, seq in zip(lines, seqs, strict=True):
-            window, at = line.state.window, line.state.window.at
-            text = seq.tokens[at + 1:]
-            fed.append(Fed(line.cache, text, window.pieces(len(text)), at, 0.0 if seq.sampling.greedy else line.state.ranking.temperature))
+        fed, depths, widest = self._fed(lines), [line.budget.depth for line in lines], 0
+        for line in lines:
             if line.budget.nodes > line.budget.depth:
                 line.extra = evenly(line.budget.depth, line.budget.nodes - line.budget.depth)
                 widest = max(widest, line.extra[0])
-        depth, keys = max(depths), None
-        if any(one.temperature for one in fed):
-            lengths = [len(seq.tokens) for seq in seqs]
-            keys = noise.keys(seqs * depth, [length + level for level in range(depth) for length in lengths])
-        made = self.recorded.draft(fed, depth, max(2, 1 + widest), keys)
+        depth = max(depths)
+        made = self.recorded.draft(fed, depth, max(2, 1 + widest), self._keys(lines, depth, noise))
         if made is None:
             return None
-        for line, one, last in zip(lines, fed, made.last.clone().unbind(), strict=True):
-            line.state.window.read(len(one.tokens))
-            line.state.last = last
+        self._went(lines, fed, made.last.clone())
         if widest:
             every = zip(lines, depths, made.tokens.clone(), made.values.clone(), strict=True)
             return [spine(tokens[:n], values[:n], line.extra, None, self.name, "") for line, n, tokens, values in every]
         return [Draft.chain(own if n == depth else own[:n], score=worth if n == depth else worth[:n], drafter=self.name)
                 for n, own, worth in zip(depths, made.first.clone().unbind(), made.margins.clamp(max=SURE).unbind(), strict=True)]
 
-    def _chains(self, lines: Sequence[_Line], noise: Noise) -> list[Draft]:
+    def _fed(self, lines: Sequence[Line]) -> list[Fed]:
+        """What a recording feeds of each line; what is too much for it is fed before."""
+        behind = [line.state for line in lines if line.due > MOST_FED]
+        while behind:
+            self._feed(behind, 1)
+            behind = [state for state in behind if self._missing(state) > MOST_FED]
+        fed: list[Fed] = []
+        for line in lines:
+            state, at = line.state, line.state.window.at
+            text = state.seq.tokens[at + 1:]
+            heat = 0.0 if state.seq.sampling.greedy else state.ranking.temperature
+            fed.append(Fed(line.cache, text, state.window.pieces(len(text)), at, heat))
+        return fed
+
+    def _keys(self, lines: Sequence[Line], depth: int, noise: Noise) -> Tensor | None:
+        """Of the noise of so many levels, level by level; None if all lines are greedy."""
+        seqs = [line.seq for line in lines]
+        if all(seq.sampling.greedy for seq in seqs):
+            return None
+        lengths = [len(seq.tokens) for seq in seqs]
+        return noise.keys(seqs * depth, [length + level for level in range(depth) for length in lengths])
+
+    def _went(self, lines: Sequence[Line], fed: Sequence[Fed], last: Tensor) -> None:
+        """A recording has fed this, with these outputs [lines, H]."""
+        for line, one, own in zip(lines, fed, last.unbind(), strict=True):
+            line.state.window.read(len(one.tokens))
+            line.state.last = own
+
+    def _chains(self, lines: Sequence[Line], noise: Noise) -> list[Draft]:
         """One pass per level over all sequences; siblings, if any, are fixed before anything is drawn."""
         for line in lines:
             depth, nodes = line.budget.depth, line.budget.nodes
@@ -313,7 +293,7 @@ class RecurrentDrafter:
                 hidden = self._extend(live, rows_of(picks.tokens, going)[:, 0], rows_of(hidden, going), level, 1, None)
         return collected(lines, levels, self.vocab_size, self.name)
 
-    def _compiled(self, lines: Sequence[_Line], noise: Noise, candidates: int, widest: int = 0) -> Made | None:
+    def _compiled(self, lines: Sequence[Line], noise: Noise, candidates: int, widest: int = 0) -> Made | None:
         """A chain, or a tree that extends `widest` nodes per level, by one call of the kernels, which feeds what waits first; None where
         they go the way of torch: several sequences, options that change a law, or a rule that asks for it."""
         if self.compiled is None or noise.keep_law or len(lines) > 1 or not lines[0].state.ranking.plain:
@@ -333,7 +313,23 @@ class RecurrentDrafter:
             state.last = made.last
         return made
 
-    def _trees(self, lines: Sequence[_Line], noise: Noise) -> list[Draft]:
+    def _planted(self, lines: Sequence[Line], noise: Noise) -> list[Draft]:
+        """Trees by launches of recordings."""
+        parts = [lines[start:start + MOST_LINES] for start in range(0, len(lines), MOST_LINES)]
+        return [draft for some in parts for draft in self._trees(some, noise, True)]
+
+    def _plant(self, lines: Sequence[Line], growth: Growth, noise: Noise) -> bool:
+        """Whether a recording has grown them."""
+        assert self.recorded is not None
+        if self.recorded.failed:
+            return False
+        fed = self._fed(lines)
+        last = plant(self.recorded, fed, growth, self._keys(lines, max(growth.depths), noise), self._drawn)
+        if last is not None:
+            self._went(lines, fed, last)
+        return last is not None
+
+    def _trees(self, lines: Sequence[Line], noise: Noise, planted: bool = False) -> list[Draft]:
         """What is worth its node is known after the noise."""
         widths = [min(WIDEST, max(2, line.budget.nodes // line.budget.depth + 1)) for line in lines]
         for line in lines:
@@ -346,12 +342,13 @@ class RecurrentDrafter:
         growth = Growth([line.budget.depth for line in lines], [line.budget.nodes for line in lines],
                         [line.seq.sampling.greedy for line in lines], [line.seq.end_ids for line in lines], self.margins,
                         widths, [line.budget.prices for line in lines])
-        self._grow(lines, growth, noise)
+        if not (planted and self._plant(lines, growth, noise)):
+            self._grow(lines, growth, noise)
         for i, line in enumerate(lines):
             line.state.learn = partial(growth.learn, i)
         return [draft if len(draft) else Draft.empty(self.name, NOTHING) for draft in growth.finish(self.name)]
 
-    def _grow(self, lines: Sequence[_Line], growth: Growth, noise: Noise) -> None:
+    def _grow(self, lines: Sequence[Line], growth: Growth, noise: Noise) -> None:
         """One pass per level over the frontiers of all sequences."""
         history = any(line.state.ranking.looks_back for line in lines)
         paths: list[list[tuple[int, ...]]] = [[()] for _ in lines]
@@ -370,11 +367,11 @@ class RecurrentDrafter:
             slots, seen = front.tokens.shape[1], sight(seen, front.parents)
             hidden = self._extend(lines, front.tokens.flatten(), hidden.flatten(0, 1), level, slots, seen)
 
-    def _last(self, lines: Sequence[_Line]) -> Tensor:
+    def _last(self, lines: Sequence[Line]) -> Tensor:
         self._catch_up(lines)
         return torch.stack([line.state.last for line in lines if line.state.last is not None])
 
-    def _extend(self, lines: Sequence[_Line], tokens: Tensor, hidden: Tensor, level: int, slots: int, seen: Tensor | None) -> Tensor:
+    def _extend(self, lines: Sequence[Line], tokens: Tensor, hidden: Tensor, level: int, slots: int, seen: Tensor | None) -> Tensor:
         """Entries of a level's guesses, `slots` of each sequence. seen [B, slots, guesses so far]: in a tree, each one's
         ancestors and itself."""
         masks = None

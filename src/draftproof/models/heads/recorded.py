@@ -1,5 +1,5 @@
-"""Chains of a recurrent head, recorded once per shape on a CUDA device and replayed: reading what the target left and all levels of the
-draft, of all sequences, are one launch.
+"""Drafts of a recurrent head, recorded once per shape on a CUDA device and replayed: reading what the target left and all levels of the
+draft, of all sequences, are one launch. Chains are here; trees, which grow by what drafters count, are in drafters/planted.py.
 
     host     each sequence's rows → one list of integers → one copy into the recording's own tensors; features and noise keys beside it
     device   the rows that are fed; then level after level logits, law and noise, the best candidates, and a step for the first of them
@@ -16,7 +16,7 @@ import logging
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -84,7 +84,8 @@ class Chains(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """Shapes of a recording. slots, room: how much of the pool is looked at · width: rows of a slot · greedy: whether all lines are."""
+    """Shapes of a recording. slots, room: how much of the pool is looked at · width: rows of a slot · greedy: whether all lines are ·
+    widest, ends: of trees, how many nodes of a line a level extends, and how many tokens end its text; 0 for chains."""
 
     lines: int
     rows: int
@@ -94,25 +95,37 @@ class Bucket:
     depth: int
     candidates: int
     greedy: bool
+    widest: int = 0
+    ends: int = 0
 
     @classmethod
-    def of(cls, lines: Sequence[Fed], depth: int, candidates: int) -> Bucket:
+    def of(cls, lines: Sequence[Fed], depth: int, candidates: int, widest: int = 0, ends: int = 0) -> Bucket:
         counts = [len(line.tokens) for line in lines]
         slots = max(line.cache.slot or 0 for line in lines) + 1
-        room = max(line.cache.length + count for line, count in zip(lines, counts, strict=True)) + depth - 1
+        room = max(line.cache.length + count for line, count in zip(lines, counts, strict=True)) + (depth - 1) * (widest or 1)
         return cls(whole(len(lines)), whole(sum(counts), LEAST_ROWS), whole(max(counts), LEAST_ROWS), whole(slots), whole(room, POOLED),
-                   depth, candidates, not any(line.temperature for line in lines))
+                   depth, candidates, not any(line.temperature for line in lines), widest, ends)
+
+
+class Ends(NamedTuple):
+    """Of the entries that were fed, each line's last: output [lines, H], position, place in the pool, index in its slot, and slot."""
+
+    output: Tensor
+    positions: Tensor
+    places: Tensor
+    at: Tensor
+    slots: Tensor
 
 
 class SlotPass:
     """`HeadPass` over slots of a pool [layers, 2, slots, room, kv, D], of tensors alone. write_to [R]: where each row's key goes, counted
-    over all slots · take [S, n]: the rows that stand as slot s's queries · at [S, n]: the last entry that each of them sees · back [R]: the
-    query that each row is, counted over all slots."""
+    over all slots · take [S, n]: the rows that stand as slot s's queries · sees [S, n, room]: the entries that each of them sees ·
+    back [R]: the query that each row is, counted over all slots."""
 
-    def __init__(self, store: Tensor, room: int, write_to: Tensor, take: Tensor, at: Tensor, back: Tensor) -> None:
-        self.places, self.seen = store.flatten(2, 3), store[:, :, :take.shape[0], :room].transpose(3, 4)
+    def __init__(self, store: Tensor, write_to: Tensor, take: Tensor, sees: Tensor, back: Tensor) -> None:
+        self.places, self.seen = store.flatten(2, 3), store[:, :, :take.shape[0], :sees.shape[2]].transpose(3, 4)
         self.write_to, self.take, self.back = write_to, take, back
-        self.mask = (torch.arange(room, device=store.device) <= at[..., None])[:, None, None]       # [S, 1, 1, n, room]
+        self.mask = sees[:, None, None]                                                             # [S, 1, 1, n, room]
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         for places, new in zip(self.places[layer], (k, v), strict=True):
@@ -129,7 +142,7 @@ class SlotPass:
 
 
 class Recording:
-    """The tensors of one bucket, and the draft over them."""
+    """The tensors of one bucket, and the draft over them: chains."""
 
     def __init__(self, bucket: Bucket, head: RecurrentHead, pool: CachePool, like: Tensor) -> None:
         """like [.., width]: features."""
@@ -143,10 +156,10 @@ class Recording:
         self.lines, self.ends, self.temperatures = of_lines.view(3, -1).unbind()
         self.features = torch.zeros(bucket.rows, like.shape[-1], dtype=like.dtype, device=device)
         self.keys = torch.zeros(bucket.depth, bucket.lines, 2, dtype=torch.int32, device=device)
-        self.replay: Callable[[], Chains] = self.run
+        self.replay: Callable[[], tuple[Tensor, ...]] = self.run
 
-    def fill(self, lines: Sequence[Fed], keys: Tensor | None) -> None:
-        """Take another draft into the tensors."""
+    def fill(self, lines: Sequence[Fed], keys: Tensor | None, *more: Any) -> None:
+        """Take another draft into the tensors. more: what another form of draft reads of its lines."""
         of_rows, take, of_lines, owner = self.host
         room, width, each = self.store.shape[3], self.bucket.width, []
         for one in lines:
@@ -168,24 +181,33 @@ class Recording:
         if keys is not None:
             self.keys[:, :len(lines)].copy_(keys.view(self.bucket.depth, len(lines), 2), non_blocking=True)
 
-    def run(self) -> Chains:
-        """The draft, out of tensors alone."""
+    def fed(self) -> Ends:
+        """Read what waits."""
         head, bucket = self.head, self.bucket
         take = self.take.view(bucket.slots, bucket.width)
-        attend = SlotPass(self.store, bucket.room, self.places, take, self.at[take], self.back)
+        attend = SlotPass(self.store, self.places, take, self.until(self.at[take]), self.back)
         out = head.step(self.tokens, head.fuse(self.features[self.source]), self.positions, attend)
-        positions, places, at, slots = (x[self.ends] for x in (self.positions, self.places, self.at, self.back // bucket.width))
-        last = hidden = out[self.ends]
+        return Ends(*(x[self.ends] for x in (out, self.positions, self.places, self.at, self.back // bucket.width)))
+
+    def until(self, at: Tensor) -> Tensor:
+        """Sight [.., room] of all entries up to this one."""
+        return torch.arange(self.bucket.room, device=at.device) <= at[..., None]
+
+    def run(self) -> tuple[Tensor, ...]:
+        """The draft, out of tensors alone."""
+        head, bucket = self.head, self.bucket
+        last, positions, places, at, slots = self.fed()
+        hidden = last
         noise: Iterator[Tensor] = iter(())
         ids = values = self.tokens
         found: list[tuple[Tensor, Tensor]] = []
         for level in range(bucket.depth):
             if level:
-                attend = SlotPass(self.store, bucket.room, places + level, self.owner[:, None], (at + level)[self.owner][:, None], slots)
+                attend = SlotPass(self.store, places + level, self.owner[:, None], self.until((at + level)[self.owner][:, None]), slots)
                 hidden = head.step(ids[:, 0], hidden, positions + level, attend)
             logits = head.logits(hidden).float()
             if not bucket.greedy:
-                noise = noise if level else self._noise(logits.shape[1])
+                noise = noise if level else self.noise(logits.shape[1])
                 logits = self._scores(logits, next(noise))
             values, columns = largest(logits, min(bucket.candidates, logits.shape[1]))
             ids = columns if head.ids is None else head.ids[columns]
@@ -195,12 +217,16 @@ class Recording:
 
     def _scores(self, logits: Tensor, noise: Tensor) -> Tensor:
         """[lines, V] as `drafters.base.pick` ranks them."""
-        temperatures = self.temperatures.view(torch.float64)[:, None].float()
-        quiet = temperatures == 0
-        law = torch.log_softmax((logits - logits.amax(-1, keepdim=True)) / temperatures.masked_fill(quiet, 1.0), -1)
+        law, quiet = self.law(logits)
         return torch.where(quiet, law, law + noise)
 
-    def _noise(self, size: int) -> Iterator[Tensor]:
+    def law(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """log q of logits [lines, .., V], and which lines are at temperature 0, whose law is that of 1."""
+        temperatures = self.temperatures.view(torch.float64).float().view(-1, *[1] * (logits.ndim - 1))
+        quiet = temperatures == 0
+        return torch.log_softmax((logits - logits.amax(-1, keepdim=True)) / temperatures.masked_fill(quiet, 1.0), -1), quiet
+
+    def noise(self, size: int) -> Iterator[Tensor]:
         """The noise [lines, V] of level after level, drawn for all of them together where that is not too much: its operations are many."""
         keys, ids = self.keys[:, self.lines], self.head.ids
         tokens = torch.arange(size, dtype=torch.int32, device=keys.device) if ids is None else ids
@@ -210,7 +236,7 @@ class Recording:
 
 
 class RecordedChains:
-    """A head's recordings, and the pool that its caches share."""
+    """A head's recordings, of chains and whatever else is recorded of it, and the pool that its caches share."""
 
     def __init__(self, head: RecurrentHead, record: Record, dtype: torch.dtype, device: torch.device) -> None:
         self.head, self.record = head, record
@@ -221,9 +247,14 @@ class RecordedChains:
     def draft(self, lines: Sequence[Fed], depth: int, candidates: int, keys: Tensor | None) -> Chains | None:
         """Chains of so many levels after each line's entries, which count in its cache then. keys int32 [depth · lines, 2]: of the noise,
         level by level; None if all lines are greedy. None if the recording failed; then no other is tried."""
+        found = self.replayed(Recording, Bucket.of(lines, depth, candidates), lines, keys)
+        return None if found is None else Chains(*found)
+
+    def replayed(self, form: type[Recording], bucket: Bucket, lines: Sequence[Fed], keys: Tensor | None,
+                 *more: Any) -> list[Tensor] | None:
+        """What a recording of this form gives of the lines; as in `draft`."""
         try:
-            made = self._recording(lines, depth, candidates, keys)
-            found = made.replay()
+            found = self._recording(form, bucket, lines, keys, more).replay()
         except Exception as error:  # whatever a driver finds wrong: the twin can always run
             self.failed = first_line(error)
             self.held.clear()
@@ -231,21 +262,21 @@ class RecordedChains:
             return None
         for line in lines:
             line.cache.advance(len(line.tokens))
-        return Chains(*(each[:len(lines)] for each in found))
+        return [each[:len(lines)] for each in found]
 
-    def _recording(self, lines: Sequence[Fed], depth: int, candidates: int, keys: Tensor | None) -> Recording:
+    def _recording(self, form: type[Recording], bucket: Bucket, lines: Sequence[Fed], keys: Tensor | None,
+                   more: Sequence[Any]) -> Recording:
         """The bucket's recording, filled with these lines and made if there is none."""
-        bucket = Bucket.of(lines, depth, candidates)
         assert self.pool.widen(bucket.room) and not self.failed, "lines are those that fit"
         found = self.held.get(bucket)
         if found is None or found.store is not self.pool.store:
             self.held = OrderedDict((b, r) for b, r in self.held.items() if r.store is self.pool.store)
-            made = Recording(bucket, self.head, self.pool, lines[0].features[0])
-            made.fill(lines, keys)
+            made = form(bucket, self.head, self.pool, lines[0].features[0])
+            made.fill(lines, keys, *more)
             made.replay = self.record(made.run)
             self.held[bucket] = found = made
         else:
-            found.fill(lines, keys)
+            found.fill(lines, keys, *more)
         self.held.move_to_end(bucket)
         if len(self.held) > MOST_HELD:
             self.held.popitem(last=False)
