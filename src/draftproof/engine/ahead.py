@@ -110,9 +110,9 @@ class Drafted:
                 lanes.leave(seq)
             return None
         lanes.go_on(batch)
-        late = [Budget(0, 0, lanes.of(seq).name, LATE) for seq in batch]
-        return ([self.budgets[i] if i >= 0 else budget for i, budget in zip(rows, late, strict=True)],
-                [self.drafts[i] if i >= 0 else Draft.empty(budget.drafter) for i, budget in zip(rows, late, strict=True)])
+        names = [lanes.of(seq).name for seq in batch]
+        return ([self.budgets[i] if i >= 0 else Budget(0, 0, name, LATE) for i, name in zip(rows, names, strict=True)],
+                [self.drafts[i] if i >= 0 else Draft.empty(name) for i, name in zip(rows, names, strict=True)])
 
     def seconds(self, begun: float) -> tuple[float, float]:
         """What the drafts took, and how much of that was left when the host began its round; only after their tokens were read."""
