@@ -9,16 +9,13 @@ from typing import Any
 import pytest
 import torch
 from contract.table_rounds import SharedNoise, Text, opened
-from drafters.test_recorded import SIZES, SOME, Recorder, V, as_on_a_device, both, eagle2, eagle3, eagle3_whole, mtp, pair, same, text
+from drafters.test_recorded import Recorder, V, as_on_a_device, both, eagle2, eagle3, eagle3_whole, mtp, on_cuda, pair, same, text
 from elsewhere import NAME, WAITS, elsewhere
 
 from draftproof import Engine, LoadConfig, Sampling
 from draftproof.drafters import recurrent
-from draftproof.drafters.eagle3 import Eagle3Drafter
 from draftproof.drafters.grow import Growth
 from draftproof.drafters.planted import PlantedTrees
-from draftproof.models.fake import TableTarget
-from draftproof.models.heads.eagle3 import Eagle3Head
 from draftproof.models.load import builtin, load_target
 from draftproof.types import Budget
 
@@ -144,13 +141,7 @@ def test_a_tree_waits_for_its_device_once(monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_cuda_graphs_grow_what_the_levels_grow(temperature: float) -> None:
     """Not the pretended recorder: graphs, on a device."""
-    target, made = TableTarget(V, order=1, seed=1), []
-    for graphs in (True, False):
-        torch.manual_seed(3)
-        head = Eagle3Head.fresh(target.parts, SOME, hidden=32, layers=2, **SIZES).cuda()
-        made.append(Eagle3Drafter(head, V, graphs))
-        keep = made[-1]._keep
-        made[-1]._keep = lambda state, rows, start, keep=keep: keep(state, rows.cuda(), start)  # type: ignore[method-assign, misc]
+    target, made = on_cuda()
     for batch in (1, 5):
         both(target, made, lambda n=batch: [text(seed, temperature, 5 + 3 * seed) for seed in range(n)],  # type: ignore[misc]
              lambda i, n: BUDGETS[(n + i) % len(BUDGETS)])

@@ -387,11 +387,8 @@ def test_a_norm_on_a_device_is_the_norm(dtype: torch.dtype, near: float) -> None
     assert torch.allclose(found.float(), expected.float(), rtol=near, atol=near)
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_cuda_graphs_draft_what_the_levels_draft(temperature: float) -> None:
-    """Not the pretended recorder: graphs, on a device."""
+def on_cuda() -> tuple[TableTarget, list[Eagle3Drafter]]:
+    """A target; a drafter whose launches are graphs, and its twin with the same head, on a device."""
     target, made = TableTarget(V, order=1, seed=1), []
     for graphs in (True, False):
         torch.manual_seed(3)
@@ -399,6 +396,15 @@ def test_cuda_graphs_draft_what_the_levels_draft(temperature: float) -> None:
         made.append(Eagle3Drafter(head, V, graphs))
         keep = made[-1]._keep
         made[-1]._keep = lambda state, rows, start, keep=keep: keep(state, rows.cuda(), start)  # type: ignore[method-assign, misc]
+    return target, made
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_cuda_graphs_draft_what_the_levels_draft(temperature: float) -> None:
+    """Not the pretended recorder: graphs, on a device."""
+    target, made = on_cuda()
     for batch in (1, 5):
         both(target, made, lambda n=batch: [text(seed, temperature, 5 + 3 * seed) for seed in range(n)],  # type: ignore[misc]
              lambda i, n: (1 + (n + i) % 8,) * 2)
