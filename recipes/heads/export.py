@@ -28,7 +28,7 @@ depth, over temperature 0 and 1. They know nothing but this target and are of us
 
 `eagle3` was trained in four goes: 1,800 steps on 1,184 texts with the 2,048 tokens that the target writes most (acceptance length 2.15);
 with a row for every token 1,800 steps on 6,103 texts, three in ten of them pieces of the corpus itself (2.74); 2,600 steps on 15,904 texts,
-as many in ten, five steps deep (2.98); and on the same the steps of the table. Every go was judged on other prompts, and so were the others.
+as many in ten, five steps deep (2.98); and on the same the steps of the table. Every go was judged on other prompts, as were the others.
 
 | head | parameters | bytes | steps | texts | acceptance length when served (rounds) |
 |---|---|---|---|---|---|
