@@ -159,7 +159,7 @@ def test_what_a_round_took_is_told_apart(target: TableTarget, plain: list[Comple
                                          monkeypatch: pytest.MonkeyPatch) -> None:
     """Drafts took 100 s of which 30 were left when their round began."""
     seen: list[float] = []
-    monkeypatch.setattr(Drafted, "seconds", lambda self, begun: (100.0, 30.0))
+    monkeypatch.setattr(Drafted, "seconds", lambda self, start: (100.0, 30.0))
     monkeypatch.setattr(AutoDepth, "learn", lambda self, batch, budgets, drafts, verdicts, times: seen.append(times.draft_s))
     monkeypatch.setattr(AutoDepth, "depths", lambda self, batch, rooms, whole: FixedDepth(2).depths(batch, rooms, whole))
     with Engine(target, guess_of("ngram", plain), config=EngineConfig(profile_s=0)) as engine:
@@ -172,3 +172,14 @@ def test_on_a_processor_nothing_is_asked_early(target: TableTarget, plain: list[
     monkeypatch.setattr(Drafted, "__init__", lambda *_: pytest.fail("asked for"))
     with Engine(target, AlwaysWrong(VOCABULARY), 3) as engine:
         assert engine.generate(FIVE[0], SAMPLINGS[0]).token_ids == plain[0].token_ids
+
+
+def test_where_nobody_guesses_nothing_is_asked_early(target: TableTarget, plain: list[Completion], early: list[bool]) -> None:
+    """A text that joins others is told why it is not guessed for, not that guesses of others were under way."""
+    for drafter, switched in (("none", None), (guess_of("wrong", plain), False)):
+        with Engine(target, drafter, config=EngineConfig(max_batch=2, profile_s=0, trace="summary")) as engine:
+            engine.set_speculation(enabled=switched)
+            out = engine.generate_batch(FIVE, SAMPLINGS)
+        reasons = {event.reason for one in out for event in one.trace if event.event == "round_done"}
+        assert len(reasons) == 1 and LATE not in reasons and [one.token_ids for one in out] == [one.token_ids for one in plain]
+    assert not early

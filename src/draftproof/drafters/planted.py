@@ -56,7 +56,7 @@ class PlantedTrees(Recording):
         head, bucket = self.head, self.bucket
         last, positions, places, at, slots = self.fed()
         kinds, widths, ends = torch.split(self.about, [1, 1, bucket.ends], 1)
-        ranks = torch.arange(min(CANDIDATES, bucket.candidates), device=at.device)
+        ranks = torch.arange(bucket.candidates, device=at.device)
         company = Company(kinds[:, None] + ranks, self.table, widths, ends[:, None, None] if bucket.ends else None)
         growth = Growth([bucket.depth] * bucket.lines, [], [], [], self.margins, [bucket.widest] * bucket.lines, company=company,
                         recorded=True)
@@ -67,7 +67,7 @@ class PlantedTrees(Recording):
             logits = head.logits(hidden.flatten(0, 1)).float().view(bucket.lines, width, -1)
             if noise is None and not bucket.greedy:
                 noise = self.noise(logits.shape[2])
-            front = growth.grow(*self._offered(logits, None if noise is None else next(noise), len(ranks)))
+            front = growth.grow(*self._offered(logits, None if noise is None else next(noise), bucket.candidates))
             if front is None:
                 break
             hidden = hidden.gather(1, front.parents[..., None].expand(-1, -1, hidden.shape[2]))
@@ -94,11 +94,6 @@ class PlantedTrees(Recording):
         columns = columns.view(*logits.shape[:2], count)
         tokens = columns if self.head.ids is None else self.head.ids[columns]
         return tokens, values.view(columns.shape), law.gather(2, columns)
-
-
-def room_of(depth: int) -> int:
-    """Entries that guesses of a tree so deep may take behind the text's."""
-    return (depth - 1) * CANDIDATES
 
 
 def plant(recorded: RecordedChains, lines: Sequence[Fed], growth: Growth, keys: Tensor | None, size: int) -> Tensor | None:

@@ -9,7 +9,7 @@ forgotten, for those that stood come back with true features. One pass per level
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 
 import torch
@@ -27,7 +27,7 @@ from ..types import Budget, Commit, Draft, SequenceView, Signals
 from .base import Needs, Noise, Picks, Ranking, pick
 from .grow import CANDIDATES, SURE, Growth, Margins, evenly, grown, longer, sight
 from .lines import Line, RecurrentState, Ways
-from .planted import plant, room_of
+from .planted import plant
 from .spines import beside, collected, spine
 
 CHUNK = 1024        # rows of one sequence that wait, or are fed, at most in one pass
@@ -57,7 +57,6 @@ class RecurrentDrafter:
         self.compiled = CompiledHead.of(head)
         record = recorder(self.device) if graphs else None
         self.recorded = None if record is None else RecordedChains(self.head, record, self.dtype, self.device)
-        self._drawn = vocab_size if self.head.ids is None else len(self.head.ids)      # tokens that it can guess
         taps = tuple(sorted(set(self.head.taps)))
         self.needs = Needs(taps=taps, parts=("embed", "output"), law=True, tree=True, context=self.head.context)
         self.margins = Margins()
@@ -125,7 +124,7 @@ class RecurrentDrafter:
         for line in lines:
             tree = self.dynamic and not noise.keep_law and line.budget.nodes > line.budget.depth
             line.due = self._missing(line.state)
-            guesses = room_of(deepest) if tree else deepest
+            guesses = (deepest - 1) * WIDEST if tree else deepest
             if able and line.due and line.state.ranking.plain and line.cache.pooled(line.due + guesses):
                 (ways.planted if tree else ways.replayed).append(line)
             else:
@@ -201,11 +200,7 @@ class RecurrentDrafter:
 
     def _replayed(self, lines: Sequence[Line], noise: Noise) -> list[Draft]:
         """By launches of recordings, which feed what waits first; level by level if there are none."""
-        drafts: list[Draft] = []
-        for start in range(0, len(lines), MOST_LINES):
-            some = lines[start:start + MOST_LINES]
-            drafts += self._replay(some, noise) or self._chains(some, noise)
-        return drafts
+        return [draft for some in _launches(lines) for draft in self._replay(some, noise) or self._chains(some, noise)]
 
     def _replay(self, lines: Sequence[Line], noise: Noise) -> list[Draft] | None:
         assert self.recorded is not None
@@ -315,16 +310,15 @@ class RecurrentDrafter:
 
     def _planted(self, lines: Sequence[Line], noise: Noise) -> list[Draft]:
         """Trees by launches of recordings."""
-        parts = [lines[start:start + MOST_LINES] for start in range(0, len(lines), MOST_LINES)]
-        return [draft for some in parts for draft in self._trees(some, noise, True)]
+        return [draft for some in _launches(lines) for draft in self._trees(some, noise, True)]
 
     def _plant(self, lines: Sequence[Line], growth: Growth, noise: Noise) -> bool:
         """Whether a recording has grown them."""
         assert self.recorded is not None
         if self.recorded.failed:
             return False
-        fed = self._fed(lines)
-        last = plant(self.recorded, fed, growth, self._keys(lines, max(growth.depths), noise), self._drawn)
+        fed, size = self._fed(lines), self.vocab_size if self.head.ids is None else len(self.head.ids)
+        last = plant(self.recorded, fed, growth, self._keys(lines, max(growth.depths), noise), size)
         if last is not None:
             self._went(lines, fed, last)
         return last is not None
@@ -383,3 +377,9 @@ class RecurrentDrafter:
         out = self.head.step(tokens, hidden, uploaded(at, self.device), attend)
         attend.done()
         return out
+
+
+def _launches(lines: Sequence[Line]) -> Iterator[Sequence[Line]]:
+    """As many at a time as a recording holds."""
+    for start in range(0, len(lines), MOST_LINES):
+        yield lines[start:start + MOST_LINES]

@@ -68,7 +68,7 @@ class Begun:
 
 
 def overlaps(target: Target) -> bool:
-    """Whether plain passes of this target may be begun early."""
+    """Whether plain passes of this target may be begun early, and drafts for it be asked for."""
     return target.device.type in OVERLAPS and isinstance(target, Begins)
 
 
@@ -114,10 +114,10 @@ class Drafted:
         return ([self.budgets[i] if i >= 0 else Budget(0, 0, name, LATE) for i, name in zip(rows, names, strict=True)],
                 [self.drafts[i] if i >= 0 else Draft.empty(name) for i, name in zip(rows, names, strict=True)])
 
-    def seconds(self, begun: float) -> tuple[float, float]:
-        """What the drafts took, and how much of that was left when the host began its round; only after their tokens were read."""
+    def seconds(self, start: float) -> tuple[float, float]:
+        """What the drafts took, and how much of that was left when the host started its round; only after their tokens were read."""
         spent = self.marks.spans()[0]
-        return spent, max(0.0, spent - (begun - self.asked))
+        return spent, max(0.0, spent - (start - self.asked))
 
 
 def drafted(target: Target, lanes: Lanes, batch: abc.Sequence[Sequence]) -> Drafted | None:

@@ -88,8 +88,9 @@ class Lanes:
 
     @property
     def asks(self) -> bool:
-        """Whether drafts are asked for before a round's books are kept: where the device works while the host does."""
-        return self.passes.overlaps and len(self.lanes) == 1
+        """Whether drafts are asked for before a round's books are kept: where the device works while the host does, and one drafter is
+        there to guess."""
+        return self.passes.overlaps and len(self.lanes) == 1 and self.lanes[0].state[0] == "on"
 
     def go_on(self, batch: abc.Sequence[Sequence]) -> None:
         """What follows in the round is of this batch: those that were planned for, without who left and with who came."""

@@ -58,7 +58,7 @@ class Rounds:
             law = laws(scores.logits, [_options(seq, draft, scores.logits) for seq, draft in zip(batch, drafts, strict=True)])
             verdicts, coins, nodes = self._verify(batch, drafts, law, scores.starts)
             draft_s, score_s, verify_s = marks.spans()
-            if ahead is not None:                 # so are drafts that were asked for before
+            if ahead is not None:                 # the verdict waited for what was left of drafts asked for before
                 spent, left = ahead.seconds(start)
                 draft_s, verify_s = draft_s + spent, max(0.0, verify_s - left)
             waited = score_s + verify_s           # by the host, however long the device took
