@@ -27,8 +27,9 @@ from statistics import median
 from typing import Any
 
 import torch
-from gpu import MODELS, copy_bandwidth, finished, tell
+from gpu import MODELS
 from inflate import Shape
+from lent import copy_bandwidth, finished, tell
 from provenance import provenance
 from transformers import LlamaConfig, LlamaForCausalLM
 

@@ -12,18 +12,17 @@ when every text has its first token until one has ended: a server would have oth
 only the drafters that are asked for there are measured, at the first depth and at automatic depth.
 Bandwidth: what a plain pass reads (weights, and the keys and values of half-written texts), over its time, against a copy within the
 device's memory measured in the same run.
-The last line of standard output is one JSON document; exit code 3 says that a goal was missed, or could not be measured.
+What fails is named and ends there, and the file of --json is written anew with every batch. The last line of standard output is one JSON
+document; exit code 3 says that a goal was missed, or could not be measured.
 """
 
 from __future__ import annotations
 
 import argparse
-import gc
 import json
 import random
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -32,6 +31,7 @@ from typing import Any
 
 import torch
 from inflate import Shape, build_inflated
+from lent import Clock, copy_bandwidth, finished, forget, tell
 from pair import read_prompts, turned_head
 from provenance import provenance
 from ratios import paired, shown
@@ -70,45 +70,6 @@ MODELS = {
 }
 
 Rates = dict[str, list[float]]                                      # arm → tokens per second, repeat by repeat
-
-
-class Clock:
-    """How long the run may still take; what it cuts off is named."""
-
-    def __init__(self, seconds: float) -> None:
-        self.end = time.perf_counter() + seconds
-        self.left_out: list[str] = []
-
-    def allows(self, what: str) -> bool:
-        if time.perf_counter() < self.end:
-            return True
-        self.left_out.append(f"{what}: no time")
-        return False
-
-
-def finished(device: torch.device) -> float:
-    """The time, once the device has nothing left to do."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()
-
-
-def copy_bandwidth(device: torch.device, repeats: int = 30) -> float:
-    """GB/s read and written by copying a large tensor within the device's memory, the best of `repeats`."""
-    source = torch.ones((1 << 32) if device.type == "cuda" else (1 << 28), dtype=torch.uint8, device=device)
-    target, best = torch.empty_like(source), float("inf")
-    for _ in range(repeats):
-        start = finished(device)
-        target.copy_(source)
-        best = min(best, finished(device) - start)
-    return 2 * source.numel() / best / 1e9
-
-
-def forget(device: torch.device) -> None:
-    """Give the memory of what nobody holds any more back."""
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
 
 
 # The engines
@@ -167,27 +128,36 @@ def _decoded(engine: Engine, prompts: Sequence[Sequence[int]], tokens: int, wish
     device, sampling = engine.target.device, Sampling(temperature=0, max_tokens=tokens, ignore_eos=True)
     handles = [handle for prompt in prompts for handle in engine.submit(prompt, sampling, tenant=tenant, speculation=wish)]
     there, count = set(), 0
-    while len(there) < len(handles):
-        there |= {event.request for event in engine.step()}
-    start = finished(device)
-    while not any(handle.done for handle in handles):
-        count += len(engine.step())
-    seconds = finished(device) - start
-    for handle in handles:
-        engine.cancel(handle.id)
-    return count, seconds
+    try:
+        while len(there) < len(handles):
+            there |= {event.request for event in engine.step()}
+        start = finished(device)
+        while not any(handle.done for handle in handles):
+            count += len(engine.step())
+        return count, finished(device) - start
+    finally:
+        for handle in handles:
+            engine.cancel(handle.id)
 
 
-def interleaved(arms: Mapping[str, Callable[[int], float]], batch: int, tokens: int, repeats: int) -> Rates:
-    """arms: each decodes so many tokens of every text, and returns its rate."""
-    for decode in arms.values():
-        decode(tokens)                                              # graphs are recorded for all lengths, kernels chosen, costs learnt
-    rates: Rates = {name: [] for name in arms}
-    order, rng = list(arms), random.Random(batch)
+def interleaved(arms: Mapping[str, Callable[[int], float]], batch: int, tokens: int, repeats: int, where: str, clock: Clock) -> Rates:
+    """arms: each decodes so many tokens of every text, and returns its rate. One that fails is out from then on."""
+    rates: Rates = {}
+    for name, decode in arms.items():
+        with clock.spared(f"{where}, {name}"):
+            decode(tokens)                                          # graphs are recorded for all lengths, kernels chosen, costs learnt
+            rates[name] = []
+    order, rng = list(rates), random.Random(batch)
     for _ in range(repeats):
         rng.shuffle(order)
-        for name in order:
-            rates[name].append(arms[name](tokens))
+        for name in [name for name in order if name in rates]:
+            found = None
+            with clock.spared(f"{where}, {name}"):
+                found = arms[name](tokens)
+            if found is None:
+                del rates[name]
+            else:
+                rates[name].append(found)
     return rates
 
 
@@ -214,30 +184,29 @@ def stock_rates(model: Any, prompt: Sequence[int], tokens: int, repeats: int, cl
     return rates
 
 
-def measure(name: str, args: argparse.Namespace, work: Path, clock: Clock) -> list[dict[str, Any]]:
-    """The cells of one shape."""
+def measure(name: str, args: argparse.Namespace, work: Path, clock: Clock) -> Iterator[list[dict[str, Any]]]:
+    """The cells of one shape, batch by batch."""
     device, model = torch.device(args.device), MODELS[name]
     tokenizer = AutoTokenizer.from_pretrained(WEIGHTS / "target")
     count = max(*args.batches, CHECKED)
     prompts = read_prompts(WEIGHTS / "prompts.jsonl", tokenizer, count, 60, 300)
     prompts = [prompts[i % len(prompts)] for i in range(count)]
-    cells: list[dict[str, Any]] = []
     for mode in args.modes:
         if MODES[mode].get("compile") and device.type not in COMPILES:
             clock.left_out.append(f"{name} {mode}: torch.compile joins operations on a GPU alone")
         elif clock.allows(f"{name} {mode}"):
             rounding = model.quantization if device.type == "cuda" else None
             load = LoadConfig(device=args.device, quantization=rounding, **MODES[mode])
-            whole = build(WEIGHTS / "target", model.shape, device, args.seed)
-            cells += of_mode(name, mode, as_target(whole, load, name), load, prompts, args, work, clock)
-            del whole
+            with clock.spared(f"{name} {mode}"):
+                whole = build(WEIGHTS / "target", model.shape, device, args.seed)
+                yield from of_mode(name, mode, as_target(whole, load, name), load, prompts, args, work, clock)
+            whole = None
             forget(device)
-    return cells
 
 
 def of_mode(name: str, mode: str, target: Target, load: LoadConfig, prompts: Sequence[Sequence[int]], args: argparse.Namespace, work: Path,
-            clock: Clock) -> list[dict[str, Any]]:
-    run, cells = iter(range(1 << 30)), []
+            clock: Clock) -> Iterator[list[dict[str, Any]]]:
+    run = iter(range(1 << 30))
     guessing = drafters(name, target, work, torch.device(args.device), load, args.seed)
     settings = EngineConfig(max_batch=max(args.batches), profile_s=0, trace="none")
     engines = {spec: Engine(target, drafter, tree=NODES if spec == TREE else None, load=load, config=settings)
@@ -245,8 +214,9 @@ def of_mode(name: str, mode: str, target: Target, load: LoadConfig, prompts: Seq
     bits = None
     if load.reproducible:
         few = Engine(target, guessing["eagle3"], load=load, config=replace(settings, max_batch=AT_ONCE))
-        bits = differing(few, prompts[:CHECKED], args.tokens // 2, run, clock)
-        tell(f"{name} {mode}: {bits['different']} of {bits['texts']} texts differ")
+        with clock.spared(f"{name} {mode}, texts"):
+            bits = differing(few, prompts[:CHECKED], args.tokens // 2, run, clock)
+            tell(f"{name} {mode}: {bits['different']} of {bits['texts']} texts differ")
     weights = target.facts.weight_bytes - target.parts.embed.weight.nbytes          # which is looked up, not read
     for batch in (batch for batch in args.batches if clock.allows(f"{name} {mode}, batch {batch}")):
         texts = prompts[:ALONE if batch == 1 else batch]
@@ -258,14 +228,17 @@ def of_mode(name: str, mode: str, target: Target, load: LoadConfig, prompts: Seq
         asked = [(spec, depth) for spec in engines for depth in args.depths] if batch == 1 else \
             [(spec, depth) for spec in args.wide if spec in engines for depth in args.depths if depth in (args.depths[0], AUTO)]
         arms = {OFF: decode("ngram", 0), **{f"{spec}@{depth}": decode(spec, depth) for spec, depth in asked}}
-        rates = interleaved(arms, batch, args.tokens, args.repeats)
+        rates = interleaved(arms, batch, args.tokens, args.repeats, f"{name} {mode}, batch {batch}", clock)
+        if OFF not in rates:
+            continue                                                # nothing to hold the others against
         read = weights + batch * (fmean(map(len, texts)) + args.tokens / 2) * target.facts.cache_bytes_per_token
+        cells = []
         for arm, values in rates.items():
             plain = median(values) / batch * read / 1e9
             cells.append({"shape": name, "mode": mode, "batch": batch, "arm": arm, "tokens_per_s": median(values), "runs": values,
                           "over_off": by_run(values, rates[OFF]), "read_gb_per_s": plain if arm == OFF else None, "bits": bits})
         tell(f"{name} {mode} batch {batch}: " + ", ".join(f"{arm} {median(values):.0f}" for arm, values in rates.items()))
-    return cells
+        yield cells
 
 
 def stock(name: str, args: argparse.Namespace, off: Sequence[float], clock: Clock) -> list[dict[str, Any]]:
@@ -325,10 +298,6 @@ def page(result: Mapping[str, Any]) -> str:
     return "\n".join([*lines, *(f"left out: {what}" for what in result["left_out"])])
 
 
-def tell(words: str) -> None:
-    print(words, file=sys.stderr, flush=True)
-
-
 def main() -> int:
     def listed(kind: Any) -> Any:
         return lambda text: [kind(word) for word in text.split(",") if word]
@@ -354,17 +323,28 @@ def main() -> int:
         parser.error(f"--device {args.device}: this torch sees no CUDA device; --device cpu --shapes tiny checks the script without one")
     clock, facts = Clock(args.seconds), provenance()
     copy = copy_bandwidth(torch.device(args.device))
+    gpu = torch.cuda.get_device_name() if args.device.startswith("cuda") else None
+    cells: list[dict[str, Any]] = []
+
+    def kept(more: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        """What there is by now, also in the file: a run may be cut off."""
+        cells.extend(more)
+        result = {**facts, "device": args.device, "gpu": gpu, "copy_gb_per_s": copy, "cells": cells, "goals": goals(cells, copy),
+                  "left_out": clock.left_out}
+        if args.json:
+            args.json.write_text(json.dumps(result, indent=1) + "\n", "utf-8")
+        return result
+
     with tempfile.TemporaryDirectory() as work:
-        cells = [cell for name in args.shapes for cell in measure(name, args, Path(work), clock)]
+        for name in args.shapes:
+            for more in measure(name, args, Path(work), clock):
+                kept(more)
     first = next((c for c in cells if c["arm"] == OFF and c["batch"] == 1 and not MODELS[c["shape"]].quantization), None)
     if first is not None and clock.allows(f"{first['shape']} transformers"):
-        cells += stock(first["shape"], args, [first["tokens_per_s"]], clock)
-    gpu = torch.cuda.get_device_name() if args.device.startswith("cuda") else None
-    result = {**facts, "device": args.device, "gpu": gpu, "copy_gb_per_s": copy, "cells": cells, "goals": goals(cells, copy),
-              "left_out": clock.left_out}
+        with clock.spared(f"{first['shape']} transformers"):
+            kept(stock(first["shape"], args, [first["tokens_per_s"]], clock))
+    result = kept(())
     print(page(result))
-    if args.json:
-        args.json.write_text(json.dumps(result, indent=1) + "\n", "utf-8")
     print(json.dumps(result))
     return 0 if all(goal["met"] for goal in result["goals"]) else 3
 

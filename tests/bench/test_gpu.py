@@ -45,3 +45,21 @@ def test_where_the_engine_chose_the_depth_its_choice_is_what_may_not_be_slower()
              ((1, "eagle3@4", 3.0), (1, "eagle3@auto", 2.9), (64, "eagle3@4", 1.05), (64, "eagle3@auto", 0.98))]
     goal = gpu.goals(cells, 4000.0)[3]
     assert goal["found"] == 0.98 and goal["met"] is False and "batches 1, 64" in goal["goal"]
+
+
+def test_an_arm_that_fails_is_named_and_the_others_are_measured() -> None:
+    calls = {"off": 0, "never": 0, "late": 0}
+
+    def arm(name: str, bad: int) -> Any:
+        def decode(tokens: int) -> float:
+            calls[name] += 1
+            if calls[name] == bad:
+                raise RuntimeError(f"{name} at call {bad}\nand more")
+            return float(tokens)
+        return decode
+
+    clock = gpu.Clock(100.0)
+    arms = {"off": arm("off", 0), "never": arm("never", 1), "late": arm("late", 3)}
+    assert gpu.interleaved(arms, 4, 16, 3, "8B fast, batch 4", clock) == {"off": [16.0] * 3}
+    assert clock.left_out == ["8B fast, batch 4, never: failed (never at call 1)", "8B fast, batch 4, late: failed (late at call 3)"]
+    assert calls == {"off": 4, "never": 1, "late": 3}
