@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from elsewhere import NAME, WAITS, elsewhere
 from draftproof import Engine, LoadConfig, Sampling
 from draftproof.core.upload import rows_of, sent, uploaded
 from draftproof.drafters.base import Needs, Noise
+from draftproof.engine import ahead
 from draftproof.engine.marks import Marks
 from draftproof.engine.round import Rounds
 from draftproof.models.cache import PagedSlot
@@ -50,9 +52,9 @@ def rounds(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     found: list[list[str]] = []
     run = Rounds.run
 
-    def counted(self: Rounds, batch: Sequence[object]) -> object:
+    def counted(self: Rounds, *about: Any) -> object:
         WAITS.clear()
-        done = run(self, batch)  # type: ignore[arg-type]
+        done = run(self, *about)
         found.append(list(WAITS))
         return done
 
@@ -60,8 +62,11 @@ def rounds(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     return found
 
 
+@pytest.mark.parametrize("early", [False, True])
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_one_wait_a_round_and_the_text_of_the_cpu(temperature: float, rounds: list[list[str]]) -> None:
+def test_one_wait_a_round_and_the_text_of_the_cpu(temperature: float, rounds: list[list[str]], early: bool,
+                                                  monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ahead, "overlaps", lambda target: early)
     sampling = Sampling(temperature=temperature, max_tokens=10, seed=3, ignore_eos=True)
     with Engine(str(builtin("target")), "none", 0, load=LoadConfig(device="cpu", **LOAD)) as engine:  # type: ignore[arg-type]
         expected = [one.token_ids for one in engine.generate_batch([PROMPT, "x = [1, 2, "], sampling)]

@@ -1,4 +1,4 @@
-"""What a device works on while the host is still busy with the round before: the next plain pass, or the next drafts.
+"""What a device works on while the host is still busy with the round before: the next plain pass, or the whole next round.
 
     device   … pass n │ choice │ pass n + 1 (goes on from the choice, which lies here) │ choice │ …
     host              └ reads the choice, commits, plans ┘
@@ -7,18 +7,18 @@ Without a draft a round's pass needs nothing but the chosen tokens. Where nobody
 no time of the device. Should the next round be another (a text ended, a request joined), what was begun is let go: its keys lie behind the
 texts, where whoever comes next writes. No bit differs: it is the pass that `score` would run.
 
-    device   … pass n │ choice │             │ draft n + 1                                  │ pass n + 1 …
-    host              └ reads  ┘ commits, asks └ books, events, who comes and goes, pass n + 1 ┘
+    device   … pass n │ choice │                │ draft n + 1 │ pass n + 1                  │ choice │ …
+    host              └ reads  ┘ commits, asks ──┘ books, events, who comes and goes ┘ waits ┘
 
-Drafts need the text that was chosen, and nothing else of a round: they are asked for as soon as it stands, before the round's books are
-kept. Texts that leave meanwhile leave theirs behind; those that come wait a round for their first.
+With drafts a round needs the texts, and nothing else of the round before: it is asked for as soon as they stand, before books are kept. Who
+will be in it is known by then: those that go on, and those whose prompts are done. Of texts that leave meanwhile nothing is looked at.
 """
 
 from __future__ import annotations
 
 from collections import abc
-from dataclasses import dataclass
-from time import perf_counter
+from dataclasses import dataclass, replace
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -32,7 +32,6 @@ from .marks import Marks
 from .sequence import Sequence
 
 OVERLAPS = {"cuda"}  # kinds of devices that work while the host does
-LATE = "it came while the others' guesses were under way"
 
 
 @dataclass(slots=True)
@@ -59,8 +58,7 @@ class Begun:
         self.target.settle([seq.slot for seq in batch], roots)
         if len(rows) == len(self.seqs):
             return self.scores
-        index = torch.tensor(rows, device=self.scores.logits.device)
-        return Scores(self.scores.logits[index], tuple(range(len(rows) + 1)), rows_at(self.scores.taps, index))
+        return _of(self.scores, rows)
 
     def seconds(self) -> float:
         """That the pass took; only after its results were read."""
@@ -68,7 +66,7 @@ class Begun:
 
 
 def overlaps(target: Target) -> bool:
-    """Whether plain passes of this target may be begun early, and drafts for it be asked for."""
+    """Whether a round's pass over this target may be asked for before the books of the one before are kept."""
     return target.device.type in OVERLAPS and isinstance(target, Begins)
 
 
@@ -91,42 +89,42 @@ def begun(target: Target, batch: abc.Sequence[Sequence], drafts: abc.Sequence[Dr
 
 
 @dataclass(slots=True)
-class Drafted:
-    """Drafts under way for the next round of seqs. asked: when the host had asked for them; steered: by whom and what it was decided."""
+class Asked:
+    """A round of seqs that the device was asked for. start: the host's time when it began to ask; steered: by whom and what it was decided;
+    begun: its pass, if that was begun before."""
 
     seqs: abc.Sequence[Sequence]
     budgets: list[Budget]
     drafts: list[Draft]
+    scores: Scores
     marks: Marks
-    asked: float
+    start: float
     steered: tuple[object, ...]
+    begun: Begun | None = None
 
-    def take(self, batch: abc.Sequence[Sequence], lanes: Lanes) -> tuple[list[Budget], list[Draft]] | None:
-        """As `plan` and `propose` of this batch; None, and nothing taken, where none of these texts is left or somebody steered since."""
+    def take(self, batch: abc.Sequence[Sequence], lanes: Lanes) -> Asked | None:
+        """What of it is of this batch; None where it is another round: somebody is not in it, or somebody steered since."""
         place = {id(seq): i for i, seq in enumerate(self.seqs)}
         rows = [place.get(id(seq), -1) for seq in batch]
-        if max(rows) < 0 or self.steered != lanes.steered:
-            for seq in self.seqs:
-                lanes.leave(seq)
+        if not rows or min(rows) < 0 or self.steered != lanes.steered:
             return None
+        if rows == list(range(len(self.seqs))):
+            return self
         lanes.go_on(batch)
-        names = [lanes.of(seq).name for seq in batch]
-        return ([self.budgets[i] if i >= 0 else Budget(0, 0, name, LATE) for i, name in zip(rows, names, strict=True)],
-                [self.drafts[i] if i >= 0 else Draft.empty(name) for i, name in zip(rows, names, strict=True)])
+        return replace(self, seqs=batch, budgets=[self.budgets[i] for i in rows], drafts=[self.drafts[i] for i in rows],
+                       scores=_of(self.scores, rows))
 
-    def seconds(self, start: float) -> tuple[float, float]:
-        """What the drafts took, and how much of that was left when the host started its round; only after their tokens were read."""
-        spent = self.marks.spans()[0]
-        return spent, max(0.0, spent - (start - self.asked))
+    def seconds(self, start: float, end: float) -> tuple[float, float, float]:
+        """Of drafts, pass and verdict, where the host took the round up at start and had read its results by end: what it waited for of
+        drafts and pass is not the verdict's."""
+        drafting, scoring, _ = self.marks.spans()
+        left = max(0.0, drafting + scoring - (start - self.start))
+        return drafting, scoring, max(0.0, end - start - left)
 
 
-def drafted(target: Target, lanes: Lanes, batch: abc.Sequence[Sequence]) -> Drafted | None:
-    """Ask for the drafts of those whose texts go on; None if there are none."""
-    going = [seq for seq in batch if seq.finish is None]
-    if not going:
-        return None
-    marks = Marks(target.device)
-    budgets = lanes.plan(going)
-    drafts = lanes.propose(going, budgets)
-    marks.mark()
-    return Drafted(going, budgets, drafts, marks, perf_counter(), lanes.steered)
+def _of(scores: Scores, rows: abc.Sequence[int]) -> Scores:
+    """The scores of these sequences, of all in a pass."""
+    starts = scores.starts
+    index = torch.tensor([row for i in rows for row in range(starts[i], starts[i + 1])], device=scores.logits.device)
+    ends = accumulate((starts[i + 1] - starts[i] for i in rows), initial=0)
+    return Scores(scores.logits[index], tuple(ends), rows_at(scores.taps, index))

@@ -42,9 +42,10 @@ class Batch:
         with torch.inference_mode():
             self._admit()
             running = [seq for seq in self.live if seq.status is Status.RUNNING and seq.finish is None]
-            done = self._prefill([seq for seq in self.live if seq.status is Status.PREFILL])
+            starting = [seq for seq in self.live if seq.status is Status.PREFILL]
+            done = self._prefill(starting)
             self._catch_up(running)
-            done += self._round(running)
+            done += self._round(running, [seq for seq in starting if seq.status is Status.RUNNING and seq.finish is None])
         for seq, _ in done:
             if seq.finish is not None and not seq.done:
                 self.end(seq, seq.finish)
@@ -64,6 +65,8 @@ class Batch:
         seq.finish, seq.error, seq.signals = finish, error, None
         seq.to(Status.DONE)
         self.ended.append(seq)
+        if not self.live:
+            self.rounds.let_go()
 
     def _admit(self) -> None:
         """Waiting sequences take their slots in order, as long as there is room; what can never fit ends with an error."""
@@ -135,14 +138,14 @@ class Batch:
             if slot is not None and slot.length < len(seq.tokens) - 1:
                 self.target.extend([slot], [torch.tensor(seq.tokens[slot.length:-1], device=self.target.device)])
 
-    def _round(self, batch: list[Sequence]) -> list[tuple[Sequence, Commit]]:
+    def _round(self, batch: list[Sequence], joining: list[Sequence] | None = None) -> list[tuple[Sequence, Commit]]:
         """One round. Where it fails (options that leave no token, a pass without memory) each sequence gets a round by itself:
         the one that fails alone ends with its error, and the others go on."""
         if not batch:
             return []
         lengths = [len(seq.tokens) for seq in batch]
         try:
-            return list(zip(batch, self.rounds.run(batch), strict=True))
+            return list(zip(batch, self.rounds.run(batch, joining), strict=True))
         except Exception as error:
             if [len(seq.tokens) for seq in batch] != lengths:
                 raise                                        # tokens entered a text that no reader would hear of

@@ -88,12 +88,12 @@ class Lanes:
 
     @property
     def asks(self) -> bool:
-        """Whether drafts are asked for before a round's books are kept: where the device works while the host does, and one drafter is
-        there to guess."""
+        """Whether a round is asked for before the books of the one before are kept: where the device works while the host does, and one
+        drafter is there to guess."""
         return self.passes.overlaps and len(self.lanes) == 1 and self.lanes[0].state[0] == "on"
 
     def go_on(self, batch: abc.Sequence[Sequence]) -> None:
-        """What follows in the round is of this batch: those that were planned for, without who left and with who came."""
+        """What follows in the round is of this batch: those that were planned for, without who left."""
         self._parts = self._divided(batch)
 
     @property

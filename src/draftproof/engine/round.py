@@ -26,8 +26,8 @@ from ..errors import CacheFull, DrafterError, OptionError
 from ..models.taps import rows_at, side_by_side
 from ..models.target import Slot, Target
 from ..trace.events import Alternative, Times
-from ..types import LOSSY, Budget, Commit, Draft, Fate, Scores, Signals, Verdict
-from .ahead import Begun, Drafted, begun, drafted
+from ..types import LOSSY, Commit, Draft, Fate, Scores, Signals, Verdict
+from .ahead import Asked, Begun, begun
 from .lanes import Lanes
 from .marks import Marks
 from .port import TokenLogprob
@@ -44,55 +44,58 @@ class Rounds:
     def __init__(self, target: Target, speculation: Lanes, recorder: Recorder) -> None:
         self.target, self.speculation, self.recorder = target, speculation, recorder
         self._begun: Begun | None = None          # the next round's pass, if it is under way
-        self._drafted: Drafted | None = None      # or its drafts
+        self._asked: Asked | None = None          # or all of it
 
-    def run(self, batch: abc.Sequence[Sequence]) -> list[Commit]:
-        """Advance every sequence by at least one token. If it raises, texts and caches still agree and no token is half in."""
-        marks, start = Marks(self.target.device), perf_counter()
-        budgets, drafts, ahead = self._drafts(batch)
-        marks.mark()
-        early, self._begun = self._begun, None
+    def run(self, batch: abc.Sequence[Sequence], joining: abc.Sequence[Sequence] | None = None) -> list[Commit]:
+        """Advance every sequence by at least one token. If it raises, texts and caches still agree and no token is half in.
+
+        joining: who will be in the next round beside those that go on; None if that is not known.
+        """
+        start, early = perf_counter(), self._begun
+        asked, self._begun = self._under_way(batch), None
+        if asked is None:
+            asked = self._ask(batch, early)
+        budgets, drafts, scores = asked.budgets, asked.drafts, asked.scores
         try:
-            scores, drafts, early = self._score(batch, drafts, early)
-            marks.mark()
             law = laws(scores.logits, [_options(seq, draft, scores.logits) for seq, draft in zip(batch, drafts, strict=True)])
             verdicts, coins, nodes = self._verify(batch, drafts, law, scores.starts)
-            draft_s, score_s, verify_s = marks.spans()
-            if ahead is not None:                 # the verdict waited for what was left of drafts asked for before
-                spent, left = ahead.seconds(start)
-                draft_s, verify_s = draft_s + spent, max(0.0, verify_s - left)
-            waited = score_s + verify_s           # by the host, however long the device took
-            if early is not None:                 # what was begun before this round is waited for in the verdict
-                spent = early.seconds()
-                score_s, verify_s = score_s + spent, max(0.0, verify_s - spent)
             verified = perf_counter()
+            draft_s, score_s, verify_s = asked.seconds(start, verified)
+            waited = score_s + verify_s           # by the host, however long the device took
+            if asked.begun is not None:           # what was begun before this round is waited for in the verdict
+                spent = asked.begun.seconds()
+                score_s, verify_s = score_s + spent, max(0.0, verify_s - spent)
             for seq, budget in zip(batch, budgets, strict=True):
                 if not shares_noise(seq.rule):
                     seq.drafted(budget.depth)
             commits = [seq.commit(verdict, tokens) for seq, verdict, tokens in zip(batch, verdicts, nodes, strict=True)]
             for seq, commit in zip(batch, commits, strict=True):
-                self.target.rewind(_slot(seq), commit.kept[:len(commit.tokens) - 1])
+                slot = _slot(seq)
+                self.target.rewind(slot, commit.kept[:len(commit.tokens) - 1])
+                assert slot.length == len(seq.tokens) - 1, f"{seq.id}: {slot.length} keys for {len(seq.tokens)} tokens"
         except BaseException:
             self._restore(batch)
             raise
         self.speculation.observe(batch, commits, _signals(scores, commits))
-        end = perf_counter()
-        times = Times(draft_s, score_s, verify_s, end - verified)
+        times = Times(draft_s, score_s, verify_s, perf_counter() - verified)
+        asks = joining is not None and self._begun is None and self.speculation.asks
 
-        def learn() -> None:
+        def go_on() -> None:
             self.speculation.learn(batch, budgets, drafts, verdicts, times, waited + perf_counter() - verified)
+            if asks:
+                self._asked = self._early([*(seq for seq in batch if seq.finish is None), *(joining or ())])
 
-        asks = self.speculation.asks and self._begun is None
-        if asks:                                  # a device works on the next drafts while the host keeps the books
-            learn()
-            self._drafted = drafted(self.target, self.speculation, batch)
-        judged = [Judged(seq, budgets[i], drafts[i], nodes[i], commits[i], _fates(drafts[i], verdicts[i], commits[i]), coins.get(i))
-                  for i, seq in enumerate(batch)]
-        for i, one in enumerate(judged):
-            self._count(one, scores.logits, scores.starts[i], end, times)
-        self.recorder.rounds(judged, law, scores, times)
-        if not asks:
-            learn()
+        def keep() -> None:
+            judged = [Judged(seq, budgets[i], drafts[i], nodes[i], commits[i], _fates(drafts[i], verdicts[i], commits[i]), coins.get(i))
+                      for i, seq in enumerate(batch)]
+            for i, one in enumerate(judged):
+                self._count(one, scores.logits, scores.starts[i], verified + times.other_s, times)
+            self.recorder.rounds(judged, law, scores, times)
+
+        # Books that look at what lies on the device would wait for whatever it was asked for before.
+        looks = self.recorder.level == "full" or any(seq.sampling.logprobs is not None for seq in batch)
+        for part in (go_on, keep) if asks and not looks else (keep, go_on):
+            part()
         return commits
 
     def choose_first(self, seq: Sequence, logits: Tensor) -> Commit:
@@ -106,14 +109,41 @@ class Rounds:
         self.recorder.prefill(seq, law)
         return commit
 
-    def _drafts(self, batch: abc.Sequence[Sequence]) -> tuple[list[Budget], list[Draft], Drafted | None]:
-        """A budget and a draft per sequence, and what was under way if they are of it."""
-        ahead, self._drafted = self._drafted, None
-        found = None if ahead is None else ahead.take(batch, self.speculation)
-        if found is not None:
-            return *found, ahead
+    def let_go(self) -> None:
+        """There is no next round, as far as is known."""
+        self._begun = None
+        self._under_way(())
+
+    def _under_way(self, batch: abc.Sequence[Sequence]) -> Asked | None:
+        """What was asked for early, if it is this batch's round; otherwise it is let go."""
+        asked, self._asked = self._asked, None
+        if asked is None:
+            return None
+        found = asked.take(batch, self.speculation)
+        if found is None:
+            self._restore([seq for seq in asked.seqs if seq.slot is not None])
+        return found
+
+    def _early(self, batch: abc.Sequence[Sequence]) -> Asked | None:
+        """The round that follows, asked for; None if there is none, or if it cannot be had: whoever runs it will hear why."""
+        try:
+            return self._ask(batch, None) if batch else None
+        except Exception:
+            return None
+
+    def _ask(self, batch: abc.Sequence[Sequence], early: Begun | None) -> Asked:
+        """Ask the device for a round's drafts and scores. early: the pass that was begun."""
+        start, marks = perf_counter(), Marks(self.target.device)
         budgets = self.speculation.plan(batch)
-        return budgets, self.speculation.propose(batch, budgets), None
+        drafts = self.speculation.propose(batch, budgets)
+        marks.mark()
+        try:
+            scores, drafts, early = self._score(batch, drafts, early)
+        except BaseException:
+            self._restore(batch)
+            raise
+        marks.mark()
+        return Asked(batch, budgets, drafts, scores, marks, start, self.speculation.steered, early)
 
     def _score(self, batch: abc.Sequence[Sequence], drafts: list[Draft], early: Begun | None) -> tuple[Scores, list[Draft], Begun | None]:
         """The scores, the drafts that were scored, and the pass that was begun early if they are its."""
@@ -183,7 +213,6 @@ class Rounds:
 
     def _count(self, one: Judged, logits: Tensor, root: int, end: float, times: Times) -> None:
         seq, kept, emitted = one.seq, one.commit.kept, one.commit.tokens
-        assert _slot(seq).length == len(seq.tokens) - 1, f"{seq.id}: {_slot(seq).length} keys for {len(seq.tokens)} tokens"
         seq.tally.round(len(one.nodes), len(kept), one.fates.count("rejected"), len(emitted))
         seq.clock.delivered(end, len(emitted))
         seq.clock.spent(times)
