@@ -184,13 +184,16 @@ class Served:
         host, _, port = self.address.removeprefix("http://").partition(":")
         Client((host, int(port)), 0, 1, threading.Event()).ask("/v1/completions", {"prompt": PROMPTS[0], "max_tokens": 8}, None)
 
+        import torch
+
         def fill(_: Any) -> None:
             for model in self.models:
                 pool = model.pool
                 for page in [pool.take() for _ in range(pool.available())]:
                     pool.release(page)
-                for rows in (*pool.keys.values(), *pool.values.values()):
-                    rows[:] = rows.clone()
+                with torch.inference_mode():                 # which these tensors come from
+                    for rows in (*pool.keys.values(), *pool.values.values()):
+                        rows[:] = rows.clone()
 
         self.server.worker.call(fill).result(60)
 

@@ -38,3 +38,13 @@ def test_a_request_is_the_same_every_time_and_all_kinds_are_there(soak: Any) -> 
     assert {path for path, _ in bodies} == {"/v1/completions", "/v1/chat/completions"}
     assert all(any(extra.items() <= {**body, **({"logprobs": 1} if "logprobs" in body else {})}.items() for _, body in bodies)
                for extra in soak.EXTRAS)
+
+
+def test_a_served_model_is_touched_and_holds_nothing_afterwards(soak: Any) -> None:
+    served = soak.Served("model", 2)
+    try:
+        served.touch()
+        left = served.idle()
+        assert not left["tickets"] + left["slots"] + left["pages"] and left["restarts"] == 0
+    finally:
+        served.stop()
