@@ -1,6 +1,6 @@
 """Prompts to train the demo's heads on, from the same files as the demo target's own corpus.
 
-    python recipes/heads/traffic.py WORK --prompts 2000 --documents 2000
+    python recipes/heads/traffic.py WORK --prompts 2000 --documents 2000 --seed 7
 
 Writes WORK/traffic.jsonl, one {"prompt", "class"} a line: requests in the target's own template and beginnings of passages, of
 the classes that `draftproof demo` measures, never from a file that is held out. The answers are the target's business:
@@ -20,21 +20,20 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent.parent / "demo"))
 from corpus import chat, exercises, files, held_out, prompts  # noqa: E402
 
-SEED = 7
-
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("work", type=Path)
     parser.add_argument("--prompts", type=int, default=2000)
     parser.add_argument("--documents", type=int, default=2000)
+    parser.add_argument("--seed", type=int, default=7)
     args = parser.parse_args()
     texts = [(name, text) for name, text in files() if not held_out(name)]
     words = sorted({word for _, text in texts[:400] for word in re.findall(r"\b[a-z]{3,9}\b", text)})
     by_class: dict[str, list[str]] = {}
     for found in prompts(texts, words):
         by_class.setdefault(found["class"], []).append(found["prompt"])
-    rng = random.Random(SEED)
+    rng = random.Random(args.seed)
     each = args.prompts // len(by_class)
     chosen = [(name, prompt) for name, group in sorted(by_class.items()) for prompt in rng.sample(group, min(each, len(group)))]
     rng.shuffle(chosen)
