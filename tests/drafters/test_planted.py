@@ -16,6 +16,7 @@ from draftproof import Engine, LoadConfig, Sampling
 from draftproof.drafters import recurrent
 from draftproof.drafters.grow import Growth
 from draftproof.drafters.planted import PlantedTrees
+from draftproof.models.heads.recorded import Recording
 from draftproof.models.load import builtin, load_target
 from draftproof.types import Budget
 
@@ -108,6 +109,22 @@ def test_a_recording_that_fails_leaves_the_levels(whole: None, monkeypatch: pyte
     one.recorded.record = broken
     both(target, (one, twin), lambda: [text(seed, 0.8) for seed in range(3)], lambda i, n: (4, 9))
     assert len(tried) == 1 and "capturing" in one.recorded.failed and not one.recorded.held
+
+
+def test_trees_that_cannot_be_recorded_leave_chains_their_recordings(whole: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    target, one, twin, recorder = pair(eagle3, monkeypatch)
+    made: list[Any] = []
+
+    def record(run: Callable[[], Any]) -> Callable[[], Any]:
+        made.append(run.__self__)  # type: ignore[attr-defined]
+        if isinstance(made[-1], PlantedTrees):
+            raise RuntimeError("operation not permitted when stream is capturing")
+        return run
+
+    one.recorded.record = record
+    both(target, (one, twin), lambda: [text(seed, 0.8) for seed in range(3)], lambda i, n: (4, 9 if n % 2 else 4))
+    assert [type(each) for each in made].count(PlantedTrees) == 1 < len(made), "a tree once, chains on"
+    assert one.recorded.held and not one.recorded.records(PlantedTrees) and one.recorded.records(Recording)
 
 
 def test_a_tree_waits_for_its_device_once(monkeypatch: pytest.MonkeyPatch) -> None:

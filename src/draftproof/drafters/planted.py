@@ -32,6 +32,8 @@ class Planted(NamedTuple):
 class PlantedTrees(Recording):
     """The tensors of one bucket, and the trees that grow over them."""
 
+    where = " where trees grow"
+
     def __init__(self, bucket: Bucket, head: RecurrentHead, pool: CachePool, like: Tensor) -> None:
         super().__init__(bucket, head, pool, like)
         device = self.store.device

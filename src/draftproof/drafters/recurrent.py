@@ -20,14 +20,14 @@ from ..models.graphs import recorder
 from ..models.heads.blocks import join
 from ..models.heads.cache import HeadCache, HeadPass
 from ..models.heads.compiled import CompiledHead, Made, Wish
-from ..models.heads.recorded import MOST_FED, MOST_LINES, Fed, RecordedChains, RecurrentHead
+from ..models.heads.recorded import MOST_FED, MOST_LINES, Fed, RecordedChains, Recording, RecurrentHead
 from ..models.packed import can_pack, pack
 from ..models.taps import abreast, rows_in, stacked
 from ..types import Budget, Commit, Draft, SequenceView, Signals
 from .base import Needs, Noise, Picks, Ranking, pick
 from .grow import CANDIDATES, SURE, Growth, Margins, evenly, grown, longer, sight
 from .lines import Line, RecurrentState, Ways
-from .planted import plant
+from .planted import PlantedTrees, plant
 from .spines import beside, collected, spine
 
 CHUNK = 1024        # rows of one sequence that wait, or are fed, at most in one pass
@@ -119,13 +119,14 @@ class RecurrentDrafter:
 
     def _ways(self, lines: Sequence[Line], noise: Noise) -> Ways:
         ways = Ways([], [], [], [])
-        able = self.recorded is not None and not self.recorded.failed and not noise.keep_law
+        recorded = None if noise.keep_law else self.recorded
+        chains, trees = (recorded is not None and recorded.records(form) for form in (Recording, PlantedTrees))
         deepest = max(line.budget.depth for line in lines)
         for line in lines:
             tree = self.dynamic and not noise.keep_law and line.budget.nodes > line.budget.depth
             line.due = self._missing(line.state)
             guesses = (deepest - 1) * WIDEST if tree else deepest
-            if able and line.due and line.state.ranking.plain and line.cache.pooled(line.due + guesses):
+            if (trees if tree else chains) and line.due and line.state.ranking.plain and line.cache.pooled(line.due + guesses):
                 (ways.planted if tree else ways.replayed).append(line)
             else:
                 (ways.trees if tree else ways.chains).append(line)
@@ -315,7 +316,7 @@ class RecurrentDrafter:
     def _plant(self, lines: Sequence[Line], growth: Growth, noise: Noise) -> bool:
         """Whether a recording has grown them."""
         assert self.recorded is not None
-        if self.recorded.failed:
+        if not self.recorded.records(PlantedTrees):
             return False
         fed, size = self._fed(lines), self.vocab_size if self.head.ids is None else len(self.head.ids)
         last = plant(self.recorded, fed, growth, self._keys(lines, max(growth.depths), noise), size)

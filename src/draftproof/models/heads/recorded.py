@@ -144,6 +144,8 @@ class SlotPass:
 class Recording:
     """The tensors of one bucket, and the draft over them: chains."""
 
+    where = ""
+
     def __init__(self, bucket: Bucket, head: RecurrentHead, pool: CachePool, like: Tensor) -> None:
         """like [.., width]: features."""
         self.bucket, self.head, self.store, device = bucket, head, pool.store, pool.store.device
@@ -242,23 +244,31 @@ class RecordedChains:
         self.head, self.record = head, record
         self.pool = CachePool(head.depth, head.kv_heads, head.head_dim, dtype, device)
         self.held: OrderedDict[Bucket, Recording] = OrderedDict()
-        self.failed = ""
+        self.failed = ""                            # why the last form that failed did
+        self._given_up: set[type[Recording]] = set()
+
+    def records(self, form: type[Recording]) -> bool:
+        """Whether this form of draft is recorded: until one of it, or of what it is a form of, has failed."""
+        return not issubclass(form, tuple(self._given_up))
 
     def draft(self, lines: Sequence[Fed], depth: int, candidates: int, keys: Tensor | None) -> Chains | None:
         """Chains of so many levels after each line's entries, which count in its cache then. keys int32 [depth · lines, 2]: of the noise,
-        level by level; None if all lines are greedy. None if the recording failed; then no other is tried."""
+        level by level; None if all lines are greedy. None if the recording failed; then no other of its form is tried."""
         found = self.replayed(Recording, Bucket.of(lines, depth, candidates), lines, keys)
         return None if found is None else Chains(*found)
 
     def replayed(self, form: type[Recording], bucket: Bucket, lines: Sequence[Fed], keys: Tensor | None,
                  *more: Any) -> list[Tensor] | None:
         """What a recording of this form gives of the lines; as in `draft`."""
+        if not self.records(form):
+            return None
         try:
             found = self._recording(form, bucket, lines, keys, more).replay()
         except Exception as error:  # whatever a driver finds wrong: the twin can always run
             self.failed = first_line(error)
-            self.held.clear()
-            log.warning("a draft head runs level by level from now on: a recording failed (%s)", self.failed)
+            self._given_up.add(form)
+            self.held = OrderedDict((b, r) for b, r in self.held.items() if not isinstance(r, form))
+            log.warning("a draft head runs level by level from now on%s: a recording failed (%s)", form.where, self.failed)
             return None
         for line in lines:
             line.cache.advance(len(line.tokens))
@@ -267,7 +277,7 @@ class RecordedChains:
     def _recording(self, form: type[Recording], bucket: Bucket, lines: Sequence[Fed], keys: Tensor | None,
                    more: Sequence[Any]) -> Recording:
         """The bucket's recording, filled with these lines and made if there is none."""
-        assert self.pool.widen(bucket.room) and not self.failed, "lines are those that fit"
+        assert self.pool.widen(bucket.room), "lines are those that fit"
         found = self.held.get(bucket)
         if found is None or found.store is not self.pool.store:
             self.held = OrderedDict((b, r) for b, r in self.held.items() if r.store is self.pool.store)
