@@ -105,7 +105,8 @@ def sizes(chosen: dict[Key, Any]) -> Iterator[None]:
     from draftproof.gpu import calls
 
     usual = calls.blocks
-    calls.blocks = lambda outputs, inputs, size, gated: chosen.get((outputs, inputs, gated)) or usual(outputs, inputs, size, gated)
+    calls.blocks = lambda outputs, inputs, size, gated, tiles=1: \
+        chosen.get((outputs, inputs, gated)) or usual(outputs, inputs, size, gated, tiles)
     try:
         yield
     finally:
@@ -142,12 +143,12 @@ def compared(one: Callable[[], float], other: Callable[[], float], turns: int) -
     return median(a for a, _ in pairs), median(b for _, b in pairs), median(b / a for a, b in pairs)
 
 
-def tries(key: Key, size: int, count: int | None, rng: random.Random) -> list[Any]:
+def tries(key: Key, size: int, count: int | None, rng: random.Random, rows: int = 1) -> list[Any]:
     """Blocks that fit, first those that differ least from what the product has, in random order."""
-    from draftproof.gpu.calls import Blocks, blocks
+    from draftproof.gpu.calls import Blocks, blocks, tiled
 
-    usual = blocks(*key[:2], size, key[2])
-    found = [b for b in map(Blocks._make, product(OUTPUTS, INPUTS, STAGES, WARPS, PROGRAMS)) if fits(b, key, size) and b != usual]
+    usual = blocks(*key[:2], size, key[2], tiled(rows)[1])
+    found = [b for b in map(Blocks._make, product(OUTPUTS, INPUTS, STAGES, WARPS, PROGRAMS)) if fits(b, key, size, rows) and b != usual]
     rng.shuffle(found)
     nearest(found, usual)
     return found[:count]
@@ -158,11 +159,12 @@ def nearest(tries: list[Any], to: Any) -> None:
     tries.sort(key=lambda blocks: sum(map(ne, blocks, to)))
 
 
-def fits(blocks: Any, key: Key, size: int) -> bool:
+def fits(blocks: Any, key: Key, size: int, rows: int = 1) -> bool:
     """Programs of one processor keep all stages but one in its shared memory, which one program alone must not fill."""
-    from draftproof.gpu.calls import FEW, stage
+    from draftproof.gpu.calls import stage, tiled
 
-    one, whole = stage(blocks, FEW, size, key[2]), key[1] % blocks.inputs == 0 or blocks.inputs == min(INPUTS)
+    tile, tiles = tiled(rows)
+    one, whole = stage(blocks, tile * tiles, size, key[2]), key[1] % blocks.inputs == 0 or blocks.inputs == min(INPUTS)
     return whole and blocks.stages * one <= MOST and blocks.programs * (blocks.stages - 1) * one <= SHARED
 
 
@@ -171,13 +173,13 @@ def search(there: Stand, args: argparse.Namespace) -> list[dict[str, Any]]:
     from draftproof.gpu import calls
 
     end, rng = time.perf_counter() + args.seconds, random.Random(args.seed)
-    size, chosen, said = there.matrices()["o"].element_size(), {}, []
+    size, chosen, said, rows = there.matrices()["o"].element_size(), {}, [], len(there.x)
     products = there.products()
     for i, (name, key) in enumerate(products.items()):
         until = time.perf_counter() + (end - time.perf_counter()) / (len(products) - i)     # a fair share of what is left
-        usual = calls.blocks(*key[:2], size, key[2])
+        usual = calls.blocks(*key[:2], size, key[2], calls.tiled(rows)[1])
         best, clock, tried, first = usual, timer(there, chosen), 0, None
-        waiting = tries(key, size, args.tries, rng)
+        waiting = tries(key, size, args.tries, rng, rows)
         while waiting and time.perf_counter() < until:
             other = waiting.pop(0)
             try:

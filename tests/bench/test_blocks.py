@@ -50,6 +50,8 @@ def test_what_is_tried_fits_and_leaves_no_rest() -> None:
     found = blocks.tries((4096, 14336, False), 2, None, random.Random(0))
     assert len(found) > 50 and all(14336 % b.inputs == 0 and b.stages * b.inputs * (b.outputs * 2 + 32) <= 200_000 for b in found)
     assert len(blocks.tries((4096, 14336, True), 2, 7, random.Random(0))) == 7
+    wide = blocks.tries((4096, 14336, False), 2, None, random.Random(0), rows=80)
+    assert 20 < len(wide) < len(found) and all(b.stages * b.inputs * (b.outputs * 2 + 2 * 96) <= 200_000 for b in wide)
 
 
 def test_small_changes_come_first_and_one_of_them_is_to_take_block_after_block() -> None:

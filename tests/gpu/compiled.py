@@ -4,18 +4,24 @@ Run by test_compile.py in a process of its own, for the tests' own interprets ke
 from __future__ import annotations
 
 import json
+import re
+import subprocess
+import tempfile
+from pathlib import Path
 from typing import Any
 
 from triton import compile as build
+from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from draftproof.gpu import kernels
+from draftproof.gpu import calls, kernels
 
+ROOM = 232_448      # bytes of shared memory that a program may have there
 HALF, WIDE, NUMBER, PLACES = "*bf16", "*fp32", "i32", "*i64"
 PRODUCT = {"x": HALF, "weight": HALF, "steps": HALF, "bias": HALF, "out": HALF, "rows": NUMBER}
 EIGHT = {**PRODUCT, "x": "*fp16", "weight": "*fp8e4nv", "steps": WIDE, "bias": "*fp16", "out": "*fp16"}
-SIZES = {"OUTPUTS": 1024, "INPUTS": 512, "BM": 16, "BN": 32, "BK": 256, "BIASED": True, "ADDED": True}
+SIZES = {"OUTPUTS": 1024, "INPUTS": 512, "BM": 16, "BN": 32, "BK": 256, "TILES": 1, "BIASED": True, "ADDED": True}
 NORM = {"x": HALF, "weight": HALF, "out": HALF, "eps": "fp32"}
 TURN = {"heads": HALF, "angles": HALF, "factors": HALF, "eps": "fp32", "write_to": PLACES, "write_from": PLACES, "keys": HALF,
         "values": HALF, "rows": NUMBER, "writes": NUMBER}
@@ -24,18 +30,43 @@ ATTEND = {"heads": HALF, "keys": HALF, "values": HALF, "position": PLACES, "take
 MERGE = {"parts_out": WIDE, "logs": WIDE, "out": HALF, "rows": NUMBER, "parts": NUMBER}
 
 
-def made(name: str, types: dict[str, str], stages: int = 3, **sizes: Any) -> dict[str, int]:
-    """Bytes of shared memory, how often it waits for or calls another kernel, copies into shared memory, loops."""
+def made(name: str, types: dict[str, str], stages: int = 3, warps: int = 4, **sizes: Any) -> dict[str, Any]:
+    """Bytes of shared memory, how often it waits for or calls another kernel, copies into shared memory, loops; which instructions
+    multiply, and in which order of inputs."""
     kernel, sizes = getattr(kernels, name), {**sizes, "LINKED": True}
     place = kernel.arg_names.index
     signature = {argument: "constexpr" if argument in sizes else types[argument] for argument in kernel.arg_names}
     aligned = {(place(argument),): [["tt.divisibility", 16]] for argument, kind in types.items() if kind[0] == "*"}
     source = ASTSource(kernel, signature, {(place(argument),): size for argument, size in sizes.items()}, aligned)
-    found = build(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4, "num_stages": stages, "launch_pdl": True})
+    found = build(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps, "num_stages": stages, "launch_pdl": True})
     text = found.asm["ptx"]
     assert len(found.asm["cubin"])
+    graph = found.asm["ttgir"]
     return {"shared": found.metadata.shared, "linked": text.count("griddepcontrol"), "copies": text.count("cp.async.cg"),
-            "loops": found.asm["ttgir"].count("scf.for")}
+            "loops": graph.count("scf.for"), "multiplies": sorted(set(re.findall(r"(?:wg)?mma\.\S+", text))),
+            "orders": sorted(set(re.findall(r"kWidth = \d+", graph))), "spilled": spilled(text)}
+
+
+def spilled(text: str) -> int:
+    """Bytes of registers that the assembler finds no room for."""
+    with tempfile.TemporaryDirectory() as work:
+        source = Path(work) / "kernel.ptx"
+        source.write_text(text)
+        said = subprocess.run([knobs.nvidia.ptxas.path, "-v", "--gpu-name", "sm_90a", str(source), "-o", str(source.with_suffix(".cubin"))],
+                              capture_output=True, text=True, check=True).stderr
+    return int(re.findall(r"(\d+) bytes spill stores", said)[0])
+
+
+def products(tiles: int, eight: bool) -> list[dict[str, Any]]:
+    """The 8B shape's products of so many tiles, with the blocks that they have: gated, down and o, q k v."""
+    found = []
+    for outputs, inputs, gated in ((14336, 4096, True), (4096, 14336, False), (6144, 4096, False)):
+        shape, rows = calls.blocks(outputs, inputs, 1 if eight else 2, gated, tiles), tiles * calls.MORE
+        stages = max(2, min(shape.stages, ROOM // calls.stage(shape, rows, 1 if eight else 2, gated)))
+        found.append(made("product", EIGHT if eight else PRODUCT, stages, shape.warps, OUTPUTS=outputs, INPUTS=inputs, BM=calls.MORE,
+                          BN=shape.outputs, BK=shape.inputs, TILES=tiles, EIGHT=eight, BIASED=False, ADDED=not gated, GATED=gated,
+                          LOOPED=False))
+    return found
 
 
 if __name__ == "__main__":
@@ -48,4 +79,5 @@ if __name__ == "__main__":
         "attend": made("attend", ATTEND, stages=2, STRIDE=768, KV=2, GROUP=4, DIM=64, DEEP=64, PAGE=128, BLOCK=128, SPLIT=1, QUERIES=32,
                        WINDOWED=True),
         "merge": made("merge", MERGE, HEADS=8, DIM=64, DEEP=64, SOME=16),
+        "tiles": {kind: [products(tiles, kind == "eight") for tiles in (1, 2, 3, 4)] for kind in ("sixteen", "eight")},
     }))

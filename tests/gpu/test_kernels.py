@@ -67,6 +67,39 @@ def test_programs_that_take_several_blocks_compute_the_same(outputs: int, inputs
     assert all(map(torch.equal, all_of_them(), one_each))
 
 
+@pytest.mark.parametrize("rows", [33, 64, 70, 97, 128, 130, 300])
+@pytest.mark.parametrize("eight", [False, True])
+def test_programs_of_several_tiles_compute_the_same(rows: int, eight: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights are read once for up to four tiles of 32 rows; every row's bits are those of a tile by itself, also one that is not full."""
+    outputs, inputs = 72, 136
+    x, weight, bias = some(rows, inputs).half(), (some(outputs, inputs) / 8).half(), some(outputs).half()
+    steps = some(outputs).abs()[:, None] if eight else None
+    matrix = weight.to(torch.float8_e4m3fn) if eight else weight
+
+    def all_of_them() -> list[Tensor]:
+        return [calls.product(x, matrix, bias, steps), calls.product(x, matrix, None, steps, onto=some(rows, outputs, seed=1).half()),
+                calls.product(x, matrix, bias, steps, gated=True)]
+
+    wanted = torch.nn.functional.linear(x.float(), matrix.float() * (1 if steps is None else steps), bias.float())
+    assert off(all_of_them()[0], wanted) < (2 if eight else 1) * NEAR[torch.float16]
+    for programs in (0, 1):
+        monkeypatch.setattr(calls, "blocks", lambda *_, programs=programs: calls.Blocks(32, 64, 2, 4, programs=programs))
+        tiled = all_of_them()
+        with monkeypatch.context() as now:
+            now.setattr(calls, "MOST_TILES", 1)
+            assert calls.tiled(rows) == (32, 1) and all(map(torch.equal, tiled, all_of_them()))
+
+
+def test_tiles_of_a_program_hold_all_rows_and_few_more() -> None:
+    assert [calls.tiled(rows) for rows in (1, 16, 17, 32, 33, 64, 80, 97, 128)] == \
+        [(16, 1), (16, 1), (32, 1), (32, 1), (32, 2), (32, 2), (32, 3), (32, 4), (32, 4)]
+    for rows in range(1, 700):
+        tile, tiles = calls.tiled(rows)
+        programs = -(-rows // (tile * tiles))
+        assert tiles <= calls.MOST_TILES and programs == -(-rows // (tile * calls.MOST_TILES)) or rows <= 32
+        assert programs * tile * tiles < rows + tile * programs
+
+
 def test_norm() -> None:
     x, weight = some(7, 136).half(), some(136).half()
     wanted = x.float() * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + 1e-5) * weight.float()

@@ -92,9 +92,7 @@ class Rounds:
                 self._count(one, scores.logits, scores.starts[i], verified + times.other_s, times)
             self.recorder.rounds(judged, law, scores, times)
 
-        # Books that look at what lies on the device would wait for whatever it was asked for before.
-        looks = self.recorder.level == "full" or any(seq.sampling.logprobs is not None for seq in batch)
-        for part in (go_on, keep) if asks and not looks else (keep, go_on):
+        for part in (go_on, keep) if asks and not self._looks(batch) else (keep, go_on):
             part()
         return commits
 
@@ -108,6 +106,10 @@ class Rounds:
         _note_logprobs(seq, logits, [0], commit.tokens)
         self.recorder.prefill(seq, law)
         return commit
+
+    def _looks(self, batch: abc.Sequence[Sequence]) -> bool:
+        """Whether the books of a round read what lies on the device, which waits for all that it was asked for before."""
+        return self.recorder.level == "full" or any(seq.sampling.logprobs is not None for seq in batch)
 
     def let_go(self) -> None:
         """There is no next round, as far as is known."""

@@ -15,6 +15,7 @@ LINKS = (9, 0)  # compute capability from which kernels of a stream may overlap
 PART = 128  # keys of a part of a text, and of a block where pages are a multiple of it and heads not wider
 SOME_HEADS, SOME_PARTS = 8, 16
 FEW, MORE = 16, 32  # rows of a tile of a product: the same instructions, hence the same bits
+MOST_TILES = 4  # of a program, which reads its weights once for all of them
 LEAST_SHARED = 101_376  # bytes that a program may have, where torch does not say
 LOG2_E = 1.4426950408889634
 
@@ -55,8 +56,23 @@ class Blocks(NamedTuple):
     programs: int = 0
 
 
-def blocks(outputs: int, inputs: int, size: int, gated: bool) -> Blocks:
-    """size: bytes of a weight."""
+def tiled(rows: int) -> tuple[int, int]:
+    """Rows of a tile, and tiles of a program: as few programs side by side as can be, of equally many rows."""
+    if rows <= FEW:
+        return FEW, 1
+    beside = triton.cdiv(rows, MORE * MOST_TILES)
+    return MORE, triton.cdiv(triton.cdiv(rows, beside), MORE)
+
+
+def blocks(outputs: int, inputs: int, size: int, gated: bool, tiles: int = 1) -> Blocks:
+    """size: bytes of a weight. Those of several tiles were chosen by registers and shared memory alone, and not measured."""
+    if tiles > 1:
+        warps = 8 if tiles > 2 else 4
+        if gated:
+            return Blocks(64, 64, 4 * 2 // size, warps)
+        if outputs < 96 * 64:
+            return Blocks(32, 256, 4, 4) if tiles == 2 else Blocks(32, 128, 7, 4)
+        return Blocks(64, 128, 5, warps)
     if size == 1:
         return Blocks(64, 256, 3, 4) if gated else Blocks(32, 256, 6, 4)
     if gated:
@@ -87,14 +103,14 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None, steps: Tensor | None
     rows, inputs = x.shape
     outputs = weight.shape[0] // 2 if gated else weight.shape[0]
     out = x.new_empty(rows, outputs, dtype=kind) if onto is None else onto
-    few, size = FEW if rows <= FEW else MORE, weight.element_size()
-    shape = fitting(x.device, blocks(outputs, inputs, size, gated), few, size, gated)
+    (few, tiles), size = tiled(rows), weight.element_size()
+    shape = fitting(x.device, blocks(outputs, inputs, size, gated, tiles), few * tiles, size, gated)
     over = triton.cdiv(outputs, shape.outputs)
     programs = min(over, shape.programs * processors(x.device)) if shape.programs else over
-    kernels.product[(triton.cdiv(rows, few), programs)](
+    kernels.product[(triton.cdiv(rows, few * tiles), programs)](
         x, weight, x if steps is None else steps, x if bias is None else bias, out, rows, outputs, inputs, few, shape.outputs, shape.inputs,
-        steps is not None, bias is not None, onto is not None, gated, shape.programs > 0, num_warps=shape.warps, num_stages=shape.stages,
-        **_more(x.device))
+        tiles, steps is not None, bias is not None, onto is not None, gated, shape.programs > 0, num_warps=shape.warps,
+        num_stages=shape.stages, **_more(x.device))
     return out
 
 

@@ -1,7 +1,8 @@
 """What a pass over few rows computes on a GPU, in Triton (Tillet et al., MAPL 2019). `calls.py` says what each takes and returns.
 
-A row's numbers do not depend on how many rows stand beside it: every row is added up along the same blocks in the same order, tiles of
-queries have one size, and parts of a text lie on an absolute grid (Law 2).
+A row's numbers do not depend on how many rows stand beside it: every row is added up in the same order by the same instructions, which is
+why a product's tiles stay small where there are many rows, tiles of queries have one size, and parts of a text lie on an absolute grid
+(Law 2).
 
 LINKED: kernels of one stream begin while the one before them ends (programmatic dependent launch, from compute capability 9.0 on). The
 small ones let their successor begin at once, a product behind its loop; each waits before it touches what another writes.
@@ -24,11 +25,13 @@ def _wait(LINKED: tl.constexpr):
 
 
 @triton.jit
-def _dot(a, b, sums, EIGHT: tl.constexpr):
-    """sums + a bᵀ. Weights of eight bits become halves, which takes one instruction for two, and so rows come as halves."""
+def _weights(at, read, EIGHT: tl.constexpr):
+    """A block of a matrix, nothing where it has ended. Those of eight bits become halves, which takes one instruction for two, and so rows
+    come as halves."""
+    b = tl.load(at, mask=read, other=0.0, eviction_policy="evict_first")
     if EIGHT:
         b = b.to(tl.float16)
-    return tl.dot(a, b.T, sums)
+    return b
 
 
 @triton.jit
@@ -50,31 +53,60 @@ def _finished(sums, steps, bias, n, here, EIGHT: tl.constexpr, BIASED: tl.conste
 
 
 @triton.jit
+def _read(x, m, at, rows, INPUTS: tl.constexpr, WHOLE: tl.constexpr):
+    """Inputs `at` of rows m of x, nothing where there are no more."""
+    inside = (m < rows)[:, None]
+    if not WHOLE:
+        inside = inside & (at < INPUTS)
+    return tl.load(x + m.to(tl.int64)[:, None] * INPUTS + at, mask=inside, other=0.0)
+
+
+@triton.jit
 def _multiplied(x, weight, m, n, rows, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-                BK: tl.constexpr, EIGHT: tl.constexpr, GATED: tl.constexpr):
-    """Rows m of x times outputs n of W, and GATED of what stands below, else nothing: float32 [BM, BN] each."""
+                BK: tl.constexpr, TILES: tl.constexpr, EIGHT: tl.constexpr, GATED: tl.constexpr):
+    """Rows m, m + BM … of x, TILES of them, times outputs n of W, and GATED of what stands below, else nothing: float32 [BM, BN] each, of
+    four tiles first the former, then the latter. Each tile is a product of its own, so that a row's bits are those of fewer tiles; a block
+    of weights is read once for all of them."""
     WHOLE: tl.constexpr = INPUTS % BK == 0
     k, below = tl.arange(0, BK), weight + OUTPUTS * INPUTS if GATED else weight
-    row, column = m.to(tl.int64)[:, None] * INPUTS, n.to(tl.int64)[:, None] * INPUTS
-    sums, others = tl.zeros((BM, BN), tl.float32), tl.zeros((BM, BN), tl.float32)
+    column = n.to(tl.int64)[:, None] * INPUTS
+    a0, g0 = tl.zeros((BM, BN), tl.float32), tl.zeros((BM, BN), tl.float32)
+    a1, a2, a3, g1, g2, g3 = a0, a0, a0, g0, g0, g0
     for start in range(0, INPUTS, BK):
         at = start + k[None, :]
-        inside, read = (m < rows)[:, None], (n < OUTPUTS)[:, None]
+        read = (n < OUTPUTS)[:, None]
         if not WHOLE:
-            inside, read = inside & (at < INPUTS), read & (at < INPUTS)
-        part = tl.load(x + row + at, mask=inside, other=0.0)
-        b = tl.load(weight + column + at, mask=read, other=0.0, eviction_policy="evict_first")
-        sums = _dot(part, b, sums, EIGHT)
+            read = read & (at < INPUTS)
+        b = _weights(weight + column + at, read, EIGHT).T
+        c = b
         if GATED:
-            c = tl.load(below + column + at, mask=read, other=0.0, eviction_policy="evict_first")
-            others = _dot(part, c, others, EIGHT)
-    return sums, others
+            c = _weights(below + column + at, read, EIGHT).T
+        part = _read(x, m, at, rows, INPUTS, WHOLE)
+        a0 = tl.dot(part, b, a0)
+        if GATED:
+            g0 = tl.dot(part, c, g0)
+        if TILES > 1:
+            part = _read(x, m + BM, at, rows, INPUTS, WHOLE)
+            a1 = tl.dot(part, b, a1)
+            if GATED:
+                g1 = tl.dot(part, c, g1)
+        if TILES > 2:
+            part = _read(x, m + 2 * BM, at, rows, INPUTS, WHOLE)
+            a2 = tl.dot(part, b, a2)
+            if GATED:
+                g2 = tl.dot(part, c, g2)
+        if TILES > 3:
+            part = _read(x, m + 3 * BM, at, rows, INPUTS, WHOLE)
+            a3 = tl.dot(part, b, a3)
+            if GATED:
+                g3 = tl.dot(part, c, g3)
+    return a0, a1, a2, a3, g0, g1, g2, g3
 
 
 @triton.jit
 def _written(sums, others, steps, bias, out, m, n, rows, OUTPUTS: tl.constexpr, EIGHT: tl.constexpr, BIASED: tl.constexpr,
              ADDED: tl.constexpr, GATED: tl.constexpr):
-    """What becomes of the sums, in `out`."""
+    """What becomes of the sums of a tile, in `out`."""
     here = n < OUTPUTS
     value = _rounded(_finished(sums, steps, bias, n, here, EIGHT, BIASED), out, EIGHT)
     if GATED:
@@ -88,25 +120,39 @@ def _written(sums, others, steps, bias, out, m, n, rows, OUTPUTS: tl.constexpr, 
     tl.store(out + place, value, mask=inside)
 
 
+@triton.jit
+def _all_written(a0, a1, a2, a3, g0, g1, g2, g3, steps, bias, out, m, n, rows, OUTPUTS: tl.constexpr, BM: tl.constexpr, TILES: tl.constexpr,
+                 EIGHT: tl.constexpr, BIASED: tl.constexpr, ADDED: tl.constexpr, GATED: tl.constexpr):
+    """The same of all tiles."""
+    _written(a0, g0, steps, bias, out, m, n, rows, OUTPUTS, EIGHT, BIASED, ADDED, GATED)
+    if TILES > 1:
+        _written(a1, g1, steps, bias, out, m + BM, n, rows, OUTPUTS, EIGHT, BIASED, ADDED, GATED)
+    if TILES > 2:
+        _written(a2, g2, steps, bias, out, m + 2 * BM, n, rows, OUTPUTS, EIGHT, BIASED, ADDED, GATED)
+    if TILES > 3:
+        _written(a3, g3, steps, bias, out, m + 3 * BM, n, rows, OUTPUTS, EIGHT, BIASED, ADDED, GATED)
+
+
 @triton.jit(do_not_specialize=["rows"])
 def product(x, weight, steps, bias, out, rows, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-            BK: tl.constexpr, EIGHT: tl.constexpr, BIASED: tl.constexpr, ADDED: tl.constexpr, GATED: tl.constexpr, LOOPED: tl.constexpr,
-            LINKED: tl.constexpr):
+            BK: tl.constexpr, TILES: tl.constexpr, EIGHT: tl.constexpr, BIASED: tl.constexpr, ADDED: tl.constexpr, GATED: tl.constexpr,
+            LOOPED: tl.constexpr, LINKED: tl.constexpr):
     """ADDED: out += x Wᵀ + b. GATED: out = silu(x Wᵀ + b) · (x Vᵀ + c), where V stands below W, and c behind b. LOOPED: a program takes
     block after block, and asks for the next one's weights while it finishes one; they are all there at once, and keep no other waiting."""
-    m, n = tl.program_id(0) * BM + tl.arange(0, BM), tl.arange(0, BN)
+    m, n = tl.program_id(0) * (BM * TILES) + tl.arange(0, BM), tl.arange(0, BN)
     if LOOPED:
         _begin(LINKED)
         _wait(LINKED)
         for block in tl.range(tl.program_id(1), tl.cdiv(OUTPUTS, BN), tl.num_programs(1), flatten=True):
-            sums, others = _multiplied(x, weight, m, block * BN + n, rows, OUTPUTS, INPUTS, BM, BN, BK, EIGHT, GATED)
-            _written(sums, others, steps, bias, out, m, block * BN + n, rows, OUTPUTS, EIGHT, BIASED, ADDED, GATED)
+            at = block * BN + n
+            a0, a1, a2, a3, g0, g1, g2, g3 = _multiplied(x, weight, m, at, rows, OUTPUTS, INPUTS, BM, BN, BK, TILES, EIGHT, GATED)
+            _all_written(a0, a1, a2, a3, g0, g1, g2, g3, steps, bias, out, m, at, rows, OUTPUTS, BM, TILES, EIGHT, BIASED, ADDED, GATED)
     else:
         n += tl.program_id(1) * BN
         _wait(LINKED)
-        sums, others = _multiplied(x, weight, m, n, rows, OUTPUTS, INPUTS, BM, BN, BK, EIGHT, GATED)
+        a0, a1, a2, a3, g0, g1, g2, g3 = _multiplied(x, weight, m, n, rows, OUTPUTS, INPUTS, BM, BN, BK, TILES, EIGHT, GATED)
         _begin(LINKED)  # not before: what came early would take the room of this one's own programs
-        _written(sums, others, steps, bias, out, m, n, rows, OUTPUTS, EIGHT, BIASED, ADDED, GATED)
+        _all_written(a0, a1, a2, a3, g0, g1, g2, g3, steps, bias, out, m, n, rows, OUTPUTS, BM, TILES, EIGHT, BIASED, ADDED, GATED)
 
 
 @triton.jit

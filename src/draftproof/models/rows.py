@@ -33,6 +33,7 @@ from .tiled import InTiles
 
 TOLERANCE = 0.05  # of what a block adds: roundings of half precision
 EIGHT = "weights are floats of eight bits, with a factor per output; our kernels read activations as halves"
+CHECKED = (5, 40, 70, 100)  # rows that a load compares: of one tile of a product, and of two, three and four
 FEW = 16  # rows up to which reading the weights is all that a product costs
 
 
@@ -229,7 +230,7 @@ def usable(model: Any, config: LoadConfig, reasons: dict[str, str]) -> bool:
 def check(layer: RowsLayer, page_tokens: int) -> None:
     """Raises LoadError where a block's kernels compute something else than its plain twin."""
     try:
-        off = disagreement(layer, page_tokens)
+        off = max(disagreement(layer, page_tokens, rows) for rows in sorted({min(rows, page_tokens) for rows in CHECKED}))
     except Exception as error:  # Triton compiles for the model's own shapes only now
         raise LoadError(f"our kernels do not run here ({first_line(error)}); expected a GPU that Triton compiles for: "
                         "leave them out (--no-kernels)") from error
@@ -239,9 +240,9 @@ def check(layer: RowsLayer, page_tokens: int) -> None:
 
 
 @torch.inference_mode()
-def disagreement(layer: RowsLayer, page_tokens: int) -> float:
+def disagreement(layer: RowsLayer, page_tokens: int, rows: int = 5) -> float:
     """How far a block's kernels are from torch's operations on random rows: the largest difference of what it adds, of the largest."""
-    weight, rows = layer.input_norm.weight, 5
+    weight = layer.input_norm.weight
     dice = torch.Generator(weight.device).manual_seed(0)
     x, angles = (torch.randn(*shape, generator=dice, device=weight.device, dtype=torch.float32).to(weight.dtype)
                  for shape in ((rows, weight.numel()), (rows, 2, layer.head_dim)))
