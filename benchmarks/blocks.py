@@ -105,8 +105,8 @@ def sizes(chosen: dict[Key, Any]) -> Iterator[None]:
     from draftproof.gpu import calls
 
     usual = calls.blocks
-    calls.blocks = lambda outputs, inputs, size, gated, tiles=1: \
-        chosen.get((outputs, inputs, gated)) or usual(outputs, inputs, size, gated, tiles)
+    calls.blocks = lambda outputs, inputs, size, gated, rows=1: \
+        chosen.get((outputs, inputs, gated)) or usual(outputs, inputs, size, gated, rows)
     try:
         yield
     finally:
@@ -145,9 +145,9 @@ def compared(one: Callable[[], float], other: Callable[[], float], turns: int) -
 
 def tries(key: Key, size: int, count: int | None, rng: random.Random, rows: int = 1) -> list[Any]:
     """Blocks that fit, first those that differ least from what the product has, in random order."""
-    from draftproof.gpu.calls import Blocks, blocks, tiled
+    from draftproof.gpu.calls import Blocks, blocks
 
-    usual = blocks(*key[:2], size, key[2], tiled(rows)[1])
+    usual = blocks(*key[:2], size, key[2], rows)
     found = [b for b in map(Blocks._make, product(OUTPUTS, INPUTS, STAGES, WARPS, PROGRAMS)) if fits(b, key, size, rows) and b != usual]
     rng.shuffle(found)
     nearest(found, usual)
@@ -163,7 +163,7 @@ def fits(blocks: Any, key: Key, size: int, rows: int = 1) -> bool:
     """Programs of one processor keep all stages but one in its shared memory, which one program alone must not fill."""
     from draftproof.gpu.calls import stage, tiled
 
-    tile, tiles = tiled(rows)
+    tile, tiles, _ = tiled(rows)
     one, whole = stage(blocks, tile * tiles, size, key[2]), key[1] % blocks.inputs == 0 or blocks.inputs == min(INPUTS)
     return whole and blocks.stages * one <= MOST and blocks.programs * (blocks.stages - 1) * one <= SHARED
 
@@ -177,7 +177,7 @@ def search(there: Stand, args: argparse.Namespace) -> list[dict[str, Any]]:
     products = there.products()
     for i, (name, key) in enumerate(products.items()):
         until = time.perf_counter() + (end - time.perf_counter()) / (len(products) - i)     # a fair share of what is left
-        usual = calls.blocks(*key[:2], size, key[2], calls.tiled(rows)[1])
+        usual = calls.blocks(*key[:2], size, key[2], rows)
         best, clock, tried, first = usual, timer(there, chosen), 0, None
         waiting = tries(key, size, args.tries, rng, rows)
         while waiting and time.perf_counter() < until:

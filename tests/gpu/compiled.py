@@ -61,7 +61,8 @@ def products(tiles: int, eight: bool) -> list[dict[str, Any]]:
     """The 8B shape's products of so many tiles, with the blocks that they have: gated, down and o, q k v."""
     found = []
     for outputs, inputs, gated in ((14336, 4096, True), (4096, 14336, False), (6144, 4096, False)):
-        shape, rows = calls.blocks(outputs, inputs, 1 if eight else 2, gated, tiles), tiles * calls.MORE
+        rows = tiles * calls.MORE
+        shape = calls.blocks(outputs, inputs, 1 if eight else 2, gated, rows)
         stages = max(2, min(shape.stages, ROOM // calls.stage(shape, rows, 1 if eight else 2, gated)))
         found.append(made("product", EIGHT if eight else PRODUCT, stages, shape.warps, OUTPUTS=outputs, INPUTS=inputs, BM=calls.MORE,
                           BN=shape.outputs, BK=shape.inputs, TILES=tiles, EIGHT=eight, BIASED=False, ADDED=not gated, GATED=gated,

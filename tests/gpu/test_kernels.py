@@ -87,17 +87,16 @@ def test_programs_of_several_tiles_compute_the_same(rows: int, eight: bool, monk
         tiled = all_of_them()
         with monkeypatch.context() as now:
             now.setattr(calls, "MOST_TILES", 1)
-            assert calls.tiled(rows) == (32, 1) and all(map(torch.equal, tiled, all_of_them()))
+            assert calls.tiled(rows) == (32, 1, -(-rows // 32)) and all(map(torch.equal, tiled, all_of_them()))
 
 
 def test_tiles_of_a_program_hold_all_rows_and_few_more() -> None:
-    assert [calls.tiled(rows) for rows in (1, 16, 17, 32, 33, 64, 80, 97, 128)] == \
+    assert [calls.tiled(rows)[:2] for rows in (1, 16, 17, 32, 33, 64, 80, 97, 128)] == \
         [(16, 1), (16, 1), (32, 1), (32, 1), (32, 2), (32, 2), (32, 3), (32, 4), (32, 4)]
     for rows in range(1, 700):
-        tile, tiles = calls.tiled(rows)
-        programs = -(-rows // (tile * tiles))
-        assert tiles <= calls.MOST_TILES and programs == -(-rows // (tile * calls.MOST_TILES)) or rows <= 32
-        assert programs * tile * tiles < rows + tile * programs
+        tile, tiles, programs = calls.tiled(rows)
+        assert 1 <= tiles <= calls.MOST_TILES and programs == -(-rows // (tile * calls.MOST_TILES))
+        assert rows <= programs * tile * tiles < rows + tile * programs
 
 
 def test_norm() -> None:

@@ -56,21 +56,22 @@ class Blocks(NamedTuple):
     programs: int = 0
 
 
-def tiled(rows: int) -> tuple[int, int]:
-    """Rows of a tile, and tiles of a program: as few programs side by side as can be, of equally many rows."""
+def tiled(rows: int) -> tuple[int, int, int]:
+    """Rows of a tile, tiles of a program, and programs for all rows: as few of these as can be, of equally many tiles."""
     if rows <= FEW:
-        return FEW, 1
-    beside = triton.cdiv(rows, MORE * MOST_TILES)
-    return MORE, triton.cdiv(triton.cdiv(rows, beside), MORE)
+        return FEW, 1, 1
+    programs = triton.cdiv(rows, MORE * MOST_TILES)
+    return MORE, triton.cdiv(triton.cdiv(rows, programs), MORE), programs
 
 
-def blocks(outputs: int, inputs: int, size: int, gated: bool, tiles: int = 1) -> Blocks:
+def blocks(outputs: int, inputs: int, size: int, gated: bool, rows: int = 1) -> Blocks:
     """size: bytes of a weight. Those of several tiles were chosen by registers and shared memory alone, and not measured."""
+    _, tiles, beside = tiled(rows)
     if tiles > 1:
         warps = 8 if tiles > 2 else 4
         if gated:
             return Blocks(64, 64, 4 * 2 // size, warps)
-        if outputs < 96 * 64:
+        if outputs * beside < 96 * 64:  # as below
             return Blocks(32, 256, 4, 4) if tiles == 2 else Blocks(32, 128, 7, 4)
         return Blocks(64, 128, 5, warps)
     if size == 1:
@@ -103,11 +104,11 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None, steps: Tensor | None
     rows, inputs = x.shape
     outputs = weight.shape[0] // 2 if gated else weight.shape[0]
     out = x.new_empty(rows, outputs, dtype=kind) if onto is None else onto
-    (few, tiles), size = tiled(rows), weight.element_size()
-    shape = fitting(x.device, blocks(outputs, inputs, size, gated, tiles), few * tiles, size, gated)
+    (few, tiles, beside), size = tiled(rows), weight.element_size()
+    shape = fitting(x.device, blocks(outputs, inputs, size, gated, rows), few * tiles, size, gated)
     over = triton.cdiv(outputs, shape.outputs)
     programs = min(over, shape.programs * processors(x.device)) if shape.programs else over
-    kernels.product[(triton.cdiv(rows, few * tiles), programs)](
+    kernels.product[(beside, programs)](
         x, weight, x if steps is None else steps, x if bias is None else bias, out, rows, outputs, inputs, few, shape.outputs, shape.inputs,
         tiles, steps is not None, bias is not None, onto is not None, gated, shape.programs > 0, num_warps=shape.warps,
         num_stages=shape.stages, **_more(x.device))
