@@ -70,7 +70,7 @@ def blocks(outputs: int, inputs: int, size: int, gated: bool, rows: int = 1) -> 
     if tiles > 1:
         warps = 8 if tiles > 2 else 4
         if gated:
-            return Blocks(64, 64, 4 * 2 // size, warps)
+            return Blocks(64, 64, 8 // size, warps)
         if outputs * beside < 96 * 64:  # as below
             return Blocks(32, 256, 4, 4) if tiles == 2 else Blocks(32, 128, 7, 4)
         return Blocks(64, 128, 5, warps)

@@ -33,7 +33,7 @@ from .tiled import InTiles
 
 TOLERANCE = 0.05  # of what a block adds: roundings of half precision
 EIGHT = "weights are floats of eight bits, with a factor per output; our kernels read activations as halves"
-CHECKED = (5, 40, 70, 100)  # rows that a load compares: of one tile of a product, and of two, three and four
+CHECKED = (5, 40, 100)  # rows that a load compares: of one tile of a product, and of two and four
 FEW = 16  # rows up to which reading the weights is all that a product costs
 
 
