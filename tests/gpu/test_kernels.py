@@ -67,7 +67,7 @@ def test_programs_that_take_several_blocks_compute_the_same(outputs: int, inputs
     assert all(map(torch.equal, all_of_them(), one_each))
 
 
-@pytest.mark.parametrize("rows", [33, 64, 70, 97, 128, 130, 300])
+@pytest.mark.parametrize("rows", [33, 70, 97, 130, 200])
 @pytest.mark.parametrize("eight", [False, True])
 def test_programs_of_several_tiles_compute_the_same(rows: int, eight: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Weights are read once for up to four tiles of 32 rows; every row's bits are those of a tile by itself, also one that is not full."""
