@@ -6,7 +6,7 @@
 A product's neighbours decide what its blocks are worth: each kernel begins while the one before ends. So a few layers with random weights,
 more than the second cache holds, are recorded with the small kernels between, and every try is a recording in which one product has other
 sizes, timed in turn with the best so far. The largest product comes first; a try has to win by `--gain`. What is found belongs into
-`blocks` of src/draftproof/gpu/calls.py. Sixteen bits are added up 16 inputs at a time, ascending, whatever a block holds.
+`blocks` of src/draftproof/gpu/calls.py. Weights of sixteen bits are added up 16 inputs at a time, ascending, whatever a block holds.
 The last line of standard output is one JSON document.
 """
 
