@@ -62,6 +62,10 @@ def guess_of(kind: str, plain: Sequence[Completion]) -> Any:
     return drafters(texts)[kind]()
 
 
+def five_asked(engine: Engine, samplings: Sequence[Sampling]) -> list[Any]:
+    return [handle for prompt, sampling in zip(FIVE, samplings, strict=True) for handle in engine.submit(prompt, sampling)]
+
+
 @pytest.mark.parametrize("most", [5, 2])
 @pytest.mark.parametrize("depth", [3, "auto"])
 @pytest.mark.parametrize("kind", ["ngram", "model", "wrong", "oracle"])
@@ -127,7 +131,7 @@ def test_a_round_is_planned_once(target: TableTarget, plain: list[Completion], e
 def test_the_operators_word_is_of_the_next_round(target: TableTarget, plain: list[Completion], early: list[bool],
                                                  steered: dict[str, Any]) -> None:
     with Engine(target, guess_of("oracle", plain), 3, config=EngineConfig(profile_s=0, trace="full")) as engine:
-        handles = [handle for prompt, sampling in zip(FIVE, SAMPLINGS, strict=True) for handle in engine.submit(prompt, sampling)]
+        handles = five_asked(engine, SAMPLINGS)
         for _ in range(3):                        # prompts, and two rounds
             engine.step()
         before = {handle.id: handle.completion().metrics["rounds"] for handle in handles}
@@ -144,7 +148,7 @@ def test_the_operators_word_is_of_the_next_round(target: TableTarget, plain: lis
 
 def test_a_text_that_is_cancelled_leaves_its_draft_behind(target: TableTarget, plain: list[Completion], early: list[bool]) -> None:
     with Engine(target, guess_of("model", plain), 3) as engine:
-        handles = [handle for prompt, sampling in zip(FIVE, SAMPLINGS, strict=True) for handle in engine.submit(prompt, sampling)]
+        handles = five_asked(engine, SAMPLINGS)
         for gone in (1, 0, 3):
             engine.step()
             engine.cancel(handles[gone].id)
@@ -280,7 +284,7 @@ def test_pages_are_given_back_whatever_happens_to_a_round_under_way(paged: Paged
     plain = [alone(paged, prompt, sampling) for prompt, sampling in zip(FIVE, long, strict=True)]
     free = paged.pool.available()
     with Engine(paged, guess_of(kind, plain), 3, tree=tree, config=EngineConfig(profile_s=0, max_batch=4)) as engine:
-        handles = [handle for prompt, sampling in zip(FIVE, long, strict=True) for handle in engine.submit(prompt, sampling)]
+        handles = five_asked(engine, long)
         for _ in range(3):
             engine.step()
         engine.cancel(handles[1].id)

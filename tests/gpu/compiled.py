@@ -59,12 +59,10 @@ def spilled(text: str) -> int:
 
 def products(tiles: int, eight: bool) -> list[dict[str, Any]]:
     """The 8B shape's products of so many tiles, with the blocks that they have: gated, down and o, q k v."""
-    found = []
+    found, rows, size = [], tiles * calls.MORE, 1 if eight else 2
     for outputs, inputs, gated in ((14336, 4096, True), (4096, 14336, False), (6144, 4096, False)):
-        rows = tiles * calls.MORE
-        shape = calls.blocks(outputs, inputs, 1 if eight else 2, gated, rows)
-        stages = max(2, min(shape.stages, ROOM // calls.stage(shape, rows, 1 if eight else 2, gated)))
-        found.append(made("product", EIGHT if eight else PRODUCT, stages, shape.warps, OUTPUTS=outputs, INPUTS=inputs, BM=calls.MORE,
+        shape = calls.fitted(calls.blocks(outputs, inputs, size, gated, rows), ROOM, rows, size, gated)
+        found.append(made("product", EIGHT if eight else PRODUCT, shape.stages, shape.warps, OUTPUTS=outputs, INPUTS=inputs, BM=calls.MORE,
                           BN=shape.outputs, BK=shape.inputs, TILES=tiles, EIGHT=eight, BIASED=False, ADDED=not gated, GATED=gated,
                           LOOPED=False))
     return found

@@ -33,4 +33,3 @@ def test_kernels_compile_and_products_keep_weights_on_their_way() -> None:
                 assert product["multiplies"] == alone["multiplies"] == [MULTIPLIES[kind]], "one instruction, else other bits"
                 assert product["orders"] == alone["orders"] and len(alone["orders"]) == 1, "inputs in one order, else other bits"
                 assert product["copies"] and product["linked"] == 2 and not product["spilled"]
-

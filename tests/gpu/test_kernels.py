@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -49,18 +50,24 @@ def test_weights_of_eight_bits_are_multiplied_as_they_are() -> None:
     assert bool(large.isfinite().all()) and float(large.abs().max()) == 65504, "cut into the range of halves"
 
 
-@pytest.mark.parametrize("outputs, inputs", [(96, 128), (200, 136), (20, 64)])        # 3 and 7 blocks of 32 for two programs, and 1
-@pytest.mark.parametrize("eight", [False, True])
-def test_programs_that_take_several_blocks_compute_the_same(outputs: int, inputs: int, eight: bool,
-                                                            monkeypatch: pytest.MonkeyPatch) -> None:
-    x, weight, bias = some(5, inputs).half(), (some(outputs, inputs) / 8).half(), some(outputs).half()
+def three_of(rows: int, outputs: int, inputs: int, eight: bool) -> tuple[Callable[[], list[Tensor]], Tensor]:
+    """A product plain, added and gated, of weights of sixteen or eight bits; and what the first is in float32."""
+    x, weight, bias = some(rows, inputs).half(), (some(outputs, inputs) / 8).half(), some(outputs).half()
     steps = some(outputs).abs()[:, None] if eight else None
     matrix = weight.to(torch.float8_e4m3fn) if eight else weight
 
     def all_of_them() -> list[Tensor]:
-        return [calls.product(x, matrix, bias, steps), calls.product(x, matrix, None, steps, onto=some(5, outputs, seed=1).half()),
+        return [calls.product(x, matrix, bias, steps), calls.product(x, matrix, None, steps, onto=some(rows, outputs, seed=1).half()),
                 calls.product(x, matrix, bias, steps, gated=True)]
 
+    return all_of_them, torch.nn.functional.linear(x.float(), matrix.float() * (1 if steps is None else steps), bias.float())
+
+
+@pytest.mark.parametrize("outputs, inputs", [(96, 128), (200, 136), (20, 64)])        # 3 and 7 blocks of 32 for two programs, and 1
+@pytest.mark.parametrize("eight", [False, True])
+def test_programs_that_take_several_blocks_compute_the_same(outputs: int, inputs: int, eight: bool,
+                                                            monkeypatch: pytest.MonkeyPatch) -> None:
+    all_of_them, _ = three_of(5, outputs, inputs, eight)
     monkeypatch.setattr(calls, "blocks", lambda *_: calls.Blocks(32, 64, 2, 4))
     one_each = all_of_them()
     monkeypatch.setattr(calls, "blocks", lambda *_: calls.Blocks(32, 64, 2, 4, programs=1))
@@ -71,16 +78,7 @@ def test_programs_that_take_several_blocks_compute_the_same(outputs: int, inputs
 @pytest.mark.parametrize("eight", [False, True])
 def test_programs_of_several_tiles_compute_the_same(rows: int, eight: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Weights are read once for up to four tiles of 32 rows; every row's bits are those of a tile by itself, also one that is not full."""
-    outputs, inputs = 72, 136
-    x, weight, bias = some(rows, inputs).half(), (some(outputs, inputs) / 8).half(), some(outputs).half()
-    steps = some(outputs).abs()[:, None] if eight else None
-    matrix = weight.to(torch.float8_e4m3fn) if eight else weight
-
-    def all_of_them() -> list[Tensor]:
-        return [calls.product(x, matrix, bias, steps), calls.product(x, matrix, None, steps, onto=some(rows, outputs, seed=1).half()),
-                calls.product(x, matrix, bias, steps, gated=True)]
-
-    wanted = torch.nn.functional.linear(x.float(), matrix.float() * (1 if steps is None else steps), bias.float())
+    all_of_them, wanted = three_of(rows, 72, 136, eight)
     assert off(all_of_them()[0], wanted) < (2 if eight else 1) * NEAR[torch.float16]
     for programs in (0, 1):
         monkeypatch.setattr(calls, "blocks", lambda *_, programs=programs: calls.Blocks(32, 64, 2, 4, programs=programs))

@@ -48,8 +48,7 @@ class Begun:
 
     def take(self, batch: abc.Sequence[Sequence], roots: Tensor, taps: abc.Collection[int]) -> Scores | None:
         """As the target's `score` of these roots without drafts; None, and nothing taken, if this is the pass of another round."""
-        place = {id(seq): i for i, seq in enumerate(self.seqs)}
-        rows = [place.get(id(seq), -1) for seq in batch]
+        rows = _places(self.seqs, batch)
         if -1 in rows or set(self.scores.taps) != set(taps):
             return None
         for i, seq in zip(rows, batch, strict=True):
@@ -104,8 +103,7 @@ class Asked:
 
     def take(self, batch: abc.Sequence[Sequence], lanes: Lanes) -> Asked | None:
         """What of it is of this batch; None where it is another round: somebody is not in it, or somebody steered since."""
-        place = {id(seq): i for i, seq in enumerate(self.seqs)}
-        rows = [place.get(id(seq), -1) for seq in batch]
+        rows = _places(self.seqs, batch)
         if not rows or min(rows) < 0 or self.steered != lanes.steered:
             return None
         if rows == list(range(len(self.seqs))):
@@ -120,6 +118,12 @@ class Asked:
         drafting, scoring, _ = self.marks.spans()
         left = max(0.0, drafting + scoring - (start - self.start))
         return drafting, scoring, max(0.0, end - start - left)
+
+
+def _places(seqs: abc.Sequence[Sequence], batch: abc.Sequence[Sequence]) -> list[int]:
+    """Where each of the batch stands among seqs, −1 where it does not."""
+    place = {id(seq): i for i, seq in enumerate(seqs)}
+    return [place.get(id(seq), -1) for seq in batch]
 
 
 def _of(scores: Scores, rows: abc.Sequence[int]) -> Scores:

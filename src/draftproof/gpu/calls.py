@@ -88,13 +88,18 @@ def stage(found: Blocks, rows: int, size: int, gated: bool) -> int:
     return found.inputs * (found.outputs * size * (2 if gated else 1) + 2 * rows)
 
 
+def fitted(found: Blocks, room: int, rows: int, size: int, gated: bool) -> Blocks:
+    """With no more stages than so many bytes of shared memory have room for."""
+    return found._replace(stages=max(2, min(found.stages, room // stage(found, rows, size, gated))))
+
+
 @cache
 def fitting(device: torch.device, found: Blocks, rows: int, size: int, gated: bool) -> Blocks:
-    """With no more stages than the device's shared memory has room for."""
+    """`fitted` into the device's shared memory."""
     if device.type != "cuda":
         return found
     room = int(getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", LEAST_SHARED))
-    return found._replace(stages=max(2, min(found.stages, room // stage(found, rows, size, gated))))
+    return fitted(found, room, rows, size, gated)
 
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None, steps: Tensor | None = None, onto: Tensor | None = None,

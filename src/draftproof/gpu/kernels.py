@@ -64,14 +64,12 @@ def _read(x, m, at, rows, INPUTS: tl.constexpr, WHOLE: tl.constexpr):
 @triton.jit
 def _multiplied(x, weight, m, n, rows, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
                 BK: tl.constexpr, TILES: tl.constexpr, EIGHT: tl.constexpr, GATED: tl.constexpr):
-    """Rows m, m + BM … of x, TILES of them, times outputs n of W, and GATED of what stands below, else nothing: float32 [BM, BN] each, of
-    four tiles first the former, then the latter. Each tile is a product of its own, so that a row's bits are those of fewer tiles; a block
-    of weights is read once for all of them."""
+    """Rows m, m + BM … of x, TILES of them, times outputs n of W, and with GATED of what stands below: tuples of float32 [BM, BN], one for
+    each tile. Each tile is a product of its own, so that a row's bits are those of fewer tiles; a block of weights is read once for all."""
     WHOLE: tl.constexpr = INPUTS % BK == 0
     k, below = tl.arange(0, BK), weight + OUTPUTS * INPUTS if GATED else weight
     column = n.to(tl.int64)[:, None] * INPUTS
-    a0, g0 = tl.zeros((BM, BN), tl.float32), tl.zeros((BM, BN), tl.float32)
-    a1, a2, a3, g1, g2, g3 = a0, a0, a0, g0, g0, g0
+    sums, others = (tl.zeros((BM, BN), tl.float32),) * TILES, (tl.zeros((BM, BN), tl.float32),) * TILES
     for start in range(0, INPUTS, BK):
         at = start + k[None, :]
         read = (n < OUTPUTS)[:, None]
@@ -81,26 +79,16 @@ def _multiplied(x, weight, m, n, rows, OUTPUTS: tl.constexpr, INPUTS: tl.constex
         c = b
         if GATED:
             c = _weights(below + column + at, read, EIGHT).T
-        part = _read(x, m, at, rows, INPUTS, WHOLE)
-        a0 = tl.dot(part, b, a0)
+        more, further = (), ()
+        for i in tl.static_range(TILES):
+            part = _read(x, m + i * BM, at, rows, INPUTS, WHOLE)
+            more += (tl.dot(part, b, sums[i]),)
+            if GATED:
+                further += (tl.dot(part, c, others[i]),)
+        sums = more
         if GATED:
-            g0 = tl.dot(part, c, g0)
-        if TILES > 1:
-            part = _read(x, m + BM, at, rows, INPUTS, WHOLE)
-            a1 = tl.dot(part, b, a1)
-            if GATED:
-                g1 = tl.dot(part, c, g1)
-        if TILES > 2:
-            part = _read(x, m + 2 * BM, at, rows, INPUTS, WHOLE)
-            a2 = tl.dot(part, b, a2)
-            if GATED:
-                g2 = tl.dot(part, c, g2)
-        if TILES > 3:
-            part = _read(x, m + 3 * BM, at, rows, INPUTS, WHOLE)
-            a3 = tl.dot(part, b, a3)
-            if GATED:
-                g3 = tl.dot(part, c, g3)
-    return a0, a1, a2, a3, g0, g1, g2, g3
+            others = further
+    return sums, others
 
 
 @triton.jit
@@ -121,16 +109,11 @@ def _written(sums, others, steps, bias, out, m, n, rows, OUTPUTS: tl.constexpr, 
 
 
 @triton.jit
-def _all_written(a0, a1, a2, a3, g0, g1, g2, g3, steps, bias, out, m, n, rows, OUTPUTS: tl.constexpr, BM: tl.constexpr, TILES: tl.constexpr,
+def _all_written(sums, others, steps, bias, out, m, n, rows, OUTPUTS: tl.constexpr, BM: tl.constexpr, TILES: tl.constexpr,
                  EIGHT: tl.constexpr, BIASED: tl.constexpr, ADDED: tl.constexpr, GATED: tl.constexpr):
     """The same of all tiles."""
-    _written(a0, g0, steps, bias, out, m, n, rows, OUTPUTS, EIGHT, BIASED, ADDED, GATED)
-    if TILES > 1:
-        _written(a1, g1, steps, bias, out, m + BM, n, rows, OUTPUTS, EIGHT, BIASED, ADDED, GATED)
-    if TILES > 2:
-        _written(a2, g2, steps, bias, out, m + 2 * BM, n, rows, OUTPUTS, EIGHT, BIASED, ADDED, GATED)
-    if TILES > 3:
-        _written(a3, g3, steps, bias, out, m + 3 * BM, n, rows, OUTPUTS, EIGHT, BIASED, ADDED, GATED)
+    for i in tl.static_range(TILES):
+        _written(sums[i], others[i], steps, bias, out, m + i * BM, n, rows, OUTPUTS, EIGHT, BIASED, ADDED, GATED)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -145,14 +128,14 @@ def product(x, weight, steps, bias, out, rows, OUTPUTS: tl.constexpr, INPUTS: tl
         _wait(LINKED)
         for block in tl.range(tl.program_id(1), tl.cdiv(OUTPUTS, BN), tl.num_programs(1), flatten=True):
             at = block * BN + n
-            a0, a1, a2, a3, g0, g1, g2, g3 = _multiplied(x, weight, m, at, rows, OUTPUTS, INPUTS, BM, BN, BK, TILES, EIGHT, GATED)
-            _all_written(a0, a1, a2, a3, g0, g1, g2, g3, steps, bias, out, m, at, rows, OUTPUTS, BM, TILES, EIGHT, BIASED, ADDED, GATED)
+            sums, others = _multiplied(x, weight, m, at, rows, OUTPUTS, INPUTS, BM, BN, BK, TILES, EIGHT, GATED)
+            _all_written(sums, others, steps, bias, out, m, at, rows, OUTPUTS, BM, TILES, EIGHT, BIASED, ADDED, GATED)
     else:
         n += tl.program_id(1) * BN
         _wait(LINKED)
-        a0, a1, a2, a3, g0, g1, g2, g3 = _multiplied(x, weight, m, n, rows, OUTPUTS, INPUTS, BM, BN, BK, TILES, EIGHT, GATED)
+        sums, others = _multiplied(x, weight, m, n, rows, OUTPUTS, INPUTS, BM, BN, BK, TILES, EIGHT, GATED)
         _begin(LINKED)  # not before: what came early would take the room of this one's own programs
-        _all_written(a0, a1, a2, a3, g0, g1, g2, g3, steps, bias, out, m, n, rows, OUTPUTS, BM, TILES, EIGHT, BIASED, ADDED, GATED)
+        _all_written(sums, others, steps, bias, out, m, n, rows, OUTPUTS, BM, TILES, EIGHT, BIASED, ADDED, GATED)
 
 
 @triton.jit
