@@ -42,8 +42,9 @@ from draftproof.models.passes import Path as Along
 
 PAGE, CONTEXT = LoadConfig().page_tokens, 300
 REPLAYS, TURNS = 10, 5
-OUTPUTS, INPUTS, STAGES, WARPS, PROGRAMS = (16, 32, 64, 128), (64, 128, 256, 512, 1024), (2, 3, 4, 5, 6, 8), (2, 4, 8), (0, 1, 2, 3)
-MOST, SHARED = 200_000, 220_000     # bytes of one program, and of all on one processor
+ROWS, OUTPUTS, INPUTS = (64, 128), (16, 32, 64, 128, 256), (64, 128, 256, 512, 1024)
+STAGES, WARPS = (2, 3, 4, 5, 6, 8), (2, 4, 8)
+MOST, SUMS = 220_000, 128           # bytes of a program, and sums of a thread
 
 Key = tuple[int, int, bool]         # outputs, inputs, gated
 
@@ -105,12 +106,14 @@ def sizes(chosen: dict[Key, Any]) -> Iterator[None]:
     from draftproof.gpu import calls
 
     usual = calls.blocks
-    calls.blocks = lambda outputs, inputs, size, gated, rows=1: \
-        chosen.get((outputs, inputs, gated)) or usual(outputs, inputs, size, gated, rows)
+    calls.blocks = lambda rows, outputs, inputs, size, gated, *of_device: \
+        chosen.get((outputs, inputs, gated)) or usual(rows, outputs, inputs, size, gated, *of_device)
+    calls.fitting.cache_clear()
     try:
         yield
     finally:
         calls.blocks = usual
+        calls.fitting.cache_clear()
 
 
 def timer(there: Stand, chosen: dict[Key, Any]) -> Callable[[], float]:
@@ -145,10 +148,11 @@ def compared(one: Callable[[], float], other: Callable[[], float], turns: int) -
 
 def tries(key: Key, size: int, count: int | None, rng: random.Random, rows: int = 1) -> list[Any]:
     """Blocks that fit, first those that differ least from what the product has, in random order."""
-    from draftproof.gpu.calls import Blocks, blocks
+    from draftproof.gpu.calls import FEW, Blocks, blocks
 
-    usual = blocks(*key[:2], size, key[2], rows)
-    found = [b for b in map(Blocks._make, product(OUTPUTS, INPUTS, STAGES, WARPS, PROGRAMS)) if fits(b, key, size, rows) and b != usual]
+    usual = blocks(rows, *key[:2], size, key[2])
+    tiles = (usual.rows,) if rows <= FEW else ROWS
+    found = [b for b in map(Blocks._make, product(tiles, OUTPUTS, INPUTS, STAGES, WARPS)) if fits(b, key, size) and b != usual]
     rng.shuffle(found)
     nearest(found, usual)
     return found[:count]
@@ -159,13 +163,13 @@ def nearest(tries: list[Any], to: Any) -> None:
     tries.sort(key=lambda blocks: sum(map(ne, blocks, to)))
 
 
-def fits(blocks: Any, key: Key, size: int, rows: int = 1) -> bool:
-    """Programs of one processor keep all stages but one in its shared memory, which one program alone must not fill."""
-    from draftproof.gpu.calls import stage, tiled
+def fits(blocks: Any, key: Key, size: int) -> bool:
+    """A program's stages have room in shared memory, its sums in registers, and blocks end where the inputs do."""
+    from draftproof.gpu.calls import stage
 
-    tile, tiles, _ = tiled(rows)
-    one, whole = stage(blocks, tile * tiles, size, key[2]), key[1] % blocks.inputs == 0 or blocks.inputs == min(INPUTS)
-    return whole and blocks.stages * one <= MOST and blocks.programs * (blocks.stages - 1) * one <= SHARED
+    sums = blocks.rows * blocks.outputs * (2 if key[2] else 1) // (32 * blocks.warps)
+    whole = key[1] % blocks.inputs == 0 or blocks.inputs == min(INPUTS)
+    return whole and sums <= SUMS and blocks.stages * stage(blocks, size, key[2]) <= MOST
 
 
 def search(there: Stand, args: argparse.Namespace) -> list[dict[str, Any]]:
@@ -177,7 +181,7 @@ def search(there: Stand, args: argparse.Namespace) -> list[dict[str, Any]]:
     products = there.products()
     for i, (name, key) in enumerate(products.items()):
         until = time.perf_counter() + (end - time.perf_counter()) / (len(products) - i)     # a fair share of what is left
-        usual = calls.blocks(*key[:2], size, key[2], rows)
+        usual = calls.blocks(rows, *key[:2], size, key[2])
         best, clock, tried, first = usual, timer(there, chosen), 0, None
         waiting = tries(key, size, args.tries, rng, rows)
         while waiting and time.perf_counter() < until:

@@ -49,6 +49,7 @@ OFF, AUTO = "off", "auto"
 TREE, NODES = "eagle3+tree", 15              # which fill a tile of sixteen rows with the last token
 DEPTHS_CHECKED, CHECKED, AT_ONCE = range(9), 24, 16      # depths of the check for bits, its texts, and how many of them at a time
 ALONE = 3                                   # texts that are measured one by one
+LEARNING = 2                                # runs before the first that counts where depth is automatic
 MODES = {"reproducible": {"reproducible": True}, "fast": {"reproducible": False}, "compiled": {"reproducible": False, "compile": True}}
 COPY_GOAL, ROUNDED_GOAL, ON_GOAL = 0.85, 2.9, 3.0
 
@@ -145,7 +146,8 @@ def interleaved(arms: Mapping[str, Callable[[int], float]], batch: int, tokens: 
     rates: Rates = {}
     for name, decode in arms.items():
         with clock.spared(f"{where}, {name}"):
-            decode(tokens)                                          # graphs are recorded for all lengths, kernels chosen, costs learnt
+            for _ in range(LEARNING if name.endswith(f"@{AUTO}") else 1):
+                decode(tokens)                                      # graphs are recorded for all lengths, kernels chosen, costs learnt
             rates[name] = []
     order, rng = list(rates), random.Random(batch)
     for _ in range(repeats):
@@ -208,12 +210,12 @@ def of_mode(name: str, mode: str, target: Target, load: LoadConfig, prompts: Seq
             clock: Clock) -> Iterator[list[dict[str, Any]]]:
     run = iter(range(1 << 30))
     guessing = drafters(name, target, work, torch.device(args.device), load, args.seed)
-    settings = EngineConfig(max_batch=max(args.batches), profile_s=0, trace="none")
+    settings = EngineConfig(max_batch=max(args.batches), trace="none")
     engines = {spec: Engine(target, drafter, tree=NODES if spec == TREE else None, load=load, config=settings)
                for spec, drafter in guessing.items()}
     bits = None
     if load.reproducible:
-        few = Engine(target, guessing["eagle3"], load=load, config=replace(settings, max_batch=AT_ONCE))
+        few = Engine(target, guessing["eagle3"], load=load, config=replace(settings, max_batch=AT_ONCE, profile_s=0))
         with clock.spared(f"{name} {mode}, texts"):
             bits = differing(few, prompts[:CHECKED], args.tokens // 2, run, clock)
             tell(f"{name} {mode}: {bits['different']} of {bits['texts']} texts differ")

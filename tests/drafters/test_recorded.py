@@ -121,7 +121,7 @@ def text(seed: int, temperature: float, length: int = 12, most: int = 40) -> Tex
 
 def same(one: Draft, other: Draft) -> bool:
     return one.tokens.tolist() == other.tokens.tolist() and one.parents == other.parents and one.reason == other.reason and \
-        one.score is not None and other.score is not None and torch.allclose(one.score, other.score, rtol=1e-3, atol=1e-3)
+        one.score is not None and other.score is not None and torch.allclose(one.score.cpu(), other.score.cpu(), rtol=1e-3, atol=1e-3)
 
 
 def remembered(states: Sequence[Any]) -> Iterator[Tensor]:

@@ -21,12 +21,13 @@ ROOM = 232_448      # bytes of shared memory that a program may have there
 HALF, WIDE, NUMBER, PLACES = "*bf16", "*fp32", "i32", "*i64"
 PRODUCT = {"x": HALF, "weight": HALF, "steps": HALF, "bias": HALF, "out": HALF, "rows": NUMBER}
 EIGHT = {**PRODUCT, "x": "*fp16", "weight": "*fp8e4nv", "steps": WIDE, "bias": "*fp16", "out": "*fp16"}
-SIZES = {"OUTPUTS": 1024, "INPUTS": 512, "BM": 16, "BN": 32, "BK": 256, "TILES": 1, "BIASED": True, "ADDED": True}
+SIZES = {"OUTPUTS": 1024, "INPUTS": 512, "BM": 16, "BN": 32, "BK": 256, "BIASED": True, "ADDED": True}
 NORM = {"x": HALF, "weight": HALF, "out": HALF, "eps": "fp32"}
 TURN = {"heads": HALF, "angles": HALF, "factors": HALF, "eps": "fp32", "write_to": PLACES, "write_from": PLACES, "keys": HALF,
         "values": HALF, "rows": NUMBER, "writes": NUMBER}
 ATTEND = {"heads": HALF, "keys": HALF, "values": HALF, "position": PLACES, "take": PLACES, "table": PLACES, "out": WIDE, "logs": WIDE,
           "scale": "fp32", "window": NUMBER, "rows": NUMBER, "most": NUMBER, "tiles": NUMBER}
+MOVE = {"stores": PLACES, "source": PLACES, "target": PLACES, "moves": NUMBER, "kind": HALF}
 MERGE = {"parts_out": WIDE, "logs": WIDE, "out": HALF, "rows": NUMBER, "parts": NUMBER}
 
 
@@ -57,26 +58,26 @@ def spilled(text: str) -> int:
     return int(re.findall(r"(\d+) bytes spill stores", said)[0])
 
 
-def products(tiles: int, eight: bool) -> list[dict[str, Any]]:
-    """The 8B shape's products of so many tiles, with the blocks that they have: gated, down and o, q k v."""
-    found, rows, size = [], tiles * calls.MORE, 1 if eight else 2
+def products(rows: int, eight: bool) -> list[dict[str, Any]]:
+    """The 8B shape's products of so many rows, with the blocks that they have: gated, down and o, q k v."""
+    found, size = [], 1 if eight else 2
     for outputs, inputs, gated in ((14336, 4096, True), (4096, 14336, False), (6144, 4096, False)):
-        shape = calls.fitted(calls.blocks(outputs, inputs, size, gated, rows), ROOM, rows, size, gated)
-        found.append(made("product", EIGHT if eight else PRODUCT, shape.stages, shape.warps, OUTPUTS=outputs, INPUTS=inputs, BM=calls.MORE,
-                          BN=shape.outputs, BK=shape.inputs, TILES=tiles, EIGHT=eight, BIASED=False, ADDED=not gated, GATED=gated,
-                          LOOPED=False))
+        shape = calls.fitted(calls.blocks(rows, outputs, inputs, size, gated), ROOM, size, gated)
+        found.append(made("product", EIGHT if eight else PRODUCT, shape.stages, shape.warps, OUTPUTS=outputs, INPUTS=inputs, BM=shape.rows,
+                          BN=shape.outputs, BK=shape.inputs, EIGHT=eight, BIASED=False, ADDED=not gated, GATED=gated))
     return found
 
 
 if __name__ == "__main__":
     print(json.dumps({
-        "product": made("product", PRODUCT, **SIZES, EIGHT=False, GATED=False, LOOPED=False),
-        "gated": made("product", PRODUCT, **SIZES, EIGHT=False, GATED=True, LOOPED=True),
-        "eight": made("product", EIGHT, **SIZES, EIGHT=True, GATED=False, LOOPED=True),
+        "product": made("product", PRODUCT, **SIZES, EIGHT=False, GATED=False),
+        "gated": made("product", PRODUCT, **SIZES, EIGHT=False, GATED=True),
+        "eight": made("product", EIGHT, **SIZES, EIGHT=True, GATED=False),
         "norm": made("norm", NORM, WIDTH=512, BLOCK=512, HALVES=False),
         "turn": made("turn", TURN, HEADS=8, KV=2, DIM=64, HALF=32, SOME=8, NORMED=True),
         "attend": made("attend", ATTEND, stages=2, STRIDE=768, KV=2, GROUP=4, DIM=64, DEEP=64, PAGE=128, BLOCK=128, SPLIT=1, QUERIES=32,
                        WINDOWED=True),
         "merge": made("merge", MERGE, HEADS=8, DIM=64, DEEP=64, SOME=16),
-        "tiles": {kind: [products(tiles, kind == "eight") for tiles in (1, 2, 3, 4)] for kind in ("sixteen", "eight")},
+        "move": made("move", MOVE, WIDTH=1024, BLOCK=1024, SOME=4),
+        "tiles": {kind: {rows: products(rows, kind == "eight") for rows in (16, 64, 128, 320, 576)} for kind in ("sixteen", "eight")},
     }))

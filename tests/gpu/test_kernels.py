@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -50,51 +49,37 @@ def test_weights_of_eight_bits_are_multiplied_as_they_are() -> None:
     assert bool(large.isfinite().all()) and float(large.abs().max()) == 65504, "cut into the range of halves"
 
 
-def three_of(rows: int, outputs: int, inputs: int, eight: bool) -> tuple[Callable[[], list[Tensor]], Tensor]:
-    """A product plain, added and gated, of weights of sixteen or eight bits; and what the first is in float32."""
-    x, weight, bias = some(rows, inputs).half(), (some(outputs, inputs) / 8).half(), some(outputs).half()
-    steps = some(outputs).abs()[:, None] if eight else None
+@pytest.mark.parametrize("rows", [17, 33, 64, 70, 130, 200])
+@pytest.mark.parametrize("eight", [False, True])
+def test_tiles_of_many_rows(rows: int, eight: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plain, added and gated, of weights of sixteen or eight bits, in larger tiles, the last of which is not full, and in small ones."""
+    x, weight, bias = some(rows, 136).half(), (some(72, 136) / 8).half(), some(72).half()
+    onto, steps = some(rows, 72, seed=1).half(), some(72).abs()[:, None] if eight else None
     matrix = weight.to(torch.float8_e4m3fn) if eight else weight
-
-    def all_of_them() -> list[Tensor]:
-        return [calls.product(x, matrix, bias, steps), calls.product(x, matrix, None, steps, onto=some(rows, outputs, seed=1).half()),
-                calls.product(x, matrix, bias, steps, gated=True)]
-
-    return all_of_them, torch.nn.functional.linear(x.float(), matrix.float() * (1 if steps is None else steps), bias.float())
-
-
-@pytest.mark.parametrize("outputs, inputs", [(96, 128), (200, 136), (20, 64)])        # 3 and 7 blocks of 32 for two programs, and 1
-@pytest.mark.parametrize("eight", [False, True])
-def test_programs_that_take_several_blocks_compute_the_same(outputs: int, inputs: int, eight: bool,
-                                                            monkeypatch: pytest.MonkeyPatch) -> None:
-    all_of_them, _ = three_of(5, outputs, inputs, eight)
-    monkeypatch.setattr(calls, "blocks", lambda *_: calls.Blocks(32, 64, 2, 4))
-    one_each = all_of_them()
-    monkeypatch.setattr(calls, "blocks", lambda *_: calls.Blocks(32, 64, 2, 4, programs=1))
-    assert all(map(torch.equal, all_of_them(), one_each))
+    wanted = torch.nn.functional.linear(x.float(), matrix.float() * (1 if steps is None else steps))
+    near = (2 if eight else 1) * NEAR[torch.float16]
+    for large in (True, False):
+        monkeypatch.setattr(calls, "many", lambda device, large=large: large)
+        calls.fitting.cache_clear()
+        assert {calls.fitting(x.device, rows, 72, 136, 1, gated).rows for gated in (False, True)} <= ({64, 128} if large else {32})
+        both = wanted + bias.float()
+        gate = torch.nn.functional.silu(both[:, :36]) * both[:, 36:]
+        for found, right in ((calls.product(x, matrix, bias, steps), both), (calls.product(x, matrix, bias, steps, gated=True), gate),
+                             (calls.product(x, matrix, None, steps, onto=onto.clone()), onto.float() + wanted)):
+            assert off(found, right) < 2 * near
+    calls.fitting.cache_clear()
 
 
-@pytest.mark.parametrize("rows", [33, 70, 97, 130, 200])
-@pytest.mark.parametrize("eight", [False, True])
-def test_programs_of_several_tiles_compute_the_same(rows: int, eight: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Weights are read once for up to four tiles of 32 rows; every row's bits are those of a tile by itself, also one that is not full."""
-    all_of_them, wanted = three_of(rows, 72, 136, eight)
-    assert off(all_of_them()[0], wanted) < (2 if eight else 1) * NEAR[torch.float16]
-    for programs in (0, 1):
-        monkeypatch.setattr(calls, "blocks", lambda *_, programs=programs: calls.Blocks(32, 64, 2, 4, programs=programs))
-        tiled = all_of_them()
-        with monkeypatch.context() as now:
-            now.setattr(calls, "MOST_TILES", 1)
-            assert calls.tiled(rows) == (32, 1, -(-rows // 32)) and all(map(torch.equal, tiled, all_of_them()))
-
-
-def test_tiles_of_a_program_hold_all_rows_and_few_more() -> None:
-    assert [calls.tiled(rows)[:2] for rows in (1, 16, 17, 32, 33, 64, 80, 97, 128)] == \
-        [(16, 1), (16, 1), (32, 1), (32, 1), (32, 2), (32, 2), (32, 3), (32, 4), (32, 4)]
-    for rows in range(1, 700):
-        tile, tiles, programs = calls.tiled(rows)
-        assert 1 <= tiles <= calls.MOST_TILES and programs == -(-rows // (tile * calls.MOST_TILES))
-        assert rows <= programs * tile * tiles < rows + tile * programs
+def test_tiles_take_as_few_turns_of_all_processors_as_can_be() -> None:
+    """The 8B shape's q k v, o and down, and gate with up, on the 132 processors of an H200."""
+    assert [calls.blocks(rows, 6144, 4096, 2, False)[:2] for rows in (16, 17, 64, 65, 128, 320, 576)] == \
+        [(16, 64), *[(64, 64)] * 2, *[(64, 128)] * 2, (64, 256), (128, 256)]
+    assert [calls.blocks(rows, 4096, 14336, 2, False)[:2] for rows in (16, 17, 128, 192, 320, 576)] == \
+        [(16, 32), *[(64, 64)] * 2, (64, 128), (64, 256), (128, 256)]
+    assert [calls.blocks(rows, 14336, 4096, 2, True)[:2] for rows in (16, 64, 128, 320, 576)] == \
+        [(16, 64), (64, 128), (128, 128), (64, 64), (64, 128)]
+    for rows in (17, 64, 320):
+        assert calls.blocks(rows, 4096, 4096, 2, False, many=False).rows == 32, "no other instruction"
 
 
 def test_norm() -> None:
@@ -134,11 +119,25 @@ def test_attention_along_pages(heads: int, kv: int, page: int, window: int | Non
     seats, table = gpu.seats(heads // kv), torch.zeros(1, len(pages) + 2, dtype=torch.int64)
     table[0, :len(pages)] = pages
     tiles = -(-rows // seats)
-    take = torch.tensor([min(i, rows - 1) for i in range(tiles * seats)])
-    found = calls.attend(whole, *stored, gpu.Tiles(at, take, table, tiles), dim**-0.5, window, page).view(rows, heads, dim)
+    take = torch.tensor([*range(rows), *[-1] * (tiles * seats - rows)])
+    attended = [calls.attend(whole, *stored, gpu.Tiles(at, seated, pages_of, tiles), dim**-0.5, window, page).view(rows, heads, dim)
+                for seated, pages_of in ((take, table), (torch.cat((take, torch.full_like(take, -1))), torch.cat((table, 0 * table))))]
+    assert torch.equal(*attended), "a path on which nobody sits changes nothing"
+    found = attended[0]
     for row, position in enumerate(at.tolist()):
         first = max(0, position - window + 1) if window else 0
         for head in range(heads):
             query = whole.view(rows, -1, dim)[row, head].float()
             weights = torch.softmax(keys[first:position + 1, head * kv // heads].float() @ query / math.sqrt(dim), 0)
             assert off(found[row, head], weights @ values[first:position + 1, head * kv // heads].float()) < 4e-3
+
+
+@pytest.mark.parametrize("moves", [[(5, 20)], [(3, 30), (4, 31), (5, 32), (3, 12), (9, 0), (8, 39)]])
+def test_rows_move_within_every_store(moves: list[tuple[int, int]]) -> None:
+    stores = [some(40, 2, 12, seed=i).bfloat16() for i in range(3)]
+    wanted = [store.clone() for store in stores]
+    source, target = torch.tensor(moves).t().contiguous()
+    for store in wanted:
+        store[target] = store[source]
+    calls.move(torch.tensor([store.data_ptr() for store in stores]), stores[0], source, target)
+    assert all(map(torch.equal, stores, wanted))

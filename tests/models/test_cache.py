@@ -7,6 +7,7 @@ import random
 import pytest
 import torch
 
+from draftproof import gpu, native
 from draftproof.errors import CacheFull
 from draftproof.models.cache import PagedSlot, PagePool
 
@@ -129,3 +130,27 @@ def test_random_life_keeps_every_page_accounted_for() -> None:
         else:
             slots.append(filled(p, [rng.randrange(2) for _ in range(rng.randint(1, 20))], tenant=rng.choice("ab")))
         p.check(slots)
+
+
+@pytest.mark.parametrize("way", ["host", "layers", "launch"])
+def test_keys_are_copied_between_pages_in_every_layer(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the host's kernel, layer by layer, and in one launch of a GPU's, whose addresses are new where storage has grown."""
+    if way == "launch":
+        pytest.importorskip("triton")
+    monkeypatch.setattr(native, "available", lambda right=native.available: right() if way == "host" else (False, ""))
+    monkeypatch.setattr(gpu, "available", lambda *_: (way == "launch", ""))
+    p = pool(20)
+    for layer in range(3):
+        one = torch.zeros(0, 2, 4)
+        p.storage(layer, one, one)
+    for round_ in range(2):
+        stores = [*p.keys.values(), *p.values.values()]
+        for i, store in enumerate(stores):
+            store.copy_(torch.randn(store.shape, generator=torch.Generator().manual_seed(i + 10 * round_)))
+        before = [store.clone() for store in stores]
+        p.copy([(1, 2, 0, 3), (1, 3, 0, 3), (4, 6, 1, 2), (4, 5, 2, 2)])
+        for store, old in zip(stores, before, strict=True):
+            wanted = old.clone()
+            wanted[8:11], wanted[12:15], wanted[25] = old[4:7], old[4:7], old[17]
+            assert torch.equal(store, wanted)
+        p._grow()

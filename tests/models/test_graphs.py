@@ -8,6 +8,7 @@ import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -284,15 +285,16 @@ def test_filling_up() -> None:
 
 
 @pytest.mark.parametrize("bucket", [Bucket(5, 5, 3, 2, (2, 1), frozenset()), Bucket(8, 16, 4, 4, (4, 2), frozenset())])
-def test_a_recording_is_filled_up_with_what_is_there(bucket: Bucket) -> None:
+@pytest.mark.parametrize("seats", [0, 2])
+def test_a_recording_is_filled_up_with_what_is_there(bucket: Bucket, seats: int) -> None:
     """A chain of two rows, and a tree of three whose second leaf has a page of its own, under no window and one of two keys; as many as the
-    bucket holds, and fewer. After another pass, of which nothing may be left."""
+    bucket holds, and fewer. After another pass, of which nothing may be left. In seats of our kernels nobody sits where nothing is."""
     paths = [Along([9, 4], range(2)), Along([3], [2, 4]), Along([7], [3])]
     at, to = [5, 6, 1, 2, 2], [17, 18, 13, 14, 30]
     p = Pass(torch.tensor([[1, 2, 3, 4, 5]]), [5, 6, 1, 2, 2], at, torch.tensor(to), torch.tensor([0, 1, 2, 4, 3]), paths, 4, 1)
     spans = [[pages_seen([at[row] for row in path.rows], window, 4) for path in paths] for window in (0, 2)]
     assert spans == [[range(2), range(1), range(1)], [range(1, 2), range(1), range(1)]]
-    recording = Recording(bucket, None, p, None)  # type: ignore[arg-type]  # neither is asked for anything here
+    recording = Recording(bucket, SimpleNamespace(seats=seats), p, None)  # type: ignore[arg-type]  # nothing else is asked for here
     other = Pass(p.ids[:, :1], [0], [0], slice(0, 1), None, [Along([2], range(1))], 4, 1)
     recording.fill(other, [[range(1)], [range(1)]], [0])
     recording.fill(p, spans, [4, 0])
@@ -307,7 +309,9 @@ def test_a_recording_is_filled_up_with_what_is_there(bucket: Bucket) -> None:
     assert recording.back.tolist() == full([0, 1, width, 2 * width, width + 1], bucket.rows)
     assert recording.keep.tolist() == full([4, 0], bucket.rows)
     assert recording.write_to.tolist() == full(to, bucket.writes) and recording.write_from.tolist() == full([0, 1, 2, 4, 3], bucket.writes)
-    assert recording.take.view(-1, width).tolist() == full([full(list(path.rows), width) for path in paths], bucket.paths)
+    seated = [list(path.rows) + [-1] * (width - len(path.rows)) for path in paths]
+    assert recording.take.view(-1, width).tolist() == (seated + [[-1] * width] * (bucket.paths - len(paths)) if seats
+                                                       else full([full(list(path.rows), width) for path in paths], bucket.paths))
     for kind, seen in enumerate(spans):
         most = bucket.pages[kind]
         held = [[*path.pages[span.start:span.stop], *[0] * (most - len(span))] for path, span in zip(paths, seen, strict=True)]

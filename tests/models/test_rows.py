@@ -34,7 +34,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid)")     # rows 
 @pytest.fixture(autouse=True)
 def by_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Loads take our kernels for a GPU, in blocks as large as an interpreter likes them."""
-    monkeypatch.setattr(calls, "blocks", lambda *_: calls.Blocks(128, 64, 2, 4))
+    monkeypatch.setattr(calls, "blocks", lambda *_: calls.Blocks(16, 128, 64, 2, 4))
     monkeypatch.setattr(rows, "usable", lambda *_: True)
 
 

@@ -117,13 +117,13 @@ class AutoDepth:
         return choices
 
     def learn(self, batch: abc.Sequence[Sequence], budgets: abc.Sequence[Budget], drafts: abc.Sequence[Draft],
-              verdicts: abc.Sequence[Verdict], times: Times) -> None:
+              verdicts: abc.Sequence[Verdict], times: Times | None) -> None:
         resting, self.rounds = self.rests, self.rounds + 1
         if resting:
             return
         asked = [Asked.of(seq, budget, draft, verdict)
                  for seq, budget, draft, verdict in zip(batch, budgets, drafts, verdicts, strict=True) if budget.depth]
-        self._waiting.append(Shown(self.rounds, asked, times.draft_s, self.passes.moment))
+        self._waiting.append(Shown(self.rounds, asked, None if times is None else times.draft_s, self.passes.moment))
         if self._trial is not None:
             self._charge(self._trial, budgets, verdicts, self._settle())
         elif self.rounds >= self._next:
@@ -307,34 +307,34 @@ class AutoDepth:
         seconds = drafting + between(scene.score, min(rows, len(scene.score)))
         return Trial(arm, places, seconds - (scene.rows + kept + brought) / plan.rate, brought, drafting, plan.rate)
 
-    def _charge(self, trial: Trial, budgets: abc.Sequence[Budget], verdicts: abc.Sequence[Verdict], drafting: float) -> None:
+    def _charge(self, trial: Trial, budgets: abc.Sequence[Budget], verdicts: abc.Sequence[Verdict], drafting: float | None) -> None:
         """What a trial lost as it turned out is taken from the credit; luck gives some back."""
         if trial.arm is None:
             self._plain_credit -= trial.loss
         elif any(budgets[i].depth for i in trial.places):
             assert self._plan is not None
             stood = sum(len(verdicts[i].accepted) for i in trial.places)
-            lost = trial.loss + (trial.tokens - stood) / trial.rate + drafting - trial.drafting
+            lost = trial.loss + (trial.tokens - stood) / trial.rate + (0.0 if drafting is None else drafting - trial.drafting)
             trial.arm.earn(-min(lost, OVERDRAFT[trial.arm.costs.seen > TRIALS] * self._plan.seconds))
             if stood:
                 self._planned = ()                               # a guess that stood is news: plan again at once
 
     # What rounds show.
 
-    def _settle(self) -> float:
-        """Take in what rounds have shown since the last plan; seconds that drafting took in the last of them, in fair weather.
+    def _settle(self) -> float | None:
+        """Take in what rounds have shown since the last plan; seconds that drafting took in the last of them, in fair weather, if known.
 
         Nothing of it is asked for before the next plan, and together it takes a fraction of the time, as `PassCosts` says.
         """
         self.passes.settle()
-        spent = 0.0
+        spent: float | None = 0.0
         for shown in self._waiting:
             spent = self._learn(shown)
         self._waiting.clear()
         return spent
 
-    def _learn(self, shown: Shown) -> float:
-        """One round: seconds that its drafting took, in fair weather."""
+    def _learn(self, shown: Shown) -> float | None:
+        """One round: seconds that its drafting took, in fair weather, if known."""
         since, self._seen = shown.at - self._seen, shown.at
         if self._plan is not None:
             earned = SHARE * self._plan.seconds * since
@@ -342,9 +342,10 @@ class AutoDepth:
             for arm in self.arms:
                 arm.earn(earned / len(self.arms))
         if not shown.asked:
-            self._overhead += (shown.draft_s - self._overhead) * (0.1 if self._overhead else 1.0)
+            if shown.draft_s is not None:
+                self._overhead += (shown.draft_s - self._overhead) * (0.1 if self._overhead else 1.0)
             return 0.0
-        spent = max(shown.draft_s - self._overhead, 1e-6) * exp(-shown.moment.weather)
+        spent = None if shown.draft_s is None else max(shown.draft_s - self._overhead, 1e-6) * exp(-shown.moment.weather)
         names = dict.fromkeys([one.drafter for one in shown.asked])
         known = len(names) == 1 and since == 1                   # whose doing it was, and how much there was to read
         for name in names:

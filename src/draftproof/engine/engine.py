@@ -252,6 +252,7 @@ class Engine:
         """Time the target's passes, if a controller will want to know, nothing is running, and it has not been done."""
         if self.config.profile_s and self.settings.depth is None and not self._passes.known and not self._batch.live:
             if any(lane.drafter is not None for lane in self.lanes.lanes):
+                self.target.set_taps(self.lanes.taps)               # as the passes to come, where a device records them
                 profile(self.target, self._passes, self.config.max_batch, self.config.profile_s)
 
     def _beside(self, drafter: str | Drafter) -> tuple[str, Speculation]:

@@ -76,14 +76,15 @@ class Lanes:
             lane.observe(_taken(batch, here), _taken(commits, here), _taken(signals, here))
 
     def learn(self, batch: abc.Sequence[Sequence], budgets: abc.Sequence[Budget], drafts: abc.Sequence[Draft],
-              verdicts: abc.Sequence[Verdict], times: Times, passing: float) -> None:
-        """What a round showed and took. passing: seconds of the host, from asking for the scores to the end of the round's records."""
+              verdicts: abc.Sequence[Verdict], times: Times, passing: float | None) -> None:
+        """What a round showed and took. passing: seconds of the host, from asking for the scores to the end of the round's records; None
+        where they and `times` say nothing of other rounds."""
         if any([isinstance(lane.control, AutoDepth) and lane.state[0] == "on" and not lane.control.rests for lane, _ in self._parts]):
             rows, keys = sum(map(len, drafts)) + len(batch), sum(len(seq.tokens) for seq in batch)
-            self.passes.follow(len(batch), rows, keys, passing)
+            self.passes.follow(len(batch), rows, keys, passing or 0.0)
         for lane, here in self._parts:
             spent = max(times.draft_s - self._planning, 0.0) if len(self._parts) == 1 else self._spent[id(lane)]
-            own = Times(spent, times.score_s, times.verify_s, times.other_s)             # planning is no drafter's doing
+            own = None if passing is None else times._replace(draft_s=spent)             # planning is no drafter's doing
             lane.learn(_taken(batch, here), _taken(budgets, here), _taken(drafts, here), _taken(verdicts, here), own)
 
     @property

@@ -44,8 +44,8 @@ class Control(Protocol):
         ...
 
     def learn(self, batch: abc.Sequence[Sequence], budgets: abc.Sequence[Budget], drafts: abc.Sequence[Draft],
-              verdicts: abc.Sequence[Verdict], times: Times) -> None:
-        """What a round showed and took; nothing, unless a controller makes something of it."""
+              verdicts: abc.Sequence[Verdict], times: Times | None) -> None:
+        """What a round showed and took, None if that says nothing of other rounds; nothing, unless a controller makes something of it."""
         return
 
     def forget(self, seq: Sequence) -> None:
@@ -173,11 +173,12 @@ class Asked(NamedTuple):
 
 
 class Shown(NamedTuple):
-    """What a round showed. at: its number; draft_s: seconds of its drafting step; moment: in whose weather."""
+    """What a round showed. at: its number; draft_s: seconds of its drafting step, None where they are not known; moment: in whose
+    weather."""
 
     at: int
     asked: list[Asked]
-    draft_s: float
+    draft_s: float | None
     moment: Moment
 
 

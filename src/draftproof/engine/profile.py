@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +17,8 @@ log = logging.getLogger("draftproof.engine")
 
 SHORT, LONG = 16, 256                      # tokens of a text
 ROWS = (1, 5, 2, 9, 3, 17)                 # of one sequence, the root included; the most telling first
-CROWD, CROWD_ROWS = 4, (1, 3, 1.5, 9, 2)   # of each of several, on average: a draft may be worth it for some of them only
+CROWDS, MORE = {"cpu": (4,)}, (4, 16, 64)  # how many, by the kind of device: a processor has enough to do with few, and records nothing
+CROWD_ROWS = (1, 3, 1.5, 9, 2)             # of each of several, on average: a draft may be worth it for some of them only
 SWEEPS = 2
 Clock = Callable[[], float]
 
@@ -25,12 +26,13 @@ Clock = Callable[[], float]
 def profile(target: Target, passes: PassCosts, most: int, seconds: float, clock: Clock = time.perf_counter) -> int:
     """Time passes by rows, batch (at most `most`) and context, for about so many seconds, and teach `passes`; returns their number.
 
-    It leaves nothing behind in the target. What fails is told in the log and ends the profile: serving then learns by itself.
+    It leaves nothing behind in the target but what a device has recorded, which takes its time beside these seconds. What fails is told in
+    the log and ends the profile: serving then learns by itself.
     """
     start, count = clock(), 0
     try:
         with torch.inference_mode():
-            for batch, context, widths in _points(most):
+            for batch, context, widths in _points(most, CROWDS.get(target.device.type, MORE)):
                 widest = max(widths) // batch + 1
                 if context + widest > target.context or not target.fits(batch * (context + widest + 1)):
                     continue
@@ -38,6 +40,9 @@ def profile(target: Target, passes: PassCosts, most: int, seconds: float, clock:
                 if cost > seconds - (clock() - start):
                     break
                 for rows, spent in _timed(target, batch, context, widths, clock):
+                    if not rows:
+                        start += spent
+                        continue
                     passes.learn(batch, rows, batch * context, spent)
                     count += 1
                     if clock() - start > seconds:
@@ -47,16 +52,17 @@ def profile(target: Target, passes: PassCosts, most: int, seconds: float, clock:
     return count
 
 
-def _points(most: int) -> Iterator[tuple[int, int, list[int]]]:
+def _points(most: int, crowds: Sequence[int]) -> Iterator[tuple[int, int, list[int]]]:
     """Batches, tokens of each text, and rows in all."""
     yield 1, SHORT, list(ROWS)
-    for batch in sorted({min(CROWD, most), most} - {1}):
+    for batch in sorted({*(min(crowd, most) for crowd in crowds), most} - {1}):
         yield batch, SHORT, [int(batch * rows) for rows in CROWD_ROWS]
     yield 1, LONG, [1, 9]
 
 
 def _timed(target: Target, batch: int, context: int, widths: list[int], clock: Clock) -> Iterator[tuple[int, float]]:
-    """(rows in all, seconds) of a scoring pass, every width in turn, SWEEPS times."""
+    """(rows in all, seconds) of a scoring pass, every width in turn, SWEEPS times; before them (0, seconds) of those that warm up: on a
+    processor one, elsewhere every width, as it may be recorded."""
     widest = max(widths) // batch + 1
     text = [i % target.vocab_size for i in range(context + widest)]
     slots: list[Any] = []
@@ -64,7 +70,11 @@ def _timed(target: Target, batch: int, context: int, widths: list[int], clock: C
         for i in range(batch):
             slots.append(target.open(text[:context], f"profile {i}", widest))
             target.extend(slots[-1:], [torch.tensor(text[slots[-1].length:context], device=target.device)])
-        _pass(target, slots, text, context, max(widths), clock)                  # warms up
+        records = target.device.type not in CROWDS
+        for rows in widths if records else (max(widths),):
+            spent = _pass(target, slots, text, context, rows, clock)
+            if records:
+                yield 0, spent
         for _ in range(SWEEPS):
             for rows in widths:
                 yield rows, _pass(target, slots, text, context, rows, clock)

@@ -23,6 +23,7 @@ from ..core.typical import typical
 from ..core.upload import asked, index_of, uploaded
 from ..core.verify import joint, match, shares_noise
 from ..errors import CacheFull, DrafterError, OptionError
+from ..models.graphs import recordings
 from ..models.taps import rows_at, side_by_side
 from ..models.target import Slot, Target
 from ..trace.events import Alternative, Times
@@ -45,6 +46,7 @@ class Rounds:
         self.target, self.speculation, self.recorder = target, speculation, recorder
         self._begun: Begun | None = None          # the next round's pass, if it is under way
         self._asked: Asked | None = None          # or all of it
+        self._recorded = recordings()
 
     def run(self, batch: abc.Sequence[Sequence], joining: abc.Sequence[Sequence] | None = None) -> list[Commit]:
         """Advance every sequence by at least one token. If it raises, texts and caches still agree and no token is half in.
@@ -52,6 +54,7 @@ class Rounds:
         joining: who will be in the next round beside those that go on; None if that is not known.
         """
         start, early = perf_counter(), self._begun
+        before, self._recorded = self._recorded, recordings()         # by the start of the last round, which asked for this one, and now
         asked, self._begun = self._under_way(batch), None
         if asked is None:
             asked = self._ask(batch, early)
@@ -81,7 +84,8 @@ class Rounds:
         asks = joining is not None and self._begun is None and self.speculation.asks
 
         def go_on() -> None:
-            self.speculation.learn(batch, budgets, drafts, verdicts, times, waited + perf_counter() - verified)
+            passing = waited + perf_counter() - verified if recordings() == before else None
+            self.speculation.learn(batch, budgets, drafts, verdicts, times, passing)
             if asks:
                 self._asked = self._early([*(seq for seq in batch if seq.finish is None), *(joining or ())])
 

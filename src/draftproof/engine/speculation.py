@@ -186,7 +186,7 @@ class Speculation:
             self.retire(error)
 
     def learn(self, batch: abc.Sequence[Sequence], budgets: abc.Sequence[Budget], drafts: abc.Sequence[Draft],
-              verdicts: abc.Sequence[Verdict], times: Times) -> None:
+              verdicts: abc.Sequence[Verdict], times: Times | None) -> None:
         if self.state[0] == "on":
             self.control.learn(batch, budgets, drafts, verdicts, times)
 

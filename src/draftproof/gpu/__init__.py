@@ -23,7 +23,7 @@ LEAST = (8, 0)  # compute capability: products of bfloat16
 
 class Tiles(NamedTuple):
     """How the rows of a pass attend. position [rows]: of each; take [paths · tiles · seats]: the rows in the seats of each path's tiles,
-    any of the path's where one is empty; table [paths, most]: the pages of each path from its text's beginning on; tiles: of each path."""
+    −1 where one is empty; table [paths, most]: the pages of each path from its text's beginning on; tiles: of each path."""
 
     position: Tensor
     take: Tensor

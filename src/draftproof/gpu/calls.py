@@ -13,9 +13,9 @@ from . import BLOCK, QUERIES, Tiles, kernels
 
 LINKS = (9, 0)  # compute capability from which kernels of a stream may overlap
 PART = 128  # keys of a part of a text, and of a block where pages are a multiple of it and heads not wider
-SOME_HEADS, SOME_PARTS = 8, 16
-FEW, MORE = 16, 32  # rows of a tile of a product: the same instructions, hence the same bits
-MOST_TILES = 4  # of a program, which reads its weights once for all of them
+SOME_HEADS, SOME_PARTS, SOME_ROWS = 8, 16, 4
+MERGING = 4  # warps that join the parts of one head of one row
+FEW = 16  # rows of the smallest tile of a product
 LEAST_SHARED = 101_376  # bytes that a program may have, where torch does not say
 LOG2_E = 1.4426950408889634
 
@@ -46,60 +46,63 @@ def norm(x: Tensor, weight: Tensor, eps: float, kind: torch.dtype | None = None)
 
 
 class Blocks(NamedTuple):
-    """Of a product: outputs and inputs of a block, how many blocks are on their way at once, and the warps that multiply. programs: for
-    each processor of the device, which take the outputs' blocks in turn; 0: one for each block."""
+    """Of a product: rows, outputs and inputs of a block, how many blocks are on their way at once, and the warps that multiply."""
 
+    rows: int
     outputs: int
     inputs: int
     stages: int
     warps: int
-    programs: int = 0
 
 
-def tiled(rows: int) -> tuple[int, int, int]:
-    """Rows of a tile, tiles of a program, and programs for all rows: as few of these as can be, of equally many tiles."""
-    if rows <= FEW:
-        return FEW, 1, 1
-    programs = triton.cdiv(rows, MORE * MOST_TILES)
-    return MORE, triton.cdiv(triton.cdiv(rows, programs), MORE), programs
-
-
-def blocks(outputs: int, inputs: int, size: int, gated: bool, rows: int = 1) -> Blocks:
-    """size: bytes of a weight. Those of several tiles were chosen by registers and shared memory alone, and not measured."""
-    _, tiles, beside = tiled(rows)
-    if tiles > 1:
-        warps = 8 if tiles > 2 else 4
-        if gated:
-            return Blocks(64, 64, 8 // size, warps)
-        if outputs * beside < 96 * 64:  # as below
-            return Blocks(32, 256, 4, 4) if tiles == 2 else Blocks(32, 128, 7, 4)
-        return Blocks(64, 128, 5, warps)
-    if size == 1:
-        return Blocks(64, 256, 3, 4) if gated else Blocks(32, 256, 6, 4)
-    if gated:
-        return Blocks(64, 128, 3, 4)
-    if outputs < 96 * 32:  # else there would be fewer programs than processors
-        return Blocks(16, 256, 6, 4)
-    return Blocks(64, 128, 5, 4) if outputs > inputs else Blocks(32, 512, 4, 4)
-
-
-def stage(found: Blocks, rows: int, size: int, gated: bool) -> int:
-    """Bytes of one stage: of the weights and of so many rows."""
-    return found.inputs * (found.outputs * size * (2 if gated else 1) + 2 * rows)
-
-
-def fitted(found: Blocks, room: int, rows: int, size: int, gated: bool) -> Blocks:
-    """With no more stages than so many bytes of shared memory have room for."""
-    return found._replace(stages=max(2, min(found.stages, room // stage(found, rows, size, gated))))
+MANY = Blocks(64, 64, 128, 4, 8), Blocks(64, 128, 128, 4, 8), Blocks(64, 256, 64, 4, 8), Blocks(128, 256, 64, 4, 8)
+MANY_GATED = Blocks(64, 64, 128, 4, 4), Blocks(64, 128, 64, 4, 4), Blocks(128, 128, 64, 4, 8)
 
 
 @cache
-def fitting(device: torch.device, found: Blocks, rows: int, size: int, gated: bool) -> Blocks:
-    """`fitted` into the device's shared memory."""
+def many(device: torch.device) -> bool:
+    """Whether tiles of 64 rows and more give a row the bits that it has in smaller ones. On Hopper another instruction multiplies them, and
+    gave the same bits wherever it was tried (docs/log.md); on older GPUs it is the same one. What newer ones do was not tried."""
+    return device.type != "cuda" or torch.cuda.get_device_capability(device) < (10, 0)
+
+
+def blocks(rows: int, outputs: int, inputs: int, size: int, gated: bool, processors: int = 132, many: bool = True) -> Blocks:
+    """size: bytes of a weight. Of larger tiles those that take the fewest turns of all processors if that is one, else the least work."""
+    if rows > FEW and many:
+
+        def cost(found: Blocks) -> tuple[bool, int, int]:
+            turns = triton.cdiv(triton.cdiv(rows, found.rows) * triton.cdiv(outputs, found.outputs), processors)
+            return turns > 1, turns * found.rows * found.outputs, turns
+
+        return min(MANY_GATED if gated else MANY, key=cost)
+    tile = FEW if rows <= FEW else 2 * FEW
+    if size == 1:
+        return Blocks(tile, 64, 256, 3, 4) if gated else Blocks(tile, 32, 256, 6, 4)
+    if gated:
+        return Blocks(tile, 64, 128, 3, 4)
+    if outputs < 96 * 32:  # else there would be fewer programs than processors
+        return Blocks(tile, 16, 256, 6, 4)
+    return Blocks(tile, 64, 128, 5, 4) if outputs > inputs else Blocks(tile, 32, 512, 4, 4)
+
+
+def stage(found: Blocks, size: int, gated: bool) -> int:
+    """Bytes of one stage: of the weights and of the rows."""
+    return found.inputs * (found.outputs * size * (2 if gated else 1) + 2 * found.rows)
+
+
+def fitted(found: Blocks, room: int, size: int, gated: bool) -> Blocks:
+    """With no more stages than so many bytes of shared memory have room for."""
+    return found._replace(stages=max(2, min(found.stages, room // stage(found, size, gated))))
+
+
+@cache
+def fitting(device: torch.device, rows: int, outputs: int, inputs: int, size: int, gated: bool) -> Blocks:
+    """`blocks` for this device, `fitted` into its shared memory."""
+    found = blocks(rows, outputs, inputs, size, gated, processors(device), many(device))
     if device.type != "cuda":
         return found
     room = int(getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", LEAST_SHARED))
-    return fitted(found, room, rows, size, gated)
+    return fitted(found, room, size, gated)
 
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None, steps: Tensor | None = None, onto: Tensor | None = None,
@@ -109,14 +112,11 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None, steps: Tensor | None
     rows, inputs = x.shape
     outputs = weight.shape[0] // 2 if gated else weight.shape[0]
     out = x.new_empty(rows, outputs, dtype=kind) if onto is None else onto
-    (few, tiles, beside), size = tiled(rows), weight.element_size()
-    shape = fitting(x.device, blocks(outputs, inputs, size, gated, rows), few * tiles, size, gated)
-    over = triton.cdiv(outputs, shape.outputs)
-    programs = min(over, shape.programs * processors(x.device)) if shape.programs else over
-    kernels.product[(beside, programs)](
-        x, weight, x if steps is None else steps, x if bias is None else bias, out, rows, outputs, inputs, few, shape.outputs, shape.inputs,
-        tiles, steps is not None, bias is not None, onto is not None, gated, shape.programs > 0, num_warps=shape.warps,
-        num_stages=shape.stages, **_more(x.device))
+    shape = fitting(x.device, rows, outputs, inputs, weight.element_size(), gated)
+    kernels.product[(triton.cdiv(rows, shape.rows), triton.cdiv(outputs, shape.outputs))](
+        x, weight, x if steps is None else steps, x if bias is None else bias, out, rows, outputs, inputs, shape.rows, shape.outputs,
+        shape.inputs, steps is not None, bias is not None, onto is not None, gated, num_warps=shape.warps, num_stages=shape.stages,
+        **_more(x.device))
     return out
 
 
@@ -149,5 +149,13 @@ def attend(heads: Tensor, keys: Tensor, values: Tensor, tiles: Tiles, scaling: f
                          most, tiles.tiles, heads.shape[1], kv, asked // kv, dim, deep, page, block, PART // block, QUERIES, bool(window),
                          num_warps=4, num_stages=2, **more)
     if parts > 1:
-        kernels.merge[(rows, asked)](some, logs, out, rows, parts, asked, dim, deep, SOME_PARTS, num_warps=4, **more)
+        kernels.merge[(rows, asked)](some, logs, out, rows, parts, asked, dim, deep, SOME_PARTS, num_warps=MERGING, **more)
     return out
+
+
+def move(stores: Tensor, like: Tensor, source: Tensor, target: Tensor) -> None:
+    """Rows `source` [m] to the rows `target` [m] of every store, whose addresses are stores [n]; they are like [places, ..], contiguous."""
+    width = like[0].numel()
+    grid = (triton.cdiv(len(source), SOME_ROWS), len(stores))
+    kernels.move[grid](stores, source, target, len(source), like, width, triton.next_power_of_2(width), SOME_ROWS, num_warps=4,
+                       **_more(like.device))

@@ -1,8 +1,7 @@
 """What a pass over few rows computes on a GPU, in Triton (Tillet et al., MAPL 2019). `calls.py` says what each takes and returns.
 
-A row's numbers do not depend on how many rows stand beside it: every row is added up in the same order by the same instructions, which is
-why a product's tiles stay small where there are many rows, tiles of queries have one size, and parts of a text lie on an absolute grid
-(Law 2).
+A row's numbers do not depend on how many rows stand beside it (Law 2): every row is added up in the same order, by the same instructions or
+by such as were seen to give the same bits (`calls.many`); tiles of queries have one size, and parts of a text lie on an absolute grid.
 
 LINKED: kernels of one stream begin while the one before them ends (programmatic dependent launch, from compute capability 9.0 on). The
 small ones let their successor begin at once, a product behind its loop; each waits before it touches what another writes.
@@ -61,41 +60,26 @@ def _read(x, m, at, rows, INPUTS: tl.constexpr, WHOLE: tl.constexpr):
     return tl.load(x + m.to(tl.int64)[:, None] * INPUTS + at, mask=inside, other=0.0)
 
 
-@triton.jit
-def _multiplied(x, weight, m, n, rows, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-                BK: tl.constexpr, TILES: tl.constexpr, EIGHT: tl.constexpr, GATED: tl.constexpr):
-    """Rows m, m + BM … of x, TILES of them, times outputs n of W, and with GATED of what stands below: tuples of float32 [BM, BN], one for
-    each tile. Each tile is a product of its own, so that a row's bits are those of fewer tiles; a block of weights is read once for all."""
+@triton.jit(do_not_specialize=["rows"])
+def product(x, weight, steps, bias, out, rows, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+            BK: tl.constexpr, EIGHT: tl.constexpr, BIASED: tl.constexpr, ADDED: tl.constexpr, GATED: tl.constexpr, LINKED: tl.constexpr):
+    """A tile [BM, BN] of it. ADDED: out += x Wᵀ + b. GATED: out = silu(x Wᵀ + b) · (x Vᵀ + c), where V stands below W, and c behind b."""
+    m, n = tl.program_id(0) * BM + tl.arange(0, BM), tl.program_id(1) * BN + tl.arange(0, BN)
+    k, here, below = tl.arange(0, BK), n < OUTPUTS, weight + OUTPUTS * INPUTS if GATED else weight
     WHOLE: tl.constexpr = INPUTS % BK == 0
-    k, below = tl.arange(0, BK), weight + OUTPUTS * INPUTS if GATED else weight
     column = n.to(tl.int64)[:, None] * INPUTS
-    sums, others = (tl.zeros((BM, BN), tl.float32),) * TILES, (tl.zeros((BM, BN), tl.float32),) * TILES
+    sums, others = tl.zeros((BM, BN), tl.float32), tl.zeros((BM, BN), tl.float32)
+    _wait(LINKED)
     for start in range(0, INPUTS, BK):
         at = start + k[None, :]
-        read = (n < OUTPUTS)[:, None]
+        read = here[:, None]
         if not WHOLE:
             read = read & (at < INPUTS)
-        b = _weights(weight + column + at, read, EIGHT).T
-        c = b
+        a = _read(x, m, at, rows, INPUTS, WHOLE)
+        sums = tl.dot(a, _weights(weight + column + at, read, EIGHT).T, sums)
         if GATED:
-            c = _weights(below + column + at, read, EIGHT).T
-        more, further = (), ()
-        for i in tl.static_range(TILES):
-            part = _read(x, m + i * BM, at, rows, INPUTS, WHOLE)
-            more += (tl.dot(part, b, sums[i]),)
-            if GATED:
-                further += (tl.dot(part, c, others[i]),)
-        sums = more
-        if GATED:
-            others = further
-    return sums, others
-
-
-@triton.jit
-def _written(sums, others, steps, bias, out, m, n, rows, OUTPUTS: tl.constexpr, EIGHT: tl.constexpr, BIASED: tl.constexpr,
-             ADDED: tl.constexpr, GATED: tl.constexpr):
-    """What becomes of the sums of a tile, in `out`."""
-    here = n < OUTPUTS
+            others = tl.dot(a, _weights(below + column + at, read, EIGHT).T, others)
+    _begin(LINKED)  # not before: what came early would take the room of this one's own programs
     value = _rounded(_finished(sums, steps, bias, n, here, EIGHT, BIASED), out, EIGHT)
     if GATED:
         up = _rounded(_finished(others, steps + OUTPUTS, bias + OUTPUTS, n, here, EIGHT, BIASED), out, EIGHT).to(tl.float32)
@@ -106,36 +90,6 @@ def _written(sums, others, steps, bias, out, m, n, rows, OUTPUTS: tl.constexpr, 
     if ADDED:
         value = (tl.load(out + place, mask=inside, other=0.0).to(tl.float32) + value.to(tl.float32)).to(value.dtype)
     tl.store(out + place, value, mask=inside)
-
-
-@triton.jit
-def _all_written(sums, others, steps, bias, out, m, n, rows, OUTPUTS: tl.constexpr, BM: tl.constexpr, TILES: tl.constexpr,
-                 EIGHT: tl.constexpr, BIASED: tl.constexpr, ADDED: tl.constexpr, GATED: tl.constexpr):
-    """The same of all tiles."""
-    for i in tl.static_range(TILES):
-        _written(sums[i], others[i], steps, bias, out, m + i * BM, n, rows, OUTPUTS, EIGHT, BIASED, ADDED, GATED)
-
-
-@triton.jit(do_not_specialize=["rows"])
-def product(x, weight, steps, bias, out, rows, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-            BK: tl.constexpr, TILES: tl.constexpr, EIGHT: tl.constexpr, BIASED: tl.constexpr, ADDED: tl.constexpr, GATED: tl.constexpr,
-            LOOPED: tl.constexpr, LINKED: tl.constexpr):
-    """ADDED: out += x Wᵀ + b. GATED: out = silu(x Wᵀ + b) · (x Vᵀ + c), where V stands below W, and c behind b. LOOPED: a program takes
-    block after block, and asks for the next one's weights while it finishes one; they are all there at once, and keep no other waiting."""
-    m, n = tl.program_id(0) * (BM * TILES) + tl.arange(0, BM), tl.arange(0, BN)
-    if LOOPED:
-        _begin(LINKED)
-        _wait(LINKED)
-        for block in tl.range(tl.program_id(1), tl.cdiv(OUTPUTS, BN), tl.num_programs(1), flatten=True):
-            at = block * BN + n
-            sums, others = _multiplied(x, weight, m, at, rows, OUTPUTS, INPUTS, BM, BN, BK, TILES, EIGHT, GATED)
-            _all_written(sums, others, steps, bias, out, m, at, rows, OUTPUTS, BM, TILES, EIGHT, BIASED, ADDED, GATED)
-    else:
-        n += tl.program_id(1) * BN
-        _wait(LINKED)
-        sums, others = _multiplied(x, weight, m, n, rows, OUTPUTS, INPUTS, BM, BN, BK, TILES, EIGHT, GATED)
-        _begin(LINKED)  # not before: what came early would take the room of this one's own programs
-        _all_written(sums, others, steps, bias, out, m, n, rows, OUTPUTS, BM, TILES, EIGHT, BIASED, ADDED, GATED)
 
 
 @triton.jit
@@ -201,17 +155,17 @@ def attend(heads, keys, values, position, take, table, out, logs, scale, window,
     query, d, key = tl.arange(0, QUERIES), tl.arange(0, DEEP), tl.arange(0, BLOCK)
     seat = query // GROUP
     _wait(LINKED)
-    row = tl.load(take + tile * SEATS + seat, mask=seat < SEATS, other=0).to(tl.int64)
-    at = tl.load(position + row)
-    there, deep = (seat < SEATS)[:, None] & (d < DIM)[None, :], (d < DIM)[None, :]
+    row = tl.load(take + tile * SEATS + seat, mask=seat < SEATS, other=-1).to(tl.int64)
+    sits, deep = row >= 0, (d < DIM)[None, :]
+    at, there = tl.load(position + row, mask=sits, other=-1), sits[:, None] & deep
     head = kv * GROUP + query % GROUP
     asked = tl.load(heads + row[:, None] * STRIDE + head[:, None] * DIM + d[None, :], mask=there, other=0.0)
     top, total = tl.full((QUERIES,), float("-inf"), tl.float32), tl.zeros((QUERIES,), tl.float32)
     sums = tl.zeros((QUERIES, DEEP), tl.float32)
     first = part * SPLIT
-    last = tl.minimum(first + SPLIT, tl.max(at, 0) // BLOCK + 1)
+    last = tl.minimum(first + SPLIT, (tl.max(at, 0) + BLOCK) // BLOCK)  # none where nobody sits
     if WINDOWED:
-        first = tl.maximum(first, tl.maximum(tl.min(at, 0) - window + 1, 0) // BLOCK)
+        first = tl.maximum(first, tl.maximum(tl.min(tl.where(sits, at, most * PAGE), 0) - window + 1, 0) // BLOCK)
     pages = table + tile // tiles * most
     for block in range(first, last):
         here = block * BLOCK + key
@@ -231,7 +185,7 @@ def attend(heads, keys, values, position, take, table, out, logs, scale, window,
     sums = sums / tl.where(total > 0, total, 1.0)[:, None]
     place = (part.to(tl.int64) * rows + row) * (KV * GROUP) + head
     tl.store(out + place[:, None] * DIM + d[None, :], sums.to(out.dtype.element_ty), mask=there)
-    tl.store(logs + place, top + tl.log2(tl.where(total > 0, total, 1.0)), mask=seat < SEATS)
+    tl.store(logs + place, top + tl.log2(tl.where(total > 0, total, 1.0)), mask=sits)
 
 
 @triton.jit(do_not_specialize=["rows", "parts"])
@@ -255,3 +209,17 @@ def merge(parts_out, logs, out, rows, parts, HEADS: tl.constexpr, DIM: tl.conste
         sums = sums * fade + tl.sum(weight[:, None] * average, 0)
         top = higher
     tl.store(out + (row * HEADS + head) * DIM + d, (sums / total).to(out.dtype.element_ty), mask=deep)
+
+
+@triton.jit(do_not_specialize=["moves"])
+def move(stores, source, target, moves, kind, WIDTH: tl.constexpr, BLOCK: tl.constexpr, SOME: tl.constexpr, LINKED: tl.constexpr):
+    """Rows of WIDTH numbers to other places of the same store, SOME of them, in each of many stores of one type, which `kind` points at:
+    no row that is read is written."""
+    _begin(LINKED)
+    store = tl.load(stores + tl.program_id(1)).to(kind.dtype)
+    _wait(LINKED)
+    move, at = tl.program_id(0) * SOME + tl.arange(0, SOME), tl.arange(0, BLOCK)
+    inside = (move < moves)[:, None] & (at < WIDTH)[None, :]
+    read = tl.load(source + move, mask=move < moves, other=0).to(tl.int64)[:, None] * WIDTH + at[None, :]
+    written = tl.load(target + move, mask=move < moves, other=0).to(tl.int64)[:, None] * WIDTH + at[None, :]
+    tl.store(store + written, tl.load(store + read, mask=inside, other=0.0), mask=inside)

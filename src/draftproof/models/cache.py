@@ -15,10 +15,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from .. import native
+from .. import gpu, native
+from ..core.upload import sent
 from ..errors import CacheFull
 
 Prefix = tuple[str, int, tuple[int, ...]]  # tenant, page before it (−1: none), the page's tokens
@@ -82,6 +84,8 @@ class PagePool:
         self.keys: dict[int, Tensor] = {}  # layer → [allocated * P, kv_heads, head_dim]
         self.values: dict[int, Tensor] = {}
         self.copies: tuple[Tensor, Tensor]  # where `read` copies keys and values to
+        self._places: list[int] = []  # addresses of all layers' keys and values, and these on the device
+        self._addresses: Tensor
         self.index: dict[Prefix, int] = {}  # published full pages
         self.prefix_of: dict[int, Prefix] = {}
         self.idle: OrderedDict[int, None] = OrderedDict()  # published, referenced by nobody; oldest first
@@ -144,12 +148,26 @@ class PagePool:
         """For each (source, target, start, end): keys at places [start, end) of a page to the same places of another, in every layer."""
         size, stores = self.page_tokens, [*self.keys.values(), *self.values.values()]
         moves = [(source * size + start, target * size + start, end - start) for source, target, start, end in copies if end > start]
-        if moves and stores and self.device.type == "cpu" and native.available()[0]:
+        if not (moves and stores):
+            return
+        if self.device.type == "cpu" and native.available()[0]:
             native.copy_rows(stores, moves)
             return
+        places = np.concatenate([np.add.outer(move[:2], np.arange(move[2])) for move in moves], 1)
+        source, target = sent(torch.from_numpy(places), self.device)
+        if len({(store.shape, store.dtype) for store in stores}) == 1 and gpu.available(self.device, stores[0].dtype)[0]:
+            self._moved(stores, source, target)  # in one launch, where every layer by itself took longer than the tree's pass
+            return
         for rows in stores:
-            for a, b, tokens in moves:
-                rows[b : b + tokens] = rows[a : a + tokens]
+            rows.index_copy_(0, target, rows[source])
+
+    def _moved(self, stores: Sequence[Tensor], source: Tensor, target: Tensor) -> None:
+        from ..gpu.calls import move
+
+        places = [store.data_ptr() for store in stores]
+        if places != self._places:
+            self._places, self._addresses = places, sent(torch.tensor(places), self.device)
+        move(self._addresses, stores[0], source, target)
 
     def _grow(self) -> None:
         grown = min(self.capacity, self.allocated * 2)

@@ -8,7 +8,10 @@ A recording is made for a *bucket* of shapes, and a pass is filled up to its buc
 row, writes the first write, paths the first path, and so the same numbers go to the same places twice. Pages beyond a path's end are
 page 0, which nobody owns and nobody writes, at a rank behind every text: dead items, whose weight in the merge is exactly 0. So no bit of
 a row depends on its bucket (tests/models/test_graphs.py, with a recorder that hands back what it was given). Where blocks run through our
-own kernels (rows.py), rows that fill a bucket up attend to nothing, and what they hold is nobody's.
+own kernels (rows.py), nobody sits on paths that fill a bucket up, which cost next to nothing, so buckets are coarser; rows that fill it up
+attend to nothing, and what they hold is nobody's.
+
+Making one takes several passes' time, so a round in which any was made teaches nobody what rounds take (`recordings`).
 
 If a recording fails, the load's facts say so, and passes run one by one.
 """
@@ -41,9 +44,8 @@ Whole = NDArray[np.int64]
 Run = Callable[[], tuple[Tensor, dict[int, Tensor]]]  # logits and taps of all rows
 Spans = Sequence[Sequence[range]]  # [windows][paths]: which pages of its own each path reads
 MOST_ROWS, MOST_ITEMS = 64, 1024  # of a pass that is recorded; an item's pages are copied, and a recording keeps room for them
-WIDE_ROWS, WIDE_ITEMS = 512, 1 << 16  # the same where our kernels read pages where they lie
-MOST_HELD = 64  # recordings; the one that was idle longest goes
-WARM_UPS = 2  # runs before a recording, in which libraries take the memory they work in
+WIDE_ROWS, WIDE_ITEMS = 1024, 1 << 16  # the same where our kernels read pages where they lie
+MOST_HELD = 256  # recordings; the one that was idle longest goes
 BEYOND = 1 << 40  # rank of a page behind every text
 
 
@@ -86,9 +88,9 @@ class Recording:
         owner, seat = ragged([len(path.rows) for path in p.paths])
         rows = np.fromiter(chain.from_iterable(path.rows for path in p.paths), np.int64, len(owner))
         take, back = np.empty((bucket.paths, bucket.width), np.int64), np.empty(count, np.int64)
-        take[: len(p.paths)] = rows[seat == 0, None]
+        take[: len(p.paths)] = -1 if self.fused.seats else rows[seat == 0, None]
         take[owner, seat], back[rows] = rows, owner * bucket.width + seat
-        take[len(p.paths) :] = take[0]
+        take[len(p.paths) :] = -1 if self.fused.seats else take[0]
         tables = [self._pages(p, most, seen) for most, seen in zip(bucket.pages, spans, strict=True)]
         of_rows = (np.arange(count), p.positions[0].numpy(), p.position_list, back, keep, *p.writes())
         for to, values in zip(self.host, (*of_rows, take, *(pages for pages, _ in tables), *(ranks for _, ranks in tables)), strict=True):
@@ -171,7 +173,7 @@ class GraphedPass(FusedPass):
         spans = [[pages_seen(at, window, p.page_tokens) for at in seen] for window in self.windows]
         rows, paths, width = self._rows(len(p.position_list)), whole(len(p.paths)), whole(max(map(len, seen)))
         if self.seats:
-            width = -(-width // self.seats) * self.seats
+            paths, width = whole(len(p.paths), step=4), -(-width // self.seats) * self.seats
         while not self.seats and self.group * width % p.query_tile:
             width *= 2
         pages = tuple(whole(max(map(len, each))) for each in spans)
@@ -181,7 +183,8 @@ class GraphedPass(FusedPass):
 
     def _rows(self, count: int) -> int:
         """Of a bucket that holds so many."""
-        return whole(count, self.least) if count <= MOST_ROWS else -(-count // MOST_ROWS) * MOST_ROWS
+        some = MOST_ROWS * (1 if count <= 8 * MOST_ROWS else 2)
+        return whole(count, self.least) if count <= MOST_ROWS else -(-count // some) * some
 
     def _recording(self, bucket: Bucket, p: Pass, pool: PagePool, spans: Spans, keep: Sequence[int]) -> Recording | None:
         """The bucket's recording, filled with this pass and made if there is none. None if that failed; then no other is tried."""
@@ -196,7 +199,7 @@ class GraphedPass(FusedPass):
             recording = found or Recording(bucket, self, p, pool)
             recording.fill(p, spans, keep)
             if found is None:
-                recording.replay = self.record(recording.run)
+                recording.replay = made(self.record, recording.run)
                 self.held[bucket] = recording
         except Exception as error:  # whatever a driver finds wrong: the pass can always run without
             self.record, self.reasons["passes"] = None, f"one by one: a recording failed ({first_line(error)})"
@@ -221,8 +224,7 @@ class CudaRecorder:
         current = torch.cuda.current_stream(self.device)
         stream.wait_stream(current)
         with torch.cuda.stream(stream):
-            for _ in range(WARM_UPS):
-                run()
+            run()  # kernels are compiled, and libraries take the memory they work in
         current.wait_stream(stream)
         graph, found = self._capture(run, stream, pool)
 
@@ -251,9 +253,25 @@ def recorder(device: torch.device) -> Record | None:
     return CudaRecorder(device) if device.type == "cuda" else None
 
 
-def whole(count: int, least: int = 1) -> int:
-    """The next power of two, at least `least`."""
-    return max(least, 1 << (count - 1).bit_length())
+_made = 0
+
+
+def made(record: Record, run: Callable[[], T]) -> Callable[[], T]:
+    """What `record` makes of it, and one more recording."""
+    global _made
+    _made += 1
+    return record(run)
+
+
+def recordings() -> int:
+    """How many this process has made, or tried to."""
+    return _made
+
+
+def whole(count: int, least: int = 1, step: int = 2) -> int:
+    """The next power of `step`, 2 or 4, at least `least`."""
+    bits = step.bit_length() - 1
+    return max(least, 1 << -(-(count - 1).bit_length() // bits) * bits)
 
 
 def ragged(counts: Sequence[int] | Whole) -> tuple[Whole, Whole]:

@@ -33,8 +33,8 @@ from .tiled import InTiles
 
 TOLERANCE = 0.05  # of what a block adds: roundings of half precision
 EIGHT = "weights are floats of eight bits, with a factor per output; our kernels read activations as halves"
-CHECKED = (5, 40, 100)  # rows that a load compares: of one tile of a product, and of two and four
-FEW = 16  # rows up to which reading the weights is all that a product costs
+CHECKED = (5, 40, 100)  # rows that a load compares: of a small tile of a product, and of larger ones
+FEW = 128  # rows up to which ours take no longer than torch's libraries
 
 
 class ByRows(InTiles, ABC):
@@ -196,7 +196,7 @@ def planned(p: Pass, group: int) -> Plan:
     if p.plan is None:
         size = gpu.seats(group)
         tiles = max(-(-len(path.rows) // size) for path in p.paths)
-        take = [row for path in p.paths for row in (*path.rows, *[path.rows[0]] * (tiles * size - len(path.rows)))]
+        take = [row for path in p.paths for row in (*path.rows, *[-1] * (tiles * size - len(path.rows)))]
         lasts = [max(p.position_list[row] for row in path.rows) // p.page_tokens + 1 for path in p.paths]
         table = [page for path, last in zip(p.paths, lasts, strict=True) for page in (*path.pages[:last], *[0] * (max(lasts) - last))]
         to, source = p.writes()

@@ -28,7 +28,7 @@ from ...core.choice import largest
 from ...core.noise import gumbel
 from ...core.upload import pinned
 from ...errors import first_line
-from ..graphs import MOST_HELD, Record, ragged, whole
+from ..graphs import MOST_HELD, Record, made, ragged, whole
 from .cache import POOLED, CachePool, HeadCache
 from .layers import Attend
 
@@ -281,10 +281,10 @@ class RecordedChains:
         found = self.held.get(bucket)
         if found is None or found.store is not self.pool.store:
             self.held = OrderedDict((b, r) for b, r in self.held.items() if r.store is self.pool.store)
-            made = form(bucket, self.head, self.pool, lines[0].features[0])
-            made.fill(lines, keys, *more)
-            made.replay = self.record(made.run)
-            self.held[bucket] = found = made
+            found = form(bucket, self.head, self.pool, lines[0].features[0])
+            found.fill(lines, keys, *more)
+            found.replay = made(self.record, found.run)
+            self.held[bucket] = found
         else:
             found.fill(lines, keys, *more)
         self.held.move_to_end(bucket)
