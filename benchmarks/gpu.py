@@ -227,7 +227,7 @@ def of_mode(name: str, mode: str, target: Target, load: LoadConfig, prompts: Seq
         def decode(spec: str, depth: Depth, groups: Sequence[Sequence[Sequence[int]]] = groups) -> Callable[[int], float]:
             return lambda tokens: decoding(engines[spec], groups, tokens, wished(depth), run)
 
-        asked = [(spec, depth) for spec in engines for depth in args.depths] if batch == 1 else \
+        asked = [(spec, depth) for spec in args.alone or engines for depth in args.depths] if batch == 1 else \
             [(spec, depth) for spec in args.wide if spec in engines for depth in args.depths if depth in (args.depths[0], AUTO)]
         arms = {OFF: decode("ngram", 0), **{f"{spec}@{depth}": decode(spec, depth) for spec, depth in asked}}
         rates = interleaved(arms, batch, args.tokens, args.repeats, f"{name} {mode}, batch {batch}", clock)
@@ -308,6 +308,7 @@ def main() -> int:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--shapes", type=listed(str), default=["8B", "70B", "32B"], help=f"of {', '.join(MODELS)}, in this order")
     parser.add_argument("--modes", type=listed(str), default=["fast", "reproducible"], help=",".join(MODES))
+    parser.add_argument("--alone", type=listed(str), help="drafters of one text at a time; all where nothing is said")
     parser.add_argument("--wide", type=listed(str), default=["eagle3"], help="drafters of several texts at a time")
     parser.add_argument("--batches", type=listed(int), default=[1, 4, 16, 64])
     parser.add_argument("--depths", type=listed(lambda word: word if word == AUTO else int(word)), default=[4, 6, 8, AUTO])

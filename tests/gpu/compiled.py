@@ -73,6 +73,7 @@ if __name__ == "__main__":
         "product": made("product", PRODUCT, **SIZES, EIGHT=False, GATED=False),
         "gated": made("product", PRODUCT, **SIZES, EIGHT=False, GATED=True),
         "eight": made("product", EIGHT, **SIZES, EIGHT=True, GATED=False),
+        "gate": made("gate", {"both": HALF, "out": HALF}, WIDTH=1500, BLOCK=1024, HALVES=True),
         "norm": made("norm", NORM, WIDTH=512, BLOCK=512, HALVES=False),
         "turn": made("turn", TURN, HEADS=8, KV=2, DIM=64, HALF=32, SOME=8, NORMED=True),
         "attend": made("attend", ATTEND, stages=2, STRIDE=768, KV=2, GROUP=4, DIM=64, DEEP=64, PAGE=128, BLOCK=128, SPLIT=1, QUERIES=32,

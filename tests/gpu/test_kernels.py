@@ -82,6 +82,15 @@ def test_tiles_take_as_few_turns_of_all_processors_as_can_be() -> None:
         assert calls.blocks(rows, 4096, 4096, 2, False, many=False).rows == 32, "no other instruction"
 
 
+@pytest.mark.parametrize("width", [96, 1500])
+def test_gate(width: int) -> None:
+    both = some(3, 2 * width).half()
+    wanted = torch.nn.functional.silu(both[:, :width]) * both[:, width:]
+    torch.testing.assert_close(calls.gate(both), wanted, rtol=2e-3, atol=1e-4)
+    large = calls.gate(both.float().abs() * 1e3, torch.float16)
+    assert large.dtype == torch.float16 and bool(large.isfinite().all()) and float(large.abs().max()) == 65504
+
+
 def test_norm() -> None:
     x, weight = some(7, 136).half(), some(136).half()
     wanted = x.float() * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + 1e-5) * weight.float()

@@ -14,7 +14,8 @@ from . import BLOCK, QUERIES, Tiles, kernels
 LINKS = (9, 0)  # compute capability from which kernels of a stream may overlap
 PART = 128  # keys of a part of a text, and of a block where pages are a multiple of it and heads not wider
 SOME_HEADS, SOME_PARTS, SOME_ROWS = 8, 16, 4
-MERGING = 4  # warps that join the parts of one head of one row
+GATING = 1024  # outputs of a program
+MERGING = 1  # warps that join the parts of one head of one row
 FEW = 16  # rows of the smallest tile of a product
 LEAST_SHARED = 101_376  # bytes that a program may have, where torch does not say
 LOG2_E = 1.4426950408889634
@@ -42,6 +43,14 @@ def norm(x: Tensor, weight: Tensor, eps: float, kind: torch.dtype | None = None)
     block = triton.next_power_of_2(width)
     warps = min(16, max(4, block // 512))
     kernels.norm[(x.numel() // width,)](x, weight, out, eps, width, block, out.dtype != x.dtype, num_warps=warps, **_more(x.device))
+    return out
+
+
+def gate(both: Tensor, kind: torch.dtype | None = None) -> Tensor:
+    """silu of the first half of each row of both [n, 2 w], times the second, [n, w]. kind: as in `norm`."""
+    rows, width = both.shape[0], both.shape[1] // 2
+    out = both.new_empty(rows, width, dtype=kind)
+    kernels.gate[(rows, triton.cdiv(width, GATING))](both, out, width, GATING, out.dtype != both.dtype, num_warps=4, **_more(both.device))
     return out
 
 

@@ -52,6 +52,13 @@ def _finished(sums, steps, bias, n, here, EIGHT: tl.constexpr, BIASED: tl.conste
 
 
 @triton.jit
+def _gated(value, up, like, HALVES: tl.constexpr):
+    """silu(value) · up, rounded as two operations of torch round it."""
+    wide = value.to(tl.float32)
+    return _rounded((wide / (1 + tl.exp(-wide))).to(value.dtype).to(tl.float32) * up.to(tl.float32), like, HALVES)
+
+
+@triton.jit
 def _read(x, m, at, rows, INPUTS: tl.constexpr, WHOLE: tl.constexpr):
     """Inputs `at` of rows m of x, nothing where there are no more."""
     inside = (m < rows)[:, None]
@@ -82,14 +89,23 @@ def product(x, weight, steps, bias, out, rows, OUTPUTS: tl.constexpr, INPUTS: tl
     _begin(LINKED)  # not before: what came early would take the room of this one's own programs
     value = _rounded(_finished(sums, steps, bias, n, here, EIGHT, BIASED), out, EIGHT)
     if GATED:
-        up = _rounded(_finished(others, steps + OUTPUTS, bias + OUTPUTS, n, here, EIGHT, BIASED), out, EIGHT).to(tl.float32)
-        wide = value.to(tl.float32)
-        value = _rounded((wide / (1 + tl.exp(-wide))).to(value.dtype).to(tl.float32) * up, out, EIGHT)
+        value = _gated(value, _rounded(_finished(others, steps + OUTPUTS, bias + OUTPUTS, n, here, EIGHT, BIASED), out, EIGHT), out, EIGHT)
     place = m.to(tl.int64)[:, None] * OUTPUTS + n[None, :]
     inside = (m < rows)[:, None] & here[None, :]
     if ADDED:
         value = (tl.load(out + place, mask=inside, other=0.0).to(tl.float32) + value.to(tl.float32)).to(value.dtype)
     tl.store(out + place, value, mask=inside)
+
+
+@triton.jit
+def gate(both, out, WIDTH: tl.constexpr, BLOCK: tl.constexpr, HALVES: tl.constexpr, LINKED: tl.constexpr):
+    """silu of the first half of a row of 2 WIDTH numbers, times the second: BLOCK of them."""
+    _begin(LINKED)
+    row, at = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    first, inside = both + row * (2 * WIDTH) + at, at < WIDTH
+    _wait(LINKED)
+    value, up = tl.load(first, mask=inside, other=0.0), tl.load(first + WIDTH, mask=inside, other=0.0)
+    tl.store(out + row * WIDTH + at, _gated(value, up, out, HALVES), mask=inside)
 
 
 @triton.jit

@@ -34,7 +34,7 @@ from .tiled import InTiles
 TOLERANCE = 0.05  # of what a block adds: roundings of half precision
 EIGHT = "weights are floats of eight bits, with a factor per output; our kernels read activations as halves"
 CHECKED = (5, 40, 100)  # rows that a load compares: of a small tile of a product, and of larger ones
-FEW = 128  # rows up to which ours take no longer than torch's libraries
+FEW, FEW_OF_EIGHT = 128, 16  # rows up to which ours take no longer than torch's libraries
 
 
 class ByRows(InTiles, ABC):
@@ -54,12 +54,20 @@ class ByRows(InTiles, ABC):
     def many(self, rows: Tensor) -> Tensor:
         """The product of rows [n, in] by torch's libraries."""
 
+    def many_onto(self, x: Tensor, rows: Tensor) -> Tensor:
+        """x + that, in place."""
+        return x.add_(self.many(rows))
+
     def plain(self, rows: Tensor) -> Tensor:
         """The same of the very numbers that our kernel multiplies: its twin."""
         return self.many(rows)
 
+    def few(self) -> int:
+        """Rows up to which it does."""
+        return FEW
+
     def takes(self, rows: Tensor) -> bool:
-        return self.alone or rows.shape[0] <= FEW
+        return self.alone or rows.shape[0] <= self.few()
 
     def reads(self, rows: Tensor) -> torch.dtype:
         """The type in which so many rows come."""
@@ -72,13 +80,17 @@ class ByRows(InTiles, ABC):
 
     def onto(self, x: Tensor, rows: Tensor) -> Tensor:
         """x + the product of rows, in place."""
-        return self._ours(rows, onto=x) if self.takes(rows) else x.add_(self.many(rows))
+        return self._ours(rows, onto=x) if self.takes(rows) else self.many_onto(x, rows)
 
     def gated(self, act: Any, rows: Tensor, kind: torch.dtype) -> Tensor:
         """act of the first half of the product, times the second, in this type."""
-        if self.takes(rows) and type(act) in SILU:
+        if type(act) not in SILU:
+            return between.gated(act, self.forward(rows)).to(kind)
+        if self.takes(rows):
             return self._ours(rows, gated=True, kind=kind)
-        return between.gated(act, self.forward(rows)).to(kind)
+        from ..gpu.calls import gate
+
+        return gate(self.many(rows), kind)
 
     def _ours(self, rows: Tensor, kind: torch.dtype | None = None, **more: Any) -> Tensor:
         from ..gpu.calls import product
@@ -99,6 +111,9 @@ class RowsLinear(ByRows, HeldLinear):
     def many(self, rows: Tensor) -> Tensor:
         return functional.linear(rows, self.weight, self.bias)
 
+    def many_onto(self, x: Tensor, rows: Tensor) -> Tensor:
+        return x.addmm_(rows, self.weight.t()) if self.bias is None else super().many_onto(x, rows)
+
 
 class RowsFloat8Linear(ByRows, Float8Linear):
     """Of weights of eight bits. Our kernel multiplies activations of half precision, not of eight bits."""
@@ -109,6 +124,9 @@ class RowsFloat8Linear(ByRows, Float8Linear):
 
     def matrix(self) -> Tensor:
         return self.eight
+
+    def few(self) -> int:
+        return FEW_OF_EIGHT
 
     def reads(self, rows: Tensor) -> torch.dtype:
         return torch.float16 if self.takes(rows) else self.weight.dtype
