@@ -6,10 +6,10 @@
 
 The demo pair is inflated in the device's memory (inflate.py): a target of each shape, a draft model of a 1B shape, and the demo target's
 EAGLE-3 head turned to fit, which stays as small as it is and drafts chains and trees. 8B and 32B are bfloat16, 70B is rounded to floats
-of eight bits. First the texts: greedy and at temperature 0.8, depths 0 to 8, sequences that join and leave, against each text alone without
-a guess. Then speed: batch by batch every arm in an order drawn anew, `--repeats` times; rates are of decoding while the batch is full (from
-when every text has its first token until one has ended: a server would have others to go on with), ratios paired. Beyond one text at a time
-only the drafters that are asked for there are measured, at the first depth and at automatic depth.
+of eight bits. First speed: batch by batch every arm in an order drawn anew, `--repeats` times; rates are of decoding while the batch is
+full (from when every text has its first token until one has ended: a server would have others to go on with), ratios paired. Beyond one
+text at a time only the drafters that are asked for there are measured, at the first depth and at automatic depth. Then, in reproducible
+mode, the texts: greedy and at temperature 0.8, depths 0 to 8, sequences that join and leave, against each text alone without a guess.
 Bandwidth: what a plain pass reads (weights, and the keys and values of half-written texts), over its time, against a copy within the
 device's memory measured in the same run.
 What fails is named and ends there, and the file of --json is written anew with every batch. The last line of standard output is one JSON
@@ -100,9 +100,9 @@ def answer(engine: Engine, prompts: Sequence[Sequence[int]], sampling: Sequence[
     return [tuple(one.token_ids) for one in done]
 
 
-def differing(engine: Engine, prompts: Sequence[Sequence[int]], tokens: int, run: Iterator[int], clock: Clock) -> dict[str, Any]:
-    """How many texts of how many differ from the same text alone without a guess. Lengths differ, and the engine takes fewer texts at a
-    time than there are, so that sequences join and leave."""
+def differing(engine: Engine, prompts: Sequence[Sequence[int]], tokens: int, run: Iterator[int], clock: Clock) -> Iterator[dict[str, int]]:
+    """How many texts of how many differ from the same text alone without a guess, depth by depth. Lengths differ, and the engine takes
+    fewer texts at a time than there are, so that sequences join and leave."""
     found = {"texts": 0, "different": 0}
     for temperature in (0.0, 0.8):
         asked = [Sampling(temperature=temperature, seed=i, max_tokens=tokens * (2 + i % 3) // 4, ignore_eos=True)
@@ -113,7 +113,7 @@ def differing(engine: Engine, prompts: Sequence[Sequence[int]], tokens: int, run
                 there = answer(engine, prompts, asked, depth, run)
                 found["texts"] += len(there)
                 found["different"] += sum(a != b for a, b in zip(alone, there, strict=True))
-    return found
+                yield found
 
 
 # The clock
@@ -213,12 +213,7 @@ def of_mode(name: str, mode: str, target: Target, load: LoadConfig, prompts: Seq
     settings = EngineConfig(max_batch=max(args.batches), trace="none")
     engines = {spec: Engine(target, drafter, tree=NODES if spec == TREE else None, load=load, config=settings)
                for spec, drafter in guessing.items()}
-    bits = None
-    if load.reproducible:
-        few = Engine(target, guessing["eagle3"], load=load, config=replace(settings, max_batch=AT_ONCE, profile_s=0))
-        with clock.spared(f"{name} {mode}, texts"):
-            bits = differing(few, prompts[:CHECKED], args.tokens // 2, run, clock)
-            tell(f"{name} {mode}: {bits['different']} of {bits['texts']} texts differ")
+    bits = {"texts": 0, "different": 0} if load.reproducible else None
     weights = target.facts.weight_bytes - target.parts.embed.weight.nbytes          # which is looked up, not read
     for batch in (batch for batch in args.batches if clock.allows(f"{name} {mode}, batch {batch}")):
         texts = prompts[:ALONE if batch == 1 else batch]
@@ -241,6 +236,13 @@ def of_mode(name: str, mode: str, target: Target, load: LoadConfig, prompts: Seq
                           "over_off": by_run(values, rates[OFF]), "read_gb_per_s": plain if arm == OFF else None, "bits": bits})
         tell(f"{name} {mode} batch {batch}: " + ", ".join(f"{arm} {median(values):.0f}" for arm, values in rates.items()))
         yield cells
+    if bits is not None:                                            # last, as large shapes take minutes
+        few = Engine(target, guessing["eagle3"], load=load, config=replace(settings, max_batch=AT_ONCE, profile_s=0))
+        with clock.spared(f"{name} {mode}, texts"):
+            for found in differing(few, prompts[:CHECKED], args.tokens // 2, run, clock):
+                bits.update(found)
+                yield []
+        tell(f"{name} {mode}: {bits['different']} of {bits['texts']} texts differ")
 
 
 def stock(name: str, args: argparse.Namespace, off: Sequence[float], clock: Clock) -> list[dict[str, Any]]:

@@ -11,7 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from elsewhere import NAME, elsewhere
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from draftproof import native
 from draftproof.core import choice, host, noise, probs
@@ -465,3 +467,31 @@ def test_the_shares_of_some_columns_are_those_of_the_whole_law() -> None:
         assert (law.few is None) == (options == {"top_p": 1.0})
         found = law.at(columns)
         assert torch.equal(found, law.whole.gather(1, columns)) and bool((found[:, 0] > -math.inf).all())
+
+
+class Asked(TorchDispatchMode):
+    """Names of all that torch is asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(func.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_a_device_is_asked_for_greedy_choices_and_nothing_else(dtype: torch.dtype) -> None:
+    """Of equal logits the first, as on a processor; no copy of all logits in another type, and none of their largest."""
+    x = (torch.randn(5, 90, generator=torch.Generator().manual_seed(0)) * 4).round().to(dtype)
+    groups = [of(Sampling(temperature=0), n) for n in (1, 3, 1)]
+    here = laws(x if dtype != torch.bfloat16 else x.float(), groups)
+    with elsewhere(), Asked() as asked:
+        there = laws(x.to(NAME), groups)
+        chosen = choose(there, None)
+        whole = there.whole
+    assert chosen.tolist() == choose(here, None).tolist() == [int((row == row.max()).nonzero()[0]) for row in x.float()]
+    assert whole.to("cpu").tolist() == here.whole.tolist() and whole.dtype == here.whole.dtype
+    assert "argmax.default" in asked.names and "amax.default" not in asked.names
+    assert asked.names.count("_to_copy.default") <= 1, "the rows themselves, on their way there"

@@ -165,7 +165,7 @@ class GraphedPass(FusedPass):
             return super().__call__(p, pool, keep)
         logits, taps = recording.replay()
         self.rows = {layer: hidden[:rows].clone() for layer, hidden in taps.items()}
-        return logits[recording.keep[: len(kept)]]
+        return logits[:rows].clone() if keep is None else logits[recording.keep[: len(kept)]]
 
     def _bucket(self, p: Pass) -> tuple[Bucket | None, Spans]:
         """The pass's bucket, None if that would be too large, and the pages that each path reads."""

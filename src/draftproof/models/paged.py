@@ -293,6 +293,8 @@ class PagedTarget:
         if roots.is_cpu and all(draft.tokens.is_cpu for draft in drafts):
             rows = [row for root, draft in zip(roots.tolist(), drafts, strict=True) for row in (root, *draft.tokens.tolist())]
             return sent(torch.from_numpy(np.array([rows], np.int64)), self.device)
+        if not any(map(len, drafts)):
+            return sent(roots, self.device)[None]
         parts: list[Tensor] = []
         for root, draft in zip(_each(sent(roots, self.device)), drafts, strict=True):
             parts += (root, sent(draft.tokens, self.device)) if len(draft) else (root,)
