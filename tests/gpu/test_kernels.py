@@ -59,9 +59,10 @@ def test_tiles_of_many_rows(rows: int, eight: bool, monkeypatch: pytest.MonkeyPa
     wanted = torch.nn.functional.linear(x.float(), matrix.float() * (1 if steps is None else steps))
     near = (2 if eight else 1) * NEAR[torch.float16]
     for large in (True, False):
-        monkeypatch.setattr(calls, "many", lambda device, large=large: large)
+        monkeypatch.setattr(calls, "large", lambda device, large=large: large)
         calls.fitting.cache_clear()
-        assert {calls.fitting(x.device, rows, 72, 136, 1, gated).rows for gated in (False, True)} <= ({64, 128} if large else {32})
+        tiles = {calls.fitting(x.device, rows, 72, 136, matrix.element_size(), gated).rows for gated in (False, True)}
+        assert tiles <= ({64, 128} if large and not eight else {32})
         both = wanted + bias.float()
         gate = torch.nn.functional.silu(both[:, :36]) * both[:, 36:]
         for found, right in ((calls.product(x, matrix, bias, steps), both), (calls.product(x, matrix, bias, steps, gated=True), gate),
@@ -79,7 +80,7 @@ def test_tiles_take_as_few_turns_of_all_processors_as_can_be() -> None:
     assert [calls.blocks(rows, 14336, 4096, 2, True)[:2] for rows in (16, 64, 128, 320, 576)] == \
         [(16, 64), (64, 128), (128, 128), (64, 64), (64, 128)]
     for rows in (17, 64, 320):
-        assert calls.blocks(rows, 4096, 4096, 2, False, many=False).rows == 32, "no other instruction"
+        assert calls.blocks(rows, 4096, 4096, 2, False, large=False).rows == calls.blocks(rows, 4096, 4096, 1, False).rows == 32
 
 
 @pytest.mark.parametrize("width", [96, 1500])

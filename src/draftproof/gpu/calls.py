@@ -64,29 +64,32 @@ class Blocks(NamedTuple):
     warps: int
 
 
-MANY = Blocks(64, 64, 128, 4, 8), Blocks(64, 128, 128, 4, 8), Blocks(64, 256, 64, 4, 8), Blocks(128, 256, 64, 4, 8)
-MANY_GATED = Blocks(64, 64, 128, 4, 4), Blocks(64, 128, 64, 4, 4), Blocks(128, 128, 64, 4, 8)
+LARGE = Blocks(64, 64, 128, 4, 8), Blocks(64, 128, 128, 4, 8), Blocks(64, 256, 64, 4, 8), Blocks(128, 256, 64, 4, 8)
+LARGE_GATED = Blocks(64, 64, 128, 4, 4), Blocks(64, 128, 64, 4, 4), Blocks(128, 128, 64, 4, 8)
 
 
 @cache
-def many(device: torch.device) -> bool:
+def large(device: torch.device) -> bool:
     """Whether tiles of 64 rows and more give a row the bits that it has in smaller ones. On Hopper another instruction multiplies them, and
     gave the same bits wherever it was tried (docs/log.md); on older GPUs it is the same one. What newer ones do was not tried."""
     return device.type != "cuda" or torch.cuda.get_device_capability(device) < (10, 0)
 
 
-def blocks(rows: int, outputs: int, inputs: int, size: int, gated: bool, processors: int = 132, many: bool = True) -> Blocks:
-    """size: bytes of a weight. Of larger tiles those that take the fewest turns of all processors if that is one, else the least work."""
-    if rows > FEW and many:
+def blocks(rows: int, outputs: int, inputs: int, size: int, gated: bool, processors: int = 132, large: bool = True) -> Blocks:
+    """size: bytes of a weight; large: as of the device. Of large tiles those that take one turn of all processors, else the least work.
+    Weights of eight bits would go through shared memory once more there."""
+    if rows > FEW and large and size > 1:
 
         def cost(found: Blocks) -> tuple[bool, int, int]:
             turns = triton.cdiv(triton.cdiv(rows, found.rows) * triton.cdiv(outputs, found.outputs), processors)
             return turns > 1, turns * found.rows * found.outputs, turns
 
-        return min(MANY_GATED if gated else MANY, key=cost)
+        return min(LARGE_GATED if gated else LARGE, key=cost)
     tile = FEW if rows <= FEW else 2 * FEW
+    if size == 1 and gated:  # 32 rows of 256 inputs would take more registers than there are
+        return Blocks(tile, 64, 256, 3, 4) if tile == FEW else Blocks(tile, 64, 128, 6, 4)
     if size == 1:
-        return Blocks(tile, 64, 256, 3, 4) if gated else Blocks(tile, 32, 256, 6, 4)
+        return Blocks(tile, 32, 256, 6, 4)
     if gated:
         return Blocks(tile, 64, 128, 3, 4)
     if outputs < 96 * 32:  # else there would be fewer programs than processors
@@ -107,7 +110,7 @@ def fitted(found: Blocks, room: int, size: int, gated: bool) -> Blocks:
 @cache
 def fitting(device: torch.device, rows: int, outputs: int, inputs: int, size: int, gated: bool) -> Blocks:
     """`blocks` for this device, `fitted` into its shared memory."""
-    found = blocks(rows, outputs, inputs, size, gated, processors(device), many(device))
+    found = blocks(rows, outputs, inputs, size, gated, processors(device), large(device))
     if device.type != "cuda":
         return found
     room = int(getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", LEAST_SHARED))

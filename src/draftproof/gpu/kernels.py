@@ -1,7 +1,7 @@
 """What a pass over few rows computes on a GPU, in Triton (Tillet et al., MAPL 2019). `calls.py` says what each takes and returns.
 
 A row's numbers do not depend on how many rows stand beside it (Law 2): every row is added up in the same order, by the same instructions or
-by such as were seen to give the same bits (`calls.many`); tiles of queries have one size, and parts of a text lie on an absolute grid.
+by such as were seen to give the same bits (`calls.large`); tiles of queries have one size, and parts of a text lie on an absolute grid.
 
 LINKED: kernels of one stream begin while the one before them ends (programmatic dependent launch, from compute capability 9.0 on). The
 small ones let their successor begin at once, a product behind its loop; each waits before it touches what another writes.
@@ -232,8 +232,8 @@ def move(stores, source, target, moves, kind, WIDTH: tl.constexpr, BLOCK: tl.con
     """Rows of WIDTH numbers to other places of the same store, SOME of them, in each of many stores of one type, which `kind` points at:
     no row that is read is written."""
     _begin(LINKED)
-    store = tl.load(stores + tl.program_id(1)).to(kind.dtype)
     _wait(LINKED)
+    store = tl.load(stores + tl.program_id(1)).to(kind.dtype)
     move, at = tl.program_id(0) * SOME + tl.arange(0, SOME), tl.arange(0, BLOCK)
     inside = (move < moves)[:, None] & (at < WIDTH)[None, :]
     read = tl.load(source + move, mask=move < moves, other=0).to(tl.int64)[:, None] * WIDTH + at[None, :]

@@ -63,7 +63,7 @@ class ByRows(InTiles, ABC):
         return self.many(rows)
 
     def few(self) -> int:
-        """Rows up to which it does."""
+        """Rows up to which our kernel multiplies them where it need not."""
         return FEW
 
     def takes(self, rows: Tensor) -> bool:
