@@ -76,7 +76,7 @@ if __name__ == "__main__":
         "gate": made("gate", {"both": HALF, "out": HALF}, WIDTH=1500, BLOCK=1024, HALVES=True),
         "norm": made("norm", NORM, WIDTH=512, BLOCK=512, HALVES=False),
         "turn": made("turn", TURN, HEADS=8, KV=2, DIM=64, HALF=32, SOME=8, NORMED=True),
-        "attend": made("attend", ATTEND, stages=2, STRIDE=768, KV=2, GROUP=4, DIM=64, DEEP=64, PAGE=128, BLOCK=128, SPLIT=1, QUERIES=32,
+        "attend": made("attend", ATTEND, STRIDE=768, KV=2, GROUP=4, DIM=64, DEEP=64, PAGE=128, BLOCK=128, SPLIT=1, QUERIES=32,
                        WINDOWED=True),
         "merge": made("merge", MERGE, HEADS=8, DIM=64, DEEP=64, SOME=16),
         "move": made("move", MOVE, WIDTH=1024, BLOCK=1024, SOME=4),

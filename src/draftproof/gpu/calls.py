@@ -159,7 +159,7 @@ def attend(heads: Tensor, keys: Tensor, values: Tensor, tiles: Tiles, scaling: f
     grid = (tiles.table.shape[0] * tiles.tiles, kv, parts)
     kernels.attend[grid](heads, keys, values, tiles.position, tiles.take, tiles.table, some, logs, scaling * LOG2_E, window or 0, rows,
                          most, tiles.tiles, heads.shape[1], kv, asked // kv, dim, deep, page, block, PART // block, QUERIES, bool(window),
-                         num_warps=4, num_stages=2, **more)
+                         num_warps=4, **more)
     if parts > 1:
         kernels.merge[(rows, asked)](some, logs, out, rows, parts, asked, dim, deep, SOME_PARTS, num_warps=MERGING, **more)
     return out

@@ -4,7 +4,8 @@ A row's numbers do not depend on how many rows stand beside it (Law 2): every ro
 by such as were seen to give the same bits (`calls.large`); tiles of queries have one size, and parts of a text lie on an absolute grid.
 
 LINKED: kernels of one stream begin while the one before them ends (programmatic dependent launch, from compute capability 9.0 on). The
-small ones let their successor begin at once, a product behind its loop; each waits before it touches what another writes.
+small ones let their successor begin at once, a product behind its loop; each waits before it touches what another writes, and asks before
+that for what was there when the pass began: weights of norms, angles, and how rows attend.
 """
 
 import triton
@@ -130,13 +131,17 @@ def turn(heads, angles, factors, eps, write_to, write_from, keys, values, rows, 
     place, head, at = tl.program_id(0), tl.program_id(1) * SOME + tl.arange(0, SOME), tl.arange(0, HALF)
     here = place + tl.zeros_like(head)
     asks, holds = (head < HEADS) & (here < rows), (head >= HEADS) & (head < HEADS + KV) & (here < writes)
-    _wait(LINKED)
     source = tl.load(write_from + place, mask=place < writes, other=0)
     target = tl.load(write_to + place, mask=place < writes, other=0).to(tl.int64)
     row = tl.where(head < HEADS, place, source).to(tl.int64)[:, None]
     inside = (asks | holds)[:, None] & (at < DIM // 2)[None, :]
     first = heads + row * ((HEADS + 2 * KV) * DIM) + head[:, None] * DIM + at[None, :]
     kind = heads.dtype.element_ty
+    cos = angles + row * (2 * DIM) + at[None, :]
+    sin = cos + DIM
+    cos_one, cos_two = tl.load(cos, mask=inside, other=0.0).to(tl.float32), tl.load(cos + DIM // 2, mask=inside, other=0.0).to(tl.float32)
+    sin_one, sin_two = tl.load(sin, mask=inside, other=0.0).to(tl.float32), tl.load(sin + DIM // 2, mask=inside, other=0.0).to(tl.float32)
+    _wait(LINKED)
     one, two = tl.load(first, mask=inside, other=0.0).to(tl.float32), tl.load(first + DIM // 2, mask=inside, other=0.0).to(tl.float32)
     if NORMED:
         scale = tl.rsqrt((tl.sum(one * one, 1) + tl.sum(two * two, 1)) / DIM + eps)[:, None]
@@ -144,12 +149,8 @@ def turn(heads, angles, factors, eps, write_to, write_from, keys, values, rows, 
         one = ((one * scale).to(kind).to(tl.float32) * tl.load(factor, mask=inside, other=0.0).to(tl.float32)).to(kind).to(tl.float32)
         two = ((two * scale).to(kind).to(tl.float32)
                * tl.load(factor + DIM // 2, mask=inside, other=0.0).to(tl.float32)).to(kind).to(tl.float32)
-    cos = angles + row * (2 * DIM) + at[None, :]
-    sin = cos + DIM
-    left = (one * tl.load(cos, mask=inside, other=0.0).to(tl.float32)).to(kind).to(tl.float32)
-    left += (two * tl.load(sin, mask=inside, other=0.0).to(tl.float32)).to(kind).to(tl.float32)
-    right = (two * tl.load(cos + DIM // 2, mask=inside, other=0.0).to(tl.float32)).to(kind).to(tl.float32)
-    right += (one * tl.load(sin + DIM // 2, mask=inside, other=0.0).to(tl.float32)).to(kind).to(tl.float32)
+    left = (one * cos_one).to(kind).to(tl.float32) + (two * sin_one).to(kind).to(tl.float32)
+    right = (two * cos_two).to(kind).to(tl.float32) + (one * sin_two).to(kind).to(tl.float32)
     queries, stored = inside & asks[:, None], inside & holds[:, None]
     tl.store(first, left.to(kind), mask=queries)
     tl.store(first + DIM // 2, right.to(kind), mask=queries)
@@ -170,34 +171,37 @@ def attend(heads, keys, values, position, take, table, out, logs, scale, window,
     SEATS: tl.constexpr = QUERIES // GROUP
     query, d, key = tl.arange(0, QUERIES), tl.arange(0, DEEP), tl.arange(0, BLOCK)
     seat = query // GROUP
-    _wait(LINKED)
     row = tl.load(take + tile * SEATS + seat, mask=seat < SEATS, other=-1).to(tl.int64)
     sits, deep = row >= 0, (d < DIM)[None, :]
-    at, there = tl.load(position + row, mask=sits, other=-1), sits[:, None] & deep
+    at, there = tl.load(position + row, mask=sits, other=-1).to(tl.int32), sits[:, None] & deep
+    first, held = part * SPLIT, ()
+    for i in tl.static_range(SPLIT):
+        page = (first + i) * BLOCK // PAGE
+        held += (tl.load(table + tile // tiles * most + page, mask=page < most, other=0).to(tl.int64),)
+    seen = first * BLOCK <= tl.max(at, 0)  # not where nobody sits
+    if WINDOWED:
+        seen = seen & ((first + SPLIT) * BLOCK > tl.min(tl.where(sits, at, most * PAGE), 0) - window + 1)
+    _wait(LINKED)
     head = kv * GROUP + query % GROUP
     asked = tl.load(heads + row[:, None] * STRIDE + head[:, None] * DIM + d[None, :], mask=there, other=0.0)
     top, total = tl.full((QUERIES,), float("-inf"), tl.float32), tl.zeros((QUERIES,), tl.float32)
     sums = tl.zeros((QUERIES, DEEP), tl.float32)
-    first = part * SPLIT
-    last = tl.minimum(first + SPLIT, (tl.max(at, 0) + BLOCK) // BLOCK)  # none where nobody sits
-    if WINDOWED:
-        first = tl.maximum(first, tl.maximum(tl.min(tl.where(sits, at, most * PAGE), 0) - window + 1, 0) // BLOCK)
-    pages = table + tile // tiles * most
-    for block in range(first, last):
-        here = block * BLOCK + key
-        page = tl.load(pages + block * BLOCK // PAGE).to(tl.int64)
-        cell = (page * PAGE + here % PAGE)[:, None] * (KV * DIM) + kv * DIM + d[None, :]
-        scores = tl.dot(asked, tl.load(keys + cell, mask=deep, other=0.0).T) * scale
-        seen = here[None, :] <= at[:, None]
-        if WINDOWED:
-            seen = seen & (here[None, :] > at[:, None] - window)
-        scores = tl.where(seen, scores, float("-inf"))
-        higher = tl.maximum(top, tl.max(scores, 1))
-        base = tl.where(higher == float("-inf"), 0.0, higher)
-        weights, fade = tl.exp2(scores - base[:, None]), tl.exp2(top - base)
-        total = total * fade + tl.sum(weights, 1)
-        sums = tl.dot(weights.to(asked.dtype), tl.load(values + cell, mask=deep, other=0.0), sums * fade[:, None])
-        top = higher
+    if seen:
+        for i in tl.static_range(SPLIT):
+            start = (first + i) * BLOCK
+            cell = (held[i] * PAGE + start % PAGE) * (KV * DIM) + kv * DIM + (key[:, None] * (KV * DIM) + d[None, :])
+            k, v = tl.load(keys + cell, mask=deep, other=0.0), tl.load(values + cell, mask=deep, other=0.0)
+            here = (start + key)[None, :]
+            sees = here <= at[:, None]
+            if WINDOWED:
+                sees = sees & (here > at[:, None] - window)
+            scores = tl.where(sees, tl.dot(asked, k.T) * scale, float("-inf"))
+            higher = tl.maximum(top, tl.max(scores, 1))
+            base = tl.where(higher == float("-inf"), 0.0, higher)
+            weights, fade = tl.exp2(scores - base[:, None]), tl.exp2(top - base)
+            total = total * fade + tl.sum(weights, 1)
+            sums = tl.dot(weights.to(asked.dtype), v, sums * fade[:, None])
+            top = higher
     sums = sums / tl.where(total > 0, total, 1.0)[:, None]
     place = (part.to(tl.int64) * rows + row) * (KV * GROUP) + head
     tl.store(out + place[:, None] * DIM + d[None, :], sums.to(out.dtype.element_ty), mask=there)
