@@ -116,7 +116,7 @@ def test_rotation_writes_the_keys_of_every_place(normed: bool) -> None:
     assert torch.equal(values[to], parts[source, heads + kv:]) and torch.equal(keys[rest], before[rest])
 
 
-@pytest.mark.parametrize("heads, kv, page, window", [(8, 2, 64, None), (5, 1, 128, None), (6, 2, 128, 50)])
+@pytest.mark.parametrize("heads, kv, page, window", [(8, 2, 64, None), (5, 1, 128, None), (6, 2, 128, 50), (8, 2, 64, 50), (4, 2, 64, 130)])
 def test_attention_along_pages(heads: int, kv: int, page: int, window: int | None) -> None:
     dim, rows, text = 32, 3, 250                                                # three parts of a text
     whole, keys, values = some(rows, (heads + 2 * kv) * dim).half(), some(text, kv, dim).half(), some(text, kv, dim, seed=1).half()
