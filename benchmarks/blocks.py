@@ -108,12 +108,10 @@ def sizes(chosen: dict[Key, Any]) -> Iterator[None]:
     usual = calls.blocks
     calls.blocks = lambda rows, outputs, inputs, size, gated, *of_device: \
         chosen.get((outputs, inputs, gated)) or usual(rows, outputs, inputs, size, gated, *of_device)
-    calls.fitting.cache_clear()
     try:
         yield
     finally:
         calls.blocks = usual
-        calls.fitting.cache_clear()
 
 
 def timer(there: Stand, chosen: dict[Key, Any]) -> Callable[[], float]:

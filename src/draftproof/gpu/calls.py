@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -75,6 +76,7 @@ def large(device: torch.device) -> bool:
     return device.type != "cuda" or torch.cuda.get_device_capability(device) < (10, 0)
 
 
+@cache
 def blocks(rows: int, outputs: int, inputs: int, size: int, gated: bool, processors: int = 132, large: bool = True) -> Blocks:
     """size: bytes of a weight; large: as of the device. Of large tiles those that take one turn of all processors, else the least work.
     Weights of eight bits would go through shared memory once more there."""
@@ -108,13 +110,16 @@ def fitted(found: Blocks, room: int, size: int, gated: bool) -> Blocks:
 
 
 @cache
+def room(device: torch.device) -> int:
+    """Bytes of shared memory that a program may have; as many as it likes where kernels are interpreted."""
+    if device.type != "cuda":
+        return sys.maxsize
+    return int(getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", LEAST_SHARED))
+
+
 def fitting(device: torch.device, rows: int, outputs: int, inputs: int, size: int, gated: bool) -> Blocks:
     """`blocks` for this device, `fitted` into its shared memory."""
-    found = blocks(rows, outputs, inputs, size, gated, processors(device), large(device))
-    if device.type != "cuda":
-        return found
-    room = int(getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", LEAST_SHARED))
-    return fitted(found, room, size, gated)
+    return fitted(blocks(rows, outputs, inputs, size, gated, processors(device), large(device)), room(device), size, gated)
 
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None, steps: Tensor | None = None, onto: Tensor | None = None,
