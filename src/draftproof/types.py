@@ -276,14 +276,13 @@ class Verdict:
 class Commit:
     """What one round added to the text. `kept` are the accepted nodes that entered it (fewer than accepted behind a stop).
 
-    tokens and roles are parallel; start is the position of the first token; text is the new, valid UTF-8 text.
+    tokens and roles are parallel; start is the position of the first token.
     """
 
     start: int
     tokens: tuple[int, ...]
     roles: tuple[Role, ...]
     kept: tuple[int, ...]
-    text: str = ""
     finish: FinishReason | None = None
 
 

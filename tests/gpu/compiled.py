@@ -25,6 +25,7 @@ SIZES = {"OUTPUTS": 1024, "INPUTS": 512, "BM": 16, "BN": 32, "BK": 256, "BIASED"
 NORM = {"x": HALF, "weight": HALF, "out": HALF, "eps": "fp32"}
 TURN = {"heads": HALF, "angles": HALF, "factors": HALF, "eps": "fp32", "write_to": PLACES, "write_from": PLACES, "keys": HALF,
         "values": HALF, "rows": NUMBER, "writes": NUMBER}
+PLACED = {"angles": HALF, "write_to": PLACES, "keys": HALF, "values": HALF}
 ATTEND = {"heads": HALF, "keys": HALF, "values": HALF, "position": PLACES, "take": PLACES, "table": PLACES, "out": WIDE, "logs": WIDE,
           "scale": "fp32", "window": NUMBER, "rows": NUMBER, "most": NUMBER, "tiles": NUMBER}
 MOVE = {"stores": PLACES, "source": PLACES, "target": PLACES, "moves": NUMBER, "kind": HALF}
@@ -59,12 +60,17 @@ def spilled(text: str) -> int:
 
 
 def products(rows: int, eight: bool) -> list[dict[str, Any]]:
-    """The 8B shape's products of so many rows, with the blocks that they have: gated, down and o, q k v."""
+    """The 8B shape's products of so many rows, with the blocks that they have: gated, down and o, q k v, and the last one turned."""
     found, size = [], 1 if eight else 2
     for outputs, inputs, gated in ((14336, 4096, True), (4096, 14336, False), (6144, 4096, False)):
         shape = calls.fitted(calls.blocks(rows, outputs, inputs, size, gated), ROOM, size, gated)
         found.append(made("product", EIGHT if eight else PRODUCT, shape.stages, shape.warps, OUTPUTS=outputs, INPUTS=inputs, BM=shape.rows,
                           BN=shape.outputs, BK=shape.inputs, EIGHT=eight, BIASED=False, ADDED=not gated, GATED=gated))
+    if rows <= calls.FEW:
+        shape = calls.fitted(calls.heading(128, size), ROOM, size, True)
+        types = {**(EIGHT if eight else PRODUCT), "out": HALF, "bias": HALF}
+        found.append(made("heads", {**types, **PLACED}, shape.stages, shape.warps, HEADS=32, KV=8, DIM=128, INPUTS=4096, BM=shape.rows,
+                          BN=shape.outputs, BK=shape.inputs, EIGHT=eight, BIASED=False))
     return found
 
 

@@ -102,7 +102,7 @@ def test_rotation_writes_the_keys_of_every_place(normed: bool) -> None:
     rows, heads, kv, dim = 3, 6, 2, 32
     whole, angles, factors = some(rows, (heads + 2 * kv) * dim).half(), some(rows, 2, dim).half(), some(heads + kv, dim).half()
     keys, values = some(40, kv, dim).half(), some(40, kv, dim).half()
-    to, source = torch.tensor([9, 30, 11, 4]), torch.tensor([0, 1, 2, 1])      # row 1 lies on two paths
+    to, source = torch.tensor([9, 30, 11, 4, -1]), torch.tensor([0, 1, 2, 1, 0])      # row 1 lies on two paths; the last one is no write
     before, parts, rest = keys.clone(), whole.clone().view(rows, -1, dim), [i for i in range(40) if i not in to.tolist()]
     turned = parts[:, :heads + kv]
     if normed:
@@ -110,8 +110,29 @@ def test_rotation_writes_the_keys_of_every_place(normed: bool) -> None:
         turned = (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-5)).half() * factors
     wanted = (turned * angles[:, :1]).add_(turned.roll(dim // 2, -1).mul_(angles[:, 1:]))
     calls.turn(whole, angles, factors if normed else None, 1e-5, to, source, keys, values)
+    to, source = to[:-1], source[:-1]
     assert torch.equal(whole.view(rows, -1, dim)[:, :heads], wanted[:, :heads]) and torch.equal(keys[to], wanted[source, heads:])
     assert torch.equal(values[to], parts[source, heads + kv:]) and torch.equal(keys[rest], before[rest])
+
+
+@pytest.mark.parametrize("dim, eight", [(32, False), (64, False), (96, False), (32, True)])
+def test_heads_are_the_product_turned_and_put_in_place(dim: int, eight: bool) -> None:
+    """To the bit, where sums are exact; the last row writes nothing."""
+    rows, heads, kv, inputs = 5, 3, 2, 136
+    outputs = (heads + 2 * kv) * dim
+    x, weight, bias = some(rows, inputs).round().half(), (2 * some(outputs, inputs)).round().half(), some(outputs).half()
+    steps = some(outputs).abs()[:, None] if eight else None
+    matrix, angles, to = weight.to(torch.float8_e4m3fn) if eight else weight, some(rows, 2, dim).half(), torch.tensor([9, 30, 11, 4, -1])
+    stores = [[some(40, kv, dim, seed=seed).half() for seed in (1, 2)] for _ in range(2)]
+    wanted = calls.product(x, matrix, bias, steps, kind=torch.float16)
+    calls.turn(wanted, angles, None, 0.0, to, torch.arange(rows), *stores[0])
+    found = calls.heads(x, matrix, bias, steps, angles, to, *stores[1], torch.float16)
+    assert torch.equal(found[:, :heads * dim], wanted[:, :heads * dim])
+    assert all(map(torch.equal, *stores)) and not torch.equal(stores[0][0][4], some(40, kv, dim, seed=1).half()[4])
+
+
+def test_half_a_head_is_a_multiple_of_what_a_program_takes() -> None:
+    assert [calls.halves(dim) for dim in (16, 32, 64, 80, 96, 128)] == [0, 16, 32, 0, 16, 32]
 
 
 @pytest.mark.parametrize("heads, kv, page, window", [(8, 2, 64, None), (5, 1, 128, None), (6, 2, 128, 50), (8, 2, 64, 50), (4, 2, 64, 130)])

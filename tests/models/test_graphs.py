@@ -320,6 +320,13 @@ def test_a_recording_is_filled_up_with_what_is_there(bucket: Bucket, seats: int)
         assert recording.ranks[kind].view(-1, most).tolist() == full(ranks, bucket.paths)
 
 
+def test_where_rows_write_their_own_keys_those_that_fill_a_recording_up_write_none() -> None:
+    p = Pass(torch.tensor([[1, 2, 3]]), [5, 6, 7], [5, 6, 7], slice(9, 12), None, [Along([9, 2], range(3))], 4, 1)
+    recording = Recording(Bucket(4, 4, 1, 4, (2,), frozenset(), True), SimpleNamespace(seats=2), p, None)  # type: ignore[arg-type]
+    recording.fill(p, [[range(2)]], [0, 1, 2])
+    assert recording.write_to.tolist() == [9, 10, 11, -1] and recording.ids.tolist() == [[1, 2, 3, 1]]
+
+
 def test_positions_wait_on_the_host_until_they_are_placed() -> None:
     """A graph reads them there as numbers; on the device that would be waited for."""
     p = Pass(torch.zeros(1, 3, dtype=torch.int64, device="meta"), [4, 5, 6], [4, 5, 6], slice(0, 3), None, [], 64, 1)

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from elsewhere import NAME, WAITS, elsewhere
-from test_fused import save
+from test_fused import OPTIONS, save
 from test_graphs import recorded
 
 from draftproof import gpu
@@ -79,6 +79,32 @@ def test_our_kernels_agree_with_torch_recorded_or_not(tmp_path: Path, monkeypatc
     assert close(play(target), found) and recorder.replays >= 2
     monkeypatch.setattr(rows, "usable", lambda *_: False)
     assert close(found, play(loaded(tmp_path)))
+
+
+def test_heads_are_one_kernel_where_every_row_writes_its_own_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What two kernels make, which make it of trees, whose keys may lie in several places; recorded or not, to the bit."""
+    monkeypatch.setitem(OPTIONS, "wide", ("llama", {"head_dim": 32}))
+    monkeypatch.setattr(rows, "check", lambda *_: None)
+    save("wide", tmp_path)
+    taken: list[str] = []
+
+    def counting(name: str) -> None:
+        right = getattr(calls, name)
+        monkeypatch.setattr(calls, name, lambda x, *more: taken.append(f"{name} {len(x)}") or right(x, *more))
+
+    counting("heads")
+    counting("turn")
+    with recorded():
+        found = play(loaded(tmp_path))
+    assert list(dict.fromkeys(taken)) == ["heads 8", "heads 4", "turn 8"], "six rows, three, and five of a tree and a text"
+    assert all(map(same, found, play(loaded(tmp_path))))
+    monkeypatch.setattr(calls, "halves", lambda *_: 0)
+    taken.clear()
+    assert close(found, play(loaded(tmp_path))) and {one.split()[0] for one in taken} == {"turn"}
+
+
+def same(one: Scores, other: Scores) -> bool:
+    return torch.equal(one.logits, other.logits) and all(torch.equal(one.taps[i], other.taps[i]) for i in (0, 2))
 
 
 def test_many_rows_of_a_fast_load_are_torchs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -62,6 +62,7 @@ class Batch:
         if seq.slot is not None:
             slot, seq.slot = seq.slot, None
             self.target.close(slot)
+        seq.spell()
         seq.finish, seq.error, seq.signals = finish, error, None
         seq.to(Status.DONE)
         self.ended.append(seq)

@@ -118,7 +118,7 @@ class Recorder:
             self._emit(one.seq, RoundDone(
                 one.seq.id, one.seq.rounds - 1, self.at(one.seq.clock.last), len(judged), one.commit.start, one.budget.depth,
                 one.draft.drafter if one.nodes else one.budget.drafter, one.budget.reason, one.draft.reason, tuple(nodes), tuple(tokens),
-                one.commit.text, times))
+                "".join(one.seq.pieces), times))
 
     def done(self, seq: Sequence, metrics: dict[str, Any]) -> None:
         if self.level == "none":

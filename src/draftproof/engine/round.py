@@ -93,6 +93,7 @@ class Rounds:
             judged = [Judged(seq, budgets[i], drafts[i], nodes[i], commits[i], _fates(drafts[i], verdicts[i], commits[i]), coins.get(i))
                       for i, seq in enumerate(batch)]
             for i, one in enumerate(judged):
+                one.seq.spell()
                 self._count(one, scores.logits, scores.starts[i], verified + times.other_s, times)
             self.recorder.rounds(judged, law, scores, times)
 
@@ -105,6 +106,7 @@ class Rounds:
         law = laws(logits, [_rows(seq, ((),), logits)])
         token = int(choose(law, _choice_keys([seq], [Draft.empty()], logits.device)))
         commit = seq.commit(Verdict((), token, "prefill"), ())
+        seq.spell()
         seq.tally.prefill(seq.prefill_passes)
         seq.clock.delivered(perf_counter(), 1)
         _note_logprobs(seq, logits, [0], commit.tokens)

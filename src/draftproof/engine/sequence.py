@@ -70,7 +70,8 @@ class Sequence:
     prefill_passes: int = 0
     logprobs: list[TokenLogprob] = field(default_factory=list)
     records: list[Event] = field(default_factory=list)
-    pieces: tuple[str, ...] = ()                 # the text that each token of the last commit made readable
+    pieces: tuple[str, ...] = ()                 # the text that each token of the last commit made readable, once it is spelled
+    spelled: int = 0                             # tokens of the output whose text is known
     attempts: dict[int, int] = field(default_factory=dict)   # position → rounds that have drafted it
 
     def __post_init__(self) -> None:
@@ -104,36 +105,46 @@ class Sequence:
     def commit(self, verdict: Verdict, nodes: abc.Sequence[int]) -> Commit:
         """Append what stands of a draft whose node i is token nodes[i], then the verdict's own token, up to the first stop."""
         assert self.status is Status.RUNNING, f"{self.id}: commit while {self.status.value}"
+        self.spell()                                 # what a round that was interrupted left
+        self.pieces = ()
         start = len(self.tokens)
         kept: list[int] = []
-        pieces: list[str] = []
         for node in verdict.accepted:
             kept.append(node)
-            pieces.append(self._append(nodes[node], "accepted"))
+            self._append(nodes[node], "accepted")
             if self.finish is not None:
                 break
         else:
-            pieces.append(self._append(verdict.next_token, verdict.role))
-        self.pieces = tuple(pieces)
+            self._append(verdict.next_token, verdict.role)
         if self.grammar is not None:
             self.grammar.follow(self.output)
         if self.attempts:
             self.attempts = {at: n for at, n in self.attempts.items() if at >= len(self.tokens)}
         roles = tuple(self.roles[start - len(self.prompt):])
-        return Commit(start, tuple(self.tokens[start:]), roles, tuple(kept), "".join(pieces), self.finish)
+        return Commit(start, tuple(self.tokens[start:]), roles, tuple(kept), self.finish)
 
-    def _append(self, token: int, role: Role) -> str:
+    def _append(self, token: int, role: Role) -> None:
         self.tokens.append(token)
         self.output.append(token)
         self.roles.append(role)
-        armed = len(self.output) > self.sampling.min_tokens
         if token in self.end_ids and len(self.output) > self.sampling.min_tokens:
-            self.finish = "stop"
-            return self.text.end(self.output[:-1])
-        piece, stopped = self.text.push(token, armed)
-        if stopped:
             self.finish = "stop"
         elif len(self.tokens) >= self.limit:
             self.finish = "length"
-            piece += self.text.end(self.output)
-        return piece
+        if self.text.stops:
+            self.spell()
+
+    def spell(self) -> None:
+        """Make the new tokens' text known, in `pieces`. The next round waits for that only where a string may end the text."""
+        for at in range(self.spelled, len(self.output)):
+            last = at == len(self.output) - 1
+            if last and self.finish == "stop":       # by this token, which is not of the text
+                piece = self.text.end(self.output[:-1])
+            else:
+                piece, stopped = self.text.push(self.output[at], armed=at >= self.sampling.min_tokens)
+                if stopped:
+                    self.finish = "stop"
+                elif last and self.finish == "length":
+                    piece += self.text.end(self.output)
+            self.pieces += piece,
+        self.spelled = len(self.output)

@@ -19,7 +19,7 @@ class Text:
     def __init__(self, tokenizer: Tokenizer | None, prompt: Sequence[int], stops: Sequence[str]) -> None:
         self._tokenizer = tokenizer
         self._context = list(prompt[-CONTEXT:])
-        self._stops = tuple(stops)
+        self.stops = tuple(stops)
         self._held = ""
         self._pieces: list[str] = []
         self._stream = tokenizer.stream() if tokenizer is not None else None
@@ -36,14 +36,14 @@ class Text:
         armed: whether stop strings count yet; one that begins before they do never counts.
         """
         piece = self._decode(token)
-        if not armed or not self._stops:
+        if not armed or not self.stops:
             return self._release(self._held + piece), False
         text = self._held + piece
-        cuts = [at for at in (text.find(stop) for stop in self._stops) if at >= 0]
+        cuts = [at for at in (text.find(stop) for stop in self.stops) if at >= 0]
         if cuts:
             self._held = ""
             return self._release(text[: min(cuts)]), True
-        keep = max(_overlap(text, stop) for stop in self._stops)
+        keep = max(_overlap(text, stop) for stop in self.stops)
         self._held = text[len(text) - keep:]
         return self._release(text[: len(text) - keep]), False
 

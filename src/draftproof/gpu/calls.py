@@ -137,10 +137,35 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None, steps: Tensor | None
     return out
 
 
+def halves(dim: int) -> int:
+    """Outputs of a program of `heads`, with as many half a head behind them; 0 where half a head is no multiple of a tile."""
+    return next((some for some in (32, 16) if dim // 2 % some == 0), 0)
+
+
+def heading(dim: int, size: int) -> Blocks:
+    """Of `heads`."""
+    return Blocks(FEW, halves(dim), 128, 8 if size == 1 else 5, 4)
+
+
+def heads(x: Tensor, weight: Tensor, bias: Tensor | None, steps: Tensor | None, angles: Tensor, write_to: Tensor, keys: Tensor,
+          values: Tensor, kind: torch.dtype) -> Tensor:
+    """`product` and `turn` in one kernel, of at most FEW rows without norms of heads: each row's keys and values go to its own place of
+    write_to [rows], −1 for none. Returns [rows, (H + 2 KV) · D], of which only the queries are written. Needs `halves` of the heads."""
+    (rows, inputs), (kv, dim) = x.shape, keys.shape[1:]
+    size, outputs = weight.element_size(), weight.shape[0]
+    out = x.new_empty(rows, outputs, dtype=kind)
+    shape = fitted(heading(dim, size), room(x.device), size, True)
+    kernels.heads[(1, outputs // 2 // shape.outputs)](
+        x, weight, x if steps is None else steps, x if bias is None else bias, angles, write_to, out, keys, values, rows,
+        outputs // dim - 2 * kv, kv, dim, inputs, shape.rows, shape.outputs, shape.inputs, steps is not None, bias is not None,
+        num_warps=shape.warps, num_stages=shape.stages, **_more(x.device))
+    return out
+
+
 def turn(heads: Tensor, angles: Tensor, norms: Tensor | None, eps: float, write_to: Tensor, write_from: Tensor, keys: Tensor,
          values: Tensor) -> None:
     """Turn the queries of heads [rows, (H + 2 KV) · D] in place by angles [rows, 2, D], after `norms` [H + KV, D] of each head, and write
-    the turned keys and the values of rows write_from into the rows write_to of keys and values [places, KV, D]."""
+    the turned keys and the values of rows write_from into the rows write_to of keys and values [places, KV, D], −1 for none."""
     kv, dim = keys.shape[1:]
     rows, writes, many = heads.shape[0], write_to.shape[0], heads.shape[1] // dim - kv
     grid = (max(rows, writes), triton.cdiv(many, SOME_HEADS))

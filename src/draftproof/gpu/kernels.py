@@ -123,16 +123,74 @@ def norm(x, weight, out, eps, WIDTH: tl.constexpr, BLOCK: tl.constexpr, HALVES: 
     tl.store(out + row + at, _rounded(value, out, HALVES), mask=inside)
 
 
+@triton.jit
+def _turned(one, two, cos_one, cos_two, sin_one, sin_two, kind: tl.constexpr):
+    """The halves of heads, turned, rounded where the transformers modules round."""
+    left = (one * cos_one).to(kind).to(tl.float32) + (two * sin_one).to(kind).to(tl.float32)
+    right = (two * cos_two).to(kind).to(tl.float32) + (one * sin_two).to(kind).to(tl.float32)
+    return left.to(kind), right.to(kind)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def heads(x, weight, steps, bias, angles, write_to, out, keys, values, rows, HEADS: tl.constexpr, KV: tl.constexpr, DIM: tl.constexpr,
+          INPUTS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, EIGHT: tl.constexpr, BIASED: tl.constexpr,
+          LINKED: tl.constexpr):
+    """`product` and `turn` in one, BN outputs and those half a head behind them: queries go to out, keys and values of each row to a place
+    of its own in the cache, −1 for none."""
+    OUTPUTS: tl.constexpr = (HEADS + 2 * KV) * DIM
+    HALF: tl.constexpr = DIM // 2
+    WHOLE: tl.constexpr = INPUTS % BK == 0
+    m, head = tl.program_id(0) * BM + tl.arange(0, BM), tl.program_id(1) * BN // HALF
+    at, k = tl.program_id(1) * BN % HALF + tl.arange(0, BN), tl.arange(0, BK)
+    n, inside = head * DIM + at, (m < rows)[:, None]
+    column, here, row = n.to(tl.int64)[:, None] * INPUTS, n < OUTPUTS, m.to(tl.int64)[:, None]
+    sums, others = tl.zeros((BM, BN), tl.float32), tl.zeros((BM, BN), tl.float32)
+    _wait(LINKED)
+    # after it: the kernel before the norm may be the one that looks the angles up, and the sums are waited for longer
+    target = tl.load(write_to + m, mask=m < rows, other=-1).to(tl.int64)[:, None]
+    turns, cos = inside & (head < HEADS + KV), angles + row * (2 * DIM) + at[None, :]
+    sin = cos + DIM
+    cos_one, cos_two = tl.load(cos, mask=turns, other=0.0).to(tl.float32), tl.load(cos + HALF, mask=turns, other=0.0).to(tl.float32)
+    sin_one, sin_two = tl.load(sin, mask=turns, other=0.0).to(tl.float32), tl.load(sin + HALF, mask=turns, other=0.0).to(tl.float32)
+    for start in range(0, INPUTS, BK):
+        inputs = start + k[None, :]
+        read = here[:, None]
+        if not WHOLE:
+            read = read & (inputs < INPUTS)
+        a = _read(x, m, inputs, rows, INPUTS, WHOLE)
+        sums = tl.dot(a, _weights(weight + column + inputs, read, EIGHT).T, sums)
+        others = tl.dot(a, _weights(weight + HALF * INPUTS + column + inputs, read, EIGHT).T, others)
+    _begin(LINKED)
+    one = _rounded(_finished(sums, steps, bias, n, here, EIGHT, BIASED), out, EIGHT)
+    two = _rounded(_finished(others, steps, bias, n + HALF, here, EIGHT, BIASED), out, EIGHT)
+    left, right = _turned(one.to(tl.float32), two.to(tl.float32), cos_one, cos_two, sin_one, sin_two, out.dtype.element_ty)
+    if head < HEADS:
+        place = row * OUTPUTS + n[None, :]
+        tl.store(out + place, left, mask=inside)
+        tl.store(out + place + HALF, right, mask=inside)
+    else:
+        inside = inside & (target >= 0)
+        cell = target * (KV * DIM) + ((head - HEADS) % KV) * DIM + at[None, :]
+        if head < HEADS + KV:
+            tl.store(keys + cell, left, mask=inside)
+            tl.store(keys + cell + HALF, right, mask=inside)
+        else:
+            tl.store(values + cell, one, mask=inside)
+            tl.store(values + cell + HALF, two, mask=inside)
+
+
 @triton.jit(do_not_specialize=["rows", "writes"])
 def turn(heads, angles, factors, eps, write_to, write_from, keys, values, rows, writes, HEADS: tl.constexpr, KV: tl.constexpr,
          DIM: tl.constexpr, HALF: tl.constexpr, SOME: tl.constexpr, NORMED: tl.constexpr, LINKED: tl.constexpr):
-    """Turn the queries of a row in place, and a write's keys into the cache, beside its values: SOME heads of one of them."""
+    """Turn the queries of a row in place, and a write's keys into the cache, beside its values: SOME heads of one of them. A write to −1
+    is none."""
     _begin(LINKED)
     place, head, at = tl.program_id(0), tl.program_id(1) * SOME + tl.arange(0, SOME), tl.arange(0, HALF)
     here = place + tl.zeros_like(head)
     asks, holds = (head < HEADS) & (here < rows), (head >= HEADS) & (head < HEADS + KV) & (here < writes)
     source = tl.load(write_from + place, mask=place < writes, other=0)
-    target = tl.load(write_to + place, mask=place < writes, other=0).to(tl.int64)
+    target = tl.load(write_to + place, mask=place < writes, other=-1).to(tl.int64)
+    holds = holds & (target >= 0)
     row = tl.where(head < HEADS, place, source).to(tl.int64)[:, None]
     inside = (asks | holds)[:, None] & (at < DIM // 2)[None, :]
     first = heads + row * ((HEADS + 2 * KV) * DIM) + head[:, None] * DIM + at[None, :]
@@ -149,14 +207,13 @@ def turn(heads, angles, factors, eps, write_to, write_from, keys, values, rows, 
         one = ((one * scale).to(kind).to(tl.float32) * tl.load(factor, mask=inside, other=0.0).to(tl.float32)).to(kind).to(tl.float32)
         two = ((two * scale).to(kind).to(tl.float32)
                * tl.load(factor + DIM // 2, mask=inside, other=0.0).to(tl.float32)).to(kind).to(tl.float32)
-    left = (one * cos_one).to(kind).to(tl.float32) + (two * sin_one).to(kind).to(tl.float32)
-    right = (two * cos_two).to(kind).to(tl.float32) + (one * sin_two).to(kind).to(tl.float32)
+    left, right = _turned(one, two, cos_one, cos_two, sin_one, sin_two, kind)
     queries, stored = inside & asks[:, None], inside & holds[:, None]
-    tl.store(first, left.to(kind), mask=queries)
-    tl.store(first + DIM // 2, right.to(kind), mask=queries)
+    tl.store(first, left, mask=queries)
+    tl.store(first + DIM // 2, right, mask=queries)
     cell = target * (KV * DIM) + (head - HEADS)[:, None] * DIM + at[None, :]
-    tl.store(keys + cell, left.to(kind), mask=stored)
-    tl.store(keys + cell + DIM // 2, right.to(kind), mask=stored)
+    tl.store(keys + cell, left, mask=stored)
+    tl.store(keys + cell + DIM // 2, right, mask=stored)
     tl.store(values + cell, tl.load(first + KV * DIM, mask=stored, other=0.0), mask=stored)
     tl.store(values + cell + DIM // 2, tl.load(first + KV * DIM + DIM // 2, mask=stored, other=0.0), mask=stored)
 

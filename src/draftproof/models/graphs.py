@@ -9,7 +9,7 @@ row, writes the first write, paths the first path, and so the same numbers go to
 page 0, which nobody owns and nobody writes, at a rank behind every text: dead items, whose weight in the merge is exactly 0. So no bit of
 a row depends on its bucket (tests/models/test_graphs.py, with a recorder that hands back what it was given). Where blocks run through our
 own kernels (rows.py), nobody sits on paths that fill a bucket up, which cost next to nothing, so buckets are coarser; rows that fill it up
-attend to nothing, and what they hold is nobody's.
+attend to nothing, and what they hold is nobody's: where every row writes its own key, they write none.
 
 Making one takes several passes' time, so a round in which any was made teaches nobody what rounds take (`recordings`).
 
@@ -57,7 +57,8 @@ class Record(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """Shapes of a recording: rows, writes of keys, paths, query places of a path, and its pages under each window."""
+    """Shapes of a recording: rows, writes of keys, paths, query places of a path, and its pages under each window. once: for our own
+    kernels, whether every row writes its own key, in order."""
 
     rows: int
     writes: int
@@ -65,6 +66,7 @@ class Bucket:
     width: int
     pages: tuple[int, ...]
     taps: frozenset[int]
+    once: bool = False
 
 
 class Recording:
@@ -92,10 +94,13 @@ class Recording:
         take[owner, seat], back[rows] = rows, owner * bucket.width + seat
         take[len(p.paths) :] = -1 if self.fused.seats else take[0]
         tables = [self._pages(p, most, seen) for most, seen in zip(bucket.pages, spans, strict=True)]
-        of_rows = (np.arange(count), p.positions[0].numpy(), p.position_list, back, keep, *p.writes())
+        writes = p.writes()
+        of_rows = (np.arange(count), p.positions[0].numpy(), p.position_list, back, keep, *writes)
         for to, values in zip(self.host, (*of_rows, take, *(pages for pages, _ in tables), *(ranks for _, ranks in tables)), strict=True):
             known = np.asarray(values).reshape(-1)
             to[: len(known)], to[len(known) :] = known, known[0]
+        if bucket.once:
+            self.host[5][len(writes[0]) :] = -1
         self.numbers.copy_(pinned(self.written, self.numbers.device), non_blocking=True)
         torch.index_select(p.ids[0], 0, self.source, out=self.ids[0])
 
@@ -111,13 +116,13 @@ class Recording:
 
     def run(self) -> tuple[Tensor, dict[int, Tensor]]:
         """The pass, out of tensors alone."""
-        fused = self.fused
+        fused, bucket = self.fused, self.bucket
         cache = {} if fused.seats else {(window, fused.group, fused.dtype): self._items(kind, window)
                                         for kind, window in enumerate(fused.windows)}
         p = Pass(self.ids, self.positions[None], [], self.write_to, self.write_from, [], self.pool.page_tokens, self.tile, cache)
         if fused.seats:
-            table = self.pages[0].view(self.bucket.paths, -1)
-            p.plan = Plan(self.write_to, self.write_from, tiles_of(self.at, self.take, table, fused.group))
+            table = self.pages[0].view(bucket.paths, -1)
+            p.plan = Plan(self.write_to, self.write_from, tiles_of(self.at, self.take, table, fused.group), bucket.once)
         return fused.compute(p, self.pool, None), dict(fused.rows)
 
     def _items(self, kind: int, window: int) -> Items:
@@ -179,7 +184,8 @@ class GraphedPass(FusedPass):
         pages = tuple(whole(max(map(len, each))) for each in spans)
         if paths * max(pages) > (WIDE_ITEMS if self.seats else MOST_ITEMS):
             return None, spans
-        return Bucket(rows, max(rows, self._rows(len(p.writes()[0]))), paths, width, pages, self.taps), spans
+        once = bool(self.seats) and p.write_from is None
+        return Bucket(rows, max(rows, self._rows(len(p.writes()[0]))), paths, width, pages, self.taps, once), spans
 
     def _rows(self, count: int) -> int:
         """Of a bucket that holds so many."""

@@ -1,6 +1,6 @@
 """Blocks and products on a GPU by our own kernels (gpu/): few of them, each begun while the one before ends.
 
-    x ← x + o(attention(turn(qkv(norm(x)))))        x ← x + down(gated(norm(x)))        nine kernels
+    x ← x + o(attention(turn(qkv(norm(x)))))        x ← x + down(gated(norm(x)))        eight kernels
 
 A row's bits do not depend on its neighbours (gpu/kernels.py), so reproducible and fast passes of few rows are the same ones. Where bits
 may depend on rows, many of them go to torch's libraries, which take large products faster. `FusedLayer` is the plain twin.
@@ -82,6 +82,19 @@ class ByRows(InTiles, ABC):
         """x + the product of rows, in place."""
         return self._ours(rows, onto=x) if self.takes(rows) else self.many_onto(x, rows)
 
+    def turns(self, rows: Tensor, dim: int) -> bool:
+        """Whether `heads` takes so many rows of heads so wide."""
+        from ..gpu.calls import FEW, halves
+
+        return rows.shape[0] <= FEW and bool(halves(dim))
+
+    def heads(self, rows: Tensor, angles: Tensor, plan: Plan, keys: Tensor, values: Tensor) -> Tensor:
+        """The product of rows, queries turned, keys and values in their places."""
+        from ..gpu.calls import heads
+
+        return heads(rows.to(self.reads(rows)).contiguous(), self.matrix(), self.bias, self.steps, angles, plan.write_to, keys, values,
+                     self.weight.dtype)
+
     def gated(self, act: Any, rows: Tensor, kind: torch.dtype) -> Tensor:
         """act of the first half of the product, times the second, in this type."""
         if type(act) not in SILU:
@@ -154,11 +167,13 @@ def linear_of_eight(alone: bool) -> Linear:
 
 
 class Plan(NamedTuple):
-    """Where a pass writes its keys, from which of its rows, and how its rows attend: tensors on the device."""
+    """Where a pass writes its keys, from which of its rows, and how its rows attend: tensors on the device. once: every row writes its own,
+    in order."""
 
     write_to: Tensor
     write_from: Tensor
     tiles: gpu.Tiles
+    once: bool
 
 
 class RowsLayer(FusedLayer):
@@ -170,19 +185,28 @@ class RowsLayer(FusedLayer):
         super().__init__(layer, form, between.Between(norm, between.turn))
 
     def run(self, x: Tensor, angles: Tensor, p: Pass, pool: PagePool) -> Tensor:
-        from ..gpu.calls import attend, norm, turn
+        from ..gpu.calls import attend, norm
 
         before, after = self._norms
         plan = planned(p, self.heads // self.kv_heads)
-        heads = self.qkv(norm(x, *before, read(self.qkv, x)))
-        one = heads.new_empty(0, self.kv_heads, self.head_dim)
+        one = x.new_empty(0, self.kv_heads, self.head_dim)
         keys, values = pool.storage(self.layer_idx, one, one)
-        turn(heads, angles, self.head_norm, 0.0 if self.head_norm is None else self.head_eps, plan.write_to, plan.write_from, keys, values)
+        heads = self._turned(norm(x, *before, read(self.qkv, x)), angles, plan, keys, values)
         added(x, self.o, attend(heads, keys, values, plan.tiles, self.scaling, self.window, pool.page_tokens, read(self.o, x)))
         h = norm(x, *after, read(self.gate_up, x))
         if isinstance(self.gate_up, ByRows):
             return added(x, self.down, self.gate_up.gated(self.act, h, read(self.down, x)))
         return added(x, self.down, between.gated(self.act, self.gate_up(h)))
+
+    def _turned(self, h: Tensor, angles: Tensor, plan: Plan, keys: Tensor, values: Tensor) -> Tensor:
+        """The heads of rows h, queries turned; keys, turned, and values go where the plan says."""
+        from ..gpu.calls import turn
+
+        if plan.once and self.head_norm is None and isinstance(self.qkv, ByRows) and self.qkv.turns(h, self.head_dim):
+            return self.qkv.heads(h, angles, plan, keys, values)
+        heads: Tensor = self.qkv(h)
+        turn(heads, angles, self.head_norm, 0.0 if self.head_norm is None else self.head_eps, plan.write_to, plan.write_from, keys, values)
+        return heads
 
     def seats(self) -> int:
         """Rows of one path that a tile of attention holds."""
@@ -217,11 +241,11 @@ def planned(p: Pass, group: int) -> Plan:
         take = [row for path in p.paths for row in (*path.rows, *[-1] * (tiles * size - len(path.rows)))]
         lasts = [max(p.position_list[row] for row in path.rows) // p.page_tokens + 1 for path in p.paths]
         table = [page for path, last in zip(p.paths, lasts, strict=True) for page in (*path.pages[:last], *[0] * (max(lasts) - last))]
-        to, source = p.writes()
+        once, (to, source) = p.write_from is None, p.writes()
         parts = [list(to), list(source), p.position_list, take, table]
         numbers = sent(torch.tensor(sum(parts, [])), p.ids.device)
         write_to, write_from, position, taken, pages = torch.split(numbers, [len(part) for part in parts])
-        p.plan = Plan(write_to, write_from, tiles_of(position, taken, pages.view(len(p.paths), -1), group))
+        p.plan = Plan(write_to, write_from, tiles_of(position, taken, pages.view(len(p.paths), -1), group), once)
     found: Plan = p.plan
     return found
 
