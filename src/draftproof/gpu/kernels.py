@@ -5,11 +5,13 @@ by such as were seen to give the same bits (`calls.large`); tiles of queries hav
 
 LINKED: kernels of one stream begin while the one before them ends (programmatic dependent launch, from compute capability 9.0 on). The
 small ones let their successor begin at once, a product behind its loop; each waits before it touches what another writes, and asks before
-that for what was there when the pass began: weights of norms, angles, and how rows attend.
+that for what was there when the pass began: weights of norms, angles, how rows attend, and the lines of memory that keys lie in.
 """
 
 import triton
 import triton.language as tl
+
+LINE = tl.constexpr(64)  # numbers of sixteen bits in a line of memory
 
 
 @triton.jit
@@ -22,6 +24,14 @@ def _begin(LINKED: tl.constexpr):
 def _wait(LINKED: tl.constexpr):
     if LINKED:
         tl.extra.cuda.gdc_wait()
+
+
+@triton.jit
+def _ask(at, LINKED: tl.constexpr):
+    """Have these lines of memory brought into the second cache; nobody waits for them."""
+    if LINKED:
+        asked: tl.constexpr = "prefetch.global.L2 [$1]; mov.b32 $0, 0;"
+        tl.inline_asm_elementwise(asked, "=r,l", [at.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1)
 
 
 @triton.jit
@@ -231,13 +241,20 @@ def attend(heads, keys, values, position, take, table, out, logs, scale, window,
     row = tl.load(take + tile * SEATS + seat, mask=seat < SEATS, other=-1).to(tl.int64)
     sits, deep = row >= 0, (d < DIM)[None, :]
     at, there = tl.load(position + row, mask=sits, other=-1).to(tl.int32), sits[:, None] & deep
-    first, held = part * SPLIT, ()
+    first, cells = part * SPLIT, ()
     for i in tl.static_range(SPLIT):
-        page = (first + i) * BLOCK // PAGE
-        held += (tl.load(table + tile // tiles * most + page, mask=page < most, other=0).to(tl.int64),)
+        start = (first + i) * BLOCK
+        page = tl.load(table + tile // tiles * most + start // PAGE, mask=start // PAGE < most, other=0).to(tl.int64)
+        cells += ((page * PAGE + start % PAGE) * (KV * DIM) + kv * DIM,)
     seen = first * BLOCK <= tl.max(at, 0)  # not where nobody sits
     if WINDOWED:
         seen = seen & ((first + SPLIT) * BLOCK > tl.min(tl.where(sits, at, most * PAGE), 0) - window + 1)
+    if seen:
+        line = tl.arange(0, (DEEP + LINE - 1) // LINE) * LINE
+        for i in tl.static_range(SPLIT):
+            lines = cells[i] + key[:, None] * (KV * DIM) + tl.minimum(line, DIM - 1)[None, :]
+            _ask(keys + lines, LINKED)
+            _ask(values + lines, LINKED)
     _wait(LINKED)
     head = kv * GROUP + query % GROUP
     asked = tl.load(heads + row[:, None] * STRIDE + head[:, None] * DIM + d[None, :], mask=there, other=0.0)
@@ -246,7 +263,7 @@ def attend(heads, keys, values, position, take, table, out, logs, scale, window,
     if seen:
         for i in tl.static_range(SPLIT):
             start = (first + i) * BLOCK
-            cell = (held[i] * PAGE + start % PAGE) * (KV * DIM) + kv * DIM + (key[:, None] * (KV * DIM) + d[None, :])
+            cell = cells[i] + (key[:, None] * (KV * DIM) + d[None, :])
             k, v = tl.load(keys + cell, mask=deep, other=0.0), tl.load(values + cell, mask=deep, other=0.0)
             here = (start + key)[None, :]
             sees = here <= at[:, None]

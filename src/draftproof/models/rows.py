@@ -1,6 +1,6 @@
 """Blocks and products on a GPU by our own kernels (gpu/): few of them, each begun while the one before ends.
 
-    x ← x + o(attention(turn(qkv(norm(x)))))        x ← x + down(gated(norm(x)))        eight kernels
+    x ← x + o(attention(turn(qkv(norm(x)))))        x ← x + down(gated(norm(x)))        eight kernels, nine for trees and many rows
 
 A row's bits do not depend on its neighbours (gpu/kernels.py), so reproducible and fast passes of few rows are the same ones. Where bits
 may depend on rows, many of them go to torch's libraries, which take large products faster. `FusedLayer` is the plain twin.
