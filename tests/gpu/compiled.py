@@ -33,8 +33,8 @@ MERGE = {"parts_out": WIDE, "logs": WIDE, "out": HALF, "rows": NUMBER, "parts": 
 
 
 def made(name: str, types: dict[str, str], stages: int = 3, warps: int = 4, **sizes: Any) -> dict[str, Any]:
-    """Bytes of shared memory, how often it waits for or calls another kernel, copies into shared memory, loops; which instructions
-    multiply, and in which order of inputs."""
+    """Bytes of shared memory, how often it waits for or calls another kernel, copies into shared memory, lines asked for before it waits,
+    loops; which instructions multiply, and in which order of inputs."""
     kernel, sizes = getattr(kernels, name), {**sizes, "LINKED": True}
     place = kernel.arg_names.index
     signature = {argument: "constexpr" if argument in sizes else types[argument] for argument in kernel.arg_names}
@@ -45,6 +45,7 @@ def made(name: str, types: dict[str, str], stages: int = 3, warps: int = 4, **si
     assert len(found.asm["cubin"])
     graph = found.asm["ttgir"]
     return {"shared": found.metadata.shared, "linked": text.count("griddepcontrol"), "copies": text.count("cp.async.cg"),
+            "early": text.partition("griddepcontrol.wait")[0].count("prefetch.global.L2"),
             "loops": graph.count("scf.for"), "multiplies": sorted(set(re.findall(r"(?:wg)?mma\.\S+", text))),
             "orders": sorted(set(re.findall(r"kWidth = \d+", graph))), "spilled": spilled(text)}
 

@@ -28,6 +28,7 @@ def test_kernels_compile_and_products_keep_weights_on_their_way() -> None:
     for name, needed in buffers.items():
         assert found[name]["copies"] and found[name]["shared"] >= needed, "stages are copied while others are multiplied"
         assert found[name]["loops"] == 1
+    assert [name for name, one in found.items() if one["early"]] == ["attend"], "keys and values are on their way before it waits"
     for kind, each in by_tiles.items():
         for rows, products in each.items():
             for product in products:
