@@ -24,7 +24,7 @@ from ..core.upload import asked, index_of, uploaded
 from ..core.verify import joint, match, shares_noise
 from ..errors import CacheFull, DrafterError, OptionError
 from ..models.graphs import recordings
-from ..models.taps import rows_at, side_by_side
+from ..models.taps import SideBySide, rows_at, side_by_side
 from ..models.target import Slot, Target
 from ..trace.events import Alternative, Times
 from ..types import LOSSY, Commit, Draft, Fate, Scores, Signals, Verdict
@@ -308,9 +308,9 @@ def _signals(scores: Scores, commits: abc.Sequence[Commit]) -> abc.Sequence[Sign
     kept = rows_at(scores.taps, index)
     if len(commits) == 1:
         return [Signals(commits[0].start - 1, kept)]
-    kept, ends = side_by_side(kept), list(accumulate(1 + len(commit.kept) for commit in commits))
-    return [Signals(commit.start - 1, rows_at(kept, slice(end - 1 - len(commit.kept), end)))
-            for commit, end in zip(commits, ends, strict=True)]
+    kept = side_by_side(kept)
+    parts = torch.split(kept.whole, [1 + len(commit.kept) for commit in commits])
+    return [Signals(commit.start - 1, SideBySide(kept.layers, own)) for commit, own in zip(commits, parts, strict=True)]
 
 
 def _note_logprobs(seq: Sequence, logits: Tensor, rows: abc.Sequence[int], tokens: abc.Sequence[int]) -> None:

@@ -261,7 +261,8 @@ class Speculation:
             tokens = [drafts[i].tokens for i in far]
             inside = (tokens[0] if len(far) == 1 else torch.cat(tokens)).clamp(0, self._vocab_size - 1)
             for i, own in zip(far, torch.split(inside, [len(one) for one in tokens]), strict=True):
-                drafts[i] = replace(drafts[i], tokens=own)
+                one = drafts[i]
+                drafts[i] = Draft(own, one.parents, one.score, one.law, one.drafter, one.reason)       # `replace` takes twice as long
         return drafts
 
 

@@ -174,9 +174,10 @@ class GraphedPass(FusedPass):
 
     def _bucket(self, p: Pass) -> tuple[Bucket | None, Spans]:
         """The pass's bucket, None if that would be too large, and the pages that each path reads."""
-        seen = [[p.position_list[row] for row in path.rows] for path in p.paths]
-        spans = [[pages_seen(at, window, p.page_tokens) for at in seen] for window in self.windows]
-        rows, paths, width = self._rows(len(p.position_list)), whole(len(p.paths)), whole(max(map(len, seen)))
+        ends = [(p.position_list[path.rows[0]], p.position_list[path.rows[-1]]) for path in p.paths]
+        spans = [[pages_seen(at, window, p.page_tokens) for at in ends] for window in self.windows]
+        longest = max(len(path.rows) for path in p.paths)
+        rows, paths, width = self._rows(len(p.position_list)), whole(len(p.paths)), whole(longest)
         if self.seats:
             paths, width = whole(len(p.paths), step=4), -(-width // self.seats) * self.seats
         while not self.seats and self.group * width % p.query_tile:
