@@ -57,8 +57,8 @@ def test_planted_trees_are_those_of_the_levels(build: Callable[..., Any], whole:
 def test_levels_that_cannot_enter_change_no_tree(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a processor the twin stops growing when every tree is full of worthier nodes."""
     target, one, twin, recorder = pair(eagle3, monkeypatch)
-    levels = []
-    monkeypatch.setattr(Growth, "finish", lambda self, name, right=Growth.finish: levels.append(len(self.levels)) or right(self, name))
+    levels, right = [], Growth.finish
+    monkeypatch.setattr(Growth, "finish", lambda self, name: levels.append(len(self.seen or self.levels)) or right(self, name))
     for round_ in range(12):
         texts = [text(seed + 10 * round_, temperature, 6) for seed, temperature in enumerate((0.0, 0.8, 0.8))]
         drafts = []

@@ -23,10 +23,11 @@ from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, product
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from ..core.upload import sent
@@ -153,6 +154,20 @@ class Level:
     spots: Tensor
 
 
+class Seen(NamedTuple):
+    """A `Level` on the host."""
+
+    tokens: NDArray[Any]
+    gaps: NDArray[Any]
+    shares: NDArray[Any]
+    worth: NDArray[Any]
+    spots: NDArray[Any]
+
+    def of(self, i: int) -> Offered:
+        """What it offered one sequence."""
+        return self.tokens[i].tolist(), self.gaps[i].tolist(), self.shares[i].tolist(), self.spots[i].tolist()
+
+
 class Company(NamedTuple):
     """What growing reads of its sequences. rows [B, 1, K] of the table of chances · table · widths [B, 1], None if all are one · ends
     [B, 1, 1, E], −1 for none, or None."""
@@ -180,6 +195,7 @@ class Growth:
     widths: Sequence[int]
     prices: Sequence[Sequence[float]] = ()
     levels: list[Level] = field(default_factory=list)
+    seen: list[Seen] = field(default_factory=list)              # the same, once they are read
     company: Company | None = None
     recorded: bool = False              # all levels are grown, whatever they hold
     _reach: Tensor | None = None        # [B, F] log chance that the walk comes to each slot of the frontier
@@ -233,47 +249,67 @@ class Growth:
 
     def finish(self, name: str) -> list[Draft]:
         """The worthiest nodes of each tree, and no more than are worth their rows. score: perturbed margin, as for chains; a
-        sibling's is negative."""
-        worth = [level.worth.flatten(1).clone() for level in self.levels]
-        for at, rows in enumerate(worth):
-            for i, depth in enumerate(self.depths):
-                if at >= depth:
-                    rows[i] = -math.inf
-        merged = torch.cat(worth, 1)
-        best, order = _best(merged, max(self.nodes))
-        chosen, alive = order.tolist(), (best > -math.inf).sum(1).tolist()
-        counts = [min(n, room) for n, room in zip(self.nodes, alive, strict=True)]
+        sibling's is negative. Reads the levels, if nobody has, which waits for the device."""
+        self.seen = self.seen or look(self.levels)
+        tokens, gaps, worth = (np.concatenate([part.reshape(part.shape[0], -1) for part in parts], 1)
+                               for parts in zip(*(level[:2] + level[3:4] for level in self.seen), strict=True))
+        starts = [0, *accumulate(level.tokens[0].size for level in self.seen)]
+        for i, depth in enumerate(self.depths):
+            worth[i, starts[min(depth, len(self.seen))]:] = -math.inf
+        order = np.argsort(-worth, axis=1, kind="stable")[:, :max(self.nodes)]
+        best = np.take_along_axis(worth, order, 1)
+        counts = [min(n, int(room)) for n, room in zip(self.nodes, (best > -math.inf).sum(1), strict=True)]
         if any(self.prices):
             chances = [[math.exp(value) for value in row] for row in best.tolist()]
             counts = [affordable(row[:n], prices) for row, n, prices in zip(chances, counts, self.prices, strict=True)]
-        tokens, gaps = (torch.cat([getattr(level, what).flatten(1) for level in self.levels], 1) for what in ("tokens", "gaps"))
-        return [self._draft(i, sorted(chosen[i][:n]), tokens[i], gaps[i], name) for i, n in enumerate(counts)]
+        return [self._draft(i, np.sort(order[i, :n]), starts, tokens[i], gaps[i], name) for i, n in enumerate(counts)]
 
-    def _draft(self, i: int, chosen: list[int], tokens: Tensor, gaps: Tensor, name: str) -> Draft:
-        """One tree out of candidates numbered over all levels, in rising order, so that parents come first."""
-        spots = [level.spots[i].tolist() for level in self.levels]
-        count = self.levels[0].tokens.shape[2]
-        starts, parents, ranks = [0], [], []
-        place: dict[int, int] = {}
-        for level in self.levels:
-            starts.append(starts[-1] + level.tokens.shape[1] * count)
+    def _draft(self, i: int, chosen: NDArray[Any], starts: Sequence[int], tokens: NDArray[Any], gaps: NDArray[Any], name: str) -> Draft:
+        """One tree out of candidates numbered over all levels, whose numbers begin at `starts`, in rising order, so that parents come
+        first."""
+        count, parents, place = self.seen[0].tokens.shape[2], [], dict[int, int]()
         at = 0
-        for node, candidate in enumerate(chosen):
+        for node, candidate in enumerate(chosen.tolist()):
             while candidate >= starts[at + 1]:
                 at += 1
-            slot, rank = divmod(candidate - starts[at], count)
-            parents.append(place[starts[at - 1] + spots[at][slot]] if at else -1)
+            slot = (candidate - starts[at]) // count
+            parents.append(place[starts[at - 1] + int(self.seen[at].spots[i, slot])] if at else -1)
             place[candidate] = node
-            ranks.append(rank)
-        index = torch.tensor(chosen, dtype=torch.int64, device=tokens.device)
-        score = gaps[index].clamp(max=SURE)
-        sign = torch.tensor([-1.0 if rank else 1.0 for rank in ranks], device=tokens.device)
-        return Draft(tokens[index], tuple(parents), score=score * sign, drafter=name)
+        score = np.minimum(gaps[chosen], np.float32(SURE)).astype(np.float32)
+        score[chosen % count > 0] *= -1                                             # levels begin at multiples of it
+        return Draft(torch.from_numpy(tokens[chosen].astype(np.int64)), tuple(parents), score=torch.from_numpy(score), drafter=name)
 
     def learn(self, i: int, committed: Sequence[int]) -> None:
         """The text of sequence i went on with these tokens: count which candidates on the way were the target's choice."""
-        self.margins.follow(self.greedy[i], committed, ((level.tokens[i].tolist(), level.gaps[i].tolist(), level.shares[i].tolist(),
-                                                         level.spots[i].tolist()) for level in self.levels))
+        self.margins.follow(self.greedy[i], committed, (level.of(i) for level in self.seen))
+
+
+def packed(levels: Sequence[Level]) -> Tensor:
+    """int32 [B, n]: a sequence's tokens and spots level by level, then its gaps, shares and worth, as their bits."""
+    ids = [part.flatten(1).int() for level in levels for part in (level.tokens, level.spots)]
+    reals = [part.flatten(1).float() for level in levels for part in (level.gaps, level.shares, level.worth)]
+    return torch.cat((*ids, torch.cat(reals, 1).view(torch.int32)), 1)
+
+
+def unpacked(rows: NDArray[np.int32], slots: Sequence[int], count: int) -> list[Seen]:
+    """The levels of so many slots and `count` candidates each that were `packed`."""
+    split = sum(slots) * (count + 1)
+    ids, reals = rows[:, :split], rows[:, split:].view(np.float32)
+    found, a, b = [], 0, 0
+    for width in slots:
+        size = width * count
+        tokens = ids[:, a:a + size].reshape(-1, width, count)
+        gaps, shares, worth = reals[:, b:b + 3 * size].reshape(-1, 3, width, count).swapaxes(0, 1)
+        found.append(Seen(tokens, gaps, shares, worth, ids[:, a + size:a + size + width]))
+        a, b = a + size + width, b + 3 * size
+    return found
+
+
+def look(levels: Sequence[Level]) -> list[Seen]:
+    """The levels on the host, in one look."""
+    if levels[0].tokens.is_cpu:
+        return [Seen(*(part.numpy() for part in (level.tokens, level.gaps, level.shares, level.worth, level.spots))) for level in levels]
+    return unpacked(packed(levels).cpu().numpy(), [level.tokens.shape[1] for level in levels], levels[0].tokens.shape[2])
 
 
 def grown(made: Made, prices: Sequence[float], name: str) -> Draft:

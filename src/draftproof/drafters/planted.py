@@ -8,7 +8,6 @@ level may extend: so a mask says which of them are on the way to it.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -18,14 +17,13 @@ from ..core.choice import largest
 from ..core.upload import pinned
 from ..models.heads.cache import CachePool
 from ..models.heads.recorded import Bucket, Fed, RecordedChains, Recording, RecurrentHead, SlotPass
-from .grow import CANDIDATES, Company, Growth, Level, Margins, endings, sight
+from .grow import CANDIDATES, Company, Growth, Margins, endings, packed, sight, unpacked
 
 
 class Planted(NamedTuple):
-    """Of every line: ids [lines, n]: tokens and spots of all levels · reals [lines, n]: gaps, shares and worth · last [lines, H]."""
+    """Of every line: levels [lines, n], `packed` · last [lines, H]."""
 
-    ids: Tensor
-    reals: Tensor
+    levels: Tensor
     last: Tensor
 
 
@@ -82,11 +80,7 @@ class PlantedTrees(Recording):
                               (slots[:, None] * width + own).flatten())
             rows = (positions + 1 + level)[:, None].expand(-1, width).flatten()
             hidden = head.step(front.tokens.flatten(), hidden.flatten(0, 1), rows, attend).view(bucket.lines, width, -1)
-        ids, reals = [], []
-        for found in growth.levels:
-            ids += [found.tokens.flatten(1), found.spots]
-            reals += [found.gaps.flatten(1), found.shares.flatten(1), found.worth.flatten(1)]
-        return Planted(torch.cat(ids, 1), torch.cat(reals, 1), last)
+        return Planted(packed(growth.levels), last)
 
     def _offered(self, logits: Tensor, noise: Tensor | None, count: int) -> tuple[Tensor, Tensor, Tensor]:
         """A level's candidates, as `drafters.base.pick` ranks them: tokens, values and shares [lines, slots, count]."""
@@ -106,16 +100,8 @@ def plant(recorded: RecordedChains, lines: Sequence[Fed], growth: Growth, keys: 
     found = recorded.replayed(PlantedTrees, bucket, lines, keys, growth)
     if found is None:
         return None
-    ids, reals, last = found
-    both = torch.cat([ids.flatten(), reals.double().view(torch.int64).flatten()]).cpu()
-    host, numbers = both[:ids.numel()].view(ids.shape), both[ids.numel():].view(torch.float64).float().view(reals.shape)
-    frontiers = [1, *[min(bucket.widest, count)] * (depth > 1), *[bucket.widest] * (depth - 2)][:depth]
-    id_cuts = [0, *accumulate(n for slots in frontiers for n in (slots * count, slots))]
-    real_cuts = [0, *accumulate(slots * count for slots in frontiers for _ in range(3))]
-    parts = iter([host[:, a:b] for a, b in pairwise(id_cuts)])
-    reads = iter([numbers[:, a:b] for a, b in pairwise(real_cuts)])
-    for slots in frontiers:
-        tokens, spots = next(parts), next(parts)
-        gaps, shares, worth = (next(reads).reshape(-1, slots, count) for _ in range(3))
-        growth.levels.append(Level(tokens.reshape(-1, slots, count), gaps, shares, worth, spots))
-    return last.clone()
+    levels, last = found
+    last = last.clone()
+    slots = [1, *[min(bucket.widest, count)] * (depth > 1), *[bucket.widest] * (depth - 2)][:depth]
+    growth.seen = unpacked(levels.cpu().numpy(), slots, count)
+    return last

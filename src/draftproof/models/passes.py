@@ -42,8 +42,8 @@ def inferring(function: Callable[P, R]) -> Callable[P, R]:
 
 
 class Path(NamedTuple):
-    """pages[j] holds positions j*P … j*P+P−1; rows are the rows of the pass that attend through it, in the order of their positions. common:
-    how many leading keys are those of the path before it; the compiled kernels read them there, for all rows at once."""
+    """pages[j] holds positions j*P … j*P+P−1; rows are the rows of the pass that attend through it, in the order of their positions.
+    common: how many leading keys are those of the path before it; the compiled kernels read them there, for all rows at once."""
 
     pages: Sequence[int]
     rows: Sequence[int]
