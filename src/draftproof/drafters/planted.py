@@ -32,8 +32,8 @@ class PlantedTrees(Recording):
 
     where = " where trees grow"
 
-    def __init__(self, bucket: Bucket, head: RecurrentHead, pool: CachePool, like: Tensor) -> None:
-        super().__init__(bucket, head, pool, like)
+    def __init__(self, bucket: Bucket, head: RecurrentHead, pool: CachePool, like: Tensor, ours: bool = False) -> None:
+        super().__init__(bucket, head, pool, like, ours)
         device = self.store.device
         self.about = torch.zeros(bucket.lines, 2 + bucket.ends, dtype=torch.int64, device=device)
         self.margins = Margins()

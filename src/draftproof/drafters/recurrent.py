@@ -21,6 +21,7 @@ from ..models.heads.blocks import join
 from ..models.heads.cache import HeadCache, HeadPass
 from ..models.heads.compiled import CompiledHead, Made, Wish
 from ..models.heads.recorded import MOST_FED, MOST_LINES, Fed, RecordedChains, Recording, RecurrentHead
+from ..models.heads.rows import by_rows
 from ..models.packed import can_pack, pack
 from ..models.taps import abreast, rows_in, stacked
 from ..types import Budget, Commit, Draft, SequenceView, Signals
@@ -54,9 +55,9 @@ class RecurrentDrafter:
         if self.device.type == "cpu" and can_pack(self.dtype)[0]:
             pack(head)
         self.head: RecurrentHead = head  # type: ignore[assignment]
-        self.compiled = CompiledHead.of(head)
+        self.compiled, ours = CompiledHead.of(head), by_rows(head, self.device, self.dtype)
         record = recorder(self.device) if graphs else None
-        self.recorded = None if record is None else RecordedChains(self.head, record, self.dtype, self.device)
+        self.recorded = None if record is None else RecordedChains(self.head, record, self.dtype, self.device, ours)
         taps = tuple(sorted(set(self.head.taps)))
         self.needs = Needs(taps=taps, parts=("embed", "output"), law=True, tree=True, context=self.head.context)
         self.margins = Margins()

@@ -191,22 +191,13 @@ class RowsLayer(FusedLayer):
         plan = planned(p, self.heads // self.kv_heads)
         one = x.new_empty(0, self.kv_heads, self.head_dim)
         keys, values = pool.storage(self.layer_idx, one, one)
-        heads = self._turned(norm(x, *before, read(self.qkv, x)), angles, plan, keys, values)
+        eps = 0.0 if self.head_norm is None else self.head_eps
+        heads = turned(self.qkv, norm(x, *before, read(self.qkv, x)), angles, self.head_norm, eps, plan, keys, values)
         added(x, self.o, attend(heads, keys, values, plan.tiles, self.scaling, self.window, pool.page_tokens, read(self.o, x)))
         h = norm(x, *after, read(self.gate_up, x))
         if isinstance(self.gate_up, ByRows):
             return added(x, self.down, self.gate_up.gated(self.act, h, read(self.down, x)))
         return added(x, self.down, between.gated(self.act, self.gate_up(h)))
-
-    def _turned(self, h: Tensor, angles: Tensor, plan: Plan, keys: Tensor, values: Tensor) -> Tensor:
-        """The heads of rows h, queries turned; keys, turned, and values go where the plan says."""
-        from ..gpu.calls import turn
-
-        if plan.once and self.head_norm is None and isinstance(self.qkv, ByRows) and self.qkv.turns(h, self.head_dim):
-            return self.qkv.heads(h, angles, plan, keys, values)
-        heads: Tensor = self.qkv(h)
-        turn(heads, angles, self.head_norm, 0.0 if self.head_norm is None else self.head_eps, plan.write_to, plan.write_from, keys, values)
-        return heads
 
     def seats(self) -> int:
         """Rows of one path that a tile of attention holds."""
@@ -221,6 +212,17 @@ class RowsLayer(FusedLayer):
         parts = [part for part in (self.qkv, bare(self.o), self.gate_up, bare(self.down)) if isinstance(part, InTiles)]
         alone = len(parts) == 4 and all(part.alone for part in parts if isinstance(part, ByRows))
         return max(part.tile for part in parts) if alone else 0
+
+
+def turned(qkv: nn.Module, h: Tensor, angles: Tensor, norms: Tensor | None, eps: float, plan: Plan, keys: Tensor, values: Tensor) -> Tensor:
+    """The heads of rows h after `norms`, queries turned; keys, turned, and values go where the plan says."""
+    from ..gpu.calls import turn
+
+    if plan.once and norms is None and isinstance(qkv, ByRows) and qkv.turns(h, keys.shape[-1]):
+        return qkv.heads(h, angles, plan, keys, values)
+    heads: Tensor = qkv(h)
+    turn(heads, angles, norms, eps, plan.write_to, plan.write_from, keys, values)
+    return heads
 
 
 def read(product: nn.Module, x: Tensor) -> torch.dtype:

@@ -21,7 +21,7 @@ from ...errors import LoadError
 from ..target import TargetParts
 from .blocks import RMSNorm, Rope
 from .files import HeadFiles, converted, fill, needed, write_files
-from .layers import Attend, HeadLayer, HeadLayers, Shape
+from .layers import Attend, HeadLayer, HeadLayers, Runs, Shape
 
 H = TypeVar("H", bound=nn.Module)
 
@@ -94,7 +94,7 @@ class EagleHead(nn.Module):
         fused: Tensor = norm(features)
         return fused
 
-    def step(self, tokens: Tensor, hidden: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+    def step(self, tokens: Tensor, hidden: Tensor, positions: Tensor, attend: Attend | Runs) -> Tensor:
         """tokens [R] and the hidden states before them [R, H] → hidden states [R, H]: for `logits`, and for the next step."""
         embedded = embedding(self._parts[0], self.embed_tokens)(tokens)
         if self.embedding_layernorm is not None and self.hidden_states_layernorm is not None:

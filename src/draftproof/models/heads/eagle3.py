@@ -26,7 +26,7 @@ from ..target import TargetParts
 from .blocks import RMSNorm, Rope
 from .eagle import ROTARY, count_layers, embedding, give_biases, kept, require_vocabulary, rope_fields, settle, text_config
 from .files import HeadFiles, converted, fill, needed, write_files
-from .layers import Attend, FirstLayer, HeadLayer, HeadLayers, Shape
+from .layers import Attend, FirstLayer, HeadLayer, HeadLayers, Runs, Shape
 from .vocabulary import draft_ids, mask, offsets
 
 TABLES = frozenset({"d2t", "t2d"})      # read here, not by the module
@@ -126,7 +126,7 @@ class Eagle3Head(nn.Module):
         fused: Tensor = self.fc(features)
         return fused
 
-    def step(self, tokens: Tensor, hidden: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+    def step(self, tokens: Tensor, hidden: Tensor, positions: Tensor, attend: Attend | Runs) -> Tensor:
         """tokens [R] and the hidden states before them [R, H] → hidden states [R, H]: for `logits`, and for the next step."""
         x: Tensor = self.layers(hidden, self.rope, positions, attend, self.embedding()(tokens))
         return self.norm(x) if self.norm_output else x

@@ -10,6 +10,7 @@ twenty operations take to be found and called. The lines of torch are the twin; 
 from __future__ import annotations
 
 import ctypes
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +29,14 @@ from .files import needed
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """layer, q [R, heads, D], k and v [R, kv, D] → [R, heads · D]; q and k are rotated."""
+
+
+class Runs(ABC):
+    """What runs whole layers, where an `Attend` would be called by each."""
+
+    @abstractmethod
+    def run(self, layers: HeadLayers, x: Tensor, beside: Tensor | None) -> Tensor: ...
+
 
 HEADS, EPS = 32, 1e-6       # what a Llama config means where it is silent
 
@@ -153,8 +162,10 @@ class HeadLayers(nn.ModuleList):
     _table: ctypes.Array[native.Layer] | None = None
     _held: tuple[Tensor, ...] = ()      # what the table points to and nobody else holds
 
-    def forward(self, x: Tensor, rope: Rope, positions: Tensor, attend: Attend, beside: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, rope: Rope, positions: Tensor, attend: Attend | Runs, beside: Tensor | None = None) -> Tensor:
         """x, beside [R, H], entries at positions [R] → [R, H]."""
+        if isinstance(attend, Runs):
+            return attend.run(self, x, beside)
         table = self.table() if served(x) and isinstance(attend, HeadPass) and rope.whole else None
         if table is not None:
             assert isinstance(attend, HeadPass)

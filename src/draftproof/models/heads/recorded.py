@@ -24,13 +24,16 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
+from ... import gpu
 from ...core.choice import largest
 from ...core.noise import gumbel
 from ...core.upload import pinned
 from ...errors import first_line
 from ..graphs import MOST_HELD, Record, made, ragged, whole
+from ..rows import Plan
 from .cache import POOLED, CachePool, HeadCache
-from .layers import Attend
+from .layers import Attend, Runs
+from .rows import PAGE, LinePass, angles_of, group
 
 log = logging.getLogger("draftproof.models")
 
@@ -55,7 +58,7 @@ class RecurrentHead(Protocol):
     @property
     def head_dim(self) -> int: ...
     def fuse(self, features: Tensor) -> Tensor: ...
-    def step(self, tokens: Tensor, hidden: Tensor, positions: Tensor, attend: Attend) -> Tensor: ...
+    def step(self, tokens: Tensor, hidden: Tensor, positions: Tensor, attend: Any) -> Tensor: ...
     def logits(self, hidden: Tensor) -> Tensor: ...
 
 
@@ -146,16 +149,22 @@ class Recording:
 
     where = ""
 
-    def __init__(self, bucket: Bucket, head: RecurrentHead, pool: CachePool, like: Tensor) -> None:
-        """like [.., width]: features."""
+    def __init__(self, bucket: Bucket, head: RecurrentHead, pool: CachePool, like: Tensor, ours: bool = False) -> None:
+        """like [.., width]: features. ours: whether the head's layers run through our own kernels."""
         self.bucket, self.head, self.store, device = bucket, head, pool.store, pool.store.device
-        sizes = [6 * bucket.rows, bucket.slots * bucket.width, 3 * bucket.lines, bucket.slots]
+        self.seats = gpu.seats(group(head)) if ours else 0                  # rows of one line in a tile of our attention
+        seated, pages = (-(-bucket.width // self.seats) * self.seats, bucket.room // PAGE) if ours else (0, 0)
+        sizes = [6 * bucket.rows, bucket.slots * bucket.width, 4 * bucket.lines, bucket.slots, bucket.lines * seated, bucket.lines * pages]
         self.written, self.numbers = (torch.zeros(sum(sizes), dtype=torch.int64, device=place) for place in ("cpu", device))
-        of_rows, take, of_lines, owner = torch.split(self.written, sizes)
-        self.host = of_rows.view(6, -1).numpy(), take.numpy(), of_lines.view(3, -1).numpy(), owner.numpy()
-        of_rows, self.take, of_lines, self.owner = torch.split(self.numbers, sizes)
+        of_rows, take, of_lines, owner, seats, paged = torch.split(self.written, sizes)
+        self.host = of_rows.view(6, -1).numpy(), take.numpy(), of_lines.view(4, -1).numpy(), owner.numpy()
+        self.host_ours = seats.view(bucket.lines, seated).numpy(), paged.view(bucket.lines, pages).numpy()
+        of_rows, self.take, of_lines, self.owner, self.seated, paged = torch.split(self.numbers, sizes)
+        self.pages = paged.view(bucket.lines, pages)
         self.source, self.tokens, self.positions, self.at, self.places, self.back = of_rows.view(6, -1).unbind()
-        self.lines, self.ends, self.temperatures = of_lines.view(3, -1).unbind()
+        self.lines, self.ends, self.temperatures, self.slots = of_lines.view(4, -1).unbind()
+        self.order = torch.arange(max(bucket.rows, bucket.lines), device=device)
+        self.alone = torch.where(torch.arange(self.seats, device=device) > 0, -1, self.order[:bucket.lines, None]).flatten()
         self.features = torch.zeros(bucket.rows, like.shape[-1], dtype=like.dtype, device=device)
         self.keys = torch.zeros(bucket.depth, bucket.lines, 2, dtype=torch.int32, device=device)
         self.replay: Callable[[], tuple[Tensor, ...]] = self.run
@@ -174,10 +183,14 @@ class Recording:
         of_rows[0, :len(rows)], of_rows[1, :len(rows)] = rows, [token for one in lines for token in one.tokens]
         of_rows[2:, :len(rows)] = starts[:, line] + place
         of_rows[:, len(rows):] = of_rows[:, :1]
-        of_lines[:, :len(lines)] = number, ends - 1, np.array([one.temperature for one in lines]).view(np.int64)
+        of_lines[:, :len(lines)] = number, ends - 1, np.array([one.temperature for one in lines]).view(np.int64), slots
         of_lines[:, len(lines):] = of_lines[:, :1]
         take[:] = owner[:] = 0
         take[of_rows[5, :len(rows)]], owner[slots] = rows, number
+        if self.seats:
+            seated, pages = self.host_ours
+            seated[:], pages[:len(lines)] = -1, slots[:, None] * (room // PAGE) + np.arange(pages.shape[1])
+            seated[line, place], pages[len(lines):], of_rows[4, len(rows):] = rows, pages[0], -1
         self.numbers.copy_(pinned(self.written, self.numbers.device), non_blocking=True)
         torch.cat([piece for one in lines for piece in one.features], out=self.features[:len(rows)])
         if keys is not None:
@@ -186,10 +199,14 @@ class Recording:
     def fed(self) -> Ends:
         """Read what waits."""
         head, bucket = self.head, self.bucket
-        take = self.take.view(bucket.slots, bucket.width)
-        attend = SlotPass(self.store, self.places, take, self.until(self.at[take]), self.back)
+        attend: Attend | Runs
+        if self.seats:
+            attend = self._along(self.places, self.at, self._angles(self.positions), self.seated)
+        else:
+            take = self.take.view(bucket.slots, bucket.width)
+            attend = SlotPass(self.store, self.places, take, self.until(self.at[take]), self.back)
         out = head.step(self.tokens, head.fuse(self.features[self.source]), self.positions, attend)
-        return Ends(*(x[self.ends] for x in (out, self.positions, self.places, self.at, self.back // bucket.width)))
+        return Ends(out[self.ends], self.positions[self.ends], self.places[self.ends], self.at[self.ends], self.slots)
 
     def until(self, at: Tensor) -> Tensor:
         """Sight [.., room] of all entries up to this one."""
@@ -198,15 +215,14 @@ class Recording:
     def run(self) -> tuple[Tensor, ...]:
         """The draft, out of tensors alone."""
         head, bucket = self.head, self.bucket
-        last, positions, places, at, slots = self.fed()
-        hidden = last
+        ends = self.fed()
+        hidden, steps = ends.output, self._steps(ends)
         noise: Iterator[Tensor] = iter(())
         ids = values = self.tokens
         found: list[tuple[Tensor, Tensor]] = []
         for level in range(bucket.depth):
             if level:
-                attend = SlotPass(self.store, places + level, self.owner[:, None], self.until((at + level)[self.owner][:, None]), slots)
-                hidden = head.step(ids[:, 0], hidden, positions + level, attend)
+                hidden = head.step(ids[:, 0], hidden, *next(steps))
             logits = head.logits(hidden).float()
             if not bucket.greedy:
                 noise = noise if level else self.noise(logits.shape[1])
@@ -215,7 +231,26 @@ class Recording:
             ids = columns if head.ids is None else head.ids[columns]
             found.append((ids, values))
         tokens, values = (torch.stack(each, 1) for each in zip(*found, strict=True))
-        return Chains(tokens, values, tokens[..., 0].contiguous(), values[..., 0] - values[..., 1], last)
+        return Chains(tokens, values, tokens[..., 0].contiguous(), values[..., 0] - values[..., 1], ends.output)
+
+    def _steps(self, ends: Ends) -> Iterator[tuple[Tensor, Attend | Runs]]:
+        """Of a step of each line, level after level: positions, and how its row attends."""
+        levels = torch.arange(1, self.bucket.depth, device=ends.at.device)[:, None]
+        positions, places, at = ends.positions + levels, ends.places + levels, ends.at + levels
+        angles = self._angles(positions.flatten()).view(*positions.shape, 2, -1) if self.seats else None
+        for i, (place, own) in enumerate(zip(places, at, strict=True)):
+            if angles is not None:
+                yield positions[i], self._along(place, own, angles[i], self.alone)
+            else:
+                yield positions[i], SlotPass(self.store, place, self.owner[:, None], self.until(own[self.owner][:, None]), ends.slots)
+
+    def _angles(self, positions: Tensor) -> Tensor:
+        return angles_of(self.head, positions, self.store.dtype)
+
+    def _along(self, places: Tensor, at: Tensor, angles: Tensor, take: Tensor) -> LinePass:
+        """Rows whose entries go to these places, along their lines' slots; take [lines · tiles · seats]: as of `gpu.Tiles`."""
+        tiles = gpu.Tiles(at, take, self.pages, take.shape[0] // self.bucket.lines // self.seats)
+        return LinePass(self.store, angles, Plan(places, self.order[:len(places)], tiles, True))
 
     def _scores(self, logits: Tensor, noise: Tensor) -> Tensor:
         """[lines, V] as `drafters.base.pick` ranks them."""
@@ -240,8 +275,9 @@ class Recording:
 class RecordedChains:
     """A head's recordings, of chains and whatever else is recorded of it, and the pool that its caches share."""
 
-    def __init__(self, head: RecurrentHead, record: Record, dtype: torch.dtype, device: torch.device) -> None:
-        self.head, self.record = head, record
+    def __init__(self, head: RecurrentHead, record: Record, dtype: torch.dtype, device: torch.device, ours: bool = False) -> None:
+        """ours: whether the head's layers run through our own kernels (rows.py)."""
+        self.head, self.record, self.ours = head, record, ours
         self.pool = CachePool(head.depth, head.kv_heads, head.head_dim, dtype, device)
         self.held: OrderedDict[Bucket, Recording] = OrderedDict()
         self.failed = ""                            # why the last form that failed did
@@ -281,7 +317,7 @@ class RecordedChains:
         found = self.held.get(bucket)
         if found is None or found.store is not self.pool.store:
             self.held = OrderedDict((b, r) for b, r in self.held.items() if r.store is self.pool.store)
-            found = form(bucket, self.head, self.pool, lines[0].features[0])
+            found = form(bucket, self.head, self.pool, lines[0].features[0], self.ours)
             found.fill(lines, keys, *more)
             found.replay = made(self.record, found.run)
             self.held[bucket] = found

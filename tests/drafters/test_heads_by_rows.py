@@ -1,0 +1,75 @@
+"""Chains of heads whose layers run through our kernels for a GPU, in Triton's interpreter and with a recorder that hands back what it was
+given, against those of the lines of torch: the same drafts, and the same entries."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from drafters.test_recorded import SIZES, SOME, V, Recorder, as_on_a_device, both, text
+
+from draftproof import gpu
+from draftproof.drafters import recurrent
+from draftproof.drafters.eagle import Eagle2Drafter
+from draftproof.drafters.eagle3 import Eagle3Drafter
+from draftproof.models.fake import TableTarget
+from draftproof.models.heads import rows
+from draftproof.models.heads.eagle import EagleHead
+from draftproof.models.heads.eagle3 import Eagle3Head
+from draftproof.models.heads.mtp import MtpHead
+from draftproof.models.rows import RowsLinear
+
+pytest.importorskip("triton")
+from draftproof.gpu import calls  # noqa: E402
+
+__all__ = ["as_on_a_device"]
+pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid)")     # rows that fill a recording up hold what nobody reads
+WIDE = {**SIZES, "head_dim": 32}
+
+
+def eagle3(target: TableTarget) -> Eagle3Drafter:
+    """Two layers; their products of q, k and v turn in one kernel."""
+    return Eagle3Drafter(Eagle3Head.fresh(target.parts, SOME, hidden=32, layers=2, norm_before_residual=True, **WIDE), V)
+
+
+def normed(target: TableTarget) -> Eagle3Drafter:
+    """Queries and keys of each head are normed, and the output."""
+    return Eagle3Drafter(Eagle3Head.fresh(target.parts, None, hidden=32, norms="fc_norm", norm_output=True, qk_norm=True, **SIZES), V)
+
+
+def eagle2(target: TableTarget) -> Eagle2Drafter:
+    return Eagle2Drafter(EagleHead.fresh(target.parts, **SIZES), V)
+
+
+@pytest.mark.parametrize("build", [eagle3, normed, eagle2])
+def test_chains_by_our_kernels_are_those_of_torch(build: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sampled text and a greedy one of different lengths; nearly every draft is rejected."""
+    monkeypatch.setattr(calls, "blocks", lambda *_: calls.Blocks(16, 64, 64, 2, 4))
+    target, recorder, made, taken = TableTarget(V, order=1, seed=1), Recorder(), [], set[str]()
+    monkeypatch.setattr(recurrent, "recorder", lambda device: recorder)
+    for able in (True, False):
+        torch.manual_seed(3)
+        monkeypatch.setattr(rows.gpu, "available", lambda *_, able=able: (able, ""))
+        made.append(build(target))
+        assert made[-1].recorded.ours is able
+    for name in ("heads", "turn", "attend", "gate", "product"):
+        right = getattr(calls, name)
+        monkeypatch.setattr(calls, name, lambda *x, name=name, right=right, **more: taken.add(name) or right(*x, **more))
+    assert both(target, made, lambda: [text(0, 0.8, 5, 5), text(1, 0.0, 8, 5)], lambda i, n: ((3, 3), (2, 2))[(n + i) % 2]) >= 4
+    one, twin = made
+    ours = [each for each in recorder.made if each.seats]
+    assert ours and len(ours) < len(recorder.made) and not one.recorded.failed and not twin.recorded.failed
+    assert {"attend", "product", "heads" if build is eagle3 else "turn"} <= taken
+    assert type(one.head.layers[0].self_attn.qkv) is RowsLinear is not type(twin.head.layers[0].self_attn.qkv)
+
+
+def test_heads_that_are_not_known_stay_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    target = TableTarget(V, order=1, seed=1)
+    monkeypatch.setattr(gpu, "available", lambda *_: (True, ""))
+    partial = Eagle3Head.fresh(target.parts, SOME, hidden=32, **SIZES)
+    partial.rope.whole = False
+    crowded = Eagle3Head.fresh(target.parts, SOME, hidden=32, **{**SIZES, "heads": 40, "kv_heads": 1})
+    for head in (MtpHead.fresh(target.parts), partial, crowded):
+        assert not rows.by_rows(head, torch.device("cuda"), torch.float32)
+        assert not any(isinstance(part, RowsLinear) for part in head.modules())
