@@ -1,5 +1,5 @@
-"""Chains of heads whose layers run through our kernels for a GPU, in Triton's interpreter and with a recorder that hands back what it was
-given, against those of the lines of torch: the same drafts, and the same entries."""
+"""Chains and trees of heads whose layers run through our kernels for a GPU, in Triton's interpreter and with a recorder that hands back
+what it was given, against those of the lines of torch: the same drafts, and the same entries."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from drafters.test_recorded import SIZES, SOME, V, Recorder, as_on_a_device, both, text
+from drafters.test_recorded import SIZES, SOME, Recorder, V, as_on_a_device, both, text
 
 from draftproof import gpu
 from draftproof.drafters import recurrent
 from draftproof.drafters.eagle import Eagle2Drafter
 from draftproof.drafters.eagle3 import Eagle3Drafter
+from draftproof.drafters.planted import PlantedTrees
 from draftproof.models.fake import TableTarget
 from draftproof.models.heads import rows
 from draftproof.models.heads.eagle import EagleHead
@@ -24,7 +25,7 @@ pytest.importorskip("triton")
 from draftproof.gpu import calls  # noqa: E402
 
 __all__ = ["as_on_a_device"]
-pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid)")     # rows that fill a recording up hold what nobody reads
+pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid|All-NaN)")     # rows that fill a recording up hold what nobody reads
 WIDE = {**SIZES, "head_dim": 32}
 
 
@@ -42,9 +43,14 @@ def eagle2(target: TableTarget) -> Eagle2Drafter:
     return Eagle2Drafter(EagleHead.fresh(target.parts, **SIZES), V)
 
 
-@pytest.mark.parametrize("build", [eagle3, normed, eagle2])
-def test_chains_by_our_kernels_are_those_of_torch(build: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A sampled text and a greedy one of different lengths; nearly every draft is rejected."""
+def deep(target: TableTarget) -> Eagle3Drafter:
+    """Trees, two layers."""
+    return Eagle3Drafter(Eagle3Head.fresh(target.parts, SOME, hidden=32, layers=2, **SIZES), V)
+
+
+@pytest.mark.parametrize("build, nodes", [(eagle3, 0), (normed, 0), (eagle2, 0), (deep, 4)])
+def test_drafts_by_our_kernels_are_those_of_torch(build: Any, nodes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sampled text and a greedy one of different lengths; nearly every draft is rejected. nodes: of trees, beyond a chain's."""
     monkeypatch.setattr(calls, "blocks", lambda *_: calls.Blocks(16, 64, 64, 2, 4))
     target, recorder, made, taken = TableTarget(V, order=1, seed=1), Recorder(), [], set[str]()
     monkeypatch.setattr(recurrent, "recorder", lambda device: recorder)
@@ -56,11 +62,14 @@ def test_chains_by_our_kernels_are_those_of_torch(build: Any, monkeypatch: pytes
     for name in ("heads", "turn", "attend", "gate", "product"):
         right = getattr(calls, name)
         monkeypatch.setattr(calls, name, lambda *x, name=name, right=right, **more: taken.add(name) or right(*x, **more))
-    assert both(target, made, lambda: [text(0, 0.8, 5, 5), text(1, 0.0, 8, 5)], lambda i, n: ((3, 3), (2, 2))[(n + i) % 2]) >= 4
+    budgets = (3, 3 + nodes), (2, 2 + nodes)
+    assert both(target, made, lambda: [text(0, 0.8, 5, 5), text(1, 0.0, 8, 5)], lambda i, n: budgets[(n + i) % 2]) >= 4
     one, twin = made
     ours = [each for each in recorder.made if each.seats]
     assert ours and len(ours) < len(recorder.made) and not one.recorded.failed and not twin.recorded.failed
     assert {"attend", "product", "heads" if build is eagle3 else "turn"} <= taken
+    trees = [each for each in ours if isinstance(each, PlantedTrees)]       # of the last rounds, which have room for less depth, too
+    assert (len(trees) == len(ours)) == bool(nodes) and trees and all(each.sighted or each.bucket.depth == 1 for each in trees)
     assert type(one.head.layers[0].self_attn.qkv) is RowsLinear is not type(twin.head.layers[0].self_attn.qkv)
 
 

@@ -26,8 +26,8 @@ NORM = {"x": HALF, "weight": HALF, "out": HALF, "eps": "fp32"}
 TURN = {"heads": HALF, "angles": HALF, "factors": HALF, "eps": "fp32", "write_to": PLACES, "write_from": PLACES, "keys": HALF,
         "values": HALF, "rows": NUMBER, "writes": NUMBER}
 PLACED = {"angles": HALF, "write_to": PLACES, "keys": HALF, "values": HALF}
-ATTEND = {"heads": HALF, "keys": HALF, "values": HALF, "position": PLACES, "take": PLACES, "table": PLACES, "out": WIDE, "logs": WIDE,
-          "scale": "fp32", "window": NUMBER, "rows": NUMBER, "most": NUMBER, "tiles": NUMBER}
+ATTEND = {"heads": HALF, "keys": HALF, "values": HALF, "position": PLACES, "take": PLACES, "table": PLACES, "sight": PLACES,
+          "out": WIDE, "logs": WIDE, "scale": "fp32", "window": NUMBER, "rows": NUMBER, "most": NUMBER, "tiles": NUMBER}
 MOVE = {"stores": PLACES, "source": PLACES, "target": PLACES, "moves": NUMBER, "kind": HALF}
 MERGE = {"parts_out": WIDE, "logs": WIDE, "out": HALF, "rows": NUMBER, "parts": NUMBER}
 
@@ -84,7 +84,7 @@ if __name__ == "__main__":
         "norm": made("norm", NORM, WIDTH=512, BLOCK=512, HALVES=False),
         "turn": made("turn", TURN, HEADS=8, KV=2, DIM=64, HALF=32, SOME=8, NORMED=True),
         "attend": made("attend", ATTEND, STRIDE=768, KV=2, GROUP=4, DIM=64, DEEP=64, PAGE=128, BLOCK=128, SPLIT=1, QUERIES=32,
-                       WINDOWED=True),
+                       WINDOWED=True, SIGHTED=True),
         "merge": made("merge", MERGE, HEADS=8, DIM=64, DEEP=64, SOME=16),
         "move": made("move", MOVE, WIDTH=1024, BLOCK=1024, SOME=4),
         "tiles": {kind: {rows: products(rows, kind == "eight") for rows in (16, 64, 128, 320, 576)} for kind in ("sixteen", "eight")},

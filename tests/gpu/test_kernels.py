@@ -161,6 +161,28 @@ def test_attention_along_pages(heads: int, kv: int, page: int, window: int | Non
             assert off(found[row, head], weights @ values[first:position + 1, head * kv // heads].float()) < 4e-3
 
 
+def test_rows_see_what_their_bits_say_behind_them() -> None:
+    """As trees of a draft head do: rows at one position, guesses behind it, some of the 128 bits of each in either word."""
+    heads, kv, dim, page, text = 4, 2, 32, 128, 100
+    whole, keys, values = some(6, (heads + 2 * kv) * dim).half(), some(3 * page, kv, dim).half(), some(3 * page, kv, dim, seed=1).half()
+    guesses = [[], [0], [0, 5], [63], [64, 127], [1, 62, 63, 64, 90]]
+    sight = torch.zeros(6, 2, dtype=torch.int64)
+    for row, seen in enumerate(guesses):
+        for guess in seen:
+            sight[row, guess // 64] |= torch.tensor(1) << guess % 64
+    at, seats = torch.full((6,), text - 1), gpu.seats(heads // kv)
+    take = torch.tensor([*range(6), *[-1] * (seats - 6)])
+    tiles = gpu.Tiles(at, take, torch.arange(3)[None], 1)
+    found = calls.attend(whole, keys, values, tiles, dim**-0.5, None, page, sight=sight).view(6, heads, dim)
+    for row, seen in enumerate(guesses):
+        own = [*range(text), *(text + guess for guess in seen)]
+        for head in range(heads):
+            weights = torch.softmax(keys[own, head // 2].float() @ whole.view(6, -1, dim)[row, head].float() / math.sqrt(dim), 0)
+            assert off(found[row, head], weights @ values[own, head // 2].float()) < 4e-3
+    assert torch.equal(calls.attend(whole, keys, values, tiles, dim**-0.5, None, page, sight=0 * sight),
+                       calls.attend(whole, keys, values, tiles, dim**-0.5, None, page)), "no bit is no sight"
+
+
 @pytest.mark.parametrize("moves", [[(5, 20)], [(3, 30), (4, 31), (5, 32), (3, 12), (9, 0), (8, 39)]])
 def test_rows_move_within_every_store(moves: list[tuple[int, int]]) -> None:
     stores = [some(40, 2, 12, seed=i).bfloat16() for i in range(3)]

@@ -174,9 +174,10 @@ def turn(heads: Tensor, angles: Tensor, norms: Tensor | None, eps: float, write_
 
 
 def attend(heads: Tensor, keys: Tensor, values: Tensor, tiles: Tiles, scaling: float, window: int | None, page: int,
-           kind: torch.dtype | None = None) -> Tensor:
+           kind: torch.dtype | None = None, sight: Tensor | None = None) -> Tensor:
     """The queries of heads [rows, (H + 2 KV) · D] along their paths over keys and values [places, KV, D], in pages of `page`,
-    a multiple of BLOCK: [rows, H · D]. window: how many keys a row sees, itself included (None: all). kind: of what is returned."""
+    a multiple of BLOCK: [rows, H · D]. window: how many keys a row sees, itself included (None: all). kind: of what is returned. sight
+    [rows, 2]: 128 bits, which of the keys behind its position a row sees; None: none of them."""
     kv, dim = keys.shape[1:]
     rows, asked = heads.shape[0], heads.shape[1] // dim - 2 * kv
     most = tiles.table.shape[1]
@@ -187,9 +188,9 @@ def attend(heads: Tensor, keys: Tensor, values: Tensor, tiles: Tiles, scaling: f
     logs = heads.new_empty(parts, rows, asked, dtype=torch.float32)
     more = _more(heads.device)
     grid = (tiles.table.shape[0] * tiles.tiles, kv, parts)
-    kernels.attend[grid](heads, keys, values, tiles.position, tiles.take, tiles.table, some, logs, scaling * LOG2_E, window or 0, rows,
-                         most, tiles.tiles, heads.shape[1], kv, asked // kv, dim, deep, page, block, PART // block, QUERIES, bool(window),
-                         num_warps=4, **more)
+    kernels.attend[grid](heads, keys, values, tiles.position, tiles.take, tiles.table, heads if sight is None else sight, some, logs,
+                         scaling * LOG2_E, window or 0, rows, most, tiles.tiles, heads.shape[1], kv, asked // kv, dim, deep, page, block,
+                         PART // block, QUERIES, bool(window), sight is not None, num_warps=4, **more)
     if parts > 1:
         kernels.merge[(rows, asked)](some, logs, out, rows, parts, asked, dim, deep, SOME_PARTS, num_warps=MERGING, **more)
     return out

@@ -229,10 +229,11 @@ def turn(heads, angles, factors, eps, write_to, write_from, keys, values, rows, 
 
 
 @triton.jit(do_not_specialize=["window", "rows", "most", "tiles"])
-def attend(heads, keys, values, position, take, table, out, logs, scale, window, rows, most, tiles, STRIDE: tl.constexpr, KV: tl.constexpr,
-           GROUP: tl.constexpr, DIM: tl.constexpr, DEEP: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr, SPLIT: tl.constexpr,
-           QUERIES: tl.constexpr, WINDOWED: tl.constexpr, LINKED: tl.constexpr):
-    """One tile of queries, one key head, SPLIT blocks of keys (Dao et al., arXiv 2205.14135): a part's average, and its log₂-sum."""
+def attend(heads, keys, values, position, take, table, sight, out, logs, scale, window, rows, most, tiles, STRIDE: tl.constexpr,
+           KV: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, DEEP: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr,
+           SPLIT: tl.constexpr, QUERIES: tl.constexpr, WINDOWED: tl.constexpr, SIGHTED: tl.constexpr, LINKED: tl.constexpr):
+    """One tile of queries, one key head, SPLIT blocks of keys (Dao et al., arXiv 2205.14135): a part's average, and its log₂-sum. SIGHTED:
+    bits of a row's sight say which of the 128 keys behind its position it sees."""
     _begin(LINKED)
     tile, kv, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     SEATS: tl.constexpr = QUERIES // GROUP
@@ -246,7 +247,7 @@ def attend(heads, keys, values, position, take, table, out, logs, scale, window,
         start = (first + i) * BLOCK
         page = tl.load(table + tile // tiles * most + start // PAGE, mask=start // PAGE < most, other=0).to(tl.int64)
         cells += ((page * PAGE + start % PAGE) * (KV * DIM) + kv * DIM,)
-    seen = first * BLOCK <= tl.max(at, 0)  # not where nobody sits
+    seen = first * BLOCK <= tl.max(at, 0) + (128 if SIGHTED else 0)  # not where nobody sits
     if WINDOWED:
         seen = seen & ((first + SPLIT) * BLOCK > tl.min(tl.where(sits, at, most * PAGE), 0) - window + 1)
     if seen:
@@ -256,6 +257,8 @@ def attend(heads, keys, values, position, take, table, out, logs, scale, window,
             _ask(keys + lines, LINKED)
             _ask(values + lines, LINKED)
     _wait(LINKED)
+    if SIGHTED:
+        low, high = tl.load(sight + 2 * row, mask=sits, other=0), tl.load(sight + 2 * row + 1, mask=sits, other=0)
     head = kv * GROUP + query % GROUP
     asked = tl.load(heads + row[:, None] * STRIDE + head[:, None] * DIM + d[None, :], mask=there, other=0.0)
     top, total = tl.full((QUERIES,), float("-inf"), tl.float32), tl.zeros((QUERIES,), tl.float32)
@@ -269,6 +272,10 @@ def attend(heads, keys, values, position, take, table, out, logs, scale, window,
             sees = here <= at[:, None]
             if WINDOWED:
                 sees = sees & (here > at[:, None] - window)
+            if SIGHTED:
+                behind = here - at[:, None] - 1
+                bits = tl.where(behind < 64, low[:, None], high[:, None]) >> (behind & 63)
+                sees = sees | ((behind >= 0) & (behind < 128) & sits[:, None] & ((bits & 1) == 1))
             scores = tl.where(sees, tl.dot(asked, k.T) * scale, float("-inf"))
             higher = tl.maximum(top, tl.max(scores, 1))
             base = tl.where(higher == float("-inf"), 0.0, higher)

@@ -163,8 +163,9 @@ class Recording:
         self.pages = paged.view(bucket.lines, pages)
         self.source, self.tokens, self.positions, self.at, self.places, self.back = of_rows.view(6, -1).unbind()
         self.lines, self.ends, self.temperatures, self.slots = of_lines.view(4, -1).unbind()
-        self.order = torch.arange(max(bucket.rows, bucket.lines), device=device)
-        self.alone = torch.where(torch.arange(self.seats, device=device) > 0, -1, self.order[:bucket.lines, None]).flatten()
+        numbers = bucket.rows + (bucket.lines + bucket.depth) * max(bucket.widest, bucket.candidates)
+        self.order = torch.arange(1 + numbers, device=device)               # of whatever is counted
+        self.alone = self.seating(1)
         self.features = torch.zeros(bucket.rows, like.shape[-1], dtype=like.dtype, device=device)
         self.keys = torch.zeros(bucket.depth, bucket.lines, 2, dtype=torch.int32, device=device)
         self.replay: Callable[[], tuple[Tensor, ...]] = self.run
@@ -196,12 +197,17 @@ class Recording:
         if keys is not None:
             self.keys[:, :len(lines)].copy_(keys.view(self.bucket.depth, len(lines), 2), non_blocking=True)
 
+    def seating(self, width: int) -> Tensor:
+        """[lines · tiles · seats] for so many rows of each line, one line's behind another's."""
+        seats = torch.arange(-(-width // self.seats) * self.seats if self.seats else 0, device=self.order.device)
+        return torch.where(seats < width, self.order[:self.bucket.lines, None] * width + seats, -1).flatten()
+
     def fed(self) -> Ends:
         """Read what waits."""
         head, bucket = self.head, self.bucket
         attend: Attend | Runs
         if self.seats:
-            attend = self._along(self.places, self.at, self._angles(self.positions), self.seated)
+            attend = self.along(self.places, self.at, self.angles(self.positions), self.seated)
         else:
             take = self.take.view(bucket.slots, bucket.width)
             attend = SlotPass(self.store, self.places, take, self.until(self.at[take]), self.back)
@@ -216,7 +222,7 @@ class Recording:
         """The draft, out of tensors alone."""
         head, bucket = self.head, self.bucket
         ends = self.fed()
-        hidden, steps = ends.output, self._steps(ends)
+        hidden, steps = ends.output, self.steps(ends)
         noise: Iterator[Tensor] = iter(())
         ids = values = self.tokens
         found: list[tuple[Tensor, Tensor]] = []
@@ -233,24 +239,25 @@ class Recording:
         tokens, values = (torch.stack(each, 1) for each in zip(*found, strict=True))
         return Chains(tokens, values, tokens[..., 0].contiguous(), values[..., 0] - values[..., 1], ends.output)
 
-    def _steps(self, ends: Ends) -> Iterator[tuple[Tensor, Attend | Runs]]:
+    def steps(self, ends: Ends) -> Iterator[tuple[Tensor, Attend | Runs]]:
         """Of a step of each line, level after level: positions, and how its row attends."""
         levels = torch.arange(1, self.bucket.depth, device=ends.at.device)[:, None]
         positions, places, at = ends.positions + levels, ends.places + levels, ends.at + levels
-        angles = self._angles(positions.flatten()).view(*positions.shape, 2, -1) if self.seats else None
+        angles = self.angles(positions) if self.seats else None
         for i, (place, own) in enumerate(zip(places, at, strict=True)):
             if angles is not None:
-                yield positions[i], self._along(place, own, angles[i], self.alone)
+                yield positions[i], self.along(place, own, angles[i], self.alone)
             else:
                 yield positions[i], SlotPass(self.store, place, self.owner[:, None], self.until(own[self.owner][:, None]), ends.slots)
 
-    def _angles(self, positions: Tensor) -> Tensor:
-        return angles_of(self.head, positions, self.store.dtype)
+    def angles(self, positions: Tensor) -> Tensor:
+        """[.., 2, D] of positions [..], for our kernels."""
+        return angles_of(self.head, positions.flatten(), self.store.dtype).view(*positions.shape, 2, -1)
 
-    def _along(self, places: Tensor, at: Tensor, angles: Tensor, take: Tensor) -> LinePass:
+    def along(self, places: Tensor, at: Tensor, angles: Tensor, take: Tensor, sight: Tensor | None = None) -> LinePass:
         """Rows whose entries go to these places, along their lines' slots; take [lines · tiles · seats]: as of `gpu.Tiles`."""
         tiles = gpu.Tiles(at, take, self.pages, take.shape[0] // self.bucket.lines // self.seats)
-        return LinePass(self.store, angles, Plan(places, self.order[:len(places)], tiles, True))
+        return LinePass(self.store, angles, Plan(places, self.order[:len(places)], tiles, True), sight)
 
     def _scores(self, logits: Tensor, noise: Tensor) -> Tensor:
         """[lines, V] as `drafters.base.pick` ranks them."""

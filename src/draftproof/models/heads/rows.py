@@ -18,6 +18,7 @@ from ..rows import Plan, linear, turned
 from .blocks import RMSNorm
 from .layers import FirstLayer, HeadLayers, Runs, Shape
 
+SIGHT = 128                 # entries behind a row's position that it may be told to see
 PAGE = 2 * gpu.BLOCK        # entries of a slot that attention counts as a page: pools have room for whole ones
 ACT = nn.SiLU()
 
@@ -51,10 +52,11 @@ def angles_of(head: Any, positions: Tensor, dtype: torch.dtype) -> Tensor:
 
 class LinePass(Runs):
     """Over slots of a pool [layers, 2, slots, room, kv, D]. angles [rows, 2, D] · plan: where entries go, counted over all slots,
-    and how rows attend."""
+    and how rows attend · sight: as of `gpu.calls.attend`."""
 
-    def __init__(self, store: Tensor, angles: Tensor, plan: Plan) -> None:
-        self.store, self.angles, self.plan = store.flatten(2, 3), angles, plan
+    def __init__(self, store: Tensor, angles: Tensor, plan: Plan, sight: Tensor | None = None) -> None:
+        assert all(x.is_contiguous() for x in (store, angles, plan.write_to, *plan.tiles[:3])), "kernels read numbers as they lie"
+        self.store, self.angles, self.plan, self.sight = store.flatten(2, 3), angles, plan, sight
 
     def run(self, layers: HeadLayers, x: Tensor, beside: Tensor | None) -> Tensor:
         for layer, store in zip(layers, self.store, strict=True):
@@ -75,7 +77,7 @@ class LinePass(Runs):
         if attention.q_norm is not None:
             norms = torch.cat([attention.q_norm.weight.expand(shape.heads, -1), attention.k_norm.weight.expand(shape.kv_heads, -1)])
         heads = turned(attention.qkv, h, self.angles, norms, shape.eps, self.plan, keys, values)
-        y = attention.o_proj.onto(y, attend(heads, keys, values, self.plan.tiles, shape.head_dim ** -0.5, None, PAGE))
+        y = attention.o_proj.onto(y, attend(heads, keys, values, self.plan.tiles, shape.head_dim ** -0.5, None, PAGE, sight=self.sight))
         out: Tensor = layer.mlp.down_proj.onto(y, layer.mlp.gate_up.gated(ACT, _norm(layer.post_attention_layernorm, y), x.dtype))
         return out
 
