@@ -78,6 +78,20 @@ def _read(x, m, at, rows, INPUTS: tl.constexpr, WHOLE: tl.constexpr):
     return tl.load(x + m.to(tl.int64)[:, None] * INPUTS + at, mask=inside, other=0.0)
 
 
+@triton.jit
+def _added(sums, others, x, m, at, rows, upper, lower, here, INPUTS: tl.constexpr, WHOLE: tl.constexpr, EIGHT: tl.constexpr,
+           BOTH: tl.constexpr):
+    """Sums with the products of inputs `at` of rows m, by weights of the upper matrix and, if BOTH, of the lower one."""
+    read = here[:, None]
+    if not WHOLE:
+        read = read & (at < INPUTS)
+    a = _read(x, m, at, rows, INPUTS, WHOLE)
+    sums = tl.dot(a, _weights(upper + at, read, EIGHT).T, sums)
+    if BOTH:
+        others = tl.dot(a, _weights(lower + at, read, EIGHT).T, others)
+    return sums, others
+
+
 @triton.jit(do_not_specialize=["rows"])
 def product(x, weight, steps, bias, out, rows, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
             BK: tl.constexpr, EIGHT: tl.constexpr, BIASED: tl.constexpr, ADDED: tl.constexpr, GATED: tl.constexpr, LINKED: tl.constexpr):
@@ -90,13 +104,7 @@ def product(x, weight, steps, bias, out, rows, OUTPUTS: tl.constexpr, INPUTS: tl
     _wait(LINKED)
     for start in range(0, INPUTS, BK):
         at = start + k[None, :]
-        read = here[:, None]
-        if not WHOLE:
-            read = read & (at < INPUTS)
-        a = _read(x, m, at, rows, INPUTS, WHOLE)
-        sums = tl.dot(a, _weights(weight + column + at, read, EIGHT).T, sums)
-        if GATED:
-            others = tl.dot(a, _weights(below + column + at, read, EIGHT).T, others)
+        sums, others = _added(sums, others, x, m, at, rows, weight + column, below + column, here, INPUTS, WHOLE, EIGHT, GATED)
     _begin(LINKED)  # not before: what came early would take the room of this one's own programs
     value = _rounded(_finished(sums, steps, bias, n, here, EIGHT, BIASED), out, EIGHT)
     if GATED:
@@ -157,19 +165,14 @@ def heads(x, weight, steps, bias, angles, write_to, out, keys, values, rows, HEA
     sums, others = tl.zeros((BM, BN), tl.float32), tl.zeros((BM, BN), tl.float32)
     _wait(LINKED)
     # after it: the kernel before the norm may be the one that looks the angles up, and the sums are waited for longer
-    target = tl.load(write_to + m, mask=m < rows, other=-1).to(tl.int64)[:, None]
+    below, target = weight + HALF * INPUTS, tl.load(write_to + m, mask=m < rows, other=-1).to(tl.int64)[:, None]
     turns, cos = inside & (head < HEADS + KV), angles + row * (2 * DIM) + at[None, :]
     sin = cos + DIM
     cos_one, cos_two = tl.load(cos, mask=turns, other=0.0).to(tl.float32), tl.load(cos + HALF, mask=turns, other=0.0).to(tl.float32)
     sin_one, sin_two = tl.load(sin, mask=turns, other=0.0).to(tl.float32), tl.load(sin + HALF, mask=turns, other=0.0).to(tl.float32)
     for start in range(0, INPUTS, BK):
         inputs = start + k[None, :]
-        read = here[:, None]
-        if not WHOLE:
-            read = read & (inputs < INPUTS)
-        a = _read(x, m, inputs, rows, INPUTS, WHOLE)
-        sums = tl.dot(a, _weights(weight + column + inputs, read, EIGHT).T, sums)
-        others = tl.dot(a, _weights(weight + HALF * INPUTS + column + inputs, read, EIGHT).T, others)
+        sums, others = _added(sums, others, x, m, inputs, rows, weight + column, below + column, here, INPUTS, WHOLE, EIGHT, True)
     _begin(LINKED)
     one = _rounded(_finished(sums, steps, bias, n, here, EIGHT, BIASED), out, EIGHT)
     two = _rounded(_finished(others, steps, bias, n + HALF, here, EIGHT, BIASED), out, EIGHT)
