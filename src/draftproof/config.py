@@ -35,7 +35,7 @@ class LoadConfig(_Config):
     threads: int | None = None            # None: the physical cores
     reproducible: bool = True             # rows independent of their neighbours where the machine allows it (Law 2)
     self_test: bool = True                # measure at load whether speculation is invisible to the bit
-    kernels: bool = True                  # on a GPU, run blocks that are known through kernels of our own
+    kernels: bool = True                  # on a GPU, run blocks that are known, of heads too, through kernels of our own
     graphs: bool = True                   # on a CUDA device, record passes of few rows, and chains of heads, and replay them
     compile: bool = False                 # on a GPU, join the small operations between products by torch.compile; takes a minute at load
     packed: bool = True                   # pack linear layers where that is faster; not for training, which needs plain matrices

@@ -14,8 +14,10 @@ from draftproof.drafters import recurrent
 from draftproof.drafters.eagle import Eagle2Drafter
 from draftproof.drafters.eagle3 import Eagle3Drafter
 from draftproof.drafters.planted import PlantedTrees
+from draftproof.errors import LoadError
 from draftproof.models.fake import TableTarget
 from draftproof.models.heads import rows
+from draftproof.models.heads.blocks import join
 from draftproof.models.heads.eagle import EagleHead
 from draftproof.models.heads.eagle3 import Eagle3Head
 from draftproof.models.heads.mtp import MtpHead
@@ -71,6 +73,32 @@ def test_drafts_by_our_kernels_are_those_of_torch(build: Any, nodes: int, monkey
     trees = [each for each in ours if isinstance(each, PlantedTrees)]       # of the last rounds, which have room for less depth, too
     assert (len(trees) == len(ours)) == bool(nodes) and trees and all(each.sighted or each.bucket.depth == 1 for each in trees)
     assert type(one.head.layers[0].self_attn.qkv) is RowsLinear is not type(twin.head.layers[0].self_attn.qkv)
+
+
+@pytest.mark.parametrize("wrong", ["norm", "attend", "product", "bits"])
+def test_kernels_that_compute_something_else_are_told(wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = TableTarget(V, order=1, seed=1)
+    head = Eagle3Head.fresh(target.parts, SOME, hidden=32, **SIZES).requires_grad_(False)
+    join(head)
+    monkeypatch.setattr(rows.gpu, "available", lambda *_: (True, ""))
+    if wrong == "bits":
+        right = calls.attend
+        monkeypatch.setattr(calls, "attend", lambda *given, sight=None: right(*given, sight=None if sight is None else sight * 0 + 3))
+    else:
+        kernel = getattr(calls, wrong)
+        monkeypatch.setattr(calls, wrong, lambda *given, **more: kernel(*given, **more) * 1.2)
+    with pytest.raises(LoadError, match=r"differ by .* of what a draft head computes; expected at most 5e-02: .*no-kernels"):
+        rows.by_rows(head, torch.device("cpu"), torch.float32)
+
+
+def test_kernels_may_be_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rows.gpu, "available", lambda *_: (True, ""))
+    monkeypatch.setattr(recurrent, "recorder", lambda device: Recorder())
+    target = TableTarget(V, order=1, seed=1)
+    for graphs, kernels in ((True, True), (True, False), (False, True)):
+        made = Eagle3Drafter(Eagle3Head.fresh(target.parts, SOME, hidden=32, **SIZES), V, graphs, kernels)
+        assert (made.recorded is not None) == graphs and isinstance(made.head.fc, RowsLinear) == (graphs and kernels)  # type: ignore[attr-defined]
+        assert made.recorded is None or made.recorded.ours == kernels
 
 
 def test_heads_that_are_not_known_stay_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,8 +20,8 @@ class EagleDrafter(NoOptions, RecurrentDrafter):
     dynamic = False
     takes_path: ClassVar[bool] = True
 
-    def __init__(self, head: EagleHead, vocab_size: int, graphs: bool = True) -> None:
-        super().__init__(type(self).name, head, vocab_size, graphs)
+    def __init__(self, head: EagleHead, vocab_size: int, graphs: bool = True, kernels: bool = True) -> None:
+        super().__init__(type(self).name, head, vocab_size, graphs, kernels)
 
     @classmethod
     def from_spec(cls, path: str | None, options: Mapping[str, int], site: Site) -> Self:
@@ -29,7 +29,8 @@ class EagleDrafter(NoOptions, RecurrentDrafter):
 
         files = read_files(path or builtin("eagle"))
         require(files, "eagle")
-        return cls(EagleHead.read(files, site.target.parts, site.target.vocab_size), site.target.vocab_size, site.graphs)
+        head = EagleHead.read(files, site.target.parts, site.target.vocab_size)
+        return cls(head, site.target.vocab_size, site.graphs, site.load.kernels)
 
 
 class Eagle2Drafter(EagleDrafter):

@@ -18,8 +18,8 @@ class Eagle3Drafter(NoOptions, RecurrentDrafter):
     name = "eagle3"
     takes_path: ClassVar[bool] = True
 
-    def __init__(self, head: Eagle3Head, vocab_size: int, graphs: bool = True) -> None:
-        super().__init__(type(self).name, head, vocab_size, graphs)
+    def __init__(self, head: Eagle3Head, vocab_size: int, graphs: bool = True, kernels: bool = True) -> None:
+        super().__init__(type(self).name, head, vocab_size, graphs, kernels)
 
     @classmethod
     def from_spec(cls, path: str | None, options: Mapping[str, int], site: Site) -> Self:
@@ -27,4 +27,5 @@ class Eagle3Drafter(NoOptions, RecurrentDrafter):
 
         files = read_files(path or builtin("eagle3"))
         require(files, "eagle3")
-        return cls(Eagle3Head.read(files, site.target.parts, site.target.vocab_size), site.target.vocab_size, site.graphs)
+        head = Eagle3Head.read(files, site.target.parts, site.target.vocab_size)
+        return cls(head, site.target.vocab_size, site.graphs, site.load.kernels)

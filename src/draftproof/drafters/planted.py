@@ -15,9 +15,9 @@ from torch import Tensor
 
 from ..core.choice import largest
 from ..core.upload import pinned
-from ..models.heads.cache import CachePool
+from ..models.heads.cache import CachePool, SlotPass
 from ..models.heads.layers import Attend, Runs
-from ..models.heads.recorded import Bucket, Ends, Fed, RecordedChains, Recording, RecurrentHead, SlotPass
+from ..models.heads.recorded import Bucket, Ends, Fed, RecordedChains, Recording, RecurrentHead
 from ..models.heads.rows import SIGHT
 from .grow import CANDIDATES, Company, Growth, Margins, endings, packed, sight, unpacked
 

@@ -43,9 +43,9 @@ class RecurrentDrafter:
 
     dynamic = True              # with more nodes than depth, grow the tree by worth; otherwise siblings beside a chain
 
-    def __init__(self, name: str, head: nn.Module, vocab_size: int, graphs: bool = True) -> None:
-        """head: a `RecurrentHead`, ready for its device; its linear layers are packed here where that pays. graphs: whether its chains are
-        recorded where the device can."""
+    def __init__(self, name: str, head: nn.Module, vocab_size: int, graphs: bool = True, kernels: bool = True) -> None:
+        """head: a `RecurrentHead`, ready for its device; its linear layers are packed here where that pays. graphs: whether its drafts are
+        recorded where the device can. kernels: whether layers that are known then run through our own kernels for a GPU."""
         self.name, self.vocab_size = name, vocab_size
         self.weight_bytes = sum(p.numel() * p.element_size() for p in head.parameters())
         first = next(head.parameters())
@@ -55,8 +55,9 @@ class RecurrentDrafter:
         if self.device.type == "cpu" and can_pack(self.dtype)[0]:
             pack(head)
         self.head: RecurrentHead = head  # type: ignore[assignment]
-        self.compiled, ours = CompiledHead.of(head), by_rows(head, self.device, self.dtype)
+        self.compiled = CompiledHead.of(head)
         record = recorder(self.device) if graphs else None
+        ours = record is not None and kernels and by_rows(head, self.device, self.dtype)    # one by one they take longer to be called
         self.recorded = None if record is None else RecordedChains(self.head, record, self.dtype, self.device, ours)
         taps = tuple(sorted(set(self.head.taps)))
         self.needs = Needs(taps=taps, parts=("embed", "output"), law=True, tree=True, context=self.head.context)

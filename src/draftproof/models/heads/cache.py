@@ -21,6 +21,7 @@ from heapq import heappop, heappush
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from ...native import Course
@@ -28,6 +29,7 @@ from ...native import Course
 ROOM = 64      # entries that a new cache has room for; it doubles when full
 POOLED = 256   # the same in a pool
 MOST_BYTES = 4 << 30       # of a pool
+KERNELS = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]      # cuDNN's makes a plan on the host for each shape
 
 
 class CachePool:
@@ -182,6 +184,30 @@ class HeadPass:
     def done(self) -> None:
         for cache, count in zip(self.caches, self.counts, strict=True):
             cache.advance(count)
+
+
+class SlotPass:
+    """`HeadPass` over slots of a pool [layers, 2, slots, room, kv, D], of tensors alone. write_to [R]: where each row's key goes, counted
+    over all slots · take [S, n]: the rows that stand as slot s's queries · sees [S, n, room]: the entries that each of them sees ·
+    back [R]: the query that each row is, counted over all slots."""
+
+    def __init__(self, store: Tensor, write_to: Tensor, take: Tensor, sees: Tensor, back: Tensor) -> None:
+        self.places, self.seen = store.flatten(2, 3), store[:, :, :take.shape[0], :sees.shape[2]].transpose(3, 4)
+        self.write_to, self.take, self.back = write_to, take, back
+        self.mask = sees[:, None, None]                                                             # [S, 1, 1, n, room]
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        for places, new in zip(self.places[layer], (k, v), strict=True):
+            places.index_copy_(0, self.write_to, new)
+        (slots, n), (_, heads, dim) = self.take.shape, q.shape
+        keys, values = self.seen[layer]                                                             # [S, kv, room, D]
+        kv, room = keys.shape[1:3]
+        # The query heads that share keys stand as further rows.
+        queries = q[self.take].view(slots, n, kv, heads // kv, dim).permute(0, 2, 3, 1, 4).reshape(slots, kv, -1, dim)
+        mask = self.mask.expand(slots, 1, heads // kv, n, room).reshape(slots, 1, -1, room)
+        with sdpa_kernel(KERNELS):
+            out = scaled_dot_product_attention(queries, keys, values, attn_mask=mask)
+        return out.view(slots, kv, heads // kv, n, dim).permute(0, 3, 1, 2, 4).reshape(slots * n, heads * dim)[self.back]
 
 
 def _causal(held: int, new: int, device: torch.device) -> Tensor | None:

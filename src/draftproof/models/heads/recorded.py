@@ -7,7 +7,8 @@ draft, of all sequences, are one launch. Chains are here; trees, which grow by w
 The plain twin is drafters/recurrent.py's loop over `HeadPass`; its drafts are the same. As in ../graphs.py a recording is made for a
 *bucket* of shapes and filled up by repeating what is there: rows repeat the first row and lines the first line, so that the same entries
 are written twice. Attention reads the pool as it lies, every slot up to the bucket's room: what a row may not see is masked, and what
-slots without a line give is never looked at. Nothing in a run depends on the host, and the host waits for nothing.
+slots without a line give is never looked at. Where a head's layers run through our own kernels (rows.py), each line reads its own slot, as
+pages, and rows that fill a bucket up write nothing. Nothing in a run depends on the host, and the host waits for nothing.
 """
 
 from __future__ import annotations
@@ -21,8 +22,6 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.functional import scaled_dot_product_attention
 
 from ... import gpu
 from ...core.choice import largest
@@ -31,7 +30,7 @@ from ...core.upload import pinned
 from ...errors import first_line
 from ..graphs import MOST_HELD, Record, made, ragged, whole
 from ..rows import Plan
-from .cache import POOLED, CachePool, HeadCache
+from .cache import POOLED, CachePool, HeadCache, SlotPass
 from .layers import Attend, Runs
 from .rows import PAGE, LinePass, angles_of, group
 
@@ -40,7 +39,6 @@ log = logging.getLogger("draftproof.models")
 MOST_FED = 16       # rows of one sequence that a recording feeds; where more wait, the twin feeds all but the last
 MOST_LINES = 64
 LEAST_ROWS = 8      # products of so few rows take no longer than those of one, and recordings are fewer
-KERNELS = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]      # cuDNN's makes a plan on the host for each shape
 AT_ONCE = 1 << 22   # numbers of noise that are drawn for all levels together
 
 
@@ -118,30 +116,6 @@ class Ends(NamedTuple):
     places: Tensor
     at: Tensor
     slots: Tensor
-
-
-class SlotPass:
-    """`HeadPass` over slots of a pool [layers, 2, slots, room, kv, D], of tensors alone. write_to [R]: where each row's key goes, counted
-    over all slots · take [S, n]: the rows that stand as slot s's queries · sees [S, n, room]: the entries that each of them sees ·
-    back [R]: the query that each row is, counted over all slots."""
-
-    def __init__(self, store: Tensor, write_to: Tensor, take: Tensor, sees: Tensor, back: Tensor) -> None:
-        self.places, self.seen = store.flatten(2, 3), store[:, :, :take.shape[0], :sees.shape[2]].transpose(3, 4)
-        self.write_to, self.take, self.back = write_to, take, back
-        self.mask = sees[:, None, None]                                                             # [S, 1, 1, n, room]
-
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        for places, new in zip(self.places[layer], (k, v), strict=True):
-            places.index_copy_(0, self.write_to, new)
-        (slots, n), (_, heads, dim) = self.take.shape, q.shape
-        keys, values = self.seen[layer]                                                             # [S, kv, room, D]
-        kv, room = keys.shape[1:3]
-        # The query heads that share keys stand as further rows.
-        queries = q[self.take].view(slots, n, kv, heads // kv, dim).permute(0, 2, 3, 1, 4).reshape(slots, kv, -1, dim)
-        mask = self.mask.expand(slots, 1, heads // kv, n, room).reshape(slots, 1, -1, room)
-        with sdpa_kernel(KERNELS):
-            out = scaled_dot_product_attention(queries, keys, values, attn_mask=mask)
-        return out.view(slots, kv, heads // kv, n, dim).permute(0, 3, 1, 2, 4).reshape(slots * n, heads * dim)[self.back]
 
 
 class Recording:

@@ -12,11 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from ... import gpu
+from ...errors import LoadError
 from ..between import signed
 from ..packed import pack
-from ..rows import Plan, linear, turned
+from ..rows import TOLERANCE, Plan, linear, turned
 from .blocks import RMSNorm
-from .layers import FirstLayer, HeadLayers, Runs, Shape
+from .cache import SlotPass
+from .layers import Attend, FirstLayer, HeadLayers, Runs, Shape
 
 SIGHT = 128                 # entries behind a row's position that it may be told to see
 PAGE = 2 * gpu.BLOCK        # entries of a slot that attention counts as a page: pools have room for whole ones
@@ -24,11 +26,49 @@ ACT = nn.SiLU()
 
 
 def by_rows(head: nn.Module, device: torch.device, dtype: torch.dtype) -> bool:
-    """Give its products to our kernels, in place, where they run and know its layers; whether they do."""
+    """Give its products to our kernels, in place, where they run and know its layers; whether they do. Raises LoadError where they compute
+    something else than the lines of torch."""
     if not (knows(head) and gpu.available(device, dtype)[0]):
         return False
-    pack(head, linear(False))
+    with torch.inference_mode():
+        right, before = _tried(head, device, dtype, False)
+        pack(head, linear(False))
+        found, _ = _tried(head, device, dtype, True)
+        rounding = torch.finfo(dtype).eps * before.abs().max()              # of what is added to that
+        off = float(((found - right).abs().max() - rounding) / (right - before).abs().max())
+    if not off <= TOLERANCE:
+        raise LoadError(f"our kernels and torch's operations differ by {off:.1e} of what a draft head computes; expected at most "
+                        f"{TOLERANCE:.0e}: leave them out (--no-kernels), and report this")
     return True
+
+
+def _tried(head: Any, device: torch.device, dtype: torch.dtype, ours: bool) -> tuple[Tensor, Tensor]:
+    """float32 [rows, H]: outputs of a head's layers for five random entries of a text, and for two guesses behind it that do not see each
+    other; and what the first layer adds to."""
+    rows, dice = torch.arange(7, device=device), torch.Generator(device).manual_seed(0)
+    x, beside = (torch.randn(7, head.shape.hidden, generator=dice, device=device).to(dtype) for _ in range(2))
+    store = torch.zeros(head.depth, 2, 1, 2 * PAGE, head.kv_heads, head.head_dim, dtype=dtype, device=device)
+    table, seats = torch.arange(2, device=device)[None], gpu.seats(group(head))
+    found = []
+    for start, stop in ((0, 5), (5, 7)):
+        own, new = rows[start:stop], rows[:stop - start]
+        at = own.clamp(max=4)
+        attend: Attend | Runs = SlotPass(store, own, new[None], _sees(own, 2 * PAGE)[None], new)
+        if ours:
+            take = torch.full((-(-len(own) // seats) * seats,), -1, device=device)
+            take[:len(own)] = new
+            sight = torch.stack((torch.where(own > 4, 1 << (own - 5).clamp(min=0), 0), 0 * own), 1)
+            tiles = gpu.Tiles(at, take, table, len(take) // seats)
+            attend = LinePass(store, angles_of(head, own, dtype), Plan(own.contiguous(), new, tiles, True), sight)
+        found.append(head.layers(x[start:stop], head.rope, own, attend, beside[start:stop]))
+    first = head.layers[0]
+    return torch.cat(found).float(), (first.hidden_norm(x) if getattr(first, "norm_before_residual", False) else x).float()
+
+
+def _sees(own: Tensor, room: int) -> Tensor:
+    """[n, room]: the entries up to the fifth and to each one's own place, but for the other guess."""
+    entry = torch.arange(room, device=own.device)
+    return (entry <= own[:, None].clamp(max=4)) | (entry == own[:, None])
 
 
 def knows(head: Any) -> bool:
