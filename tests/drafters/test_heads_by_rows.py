@@ -50,9 +50,11 @@ def deep(target: TableTarget) -> Eagle3Drafter:
     return Eagle3Drafter(Eagle3Head.fresh(target.parts, SOME, hidden=32, layers=2, **SIZES), V)
 
 
-@pytest.mark.parametrize("build, nodes", [(eagle3, 0), (normed, 0), (eagle2, 0), (deep, 4)])
-def test_drafts_by_our_kernels_are_those_of_torch(build: Any, nodes: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A sampled text and a greedy one of different lengths; nearly every draft is rejected. nodes: of trees, beyond a chain's."""
+@pytest.mark.parametrize("build, nodes, heats", [(eagle3, 0, (0.8, 0.0)), (normed, 0, (0.0,)), (eagle2, 0, (0.8,)), (deep, 4, (0.8,))])
+def test_drafts_by_our_kernels_are_those_of_torch(build: Any, nodes: int, heats: tuple[float, ...],
+                                                  monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sampled text and a greedy one of different lengths, or one alone; nearly every draft is rejected. nodes: of trees, beyond a
+    chain's."""
     monkeypatch.setattr(calls, "blocks", lambda *_: calls.Blocks(16, 64, 64, 2, 4))
     target, recorder, made, taken = TableTarget(V, order=1, seed=1), Recorder(), [], set[str]()
     monkeypatch.setattr(recurrent, "recorder", lambda device: recorder)
@@ -65,7 +67,7 @@ def test_drafts_by_our_kernels_are_those_of_torch(build: Any, nodes: int, monkey
         right = getattr(calls, name)
         monkeypatch.setattr(calls, name, lambda *x, name=name, right=right, **more: taken.add(name) or right(*x, **more))
     budgets = (3, 3 + nodes), (2, 2 + nodes)
-    assert both(target, made, lambda: [text(0, 0.8, 5, 5), text(1, 0.0, 8, 5)], lambda i, n: budgets[(n + i) % 2]) >= 4
+    assert both(target, made, lambda: [text(i, heat, 5 + 3 * i, 4) for i, heat in enumerate(heats)], lambda i, n: budgets[(n + i) % 2]) >= 2
     one, twin = made
     ours = [each for each in recorder.made if each.seats]
     assert ours and len(ours) < len(recorder.made) and not one.recorded.failed and not twin.recorded.failed

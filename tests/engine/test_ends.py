@@ -112,3 +112,34 @@ def test_what_may_become_a_stop_string_is_held_back() -> None:
     early = Text(Letters(), [0], ("ab",))  # type: ignore[arg-type]
     assert early.push(2, False) == ("ab", False), "before min_tokens nothing stops"
     assert early.push(2, True) == ("", True)
+
+
+@pytest.mark.parametrize("stop", [(), ("zz",)])
+def test_a_round_that_is_interrupted_behind_its_commit_loses_no_text(stop: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """What its tokens say is spelled later: with the next round's, or when the request ends."""
+    target, sampling = lettered(), Sampling(seed=2, max_tokens=30, stop=stop)
+    want = alone(target, [0, 1], sampling)  # type: ignore[arg-type]
+    ahead = foresight([[0, 1, *want.token_ids]])
+    for ends in (False, True):
+        with Engine(target=target, drafter=Oracle(ahead), depth=3) as engine:  # type: ignore[arg-type]
+            (request,), observe = engine.submit([0, 1], sampling), engine.lanes.observe
+
+            def interrupted(*about: object, observe: object = observe) -> None:
+                monkeypatch.setattr(engine.lanes, "observe", observe)
+                raise KeyboardInterrupt
+
+            for _ in range(3):
+                engine.step()
+            monkeypatch.setattr(engine.lanes, "observe", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                engine.step()
+            if ends:
+                engine.cancel(request.id)
+            while not request.done:
+                engine.step()
+            got = request.completion()
+        assert got.token_ids == want.token_ids[:len(got.token_ids)] and (len(got.token_ids) < len(want.token_ids)) == ends
+        text = Text(target.tokenizer, [0, 1], stop)  # type: ignore[attr-defined]
+        for token in got.token_ids:
+            text.push(token, armed=True)
+        assert got.text == (text.released if ends else want.text) != ""
