@@ -28,7 +28,8 @@ from draftproof.gpu import calls  # noqa: E402
 
 __all__ = ["as_on_a_device"]
 pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid|All-NaN)")     # rows that fill a recording up hold what nobody reads
-WIDE = {**SIZES, "head_dim": 32}
+FEWER = {**SIZES, "heads": 2, "kv_heads": 1}
+WIDE = {**FEWER, "head_dim": 32}
 
 
 def eagle3(target: TableTarget) -> Eagle3Drafter:
@@ -47,7 +48,7 @@ def eagle2(target: TableTarget) -> Eagle2Drafter:
 
 def deep(target: TableTarget) -> Eagle3Drafter:
     """Trees, two layers."""
-    return Eagle3Drafter(Eagle3Head.fresh(target.parts, SOME, hidden=32, layers=2, **SIZES), V)
+    return Eagle3Drafter(Eagle3Head.fresh(target.parts, SOME, hidden=32, layers=2, **FEWER), V)
 
 
 @pytest.mark.parametrize("build, nodes, heats", [(eagle3, 0, (0.8, 0.0)), (normed, 0, (0.0,)), (eagle2, 0, (0.8,)), (deep, 4, (0.8,))])
