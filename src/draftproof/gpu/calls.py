@@ -142,6 +142,11 @@ def halves(dim: int) -> int:
     return next((some for some in (32, 16) if dim // 2 % some == 0), 0)
 
 
+def turns(rows: int, dim: int) -> bool:
+    """Whether `heads` takes so many rows of heads so wide."""
+    return rows <= FEW and halves(dim) > 0
+
+
 def heading(dim: int, size: int) -> Blocks:
     """Of `heads`."""
     return Blocks(FEW, halves(dim), 128, 8 if size == 1 else 5, 4)
@@ -149,8 +154,8 @@ def heading(dim: int, size: int) -> Blocks:
 
 def heads(x: Tensor, weight: Tensor, bias: Tensor | None, steps: Tensor | None, angles: Tensor, write_to: Tensor, keys: Tensor,
           values: Tensor, kind: torch.dtype) -> Tensor:
-    """`product` and `turn` in one kernel, of at most FEW rows without norms of heads: each row's keys and values go to its own place of
-    write_to [rows], −1 for none. Returns [rows, (H + 2 KV) · D], of which only the queries are written. Needs `halves` of the heads."""
+    """`product` and `turn` in one kernel, where it `turns` them and heads have no norms: each row's keys and values go to its own place of
+    write_to [rows], −1 for none. Returns [rows, (H + 2 KV) · D], of which only the queries are written."""
     (rows, inputs), (kv, dim) = x.shape, keys.shape[1:]
     size, outputs = weight.element_size(), weight.shape[0]
     out = x.new_empty(rows, outputs, dtype=kind)

@@ -185,8 +185,8 @@ class GraphedPass(FusedPass):
         pages = tuple(whole(max(map(len, each))) for each in spans)
         if paths * max(pages) > (WIDE_ITEMS if self.seats else MOST_ITEMS):
             return None, spans
-        once = bool(self.seats) and p.write_from is None
-        return Bucket(rows, max(rows, self._rows(len(p.writes()[0]))), paths, width, pages, self.taps, once), spans
+        writes = rows if p.write_from is None else max(rows, self._rows(len(p.write_from)))
+        return Bucket(rows, writes, paths, width, pages, self.taps, bool(self.seats) and p.write_from is None), spans
 
     def _rows(self, count: int) -> int:
         """Of a bucket that holds so many."""

@@ -82,12 +82,6 @@ class ByRows(InTiles, ABC):
         """x + the product of rows, in place."""
         return self._ours(rows, onto=x) if self.takes(rows) else self.many_onto(x, rows)
 
-    def turns(self, rows: Tensor, dim: int) -> bool:
-        """Whether `heads` takes so many rows of heads so wide."""
-        from ..gpu.calls import FEW, halves
-
-        return rows.shape[0] <= FEW and bool(halves(dim))
-
     def heads(self, rows: Tensor, angles: Tensor, plan: Plan, keys: Tensor, values: Tensor) -> Tensor:
         """The product of rows, queries turned, keys and values in their places."""
         from ..gpu.calls import heads
@@ -216,9 +210,9 @@ class RowsLayer(FusedLayer):
 
 def turned(qkv: nn.Module, h: Tensor, angles: Tensor, norms: Tensor | None, eps: float, plan: Plan, keys: Tensor, values: Tensor) -> Tensor:
     """The heads of rows h after `norms`, queries turned; keys, turned, and values go where the plan says."""
-    from ..gpu.calls import turn
+    from ..gpu.calls import turn, turns
 
-    if plan.once and norms is None and isinstance(qkv, ByRows) and qkv.turns(h, keys.shape[-1]):
+    if plan.once and norms is None and isinstance(qkv, ByRows) and qkv.takes(h) and turns(len(h), keys.shape[-1]):
         return qkv.heads(h, angles, plan, keys, values)
     heads: Tensor = qkv(h)
     turn(heads, angles, norms, eps, plan.write_to, plan.write_from, keys, values)

@@ -13,6 +13,7 @@ import ctypes
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Self
 
@@ -106,6 +107,13 @@ class HeadAttention(nn.Module):
             self.qkv = HeldLinear(*joined([self.q_proj, self.k_proj, self.v_proj]))
             del self.q_proj, self.k_proj, self.v_proj
 
+    @cached_property
+    def norms(self) -> Tensor | None:
+        """[heads + kv_heads, D] as kernels read the norms of heads, made when it is first asked for; None if there are none."""
+        if self.q_norm is None or self.k_norm is None:
+            return None
+        return torch.cat([self.q_norm.weight.expand(self.shape.heads, -1), self.k_norm.weight.expand(self.shape.kv_heads, -1)])
+
     def forward(self, x: Tensor, turn: tuple[Tensor, Tensor], attend: Attend, layer: int) -> Tensor:
         rows, dim, heads, kv_heads = x.shape[0], self.shape.head_dim, self.shape.heads, self.shape.kv_heads
         if self.qkv is None:
@@ -160,7 +168,6 @@ class HeadLayers(nn.ModuleList):
     """A head's layers, one after the other. Parameters are named as in a list."""
 
     _table: ctypes.Array[native.Layer] | None = None
-    _held: tuple[Tensor, ...] = ()      # what the table points to and nobody else holds
 
     def forward(self, x: Tensor, rope: Rope, positions: Tensor, attend: Attend | Runs, beside: Tensor | None = None) -> Tensor:
         """x, beside [R, H], entries at positions [R] → [R, H]."""
@@ -186,10 +193,7 @@ class HeadLayers(nn.ModuleList):
 
     def _kernel(self, layer: Any) -> native.Layer:
         """A layer for `native.blocks`; keys and values are the courses' own."""
-        attention, shape, before, of_heads, of_stream = layer.self_attn, layer.self_attn.shape, layer.input_layernorm, None, None
-        if attention.q_norm is not None:
-            heads = torch.cat([attention.q_norm.weight.expand(shape.heads, -1), attention.k_norm.weight.expand(shape.kv_heads, -1)])
-            self._held, of_heads = (*self._held, heads), heads.data_ptr()
+        shape, before, of_heads, of_stream = layer.self_attn.shape, layer.input_layernorm, native.address_of(layer.self_attn.norms), None
         if isinstance(layer, FirstLayer):
             of_stream = layer.hidden_norm.weight.data_ptr()
         return native.Layer(

@@ -215,7 +215,7 @@ class Recording:
 
     def steps(self, ends: Ends) -> Iterator[tuple[Tensor, Attend | Runs]]:
         """Of a step of each line, level after level: positions, and how its row attends."""
-        levels = torch.arange(1, self.bucket.depth, device=ends.at.device)[:, None]
+        levels = self.order[1:self.bucket.depth, None]
         positions, places, at = ends.positions + levels, ends.places + levels, ends.at + levels
         angles = self.angles(positions) if self.seats else None
         for i, (place, own) in enumerate(zip(places, at, strict=True)):

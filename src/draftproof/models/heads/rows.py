@@ -59,7 +59,7 @@ def _tried(head: Any, device: torch.device, dtype: torch.dtype, ours: bool) -> t
             take[:len(own)] = new
             sight = torch.stack((torch.where(own > 4, 1 << (own - 5).clamp(min=0), 0), 0 * own), 1)
             tiles = gpu.Tiles(at, take, table, len(take) // seats)
-            attend = LinePass(store, angles_of(head, own, dtype), Plan(own.contiguous(), new, tiles, True), sight)
+            attend = LinePass(store, angles_of(head, own, dtype), Plan(own, new, tiles, True), sight)
         found.append(head.layers(x[start:stop], head.rope, own, attend, beside[start:stop]))
     first = head.layers[0]
     return torch.cat(found).float(), (first.hidden_norm(x) if getattr(first, "norm_before_residual", False) else x).float()
@@ -113,10 +113,8 @@ class LinePass(Runs):
             h, y = torch.cat((_norm(before, beside), normed), -1), normed if layer.norm_before_residual else x.clone()
         else:
             h, y = x if before is None else _norm(before, x), x.clone()
-        norms, shape = None, attention.shape
-        if attention.q_norm is not None:
-            norms = torch.cat([attention.q_norm.weight.expand(shape.heads, -1), attention.k_norm.weight.expand(shape.kv_heads, -1)])
-        heads = turned(attention.qkv, h, self.angles, norms, shape.eps, self.plan, keys, values)
+        shape = attention.shape
+        heads = turned(attention.qkv, h, self.angles, attention.norms, shape.eps, self.plan, keys, values)
         y = attention.o_proj.onto(y, attend(heads, keys, values, self.plan.tiles, shape.head_dim ** -0.5, None, PAGE, sight=self.sight))
         out: Tensor = layer.mlp.down_proj.onto(y, layer.mlp.gate_up.gated(ACT, _norm(layer.post_attention_layernorm, y), x.dtype))
         return out
