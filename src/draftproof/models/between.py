@@ -10,13 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import count, product
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..errors import LoadError, first_line
-from .attention import Weigh, weights_of
+from .attention import TILE, Weigh, weights_of
 from .tiled import by_tiles
 
 COMPILES = {"cuda"}  # kinds of devices; a CPU has kernels of its own for all this (native.py)
@@ -99,34 +100,46 @@ def compiled_between(able: bool, why: str, device: torch.device, reproducible: b
 
 @torch.inference_mode()
 def compare(found: Between, layer: Any, page_tokens: int) -> None:
-    """Compile all of it on the shapes of a `FusedLayer`, and compare it with its twins on random rows. Raises LoadError."""
-    weight, eps = layer.input_norm.weight, layer.input_norm.variance_epsilon
-    heads, dim = layer.heads + layer.kv_heads, layer.head_dim
+    """Compile all of it on the shapes of a `FusedLayer`, and compare it with its twins on random rows. Raises LoadError.
+
+    torch compiles once more for one row or item, and again for sizes that were equal when it compiled first and are not any more. Both
+    are had here, so that no later pass waits for a compiler: one and many, and many is like no size of the model's.
+    """
+    weight, eps, dim = layer.input_norm.weight.detach(), layer.input_norm.variance_epsilon, layer.head_dim
+    turned, inner = layer.heads + layer.kv_heads, 2 * layer.inner
+    taken = {weight.numel(), layer.kv_heads, turned, dim, inner, page_tokens, TILE}
+    many, more = (size for size, _ in zip((n for n in count(2) if n not in taken), range(2), strict=False))
     dice = torch.Generator(weight.device).manual_seed(0)
 
     def some(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=dice, device=weight.device, dtype=torch.float32).to(weight.dtype)
 
-    x, qk, angles, inner = some(6, weight.numel()), some(6, heads, dim), some(6, 1, dim), some(6, 2 * layer.inner)
-    scores, bias = some(2, layer.kv_heads, 2, 4, page_tokens), weight.new_zeros(2, 1, 2, 4, page_tokens)
-    asked: list[tuple[str, Callable[..., Any], Callable[..., Any], tuple[Any, ...]]] = [
-        ("norm", found.norm, rms_norm, (x, weight, eps)), ("rotation", found.turn, turn, (qk, angles, angles)),
-        ("gate", found.gate, gated, (layer.act, inner))]
-    if layer.head_norm is not None:
-        asked.append(("norm of heads", found.norm, rms_norm, (qk, layer.head_norm, layer.head_eps)))
-    if found.weigh is not None:
-        asked.append(("softmax of a page", found.weigh, weights_of, (scores, bias, dim**-0.5, None)))
-    for name, ours, twin, given in asked:
-        try:
-            pairs = list(zip(_all(ours(*given)), _all(twin(*given)), strict=True))
-        except Exception as error:  # a compiler fails in many ways
-            raise LoadError(f"compile=True: the {name} did not compile ({first_line(error)}); expected a working Triton: "
-                            "leave it out") from error
-        for a, b in pairs:
-            off = float((a.float() - b.float()).abs().max() / b.float().abs().max())
-            if not off <= TOLERANCE[weight.dtype]:
-                raise LoadError(f"compile=True: the joined {name} is off by {off:.1e} of its largest value; expected at most "
-                                f"{TOLERANCE[weight.dtype]:.0e}: leave it out, and report this")
+    for rows in (many, 1):
+        qk, angles = some(rows, turned + layer.kv_heads, dim)[:, :turned], some(rows, 2, dim)  # views, as a pass has them
+        if layer.head_norm is not None:
+            _same("norm of heads", found.norm, rms_norm, qk, layer.head_norm, layer.head_eps)
+            qk = qk.contiguous()
+        _same("norm", found.norm, rms_norm, some(rows, weight.numel()), weight, eps)
+        _same("rotation", found.turn, turn, qk, angles[:, :1], angles[:, 1:])
+        _same("gate", found.gate, gated, layer.act, some(rows, inner))
+    if found.weigh is None:
+        return
+    for items, tiles in product((many, 1), (more, 1)):
+        scores, bias = some(items, layer.kv_heads, tiles, TILE, page_tokens), weight.new_zeros(items, 1, tiles, TILE, page_tokens)
+        _same("softmax of a page", found.weigh, weights_of, scores, bias, layer.scaling, None)
+
+
+def _same(name: str, ours: Callable[..., Any], twin: Callable[..., Any], *given: Any) -> None:
+    try:
+        pairs = list(zip(_all(ours(*given)), _all(twin(*given)), strict=True))
+    except Exception as error:  # a compiler fails in many ways
+        raise LoadError(f"compile=True: the {name} did not compile ({first_line(error)}); expected a working Triton: "
+                        "leave it out") from error
+    for a, b in pairs:
+        off = float((a.float() - b.float()).abs().max() / b.float().abs().max())
+        if not off <= TOLERANCE[b.dtype]:
+            raise LoadError(f"compile=True: the joined {name} is off by {off:.1e} of its largest value; expected at most "
+                            f"{TOLERANCE[b.dtype]:.0e}: leave it out, and report this")
 
 
 def _all(found: Any) -> tuple[Tensor, ...]:

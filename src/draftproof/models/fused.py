@@ -133,7 +133,7 @@ class FusedPass:
         self.layers: list[FusedLayer] = list(model.model.layers)
         self.norm, self.rotary = model.model.norm, model.model.rotary_emb
         self.moving = self.rotary.rope_type in MOVING_ROPE
-        self._norm = self.layers[0]._norm
+        self._norm, self._last = self.layers[0]._norm, (self.norm.weight.detach(), self.norm.variance_epsilon)
         self.angles: Tensor | None = None  # [positions, 2, head_dim]: cos, and sin with its first half negated
         self.taps: frozenset[int] = frozenset()
         self.rows: Mapping[int, Tensor] = {}
@@ -191,7 +191,7 @@ class FusedPass:
         self.rows = rows
         if keep is not None:
             x = rows_of(x, keep)
-        logits: Tensor = self.output(self._norm(x, self.norm.weight, self.norm.variance_epsilon))
+        logits: Tensor = self.output(self._norm(x, *self._last))
         return logits
 
     def compiled(self) -> bool:
