@@ -91,7 +91,13 @@ def test_refusals_before_any_process_starts(tmp_path: Path) -> None:
         load_target(builtin("target"), TWO)
     families.save("llama", tmp_path)
     config = AutoConfig.from_pretrained(tmp_path)
-    config.quantization_config = {"quant_method": "fp8"}
+    plan = config.base_model_tp_plan
+    config.base_model_tp_plan = {**plan, "embed_tokens": "embedding_rowwise"}       # as transformers 5.17 has it where they are tied
+    assert divided(config, 2).num_attention_heads == config.num_attention_heads // 2
+    config.base_model_tp_plan = {**plan, "layers.*.mlp.up_embed": "embedding_rowwise"}
+    with pytest.raises(LoadError, match="not supported .embedding_rowwise."):
+        divided(config, 2)
+    config.base_model_tp_plan, config.quantization_config = plan, {"quant_method": "fp8"}
     with pytest.raises(LoadError, match="quantised"):
         divided(config, 2)
 
