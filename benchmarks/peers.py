@@ -30,6 +30,9 @@ The environments, in the repository's folder (elsewhere: --env NAME=PATH of a py
     cmake -S .venv-llamacpp/llama.cpp -B .venv-llamacpp/llama.cpp/build -DCMAKE_BUILD_TYPE=Release -DGGML_NATIVE=ON \\
         -DLLAMA_CURL=OFF -DLLAMA_OPENSSL=OFF -DLLAMA_BUILD_UI=OFF
     cmake --build .venv-llamacpp/llama.cpp/build --target llama-server llama-quantize -j
+
+Where a processor has AMX, llama.cpp's own use of it ends with an illegal instruction on weights of four bits: add
+"-DCMAKE_C_FLAGS=-mno-amx-int8 -mno-amx-tile -mno-amx-bf16" and the same as -DCMAKE_CXX_FLAGS to the first cmake for --bits 4.
 """
 
 from __future__ import annotations
