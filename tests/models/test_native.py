@@ -136,6 +136,31 @@ def test_as_many_rows_as_share_a_reading_and_one_more(out: int, columns: int, bi
 
 
 @compiled
+@pytest.mark.parametrize("form", [16, 12, 8])
+@pytest.mark.parametrize(("rows", "columns"), [(230, 6200), (300, 2049), (129, 8192), (97, 31)])
+def test_rows_that_do_not_fit_a_cache_together_are_multiplied_part_by_part(rows: int, columns: int, form: int) -> None:
+    """Parts of 115 to 300 rows, whose panels are opened in one to four pieces; the last rows are few, or many."""
+    random, steps, out = torch.Generator().manual_seed(rows), None, 37
+    if form == 12 and not native.takes_narrow():
+        pytest.skip("no products with weights in twelve bits here")
+    weight, spare = torch.randn(out, columns, generator=random).bfloat16(), None
+    if form == 8:
+        levels, steps = torch.randint(-127, 128, (out, columns), generator=random), torch.rand(out, generator=random)
+        weight, panels = levels * steps.double()[:, None], native.arrange_eight(levels.to(torch.int8))
+    else:
+        weight[::5, ::7] *= 2.0**40  # blocks that twelve bits do not hold
+        panels, spare = native.arrange_narrow(weight) if form == 12 else (native.arrange(weight), None)
+    bias = torch.randn(out, generator=random)
+    product = native.product(panels, bias, steps, out, columns, form, spare)
+    for dtype in (torch.bfloat16, torch.float32):
+        x = torch.randn(rows, columns, generator=random).to(dtype)
+        got, exact = native.multiply(x, product), x.double() @ weight.double().T + bias
+        assert ((got.double() - exact).abs().amax(0) <= 2**-8 * exact.abs().amax(0)).all()
+        for start in (0, 64, 96, 115, 127, 128, rows - 9, rows - 1):
+            assert torch.equal(native.multiply(x[start:start + 9], product), got[start:start + 9]), f"rows from {start}, {dtype}"
+
+
+@compiled
 def test_the_number_of_threads_moves_no_bit() -> None:
     torch.manual_seed(2)
     streamed, x, threads = StreamedLinear(torch.randn(700, 300).bfloat16(), None), torch.randn(7, 300), torch.get_num_threads()

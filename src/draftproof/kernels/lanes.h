@@ -286,6 +286,11 @@ form form_of_narrow(long in);
 form form_of_tiles(int bits, long in);
 int takes_tiles(void);
 void leave_tiles(void);
+int stand_in_tiles(const product *p, long rows);
+long words_in_tiles(long rows, long in);
+void arrange_in_tiles(const member *me, const void *x, long rows, long in, uint32_t *to);
+void multiply_in_tiles(const product *p, const form *f, const uint32_t *panel, spares left, const uint32_t *x, long rows, long most,
+                       uint32_t *room, float *part);
 void score_in_tiles(const char *key, long apart, const uint32_t *query, long n, long dim, float *to);
 void open_narrow(const uint32_t *panel, long first, long count, spares *left, uint32_t *to);
 long room_for(const product *p, long rows, int halves, int threads);

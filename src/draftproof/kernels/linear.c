@@ -16,7 +16,10 @@
 
 #define MANY 7
 #define LARGE (1 << 20) /* weights whose last quarter of panels goes to whichever thread is there: less than that ends before they differ */
-#define OPENED 64 /* steps of a narrow panel: their words fit the first cache */
+#define SECOND_CACHE (3 << 19) /* bytes of it that rows may have, measured where it has 2 MB */
+#define FEWEST 128 /* rows in tiles, if there are so many, that a reading of all panels is for */
+#define OPENED 256 /* columns of a panel at a time: their words fit the first cache */
+#define OPENED_FOR_TILES 2048 /* here the second, beside the rows: fewer leave their sums to memory more often */
 
 #if LANES == 16 /* 32 registers */
 #define MOST 12
@@ -134,18 +137,39 @@ static long prepared(const form *f, long block)
     return (f->length + block - 1) / block * (block * f->apart + GAP);
 }
 
+/* Whether many rows are multiplied in tiles. */
+static int is_tiled(const product *p, long rows, int halves) { return halves && takes_tiles() && stand_in_tiles(p, rows); }
+
 /* Rows in pairs take narrow panels as they are, however many: what one reading leaves in the caches serves the next, measured. */
-static int is_opened(const product *p, int halves) { return p->bits == 12 && !halves; }
+static int is_opened(const product *p, long rows, int halves) { return (p->bits == 12 && !halves) || is_tiled(p, rows, halves); }
+
+/* How many columns of a panel are opened at a time. */
+static long opened(const product *p, long rows, int halves) { return is_tiled(p, rows, halves) ? OPENED_FOR_TILES : OPENED; }
 
 /* Words that a thread needs for itself, to open panels and to sum up. */
-static long opening(const form *f, long rows) { return UP(OPENED * f->columns / 2 * WIDE + rows * WIDE, 16); }
+static long opening(long columns, long rows) { return columns / 2 * WIDE + UP(rows, MOST_SHARING) * WIDE; }
+
+/* Words of all rows as they are multiplied. */
+static long arranged(const product *p, const form *f, long rows, int halves)
+{
+    return UP(is_tiled(p, rows, halves) ? words_in_tiles(rows, p->in) : rows * prepared(f, block_of(f, rows)), 16);
+}
+
+/* How many rows are multiplied by all panels before others are: each panel reads them all, in tiles so quickly that it has to be from the
+ * second cache. */
+static long together(const product *p, long rows, int halves)
+{
+    long fit = SECOND_CACHE / (2 * p->in), most = fit > FEWEST ? fit : FEWEST, parts = (rows + most - 1) / most;
+    return is_tiled(p, rows, halves) ? UP((rows + parts - 1) / parts, MOST_SHARING) : rows;
+}
 
 /* Bytes of memory that `multiplied` needs. */
 long room_for(const product *p, long rows, int halves, int threads)
 {
     form f = form_of(p->bits, p->in, halves);
-    long words = UP(rows * prepared(&f, block_of(&f, rows)), 16);
-    return UP(4 * (words + (is_opened(p, halves) ? threads * opening(&f, rows) : 0)), 64);
+    rows = together(p, rows, halves);
+    long own = is_opened(p, rows, halves) ? opening(opened(p, rows, halves), rows) : 0;
+    return UP(4 * (arranged(p, &f, rows, halves) + threads * own), 64);
 }
 
 /* y [rows, from, from + count) = part [rows, width], a panel's sums; or, adding, += what that would be. */
@@ -168,9 +192,10 @@ static void hand_out(const product *p, const float *part, long rows, long width,
     }
 }
 
-/* The spare steps of a panel from `first` on. */
+/* The spare steps of a panel from `first` on; none if no panel has any. */
 static spares beside(const product *p, long panel, long first)
 {
+    if (!p->spare_at) return (spares){0, 0};
     spares found = {p->spare_at + p->spare_start[panel] + panel, p->spare + p->spare_start[panel] * 2 * WIDE};
     for (; *found.at < first; found.at++) found.words += 2 * WIDE;
     return found;
@@ -182,13 +207,14 @@ typedef struct {
     long rows, block, blocks, stride;
 } sheaf;
 
-/* part [rows, WIDE] += x times panel a, which is opened once for all rows, OPENED steps at a time. */
+/* part [rows, WIDE] = x times panel a, which is opened once for all rows, OPENED columns at a time. */
 static void multiply_opened(const product *p, const form *f, const sheaf *x, long a, uint32_t *words, float *part)
 {
     const uint32_t *panel = p->panels + a * f->words;
     spares left = beside(p, a, 0);
-    for (long s = 0; s < f->length; s += OPENED) {
-        long n = least(OPENED, f->length - s);
+    memset(part, 0, 4 * x->rows * WIDE);
+    for (long s = 0, n; s < f->length; s += n) {
+        n = least(OPENED / f->columns, f->length - s);
         open_narrow(panel, s, n, &left, words);
         for (long r = 0, many; r < x->rows; r += many) {
             many = sharing(x->rows - r, f->most);
@@ -206,7 +232,7 @@ static void multiply_panels(const product *p, const form *f, const sheaf *x, lon
         memset(part, 0, 4 * many * adjoining * WIDE);
         for (long b = 0; b < x->blocks; b++) {
             spares left[2];
-            for (long q = 0; p->spare_at && q < adjoining; q++) left[q] = beside(p, a + q, b * x->block);
+            for (long q = 0; q < adjoining; q++) left[q] = beside(p, a + q, b * x->block);
             (adjoining == 2 ? f->two : f->one)[many - 1](p->panels + a * f->words, f->words, b * x->block,
                                                          x->from + (b * x->rows + r) * x->stride, many, x->stride,
                                                          least(x->block, f->length - b * x->block), part, p->spare_at ? left : 0);
@@ -215,36 +241,54 @@ static void multiply_panels(const product *p, const form *f, const sheaf *x, lon
     }
 }
 
-/* A team's y [rows, out] = x [rows, in] Wᵀ + b, or, adding, += it; both float32 or, with halves, both bfloat16. room: memory. All join at
- * the end. */
-void multiplied(const member *me, const product *p, const void *x, void *room, void *y, long rows, int halves, int adding)
+/* A team's part of y, of panels that are opened once for all rows. own: a thread's memory. */
+static void multiply_all(const member *me, const product *p, const form *f, const sheaf *x, uint32_t *own, void *y, int halves, int adding)
+{
+    long count = (p->out + WIDE - 1) / WIDE, rows = x->rows, columns = opened(p, rows, halves);
+    float *part = (float *)(own + columns / 2 * WIDE);
+    MOSTLY_MINE(a, count, count - (p->in * p->out > LARGE ? count / 4 : 0)) {
+        if (is_tiled(p, rows, halves))
+            multiply_in_tiles(p, f, p->panels + a * f->words, beside(p, a, 0), x->from, rows, columns, own, part);
+        else multiply_opened(p, f, x, a, own, part);
+        hand_out(p, part, rows, WIDE, y, 0, a * WIDE, halves, adding);
+    }
+}
+
+/* `multiplied` of rows that lie in the second cache together. */
+static void multiply_rows(const member *me, const product *p, const void *x, void *room, void *y, long rows, int halves, int adding)
 {
     form f = form_of(p->bits, p->in, halves);
     long count = (p->out + WIDE - 1) / WIDE, step = rows <= f.most_of_two ? 2 : 1, block = block_of(&f, rows);
     long blocks = (f.length + block - 1) / block, stride = blocks > 1 ? block * f.apart + GAP : f.stride;
-    long columns = blocks > 1 ? block * f.columns : p->in, words = prepared(&f, block);
+    long columns = blocks > 1 ? block * f.columns : p->in, words = arranged(p, &f, rows, halves);
     const sheaf whole = {words ? room : x, rows, block, blocks, stride};
-    if (words) {
+    if (is_tiled(p, rows, halves)) arrange_in_tiles(me, x, rows, p->in, room);
+    else if (words) {
         MINE(i, rows * blocks) {
             long r = i / blocks, b = i % blocks;
             f.prepare(x, r * p->in + b * columns, least(columns, p->in - b * columns), halves, (uint32_t *)room + (b * rows + r) * stride);
         }
-        join(me);
     }
-    if (is_opened(p, halves)) {
-        uint32_t *own = (uint32_t *)room + UP(rows * words, 16) + me->index * opening(&f, rows);
-        float *part = (float *)(own + OPENED * f.columns / 2 * WIDE);
-        MINE(a, count) {
-            memset(part, 0, 4 * rows * WIDE);
-            multiply_opened(p, &f, &whole, a, own, part);
-            hand_out(p, part, rows, WIDE, y, 0, a * WIDE, halves, adding);
-        }
+    if (words) join(me);
+    if (is_opened(p, rows, halves)) {
+        multiply_all(me, p, &f, &whole, (uint32_t *)room + words + me->index * opening(opened(p, rows, halves), rows), y, halves, adding);
     } else {
         long pieces = (count + step - 1) / step, own = pieces - (p->in * p->out > LARGE ? pieces / 4 : 0);
         MOSTLY_MINE(i, pieces, own) multiply_panels(p, &f, &whole, i * step, least(step, count - i * step), y, halves, adding);
     }
     leave_tiles();
     join(me);
+}
+
+/* A team's y [rows, out] = x [rows, in] Wᵀ + b, or, adding, += it; both float32 or, with halves, both bfloat16. room: memory. All join at
+ * the end. */
+void multiplied(const member *me, const product *p, const void *x, void *room, void *y, long rows, int halves, int adding)
+{
+    long part = together(p, rows, halves), each = size(halves);
+    const char *from = x;
+    char *to = y;
+    for (long at = 0; at < rows; at += part, from += each * part * p->in, to += each * part * p->out)
+        multiply_rows(me, p, from, room, to, least(part, rows - at), halves, adding);
 }
 
 /* y [rows, out] = x [rows, in] Wᵀ + b. Returns 0, or 1 without memory. */

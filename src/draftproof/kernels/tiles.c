@@ -1,6 +1,7 @@
 /* Products in tiles, for processors with AMX: sixteen rows times thirty-two columns of sixteen outputs in one instruction, whose time does
  * not depend on the rows. Panels are those of linear.c, narrow.c and integers.c; a tile reads linear.c's words as they lie, others are opened
- * into such words first, thirty-two columns at a time. Up to thirty-two rows share that. Attention's scores are taken in tiles, too.
+ * into such words first, thirty-two columns at a time. Thirty-two rows share that; of more than sixty-four all do. Attention's scores are
+ * taken in tiles, too.
  *
  * An instruction adds thirty-two columns in an order of its own, the same for every row and for any number of rows; numbers below 2^-126
  * count as zeros. What lies behind a row's last column is zero.
@@ -15,6 +16,7 @@
 #define COLUMNS 32             /* of one instruction */
 #define ROOM (SIDE * WIDE)     /* words of so many columns of a panel */
 #define AHEAD 1024             /* words */
+#define FEW (4 * SIDE)         /* rows that open a panel again and again, measured */
 #define PERMISSION 0x1023, 18L /* ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA */
 /* Tiles 0 to 3 are sums: of the first SIDE rows by the first and the second outputs of a panel, then of the other rows, or of the next panel. */
 #define ROWS 4
@@ -186,6 +188,63 @@ static inline __attribute__((always_inline)) void in_tiles(
     MOVE(_tile_stored, panels, part, many);
 }
 
+/* Whether so many rows are multiplied by `multiply_in_tiles`. Groups of four bits are scaled one by one, which only `in_tiles` does. */
+int stand_in_tiles(const product *p, long rows) { return rows > FEW && p->bits != 4; }
+
+/* Words of many rows as `arrange_in_tiles` has them. */
+long words_in_tiles(long rows, long in) { return UP(rows, 2 * SIDE) * UP(in, COLUMNS) / 2; }
+
+/* x [rows, in] bfloat16 → [groups of 2 * SIDE rows, COLUMNS, rows of the group], by a team: a group's tiles follow one another. */
+void arrange_in_tiles(const member *me, const void *x, long rows, long in, uint32_t *to)
+{
+    long blocks = UP(in, COLUMNS) / COLUMNS;
+    MINE(r, rows)
+        for (long b = 0; b < blocks; b++) {
+            long at = b * COLUMNS, n = in - at < COLUMNS ? in - at : COLUMNS;
+            fill(x, r * in + at, n, to + ((r / (2 * SIDE) * blocks + b) * 2 * SIDE + r % (2 * SIDE)) * SIDE, COLUMNS);
+        }
+}
+
+/* Block b of COLUMNS of a panel in linear.c's words: where they lie, `room` if not in the panel. */
+static const uint32_t *open_block(const product *p, const form *f, const uint32_t *panel, long b, spares *left, uint32_t *room)
+{
+    long unit = COLUMNS / f->columns, n = f->length - b * unit < unit ? f->length - b * unit : unit;
+    if (p->bits == 16) return open_sixteen(panel, b * unit, n, left, room);
+    return (p->bits == 12 ? open_twelve : open_eight)(panel, b * unit, n, left, room);
+}
+
+/* part [rows, WIDE] = x, which stands in tiles, times a panel, of which `most` columns at a time are opened, once for all rows, in `room`:
+ * one block ahead of the first rows. The order of the sums is that of `in_tiles`; they lie in memory in between. left: of the panel, from
+ * its first step on. */
+void multiply_in_tiles(const product *p, const form *f, const uint32_t *panel, spares left, const uint32_t *x, long rows, long most,
+                       uint32_t *room, float *part)
+{
+    const long blocks = UP(p->in, COLUMNS) / COLUMNS, tall = 2 * SIDE;
+    const uint32_t *words[most / COLUMNS];
+    for (long b = 0, n; b < blocks; b += n, x += n * tall * SIDE) {
+        n = blocks - b < most / COLUMNS ? blocks - b : most / COLUMNS;
+        words[0] = open_block(p, f, panel, b, &left, room);
+        for (long r = 0; r < rows; r += tall) {
+            long many = rows - r < tall ? rows - r : tall;
+            const uint32_t *here = x + r * blocks * SIDE;
+            shape(many);
+            if (b) {
+                MOVE(_tile_loadd, 1, part + r * WIDE, many);
+            } else {
+                _tile_zero(0);
+                _tile_zero(1);
+                _tile_zero(2);
+                _tile_zero(3);
+            }
+            for (long i = 0; i < n; i++, here += tall * SIDE) {
+                if (!r && i + 1 < n) words[i + 1] = open_block(p, f, panel, b + i + 1, &left, room + (i + 1) * ROOM);
+                MULTIPLY(1, words + i, here, SIDE, many);
+            }
+            MOVE(_tile_stored, 1, part + r * WIDE, many);
+        }
+    }
+}
+
 /* Half a group of four bits, of the panel's half `s`. */
 static inline void open_four(const uint32_t *panel, long s, uint32_t *room)
 {
@@ -289,6 +348,21 @@ form form_of_tiles(int bits, long in)
 int takes_tiles(void) { return 0; }
 
 void leave_tiles(void) {}
+
+int stand_in_tiles(const product *p, long rows) { return (void)p, (void)rows, 0; }
+
+long words_in_tiles(long rows, long in) { return (void)rows, (void)in, 0; }
+
+void arrange_in_tiles(const member *me, const void *x, long rows, long in, uint32_t *to)
+{
+    (void)me, (void)x, (void)rows, (void)in, (void)to;
+}
+
+void multiply_in_tiles(const product *p, const form *f, const uint32_t *panel, spares left, const uint32_t *x, long rows, long most,
+                       uint32_t *room, float *part)
+{
+    (void)p, (void)f, (void)panel, (void)left, (void)x, (void)rows, (void)most, (void)room, (void)part;
+}
 
 form form_of_tiles(int bits, long in) { return (form){bits, in}; }
 #endif
