@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import sysconfig
 from pathlib import Path
 from typing import Any
 
@@ -67,3 +68,24 @@ def read_prompts(path: Path, tokenizer: Any, count: int, low: int, high: int) ->
         raise SystemExit(f"{path}: no prompt of {low} to {high} tokens")
     longest = max(map(len, classes.values()))
     return [group[i] for i in range(longest) for group in classes.values() if i < len(group)][:count]
+
+
+def long_prompts(tokenizer: Any, count: int, tokens: int) -> list[list[int]]:
+    """`count` prompts of so many tokens: beginnings of modules of Python's standard library, by their names. Raises SystemExit if too
+    few are as long."""
+    texts = (path.read_text("utf-8") for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")))
+    found = [ids for ids in (tokenizer.encode(text[:8 * tokens])[:tokens] for text in texts) if len(ids) == tokens]
+    if len(found) < count:
+        raise SystemExit(f"Python's standard library has {len(found)} prompts of {tokens} tokens, {count} were asked for")
+    return found[:count]
+
+
+def pass_bytes(folder: Path) -> int:
+    """Bytes of weights that a pass of one row reads: all but the embedding table, which is looked up. Keys and values come on top."""
+    tensors: dict[str, Any] = {}
+    for path in folder.glob("*.safetensors"):
+        with path.open("rb") as file:
+            tensors |= json.loads(file.read(int.from_bytes(file.read(8), "little")))
+    tensors.pop("__metadata__", None)
+    tied = not any("lm_head" in name for name in tensors)
+    return sum(entry["data_offsets"][1] - entry["data_offsets"][0] for name, entry in tensors.items() if tied or "embed_tokens" not in name)

@@ -6,14 +6,14 @@
     python benchmarks/peers.py --work DIR --bits 4                  # the target's weights rounded to four bits, by each engine's own rule
 
 The built-in pair is inflated (see inflate.py: nothing to merge or skip) and converted for each engine, kept in DIR; the built-in EAGLE-3
-head, which only our own arms use, is turned to fit the inflated target and stays as small as it is. Each engine runs in
-its own environment as one or more workers (peers/), which are stopped while another one is measured. Prompt by prompt, every arm runs
-in an order drawn anew: an engine, plain or guessing at one depth, at one temperature. Rates are of decoding: the tokens after the first
-delivery over the time since it. Ratios are paired by prompt and repeat. Just before and just after every run the memory is read; a plain
-pass cannot take less than reading the checkpoint's matrices does at that speed, the floor, unless it reads fewer bytes: ours keeps bfloat16
-weights in twelve bits, without loss, where the processor multiplies them in pairs. "Best" is the arm with the highest median rate of this
-very run. What cannot run is named with its reason. Prints tables and, as the last line, JSON; exits with 3 if a measured goal is missed,
-with 1 if our own engine did not run.
+head, which only our own arms use, is turned to fit the inflated target and stays as small as it is. Each engine runs in its own environment
+as one or more workers (peers/), which are stopped while another one is measured. Prompt by prompt, every arm runs in an order drawn anew:
+an engine, plain or guessing at one depth, at one temperature. Rates are of decoding: the tokens after the first delivery over the time
+since it; the time until it is told beside them. Ratios are paired by prompt and repeat. Just before and just after every run the memory is
+read; a plain pass cannot take less than reading the checkpoint's matrices does at that speed, the floor, unless it reads fewer bytes: ours
+keeps bfloat16 weights in twelve bits, without loss, where the processor multiplies them in pairs. "Best" is the arm with the highest median
+rate of this very run. What cannot run is named with its reason. Prints tables and, as the last line, JSON; exits with 3 if a measured goal
+is missed, with 1 if our own engine did not run.
 
 The environments, in the repository's folder (elsewhere: --env NAME=PATH of a python):
 
@@ -57,7 +57,7 @@ import torch
 from crew import AUTO, Arm, Broken, Crew, Peer, Timed, converted, engine_of, request
 from memory import Memory
 from pages import put
-from pair import SHAPES, inflated, read_prompts, turned_head
+from pair import SHAPES, inflated, long_prompts, pass_bytes, read_prompts, turned_head
 from provenance import digest, provenance
 from ratios import paired, shown
 from transformers import AutoTokenizer
@@ -117,17 +117,6 @@ Limits = dict[Key, Rates]                              # of each run
 
 # The run.
 
-def pass_bytes(folder: Path) -> int:
-    """Bytes of weights that a pass of one row reads: all but the embedding table, which is looked up. Keys and values come on top."""
-    tensors: dict[str, Any] = {}
-    for path in folder.glob("*.safetensors"):
-        with path.open("rb") as file:
-            tensors |= json.loads(file.read(int.from_bytes(file.read(8), "little")))
-    tensors.pop("__metadata__", None)
-    tied = not any("lm_head" in name for name in tensors)
-    return sum(entry["data_offsets"][1] - entry["data_offsets"][0] for name, entry in tensors.items() if tied or "embed_tokens" not in name)
-
-
 def measure(crew: Crew, prompts: Sequence[Sequence[int]], temperatures: Sequence[float], repeats: int, tokens: int, seed: int,
             memory: Memory) -> tuple[Runs, Limits]:
     """Every arm on every prompt, `repeats` times, in a new order each time; with what the memory gave around each run, GB/s."""
@@ -167,6 +156,11 @@ def rates(by_prompt: Sequence[Sequence[Timed]]) -> Rates:
     return [[run.rate for run in each] for each in by_prompt]
 
 
+def firsts(by_prompt: Sequence[Sequence[Timed]]) -> Rates:
+    """Seconds until the first tokens."""
+    return [[run.first_s for run in each] for each in by_prompt]
+
+
 def fastest(runs: Runs, temperature: float, arms: Sequence[Arm]) -> Arm | None:
     there = [arm for arm in arms if (temperature, arm) in runs]
     return max(there, key=lambda arm: median(run.rate for each in runs[temperature, arm] for run in each), default=None)
@@ -187,6 +181,8 @@ def cell(runs: Runs, key: Key, limits: Limits) -> dict[str, Any]:
     tokens = sum(len(run.ids) for run in flat)
     return {"temperature": t, "peer": arm.peer, "depth": arm.depth, "ms_per_token": 1e3 / median(values),
             "tokens_per_s": {"median": median(values), "low": percentile(values, 0.1), "high": percentile(values, 0.9)},
+            "first_ms": 1e3 * median(run.first_s for run in flat),
+            "first_over_off": paired(firsts(runs[key]), firsts(off)) if off else None,
             "whole_tokens_per_s": median(len(run.ids) / run.seconds for run in flat), "of_limit": paired(rates(runs[key]), limits[key]),
             "over_off": paired(rates(runs[key]), rates(off)) if off else None,
             "over_own_plain": paired(rates(runs[key]), rates(own)) if own else None,
@@ -239,13 +235,14 @@ def page(result: Mapping[str, Any]) -> str:
              f"target, {result['bits']} bits a weight, reads {result['pass_bytes'] / 1e9:.3f} GB: at least {result['floor_ms']:.2f} ms, "
              "the limit below. Ratios are "
              "paired medians [95 % interval over prompts].", "",
-             "| T | engine | tokens/s (10th–90th) | ms a token | ÷ limit | ÷ ours off | ÷ own plain | tokens/pass | same ids as own plain "
-             "| as ours off |", "|---" * 10 + "|"]
+             "| T | engine | tokens/s (10th–90th) | ms a token | ÷ limit | ÷ ours off | ÷ own plain | ms to the first token | ÷ ours off "
+             "| tokens/pass | same ids as own plain | as ours off |", "|---" * 12 + "|"]
     for row in result["cells"]:
         rate, each = row["tokens_per_s"], row["tokens_per_pass"]
         words = [f"{row['temperature']:g}", str(Arm(row["peer"], row["depth"])),
                  f"{rate['median']:.1f} ({rate['low']:.1f}–{rate['high']:.1f})", f"{row['ms_per_token']:.1f}",
                  *(shown(row[name]) for name in ("of_limit", "over_off", "over_own_plain")),
+                 f"{row['first_ms']:.0f}", shown(row["first_over_off"]),
                  f"{each:.2f}" if each else "–", row["same_as_own_plain"] or "–", row["same_as_ours_off"] or "–"]
         lines.append(f"| {' | '.join(words)} |")
     lines += [f"\n{name}: not run: {why}" for name, why in result["not_run"].items()]
@@ -288,7 +285,9 @@ def prepared(args: argparse.Namespace, work: Path) -> Prepared:
                for role, path in (("target", args.target.absolute()), ("draft", args.draft.absolute()))}
     head = args.head.absolute()
     sources["head"] = head if args.as_is else turned_head(head, args.target.absolute(), SHAPES["target"], work / "head", args.seed)
-    prompts = read_prompts(args.prompts_file, AutoTokenizer.from_pretrained(sources["target"]), args.prompts, args.shortest, args.longest)
+    words = AutoTokenizer.from_pretrained(sources["target"])
+    prompts = (long_prompts(words, args.prompts, args.long) if args.long else
+               read_prompts(args.prompts_file, words, args.prompts, args.shortest, args.longest))
     found = Prepared(sources, prompts, {name: PEERS[name] for name in args.peers}, {}, {})
     for engine, program in args.env:
         for name in (name for name in found.peers if engine_of(name) == engine_of(engine)):
@@ -382,6 +381,7 @@ def shared_options(parser: argparse.ArgumentParser, prompts: int, tokens: int, d
     parser.add_argument("--prompts-file", type=Path, default=WEIGHTS / "prompts.jsonl", help='lines of {"class", "prompt"}')
     parser.add_argument("--shortest", type=int, default=120, help="tokens of a prompt")
     parser.add_argument("--longest", type=int, default=300)
+    parser.add_argument("--long", type=int, metavar="N", help="prompts of N tokens of Python's standard library in place of those")
     parser.add_argument("--seed", type=int, default=0, help="of the inflated weights and of the order")
     parser.add_argument("--work", type=Path, help="keep the models and the workers' logs here (10 GB)")
     parser.add_argument("--write", type=Path, help="put the tables between the marks of this page")

@@ -43,7 +43,7 @@ def load(job: Job) -> Generate:
         port = free.getsockname()[1]
     guesses = ["-md", f"{job['draft']}/model.gguf", "--spec-type", "draft-simple", "--spec-draft-n-max", str(job["depth"])]
     server = subprocess.Popen([TREE / "build/bin/llama-server", "-m", f"{job['target']}/model.gguf", "-t", str(job["threads"]),
-                               "-c", "1024", "-np", "1", "--host", "127.0.0.1", "--port", str(port), *(guesses if job["depth"] else ())])
+                               "-c", "2048", "-np", "1", "--host", "127.0.0.1", "--port", str(port), *(guesses if job["depth"] else ())])
     atexit.register(server.kill)
 
     def post(path: str, body: Job | None = None) -> Any:

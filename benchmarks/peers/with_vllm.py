@@ -26,7 +26,7 @@ def load(job: Job) -> Generate:
     lookup = {"method": "ngram", "prompt_lookup_min": 2, "prompt_lookup_max": 4}
     way = lookup if job["drafter"] == "lookup" else {"method": "draft_model", "model": job["draft"]}
     guesses = {**way, "num_speculative_tokens": job["depth"]} if job["depth"] else None
-    llm = LLM(model=job["target"], dtype="bfloat16", max_model_len=1024, max_num_seqs=4, enable_prefix_caching=False,
+    llm = LLM(model=job["target"], dtype="bfloat16", max_model_len=2048, max_num_seqs=4, enable_prefix_caching=False,
               kv_cache_memory_bytes=512 << 20, speculative_config=guesses, disable_log_stats=False)
 
     counted, runs = [0], count()

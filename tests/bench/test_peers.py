@@ -15,6 +15,7 @@ import pytest
 import torch
 from benchmark_module import FOLDER, benchmark
 from safetensors.torch import load_file
+from transformers import AutoTokenizer
 
 from draftproof.models.load import WEIGHTS
 
@@ -217,9 +218,25 @@ def test_goals_and_verdict() -> None:
     assert "| 0 | ours K=4 | 120.0 (120.0–120.0) | 8.3 | 2.00 [2.00–2.00]" in page and "c: not run: no python" in page and "NO" in page
 
 
+def test_how_long_the_first_token_takes() -> None:
+    ours, late = Arm("ours", 0), Arm("a", 0)
+    runs = {(0.0, ours): every(50), (0.0, late): [[Timed((1, 2), 2.0, 1.5, 1, None)] * 2] * 3}
+    first, second = (peers.cell(runs, key, {key: [[60.0, 60.0]] * 3}) for key in runs)
+    assert first["first_ms"] == 500 and first["first_over_off"]["median"] == 1
+    assert second["first_ms"] == 1500 and second["first_over_off"]["median"] == 3
+
+
+def test_long_prompts_are_of_the_length_asked_for() -> None:
+    words = AutoTokenizer.from_pretrained(WEIGHTS / "target")
+    found = benchmark("pair").long_prompts(words, 3, 900)
+    assert [len(ids) for ids in found] == [900] * 3 and len({tuple(ids) for ids in found}) == 3
+    with pytest.raises(SystemExit, match="99999 were asked for"):
+        benchmark("pair").long_prompts(words, 99_999, 900)
+
+
 def test_bytes_of_a_pass() -> None:
     tied = WEIGHTS / "target"
-    assert 0.99 < peers.pass_bytes(tied) / os.path.getsize(tied / "model.safetensors") <= 1
+    assert 0.99 < benchmark("pair").pass_bytes(tied) / os.path.getsize(tied / "model.safetensors") <= 1
 
 
 WAYS = {"with_draftproof": [{"drafter": "model", "rule": "match", "tree": 0}, {"drafter": "model", "rule": "block", "tree": 0},
