@@ -16,7 +16,7 @@
 
 #define MANY 7
 #define LARGE (1 << 20) /* weights whose last quarter of panels goes to whichever thread is there: less than that ends before they differ */
-#define SECOND_CACHE (3 << 19) /* bytes of it that rows may have, measured where it has 2 MB */
+#define SECOND_CACHE (1 << 20) /* bytes of it that rows may have, measured where it has 2 MB */
 #define FEWEST 128 /* rows in tiles, if there are so many, that a reading of all panels is for */
 #define OPENED 256 /* columns of a panel at a time: their words fit the first cache */
 #define OPENED_FOR_TILES 2048 /* here the second, beside the rows: fewer leave their sums to memory more often */
