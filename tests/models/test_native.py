@@ -139,7 +139,7 @@ def test_as_many_rows_as_share_a_reading_and_one_more(out: int, columns: int, bi
 @pytest.mark.parametrize("form", [16, 12, 8])
 @pytest.mark.parametrize(("rows", "columns"), [(230, 6200), (300, 2049), (129, 8192), (97, 31)])
 def test_rows_that_do_not_fit_a_cache_together_are_multiplied_part_by_part(rows: int, columns: int, form: int) -> None:
-    """Parts of 97 to 160 rows, whose panels are opened in one to four pieces; the last rows are few, or many."""
+    """Parts of 33 to 160 rows, whose panels are opened in one to four pieces; the last rows are few, or many."""
     random, steps, out = torch.Generator().manual_seed(rows), None, 37
     if form == 12 and not native.takes_narrow():
         pytest.skip("no products with weights in twelve bits here")
