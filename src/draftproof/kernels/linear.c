@@ -159,8 +159,9 @@ static long arranged(const product *p, const form *f, long rows, int halves)
  * second cache. */
 static long together(const product *p, long rows, int halves)
 {
+    if (!is_tiled(p, rows, halves)) return rows;
     long fit = SECOND_CACHE / (2 * p->in), most = fit > FEWEST ? fit : FEWEST, parts = (rows + most - 1) / most;
-    return is_tiled(p, rows, halves) ? UP((rows + parts - 1) / parts, MOST_SHARING) : rows;
+    return UP((rows + parts - 1) / parts, MOST_SHARING);
 }
 
 /* Bytes of memory that `multiplied` needs. */

@@ -189,7 +189,7 @@ static inline __attribute__((always_inline)) void in_tiles(
 }
 
 /* Whether so many rows are multiplied by `multiply_in_tiles`. Groups of four bits are scaled one by one, which only `in_tiles` does. */
-int stand_in_tiles(const product *p, long rows) { return rows > FEW && p->bits != 4; }
+int stand_in_tiles(const product *p, long rows) { return rows > FEW && p->in && p->bits != 4; }
 
 /* Words of many rows as `arrange_in_tiles` has them. */
 long words_in_tiles(long rows, long in) { return UP(rows, 2 * SIDE) * UP(in, COLUMNS) / 2; }
