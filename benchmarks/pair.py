@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import sysconfig
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -74,10 +75,11 @@ def long_prompts(tokenizer: Any, count: int, tokens: int) -> list[list[int]]:
     """`count` prompts of so many tokens: beginnings of modules of Python's standard library, by their names. Raises SystemExit if too
     few are as long."""
     texts = (path.read_text("utf-8") for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")))
-    found = [ids for ids in (tokenizer.encode(text[:8 * tokens])[:tokens] for text in texts) if len(ids) == tokens]
+    begun = (tokenizer.encode(text[:8 * tokens])[:tokens] for text in texts)
+    found = list(islice((ids for ids in begun if len(ids) == tokens), count))
     if len(found) < count:
         raise SystemExit(f"Python's standard library has {len(found)} prompts of {tokens} tokens, {count} were asked for")
-    return found[:count]
+    return found
 
 
 def pass_bytes(folder: Path) -> int:

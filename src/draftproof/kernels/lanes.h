@@ -39,6 +39,8 @@ static inline uint16_t entry_of(const uint16_t *weight, long out, long in, long 
     return o < out && c < in ? weight[o * in + c] : 0;
 }
 
+static inline long least(long a, long b) { return a < b ? a : b; }
+
 static inline long size(int halves) { return halves ? 2 : 4; } /* bytes of a number */
 
 static inline float widened(uint16_t half)

@@ -125,8 +125,6 @@ void arrange(const uint16_t *weight, uint32_t *panels, long out, long in, int th
             for (long i = 0; i < WIDE; i++) panels[(a * length + p) * WIDE + i] = word_of(weight, out, in, a * WIDE + i, 2 * p);
 }
 
-static inline long least(long a, long b) { return a < b ? a : b; }
-
 /* Steps of a block of so many rows, which lie as [blocks, rows, block]; of few rows all. */
 static long block_of(const form *f, long rows) { return f->block && rows >= MANY ? least(f->block, f->length) : f->length; }
 
@@ -242,12 +240,15 @@ static void multiply_panels(const product *p, const form *f, const sheaf *x, lon
     }
 }
 
+/* How many of so many pieces of a product are one's own share of work; the others go to whoever has time. */
+static long shared_out(const product *p, long pieces) { return pieces - (p->in * p->out > LARGE ? pieces / 4 : 0); }
+
 /* A team's part of y, of panels that are opened once for all rows. own: a thread's memory. */
 static void multiply_all(const member *me, const product *p, const form *f, const sheaf *x, uint32_t *own, void *y, int halves, int adding)
 {
     long count = (p->out + WIDE - 1) / WIDE, rows = x->rows, columns = opened(p, rows, halves);
     float *part = (float *)(own + columns / 2 * WIDE);
-    MOSTLY_MINE(a, count, count - (p->in * p->out > LARGE ? count / 4 : 0)) {
+    MOSTLY_MINE(a, count, shared_out(p, count)) {
         if (is_tiled(p, rows, halves))
             multiply_in_tiles(p, f, p->panels + a * f->words, beside(p, a, 0), x->from, rows, columns, own, part);
         else multiply_opened(p, f, x, a, own, part);
@@ -274,7 +275,7 @@ static void multiply_rows(const member *me, const product *p, const void *x, voi
     if (is_opened(p, rows, halves)) {
         multiply_all(me, p, &f, &whole, (uint32_t *)room + words + me->index * opening(opened(p, rows, halves), rows), y, halves, adding);
     } else {
-        long pieces = (count + step - 1) / step, own = pieces - (p->in * p->out > LARGE ? pieces / 4 : 0);
+        long pieces = (count + step - 1) / step, own = shared_out(p, pieces);
         MOSTLY_MINE(i, pieces, own) multiply_panels(p, &f, &whole, i * step, least(step, count - i * step), y, halves, adding);
     }
     leave_tiles();

@@ -200,15 +200,15 @@ void arrange_in_tiles(const member *me, const void *x, long rows, long in, uint3
     long blocks = UP(in, COLUMNS) / COLUMNS;
     MINE(r, rows)
         for (long b = 0; b < blocks; b++) {
-            long at = b * COLUMNS, n = in - at < COLUMNS ? in - at : COLUMNS;
-            fill(x, r * in + at, n, to + ((r / (2 * SIDE) * blocks + b) * 2 * SIDE + r % (2 * SIDE)) * SIDE, COLUMNS);
+            long at = b * COLUMNS;
+            fill(x, r * in + at, least(COLUMNS, in - at), to + ((r / (2 * SIDE) * blocks + b) * 2 * SIDE + r % (2 * SIDE)) * SIDE, COLUMNS);
         }
 }
 
 /* Block b of COLUMNS of a panel in linear.c's words: where they lie, `room` if not in the panel. */
 static const uint32_t *open_block(const product *p, const form *f, const uint32_t *panel, long b, spares *left, uint32_t *room)
 {
-    long unit = COLUMNS / f->columns, n = f->length - b * unit < unit ? f->length - b * unit : unit;
+    long unit = COLUMNS / f->columns, n = least(unit, f->length - b * unit);
     if (p->bits == 16) return open_sixteen(panel, b * unit, n, left, room);
     return (p->bits == 12 ? open_twelve : open_eight)(panel, b * unit, n, left, room);
 }
@@ -222,10 +222,10 @@ void multiply_in_tiles(const product *p, const form *f, const uint32_t *panel, s
     const long blocks = UP(p->in, COLUMNS) / COLUMNS, tall = 2 * SIDE;
     const uint32_t *words[most / COLUMNS];
     for (long b = 0, n; b < blocks; b += n, x += n * tall * SIDE) {
-        n = blocks - b < most / COLUMNS ? blocks - b : most / COLUMNS;
+        n = least(most / COLUMNS, blocks - b);
         words[0] = open_block(p, f, panel, b, &left, room);
         for (long r = 0; r < rows; r += tall) {
-            long many = rows - r < tall ? rows - r : tall;
+            long many = least(tall, rows - r);
             const uint32_t *here = x + r * blocks * SIDE;
             shape(many);
             if (b) {
