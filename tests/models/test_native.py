@@ -129,6 +129,7 @@ def test_as_many_rows_as_share_a_reading_and_one_more(out: int, columns: int, bi
         weight = held.double()
     product = native.product(panels, None, steps, out, columns, bits, spare)
     x = torch.randn(70, columns, generator=random).bfloat16()
+    x[-1] *= 2.0**-126  # some of these count as zeros in tiles
     got, exact = native.multiply(x, product), x.double() @ weight.T
     assert float((got.double() - exact).abs().max()) <= 2**-8 * float(exact.abs().max())
     for rows in (1, 6, 7, 12, 13, 15, 16, 17, 31, 32, 33, 64, 65):

@@ -319,6 +319,33 @@ static inline __attribute__((always_inline)) void groups_in_tiles(
     }
 }
 
+/* One row of eight bits in vectors, 1.1 to 1.4 times as fast: a tile of outputs takes its instructions whatever the rows, and the weights come
+ * sooner. Twelve bits do not, and four have more to open (0.8 to 1.0, measured). An instruction's order of sums: of COLUMNS the even ones one
+ * after the other, and the odd ones. */
+static inline __attribute__((always_inline)) void eight_alone(
+    int panels, const uint32_t *panel, long apart, const uint32_t *x, long count, float *part)
+{
+    const unsigned before = _mm_getcsr();
+    _mm_setcsr(before | _MM_FLUSH_ZERO_ON | _MM_DENORMALS_ZERO_ON);
+    SETTLE;
+    for (long s = 0; s < count; s += COLUMNS / 4, x += SIDE) {
+        _Alignas(64) float numbers[2][SIDE];
+        floats sums[2 * 2][2] = {0};
+        for (int odd = 0; odd < 2; odd++) *(floats *)numbers[odd] = (floats)(odd ? *(const words *)x & 0xffff0000u : *(const words *)x << 16);
+        for (long i = 0; i < 2 * least(COLUMNS / 4, count - s); i += 2, panel += WIDE)
+            UNROLL for (int v = 0; v < 2 * panels; v++) {
+                const uint32_t *at = panel + v / 2 * apart + v % 2 * LANES;
+                integers four = *(const integers *)at;
+                __builtin_prefetch(at + AHEAD);
+                UNROLL for (int k = 0; k < 4; k++)
+                    sums[v][k % 2] += __builtin_convertvector(four << (24 - 8 * k) >> 24, floats) * numbers[k % 2][i + k / 2];
+            }
+        UNROLL for (int v = 0; v < 2 * panels; v++) *(floats *)(part + v * LANES) += sums[v][0] + sums[v][1];
+    }
+    SETTLE;
+    _mm_setcsr(before);
+}
+
 /* Kernels by rows: one is for any number of them, two panels for half as many. */
 #define TILED(NAME, UNIT)                                                                                                \
     KERNEL(NAME##_1) { in_tiles(open_##NAME, UNIT, 1, panel, apart, first, rows, many, stride, count, part, beside); }   \
@@ -329,9 +356,13 @@ TILED(eight, SIDE / 2)
 KERNEL(four_1) { groups_in_tiles(1, panel, apart, first, rows, many, stride, count, part); }
 KERNEL(four_2) { groups_in_tiles(2, panel, apart, first, rows, many, stride, count, part); }
 
-#define LISTED(NAME)                                                                                                     \
-    static panel_kernel *const NAME[] = {[0 ... 2 * SIDE - 1] = NAME##_1}, *const NAME##_of_two[] = {[0 ... SIDE - 1] = NAME##_2};
-LISTED(sixteen) LISTED(twelve) LISTED(eight) LISTED(four)
+KERNEL(eight_alone_1) { eight_alone(1, panel + first * WIDE, apart, rows, count, part); }
+KERNEL(eight_alone_2) { eight_alone(2, panel + first * WIDE, apart, rows, count, part); }
+
+#define LISTED(NAME, ALONE)                                                                                              \
+    static panel_kernel *const NAME[] = {ALONE##_1, [1 ... 2 * SIDE - 1] = NAME##_1};                                    \
+    static panel_kernel *const NAME##_of_two[] = {ALONE##_2, [1 ... SIDE - 1] = NAME##_2};
+LISTED(sixteen, sixteen) LISTED(twelve, twelve) LISTED(eight, eight_alone) LISTED(four, four)
 
 static void as_columns(const void *x, long first, long n, int halves, void *to)
 {
