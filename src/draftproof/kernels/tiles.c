@@ -59,8 +59,8 @@ void leave_tiles(void)
     shaped = 0;
 }
 
-/* Tiles of zeros take no register. A core has few to spare where its other thread has tiles, too, and whoever loads a tile waits for one:
- * what was read is left at once, with which these products take 0.58 of the time there, and what they took where nobody else has tiles. */
+/* Tiles of zeros take no register. Where a core's other thread has tiles, too, there is hardly one beside those that a program names, and
+ * every load waits for it: what was read is made zeros at once. Products take 0.58 of the time there and the same elsewhere, measured. */
 #define LEAVE _tile_zero
 
 /* to [SIDE keys, SIDE queries]: products of keys, `apart` bytes from one to the next, and queries [dim / 2, n], pairs; dim in COLUMNS. */
@@ -319,9 +319,9 @@ static inline __attribute__((always_inline)) void groups_in_tiles(
     }
 }
 
-/* One row of eight bits in vectors, 1.1 to 1.4 times as fast: a tile of outputs takes its instructions whatever the rows, and the weights come
- * sooner. Twelve bits do not, and four have more to open (0.8 to 1.0, measured). An instruction's order of sums: of COLUMNS the even ones one
- * after the other, and the odd ones. */
+/* One row of eight bits, in vectors: 1.1 to 1.4 times as fast, for a tile's instructions take as long for one row as for SIDE, and longer
+ * than the weights. Those of twelve bits take longer themselves, and four bits have more to open (0.8 to 1.0, measured). An instruction
+ * adds the even ones of COLUMNS one after the other, likewise the odd ones, and both sums to what there was. */
 static inline __attribute__((always_inline)) void eight_alone(
     int panels, const uint32_t *panel, long apart, const uint32_t *x, long count, float *part)
 {
@@ -331,7 +331,8 @@ static inline __attribute__((always_inline)) void eight_alone(
     for (long s = 0; s < count; s += COLUMNS / 4, x += SIDE) {
         _Alignas(64) float numbers[2][SIDE];
         floats sums[2 * 2][2] = {0};
-        for (int odd = 0; odd < 2; odd++) *(floats *)numbers[odd] = (floats)(odd ? *(const words *)x & 0xffff0000u : *(const words *)x << 16);
+        *(floats *)numbers[0] = (floats)(*(const words *)x << 16);
+        *(floats *)numbers[1] = (floats)(*(const words *)x & 0xffff0000u);
         for (long i = 0; i < 2 * least(COLUMNS / 4, count - s); i += 2, panel += WIDE)
             UNROLL for (int v = 0; v < 2 * panels; v++) {
                 const uint32_t *at = panel + v / 2 * apart + v % 2 * LANES;
