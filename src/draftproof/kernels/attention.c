@@ -284,7 +284,7 @@ static void score_tiled(const piece *w, long h, long first, long last, const cha
     if (count < CHUNK) from = (const char *)w->chunk, apart = own;
     for (long q = first; q < last; q += CHUNK) {
         score_in_tiles(from, apart, w->asked + h * w->n * w->deep + q, w->n, w->a->dim, found);
-        spread(found, last - q < CHUNK ? last - q : CHUNK, w->a->scaling, weight + q * w->width, w->width);
+        spread(found, least(CHUNK, last - q), w->a->scaling, weight + q * w->width, w->width);
     }
 }
 #endif
@@ -295,7 +295,7 @@ static void meet(const piece *w, const party *p, long j, long s, int averaging, 
     const attention *a = w->a;
     const char *from = place(w, p, j, s, averaging);
     long each = size(a->halves), own = each * (averaging ? a->value_dim : a->dim), apart = own * a->heads, ahead = next - from;
-    long until = p->until - j * w->page, left = (until < w->page ? until : w->page) - s, count = left < CHUNK ? left : CHUNK;
+    long until = p->until - j * w->page, count = least(CHUNK, least(w->page, until) - s);
     int copied = !averaging || a->value_dim != w->broad;
     for (long h = 0; h < w->heads; h++, from += own) {
 #if TAKES_TILES
@@ -379,7 +379,7 @@ static void follow(const course *c, const piece *w, long path, long from)
     }
     memset(w->sum, 0, 4 * all * w->broad);
     for (long j = low / c->page; j * c->page < to; j++) {
-        long base = j * c->page, end = to - base < c->page ? to - base : c->page, start = low > base ? (low - base) / CHUNK * CHUNK : 0;
+        long base = j * c->page, end = least(c->page, to - base), start = low > base ? (low - base) / CHUNK * CHUNK : 0;
         over(w, parties, members, j, start, end, 0);
         for (long q = 0; q < all; q++) {
             long first = SEEN_FROM(ROW(q)) - base, last = c->position[ROW(q)] + 1 - base;
@@ -387,7 +387,7 @@ static void follow(const course *c, const piece *w, long path, long from)
             if (c->sight)
                 for (long s = start; s < end; s++)
                     if (!c->sight[ROW(q) * c->seen + base + s]) weight[s] = -INFINITY;
-            float kept = normalise(weight, first > start ? first : start, last < end ? last : end, start,
+            float kept = normalise(weight, most(first, start), least(last, end), start,
                                    start + UP(end - start, 2 * LANES), a->halves, w->top + q, w->norm + q);
             if (kept != 1)
                 for (long v = 0; v < w->broad; v++) w->sum[q * w->broad + v] *= kept;

@@ -189,8 +189,6 @@ void through(const member *me, const run *p, const layer *l, long number)
     multiplied(me, &l->down, p->inner, p->room, p->x, rows, p->halves, 1);
 }
 
-static long most(long a, long b) { return a > b ? a : b; }
-
 /* Memory for a run of these layers; its own address, to be freed. */
 char *equip(run *p, const layer *layers, long count)
 {

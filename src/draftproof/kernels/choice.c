@@ -95,7 +95,7 @@ int best(const float *x, long rows, long size, const uint32_t *keys, const int64
     part_scores = (float *)(counts + rows * parts);
 #pragma omp parallel for num_threads(threads) if (rows * size > PART / 2)
     for (long task = 0; task < rows * parts; task++) {
-        long r = task / parts, from = task % parts * PART, to = from + PART < size ? from + PART : size;
+        long r = task / parts, from = task % parts * PART, to = least(from + PART, size);
         counts[task] = best_of_part(x + r * size, from, to, keys ? keys + 2 * r : 0, names, k, part_scores + task * k,
                                     part_columns + task * k);
     }

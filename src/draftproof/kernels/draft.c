@@ -191,8 +191,6 @@ static int step(const head *h, const growth *g, desk *d, long level, long slots,
     return pass(h, g, d, slots, start, g->position + level, g->chances ? d->sight : 0, threads);
 }
 
-static long most(long a, long b) { return a > b ? a : b; }
-
 /* Room for all of a desk; its own address is the memory's, to be freed. */
 static char *furnish(const head *h, const growth *g, desk *d)
 {

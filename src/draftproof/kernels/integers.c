@@ -141,7 +141,7 @@ static void as_groups(const void *x, long first, long in, int halves, void *to)
 {
     float *wide = to;
     for (long c = 0; c < in; c += GROUP, wide += GROUP + 1) {
-        widen(x, first + c, in - c < GROUP ? in - c : GROUP, halves, wide, GROUP);
+        widen(x, first + c, least(GROUP, in - c), halves, wide, GROUP);
         wide[GROUP] = sum_of(wide);
     }
 }
@@ -161,7 +161,7 @@ static void as_groups_of_pairs(const void *x, long first, long in, int halves, v
     float wide[GROUP];
     uint32_t *pairs = to;
     for (long c = 0; c < in; c += GROUP, pairs += GROUP / 2 + 1) {
-        long count = in - c < GROUP ? in - c : GROUP;
+        long count = least(GROUP, in - c);
         widen(x, first + c, count, halves, wide, GROUP);
         fill(x, first + c, count, pairs, GROUP);
         ((float *)pairs)[GROUP / 2] = sum_of(wide);

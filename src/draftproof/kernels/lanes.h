@@ -41,6 +41,8 @@ static inline uint16_t entry_of(const uint16_t *weight, long out, long in, long 
 
 static inline long least(long a, long b) { return a < b ? a : b; }
 
+static inline long most(long a, long b) { return a > b ? a : b; }
+
 static inline long size(int halves) { return halves ? 2 : 4; } /* bytes of a number */
 
 static inline float widened(uint16_t half)

@@ -45,7 +45,7 @@ static void shape(long rows)
         uint16_t bytes[16];
         uint8_t rows[16];
     } tiles = {1};
-    long most = rows < SIDE ? rows : SIDE, others = rows > SIDE ? rows - SIDE : rows;
+    long most = least(rows, SIDE), others = rows > SIDE ? rows - SIDE : rows;
     for (int t = 0; t < 8; t++) tiles.bytes[t] = 64, tiles.rows[t] = t >= FIRST ? SIDE : t == ROWS || t < 2 ? most : others;
     SETTLE;
     _tile_loadconfig(&tiles);
@@ -192,12 +192,12 @@ static inline __attribute__((always_inline)) void in_tiles(
     if (beside) memcpy(left, beside, panels * sizeof *left);
     shape(many);
     MOVE(_tile_loadd, panels, part, many);
-    for (int q = 0; q < panels; q++) next[q] = open(panel + q * apart, first, count < unit ? count : unit, left + q, room[0][q]);
+    for (int q = 0; q < panels; q++) next[q] = open(panel + q * apart, first, least(unit, count), left + q, room[0][q]);
     for (long s = unit, i = 1;; s += unit, i ^= 1, x += SIDE) {
         for (int q = 0; q < panels; q++) now[q] = next[q];
         if (s >= count) break;
         for (int q = 0; q < panels; q++)
-            next[q] = open(panel + q * apart, first + s, count - s < unit ? count - s : unit, left + q, room[i][q]);
+            next[q] = open(panel + q * apart, first + s, least(unit, count - s), left + q, room[i][q]);
         MULTIPLY(panels, now, x, stride, many);
     }
     MULTIPLY(panels, now, x, stride, many);
@@ -376,7 +376,7 @@ static void as_groups(const void *x, long first, long n, int halves, void *to)
     float wide[GROUP], *sums = (float *)((uint32_t *)to + UP(n, GROUP) / 2);
     fill(x, first, n, to, UP(n, GROUP));
     for (long c = 0; c < n; c += GROUP) {
-        widen(x, first + c, n - c < GROUP ? n - c : GROUP, halves, wide, GROUP);
+        widen(x, first + c, least(GROUP, n - c), halves, wide, GROUP);
         *sums++ = sum_of(wide);
     }
 }
