@@ -137,7 +137,7 @@ def test_as_many_rows_as_share_a_reading_and_one_more(out: int, columns: int, bi
 
 
 @compiled
-@pytest.mark.parametrize("form", [16, 12, 8])
+@pytest.mark.parametrize("form", [16, 12, 8, 4])
 @pytest.mark.parametrize(("rows", "columns"), [(230, 6200), (300, 2049), (129, 8192), (97, 31)])
 def test_rows_that_do_not_fit_a_cache_together_are_multiplied_part_by_part(rows: int, columns: int, form: int) -> None:
     """Parts of 33 to 160 rows, whose panels are opened in one to four pieces; the last rows are few, or many."""
@@ -148,6 +148,11 @@ def test_rows_that_do_not_fit_a_cache_together_are_multiplied_part_by_part(rows:
     if form == 8:
         levels, steps = torch.randint(-127, 128, (out, columns), generator=random), torch.rand(out, generator=random)
         weight, panels = levels * steps.double()[:, None], native.arrange_eight(levels.to(torch.int8))
+    elif form == 4:
+        groups = -(-columns // 64)
+        levels, scale = torch.randint(0, 16, (out, groups, 64), generator=random), torch.rand(out, groups, 2, generator=random).bfloat16()
+        weight = ((levels - 8) * scale[..., :1].double() + scale[..., 1:].double()).view(out, -1)[:, :columns]
+        panels = native.arrange_four(levels.to(torch.uint8).view(out, -1), scale)
     else:
         weight[::5, ::7] *= 2.0**40  # blocks that twelve bits do not hold
         panels, spare = native.arrange_narrow(weight) if form == 12 else (native.arrange(weight), None)

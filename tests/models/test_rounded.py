@@ -75,8 +75,30 @@ def test_every_linear_layer_is_rounded(way: str, tiny_pair: Pair, name: str) -> 
     assert known == {form} and type(target.parts.output) is form
 
 
+SIZES = {"int8": (14, 512), "int4": (11, int4.GROUP)}  # bits of an activation's size, and the columns that share a step
+
+
+def in_whole(x: torch.Tensor, name: str) -> torch.Tensor:
+    """What our kernels make of rows: whole numbers below 2^size times a power of two, in float64."""
+    (size, columns), count = SIZES[name], x.shape[1]
+    grouped = torch.nn.functional.pad(x.double(), (0, -count % columns)).view(x.shape[0], -1, columns)
+    power = torch.frexp(grouped.abs().amax(-1, keepdim=True).clamp_min(2.0**-100))[1]
+    step = torch.ldexp(torch.ones_like(grouped), power - size)
+    return ((grouped / step).round().clamp_max(2**size - 1) * step).flatten(1)[:, :count]
+
+
+def kept(name: str, weight: torch.Tensor) -> torch.Tensor:
+    """The weights that are left of these, in float64."""
+    if name == "int8":
+        whole, step = int8.rounded(weight)
+        return whole.double() * step.double()[:, None]
+    levels, steps = int4.rounded(weight, torch.bfloat16)
+    step, zero = (steps[..., i].transpose(0, 1).double()[..., None] for i in (0, 1))
+    return ((levels.view(levels.shape[0], -1, int4.GROUP) - 8) * step + zero).view(levels.shape)[:weight.shape[0], :weight.shape[1]]
+
+
 @forms
-@pytest.mark.parametrize("shape", [(16, 64), (61, 200), (96, 2), (300, 384), (5, 1)])
+@pytest.mark.parametrize("shape", [(16, 64), (61, 200), (96, 2), (300, 384), (5, 1), (40, 1100)])
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_our_kernels_multiply_the_weights_that_are_kept(name: str, shape: tuple[int, int], bias: bool, dtype: torch.dtype) -> None:
@@ -84,29 +106,60 @@ def test_our_kernels_multiply_the_weights_that_are_kept(name: str, shape: tuple[
     if not native.available()[0]:
         pytest.skip(native.available()[1])
     random = torch.Generator().manual_seed(1)
-    weight, x = torch.randn(*shape, generator=random) + 0.1, torch.randn(13, shape[1], generator=random).to(dtype)
+    weight, x = torch.randn(*shape, generator=random) + 0.1, torch.randn(40, shape[1], generator=random).to(dtype)
     b = torch.randn(shape[0], generator=random) if bias else None
     made = CLASSES[name][0](weight, b)
-    if name == "int8":
-        whole, step = int8.rounded(weight)
-        kept = whole.double() * step.double()[:, None]
-    else:
-        levels, steps = int4.rounded(weight, torch.bfloat16)
-        step, zero = (steps[..., i].transpose(0, 1).double()[..., None] for i in (0, 1))
-        kept = ((levels.view(levels.shape[0], -1, int4.GROUP) - 8) * step + zero).view(levels.shape)[:shape[0], :shape[1]]
-    want = x.double() @ kept.T + (0 if b is None else b.double())
-    noise = 1e-6 * (8 * x.abs().double() @ kept.abs().T + 1) + (want.abs() * 2**-8 if dtype == torch.bfloat16 else 0)
-    for rows in (1, 2, 5, 6, 11, 13):
+    exact = kept(name, weight)
+    want = in_whole(x, name) @ exact.T + (0 if b is None else b.double())
+    noise = 1e-6 * (8 * x.abs().double() @ exact.abs().T + 1) + (want.abs() * 2**-8 if dtype == torch.bfloat16 else 0)
+    for rows in (1, 2, 5, 6, 8, 9, 13, 17, 40):
         got = made(x[:rows])
         assert got.shape == (rows, shape[0]) and got.dtype == dtype
         assert ((got.double() - want[:rows]).abs() <= noise[:rows]).all()
 
 
 @forms
+@pytest.mark.parametrize("rows", [1, 3, 12, 40])
+def test_numbers_near_the_largest_lose_nothing_and_what_is_not_finite_spreads_no_further(name: str, rows: int) -> None:
+    if not native.available()[0]:
+        pytest.skip(native.available()[1])
+    random = torch.Generator().manual_seed(2)
+    weight = torch.randn(70, 1100, generator=random)
+    x = (torch.rand(rows, 1100, generator=random) * 0.87 + 0.13) * torch.randn(rows, 1, generator=random).exp()
+    x[:, ::3] *= -1
+    x = x.bfloat16().float()
+    made, exact = CLASSES[name][0](weight, None), kept(name, weight)
+    assert ((made(x).double() - x.double() @ exact.T).abs() <= 1e-6 * (8 * x.abs().double() @ exact.abs().T + 1)).all()
+    spoilt = x.clone()
+    spoilt[0, 700], spoilt[-1, 1099] = torch.inf, torch.nan
+    got = made(spoilt)
+    assert got[[0, -1]].isnan().all() and torch.equal(got[1:-1], made(x)[1:-1])
+
+
+@forms
+def test_the_greatest_sums_fit(name: str) -> None:
+    """Every level and every number as large as they come, 1,100 columns of them."""
+    if not native.available()[0]:
+        pytest.skip(native.available()[1])
+    for sign in (1.0, -1.0):
+        weight = torch.full((33, 1100), 3.0)
+        weight[:, ::2] = 3.0 if name == "int8" else -3.0    # four bits: levels 15 and 0
+        x = torch.full((9, 1100), sign * 1.9921875)         # bfloat16's last before a power of two
+        x[:, ::2] *= 1.0 if name == "int8" else -1.0
+        made, exact = CLASSES[name][0](weight, None), kept(name, weight)
+        for rows in (1, 2, 9):
+            assert torch.allclose(made(x[:rows]).double(), x[:rows].double() @ exact.T, rtol=1e-6)
+    nearly = x[:2].sign() * (2.0 - 2.0**-23)                # what would be rounded up to 2^size
+    assert torch.allclose(made(nearly).double(), in_whole(nearly, name) @ exact.T, rtol=1e-6)
+
+
+@forms
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_other_kernels_multiply_them_too(name: str, dtype: torch.dtype, other_kernels: None) -> None:
-    for shape in ((61, 200), (300, 384)):
+    for shape in ((61, 200), (300, 384), (40, 1100)):
         test_our_kernels_multiply_the_weights_that_are_kept(name, shape, True, dtype)
+    test_numbers_near_the_largest_lose_nothing_and_what_is_not_finite_spreads_no_further(name, 12)
+    test_the_greatest_sums_fit(name)
 
 
 @forms

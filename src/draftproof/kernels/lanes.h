@@ -17,6 +17,7 @@
 #define UP(n, to) (((n) + (to) - 1) / (to) * (to))
 #define MOST_SHARING 32 /* rows, of any form */
 #define GROUP 64   /* columns of four bits that share a step */
+#define SPAN 512   /* columns of a row that share a step where weights have eight bits */
 #define GROUP_WORDS ((GROUP / 8 + 1) * WIDE)
 #define BLOCK 768 /* pairs of columns: of MANY rows or more so many lie together, row by row, with a line between two of them, measured: */
 #define GAP 16    /* whole rows, a power of two apart, would meet in the same lines of the first cache and push each other out */
@@ -60,6 +61,17 @@ static inline uint16_t rounded(float value) /* to the nearest bfloat16, ties to 
     return value != value ? 0x7fc0 : (uint16_t)((word + 0x7fff + (word >> 16 & 1)) >> 16);
 }
 
+static inline integers crossed(integers x, int half) /* each lane's partner's */
+{
+#if LANES == 16
+    return __builtin_shuffle(x, (integers){0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15} ^ half);
+#else
+    return __builtin_shuffle(x, (integers){0, 1, 2, 3, 4, 5, 6, 7} ^ half);
+#endif
+}
+
+static inline integers greater(integers a, integers b) { return (a & (a > b)) | (b & ~(a > b)); }
+
 static inline floats either(integers which, floats a, floats b) { return (floats)(((integers)a & which) | ((integers)b & ~which)); }
 #define GREATER(a, b) either((a) > (b), a, b)
 
@@ -97,7 +109,7 @@ static inline void fill(const void *from, long first, long n, void *to, long wid
 #endif
 /* Whether products are taken in tiles (tiles.c), which the process must have asked for: `takes_tiles`. */
 #ifndef TAKES_TILES
-#if defined __AMX_BF16__ && defined __linux__ && LANES == 16
+#if defined __AMX_BF16__ && defined __AMX_INT8__ && defined __linux__ && LANES == 16
 #define TAKES_TILES 1
 #else
 #define TAKES_TILES 0
@@ -229,8 +241,8 @@ typedef struct {
     const uint32_t *words;
 } spares;
 
-/* part [many, WIDE], or of two panels, `apart` words apart, [many, 2 * WIDE] += x [many, …], `stride` words apart, times `count` steps of a
- * panel from the `first` on; x begins with that step. beside: of each panel, or null. */
+/* part [many, WIDE], or of two panels, `apart` words apart, [many, 2 * WIDE] += x [many, …], `stride` words apart, times `count` steps of
+ * a panel from the `first` on; x begins with that step. beside: of each panel, or null. */
 typedef void panel_kernel(const uint32_t *panel, long apart, long first, const void *rows, long many, long stride, long count, float *part,
                           const spares *beside);
 #define KERNEL(NAME)                                                                                                     \
@@ -239,8 +251,8 @@ typedef void panel_kernel(const uint32_t *panel, long apart, long first, const v
 
 /* How rows meet panels of a kind: `most` share a reading of one, `most_of_two` of two adjoining ones; a panel has `length` steps of so many
  * `columns` in so many `words`; a row has `apart` words of each step, `stride` in all. `prepare` brings n numbers of x, from the `first`
- * on, into the kernels' form; as_is: rows have it, if they are whole. block: steps after which rows may be cut, 0: never. one [most],
- * two [most_of_two]: kernels by rows. */
+ * on, into the kernels' form; as_is: rows have it, if they are whole. block: steps after which rows may be cut, 0: never; where a step
+ * has no words of its own all rows are, and `stride` is a block's. one [most], two [most_of_two]: kernels by rows. */
 typedef struct {
     long most, most_of_two, length, columns, words, apart, stride;
     int as_is;
@@ -249,12 +261,62 @@ typedef struct {
     panel_kernel *const *one, *const *two;
 } form;
 
-static inline float sum_of(const float *x) /* of a group */
+/* What products of eight bits take of each SPAN of a row, and those of four of each GROUP: whole numbers below 2^14 and 2^11 in size times
+ * a power of two, which are bfloat16 numbers of at least 2^-6 and 2^-3 of the largest as they are. A SPAN's sums stay below 2^31. */
+#define SIZE_OF_EIGHT 14
+#define SIZE_OF_FOUR 11
+
+/* n numbers of x, from the `first` on, as whole numbers [wide] below 2^size times *step; zeros behind them. Returns their sum. A step of
+ * what is not finite is none, either. */
+static inline int32_t in_whole(const void *x, long first, long n, int halves, int size, int32_t *whole, long wide, float *step)
 {
-    floats sum = {0};
-    for (long k = 0; k < GROUP; k += LANES) sum += *(const floats *)(x + k);
-    return total(sum);
+    float numbers[SPAN], factor;
+    integers most = (integers){0} + (27 << 23), sum = {0}; /* 2^-100: a step of far less would have no inverse */
+    int32_t power, inverse;
+    widen(x, first, n, halves, numbers, wide);
+    for (long k = 0; k < wide; k += LANES) most = greater(*(const integers *)(numbers + k) & 0x7fffffff, most); /* in the order of sizes */
+    UNROLL for (int half = LANES / 2; half; half /= 2) most = greater(most, crossed(most, half));
+    power = most[0] & 0x7f800000;
+    if (power == 0x7f800000) {
+        memset(whole, 0, 4 * wide);
+        *step = __builtin_nanf("");
+        return 0;
+    }
+    inverse = ((254 + size - 1) << 23) - power;
+    memcpy(&factor, &inverse, 4);
+    for (long k = 0; k < wide; k += LANES) {
+        floats near = *(const floats *)(numbers + k) * factor + 12582912.0f; /* adding 1.5 * 2^23 rounds to an integer */
+        integers found = (integers)near - 0x4b400000, over = found >> size;
+        found -= over & ~(found >> 31); /* 2^size, rounded up */
+        *(integers *)(whole + k) = found;
+        sum += found;
+    }
+    power -= (size - 1) << 23;
+    memcpy(step, &power, 4);
+    UNROLL for (int half = LANES / 2; half; half /= 2) sum += crossed(sum, half);
+    return sum[0];
 }
+
+/* The step of LANES outputs, and what stands for level 0. */
+typedef struct {
+    floats step, zero;
+} levels;
+
+static inline levels levels_of(words both)
+{
+    floats step = (floats)(both << 16), zero = (floats)(both & 0xffff0000u);
+    return (levels){step, zero - 8 * step};
+}
+
+/* all + what a group adds: the sums of its levels times the whole numbers of x. scales [2]: their step and, times that, their sum. */
+static inline floats plus_group(floats all, levels of, integers whole, const float *scales)
+{
+    all += of.zero * scales[1];
+    all += of.step * scales[0] * __builtin_convertvector(whole, floats);
+    return all;
+}
+
+static inline floats plus_span(floats all, integers whole, float step) { return all + step * __builtin_convertvector(whole, floats); }
 
 /* A layer of Llama's block. */
 typedef struct {
@@ -285,7 +347,7 @@ typedef struct {
 static inline int worth_a_team(const layer *l, long rows) { return rows * l->gate_up.in * l->gate_up.out > SMALL; }
 
 void attended(const member *me, const course *c, const attention *a, int *failed);
-form form_of_whole(int bits, long in, int halves);
+form form_of_whole(int bits, long in);
 form form_of_narrow(long in);
 form form_of_tiles(int bits, long in);
 int takes_tiles(void);
@@ -293,6 +355,7 @@ void leave_tiles(void);
 int stand_in_tiles(const product *p, long rows);
 long words_in_tiles(long rows, long in);
 void arrange_in_tiles(const member *me, const void *x, long rows, long in, uint32_t *to);
+void arrange_whole(const member *me, const form *f, int bits, const void *x, long rows, long in, int halves, uint32_t *to);
 void multiply_in_tiles(const product *p, const form *f, const uint32_t *panel, spares left, const uint32_t *x, long rows, long most,
                        uint32_t *room, float *part);
 void score_in_tiles(const char *key, long apart, const uint32_t *query, long n, long dim, float *to);

@@ -94,12 +94,15 @@ static form singles_of_narrow(form f, long in)
     return f;
 }
 
+/* Whether a row's numbers become whole ones, too, whatever they were. */
+static int is_whole(int bits) { return bits == 8 || bits == 4; }
+
 static form form_of(int bits, long in, int halves)
 {
     long length = (in + 1) / 2;
-    if (halves && takes_tiles()) return form_of_tiles(bits, in);
+    if ((halves || is_whole(bits)) && takes_tiles()) return form_of_tiles(bits, in);
     if (bits == 12) return halves ? form_of_narrow(in) : singles_of_narrow(form_of_narrow(in), in);
-    if (bits != 16) return form_of_whole(bits, in, halves);
+    if (is_whole(bits)) return form_of_whole(bits, in);
 #if TAKES_PAIRS
     if (halves) /* one stream: measured */
         return (form){MOST, 0, length, 2, length * WIDE, 1, length, in % 2 == 0, BLOCK, as_pairs, pairs, 0};
@@ -126,23 +129,40 @@ void arrange(const uint16_t *weight, uint32_t *panels, long out, long in, int th
 }
 
 /* Steps of a block of so many rows, which lie as [blocks, rows, block]; of few rows all. */
-static long block_of(const form *f, long rows) { return f->block && rows >= MANY ? least(f->block, f->length) : f->length; }
+static long block_of(const form *f, long rows) { return f->block && (rows >= MANY || !f->apart) ? least(f->block, f->length) : f->length; }
+
+static long blocks_of(const form *f, long block) { return f->length ? (f->length + block - 1) / block : 0; }
+
+/* Words of a row's block. */
+static long stride_of(const form *f, long block) { return block < f->length && f->apart ? block * f->apart + GAP : f->stride; }
 
 /* Words of each row that `prepare` makes, where the kernels do not take rows as they are. */
 static long prepared(const form *f, long block)
 {
-    if (block == f->length) return f->as_is ? 0 : f->stride;
-    return (f->length + block - 1) / block * (block * f->apart + GAP);
+    return block == f->length && f->as_is ? 0 : blocks_of(f, block) * stride_of(f, block);
 }
 
 /* Whether many rows are multiplied in tiles. */
 static int is_tiled(const product *p, long rows, int halves) { return halves && takes_tiles() && stand_in_tiles(p, rows); }
 
-/* Rows in pairs take narrow panels as they are, however many: what one reading leaves in the caches serves the next, measured. */
-static int is_opened(const product *p, long rows, int halves) { return (p->bits == 12 && !halves) || is_tiled(p, rows, halves); }
+/* Whether rows stand in whole numbers as tiles read them. */
+static int in_bytes(const product *p) { return is_whole(p->bits) && takes_tiles() && p->in; }
+
+/* Whether a block of all rows meets a panel before the next one does: tiles would else wait for the second cache. */
+static int is_cut(const product *p, long rows) { return in_bytes(p) && rows > MOST_SHARING; }
+
+/* Whether all rows meet a panel before they meet the next, of which there is a part for each thread to open, or to sum up. Rows in pairs take
+ * narrow panels as they are, however many: what one reading leaves in the caches serves the next, measured. */
+static int is_shared(const product *p, long rows, int halves)
+{
+    return (p->bits == 12 && !halves) || is_tiled(p, rows, halves) || is_cut(p, rows);
+}
 
 /* How many columns of a panel are opened at a time. */
-static long opened(const product *p, long rows, int halves) { return is_tiled(p, rows, halves) ? OPENED_FOR_TILES : OPENED; }
+static long opened(const product *p, long rows, int halves)
+{
+    return is_cut(p, rows) ? 0 : is_tiled(p, rows, halves) ? OPENED_FOR_TILES : OPENED;
+}
 
 /* Words that a thread needs for itself, to open panels and to sum up. */
 static long opening(long columns, long rows) { return columns / 2 * WIDE + UP(rows, MOST_SHARING) * WIDE; }
@@ -157,7 +177,7 @@ static long arranged(const product *p, const form *f, long rows, int halves)
  * second cache. */
 static long together(const product *p, long rows, int halves)
 {
-    if (!is_tiled(p, rows, halves)) return rows;
+    if (rows <= FEWEST || (!is_tiled(p, rows, halves) && !in_bytes(p))) return rows;
     long fit = SECOND_CACHE / (2 * p->in), most = fit > FEWEST ? fit : FEWEST, parts = (rows + most - 1) / most;
     return UP((rows + parts - 1) / parts, MOST_SHARING);
 }
@@ -167,7 +187,7 @@ long room_for(const product *p, long rows, int halves, int threads)
 {
     form f = form_of(p->bits, p->in, halves);
     rows = together(p, rows, halves);
-    long own = is_opened(p, rows, halves) ? opening(opened(p, rows, halves), rows) : 0;
+    long own = is_shared(p, rows, halves) ? opening(opened(p, rows, halves), rows) : 0;
     return UP(4 * (arranged(p, &f, rows, halves) + threads * own), 64);
 }
 
@@ -222,6 +242,18 @@ static void multiply_opened(const product *p, const form *f, const sheaf *x, lon
     }
 }
 
+/* part [rows, WIDE] = x times panel a, block by block. */
+static void multiply_cut(const product *p, const form *f, const sheaf *x, long a, float *part)
+{
+    memset(part, 0, 4 * x->rows * WIDE);
+    for (long b = 0; b < x->blocks; b++)
+        for (long r = 0, many; r < x->rows; r += many) {
+            many = sharing(x->rows - r, f->most);
+            f->one[many - 1](p->panels + a * f->words, 0, b * x->block, x->from + (b * x->rows + r) * x->stride, many, x->stride,
+                             least(x->block, f->length - b * x->block), part + r * WIDE, 0);
+        }
+}
+
 /* A panel, or two adjoining ones, from the a-th on, times all rows, as many at a time as share a reading. */
 static void multiply_panels(const product *p, const form *f, const sheaf *x, long a, long adjoining, void *y, int halves, int adding)
 {
@@ -243,13 +275,14 @@ static void multiply_panels(const product *p, const form *f, const sheaf *x, lon
 /* How many of so many pieces of a product are one's own share of work; the others go to whoever has time. */
 static long shared_out(const product *p, long pieces) { return pieces - (p->in * p->out > LARGE ? pieces / 4 : 0); }
 
-/* A team's part of y, of panels that are opened once for all rows. own: a thread's memory. */
+/* A team's part of y, of panels that all rows meet at once. own: a thread's memory. */
 static void multiply_all(const member *me, const product *p, const form *f, const sheaf *x, uint32_t *own, void *y, int halves, int adding)
 {
     long count = (p->out + WIDE - 1) / WIDE, rows = x->rows, columns = opened(p, rows, halves);
     float *part = (float *)(own + columns / 2 * WIDE);
     MOSTLY_MINE(a, count, shared_out(p, count)) {
-        if (is_tiled(p, rows, halves))
+        if (is_cut(p, rows)) multiply_cut(p, f, x, a, part);
+        else if (is_tiled(p, rows, halves))
             multiply_in_tiles(p, f, p->panels + a * f->words, beside(p, a, 0), x->from, rows, columns, own, part);
         else multiply_opened(p, f, x, a, own, part);
         hand_out(p, part, rows, WIDE, y, 0, a * WIDE, halves, adding);
@@ -261,10 +294,11 @@ static void multiply_rows(const member *me, const product *p, const void *x, voi
 {
     form f = form_of(p->bits, p->in, halves);
     long count = (p->out + WIDE - 1) / WIDE, step = rows <= f.most_of_two ? 2 : 1, block = block_of(&f, rows);
-    long blocks = (f.length + block - 1) / block, stride = blocks > 1 ? block * f.apart + GAP : f.stride;
+    long blocks = blocks_of(&f, block), stride = stride_of(&f, block);
     long columns = blocks > 1 ? block * f.columns : p->in, words = arranged(p, &f, rows, halves);
     const sheaf whole = {words ? room : x, rows, block, blocks, stride};
     if (is_tiled(p, rows, halves)) arrange_in_tiles(me, x, rows, p->in, room);
+    else if (in_bytes(p)) arrange_whole(me, &f, p->bits, x, rows, p->in, halves, room);
     else if (words) {
         MINE(i, rows * blocks) {
             long r = i / blocks, b = i % blocks;
@@ -272,7 +306,7 @@ static void multiply_rows(const member *me, const product *p, const void *x, voi
         }
     }
     if (words) join(me);
-    if (is_opened(p, rows, halves)) {
+    if (is_shared(p, rows, halves)) {
         multiply_all(me, p, &f, &whole, (uint32_t *)room + words + me->index * opening(opened(p, rows, halves), rows), y, halves, adding);
     } else {
         long pieces = (count + step - 1) / step, own = shared_out(p, pieces);

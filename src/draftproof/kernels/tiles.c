@@ -1,10 +1,11 @@
 /* Products in tiles, for processors with AMX: sixteen rows times thirty-two columns of sixteen outputs in one instruction, whose time does
- * not depend on the rows. Panels are those of linear.c, narrow.c and integers.c; a tile reads linear.c's words as they lie, others are opened
- * into such words first, thirty-two columns at a time. Thirty-two rows share that; of more than sixty-four all do. Attention's scores are
- * taken in tiles, too.
+ * not depend on the rows. Panels are those of linear.c, narrow.c and integers.c; a tile reads linear.c's words and those of eight bits as they
+ * lie, others are opened first, thirty-two columns at a time or, of four bits, sixty-four. Thirty-two rows share that; of more than sixty-four
+ * that meet twelve bits all do. Attention's scores are taken in tiles, too.
  *
  * An instruction adds thirty-two columns in an order of its own, the same for every row and for any number of rows; numbers below 2^-126
- * count as zeros. What lies behind a row's last column is zero.
+ * count as zeros. What lies behind a row's last column is zero. Whole numbers are added in fours, sixty-four columns in an instruction, and
+ * have no order.
  */
 #include "lanes.h"
 
@@ -80,32 +81,32 @@ void score_in_tiles(const char *key, long apart, const uint32_t *query, long n, 
     SETTLE;
 }
 
-/* Sums += COLUMNS of the rows x times as many of one panel or two, in linear.c's words. */
-#define MULTIPLY(panels, words, x, stride, rows)                                                                         \
+/* Sums += COLUMNS of the rows x, or GROUP whole numbers, times as many of one panel or two, sixteen words of each. */
+#define MULTIPLY(HOW, panels, words, x, stride, rows)                                                                    \
     do {                                                                                                                 \
         const int others = (panels) == 1 && (rows) > SIDE;                                                               \
         SETTLE;                                                                                                          \
         _tile_loadd(ROWS, x, 4 * (stride));                                                                              \
         _tile_loadd(FIRST, (words)[0], 4 * WIDE);                                                                        \
-        _tile_dpbf16ps(0, ROWS, FIRST);                                                                                  \
+        HOW(0, ROWS, FIRST);                                                                                             \
         if (!others) LEAVE(FIRST);                                                                                       \
         _tile_loadd(SECOND, (words)[0] + SIDE, 4 * WIDE);                                                                \
-        _tile_dpbf16ps(1, ROWS, SECOND);                                                                                 \
+        HOW(1, ROWS, SECOND);                                                                                            \
         if (!others) LEAVE(SECOND);                                                                                      \
         if ((panels) == 2) {                                                                                             \
             _tile_loadd(FIRST, (words)[1], 4 * WIDE);                                                                    \
-            _tile_dpbf16ps(2, ROWS, FIRST);                                                                              \
+            HOW(2, ROWS, FIRST);                                                                                         \
             LEAVE(FIRST);                                                                                                \
             _tile_loadd(SECOND, (words)[1] + SIDE, 4 * WIDE);                                                            \
-            _tile_dpbf16ps(3, ROWS, SECOND);                                                                             \
+            HOW(3, ROWS, SECOND);                                                                                        \
             LEAVE(SECOND);                                                                                               \
         }                                                                                                                \
         LEAVE(ROWS);                                                                                                     \
         if (others) {                                                                                                    \
             _tile_loadd(OTHERS, (x) + SIDE * (stride), 4 * (stride));                                                    \
-            _tile_dpbf16ps(2, OTHERS, FIRST);                                                                            \
+            HOW(2, OTHERS, FIRST);                                                                                       \
             LEAVE(FIRST);                                                                                                \
-            _tile_dpbf16ps(3, OTHERS, SECOND);                                                                           \
+            HOW(3, OTHERS, SECOND);                                                                                      \
             LEAVE(SECOND);                                                                                               \
             LEAVE(OTHERS);                                                                                               \
         }                                                                                                                \
@@ -154,32 +155,6 @@ static inline const uint32_t *open_twelve(const uint32_t *panel, long s, long n,
     return room;
 }
 
-/* The lower and the upper byte of a bfloat16 from 0 to 127. */
-static _Alignas(64) uint8_t lower[128], upper[128];
-
-static __attribute__((constructor)) void fill_bytes(void)
-{
-    for (int i = 0; i < 128; i++) lower[i] = rounded(i) & 255, upper[i] = rounded(i) >> 8;
-}
-
-#define LOOK(table, at) _mm512_permutex2var_epi8(_mm512_load_si512(table), at, _mm512_load_si512((table) + 64))
-
-static inline const uint32_t *open_eight(const uint32_t *panel, long s, long n, spares *left, uint32_t *room)
-{
-    (void)left;
-    ask(panel + s * WIDE, n * WIDE);
-    for (long i = 0; i < 2 * n; i++) { /* four columns of SIDE outputs */
-        const __m512i levels = _mm512_loadu_si512(panel + s * WIDE + i * SIDE), sizes = _mm512_abs_epi8(levels);
-        const __m512i below = LOOK(lower, sizes), sign = _mm512_and_si512(levels, _mm512_set1_epi8(-128));
-        const __m512i above = _mm512_or_si512(LOOK(upper, sizes), sign);
-        const __m512 low = (__m512)_mm512_unpacklo_epi8(below, above), high = (__m512)_mm512_unpackhi_epi8(below, above);
-        _mm512_store_ps(room + (i & ~1) * WIDE + (i & 1) * SIDE, _mm512_shuffle_ps(low, high, 0x88));
-        _mm512_store_ps(room + (i | 1) * WIDE + (i & 1) * SIDE, _mm512_shuffle_ps(low, high, 0xdd));
-    }
-    clear(room, 2 * n);
-    return room;
-}
-
 /* The kernel of one panel or two, whose steps `open` brings into linear.c's words: `unit` of them are COLUMNS. Two rooms: while one is read
  * the next is opened, because a tile waits until every store that it reads has reached the cache. */
 static inline __attribute__((always_inline)) void in_tiles(
@@ -198,14 +173,15 @@ static inline __attribute__((always_inline)) void in_tiles(
         if (s >= count) break;
         for (int q = 0; q < panels; q++)
             next[q] = open(panel + q * apart, first + s, least(unit, count - s), left + q, room[i][q]);
-        MULTIPLY(panels, now, x, stride, many);
+        MULTIPLY(_tile_dpbf16ps, panels, now, x, stride, many);
     }
-    MULTIPLY(panels, now, x, stride, many);
+    MULTIPLY(_tile_dpbf16ps, panels, now, x, stride, many);
     MOVE(_tile_stored, panels, part, many);
 }
 
-/* Whether so many rows are multiplied by `multiply_in_tiles`. Groups of four bits are scaled one by one, which only `in_tiles` does. */
-int stand_in_tiles(const product *p, long rows) { return rows > FEW && p->in && p->bits != 4; }
+/* Whether so many rows are multiplied by `multiply_in_tiles`. Those of whole
+ * numbers have nothing to open, or are scaled one by one. */
+int stand_in_tiles(const product *p, long rows) { return rows > FEW && p->in && (p->bits == 16 || p->bits == 12); }
 
 /* Words of many rows as `arrange_in_tiles` has them. */
 long words_in_tiles(long rows, long in) { return UP(rows, 2 * SIDE) * UP(in, COLUMNS) / 2; }
@@ -226,7 +202,7 @@ static const uint32_t *open_block(const product *p, const form *f, const uint32_
 {
     long unit = COLUMNS / f->columns, n = least(unit, f->length - b * unit);
     if (p->bits == 16) return open_sixteen(panel, b * unit, n, left, room);
-    return (p->bits == 12 ? open_twelve : open_eight)(panel, b * unit, n, left, room);
+    return open_twelve(panel, b * unit, n, left, room);
 }
 
 /* part [rows, WIDE] = x, which stands in tiles, times a panel, of which `most` columns at a time are opened, once for all rows, in `room`:
@@ -254,97 +230,194 @@ void multiply_in_tiles(const product *p, const form *f, const uint32_t *panel, s
             }
             for (long i = 0; i < n; i++, here += tall * SIDE) {
                 if (!r && i + 1 < n) words[i + 1] = open_block(p, f, panel, b + i + 1, &left, room + (i + 1) * ROOM);
-                MULTIPLY(1, words + i, here, SIDE, many);
+                MULTIPLY(_tile_dpbf16ps, 1, words + i, here, SIDE, many);
             }
             MOVE(_tile_stored, 1, part + r * WIDE, many);
         }
     }
 }
 
-/* Half a group of four bits, of the panel's half `s`. */
-static inline void open_four(const uint32_t *panel, long s, uint32_t *room)
+/* Rows that meet whole numbers are 256 or, of four bits, 16 times a coarse number and a fine one, each of eight bits with a sign. So many as
+ * share a reading lie together, a SPAN at a time: [SPAN / GROUP, rows, 2, SIDE] words, the coarse numbers of a GROUP in a line, then the fine
+ * ones; and [rows, SIDE] numbers, two scales of the span or of each group. A tile has both of SIDE / 2 rows; of more rows of four bits than
+ * are few, one: measured. */
+#define NUMBERS (SPAN / GROUP * 2 * SIDE) /* of a row */
+#define STRIDE (NUMBERS + SIDE)
+#define FEW_OF_FOUR (SIDE / 2)
+
+/* n whole numbers of a row, as bytes: those of a GROUP `apart` words behind those of the one before. */
+static inline void part_in_two(const int32_t *whole, long n, int bits, long apart, uint32_t *to)
 {
-    panel += s / 2 * GROUP_WORDS + s % 2 * (GROUP / 16) * WIDE;
-    ask(panel, GROUP_WORDS / 2);
-    for (long i = 0; i < GROUP / 16; i++)
-        UNROLL for (int v = 0; v < 2; v++) {
-            words w = *(const words *)(panel + i * WIDE + v * LANES);
-            UNROLL for (int k = 0; k < 4; k++) {
-                words level = k ? w >> (4 * k - 3) : w << 3;
-                *(words *)(room + (4 * i + k) * WIDE + v * LANES) = (level & 0x780078) | 0x3f803f80;
-            }
-        }
+    const __m128i order = _mm_setr_epi8(0, 4, 1, 5, 2, 6, 3, 7, 8, 12, 9, 13, 10, 14, 11, 15); /* that of `open_four` */
+    for (long k = 0; k < n; k += LANES) {
+        const integers all = *(const integers *)(whole + k), high = (all + (bits == 8 ? 128 : 0)) >> bits;
+        __m128i coarse = _mm512_cvtepi32_epi8((__m512i)high), fine = _mm512_cvtepi32_epi8((__m512i)(all - (high << bits)));
+        uint32_t *line = to + k / GROUP * apart + k % GROUP / 4;
+        if (bits == 4) coarse = _mm_shuffle_epi8(coarse, order), fine = _mm_shuffle_epi8(fine, order);
+        _mm_store_si128((__m128i *)line, coarse);
+        _mm_store_si128((__m128i *)(line + SIDE), fine);
+    }
 }
 
-/* part [many, panels * WIDE] += what the sums `found` of a group make, as integers.c does it. sums: of each row's columns. */
-static inline void scale(int panels, const uint32_t *const *levels, const float *found, const float *sums, long many, long stride, float *part)
+/* n columns of x, of a span, from the `first` on. */
+static void fill_span(int bits, const void *x, long first, long n, int halves, long apart, uint32_t *to, float *scales)
 {
-    for (int v = 0; v < 2 * panels; v++) {
-        words both = *(const words *)(levels[v / 2] + GROUP / 8 * WIDE + v % 2 * LANES);
-        floats step = (floats)(both << 16), zero = (floats)(both & 0xffff0000u);
-        zero -= 24 * step;
-        step *= 16;
-        for (long r = 0; r < many; r++) {
-            floats *all = (floats *)(part + (r * panels * 2 + v) * LANES);
-            *all += zero * sums[r * stride];
-            *all += step * *(const floats *)(found + (r * panels * 2 + v) * LANES);
+    int32_t whole[SPAN];
+    const long wide = UP(n, GROUP);
+    if (bits == 8) {
+        scales[1] = in_whole(x, first, n, halves, SIZE_OF_EIGHT, whole, wide, scales);
+        part_in_two(whole, wide, 8, apart, to);
+        return;
+    }
+    for (long c = 0; c < n; c += GROUP, scales += 2) {
+        scales[1] = in_whole(x, first + c, least(GROUP, n - c), halves, SIZE_OF_FOUR, whole + c, GROUP, scales);
+        scales[1] *= scales[0];
+    }
+    part_in_two(whole, wide, 4, apart, to);
+}
+
+/* x [rows, in] → [spans, rows, STRIDE], by a team. */
+void arrange_whole(const member *me, const form *f, int bits, const void *x, long rows, long in, int halves, uint32_t *to)
+{
+    const long spans = UP(in, SPAN) / SPAN;
+    for (long r = 0, many; r < rows; r += many) {
+        many = sharing(rows - r, f->most);
+        MINE(i, many * spans) {
+            const long row = i % many, first = i / many * SPAN;
+            uint32_t *bundle = to + (i / many * rows + r) * STRIDE;
+            fill_span(bits, x, (r + row) * in + first, least(SPAN, in - first), halves, 2 * SIDE * many, bundle + 2 * SIDE * row,
+                      (float *)(bundle + NUMBERS * many + SIDE * row));
         }
     }
 }
 
-/* The same of groups of four bits, which are scaled one by one. Behind all columns of a row stand their sums. */
+/* The kernel of eight bits, of one panel or two, which a tile reads as they lie. */
+static inline __attribute__((always_inline)) void span_in_tiles(
+    int panels, const uint32_t *panel, long apart, const uint32_t *x, long many, long count, float *part)
+{
+    _Alignas(64) uint32_t room[2][ROOM];
+    _Alignas(64) int32_t found[2 * SIDE * WIDE];
+    const float *step = (const float *)(x + NUMBERS * many);
+    shape(2 * many);
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+    for (long s = 0; s < count; s += SIDE, x += 2 * SIDE * many) {
+        const uint32_t *now[2];
+        for (int q = 0; q < panels; q++) now[q] = open_sixteen(panel + q * apart, s, least(SIDE, count - s), 0, room[q]);
+        MULTIPLY(_tile_dpbssd, panels, now, x, SIDE, 2 * many);
+    }
+    MOVE(_tile_stored, panels, found, 2 * many);
+    const integers *sums = (const integers *)found;
+    for (long r = 0; r < many; r++, step += SIDE, sums += 2 * panels)
+        UNROLL for (int v = 0; v < 2 * panels; v++, sums++, part += LANES)
+            *(floats *)part = plus_span(*(floats *)part, (sums[0] << 8) + sums[2 * panels], *step);
+}
+
+/* A group's levels, four columns of an output in a word; and, where it is asked for, sixteen times that. */
+static inline void open_four(const uint32_t *panel, uint32_t *fine, uint32_t *coarse)
+{
+    const words low = (words){0} + 0x0f0f0f0f;
+    ask(panel, GROUP_WORDS);
+    for (long i = 0; i < ROOM; i += 2 * WIDE, panel += WIDE)
+        UNROLL for (int v = 0; v < WIDE; v += LANES) {
+            const words w = *(const words *)(panel + v);
+            *(words *)(fine + i + v) = w & low;
+            *(words *)(fine + i + v + WIDE) = w >> 4 & low;
+            if (!coarse) continue;
+            *(words *)(coarse + i + v) = w << 4 & ~low;
+            *(words *)(coarse + i + v + WIDE) = w & ~low;
+        }
+}
+
+/* part [many, panels * WIDE] += what a group adds. found: its sums, of few rows coarse and fine ones in turns. */
+static inline __attribute__((always_inline)) void scale(
+    int panels, const uint32_t *const *group, const int32_t *found, int few, const float *scales, long many, float *part)
+{
+    levels of[2 * 2];
+    UNROLL for (int v = 0; v < 2 * panels; v++) of[v] = levels_of(*(const words *)(group[v / 2] + GROUP / 8 * WIDE + v % 2 * LANES));
+    for (long r = 0; r < many; r++, scales += SIDE)
+        UNROLL for (int v = 0; v < 2 * panels; v++, part += LANES) {
+            const integers *sums = (const integers *)found + (few ? 2 * r : r) * 2 * panels + v;
+            *(floats *)part = plus_group(*(const floats *)part, of[v], few ? (sums[0] << 4) + sums[2 * panels] : *sums, scales);
+        }
+}
+
+/* The kernel of four bits, of one panel or, for few rows, two. */
 static inline __attribute__((always_inline)) void groups_in_tiles(
-    int panels, const uint32_t *panel, long apart, long first, const uint32_t *x, long many, long stride, long count, float *part)
+    int few, int panels, const uint32_t *panel, long apart, const uint32_t *x, long many, long count, float *part)
 {
-    _Alignas(64) uint32_t room[2][2][ROOM];
-    _Alignas(64) float found[2 * SIDE * WIDE];
-    const float *sums = (const float *)(x + count * GROUP / 2);
-    panel += first * GROUP_WORDS;
-    shape(many);
-    for (int q = 0; q < panels; q++) open_four(panel + q * apart, 0, room[0][q]);
-    for (long s = 0; s < 2 * count; s++, x += SIDE) {
-        const uint32_t *now[] = {room[s % 2][0], room[s % 2][1]};
-        for (int q = 0; q < panels && s + 1 < 2 * count; q++) open_four(panel + q * apart, s + 1, room[(s + 1) % 2][q]);
-        if (s % 2 == 0) {
-            _tile_zero(0);
-            _tile_zero(1);
-            _tile_zero(2);
-            _tile_zero(3);
+    _Alignas(64) uint32_t fine[2][2][ROOM], coarse[2][ROOM];
+    _Alignas(64) int32_t found[2 * SIDE * WIDE];
+    const float *scales = (const float *)(x + NUMBERS * many);
+    shape(few ? 2 * many : many);
+    for (int q = 0; q < panels; q++) open_four(panel + q * apart, fine[0][q], few ? 0 : coarse[0]);
+    for (long g = 0; g < count; g++, x += 2 * SIDE * many, scales += 2, panel += GROUP_WORDS) {
+        const uint32_t *group[] = {panel, panel + apart}, *now[] = {fine[g % 2][0], fine[g % 2][1]}, *sixteen[] = {coarse[g % 2]};
+        for (int q = 0; q < panels && g + 1 < count; q++)
+            open_four(group[q] + GROUP_WORDS, fine[(g + 1) % 2][q], few ? 0 : coarse[(g + 1) % 2]);
+        _tile_zero(0);
+        _tile_zero(1);
+        _tile_zero(2);
+        _tile_zero(3);
+        if (few) MULTIPLY(_tile_dpbsud, panels, now, x, SIDE, 2 * many);
+        else {
+            MULTIPLY(_tile_dpbsud, 1, sixteen, x, 2 * SIDE, many);
+            MULTIPLY(_tile_dpbsud, 1, now, x + SIDE, 2 * SIDE, many);
         }
-        MULTIPLY(panels, now, x, stride, many);
-        if (s % 2 == 0) continue;
-        MOVE(_tile_stored, panels, found, many);
-        const uint32_t *levels[] = {panel + s / 2 * GROUP_WORDS, panel + s / 2 * GROUP_WORDS + apart};
-        scale(panels, levels, found, sums + s / 2, many, stride, part);
+        MOVE(_tile_stored, panels, found, few ? 2 * many : many);
+        scale(panels, group, found, few, scales, many, part);
     }
 }
 
-/* One row of eight bits, in vectors: 1.1 to 1.4 times as fast, for a tile's instructions take as long for one row as for SIDE, and longer
- * than the weights. Those of twelve bits take longer themselves, and four bits have more to open (0.8 to 1.0, measured). An instruction
- * adds the even ones of COLUMNS one after the other, likewise the odd ones, and both sums to what there was. */
+/* One row without tiles: of four bits there is less to open, and of eight a tile's instructions, which take as long for one row as for
+ * SIDE, would take longer than the weights. */
+static inline __attribute__((always_inline)) void four_alone(
+    int panels, const uint32_t *panel, long apart, const uint32_t *x, long count, float *part)
+{
+    const float *scales = (const float *)(x + NUMBERS);
+    const words low = (words){0} + 0x0f0f0f0f;
+    for (long g = 0; g < count; g++, scales += 2, panel += WIDE, x += SIDE) {
+        __m512i coarse[2 * 2] = {0}, fine[2 * 2] = {0};
+        for (long i = 0; i < GROUP / 8; i++, panel += WIDE, x += 2)
+            UNROLL for (int v = 0; v < 2 * panels; v++) {
+                const uint32_t *at = panel + v / 2 * apart + v % 2 * LANES;
+                const words w = *(const words *)at;
+                __builtin_prefetch(at + AHEAD);
+                coarse[v] = _mm512_dpbusd_epi32(coarse[v], (__m512i)(w & low), _mm512_set1_epi32((int)x[0]));
+                fine[v] = _mm512_dpbusd_epi32(fine[v], (__m512i)(w & low), _mm512_set1_epi32((int)x[SIDE]));
+                coarse[v] = _mm512_dpbusd_epi32(coarse[v], (__m512i)(w >> 4 & low), _mm512_set1_epi32((int)x[1]));
+                fine[v] = _mm512_dpbusd_epi32(fine[v], (__m512i)(w >> 4 & low), _mm512_set1_epi32((int)x[SIDE + 1]));
+            }
+        UNROLL for (int v = 0; v < 2 * panels; v++) {
+            const uint32_t *at = panel + v / 2 * apart + v % 2 * LANES;
+            floats *all = (floats *)(part + v * LANES);
+            __builtin_prefetch(at + AHEAD);
+            *all = plus_group(*all, levels_of(*(const words *)at), ((integers)coarse[v] << 4) + (integers)fine[v], scales);
+        }
+    }
+}
+
+/* The instruction takes no signs of levels: they are read as 128 more. */
 static inline __attribute__((always_inline)) void eight_alone(
     int panels, const uint32_t *panel, long apart, const uint32_t *x, long count, float *part)
 {
-    const unsigned before = _mm_getcsr();
-    _mm_setcsr(before | _MM_FLUSH_ZERO_ON | _MM_DENORMALS_ZERO_ON);
-    SETTLE;
-    for (long s = 0; s < count; s += COLUMNS / 4, x += SIDE) {
-        _Alignas(64) float numbers[2][SIDE];
-        floats sums[2 * 2][2] = {0};
-        *(floats *)numbers[0] = (floats)(*(const words *)x << 16);
-        *(floats *)numbers[1] = (floats)(*(const words *)x & 0xffff0000u);
-        for (long i = 0; i < 2 * least(COLUMNS / 4, count - s); i += 2, panel += WIDE)
+    const float *scales = (const float *)(x + NUMBERS);
+    __m512i coarse[2 * 2] = {0}, fine[2 * 2] = {0};
+    for (long c = 0; c < count; x += SIDE)
+        for (long end = least(count, c + SIDE); c < end; c++, panel += WIDE, x++)
             UNROLL for (int v = 0; v < 2 * panels; v++) {
                 const uint32_t *at = panel + v / 2 * apart + v % 2 * LANES;
-                integers four = *(const integers *)at;
+                const __m512i more = (__m512i)(*(const words *)at ^ 0x80808080u);
                 __builtin_prefetch(at + AHEAD);
-                UNROLL for (int k = 0; k < 4; k++)
-                    sums[v][k % 2] += __builtin_convertvector(four << (24 - 8 * k) >> 24, floats) * numbers[k % 2][i + k / 2];
+                coarse[v] = _mm512_dpbusd_epi32(coarse[v], more, _mm512_set1_epi32((int)x[0]));
+                fine[v] = _mm512_dpbusd_epi32(fine[v], more, _mm512_set1_epi32((int)x[SIDE]));
             }
-        UNROLL for (int v = 0; v < 2 * panels; v++) *(floats *)(part + v * LANES) += sums[v][0] + sums[v][1];
+    UNROLL for (int v = 0; v < 2 * panels; v++, part += LANES) {
+        const words sum = ((words)coarse[v] << 8) + (words)fine[v] - 128 * (uint32_t)(int32_t)scales[1];
+        *(floats *)part = plus_span(*(floats *)part, (integers)sum, scales[0]);
     }
-    SETTLE;
-    _mm_setcsr(before);
 }
 
 /* Kernels by rows: one is for any number of them, two panels for half as many. */
@@ -353,17 +426,23 @@ static inline __attribute__((always_inline)) void eight_alone(
     KERNEL(NAME##_2) { in_tiles(open_##NAME, UNIT, 2, panel, apart, first, rows, many, stride, count, part, beside); }
 TILED(sixteen, SIDE)
 TILED(twelve, SIDE / 2)
-TILED(eight, SIDE / 2)
-KERNEL(four_1) { groups_in_tiles(1, panel, apart, first, rows, many, stride, count, part); }
-KERNEL(four_2) { groups_in_tiles(2, panel, apart, first, rows, many, stride, count, part); }
+KERNEL(four_1) { groups_in_tiles(0, 1, panel + first * GROUP_WORDS, apart, rows, many, count, part); }
+KERNEL(few_of_four_1) { groups_in_tiles(1, 1, panel + first * GROUP_WORDS, apart, rows, many, count, part); }
+KERNEL(few_of_four_2) { groups_in_tiles(1, 2, panel + first * GROUP_WORDS, apart, rows, many, count, part); }
 
+KERNEL(four_alone_1) { four_alone(1, panel + first * GROUP_WORDS, apart, rows, count, part); }
+KERNEL(four_alone_2) { four_alone(2, panel + first * GROUP_WORDS, apart, rows, count, part); }
+KERNEL(eight_1) { span_in_tiles(1, panel + first * WIDE, apart, rows, many, count, part); }
+KERNEL(eight_2) { span_in_tiles(2, panel + first * WIDE, apart, rows, many, count, part); }
 KERNEL(eight_alone_1) { eight_alone(1, panel + first * WIDE, apart, rows, count, part); }
 KERNEL(eight_alone_2) { eight_alone(2, panel + first * WIDE, apart, rows, count, part); }
 
 #define LISTED(NAME, ALONE)                                                                                              \
     static panel_kernel *const NAME[] = {ALONE##_1, [1 ... 2 * SIDE - 1] = NAME##_1};                                    \
     static panel_kernel *const NAME##_of_two[] = {ALONE##_2, [1 ... SIDE - 1] = NAME##_2};
-LISTED(sixteen, sixteen) LISTED(twelve, twelve) LISTED(eight, eight_alone) LISTED(four, four)
+LISTED(sixteen, sixteen) LISTED(twelve, twelve) LISTED(eight, eight_alone)
+static panel_kernel *const four[] = {four_alone_1, [1 ... FEW_OF_FOUR - 1] = few_of_four_1, [FEW_OF_FOUR ... 2 * SIDE - 1] = four_1};
+static panel_kernel *const four_of_two[] = {four_alone_2, [1 ... FEW_OF_FOUR - 1] = few_of_four_2};
 
 static void as_columns(const void *x, long first, long n, int halves, void *to)
 {
@@ -371,25 +450,16 @@ static void as_columns(const void *x, long first, long n, int halves, void *to)
     fill(x, first, n, to, UP(n, COLUMNS));
 }
 
-static void as_groups(const void *x, long first, long n, int halves, void *to)
-{
-    float wide[GROUP], *sums = (float *)((uint32_t *)to + UP(n, GROUP) / 2);
-    fill(x, first, n, to, UP(n, GROUP));
-    for (long c = 0; c < n; c += GROUP) {
-        widen(x, first + c, least(GROUP, n - c), halves, wide, GROUP);
-        *sums++ = sum_of(wide);
-    }
-}
-
 form form_of_tiles(int bits, long in)
 {
-    long columns = bits == 16 ? 2 : 4, length = (in + columns - 1) / columns, groups = (in + GROUP - 1) / GROUP;
-    form f = {2 * SIDE, SIDE, length, columns, length * WIDE, columns / 2, UP(in, COLUMNS) / 2 + GAP, 0, 2 * BLOCK / columns, as_columns};
+    long columns = bits == 16 ? 2 : 4, length = (in + columns - 1) / columns, groups = UP(in, GROUP) / GROUP;
     if (bits == 4)
-        return (form){2 * SIDE, SIDE, groups, GROUP, groups * GROUP_WORDS, 0, groups * (GROUP / 2 + 1), 0, 0, as_groups, four, four_of_two};
+        return (form){2 * SIDE, FEW_OF_FOUR, groups, GROUP, groups * GROUP_WORDS, 0, STRIDE, 0, SPAN / GROUP, 0, four, four_of_two};
+    if (bits == 8) return (form){SIDE, SIDE / 2, length, 4, length * WIDE, 0, STRIDE, 0, SPAN / 4, 0, eight, eight_of_two};
+    form f = {2 * SIDE, SIDE, length, columns, length * WIDE, columns / 2, UP(in, COLUMNS) / 2 + GAP, 0, 2 * BLOCK / columns, as_columns};
     if (bits == 12) f.words = form_of_narrow(in).words;
-    f.one = bits == 16 ? sixteen : bits == 12 ? twelve : eight;
-    f.two = bits == 16 ? sixteen_of_two : bits == 12 ? twelve_of_two : eight_of_two;
+    f.one = bits == 16 ? sixteen : twelve;
+    f.two = bits == 16 ? sixteen_of_two : twelve_of_two;
     return f;
 }
 #else
@@ -410,6 +480,11 @@ void multiply_in_tiles(const product *p, const form *f, const uint32_t *panel, s
                        uint32_t *room, float *part)
 {
     (void)p, (void)f, (void)panel, (void)left, (void)x, (void)rows, (void)most, (void)room, (void)part;
+}
+
+void arrange_whole(const member *me, const form *f, int bits, const void *x, long rows, long in, int halves, uint32_t *to)
+{
+    (void)me, (void)f, (void)bits, (void)x, (void)rows, (void)in, (void)halves, (void)to;
 }
 
 form form_of_tiles(int bits, long in) { return (form){bits, in}; }

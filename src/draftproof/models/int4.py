@@ -2,8 +2,10 @@
 
 Weights: w = (q − 8) · s + z with q in 0 … 15 and one s and z per output and group of inputs (Lin et al., arXiv 2306.00978, use the same
 form). Of a few spans per group, the full one and narrower ones that cut the extremes off, the one with the least squared error is kept.
-Activations stay what they are. Our kernels multiply where a C compiler is found (native.py), torch's own elsewhere; both add a row's
-products in an order that does not depend on how many rows there are. On a GPU torch's product for tensor cores takes the same weights, in
+Our kernels multiply where a C compiler is found (native.py): of the inputs that share a step a row's become integers below 2¹¹ in size,
+times a power of two, which loses a thirtieth of what bfloat16 loses beside it (docs/log.md), so that what a group adds up to is an integer
+and has no order. Elsewhere activations stay what they are, and torch's product adds them in an order that does not depend on how many
+rows there are. On a GPU torch's product for tensor cores takes the same weights, in
 tiles of rows (tiled.py); written without a GPU: `can_round_on_gpu` compares it with the plain one before it is used.
 """
 
@@ -133,7 +135,8 @@ def can_round() -> tuple[bool, str]:
     """Whether this build of torch multiplies such weights, and why or why not."""
     if not native.available()[0] and not hasattr(torch.ops.aten, "_weight_int4pack_mm_for_cpu"):
         return False, f"this torch has no product with four-bit weights on a CPU, and {native.available()[1]}"
-    return True, f"weights are four-bit integers, {GROUP} to a step; activations stay as they are"
+    ours = native.available()[0]
+    return True, f"weights are four-bit integers, {GROUP} to a step; activations " + ("twelve bits" if ours else "stay as they are")
 
 
 def can_round_on_gpu() -> tuple[bool, str]:

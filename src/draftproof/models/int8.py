@@ -1,9 +1,10 @@
 """Linear layers whose weights are eight-bit integers: half the bytes of half precision, so about half the time of a pass of few rows.
 
-Weights: w = s · q with q in −127 … 127 and one s per output, rounded to nearest. Where a C compiler is found activations stay what they
-are (native.py). Without one FBGEMM multiplies, and every row becomes, by its own largest magnitude, two integers of seven bits,
-x ≈ peak / 63 · (high + low / 126): together as fine as fourteen bits, so what is lost is the weights' precision. The sums of
-products are then integers, and integers have no order: a row's bits depend on nothing but the row, whatever its neighbours and
+Weights: w = s · q with q in −127 … 127 and one s per output, rounded to nearest. Where a C compiler is found (native.py) every 512 columns
+of a row become integers below 2¹⁴ in size, times a power of two: bfloat16 numbers that are at least 2⁻⁶ of the largest stay what they are.
+Without a compiler FBGEMM multiplies, and every row becomes, by its own largest magnitude, two integers of seven bits,
+x ≈ peak / 63 · (high + low / 126): together as fine as fourteen bits. What is lost is the weights' precision, either way. The sums of
+products are integers, and integers have no order: a row's bits depend on nothing but the row, whatever its neighbours and
 whatever the kernel. Seven bits because FBGEMM adds two products in sixteen (127 · 127 · 2 < 2¹⁵).
 """
 
@@ -80,7 +81,7 @@ def split(rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 def can_round() -> tuple[bool, str]:
     """Whether this machine multiplies such weights, and why or why not."""
     if native.available()[0]:
-        return True, "weights are eight-bit integers with a step per output; activations stay as they are"
+        return True, "weights are eight-bit integers with a step per output, activations fifteen bits; sums are exact"
     if "fbgemm" not in torch.backends.quantized.supported_engines or torch.backends.cpu.get_cpu_capability() == "DEFAULT":
         return False, f"this torch or this processor has no FBGEMM (it needs AVX2), and {native.available()[1]}"
     return True, "weights are eight-bit integers with a step per output, activations fourteen bits; sums are exact"
