@@ -109,7 +109,7 @@ static inline void fill(const void *from, long first, long n, void *to, long wid
 #endif
 /* Whether products are taken in tiles (tiles.c), which the process must have asked for: `takes_tiles`. */
 #ifndef TAKES_TILES
-#if defined __AMX_BF16__ && defined __AMX_INT8__ && defined __linux__ && LANES == 16
+#if defined __AMX_BF16__ && defined __AMX_INT8__ && defined __AVX512VNNI__ && defined __linux__ && LANES == 16
 #define TAKES_TILES 1
 #else
 #define TAKES_TILES 0
