@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from test_int4 import dense
+from test_native import compiled
 
 from draftproof import Engine, LoadConfig, Sampling, native
 from draftproof.errors import LoadError, OptionError
@@ -92,19 +94,16 @@ def kept(name: str, weight: torch.Tensor) -> torch.Tensor:
     if name == "int8":
         whole, step = int8.rounded(weight)
         return whole.double() * step.double()[:, None]
-    levels, steps = int4.rounded(weight, torch.bfloat16)
-    step, zero = (steps[..., i].transpose(0, 1).double()[..., None] for i in (0, 1))
-    return ((levels.view(levels.shape[0], -1, int4.GROUP) - 8) * step + zero).view(levels.shape)[:weight.shape[0], :weight.shape[1]]
+    return dense(*int4.rounded(weight, torch.bfloat16))[:weight.shape[0], :weight.shape[1]]
 
 
+@compiled
 @forms
 @pytest.mark.parametrize("shape", [(16, 64), (61, 200), (96, 2), (300, 384), (5, 1), (40, 1100)])
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_our_kernels_multiply_the_weights_that_are_kept(name: str, shape: tuple[int, int], bias: bool, dtype: torch.dtype) -> None:
     """Against float64, whatever the number of rows."""
-    if not native.available()[0]:
-        pytest.skip(native.available()[1])
     random = torch.Generator().manual_seed(1)
     weight, x = torch.randn(*shape, generator=random) + 0.1, torch.randn(40, shape[1], generator=random).to(dtype)
     b = torch.randn(shape[0], generator=random) if bias else None
@@ -118,11 +117,10 @@ def test_our_kernels_multiply_the_weights_that_are_kept(name: str, shape: tuple[
         assert ((got.double() - want[:rows]).abs() <= noise[:rows]).all()
 
 
+@compiled
 @forms
 @pytest.mark.parametrize("rows", [1, 3, 12, 40])
 def test_numbers_near_the_largest_lose_nothing_and_what_is_not_finite_spreads_no_further(name: str, rows: int) -> None:
-    if not native.available()[0]:
-        pytest.skip(native.available()[1])
     random = torch.Generator().manual_seed(2)
     weight = torch.randn(70, 1100, generator=random)
     x = (torch.rand(rows, 1100, generator=random) * 0.87 + 0.13) * torch.randn(rows, 1, generator=random).exp()
@@ -136,11 +134,10 @@ def test_numbers_near_the_largest_lose_nothing_and_what_is_not_finite_spreads_no
     assert got[[0, -1]].isnan().all() and torch.equal(got[1:-1], made(x)[1:-1])
 
 
+@compiled
 @forms
 def test_the_greatest_sums_fit(name: str) -> None:
     """Every level and every number as large as they come, 1,100 columns of them."""
-    if not native.available()[0]:
-        pytest.skip(native.available()[1])
     for sign in (1.0, -1.0):
         weight = torch.full((33, 1100), 3.0)
         weight[:, ::2] = 3.0 if name == "int8" else -3.0    # four bits: levels 15 and 0
@@ -162,10 +159,9 @@ def test_other_kernels_multiply_them_too(name: str, dtype: torch.dtype, other_ke
     test_the_greatest_sums_fit(name)
 
 
+@compiled
 @forms
 def test_bytes_of_our_panels_are_counted(name: str) -> None:
-    if not native.available()[0]:
-        pytest.skip(native.available()[1])
     made = CLASSES[name][0](torch.randn(256, 512), None)
     assert made.weight_bytes == (256 * 512 + 256 * 4 if name == "int8" else 256 * 512 // 2 + 256 * 8 * 4)
     assert made.panels.numel() * 4 == (256 * 512 if name == "int8" else made.weight_bytes)

@@ -98,12 +98,10 @@ static inline words words_of(const char *from, long n, int halves, int pairs)
 
 /* Rows of x [LANES, LANES] that stand `APART` exchange a part of each: numbers, pairs, or fours of them. */
 #if LANES == 16
-static const integers AT = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
 static const integers ONES = {0, 16, 1, 17, 4, 20, 5, 21, 8, 24, 9, 25, 12, 28, 13, 29};
 static const integers TWOS = {0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29};
 static const integers FOURS = {0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27};
 #else
-static const integers AT = {0, 1, 2, 3, 4, 5, 6, 7};
 static const integers ONES = {0, 8, 1, 9, 4, 12, 5, 13}, TWOS = {0, 1, 8, 9, 4, 5, 12, 13}, FOURS = {0, 1, 2, 3, 8, 9, 10, 11};
 #endif
 #define EXCHANGE(APART, FIRST, SECOND)                                                                                   \
@@ -142,8 +140,6 @@ static inline __attribute__((always_inline)) void turned(const char *from, long 
         }
     }
 }
-
-#define ACROSS(half, x) __builtin_shuffle(x, AT ^ (half))
 
 /* e to the x for x <= 0, within 2^-17 of it, enough beside values of bfloat16; exactly 0 below -87. A minimax polynomial for 2^t. */
 static inline floats near_exponential(floats x)

@@ -61,19 +61,15 @@ static inline uint16_t rounded(float value) /* to the nearest bfloat16, ties to 
     return value != value ? 0x7fc0 : (uint16_t)((word + 0x7fff + (word >> 16 & 1)) >> 16);
 }
 
-static inline integers crossed(integers x, int half) /* each lane's partner's */
-{
 #if LANES == 16
-    return __builtin_shuffle(x, (integers){0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15} ^ half);
+static const integers AT = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
 #else
-    return __builtin_shuffle(x, (integers){0, 1, 2, 3, 4, 5, 6, 7} ^ half);
+static const integers AT = {0, 1, 2, 3, 4, 5, 6, 7};
 #endif
-}
-
-static inline integers greater(integers a, integers b) { return (a & (a > b)) | (b & ~(a > b)); }
+#define ACROSS(half, x) __builtin_shuffle(x, AT ^ (half)) /* each lane's partner's */
 
 static inline floats either(integers which, floats a, floats b) { return (floats)(((integers)a & which) | ((integers)b & ~which)); }
-#define GREATER(a, b) either((a) > (b), a, b)
+#define GREATER(a, b) ((__typeof__(a))either((a) > (b), (floats)(a), (floats)(b))) /* of floats, or of integers */
 
 static inline float total(floats x) /* over the lanes */
 {
@@ -274,8 +270,8 @@ static inline int32_t in_whole(const void *x, long first, long n, int halves, in
     integers most = (integers){0} + (27 << 23), sum = {0}; /* 2^-100: a step of far less would have no inverse */
     int32_t power, inverse;
     widen(x, first, n, halves, numbers, wide);
-    for (long k = 0; k < wide; k += LANES) most = greater(*(const integers *)(numbers + k) & 0x7fffffff, most); /* in the order of sizes */
-    UNROLL for (int half = LANES / 2; half; half /= 2) most = greater(most, crossed(most, half));
+    for (long k = 0; k < wide; k += LANES) most = GREATER(*(const integers *)(numbers + k) & 0x7fffffff, most); /* in the order of sizes */
+    UNROLL for (int half = LANES / 2; half; half /= 2) most = GREATER(most, ACROSS(half, most));
     power = most[0] & 0x7f800000;
     if (power == 0x7f800000) {
         memset(whole, 0, 4 * wide);
@@ -293,7 +289,7 @@ static inline int32_t in_whole(const void *x, long first, long n, int halves, in
     }
     power -= (size - 1) << 23;
     memcpy(step, &power, 4);
-    UNROLL for (int half = LANES / 2; half; half /= 2) sum += crossed(sum, half);
+    UNROLL for (int half = LANES / 2; half; half /= 2) sum += ACROSS(half, sum);
     return sum[0];
 }
 
