@@ -6,7 +6,8 @@
 A product's neighbours decide what its blocks are worth: each kernel begins while the one before ends. So a few layers with random weights,
 more than the second cache holds, are recorded with the small kernels between, and every try is a recording in which one product has other
 sizes, timed in turn with the best so far. The largest product comes first; a try has to win by `--gain`. What is found belongs into
-`blocks` of src/draftproof/gpu/calls.py. Weights of sixteen bits are added up 16 inputs at a time, ascending, whatever a block holds.
+`blocks` of src/draftproof/gpu/calls.py, or `heading` where a product turns heads. Weights of sixteen bits are added up 16 inputs at a time,
+ascending, whatever a block holds.
 The last line of standard output is one JSON document.
 """
 
@@ -24,7 +25,7 @@ from itertools import product
 from operator import ne
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from gpu import MODELS
@@ -46,7 +47,14 @@ ROWS, OUTPUTS, INPUTS = (64, 128), (16, 32, 64, 128, 256), (64, 128, 256, 512, 1
 STAGES, WARPS = (2, 3, 4, 5, 6, 8), (2, 4, 8)
 MOST, SUMS = 220_000, 128           # bytes of a program, and sums of a thread
 
-Key = tuple[int, int, bool]         # outputs, inputs, gated
+
+class Key(NamedTuple):
+    """A product. heads: how wide they are where it turns them, too (`calls.heads`); 0 elsewhere."""
+
+    outputs: int
+    inputs: int
+    gated: bool
+    heads: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,9 +79,15 @@ class Stand:
         return dict(sorted(found.items(), key=lambda item: -item[1].nbytes))
 
     def products(self) -> dict[str, Key]:
-        """As `blocks` is asked about them, by name."""
-        return {name: (len(matrix) // 2, matrix.shape[1], True) if name == "gate_up" else (*matrix.shape, False)
-                for name, matrix in self.matrices().items()}
+        """As sizes are asked about them, by name."""
+        from draftproof.gpu.calls import turns
+
+        found = {name: Key(*matrix.shape, False) for name, matrix in self.matrices().items()}
+        found["gate_up"] = Key(found["gate_up"].outputs // 2, found["gate_up"].inputs, True)
+        layer = self.layers[0]
+        if layer.head_norm is None and layer.qkv.takes(self.x) and turns(len(self.x), layer.head_dim):
+            found["qkv"] = found["qkv"]._replace(heads=layer.head_dim)
+        return found
 
     def weight_bytes(self) -> int:
         """Of a layer."""
@@ -105,13 +119,22 @@ def sizes(chosen: dict[Key, Any]) -> Iterator[None]:
     """Products have these blocks, others what they always have."""
     from draftproof.gpu import calls
 
-    usual = calls.blocks
+    blocks, heading = calls.blocks, calls.heading
+    turned = {key.heads: found for key, found in chosen.items() if key.heads}
     calls.blocks = lambda rows, outputs, inputs, size, gated, *of_device: \
-        chosen.get((outputs, inputs, gated)) or usual(rows, outputs, inputs, size, gated, *of_device)
+        chosen.get(Key(outputs, inputs, gated)) or blocks(rows, outputs, inputs, size, gated, *of_device)
+    calls.heading = lambda dim, size: turned.get(dim) or heading(dim, size)
     try:
         yield
     finally:
-        calls.blocks = usual
+        calls.blocks, calls.heading = blocks, heading
+
+
+def usual(key: Key, rows: int, size: int) -> Any:
+    """What a product of so many rows has; size: bytes of a weight."""
+    from draftproof.gpu import calls
+
+    return calls.heading(key.heads, size) if key.heads else calls.blocks(rows, key.outputs, key.inputs, size, key.gated)
 
 
 def timer(there: Stand, chosen: dict[Key, Any]) -> Callable[[], float]:
@@ -146,13 +169,13 @@ def compared(one: Callable[[], float], other: Callable[[], float], turns: int) -
 
 def tries(key: Key, size: int, count: int | None, rng: random.Random, rows: int = 1) -> list[Any]:
     """Blocks that fit, first those that differ least from what the product has, in random order."""
-    from draftproof.gpu.calls import FEW, Blocks, blocks
+    from draftproof.gpu.calls import FEW, Blocks
 
-    usual = blocks(rows, *key[:2], size, key[2])
-    tiles = (usual.rows,) if rows <= FEW else ROWS
-    found = [b for b in map(Blocks._make, product(tiles, OUTPUTS, INPUTS, STAGES, WARPS)) if fits(b, key, size) and b != usual]
+    first = usual(key, rows, size)
+    tiles = (first.rows,) if rows <= FEW else ROWS
+    found = [b for b in map(Blocks._make, product(tiles, OUTPUTS, INPUTS, STAGES, WARPS)) if fits(b, key, size) and b != first]
     rng.shuffle(found)
-    nearest(found, usual)
+    nearest(found, first)
     return found[:count]
 
 
@@ -165,22 +188,21 @@ def fits(blocks: Any, key: Key, size: int) -> bool:
     """A program's stages have room in shared memory, its sums in registers, and blocks end where the inputs do."""
     from draftproof.gpu.calls import stage
 
-    sums = blocks.rows * blocks.outputs * (2 if key[2] else 1) // (32 * blocks.warps)
-    whole = key[1] % blocks.inputs == 0 or blocks.inputs == min(INPUTS)
-    return whole and sums <= SUMS and blocks.stages * stage(blocks, size, key[2]) <= MOST
+    two = key.gated or key.heads > 0                                # two blocks of outputs meet in a program
+    sums = blocks.rows * blocks.outputs * (2 if two else 1) // (32 * blocks.warps)
+    whole = key.inputs % blocks.inputs == 0 or blocks.inputs == min(INPUTS)
+    return whole and key.heads // 2 % blocks.outputs == 0 and sums <= SUMS and blocks.stages * stage(blocks, size, two) <= MOST
 
 
 def search(there: Stand, args: argparse.Namespace) -> list[dict[str, Any]]:
     """Per product what was found, and a layer's time before and after."""
-    from draftproof.gpu import calls
-
     end, rng = time.perf_counter() + args.seconds, random.Random(args.seed)
     size, chosen, said, rows = there.matrices()["o"].element_size(), {}, [], len(there.x)
     products = there.products()
     for i, (name, key) in enumerate(products.items()):
         until = time.perf_counter() + (end - time.perf_counter()) / (len(products) - i)     # a fair share of what is left
-        usual = calls.blocks(rows, *key[:2], size, key[2])
-        best, clock, tried, first = usual, timer(there, chosen), 0, None
+        had = usual(key, rows, size)
+        best, clock, tried, first = had, timer(there, chosen), 0, None
         waiting = tries(key, size, args.tries, rng, rows)
         while waiting and time.perf_counter() < until:
             other = waiting.pop(0)
@@ -196,8 +218,8 @@ def search(there: Stand, args: argparse.Namespace) -> list[dict[str, Any]]:
                 best, clock, chosen = other, another, {**chosen, key: other}
                 nearest(waiting, other)
                 tell(f"{name} {tuple(other)}: a layer takes {then * 1e6:.1f} us, {ratio:.3f} of before")
-        said.append({"product": name, "outputs": key[0], "inputs": key[1], "gated": key[2], "usual": list(usual), "best": list(best),
-                     "tried": tried, "before_us": (first or 0.0) * 1e6})
+        said.append({"product": name, **key._asdict(), "usual": list(had), "best": list(best), "tried": tried,
+                     "before_us": (first or 0.0) * 1e6})
     before, after, ratio = compared(timer(there, {}), timer(there, chosen), 2 * args.turns)
     return [*said, {"product": "all", "before_us": before * 1e6, "after_us": after * 1e6, "ratio": ratio,
                     "gb_per_s": there.weight_bytes() / after / 1e9}]

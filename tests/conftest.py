@@ -5,15 +5,17 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
-with pytest.MonkeyPatch.context() as patch:         # kernels for a GPU are interpreted, here but not in processes that tests start
-    patch.setenv("TRITON_INTERPRET", "1")
-    try:
-        import triton
+if not torch.cuda.is_available():                       # kernels for a GPU are interpreted, here but not in processes that tests start
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_INTERPRET", "1")
+        try:
+            import triton
 
-        triton.knobs.runtime.interpret = True
-    except ImportError:
-        pass
+            triton.knobs.runtime.interpret = True
+        except ImportError:
+            pass
 
 TEXT = """def add(left, right):
     return left + right

@@ -20,7 +20,7 @@ def test_other_blocks_compute_the_same_and_the_usual_ones_come_back() -> None:
     torch.manual_seed(0)
     there = blocks.stand(blocks.Shape(64, 2, 4, 2, 96, head_dim=16), 2, 3, False, torch.device("cpu"))
     products = there.products()
-    assert products == {"gate_up": (96, 64, True), "qkv": (128, 64, False), "down": (64, 96, False), "o": (64, 64, False)}
+    assert products == {"gate_up": (96, 64, True, 0), "qkv": (128, 64, False, 0), "down": (64, 96, False, 0), "o": (64, 64, False, 0)}
     assert list(products)[:1] == ["gate_up"] and there.weight_bytes() == 2 * (2 * 96 * 64 + 128 * 64 + 64 * 96 + 64 * 64)
     usual, plain = calls.blocks, there.run()
     with blocks.sizes({products["down"]: calls.Blocks(16, 32, 64, 2, 4)}):
@@ -28,6 +28,23 @@ def test_other_blocks_compute_the_same_and_the_usual_ones_come_back() -> None:
         assert calls.fitting(there.x.device, 3, 64, 64, 2, False) == usual(3, 64, 64, 2, False)
         other = there.run()
     assert calls.blocks is usual and calls.fitting(there.x.device, 3, 64, 96, 2, False) == usual(3, 64, 96, 2, False)
+    torch.testing.assert_close(other.float(), plain.float(), rtol=0.02, atol=0.02)
+
+
+def test_a_product_that_turns_heads_has_sizes_of_its_own() -> None:
+    """Where 3 rows are multiplied, not where 20 are, which another kernel turns."""
+    shape = blocks.Shape(64, 2, 4, 2, 96, head_dim=32)
+    there, many = (blocks.stand(shape, 1, rows, False, torch.device("cpu")) for rows in (3, 20))
+    key = there.products()["qkv"]
+    assert key == (256, 64, False, 32) and many.products()["qkv"] == (256, 64, False, 0)
+    plain, asked, usual = there.run(), [], calls.heading
+    found = blocks.tries(key, 2, None, random.Random(0))
+    assert found and {b.outputs for b in found} == {16} and usual(32, 2) not in found
+    with blocks.sizes({key: calls.Blocks(16, 16, 64, 2, 4)}):
+        chosen = calls.heading
+        calls.heading = lambda *given: asked.append(chosen(*given)) or asked[-1]
+        other = there.run()
+    assert asked == [calls.Blocks(16, 16, 64, 2, 4)] and calls.heading is usual
     torch.testing.assert_close(other.float(), plain.float(), rtol=0.02, atol=0.02)
 
 
@@ -48,17 +65,17 @@ def test_a_try_that_is_faster_is_kept_and_one_that_cannot_run_is_passed_over(mon
 
 
 def test_what_is_tried_fits_and_leaves_no_rest() -> None:
-    found = blocks.tries((4096, 14336, False), 2, None, random.Random(0))
+    found = blocks.tries(blocks.Key(4096, 14336, False), 2, None, random.Random(0))
     assert len(found) > 50 and {b.rows for b in found} == {16}
     assert all(14336 % b.inputs == 0 and b.stages * b.inputs * (b.outputs * 2 + 32) <= 220_000 for b in found)
-    assert len(blocks.tries((4096, 14336, True), 2, 7, random.Random(0))) == 7
-    wide = blocks.tries((4096, 14336, False), 2, None, random.Random(0), rows=80)
+    assert len(blocks.tries(blocks.Key(4096, 14336, True), 2, 7, random.Random(0))) == 7
+    wide = blocks.tries(blocks.Key(4096, 14336, False), 2, None, random.Random(0), rows=80)
     assert len(wide) > 20 and {b.rows for b in wide} == {64, 128}
     assert all(b.stages * b.inputs * (b.outputs * 2 + 2 * b.rows) <= 220_000 for b in wide)
 
 
 def test_small_changes_come_first() -> None:
-    key = (14336, 4096, True)
+    key = blocks.Key(14336, 4096, True)
     usual = calls.blocks(1, *key[:2], 2, key[2])
     found = blocks.tries(key, 2, None, random.Random(0))
     changes = [sum(a != b for a, b in zip(one, usual, strict=True)) for one in found]

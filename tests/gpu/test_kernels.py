@@ -161,6 +161,45 @@ def test_attention_along_pages(heads: int, kv: int, page: int, window: int | Non
             assert off(found[row, head], weights @ values[first:position + 1, head * kv // heads].float()) < 4e-3
 
 
+def test_a_window_may_begin_behind_all_parts_that_are_joined_first() -> None:
+    """Of a text as long as many parts: none of the first ones is seen."""
+    dim, page, window = 16, 128, 40
+    text = calls.PART * calls.SOME_PARTS + 2 * window
+    whole, keys, values = some(1, 3 * dim).half(), some(text, 1, dim).half(), some(text, 1, dim, seed=1).half()
+    pages, take = torch.arange(-(-text // page))[None], torch.tensor([0] + [-1] * (gpu.seats(1) - 1))
+    stored = [torch.cat((store, store.new_zeros(pages.numel() * page - text, 1, dim))) for store in (keys, values)]
+    found = calls.attend(whole, *stored, gpu.Tiles(torch.tensor([text - 1]), take, pages, 1), dim**-0.5, window, page)
+    weights = torch.softmax(keys[-window:, 0].float() @ whole[0, :dim].float() / math.sqrt(dim), 0)
+    assert off(found[0], weights @ values[-window:, 0].float()) < 4e-3
+
+
+def test_a_kernel_is_launched_where_its_tensors_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton asks the current device, which may be another GPU."""
+    current: list[torch.device] = []
+    launched = []
+
+    class Here:
+        def __init__(self, device: torch.device) -> None:
+            self.device = device
+
+        def __enter__(self) -> None:
+            current.append(self.device)
+
+        def __exit__(self, *_: object) -> None:
+            current.pop()
+
+    class Kernel:
+        def __getitem__(self, grid: tuple[int, ...]) -> object:
+            return lambda *given, **more: launched.append((grid, list(current), given, more))
+
+    monkeypatch.setattr(torch.cuda, "device", Here)
+    monkeypatch.setattr(calls, "linked", lambda device: device.index == 1)
+    second = torch.device("cuda:1")
+    calls._launch(Kernel(), (2, 3), second, 5, num_warps=4)
+    calls._launch(Kernel(), (1,), torch.device("cpu"), 6)
+    assert launched == [((2, 3), [second], (5,), {"num_warps": 4, "launch_pdl": True, "LINKED": True}), ((1,), [], (6,), {"LINKED": False})]
+
+
 def test_rows_see_what_their_bits_say_behind_them() -> None:
     """As trees of a draft head do: rows at one position, guesses behind it, some of the 128 bits of each in either word."""
     heads, kv, dim, page, text = 4, 2, 32, 128, 100

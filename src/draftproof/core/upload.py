@@ -33,7 +33,7 @@ def asked(x: Tensor) -> Callable[[], list[int]]:
     there = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
     there.copy_(x, non_blocking=True)
     copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
-    copied.record()
+    copied.record(torch.cuda.current_stream(x.device))
 
     def read() -> list[int]:
         copied.synchronize()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from contextlib import nullcontext
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -33,9 +34,12 @@ def processors(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count) if device.type == "cuda" else 2
 
 
-def _more(device: torch.device) -> dict[str, Any]:
-    """What every launch of a kernel takes."""
-    return {"LINKED": True, "launch_pdl": True} if linked(device) else {"LINKED": False}
+def _launch(kernel: Any, grid: tuple[int, ...], device: torch.device, *given: Any, **more: Any) -> None:
+    """A kernel where its tensors are: Triton itself asks the current device, which need not be that one."""
+    if linked(device):
+        more |= {"launch_pdl": True}
+    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+        kernel[grid](*given, LINKED=linked(device), **more)
 
 
 def norm(x: Tensor, weight: Tensor, eps: float, kind: torch.dtype | None = None) -> Tensor:
@@ -43,7 +47,7 @@ def norm(x: Tensor, weight: Tensor, eps: float, kind: torch.dtype | None = None)
     out, width = torch.empty_like(x, dtype=kind), x.shape[-1]
     block = triton.next_power_of_2(width)
     warps = min(16, max(4, block // 512))
-    kernels.norm[(x.numel() // width,)](x, weight, out, eps, width, block, out.dtype != x.dtype, num_warps=warps, **_more(x.device))
+    _launch(kernels.norm, (x.numel() // width,), x.device, x, weight, out, eps, width, block, out.dtype != x.dtype, num_warps=warps)
     return out
 
 
@@ -51,7 +55,7 @@ def gate(both: Tensor, kind: torch.dtype | None = None) -> Tensor:
     """silu of the first half of each row of both [n, 2 w], times the second, [n, w]. kind: as in `norm`."""
     rows, width = both.shape[0], both.shape[1] // 2
     out = both.new_empty(rows, width, dtype=kind)
-    kernels.gate[(rows, triton.cdiv(width, GATING))](both, out, width, GATING, out.dtype != both.dtype, num_warps=4, **_more(both.device))
+    _launch(kernels.gate, (rows, triton.cdiv(width, GATING)), both.device, both, out, width, GATING, out.dtype != both.dtype, num_warps=4)
     return out
 
 
@@ -130,10 +134,9 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None, steps: Tensor | None
     outputs = weight.shape[0] // 2 if gated else weight.shape[0]
     out = x.new_empty(rows, outputs, dtype=kind) if onto is None else onto
     shape = fitting(x.device, rows, outputs, inputs, weight.element_size(), gated)
-    kernels.product[(triton.cdiv(rows, shape.rows), triton.cdiv(outputs, shape.outputs))](
-        x, weight, x if steps is None else steps, x if bias is None else bias, out, rows, outputs, inputs, shape.rows, shape.outputs,
-        shape.inputs, steps is not None, bias is not None, onto is not None, gated, num_warps=shape.warps, num_stages=shape.stages,
-        **_more(x.device))
+    _launch(kernels.product, (triton.cdiv(rows, shape.rows), triton.cdiv(outputs, shape.outputs)), x.device,
+            x, weight, x if steps is None else steps, x if bias is None else bias, out, rows, outputs, inputs, shape.rows, shape.outputs,
+            shape.inputs, steps is not None, bias is not None, onto is not None, gated, num_warps=shape.warps, num_stages=shape.stages)
     return out
 
 
@@ -160,10 +163,10 @@ def heads(x: Tensor, weight: Tensor, bias: Tensor | None, steps: Tensor | None, 
     size, outputs = weight.element_size(), weight.shape[0]
     out = x.new_empty(rows, outputs, dtype=kind)
     shape = fitted(heading(dim, size), room(x.device), size, True)
-    kernels.heads[(1, outputs // 2 // shape.outputs)](
-        x, weight, x if steps is None else steps, x if bias is None else bias, angles, write_to, out, keys, values, rows,
-        outputs // dim - 2 * kv, kv, dim, inputs, shape.rows, shape.outputs, shape.inputs, steps is not None, bias is not None,
-        num_warps=shape.warps, num_stages=shape.stages, **_more(x.device))
+    _launch(kernels.heads, (1, outputs // 2 // shape.outputs), x.device,
+            x, weight, x if steps is None else steps, x if bias is None else bias, angles, write_to, out, keys, values, rows,
+            outputs // dim - 2 * kv, kv, dim, inputs, shape.rows, shape.outputs, shape.inputs, steps is not None, bias is not None,
+            num_warps=shape.warps, num_stages=shape.stages)
     return out
 
 
@@ -174,8 +177,8 @@ def turn(heads: Tensor, angles: Tensor, norms: Tensor | None, eps: float, write_
     kv, dim = keys.shape[1:]
     rows, writes, many = heads.shape[0], write_to.shape[0], heads.shape[1] // dim - kv
     grid = (max(rows, writes), triton.cdiv(many, SOME_HEADS))
-    kernels.turn[grid](heads, angles, heads if norms is None else norms, eps, write_to, write_from, keys, values, rows, writes, many - kv,
-                       kv, dim, triton.next_power_of_2(dim // 2), SOME_HEADS, norms is not None, num_warps=4, **_more(heads.device))
+    _launch(kernels.turn, grid, heads.device, heads, angles, heads if norms is None else norms, eps, write_to, write_from, keys, values,
+            rows, writes, many - kv, kv, dim, triton.next_power_of_2(dim // 2), SOME_HEADS, norms is not None, num_warps=4)
 
 
 def attend(heads: Tensor, keys: Tensor, values: Tensor, tiles: Tiles, scaling: float, window: int | None, page: int,
@@ -191,13 +194,12 @@ def attend(heads: Tensor, keys: Tensor, values: Tensor, tiles: Tiles, scaling: f
     out = heads.new_empty(rows, asked * dim, dtype=kind)
     some = out if parts == 1 else heads.new_empty(parts, rows, asked, dim, dtype=torch.float32)
     logs = heads.new_empty(parts, rows, asked, dtype=torch.float32)
-    more = _more(heads.device)
     grid = (tiles.table.shape[0] * tiles.tiles, kv, parts)
-    kernels.attend[grid](heads, keys, values, tiles.position, tiles.take, tiles.table, heads if sight is None else sight, some, logs,
-                         scaling * LOG2_E, window or 0, rows, most, tiles.tiles, heads.shape[1], kv, asked // kv, dim, deep, page, block,
-                         PART // block, QUERIES, bool(window), sight is not None, num_warps=4, **more)
+    _launch(kernels.attend, grid, heads.device, heads, keys, values, tiles.position, tiles.take, tiles.table,
+            heads if sight is None else sight, some, logs, scaling * LOG2_E, window or 0, rows, most, tiles.tiles, heads.shape[1], kv,
+            asked // kv, dim, deep, page, block, PART // block, QUERIES, bool(window), sight is not None, num_warps=4)
     if parts > 1:
-        kernels.merge[(rows, asked)](some, logs, out, rows, parts, asked, dim, deep, SOME_PARTS, num_warps=MERGING, **more)
+        _launch(kernels.merge, (rows, asked), heads.device, some, logs, out, rows, parts, asked, dim, deep, SOME_PARTS, num_warps=MERGING)
     return out
 
 
@@ -205,5 +207,5 @@ def move(stores: Tensor, like: Tensor, source: Tensor, target: Tensor) -> None:
     """Rows `source` [m] to the rows `target` [m] of every store, whose addresses are stores [n]; they are like [places, ..], contiguous."""
     width = like[0].numel()
     grid = (triton.cdiv(len(source), SOME_ROWS), len(stores))
-    kernels.move[grid](stores, source, target, len(source), like, width, triton.next_power_of_2(width), SOME_ROWS, num_warps=4,
-                       **_more(like.device))
+    _launch(kernels.move, grid, like.device, stores, source, target, len(source), like, width, triton.next_power_of_2(width), SOME_ROWS,
+            num_warps=4)

@@ -295,7 +295,7 @@ def attend(heads, keys, values, position, take, table, sight, out, logs, scale, 
 @triton.jit(do_not_specialize=["rows", "parts"])
 def merge(parts_out, logs, out, rows, parts, HEADS: tl.constexpr, DIM: tl.constexpr, DEEP: tl.constexpr, SOME: tl.constexpr,
           LINKED: tl.constexpr):
-    """Join the parts of one head of one row, SOME at a time. A part that nothing was seen of weighs exactly nothing; the first is seen."""
+    """Join the parts of one head of one row, SOME at a time. A part that nothing was seen of weighs exactly nothing; not all are."""
     _begin(LINKED)
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     part, d = tl.arange(0, SOME), tl.arange(0, DEEP)
@@ -308,7 +308,8 @@ def merge(parts_out, logs, out, rows, parts, HEADS: tl.constexpr, DIM: tl.conste
         log = tl.load(logs + place, mask=here, other=float("-inf"))
         average = tl.load(parts_out + place[:, None] * DIM + d[None, :], mask=here[:, None] & deep[None, :], other=0.0)
         higher = tl.maximum(top, tl.max(log, 0))
-        weight, fade = tl.exp2(log - higher), tl.exp2(top - higher)
+        base = tl.where(higher == float("-inf"), 0.0, higher)  # a window may begin behind all parts so far
+        weight, fade = tl.exp2(log - base), tl.exp2(top - base)
         total = total * fade + tl.sum(weight, 0)
         sums = sums * fade + tl.sum(weight[:, None] * average, 0)
         top = higher
