@@ -6,13 +6,14 @@
 
 The demo pair is inflated in the device's memory (inflate.py): a target of each shape, a draft model of a 1B shape, and the demo target's
 EAGLE-3 head turned to fit, which stays as small as it is and drafts chains and trees. 8B and 32B are bfloat16, 70B is rounded to floats
-of eight bits. First speed: batch by batch every arm in an order drawn anew, `--repeats` times; rates are of decoding while the batch is
-full (from when every text has its first token until one has ended: a server would have others to go on with), ratios paired. Beyond one
-text at a time only the drafters that are asked for there are measured, at the first depth and at automatic depth. Then, in reproducible
-mode, the texts: greedy and at temperature 0.8, depths 0 to 8, sequences that join and leave, against each text alone without a guess.
-Bandwidth: what a plain pass reads (weights, and the keys and values of half-written texts), over its time, against a copy within the
-device's memory measured in the same run.
-What fails is named and ends there, and the file of --json is written anew with every batch. The last line of standard output is one JSON
+of eight bits, 8B4 to integers of four. First speed: batch by batch every arm in an order drawn anew, `--repeats` times; rates are of
+decoding while the batch is full (from when every text has its first token until one has ended: a server would have others to go on with),
+ratios paired. Beyond one text at a time only the drafters that are asked for there are measured, at the first depth and at automatic
+depth. Then, in reproducible mode, the texts: greedy and at temperature 0.8, depths 0 to 8, sequences that join and leave, against each
+text alone without a guess. Bandwidth: what a plain pass reads (weights, and the keys and values of half-written texts), over its time,
+against a copy within the device's memory measured in the same run, before the shapes and behind each, the fastest.
+What fails is named and ends there: an engine that cannot be made, an arm, a drafter that went out of service or was paused. The file of
+--json is written anew with every batch. The last line of standard output is one JSON
 document; exit code 3 says that a goal was missed, or could not be measured.
 """
 
@@ -30,28 +31,31 @@ from statistics import fmean, median
 from typing import Any
 
 import torch
+from gpu_goals import AUTO, CHECKED, DEPTHS_CHECKED, OFF, TEMPERATURES, goals, page
 from inflate import Shape, build_inflated
 from lent import Clock, copy_bandwidth, finished, forget, tell
 from pair import read_prompts, turned_head
 from provenance import provenance
-from ratios import paired, shown
+from ratios import paired
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from draftproof import Engine, LoadConfig, Sampling
 from draftproof.config import EngineConfig
 from draftproof.drafters.base import Drafter
 from draftproof.drafters.model import ModelDrafter
+from draftproof.engine.memory import free_share
 from draftproof.models.between import COMPILES
 from draftproof.models.load import WEIGHTS, as_target
 from draftproof.models.target import Target
 
-OFF, AUTO = "off", "auto"
 TREE, NODES = "eagle3+tree", 15              # which fill a tile of sixteen rows with the last token
-DEPTHS_CHECKED, CHECKED, AT_ONCE = range(9), 24, 16      # depths of the check for bits, its texts, and how many of them at a time
+DRAFTERS = ("model", "eagle3", TREE, "ngram")
 ALONE = 3                                   # texts that are measured one by one
+AT_ONCE = 16                                # texts of the check for bits
 LEARNING = 2                                # runs before the first that counts where depth is automatic
-MODES = {"reproducible": {"reproducible": True}, "fast": {"reproducible": False}, "compiled": {"reproducible": False, "compile": True}}
-COPY_GOAL, ROUNDED_GOAL, ON_GOAL = 0.85, 2.9, 3.0
+MODES = {"reproducible": {"reproducible": True}, "fast": {"reproducible": False}, "compiled": {"reproducible": False, "compile": True},
+         "torch": {"reproducible": False, "kernels": False}}
+SPARE = 0.3                                 # share of the memory that stays free where all pages are made before anything is timed
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +71,7 @@ MODELS = {
     "8B": Model(Shape(4096, 32, 32, 8, 14336, head_dim=128)),
     "32B": Model(Shape(5120, 64, 40, 8, 27648, head_dim=128)),
     "70B": Model(Shape(8192, 80, 64, 8, 28672, head_dim=128), "fp8"),
+    "8B4": Model(Shape(4096, 32, 32, 8, 14336, head_dim=128), "int4"),
     "tiny": Model(Shape(448, 11, 8, 4, 1200), draft=Shape(320, 4, 8, 4, 900)),
 }
 
@@ -80,10 +85,22 @@ def build(source: Path, shape: Shape, device: torch.device, seed: int) -> Any:
     return build_inflated(small.to(device), shape, device, torch.bfloat16, seed)
 
 
-def drafters(name: str, target: Target, work: Path, device: torch.device, load: LoadConfig, seed: int) -> dict[str, str | Drafter]:
-    lm = as_target(build(WEIGHTS / "draft", MODELS[name].draft, device, seed), load.of_draft(), "draft")
-    head = turned_head(WEIGHTS / "eagle3", WEIGHTS / "target", MODELS[name].shape, work / f"head-{name}", seed, device)
-    return {"model": ModelDrafter(lm), "eagle3": f"eagle3:{head}", TREE: f"eagle3:{head}", "ngram": "ngram"}
+def drafter(spec: str, name: str, target: Target, work: Path, device: torch.device, load: LoadConfig, seed: int) -> str | Drafter:
+    """Of a shape's target."""
+    if spec == "model":
+        return ModelDrafter(as_target(build(WEIGHTS / "draft", MODELS[name].draft, device, seed), load.of_draft(), "draft"))
+    if spec in ("eagle3", TREE):
+        head = turned_head(WEIGHTS / "eagle3", WEIGHTS / "target", MODELS[name].shape, work / f"head-{name}", seed, device)
+        return f"eagle3:{head}"
+    return spec
+
+
+def reserve(target: Target) -> None:
+    """Make all pages now, if memory allows it: recordings point at them, and are made anew where they move."""
+    pool, device = target.pool, target.device
+    while pool.allocated < pool.capacity and (free_share(device) or 0.0) > SPARE:
+        pool.grow()
+    forget(device)
 
 
 Answers = list[tuple[int, ...]]
@@ -104,9 +121,11 @@ def differing(engine: Engine, prompts: Sequence[Sequence[int]], tokens: int, run
     """How many texts of how many differ from the same text alone without a guess, depth by depth. Lengths differ, and the engine takes
     fewer texts at a time than there are, so that sequences join and leave."""
     found = {"texts": 0, "different": 0}
-    for temperature in (0.0, 0.8):
+    for temperature in TEMPERATURES:
         asked = [Sampling(temperature=temperature, seed=i, max_tokens=tokens * (2 + i % 3) // 4, ignore_eos=True)
                  for i in range(len(prompts))]
+        if not clock.allows(f"texts alone, temperature {temperature:g}"):
+            return
         alone = [answer(engine, [prompt], [sampling], 0, run)[0] for prompt, sampling in zip(prompts, asked, strict=True)]
         for depth in DEPTHS_CHECKED:
             if clock.allows(f"texts at depth {depth}, temperature {temperature:g}"):
@@ -129,12 +148,20 @@ def _decoded(engine: Engine, prompts: Sequence[Sequence[int]], tokens: int, wish
     device, sampling = engine.target.device, Sampling(temperature=0, max_tokens=tokens, ignore_eos=True)
     handles = [handle for prompt in prompts for handle in engine.submit(prompt, sampling, tenant=tenant, speculation=wish)]
     there, count = set(), 0
+
+    def events() -> list[Any]:
+        found = engine.step()
+        for handle in handles:
+            if handle.error is not None:
+                raise handle.error
+        return found
+
     try:
         while len(there) < len(handles):
-            there |= {event.request for event in engine.step()}
+            there |= {event.request for event in events()}
         start = finished(device)
         while not any(handle.done for handle in handles):
-            count += len(engine.step())
+            count += len(events())
         return count, finished(device) - start
     finally:
         for handle in handles:
@@ -200,19 +227,22 @@ def measure(name: str, args: argparse.Namespace, work: Path, clock: Clock) -> It
             rounding = model.quantization if device.type == "cuda" else None
             load = LoadConfig(device=args.device, quantization=rounding, **MODES[mode])
             with clock.spared(f"{name} {mode}"):
-                whole = build(WEIGHTS / "target", model.shape, device, args.seed)
-                yield from of_mode(name, mode, as_target(whole, load, name), load, prompts, args, work, clock)
-            whole = None
+                yield from of_mode(name, mode, as_target(build(WEIGHTS / "target", model.shape, device, args.seed), load, name), load,
+                                   prompts, args, work, clock)
             forget(device)
 
 
 def of_mode(name: str, mode: str, target: Target, load: LoadConfig, prompts: Sequence[Sequence[int]], args: argparse.Namespace, work: Path,
             clock: Clock) -> Iterator[list[dict[str, Any]]]:
     run = iter(range(1 << 30))
-    guessing = drafters(name, target, work, torch.device(args.device), load, args.seed)
-    settings = EngineConfig(max_batch=max(args.batches), trace="none")
-    engines = {spec: Engine(target, drafter, tree=NODES if spec == TREE else None, load=load, config=settings)
-               for spec, drafter in guessing.items()}
+    reserve(target)
+    settings, engines = EngineConfig(max_batch=max(args.batches), trace="none"), {}
+    for spec in dict.fromkeys(["none", *(args.alone or DRAFTERS), *args.wide]):
+        with clock.spared(f"{name} {mode}, {spec}"):
+            guessing = drafter(spec, name, target, work, torch.device(args.device), load, args.seed)
+            engines[spec] = Engine(target, guessing, tree=NODES if spec == TREE else None, load=load, config=settings)
+    if "none" not in engines:
+        return
     bits = {"texts": 0, "different": 0} if load.reproducible else None
     weights = target.facts.weight_bytes - target.parts.embed.weight.nbytes          # which is looked up, not read
     for batch in (batch for batch in args.batches if clock.allows(f"{name} {mode}, batch {batch}")):
@@ -222,27 +252,44 @@ def of_mode(name: str, mode: str, target: Target, load: LoadConfig, prompts: Seq
         def decode(spec: str, depth: Depth, groups: Sequence[Sequence[Sequence[int]]] = groups) -> Callable[[int], float]:
             return lambda tokens: decoding(engines[spec], groups, tokens, wished(depth), run)
 
-        asked = [(spec, depth) for spec in args.alone or engines for depth in args.depths] if batch == 1 else \
-            [(spec, depth) for spec in args.wide if spec in engines for depth in args.depths if depth in (args.depths[0], AUTO)]
-        arms = {OFF: decode("ngram", 0), **{f"{spec}@{depth}": decode(spec, depth) for spec, depth in asked}}
+        asked = [(spec, depth) for spec in args.alone or DRAFTERS for depth in args.depths] if batch == 1 else \
+            [(spec, depth) for spec in args.wide for depth in args.depths if depth in (args.depths[0], AUTO)]
+        asked = [(spec, depth) for spec, depth in asked if spec in engines]
+        arms = {OFF: decode("none", 0), **{f"{spec}@{depth}": decode(spec, depth) for spec, depth in asked}}
         rates = interleaved(arms, batch, args.tokens, args.repeats, f"{name} {mode}, batch {batch}", clock)
         if OFF not in rates:
             continue                                                # nothing to hold the others against
+        ended = {spec: why for spec, engine in engines.items() if (why := out_of_service(engine))}
+        clock.left_out += [f"{name} {mode}, batch {batch}, {spec}: {why}" for spec, why in ended.items()]
+        rates = {arm: values for arm, values in rates.items() if arm.partition("@")[0] not in ended}
         read = weights + batch * (fmean(map(len, texts)) + args.tokens / 2) * target.facts.cache_bytes_per_token
         cells = []
         for arm, values in rates.items():
             plain = median(values) / batch * read / 1e9
             cells.append({"shape": name, "mode": mode, "batch": batch, "arm": arm, "tokens_per_s": median(values), "runs": values,
-                          "over_off": by_run(values, rates[OFF]), "read_gb_per_s": plain if arm == OFF else None, "bits": bits})
+                          "over_off": by_run(values, rates[OFF]), "read_gb_per_s": plain if arm == OFF else None, "bits": bits,
+                          "facts": target.facts.reasons if arm == OFF else unrecorded(engines[arm.partition("@")[0]])})
         tell(f"{name} {mode} batch {batch}: " + ", ".join(f"{arm} {median(values):.0f}" for arm, values in rates.items()))
         yield cells
     if bits is not None:                                            # last, as large shapes take minutes
-        few = Engine(target, guessing["eagle3"], load=load, config=replace(settings, max_batch=AT_ONCE, profile_s=0))
         with clock.spared(f"{name} {mode}, texts"):
+            guessing = drafter("eagle3", name, target, work, torch.device(args.device), load, args.seed)
+            few = Engine(target, guessing, load=load, config=replace(settings, max_batch=AT_ONCE, profile_s=0))
             for found in differing(few, prompts[:CHECKED], args.tokens // 2, run, clock):
                 bits.update(found)
                 yield []
         tell(f"{name} {mode}: {bits['different']} of {bits['texts']} texts differ")
+
+
+def out_of_service(engine: Engine) -> str:
+    """Why an engine's guesses have stopped, if they have: it would be measured as plain decoding."""
+    return engine.speculation.failure or ("guesses are paused: memory is short" if engine.speculation.pressed else "")
+
+
+def unrecorded(engine: Engine) -> dict[str, str]:
+    """Why a head's drafts are not recorded, if they are not."""
+    failed = getattr(getattr(engine.speculation.drafter, "recorded", None), "failed", "")
+    return {"drafts": failed} if failed else {}
 
 
 def stock(name: str, args: argparse.Namespace, off: Sequence[float], clock: Clock) -> list[dict[str, Any]]:
@@ -252,54 +299,7 @@ def stock(name: str, args: argparse.Namespace, off: Sequence[float], clock: Cloc
     prompt = read_prompts(WEIGHTS / "prompts.jsonl", AutoTokenizer.from_pretrained(WEIGHTS / "target"), 1, 60, 300)[0]
     rates = stock_rates(whole, prompt, args.tokens // 2, args.repeats, clock)
     return [{"shape": name, "mode": "as it is", "batch": 1, "arm": arm, "tokens_per_s": median(values), "read_gb_per_s": None, "bits": None,
-             "over_off": by_run(values, list(off) * len(values))} for arm, values in rates.items()]
-
-
-# What it says
-
-def goals(cells: Sequence[Mapping[str, Any]], copy: float) -> list[dict[str, Any]]:
-    """Every goal with what was found, None if it was not measured."""
-    def of(shape: str) -> list[Mapping[str, Any]]:
-        """The cells of batch 1 in the fast mode, joined or not, whose plain decoding is faster: guesses are held against the better one."""
-        here = [c for c in cells if c["shape"] == shape and c["batch"] == 1 and c["mode"] in ("fast", "compiled")]
-        mode = max((c for c in here if c["arm"] == OFF), key=lambda c: c["tokens_per_s"], default={"mode": ""})["mode"]
-        return [c for c in here if c["mode"] == mode]
-
-    def best(shape: str) -> float | None:
-        return max((c["over_off"]["median"] for c in of(shape) if "@" in c["arm"]), default=None)
-
-    off = [c["read_gb_per_s"] / copy for c in of("8B") if c["arm"] == OFF]
-    found: list[tuple[str, float | None, float]] = [
-        ("8B, batch 1, off: bandwidth ÷ a copy's", off[0] if off else None, COPY_GOAL),
-        ("8B, batch 1, the best drafter ÷ off", best("8B"), ON_GOAL),
-        ("70B of eight bits, batch 1, the best drafter ÷ off", best("70B"), ROUNDED_GOAL)]
-    for shape in sorted({c["shape"] for c in cells}):
-        guessed: dict[int, float] = {}
-        here = [c for c in cells if c["shape"] == shape and c["mode"] == "fast" and "@" in c["arm"]]
-        chosen = [c for c in here if c["arm"].endswith(f"@{AUTO}")]                     # by the engine, where it was let
-        for c in chosen or here:
-            guessed[c["batch"]] = max(c["over_off"]["median"], guessed.get(c["batch"], 0.0))
-        found.append((f"{shape}, fast, batches {', '.join(map(str, guessed))}: guesses ÷ off, the least of them",
-                      min(guessed.values(), default=None), 1.0))
-    bits = [c["bits"] for c in cells if c["bits"] and c["bits"]["texts"]]
-    same = 1 - sum(b["different"] for b in bits) / sum(b["texts"] for b in bits) if bits else None
-    found.append(("reproducible: share of texts equal to the text alone without a guess", same, 1.0))
-    return [{"goal": name, "found": value, "bound": bound, "met": None if value is None else value >= bound}
-            for name, value, bound in found]
-
-
-def page(result: Mapping[str, Any]) -> str:
-    lines = [f"copy {result['copy_gb_per_s']:.0f} GB/s (read and written)", "", "| shape | mode | batch | arm | tokens/s | ÷ off | GB/s |",
-             "|---|---|---|---|---|---|---|"]
-    for c in result["cells"]:
-        read = f"{c['read_gb_per_s']:.0f}" if c["read_gb_per_s"] else ""
-        what = " | ".join(str(c[name]) for name in ("shape", "mode", "batch", "arm"))
-        lines.append(f"| {what} | {c['tokens_per_s']:.1f} | {shown(c['over_off'])} | {read} |")
-    reached = {True: "yes", False: "NO", None: "not measured"}
-    lines += ["", "| goal | at least | found | reached |", "|---|---|---|---|"]
-    lines += [f"| {g['goal']} | {g['bound']} | {'–' if g['found'] is None else format(g['found'], '.3f')} | {reached[g['met']]} |"
-              for g in result["goals"]]
-    return "\n".join([*lines, *(f"left out: {what}" for what in result["left_out"])])
+             "facts": {}, "over_off": by_run(values, list(off) * len(values))} for arm, values in rates.items()]
 
 
 def main() -> int:
@@ -326,7 +326,7 @@ def main() -> int:
             parser.error(f"--{name} {sorted(unknown)[0]}: expected some of {', '.join(known)}")
     if args.device.startswith("cuda") and not torch.cuda.is_available():
         parser.error(f"--device {args.device}: this torch sees no CUDA device; --device cpu --shapes tiny checks the script without one")
-    clock, facts = Clock(args.seconds), provenance()
+    clock, made_by = Clock(args.seconds), provenance()
     copy = copy_bandwidth(torch.device(args.device))
     gpu = torch.cuda.get_device_name() if args.device.startswith("cuda") else None
     cells: list[dict[str, Any]] = []
@@ -334,7 +334,7 @@ def main() -> int:
     def kept(more: Sequence[dict[str, Any]]) -> dict[str, Any]:
         """What there is by now, also in the file: a run may be cut off."""
         cells.extend(more)
-        result = {**facts, "device": args.device, "gpu": gpu, "copy_gb_per_s": copy, "cells": cells, "goals": goals(cells, copy),
+        result = {**made_by, "device": args.device, "gpu": gpu, "copy_gb_per_s": copy, "cells": cells, "goals": goals(cells, copy),
                   "left_out": clock.left_out}
         if args.json:
             args.json.write_text(json.dumps(result, indent=1) + "\n", "utf-8")
@@ -344,6 +344,7 @@ def main() -> int:
         for name in args.shapes:
             for more in measure(name, args, Path(work), clock):
                 kept(more)
+            copy = max(copy, copy_bandwidth(torch.device(args.device)))
     first = next((c for c in cells if c["arm"] == OFF and c["batch"] == 1 and not MODELS[c["shape"]].quantization), None)
     if first is not None and clock.allows(f"{first['shape']} transformers"):
         with clock.spared(f"{first['shape']} transformers"):

@@ -65,7 +65,9 @@ class LoadConfig(_Config):
     def of_draft(self) -> LoadConfig:
         """For a draft model: whole, on its own device, and untested, because its bits are not the text's."""
         device = self.draft_device or self.device
-        return replace(self, device=device, tensor_parallel=1, self_test=False, compile=self.compile and device != "cpu")
+        rounding = None if self.quantization == "fp8" and device == "cpu" else self.quantization  # which no CPU multiplies
+        return replace(self, device=device, tensor_parallel=1, self_test=False, compile=self.compile and device != "cpu",
+                       quantization=rounding)
 
 
 @dataclass(frozen=True, slots=True)

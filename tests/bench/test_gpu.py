@@ -7,7 +7,10 @@ from typing import Any
 import pytest
 from benchmark_module import benchmark
 
-gpu = benchmark("gpu")
+from draftproof import Engine
+from draftproof.models.fake import TableTarget
+
+gpu, gpu_goals = benchmark("gpu"), benchmark("gpu_goals")
 EVEN = {"median": 1.0, "low": 1.0, "high": 1.0}
 
 
@@ -63,3 +66,48 @@ def test_an_arm_that_fails_is_named_and_the_others_are_measured() -> None:
     assert gpu.interleaved(arms, 4, 16, 3, "8B fast, batch 4", clock) == {"off": [16.0] * 3}
     assert clock.left_out == ["8B fast, batch 4, never: failed (never at call 1)", "8B fast, batch 4, late: failed (late at call 3)"]
     assert calls == {"off": 4, "never": 1, "late": 3}
+
+
+@pytest.mark.parametrize("name, good", [("extend", 0), ("score", 2)])
+def test_what_a_text_failed_of_is_raised_and_no_rate(name: str, good: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In its first pass, for which the benchmark would wait for ever, and in a later round, which would count as the end of the text."""
+    with Engine(TableTarget(12, order=1, seed=1), "none") as engine:
+        work, times = getattr(engine.target, name), iter(range(100))
+
+        def failing(*given: Any) -> Any:
+            if next(times) >= good:
+                raise RuntimeError("out of memory")
+            return work(*given)
+
+        run, prompts = iter(range(10)), [[[5, 6, 7]], [[8, 9]]]
+        assert gpu.decoding(engine, prompts, 8, {"drafter": "none"}, run) > 0
+        monkeypatch.setattr(engine.target, name, failing)
+        with pytest.raises(RuntimeError, match="out of memory"):
+            gpu.decoding(engine, prompts, 8, {"drafter": "none"}, run)
+
+
+def test_a_drafter_that_stopped_is_told() -> None:
+    with Engine(TableTarget(12, order=1, seed=1), "ngram", 3) as engine:
+        assert gpu.out_of_service(engine) == ""
+        engine.speculation.pressed = True
+        assert gpu.out_of_service(engine) == "guesses are paused: memory is short"
+        engine.speculation.failure = "it fell"
+        assert gpu.out_of_service(engine) == "it fell"
+
+
+def test_texts_of_a_shape_count_once_all_are_compared_or_one_differs() -> None:
+    whole, found = gpu_goals.TEXTS, {}
+    for texts, different in ((whole, 0), (whole - 24, 0), (24, 3), (0, 0)):
+        cells = [{**cell("70B", "off", bits={"texts": texts, "different": different})}]
+        found[texts, different] = gpu.goals(cells, 4000.0)[-1]["found"]
+    assert found == {(whole, 0): 1.0, (whole - 24, 0): None, (24, 3): 0.875, (0, 0): None}
+
+
+def test_no_drafter_hides_behind_a_better_one() -> None:
+    cells = [cell("8B", "eagle3@auto", 4.7), cell("8B", "eagle3+tree@auto", 0.9), cell("8B", "eagle3@6", 5.0)]
+    assert gpu.goals(cells, 4000.0)[3]["found"] == 0.9
+
+
+def test_reproducible_mode_stands_beside_fast_mode() -> None:
+    cells = [cell("8B", "off"), {**cell("8B", "off", bits={"texts": 0, "different": 0}), "tokens_per_s": 9.0}]
+    assert gpu_goals.modes_beside(cells) == ["| 8B | 1 | off | 0.900 |"]

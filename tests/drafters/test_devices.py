@@ -75,6 +75,10 @@ def test_the_draft_model_goes_where_it_is_sent(tiny_pair: Pair) -> None:
     assert texts[0] == texts[1]
     made = LoadConfig(device="cuda", draft_device="cuda:1", self_test=True).of_draft()
     assert (made.device, made.self_test) == ("cuda:1", False) and LoadConfig(device="cuda").of_draft().device == "cuda"
+    eight = LoadConfig(device="cuda", quantization="fp8")
+    assert eight.of_draft().quantization == "fp8", "where the target is"
+    apart = LoadConfig(device="cuda", quantization="fp8", draft_device="cpu")
+    assert apart.of_draft().quantization is None, "no CPU multiplies such numbers"
 
 
 @pytest.mark.parametrize(("name", "said"), [("cuda:99", "CUDA device"), ("no-such-device", "expected cpu, cuda or cuda:N")])

@@ -153,4 +153,4 @@ def test_keys_are_copied_between_pages_in_every_layer(way: str, monkeypatch: pyt
             wanted = old.clone()
             wanted[8:11], wanted[12:15], wanted[25] = old[4:7], old[4:7], old[17]
             assert torch.equal(store, wanted)
-        p._grow()
+        p.grow()

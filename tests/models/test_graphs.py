@@ -3,13 +3,14 @@ bit by bit. What a recording may not do is watched; CUDA itself is not here."""
 
 from __future__ import annotations
 
+import gc
 import logging
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
+from weakref import ref
 
 import pytest
 import torch
@@ -170,6 +171,23 @@ def test_bits_through_many_rounds_of_chains_trees_and_growing_pages(family: str,
         each.check()
 
 
+def test_recordings_keep_no_model_alive(tmp_path: Path, as_on_a_device: None) -> None:
+    """Nor does the collector have to find it, which does not look at what an engine froze."""
+    save("llama", tmp_path)
+    target, _, recorder = pair(tmp_path)
+    play(target)
+    assert isinstance(target.fused, GraphedPass) and target.fused.held and recorder.replays
+    gone = [ref(target), ref(target.fused), ref(target.fused.layers[0])]
+    recorder.made.clear()
+    gc.collect()
+    gc.disable()
+    try:
+        del target
+        assert [one() for one in gone] == [None] * 3
+    finally:
+        gc.enable()
+
+
 def test_what_is_returned_outlives_the_next_pass(tmp_path: Path, as_on_a_device: None) -> None:
     save("llama", tmp_path)
     target, _, _ = pair(tmp_path)
@@ -284,6 +302,13 @@ def test_filling_up() -> None:
     assert BEYOND * 4096 < 2**63, "a position"
 
 
+class Passes:
+    """What a recording is filled for; nothing else of it is asked."""
+
+    def __init__(self, seats: int) -> None:
+        self.seats = seats
+
+
 @pytest.mark.parametrize("bucket", [Bucket(5, 5, 3, 2, (2, 1), frozenset()), Bucket(8, 16, 4, 4, (4, 2), frozenset())])
 @pytest.mark.parametrize("seats", [0, 2])
 def test_a_recording_is_filled_up_with_what_is_there(bucket: Bucket, seats: int) -> None:
@@ -294,7 +319,8 @@ def test_a_recording_is_filled_up_with_what_is_there(bucket: Bucket, seats: int)
     p = Pass(torch.tensor([[1, 2, 3, 4, 5]]), [5, 6, 1, 2, 2], at, torch.tensor(to), torch.tensor([0, 1, 2, 4, 3]), paths, 4, 1)
     spans = [[pages_seen([at[row] for row in path.rows], window, 4) for path in paths] for window in (0, 2)]
     assert spans == [[range(2), range(1), range(1)], [range(1, 2), range(1), range(1)]]
-    recording = Recording(bucket, SimpleNamespace(seats=seats), p, None)  # type: ignore[arg-type]  # nothing else is asked for here
+    passes = Passes(seats)
+    recording = Recording(bucket, passes, p, None)  # type: ignore[arg-type]
     other = Pass(p.ids[:, :1], [0], [0], slice(0, 1), None, [Along([2], range(1))], 4, 1)
     recording.fill(other, [[range(1)], [range(1)]], [0])
     recording.fill(p, spans, [4, 0])
@@ -322,7 +348,8 @@ def test_a_recording_is_filled_up_with_what_is_there(bucket: Bucket, seats: int)
 
 def test_where_rows_write_their_own_keys_those_that_fill_a_recording_up_write_none() -> None:
     p = Pass(torch.tensor([[1, 2, 3]]), [5, 6, 7], [5, 6, 7], slice(9, 12), None, [Along([9, 2], range(3))], 4, 1)
-    recording = Recording(Bucket(4, 4, 1, 4, (2,), frozenset(), True), SimpleNamespace(seats=2), p, None)  # type: ignore[arg-type]
+    passes = Passes(2)
+    recording = Recording(Bucket(4, 4, 1, 4, (2,), frozenset(), True), passes, p, None)  # type: ignore[arg-type]
     recording.fill(p, [[range(2)]], [0, 1, 2])
     assert recording.write_to.tolist() == [9, 10, 11, -1] and recording.ids.tolist() == [[1, 2, 3, 1]]
 

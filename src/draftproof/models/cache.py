@@ -97,7 +97,7 @@ class PagePool:
     def take(self) -> int:
         """A page of one's own. Raises CacheFull, changing nothing."""
         if not self.free and self.allocated < self.capacity:
-            self._grow()
+            self.grow()
         if self.free:
             page = heappop(self.free)
         elif self.idle:
@@ -169,7 +169,8 @@ class PagePool:
             self._places, self._addresses = places, sent(torch.tensor(places), self.device)
         move(self._addresses, stores[0], source, target)
 
-    def _grow(self) -> None:
+    def grow(self) -> None:
+        """Room for twice as many pages; what is held moves."""
         grown = min(self.capacity, self.allocated * 2)
         for store in (self.keys, self.values):
             for layer, rows in store.items():

@@ -24,6 +24,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, Protocol, Self, TypeVar
+from weakref import ref
 
 import numpy as np
 import torch
@@ -73,7 +74,8 @@ class Recording:
     """The tensors of one bucket, and the pass over them."""
 
     def __init__(self, bucket: Bucket, fused: GraphedPass, p: Pass, pool: PagePool) -> None:
-        self.bucket, self.fused, self.pool, self.tile = bucket, fused, pool, p.query_tile
+        self.bucket, self.pool, self.tile = bucket, pool, p.query_tile
+        self._fused = ref(fused)  # which holds this: a circle would outlive them, because an engine freezes what the collector looks at
         pages = [bucket.paths * count for count in bucket.pages]
         sizes = [*[bucket.rows] * 5, *[bucket.writes] * 2, bucket.paths * bucket.width, *pages, *pages]
         self.written, self.numbers = (torch.zeros(sum(sizes), dtype=torch.int64, device=place) for place in ("cpu", p.ids.device))
@@ -83,6 +85,12 @@ class Recording:
         self.pages, self.ranks = parts[8 : 8 + len(pages)], parts[8 + len(pages) :]
         self.ids = torch.zeros(1, bucket.rows, dtype=torch.int64, device=p.ids.device)
         self.replay: Run = self.run
+
+    @property
+    def fused(self) -> GraphedPass:
+        fused = self._fused()
+        assert fused is not None, "a pass replays its own recordings"
+        return fused
 
     def fill(self, p: Pass, spans: Spans, keep: Sequence[int]) -> None:
         """Take another pass into the tensors."""
