@@ -11,8 +11,10 @@ import pytest
 import torch
 from conftest import make_model
 from contract.table_rounds import SharedNoise, Text, check_budget, plain, rows_of, speculate
-from drafters.tongues import OTHER, TEXT, Parrot, byte_level, letters, metaspace, spelling, word_piece
+from drafters.tongues import OTHER, TEXT, Parrot, byte_level, letters, metaspace, spelling, word_piece, wrapped
 from scipy.stats import chi2
+from tokenizers import AddedToken
+from tokenizers import Tokenizer as Backend
 
 from draftproof import Engine, LoadConfig, Sampling, VocabularyMismatch
 from draftproof.commands.doctor import pair_checks
@@ -260,6 +262,19 @@ def test_special_tokens_written_as_text_are_not_meant(said: str) -> None:
     drafter = drafter_of("string", table(A), Parrot(metaspace(420), said))
     draft, = drafter.propose([drafter.open(text, None)], [Budget(8, 8, "", "")], SharedNoise())
     assert A.decode(draft.tokens.tolist()) == " fox" and not A.special_ids & set(draft.tokens.tolist())
+
+
+@pytest.mark.parametrize("special", [False, True])
+def test_a_token_behind_the_rows_of_the_targets_output_is_never_offered(special: bool) -> None:
+    """Added to its tokenizer, not to the model: the draft model writes its name."""
+    backend = Backend.from_str(A.backend.to_str())
+    (backend.add_special_tokens if special else backend.add_tokens)([AddedToken("<image>", normalized=False)])
+    target = TableTarget(len(A.hf), seed=1, sharpness=3.0, tokenizer=wrapped(backend, bos_token="<s>", eos_token="</s>"))
+    drafter = drafter_of("string", target, Parrot(metaspace(420), "the fox <image> jumps over the dog"))
+    for said in ("the", "the fox", "the fox "):
+        draft, = drafter.propose([drafter.open(Text.of(target.tokenizer.encode_plain(said), GREEDY), None)], [Budget(8, 8, "", "")],
+                                 SharedNoise())
+        check_budget(draft, Budget(8, 8, "", ""), target.vocab_size)
 
 
 @pytest.mark.parametrize(("token", "kept"), [("<s>", [0]), ("<end>", [])])

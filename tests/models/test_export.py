@@ -12,7 +12,7 @@ from draftproof.errors import LoadError
 from draftproof.models.fake import TableTarget
 from draftproof.models.heads.eagle3 import Eagle3Head
 from draftproof.models.heads.export import ENGINES, export_head
-from draftproof.models.heads.files import read_files
+from draftproof.models.heads.files import read_files, write_files
 from draftproof.models.heads.medusa import MedusaHead
 
 SIZES = {"heads": 2, "kv_heads": 1, "head_dim": 16, "inner": 48, "hidden": 32}
@@ -85,6 +85,49 @@ def test_vllm_gets_medusa_in_its_own_names(tmp_path: Path) -> None:
     MedusaHead.fresh(TARGET.parts, 3).save(tmp_path / "shared")
     with pytest.raises(LoadError, match="target's own output matrix"):
         export_head(tmp_path / "shared", "vllm", tmp_path / "no")
+
+
+def medusa(layers: int, prefix: str = "", stored: int | None = None) -> dict[str, torch.Tensor]:
+    """Two heads of so many blocks, of which the first `stored` stand in the file."""
+    torch.manual_seed(1)
+    tensors = {}
+    for i in range(2):
+        for block in range(stored or layers):
+            tensors |= {f"{prefix}{i}.{block}.linear.weight": torch.randn(14, 14), f"{prefix}{i}.{block}.linear.bias": torch.randn(14)}
+        tensors[f"{prefix}{i}.{layers}.weight"] = torch.randn(13, 14)
+    return tensors
+
+
+@pytest.mark.parametrize("published", ["one block stored once", "a whole model", "another prefix", "one matrix for all"])
+def test_whatever_medusa_is_read_is_exported_the_same(published: str, tmp_path: Path) -> None:
+    config = {"medusa_num_heads": 2, "medusa_num_layers": 2 if "once" in published else 1}
+    if published == "one matrix for all":
+        MedusaHead.fresh(TARGET.parts, 3, 1, "one").save(tmp_path / "head")
+    elif published == "a whole model":
+        own = {"model.embed_tokens.weight": torch.randn(13, 14), "lm_head.weight": torch.randn(13, 14)}
+        write_files(tmp_path / "head", config, {**own, **medusa(1, "medusa_head.")})
+    else:
+        tensors = medusa(1, "medusa_heads.") if "prefix" in published else medusa(2, stored=1)
+        write_files(tmp_path / "head", config, tensors)
+    export_head(tmp_path / "head", "vllm", tmp_path / "out")
+    before, after = (MedusaHead.read(read_files(tmp_path / f), TARGET.parts, 13) for f in ("head", "out"))
+    hidden = torch.randn(2, 14)
+    assert torch.equal(before(hidden), after(hidden)) and before.layers == after.layers == config_of(tmp_path / "out")["num_hidden_layers"]
+    assert config_of(tmp_path / "out")["original_lm_head"] == (published == "one matrix for all")
+
+
+@pytest.mark.parametrize(("norms", "field"), [("fc_norm", "fc_norm"), ("input_norm", "norm_before_fc")])
+def test_norms_that_only_the_tensors_show_are_exported_or_refused(norms: str, field: str, tmp_path: Path) -> None:
+    source = eagle3(tmp_path / "head", norms=norms)
+    config = config_of(source)
+    del config[field]
+    (source / "config.json").write_text(json.dumps(config))
+    export_head(source, "vllm", tmp_path / "out")
+    assert config_of(tmp_path / "out")[field] is True
+    assert Eagle3Head.read(read_files(tmp_path / "out"), TARGET.parts, 13).norms == norms
+    for engine in ("sglang", "trtllm"):
+        with pytest.raises(LoadError, match=f"{field} cannot be relied on"):
+            export_head(source, engine, tmp_path / engine)
 
 
 def test_a_folder_in_use_is_left_alone(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor
 from draftproof.config import LoadConfig
 from draftproof.errors import LoadError
 from draftproof.models.heads.cache import HeadCache, HeadPass
-from draftproof.models.heads.files import HeadFiles, read_files
+from draftproof.models.heads.files import HeadFiles, read_files, write_files
 from draftproof.models.heads.mtp import MtpHead
 from draftproof.models.heads.mtp_files import INDEX, inside, stitch
 from draftproof.models.load import load_target
@@ -208,6 +208,26 @@ def test_a_target_that_lost_its_head_gets_one(targets: Any, tmp_path: Path) -> N
     again = MtpHead.read(inside(str(tmp_path / "out"), L), loaded.parts, V)
     assert all(torch.equal(a, b) for a, b in zip(head.state_dict().values(), again.state_dict().values(), strict=True))
     load_target(tmp_path / "out", LoadConfig(device="cpu", self_test=False))
+
+
+def plain_head(layers: int, value: float) -> dict[str, torch.Tensor]:
+    return {"mtp.fc.weight": torch.full((2, 4), value), **{f"mtp.layers.{i}.w.weight": torch.full((2,), value) for i in range(layers)}}
+
+
+def test_a_deeper_head_is_stitched_in_and_a_shorter_one_refused(tmp_path: Path) -> None:
+    """Into a checkpoint whose head has a file of its own: all tensors are there, of the new head alone."""
+    write_files(tmp_path / "target", {"num_hidden_layers": 1}, {"model.layers.0.a.weight": torch.zeros(2)})
+    for layers in (1, 2, 3):
+        write_files(tmp_path / f"head{layers}", {}, plain_head(layers, layers))
+    stitch(tmp_path / "head1", tmp_path / "target", tmp_path / "once")
+    stitch(tmp_path / "head2", tmp_path / "once", tmp_path / "twice")
+    stitch(tmp_path / "head3", tmp_path / "twice", tmp_path / "again")
+    for folder, layers in (("once", 1), ("twice", 2), ("again", 3)):
+        found, wanted = inside(str(tmp_path / folder), 1).tensors, plain_head(layers, layers)
+        assert found.keys() == wanted.keys() and all(torch.equal(found[name], wanted[name]) for name in wanted), folder
+    with pytest.raises(LoadError, match="its head has 3 layers, .*head1 has 1; expected as many or more"):
+        stitch(tmp_path / "head1", tmp_path / "again", tmp_path / "mixed")
+    assert not (tmp_path / "mixed").exists()
 
 
 def test_stitching_refuses_what_it_would_spoil(targets: Any, tmp_path: Path) -> None:

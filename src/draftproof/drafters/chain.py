@@ -208,7 +208,8 @@ class ChainDrafter:
             if depth < 1:
                 found[i] = Draft.empty(part.name, f"the text is beyond the context of drafter {part.name}")
             else:
-                fit.append((i, state, replace(budget, depth=depth, nodes=budget.nodes if part.needs.tree else depth)))
+                nodes = max(budget.nodes - (budget.depth - depth), depth) if part.needs.tree else depth  # a chain stays one
+                fit.append((i, state, replace(budget, depth=depth, nodes=nodes)))
         if fit:
             drafts = part.propose([state for _, state, _ in fit], [budget for _, _, budget in fit], noise)
             for (i, _, _), draft in zip(fit, drafts, strict=True):

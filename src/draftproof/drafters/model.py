@@ -76,6 +76,11 @@ class _Line:
     spine: list[Tensor] = field(default_factory=list)     # [1] int64 per level
     path: tuple[int, ...] = ()                            # the spine on the host, where it is read
 
+    @property
+    def width(self) -> int:
+        """Tokens of a level that this line may offer."""
+        return 1 + max(min(self.spare, SIBLINGS), -(-self.spare // self.depth), 1)
+
 
 class ModelDrafter(NoOptions):
     """A draft model behind the `Target` protocol. score: perturbed margin, how far log q + g of the token lies above the
@@ -195,7 +200,7 @@ class ModelDrafter(NoOptions):
         read = history or self.lm.device.type == "cpu"      # elsewhere a look at a token would wait for the device
         logits = self._catch_up(lines)
         levels: list[Picks] = []
-        width = 1 + max(max(min(line.spare, SIBLINGS), -(-line.spare // line.depth), 1) for line in lines)
+        width = max(line.width for line in lines)
         trees = any(line.spare for line in lines) and not noise.keep_law
         live, row = list(lines), 0
         while True:
@@ -250,11 +255,11 @@ class ModelDrafter(NoOptions):
             line.state.base, line.state.guess = len(line.state.seq.tokens), torch.cat(line.spine)
             greedy, count = line.state.seq.sampling.greedy, len(line.rows)
             law = None if logq is None or greedy else DraftLaw(rows_of(logq, line.rows), tuple(range(count)))
-            mine, above = rows_of(tokens, line.rows), rows_of(values, line.rows).float()
+            mine, above = rows_of(tokens, line.rows)[:, :line.width], rows_of(values, line.rows)[:, :line.width].float()
             if not line.spare or law is not None or shares is None:
                 extra = evenly(line.depth, line.spare)[:count]
             else:
-                gaps, own = gaps_of(above), rows_of(shares, line.rows)
+                gaps, own = gaps_of(above), rows_of(shares, line.rows)[:, :line.width]
                 extra = worthiest(gaps, own, line.spare, greedy, self.margins, line.prices)
                 line.state.offered = Offered(mine.tolist(), gaps.tolist(), own.tolist())
             drafts.append(spine(mine, above, extra, law, self.name, line.reason))

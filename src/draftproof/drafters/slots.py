@@ -125,12 +125,12 @@ def _collect(lines: Sequence[Line], levels: Sequence[Picks], beliefs: Sequence[T
 def trees(lines: Sequence[Line], slots: Slots, noise: Noise, vocab_size: int, device: torch.device, name: str,
           margins: Margins) -> tuple[list[Draft], Growth]:
     """Trees by worth, and what grew, from which `margins` may learn."""
-    deepest, most, batch = max(line.depth for line in lines), max(line.nodes for line in lines), len(lines)
+    deepest, batch = max(line.depth for line in lines), len(lines)
     history = any(line.ranking.looks_back for line in lines)
     growth = Growth([line.depth for line in lines], [line.nodes for line in lines], [line.seq.sampling.greedy for line in lines],
                     [line.seq.end_ids for line in lines], margins,
                     [min(WIDEST, max(2, line.nodes // line.depth + 1)) for line in lines], [line.prices for line in lines])
-    seqs, count = [line.seq for line in lines], min(CANDIDATES, most)
+    seqs, count = [line.seq for line in lines], CANDIDATES       # of every line as many: company changes nothing
     paths: list[list[tuple[int, ...]]] = [[()] for _ in lines]
     line_of = came = torch.arange(batch, device=device)
     previous: Tensor | None = None

@@ -232,8 +232,9 @@ class StringLevel:
         found = self._continued(line.state, guess) if guess else []
         tokens: list[int] = []
         for token in [*found, *end]:
-            special = isinstance(self.target.contents.get(token), str)
-            if special and token not in end:                      # written as text, not meant
+            content = self.target.contents.get(token)
+            special = isinstance(content, str)
+            if (special or content is None) and token not in end:   # written as text, not meant; or behind the target's vocabulary
                 break
             tokens.append(token)
             if special or token in line.state.seq.end_ids:

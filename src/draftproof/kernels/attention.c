@@ -4,7 +4,8 @@
  * its odd ones, apart, then both, where a word is a number, or two of bfloat16 (plus_pairs), or, in tiles, in the order of their
  * instruction; a page's softmax adds over the page's lanes; averages add over the keys in turn, and pages one after the other, what came
  * before scaled down where a greater score is met (Milakov & Gimelshein, arXiv 1805.02867). A key that a row does not see adds exactly
- * nothing. So a row's bits depend on nothing but its query and the keys it sees: not on other rows, on threads, or on where the pages lie.
+ * nothing, if its value is finite. So a row's bits depend on nothing but its query and the keys it sees: not on other rows, on threads, or
+ * on where the pages lie.
  */
 #include <limits.h>
 #include <math.h>

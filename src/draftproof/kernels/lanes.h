@@ -278,7 +278,7 @@ static inline int32_t in_whole(const void *x, long first, long n, int halves, in
         *step = __builtin_nanf("");
         return 0;
     }
-    inverse = ((254 + size - 1) << 23) - power;
+    inverse = ((127 + size - 1) << 23) - (power - (127 << 23));
     memcpy(&factor, &inverse, 4);
     for (long k = 0; k < wide; k += LANES) {
         floats near = *(const floats *)(numbers + k) * factor + 12582912.0f; /* adding 1.5 * 2^23 rounds to an integer */

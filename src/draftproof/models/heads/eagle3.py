@@ -75,7 +75,7 @@ class Eagle3Head(nn.Module):
         _require_embed(parts, shape, own_embed, source)
         taps = tap_layers(files.config, fc, parts, source)
         flags = {name: bool(setting(files.config, name)) for name in ("norm_before_residual", "norm_output")}
-        head = cls(parts, shape, taps, ids, lm_head.shape[0], config, count_layers(tensors), own_embed, _norms(files, tensors), **flags)
+        head = cls(parts, shape, taps, ids, lm_head.shape[0], config, count_layers(tensors), own_embed, norms_of(files, tensors), **flags)
         give_biases(head, tensors)
         fill(head, files.tensors, source, canonical, unused=TABLES | ROTARY)
         return settle(head, parts)
@@ -187,7 +187,7 @@ def tap_layers(config: Mapping[str, Any], fc: Tensor, parts: TargetParts, source
     return taps
 
 
-def _norms(files: HeadFiles, tensors: Iterable[str]) -> str:
+def norms_of(files: HeadFiles, tensors: Iterable[str]) -> str:
     """Which norms stand before fc; the tensors say, or else the config, so that a missing one is missed."""
     names = list(tensors)
     has = {"fc_norm": any(name.startswith("fc_norm.") for name in names), "input_norm": "input_norm.weight" in names}

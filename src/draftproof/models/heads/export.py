@@ -19,8 +19,9 @@ from torch import Tensor
 
 from ...errors import LoadError
 from .detect import detect
-from .eagle3 import canonical, setting
+from .eagle3 import canonical, norms_of, setting
 from .files import HeadFiles, read_files, write_files
+from .medusa import understood
 
 ENGINES = ("vllm", "sglang", "trtllm", "hf")
 Written = tuple[dict[str, Any], dict[str, Tensor], list[str]]      # config, tensors, notes
@@ -84,17 +85,16 @@ def _medusa_vllm(files: HeadFiles) -> Written:
     if files.config.get("medusa_target_output"):
         raise LoadError(f"{files.path} uses the target's own output matrix, which vLLM's Medusa does not; train one with matrices of its "
                         "own (--draft-vocab N)")
-    tensors: dict[str, Tensor] = {}
-    for name, tensor in files.tensors.items():
-        short = name.removeprefix("medusa_head.")
-        short = re.sub(r"^(\d+)\.(\d+)\.linear\.", r"blocks.\1.layers.\2.", short)
-        tensors[re.sub(r"^(\d+)\.\d+\.weight$", r"lm_heads.\1.weight", short)] = tensor
-    heads = 1 + max(int(name.split(".")[1]) for name in tensors if name.startswith("blocks."))
-    layers = 1 + max(int(name.split(".")[3]) for name in tensors if name.startswith("blocks."))
-    rows, hidden = next(tensor.shape for name, tensor in tensors.items() if name.startswith("lm_head"))
+    named, ids, heads, layers = understood(files)
+    tensors = {re.sub(r"^outputs\.", "lm_heads.", re.sub(r"^(blocks\.\d+)\.", r"\1.layers.", name)): tensor.clone()
+               for name, tensor in named.items()}  # a block that stood in the file once is several here
+    rows, hidden = tensors["lm_heads.0.weight"].shape
+    one = heads > 1 and "lm_heads.1.weight" not in tensors
     config = {"vocab_size": rows, "hidden_size": hidden, **files.config, "model_type": "medusa", "architectures": ["MedusaModel"],
-              "num_heads": heads, "num_hidden_layers": layers, "truncated_vocab_size": rows, "original_lm_head": False,
+              "num_heads": heads, "num_hidden_layers": layers, "truncated_vocab_size": rows, "original_lm_head": one,
               "medusa_fc_bias": any(name.endswith(".bias") for name in tensors)}
+    if ids is not None:
+        tensors["token_map"] = ids
     for name in ("medusa_num_heads", "medusa_num_layers", "version"):
         config.pop(name, None)
     return config, tensors, ["vLLM up to 0.32: method medusa (removed in 0.33)"]
@@ -115,8 +115,9 @@ def _midlayer(files: HeadFiles) -> tuple[dict[str, Tensor], dict[str, Any]]:
     config |= {"model_type": "llama", "architectures": ["LlamaForCausalLMEagle3"]}
     for name in ("speculators_model_type", "speculators_version"):
         config.pop(name, None)
-    for name in ("norm_before_residual", "norm_output", "fc_norm", "norm_before_fc"):
-        config[name] = bool(setting(files.config, name))
+    config |= {name: bool(setting(files.config, name)) for name in ("norm_before_residual", "norm_output")}
+    norms = norms_of(files, tensors)
+    config |= {"fc_norm": norms == "fc_norm", "norm_before_fc": norms == "input_norm"}
     config.setdefault("vocab_size", tensors["t2d"].shape[0] if "t2d" in tensors else tensors["lm_head.weight"].shape[0])
     config["draft_vocab_size"] = tensors["lm_head.weight"].shape[0]
     return tensors, config
@@ -144,8 +145,10 @@ def _zero_based(config: dict[str, Any], files: HeadFiles) -> dict[str, Any]:
 
 
 def _portable(files: HeadFiles, engine: str) -> None:
-    found = [name for name in ("norm_before_residual", "norm_output", "fc_norm", "norm_before_fc") if setting(files.config, name)]
-    if any(canonical(name).startswith("layers.1.") for name in files.tensors):
+    names = [canonical(name) for name in files.tensors]
+    found = [name for name in ("norm_before_residual", "norm_output") if setting(files.config, name)]
+    found += [said for said, norms in (("fc_norm", "fc_norm"), ("norm_before_fc", "input_norm")) if norms_of(files, names) == norms]
+    if any(name.startswith("layers.1.") for name in names):
         found.append("several layers")
     if found:
         raise LoadError(f"{files.path}: {', '.join(found)} cannot be relied on in {engine}; train a head of one layer without it, "

@@ -61,14 +61,7 @@ class MedusaHead(nn.Module):
         """A published head; its sizes come from the tensors. Raises LoadError where tensors are missing, unread, of other
         sizes, or of another vocabulary."""
         source, config = files.path, files.config
-        tensors = _unprefixed(files.tensors, source)
-        ids = tensors.pop("token_map", None)
-        named = {_place(name, source): tensor for name, tensor in tensors.items()}
-        numbered = [int(match[1]) for name in tensors if (match := re.fullmatch(r"\d+\.(\d+)\.weight", name))]
-        depth, layers = _count(named, "blocks", 0), max([_count(named, "blocks", 1), *numbered])
-        if not depth or not layers:
-            raise LoadError(f"{source} has no blocks (found: {', '.join(sorted(tensors)[:6])} …); expected `0.0.linear.weight` "
-                            "or `blocks.0.layers.0.weight`")
+        named, ids, depth, layers = understood(files)
         claimed = int(config.get("medusa_num_heads") or config.get("num_heads") or 0)
         if claimed > depth:
             raise LoadError(f"{source}: config.json speaks of {claimed} heads, the tensors hold {depth}; "
@@ -165,6 +158,22 @@ def plain(weight: Any) -> Tensor:
     if not isinstance(weight, Tensor) or weight.is_meta:
         raise LoadError("the target's output matrix is packed; expected a plain one for training: load the target with packed=False")
     return weight.detach()
+
+
+def understood(files: HeadFiles) -> tuple[dict[str, Tensor], Tensor | None, int, int]:
+    """A published head's tensors under our names, blocks.{i}.{l}.* and outputs.{i}.weight, every block there; its token_map, heads, and
+    blocks of a head. Raises LoadError for what is none."""
+    source = files.path
+    tensors = _unprefixed(files.tensors, source)
+    ids = tensors.pop("token_map", None)
+    named = {_place(name, source): tensor for name, tensor in tensors.items()}
+    numbered = [int(match[1]) for name in tensors if (match := re.fullmatch(r"\d+\.(\d+)\.weight", name))]
+    depth, layers = _count(named, "blocks", 0), max([_count(named, "blocks", 1), *numbered])
+    if not depth or not layers:
+        raise LoadError(f"{source} has no blocks (found: {', '.join(sorted(tensors)[:6])} …); expected `0.0.linear.weight` "
+                        "or `blocks.0.layers.0.weight`")
+    _repeat_blocks(named, depth, layers)
+    return named, ids, depth, layers
 
 
 def _unprefixed(tensors: Mapping[str, Tensor], source: Path) -> dict[str, Tensor]:

@@ -18,6 +18,7 @@ import re
 import shutil
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -110,12 +111,17 @@ class Weights:
 
     @property
     def layers(self) -> int:
-        return 1 + max((int(name.split(".")[1]) for name in self.tensors if name.startswith("blocks.")), default=-1)
+        return _layers(self.tensors)
 
     def published(self, layout: Layout, base: int, split: bool) -> dict[str, Tensor]:
         """The tensors as `layout` names them."""
         tensors = _split(self.tensors) if split else dict(self.tensors)
         return {layout.theirs(name, base): tensor for name, tensor in tensors.items()}
+
+
+def _layers(names: Iterable[str]) -> int:
+    """Of a head, by our names."""
+    return 1 + max((int(name.split(".")[1]) for name in names if name.startswith("blocks.")), default=-1)
 
 
 def understand(tensors: Mapping[str, Tensor], source: str | Path) -> Weights:
@@ -147,7 +153,7 @@ def stitch(head: str | Path, target: str | Path, out: str | Path) -> list[str]:
     """Copy the target's folder to `out` with the head's tensors in place of its own, named, shaped and typed as they were: what
     engines load. A target without any gets them as a shard of their own. Returns the names written.
 
-    Raises LoadError if `out` is not empty, the shapes differ, or the target's head is quantised.
+    Raises LoadError if `out` is not empty, the shapes differ, or the target's head is quantised or has more layers.
     """
     source, place = Path(target).expanduser(), Path(out).expanduser()
     if place.exists() and any(place.iterdir()):
@@ -161,6 +167,10 @@ def stitch(head: str | Path, target: str | Path, out: str | Path) -> list[str]:
         layout = LAYOUTS["qwen"]
     if not there and layout.name == "deepseek":
         base = depth
+    held = _layers(layout.ours(name, base) for name in there)
+    if held > weights.layers > 0:
+        raise LoadError(f"{source}: its head has {held} layers, {head} has {weights.layers}; expected as many or more, for those that stay "
+                        "would be read as the new head's")
     tensors = weights.published(layout, base, split)
     quantised = sorted(name for name in there if name.endswith((SCALE, ".weight_scale", ".qweight")))
     if quantised:
@@ -188,13 +198,14 @@ def _write(source: Path, place: Path, where: Mapping[str, str], tensors: Mapping
                 kept[name] = tensors[name].to(old.dtype).contiguous()
         save_file(kept, place / shard, metadata=metadata)
     index = source / INDEX
+    shard = next(name for number in count() if not (source / (name := f"model-mtp{f'-{number}' if number else ''}.safetensors")).exists())
     if added:
-        save_file({name: tensor.contiguous() for name, tensor in added.items()}, place / "model-mtp.safetensors", metadata={"format": "pt"})
+        save_file({name: tensor.contiguous() for name, tensor in added.items()}, place / shard, metadata={"format": "pt"})
     if added or index.is_file():
         known: dict[str, Any] = {"metadata": {}, "weight_map": dict(where)}
         if index.is_file():
             known = json.loads(index.read_text(encoding="utf-8"))
-        known["weight_map"] |= {name: "model-mtp.safetensors" for name in added}
+        known["weight_map"] |= dict.fromkeys(added, shard)
         if "total_size" in known.get("metadata", {}):
             known["metadata"]["total_size"] += sum(t.numel() * t.element_size() for t in added.values())
         (place / INDEX).write_text(json.dumps(known, indent=2) + "\n", encoding="utf-8")
