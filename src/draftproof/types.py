@@ -12,9 +12,10 @@ the text, which every scoring pass feeds first. Position t of a token is the num
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
+from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from .errors import OptionError
@@ -44,12 +45,40 @@ REFUSED_OPTIONS = {
 }
 
 
+_PLAIN = ("top_k", "min_tokens", "max_tokens", "n", "seed", "logprobs", "stop", "bad_words", "stop_token_ids", "bad_word_ids", "prediction")
+
+
+def _finite(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _whole(value: Any) -> bool:
+    """An integer, also one of numpy; a bool is none."""
+    return isinstance(value, int | Integral) and not isinstance(value, bool)
+
+
+def _plain(value: Any) -> Any:
+    """Integers as Python's own, and collections as tuples: what a trace can write."""
+    if _whole(value):
+        return int(value)
+    return tuple(map(_plain, value)) if isinstance(value, Collection) and not isinstance(value, str) else value
+
+
+def _text(value: Any) -> bool:
+    return isinstance(value, str) and value != ""
+
+
+def _all(values: Any, are: Callable[[Any], bool]) -> bool:
+    return isinstance(values, Collection) and all(map(are, values))
+
+
 @dataclass(frozen=True, slots=True)
 class Sampling:
     """What one request asks of the distribution and of the end of the text.
 
     The order in which options act is fixed: penalties, bias, bans (bad words, min_tokens, grammar), temperature, top-k,
-    top-p, min-p. Filters are thresholds. `temperature=None` and `top_p=None` take the model's own defaults.
+    top-p, min-p. Filters are thresholds. `temperature=None` and `top_p=None` take the model's own defaults. One text as
+    `stop` or `bad_words` is a list of one. Raises OptionError.
     """
 
     temperature: float | None = None      # 0 is greedy
@@ -60,11 +89,11 @@ class Sampling:
     presence_penalty: float = 0.0         # over the output (OpenAI)
     frequency_penalty: float = 0.0        # over the output (OpenAI)
     logit_bias: Mapping[int, float] = field(default_factory=dict)
-    bad_words: tuple[str, ...] = ()
+    bad_words: str | tuple[str, ...] = ()
     bad_word_ids: tuple[tuple[int, ...], ...] = ()   # token sequences that may not be completed
     min_tokens: int = 0                   # before this many, no end token
     max_tokens: int = 256
-    stop: tuple[str, ...] = ()
+    stop: str | tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     seed: int | None = None               # None: drawn, and reported
@@ -78,25 +107,31 @@ class Sampling:
             if not ok:
                 raise OptionError(f"{name}={getattr(self, name)!r}: expected {expected}")
 
-        def finite(v: float) -> bool:
-            return isinstance(v, int | float) and math.isfinite(v)
-
-        need(self.temperature is None or (finite(self.temperature) and self.temperature >= 0), "temperature", "a number ≥ 0 (0 is greedy)")
-        need(self.top_k >= 0, "top_k", "an integer ≥ 0 (0 is off)")
-        need(self.top_p is None or (finite(self.top_p) and 0 < self.top_p <= 1), "top_p", "a number in (0, 1]")
-        need(finite(self.min_p) and 0 <= self.min_p <= 1, "min_p", "a number in [0, 1]")
-        need(finite(self.repetition_penalty) and self.repetition_penalty > 0, "repetition_penalty", "a number > 0")
-        need(finite(self.presence_penalty), "presence_penalty", "a finite number")
-        need(finite(self.frequency_penalty), "frequency_penalty", "a finite number")
-        need(all(not math.isnan(b) for b in self.logit_bias.values()), "logit_bias", "no NaN")
-        need(all(self.bad_word_ids), "bad_word_ids", "no empty sequence")
-        need(all(self.bad_words), "bad_words", "no empty string")
-        need(all(self.stop), "stop", "no empty string")
-        need(self.max_tokens >= 1, "max_tokens", "an integer ≥ 1")
-        need(0 <= self.min_tokens <= self.max_tokens, "min_tokens", f"an integer in [0, max_tokens={self.max_tokens}]")
-        need(self.n >= 1, "n", "an integer ≥ 1")
-        need(self.logprobs is None or self.logprobs >= 0, "logprobs", "None or an integer ≥ 0")
-        need(self.seed is None or 0 <= self.seed < 2**63, "seed", "an integer in [0, 2**63)")
+        for name in _PLAIN:
+            object.__setattr__(self, name, _plain(getattr(self, name)))
+        for name in ("stop", "bad_words"):
+            if isinstance(getattr(self, name), str):
+                object.__setattr__(self, name, (getattr(self, name),))      # else its letters were many texts
+            need(_all(getattr(self, name), _text), name, "a text or several, none empty")
+        need(self.temperature is None or (_finite(self.temperature) and self.temperature >= 0), "temperature", "a number ≥ 0 (0 is greedy)")
+        need(_whole(self.top_k) and self.top_k >= 0, "top_k", "an integer ≥ 0 (0 is off)")
+        need(self.top_p is None or (_finite(self.top_p) and 0 < self.top_p <= 1), "top_p", "a number in (0, 1]")
+        need(_finite(self.min_p) and 0 <= self.min_p <= 1, "min_p", "a number in [0, 1]")
+        need(_finite(self.repetition_penalty) and self.repetition_penalty > 0, "repetition_penalty", "a number > 0")
+        need(_finite(self.presence_penalty), "presence_penalty", "a finite number")
+        need(_finite(self.frequency_penalty), "frequency_penalty", "a finite number")
+        need(isinstance(self.logit_bias, Mapping) and _all(self.logit_bias, _whole)
+             and _all(self.logit_bias.values(), lambda bias: isinstance(bias, Real) and not math.isnan(bias)),
+             "logit_bias", "numbers by token id, no NaN")
+        need(_all(self.bad_word_ids, lambda ids: _all(ids, _whole) and len(ids) > 0), "bad_word_ids", "sequences of token ids, none empty")
+        need(_all(self.stop_token_ids, _whole), "stop_token_ids", "token ids")
+        need(isinstance(self.prediction, str) or _all(self.prediction, _whole), "prediction", "token ids, or a text")
+        need(_whole(self.max_tokens) and self.max_tokens >= 1, "max_tokens", "an integer ≥ 1")
+        need(_whole(self.min_tokens) and 0 <= self.min_tokens <= self.max_tokens, "min_tokens",
+             f"an integer in [0, max_tokens={self.max_tokens}]")
+        need(_whole(self.n) and self.n >= 1, "n", "an integer ≥ 1")
+        need(self.logprobs is None or (_whole(self.logprobs) and self.logprobs >= 0), "logprobs", "None or an integer ≥ 0")
+        need(self.seed is None or (_whole(self.seed) and 0 <= self.seed < 2**63), "seed", "an integer in [0, 2**63)")
 
     @classmethod
     def of(cls, **options: Any) -> Sampling:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from draftproof.config import LoadConfig
@@ -59,6 +61,20 @@ BAD = {
 @pytest.mark.parametrize("text", GOOD)
 def test_a_good_spec(text: str) -> None:
     assert parse_spec(text) == GOOD[text]
+
+
+def test_a_folder_whose_name_ends_like_a_chain_is_one_path(tmp_path: Path) -> None:
+    here = tmp_path / "llama"
+    chain = Spec("eagle3+mtp", parts=(Spec("eagle3", path=str(here)), Spec("mtp")))
+    assert parse_spec(f"eagle3:{here}+mtp") == chain
+    here.mkdir()
+    assert parse_spec(f"eagle3:{here}+mtp") == chain
+    (tmp_path / "llama+mtp+ngram").mkdir()
+    assert parse_spec(f"eagle3:{here}+mtp") == chain
+    whole = Spec("eagle3", path=f"{here}+mtp+ngram")
+    assert parse_spec(f"eagle3:{here}+mtp+ngram") == whole
+    assert parse_spec(f"suffix+eagle3:{here}+mtp+ngram+ngram:min=2").parts == (Spec("suffix"), whole, Spec("ngram", options={"min": 2}))
+    assert parse_spec("eagle3:" + "x" * 5000 + "\0+mtp").parts[1] == Spec("mtp")
 
 
 @pytest.mark.parametrize("text", BAD)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import math
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from engine.engine_support import alone, table
 from engine.letters import Letters
 
 import draftproof
-from draftproof import Engine, OptionError, PromptError, Sampling, SpecError
+from draftproof import Engine, Jsonl, OptionError, PromptError, Sampling, SpecError
 from draftproof.drafters.base import Needs
 from draftproof.drafters.ngram import NgramDrafter
 
@@ -53,6 +56,23 @@ def test_text_prompts() -> None:
         ({"bad_word_ids": ((1, 50),)}, "token id 50"),
         ({"stop": ("x",)}, "no tokenizer"),
         ({"n": 0}, "n=0"),
+        *(({name: value}, f"{name}={value!r}: expected (None or )?an integer")
+          for name in ("top_k", "min_tokens", "max_tokens", "n", "seed", "logprobs") for value in (2.5, 1.0, True, "3")),
+        *(({name: (1.0,)}, rf"{name}=\(1\.0,\): expected token ids") for name in ("stop_token_ids", "prediction")),
+        ({"stop_token_ids": 1}, "stop_token_ids=1: expected token ids"),
+        ({"stop_token_ids": "12"}, "stop_token_ids='12': expected token ids"),
+        ({"bad_word_ids": (1, 2)}, r"bad_word_ids=\(1, 2\): expected sequences of token ids"),
+        ({"bad_word_ids": ((1.5,),)}, r"bad_word_ids=.*: expected sequences of token ids"),
+        ({"bad_word_ids": ((),)}, r"bad_word_ids=.*none empty"),
+        *(({name: value}, f"{name}=.*: expected a text or several, none empty") for name in ("stop", "bad_words")
+          for value in (7, (7,), "", ("a", ""))),
+        ({"temperature": True}, "temperature=True: expected a number"),
+        ({"logit_bias": {1.5: 1.0}}, "logit_bias=.*: expected numbers by token id"),
+        ({"logit_bias": {1: "high"}}, "logit_bias=.*: expected numbers by token id"),
+        ({"logit_bias": [1]}, "logit_bias=.*: expected numbers by token id"),
+        ({"logit_bias": {1: math.nan}}, "logit_bias=.*no NaN"),
+        ({"logit_bias": {2: 1.0, 1: math.inf}}, "logit_bias holds inf for token 1; expected numbers up to 3.4e38, or -inf"),
+        ({"logit_bias": {1: 1e39}}, r"logit_bias holds 1e\+39 for token 1; expected"),
         ({"speculation": {"drafter": "model"}}, "drafter='model'"),
         ({"speculation": {"deep": 1}}, "'deep'"),
         ({"speculation": {"depth": -1}}, "depth=-1"),
@@ -65,6 +85,29 @@ def test_options(options: dict[str, Any], says: str) -> None:
         with pytest.raises(OptionError, match=says):
             engine.generate([1, 2], **options)
         assert engine.stats()["requests"]["waiting"] == 0
+
+
+def test_one_text_is_a_list_of_one() -> None:
+    for name in ("stop", "bad_words"):
+        assert getattr(Sampling.of(**{name: "lf"}), name) == getattr(Sampling.of(**{name: ("lf",)}), name) == ("lf",)
+    target = table(tokenizer=Letters())
+    for name, text in (("stop", "cd"), ("bad_words", "cd")):
+        with Engine(target=target) as engine:
+            found = [engine.generate([1, 2], seed=3, max_tokens=40, **{name: asked}).text for asked in (text, (text,), tuple(text))]
+        assert found[0] == found[1] != found[2], "as one text, not as its letters"
+
+
+def test_integers_of_other_kinds_are_integers_and_a_bias_may_ban(tmp_path: Path) -> None:
+    own: dict[str, Any] = {"seed": 3, "top_k": 4, "max_tokens": 30, "logprobs": 0, "stop_token_ids": (9,), "bad_word_ids": ((1, 2), (7,))}
+    foreign = {**{name: np.int64(value) for name, value in own.items() if isinstance(value, int)},
+               "stop_token_ids": np.array([9]), "bad_word_ids": [np.array([1, 2]), [np.int32(7)]]}
+    assert Sampling(**foreign) == Sampling(**own)
+    trace = Jsonl(tmp_path / "trace.jsonl")
+    with Engine(target=table(), sinks=[trace]) as engine:
+        found = [engine.generate([1, 2], ignore_eos=True, logit_bias={three: -math.inf, 9: -math.inf}, **options).token_ids
+                 for options, three in ((own, 3), (foreign, np.int64(3)))]
+    trace.close()
+    assert found[0] == found[1] and len(found[0]) == 30 and not {3, 7, 9} & set(found[0])
 
 
 class Chains(NgramDrafter):

@@ -12,14 +12,14 @@ from contract.vector_heads import VECTOR_HEADS
 from engine.engine_support import VOCABULARY, alone, check_counts, table
 from engine.test_faulty_drafters import Faulty
 
-from draftproof import Budget, Engine, Sampling
-from draftproof.drafters.fixed import AlwaysWrong
+from draftproof import Budget, Engine, EngineConfig, Sampling
+from draftproof.drafters.fixed import AlwaysWrong, NoDrafter
 from draftproof.drafters.model import ModelDrafter
 from draftproof.drafters.ngram import NgramDrafter
 from draftproof.engine.control import AutoDepth
 from draftproof.engine.port import Completion
 from draftproof.engine.speculation import Speculation
-from draftproof.errors import OptionError
+from draftproof.errors import OptionError, SpecError
 from draftproof.models.fake import TableTarget
 
 WISHES = [None, {"drafter": "none"}, {"drafter": "model"}, {"drafter": "always-wrong", "depth": 2}, {"drafter": "model", "depth": 5}]
@@ -139,3 +139,33 @@ def test_the_switch_reaches_all_and_unknown_names_are_refused() -> None:
             engine.submit([1], speculation={"depth": 3})
     with pytest.raises(OptionError, match="expected drafters that guess"):
         Engine(table(), others=["none"])
+
+
+@pytest.mark.parametrize("nothing", ["none", NoDrafter()], ids=["spec", "drafter"])
+def test_a_drafter_that_comes_back_has_the_depth_that_was_asked(nothing: Any) -> None:
+    spec, options = "ngram:min=1,max=2", Sampling(temperature=0, max_tokens=30, ignore_eos=True)
+    with Engine(table(), spec, 4, others=["ngram:min=2,max=4"]) as engine:
+        assert engine.set_speculation(drafter=nothing)["depth"] == 0
+        beside = engine.generate([1, 2, 1, 2], options, speculation={"drafter": "ngram:min=2,max=4"})
+        assert beside.speculation["depth"] == 4
+        with pytest.raises(SpecError):
+            engine.set_speculation(drafter="magic")
+        assert engine.set_speculation()["drafter"] == "none"
+        assert engine.set_speculation(drafter=spec)["depth"] == 4
+        out = engine.generate([1, 2, 1, 2], options)
+        depths = {event.depth for event in out.trace if event.event == "round_done"}
+        assert out.speculation["depth"] == max(depths) == 4
+    with Engine(table(), spec, config=EngineConfig(profile_s=0)) as engine:
+        engine.set_speculation(drafter=nothing)
+        assert engine.set_speculation(drafter=spec)["depth"] == "auto"
+
+
+def test_a_drafter_that_fails_to_open_leaves_the_old_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    def gone(*about: Any) -> Any:
+        raise OSError("the disk is gone")
+
+    monkeypatch.setattr("draftproof.drafters.suffix.SuffixDrafter.from_spec", gone)
+    with Engine(table(), "ngram", 4) as engine:
+        with pytest.raises(OSError, match="disk is gone"):
+            engine.set_speculation(drafter="suffix")
+        assert engine.settings.drafter == "ngram" and engine.set_speculation()["drafter"] == "ngram"

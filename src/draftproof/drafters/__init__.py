@@ -5,6 +5,7 @@ Adding one: a file with a class like the others, a line here, and a parameter in
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -54,6 +55,8 @@ DRAFTERS: Mapping[str, type[Named]] = {
     "custom": CustomDrafter,
 }
 
+BETWEEN = re.compile(r"\+(?=(?:" + "|".join(DRAFTERS) + r")(?:[:+]|$))")     # other pluses are of a path
+
 
 @dataclass(frozen=True, slots=True)
 class Spec:
@@ -68,13 +71,25 @@ class Spec:
 
 def parse_spec(spec: str) -> Spec:
     """Read a drafter spec. Raises SpecError naming what was found, what is known, and what to write instead."""
-    chain = re.split(r"\+(?=(?:" + "|".join(DRAFTERS) + r")(?:[:+]|$))", spec.strip())     # a path may hold a plus
-    parts = tuple(_parse_one(part) for part in chain)
+    parts = tuple(_parse_one(part) for part in _chain(spec.strip()))
     if len(parts) == 1:
         return parts[0]
     if any(part.name == "none" for part in parts):
         raise SpecError(f"drafter spec {spec!r}: none in a chain; expected drafters that guess: leave it out")
     return Spec("+".join(part.name for part in parts), parts=parts)
+
+
+def _chain(spec: str) -> list[str]:
+    """The parts of a chain: a plus before the name of a drafter is between two, unless it is of a folder's name (the longest there is)."""
+    ends = [*(plus.start() for plus in BETWEEN.finditer(spec)), len(spec)]
+    end = next((end for end in reversed(ends) if _is_folder(spec[:end])), ends[0])
+    return [spec[:end], *(_chain(spec[end + 1:]) if end < len(spec) else ())]
+
+
+def _is_folder(part: str) -> bool:
+    """Whether a part's path is there; False also for what cannot be a path."""
+    name, _, path = part.partition(":")
+    return name in DRAFTERS and DRAFTERS[name].takes_path and os.path.isdir(os.path.expanduser(path))
 
 
 def _parse_one(spec: str) -> Spec:

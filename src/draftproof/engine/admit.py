@@ -18,6 +18,8 @@ from ..types import RULES, Rule, Sampling
 from .sequence import Sequence
 from .text import Text
 
+LARGEST = (2 - 2**-23) * 2.0**127       # number of float32, which logits are: a larger bias would be +inf
+
 
 @dataclass(frozen=True, slots=True)
 class Wish:
@@ -86,6 +88,10 @@ def resolve(target: Target, sampling: Sampling) -> Sampling:
         wrong = next((token for token in getattr(sampling, name) if not 0 <= token < target.vocab_size), None)
         if wrong is not None:
             raise OptionError(f"{name} names token id {wrong}; expected ids in [0, {target.vocab_size})")
+    large = next((token for token, bias in sampling.logit_bias.items() if bias > LARGEST), None)
+    if large is not None:
+        raise OptionError(f"logit_bias holds {sampling.logit_bias[large]} for token {large}; expected numbers up to 3.4e38, or -inf to "
+                          "ban it: to force a token give it a large bias, or ban the others")
     banned = list(sampling.bad_word_ids)
     wrong = next((token for ids in banned for token in ids if not 0 <= token < target.vocab_size), None)
     if wrong is not None:

@@ -14,7 +14,7 @@ import torch
 from ..config import EngineConfig, LoadConfig, SpeculationConfig
 from ..core.tally import Tally
 from ..drafters.base import Drafter
-from ..errors import CacheFull, DraftproofError, Failure, OptionError
+from ..errors import CacheFull, Failure, OptionError
 from ..models.target import Target
 from ..trace.events import VERSION, TraceStarted
 from ..trace.report import metrics
@@ -99,6 +99,7 @@ class Engine:
             raise OptionError(f"depth={depth!r}: expected auto or an integer ≥ 0")
         spec = drafter if isinstance(drafter, str) else drafter.name
         self.settings = SpeculationConfig(drafter=spec, depth=None if depth == "auto" else int(depth), tree=tree, rule=rule)
+        self._fixed = self.settings.depth                           # as asked: a drafter that comes back after none has it again
         self.target = open_target(target, self.load)
         check_depth(self.target, self.settings)
         self._passes = PassCosts(ahead.overlaps(self.target))
@@ -195,18 +196,14 @@ class Engine:
         if depth_cap is not None and depth_cap < 0:
             raise OptionError(f"depth_cap={depth_cap}: expected an integer ≥ 0")
         if drafter is not None:
-            before = self.settings
-            fixed = None if drafter == "none" else before.depth
-            self.settings = replace(before, drafter=drafter if isinstance(drafter, str) else drafter.name, depth=fixed)
-            try:
-                worker = open_drafter(drafter, self.target, self.settings, self.load)
-            except DraftproofError:
-                self.settings = before
-                raise
+            spec = drafter if isinstance(drafter, str) else drafter.name
+            settings = replace(self.settings, drafter=spec, depth=None if spec == "none" else self._fixed)
+            worker = open_drafter(drafter, self.target, settings, self.load)
+            self.settings = settings
             self.speculation.replace(worker, self._control(worker, self.settings))
             self._profile()
         self.lanes.steer(enabled, depth_cap)
-        state = self._state(self.speculation, self.settings.rule, "auto" if self.settings.depth is None else self.settings.depth)
+        state = self._state(self.speculation, self.settings.rule, "auto" if self._fixed is None else self._fixed)
         if self._others:
             state["others"] = {spec: dict(zip(("state", "reason"), lane.state, strict=True)) for spec, lane in self._others}
         return state
@@ -325,7 +322,7 @@ class Engine:
 
     def _speculation_of(self, seq: Sequence) -> dict[str, Any]:
         """The `speculation` of `generate --json`."""
-        depth = seq.depth if seq.depth is not None else "auto" if self.settings.depth is None else self.settings.depth
+        depth = seq.depth if seq.depth is not None else "auto" if self._fixed is None else self._fixed
         state = self._state(self.lanes.of(seq), seq.rule, depth)
         if state["state"] == "on" and not seq.speculate:
             state.update(state="off", depth=0, reason="the request asked for no drafter")
