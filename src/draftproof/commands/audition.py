@@ -96,7 +96,6 @@ def prepare(log: Path, target: str | None, specs: Sequence[str], depths: Sequenc
     _begin(log, specs, processes)
     from ..audition.run import Arm, Work
     from ..audition.stories import Reader, tokenizer_at
-
     from ..models.load import builtin
     from ..serve.versions import target_version
 
