@@ -64,9 +64,9 @@ def _task(line: str, where: str, number: int) -> Task:
     if (expect is None) == (answer is None):
         raise Failure(f"{where}: expected either \"expect\" (a regular expression) or \"answer\" (a text or number)")
     if not isinstance(answer, str | int | float | None):
-        raise Failure(f"{where}: answer is a {type(answer).__name__}; expected a text or number")
+        raise Failure(f"{where}: answer {answer!r}; expected a text or number")
     if not isinstance(expect, str | None):
-        raise Failure(f"{where}: expect {expect!r} is a {type(expect).__name__}; expected a regular expression, in quotes")
+        raise Failure(f"{where}: expect {expect!r}; expected a regular expression, in quotes")
     try:
         re.compile(expect or "")
     except re.error as error:
