@@ -251,6 +251,13 @@ def test_demo(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatc
     assert "identical to off" in out and out.rstrip().splitlines()[-1].startswith("Verdict: all")
 
 
+def test_the_page_of_the_demo_is_not_its_trace(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    page = tmp_path / "x.html"
+    page.write_text("a page")
+    code, line = refused(capsys, "demo", "--quick", "--trace", str(page))
+    assert code == 2 and "x.jsonl" in line and page.read_text() == "a page"
+
+
 def test_demo_ends_with_3_when_a_token_differs(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tiny_weights: Path,
                                                 tmp_path: Path) -> None:
     from dataclasses import replace

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from draftproof.advise.check import check
+from draftproof.advise.documents import cells_of
 from draftproof.advise.measure import _costs, _line, along, beginnings, from_curve, measure
 from draftproof.advise.predict import Cost, Forecast, forecast, predict, thresholds, verdict
 from draftproof.bench.cells import Spread
@@ -197,6 +198,58 @@ def test_the_check_judges_narrow_cells_only() -> None:
             check(forecasts, document)
 
 
+@pytest.mark.parametrize(("cells", "said"), [
+    ([{"class": "code", "drafter": "ngram", "depth": "4", "concurrency": None, "rate": 2.0, "speedup": {"median": 1, "low": 1, "high": 1}}],
+     "not --rate"),
+    ([{"class": "code", "drafter": "ngram", "depth": "4", "concurrency": 1, "speedup": None}], "without it"),
+    ([{"class": "code", "drafter": "ngram", "depth": "4", "concurrency": 1, "speedup": {"median": "fast"}}], "another form"),
+    ([7], "another form"),
+])
+def test_a_benchmark_that_checks_nothing_is_told(cells: list[Any], said: str) -> None:
+    with pytest.raises(Failure, match=said):
+        check(advised(), {"cells": cells})
+
+
+@pytest.mark.parametrize(("document", "said"), [
+    ({}, "no cells"), ({"cells": 5}, "no cells"), ({"cells": []}, "no cells"), ({"cells": [5]}, "cell 1"),
+    (bench(four=(1.0, 0.1), eight=(1.0, 0.1)), "cell 1: rounds is missing"), ({"cells": [cell() | {"rounds": "9"}]}, "rounds is '9'"),
+    ({"cells": [cell() | {"acceptance_length": None}]}, "acceptance_length is None"), ({"cells": [cell(), cell()]}, "twice"),
+    ({"cells": [cell() | {"acceptance_length_interval": [1, 2]}]}, "acceptance_length_interval"),
+    ({"cells": [cell() | {"depth": "traced"}]}, "fixed depth"),
+])
+def test_what_is_no_audition_is_told(document: dict[str, Any], said: str) -> None:
+    with pytest.raises(Failure, match=said) as found:
+        cells_of(document)
+    assert "draftproof audition" in str(found.value)
+
+
+def test_an_audition_of_fixed_and_traced_depths_has_the_fixed_ones() -> None:
+    empty = cell("b") | {"rounds": 0, "acceptance_length": None}
+    assert cells_of({"cells": [cell(), cell() | {"depth": "traced"}, empty]}) == [cell(), empty]
+
+
+def test_a_curve_without_points_is_told() -> None:
+    with pytest.raises(Failure, match="no point"):
+        from_curve([], [cell()], 64, 0.0)
+
+
+def test_texts_that_end_at_once_are_told() -> None:
+    """A round counts from the fifth of a text on: these end before."""
+    said: list[str] = []
+    short = Sampling(temperature=0.0, max_tokens=4)
+    with pytest.raises(Failure, match="end within"):
+        measure(TableTarget(7, order=2), [("ngram", 2)], [((1, 2, 3), (4, 5))] * 2, [1, 2], short, 4, progress=said.append)
+    assert "no round of none at depth 0 could be timed at 1 concurrent" in "; ".join(said)
+
+
+def test_a_drafter_that_ends_texts_at_once_has_no_cost_and_the_others_have() -> None:
+    """It is so deep that no text takes it five rounds."""
+    target = TableTarget(3, order=1, seed=2, sharpness=50.0)
+    texts = [((1, 2, 1, 2, 1, 2), (1, 2) * 6), ((2, 1, 2, 1), (2, 1) * 6)]
+    costs, _ = measure(target, [("ngram", 16), ("ngram", 1)], texts, [1], Sampling(temperature=0.0, max_tokens=24), 4)
+    assert {(one.drafter, one.depth) for one in costs} == {("none", 0), ("ngram", 1)}
+
+
 def log_of(folder: Path) -> Path:
     log = folder / "log.jsonl"
     log.write_text("".join(json.dumps({"prompt_token_ids": [5, 6, 7, i + 8], "token_ids": [5, 6, 7, 8] * 6, "max_tokens": 24,
@@ -232,3 +285,5 @@ def test_the_command_reads_documents(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert command(["advise", "--audition", str(heard)]) == 2 and "no LOG" in capsys.readouterr().err
     heard.write_text("nothing")
     assert command(arguments) == 1 and "no JSON document" in capsys.readouterr().err
+    heard.write_text(measured.read_text())
+    assert command(arguments) == 1 and f"{heard}: cell 1" in capsys.readouterr().err

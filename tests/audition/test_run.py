@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import time
 from pathlib import Path
 from queue import Queue
@@ -29,6 +30,7 @@ from draftproof.drafters.suffix import SuffixDrafter
 from draftproof.engine.engine import Engine
 from draftproof.errors import Failure, OptionError
 from draftproof.models.fake import TableTarget
+from draftproof.serve.versions import folder_mark
 from draftproof.trace.sinks import Jsonl
 from draftproof.types import Sampling
 
@@ -173,6 +175,60 @@ def test_a_killed_run_goes_on_where_it_was(name: str, tmp_path: Path) -> None:
     assert same(run(job, partial=kept).cells()[-1], metrics)
     with pytest.raises(Failure, match="no partial result of this audition"):
         run(work(log, name, 6), partial=kept)
+
+
+@pytest.mark.parametrize("content", [b"my precious notes\n", b"notes", b'{"a": 1}\n', b'{"a": 1}', b"\xff\xfe", b'{"format": "other"'])
+def test_a_file_that_is_no_partial_result_stays_as_it_is(content: bytes, tmp_path: Path) -> None:
+    log, _ = write(tmp_path, "ngram", 2, 0.0)
+    kept = tmp_path / "notes.txt"
+    kept.write_bytes(content)
+    with pytest.raises(Failure, match="no partial result of this audition"):
+        run(work(log, "ngram", 2), partial=kept)
+    assert kept.read_bytes() == content
+
+
+def test_a_first_line_that_was_cut_short_is_written_again(tmp_path: Path) -> None:
+    log, metrics = write(tmp_path, "ngram", 2, 0.0)
+    kept, job = tmp_path / "kept.jsonl", work(log, "ngram", 2)
+    run(job, partial=kept)
+    whole = kept.read_bytes()
+    header = whole.split(b"\n")[0]
+    for begun in (b"", header[:9], header):
+        kept.write_bytes(begun)
+        assert same(run(job, partial=kept).cells()[-1], metrics) and kept.read_bytes() == whole
+
+
+def test_what_is_no_part_is_told(tmp_path: Path) -> None:
+    log, _ = write(tmp_path, "ngram", 2, 0.0)
+    kept, job = tmp_path / "kept.jsonl", work(log, "ngram", 2)
+    run(job, partial=kept)
+    kept.write_bytes(kept.read_bytes() + b'{"arm": 0}\n')
+    with pytest.raises(Failure, match=r"line 3: no part of an audition"):
+        run(job, partial=kept)
+
+
+def test_a_partial_result_of_another_target_is_refused(tiny_pair: tuple[Path, Path], tmp_path: Path,
+                                                       capsys: pytest.CaptureFixture[str]) -> None:
+    log, kept, target = tmp_path / "log.jsonl", tmp_path / "kept.jsonl", tmp_path / "target"
+    log.write_text(json.dumps({"prompt": "one two one two", "completion": " one two one two"}) + "\n")
+    shutil.copytree(tiny_pair[0], target)
+    arguments = ["audition", str(log), "--drafter", "ngram", "--depth", "2", "--partial", str(kept), "--target"]
+    assert command([*arguments, str(target)]) == 0 and command([*arguments, str(target)]) == 0
+    whole = kept.read_bytes()
+    with (target / "config.json").open("a") as file:        # the same name, other contents
+        file.write(" ")
+    folder_mark.cache_clear()
+    capsys.readouterr()
+    assert command([*arguments, str(target)]) == 1 and "no partial result of this audition" in capsys.readouterr().err
+    assert command(arguments[:-1]) == 1 and kept.read_bytes() == whole
+
+
+def test_a_class_named_all_is_not_the_whole_log(tmp_path: Path) -> None:
+    log = tmp_path / "log.jsonl"
+    log.write_text("".join(json.dumps({"prompt_token_ids": [1, 2, 1], "token_ids": [2, 1, 2, 1] * repeat, "class": name}) + "\n"
+                           for name, repeat in (("all", 1), ("chat", 5), ("all", 2))))
+    cells = run(work(log, "ngram", 2)).cells()
+    assert [(c["class"], c["requests"]) for c in cells] == [("chat", 1), ("other", 2), ("all", 3)]
 
 
 def test_processes_count_the_same(tmp_path: Path) -> None:

@@ -190,7 +190,19 @@ def test_tasks_are_read_and_scored(tmp_path: Path) -> None:
     tasks = task.read_tasks(file)
     assert [t.right(text) for t, text in zip(tasks, ["so 3, no, 4.0.", "it is paris", "return 7"], strict=True)] == [True] * 3
     assert [t.right(text) for t, text in zip(tasks, ["4 or 5", "Rome", "return x"], strict=True)] == [False] * 3
-    for bad, word in (({"prompt": "x"}, "expect"), ({"prompt": "x", "expect": "("}, "regular expression")):
+    for bad, word in (({"prompt": "x"}, "expect"), ({"prompt": "x", "expect": "("}, "regular expression"),
+                      ({"prompt": "x", "expect": 42}, "line 1: expect 42"), ({"prompt": "x", "answer": ["4"]}, "line 1: answer")):
         file.write_text(json.dumps(bad))
         with pytest.raises(Failure, match=word):
             task.read_tasks(file)
+    file.write_text("\n")
+    with pytest.raises(Failure, match="is empty"):
+        task.read_tasks(file)
+    with pytest.raises(Failure, match="does not exist"):
+        task.read_tasks(tmp_path / "none.jsonl")
+
+
+def test_every_task_has_the_answer_of_its_own_line(tmp_path: Path) -> None:
+    file = tmp_path / "tasks.jsonl"
+    file.write_text("\n\n".join(json.dumps({"prompt": f"Q{i}", "answer": f"A{i}", "timestamp": 9 - i}) for i in (1, 2, 3)))
+    assert [(t.item.turns, t.answer) for t in task.read_tasks(file)] == [((f"Q{i}",), f"A{i}") for i in (1, 2, 3)]

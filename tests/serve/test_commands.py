@@ -12,11 +12,14 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
 import httpx2
 import pytest
+
+from draftproof.cli import run
 
 ROOT = Path(__file__).parent.parent.parent
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
@@ -93,6 +96,10 @@ def test_a_second_signal_stops_at_once() -> None:
     (("serve", "--target", "./does-not-exist"), "no such folder"),
     (("switch", "status", "--depth-cap", "2"), "changes nothing"),
     (("switch", "off", "--url", "file:///etc"), "expected http"),
+    (("switch", "off", "--url", "http://h:abc"), "expected http"),
+    (("switch", "off", "--url", "http://"), "expected http"),
+    (("switch", "off", "--url", "http://h: 1"), "expected http"),
+    (("switch", "off", "--url", "http://[::1"), "expected http"),
 ])
 def test_wrong_usage_is_told_before_anything_is_loaded(arguments: tuple[str, ...], said: str) -> None:
     done = draftproof(*arguments)
@@ -102,3 +109,25 @@ def test_wrong_usage_is_told_before_anything_is_loaded(arguments: tuple[str, ...
 def test_nobody_there() -> None:
     done = draftproof("switch", "off", "--url", "http://127.0.0.1:9")
     assert done.returncode == 1 and "is the server running there?" in done.stderr
+
+
+@pytest.mark.parametrize("answer", [b"{}", b"[]", b"<html>", b"\xff", b'{"state": "on"}'])
+@pytest.mark.parametrize("form", [[], ["--json"]])
+def test_an_answer_of_another_server_is_told(answer: bytes, form: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    class Other(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(answer)))
+            self.end_headers()
+            self.wfile.write(answer)
+
+        def log_message(self, *words: object) -> None:
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Other) as server:
+        serving = threading.Thread(target=server.handle_request)
+        serving.start()
+        assert run(["switch", "status", "--url", f"http://127.0.0.1:{server.server_port}", *form]) == 1
+        serving.join(10)
+    said = capsys.readouterr()
+    assert "expected the state of speculation" in said.err and "unforeseen" not in said.err and not said.out

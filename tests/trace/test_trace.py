@@ -74,6 +74,16 @@ def test_json_and_back(event: RoundDone) -> None:
     assert from_json(json.dumps(record)) == event
 
 
+@pytest.mark.parametrize(("record", "said"), [
+    ({"event": []}, "with a name as"), ({"event": {}}, "with a name as"), ({"event": 5}, "with a name as"),
+    ({"event": "trace_started", "version": "2", "target": "t", "drafter": "d", "rule": "match", "depth": "1"}, "trace version '2'"),
+    ({"event": "trace_started", "version": None, "target": "t", "drafter": "d", "rule": "match", "depth": "1"}, "trace version None"),
+])
+def test_what_names_no_event_is_told(record: dict[str, object], said: str) -> None:
+    with pytest.raises(Failure, match=said):
+        from_json(json.dumps(record))
+
+
 def run(level: TraceLevel, sinks: list[object], drafter: str = "ngram:min=1,max=2") -> Engine:
     config = EngineConfig(trace=level, max_batch=4)
     engine = Engine(target=table(), drafter=drafter, depth=3, config=config, sinks=sinks)  # type: ignore[arg-type]

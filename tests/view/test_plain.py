@@ -154,6 +154,47 @@ def test_the_command(trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[
     capsys.readouterr()
 
 
+@pytest.mark.parametrize("option", [["--html"], ["--perfetto"], ["--chart", "tree", "--out"]])
+def test_no_output_is_written_over_an_input(option: list[str], trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    mine, other, link = tmp_path / "mine.svg", tmp_path / "other.svg", tmp_path / "link.svg"
+    for file in (mine, other):
+        shutil.copy(trace, file)
+    link.symlink_to(mine)
+    for out in (mine, link, tmp_path / "." / "mine.svg"):
+        assert run(["view", str(mine), *option, str(out)]) == 2 and "TRACE" in capsys.readouterr().err
+    assert run(["view", str(mine), "--chart", "compare", "--with", str(other), "--out", str(other)]) == 2
+    assert "--with" in capsys.readouterr().err
+    assert mine.read_bytes() == other.read_bytes() == trace.read_bytes()
+
+
+def test_charts_in_a_folder_are_not_written_over_the_trace(trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shutil.copy(trace, tmp_path / "tree.svg")
+    assert run(["view", str(tmp_path / "tree.svg"), "--chart", "tree", "--out", str(tmp_path)]) == 2
+    assert "--chart" in capsys.readouterr().err and (tmp_path / "tree.svg").read_bytes() == trace.read_bytes()
+
+
+def test_two_outputs_are_two_files(trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = str(tmp_path / "a")
+    assert run(["view", str(trace), "--html", out, "--perfetto", out]) == 2 and "--html" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_damaged_trace_leaves_what_was_written_before(trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    damaged, link = tmp_path / "damaged.jsonl", tmp_path / "link.json"
+    damaged.write_bytes(trace.read_bytes() + b"damage\n")
+    for option, name in (("--html", "a.html"), ("--perfetto", "a.json"), ("--perfetto", "a.json.gz")):
+        out = tmp_path / name
+        out.touch(mode=0o600)
+        assert run(["view", str(trace), option, str(out)]) == 0
+        before = out.read_bytes()
+        assert run(["view", str(damaged), option, str(out)]) == 1 and "not a line of a trace" in capsys.readouterr().err
+        assert out.read_bytes() == before and out.stat().st_mode & 0o777 == 0o600
+    link.symlink_to(tmp_path / "a.json")
+    assert run(["view", str(trace), "--perfetto", str(link)]) == 0 and link.is_symlink()
+    assert run(["view", str(trace), "--html", "/dev/null", "--perfetto", "/dev/null"]) == 0 and Path("/dev/null").is_char_device()
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["a.html", "a.json", "a.json.gz", "damaged.jsonl", "link.json"]
+
+
 def test_words_are_added_once_and_only_where_missing(trace: Path, tmp_path: Path) -> None:
     out = tmp_path / "a.html"
     write_page(trace, out, vocabulary=HOSTILE)

@@ -19,6 +19,7 @@ from ..core.budget import Memory, memory
 from ..engine.engine import Engine
 from ..engine.port import Handle
 from ..engine.setup import draft_bytes
+from ..errors import Failure
 from ..models.target import Target
 from ..trace.events import PrefillDone, RoundDone
 from ..trace.sinks import Memory as Sink
@@ -45,7 +46,7 @@ def measure(target: Target, arms: Sequence[tuple[str, int]], texts: Sequence[tup
     """Costs of a plain round and of each (spec, depth) at each batch, and the bytes of every drafter's weights.
 
     texts: prompts and their answers, from which rounds go on; they are used over and over. rounds: timed per arm and batch, at
-    least a few.
+    least a few. An arm of which no round could be timed has no cost. Raises Failure if there is none at all.
     """
     config = EngineConfig(max_batch=max(batches))
     timed: dict[tuple[str, int, int], Rounds] = {}
@@ -61,6 +62,11 @@ def measure(target: Target, arms: Sequence[tuple[str, int]], texts: Sequence[tup
             _side_by_side(engines, places, batch, sampling, FEW, clock)                       # warms up
             for key, found in _side_by_side(engines, places, batch, sampling, rounds, clock).items():
                 timed[*key, batch] = found
+                if not found and progress:
+                    progress(f"no round of {key[0]} at depth {key[1]} could be timed at {batch} concurrent")
+        if not any(timed[OFF, 0, batch] for batch in batches):
+            raise Failure(f"no round could be timed: the texts that the target goes on with end within {WARM} rounds; expected a log of "
+                          "longer answers, of the model that is timed")
         if progress:
             progress("timing beginnings")
         firsts = dict(reversed(engines))                                                   # of each drafter, the depth named first
@@ -68,9 +74,11 @@ def measure(target: Target, arms: Sequence[tuple[str, int]], texts: Sequence[tup
                            sampling, clock)
     target.set_taps(())
     costs = [cost for batch in batches for cost in _costs({key[:2]: found for key, found in timed.items() if key[2] == batch}, batch)]
-    round_s = {cost.drafter: cost.seconds.median for cost in costs if (cost.batch, cost.depth) == (min(batches), firsts[cost.drafter])}
+    begins = sorted(costs, key=lambda cost: (cost.batch == min(batches), cost.depth == firsts[cost.drafter]))       # how it began last
+    round_s = {cost.drafter: cost.seconds.median for cost in begins}
     free = _free_rows(target, int(median(map(len, places))), batches, max((depth for _, depth in arms), default=0) + 1, clock)
-    starts = {spec: _line([(length, seconds - rounds * round_s[spec]) for length, seconds, rounds in each]) for spec, each in begun.items()}
+    starts = {spec: _line([(length, seconds - rounds * round_s[spec]) for length, seconds, rounds in each]) for spec, each in begun.items()
+              if spec in round_s}
     return [replace(cost, free_rows=free[cost.batch], start_s=start, token_s=token)
             for cost in costs for start, token in [starts[cost.drafter]]], weights
 
@@ -212,6 +220,8 @@ def _costs(timed: Mapping[tuple[str, int], Rounds], batch: int) -> list[Cost]:
     The interval is that of a median, 1.2533 times as wide as a mean's, with the deviation read off absolute residuals.
     """
     timed = {key: found for key, found in timed.items() if found}
+    if (OFF, 0) not in timed:
+        return []
     plain = median(seconds for seconds, *_ in timed[OFF, 0])
     planes = {key: _plane(found, plain) for key, found in timed.items()}
     rise = _rise((length, seconds - planes[key][0] - planes[key][1] * drafted)
@@ -231,8 +241,10 @@ def _costs(timed: Mapping[tuple[str, int], Rounds], batch: int) -> list[Cost]:
 def from_curve(points: Sequence[Point], cells: Sequence[dict[str, Any]], context: int, draft_cost: float) -> list[Cost]:
     """Costs read off a target's curve, where no engine was timed: T(1) plain, T(1 + drafted) + depth · draft_cost · T(1) with guesses.
 
-    context: the nearest measured one is taken. draft_cost: seconds to draft a token in plain passes.
+    context: the nearest measured one is taken. draft_cost: seconds to draft a token in plain passes. Raises Failure if there is no point.
     """
+    if not points:
+        raise Failure("the cost curve has no point; expected the document that draftproof profile --json prints")
     near = min({p.context for p in points}, key=lambda c: abs(c - context))
     costs: list[Cost] = []
     for batch in sorted({p.batch for p in points if p.context == near}):

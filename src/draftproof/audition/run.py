@@ -88,7 +88,8 @@ class Part:
     classes: dict[str, Counts] = field(default_factory=dict)
 
     def add(self, read: Read, tally: Tally, exact: bool, rounds: tuple[float, float] | None = None) -> None:
-        counts = self.classes.setdefault(read.story.prompt_class or ALL, Counts())
+        name = read.story.prompt_class or UNCLASSED
+        counts = self.classes.setdefault(OTHER if name == ALL else name, Counts())      # ALL is the whole log
         counts.add(tally, exact or read.known, len(read.story.prompt), rounds)
         self.tokens += len(read.story.answer)
         self.retokenised += read.retokenised
@@ -109,7 +110,10 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """A log, how it is read, and what replays it. target: where a drafter is a model or reads hidden states."""
+    """A log, how it is read, and what replays it. target: where a drafter is a model or reads hidden states.
+
+    version: which target made ids of text, by name and content; a partial result of another one is not gone on with.
+    """
 
     log: str
     arms: tuple[Arm, ...]
@@ -117,6 +121,7 @@ class Work:
     target: Target | None = None
     make: Maker | None = None           # of drafters that are no copiers
     batch: int = BATCH
+    version: str = ""
 
     def __post_init__(self) -> None:
         for arm in self.arms:

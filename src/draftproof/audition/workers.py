@@ -107,42 +107,44 @@ def _kept(file: Path | None, work: Work) -> Iterator[tuple[list[Part], Callable[
     if file is None:
         yield [], lambda part: None
         return
-    header = {"format": FORMAT, "log": Path(work.log).name, "bytes": log_size(work.log),
-              "arms": [[a.spec, a.shown_depth] for a in work.arms]}
+    header = (json.dumps({"format": FORMAT, "log": Path(work.log).name, "bytes": log_size(work.log), "target": work.version,
+                          "arms": [[a.spec, a.shown_depth] for a in work.arms]}) + "\n").encode()
     parts = _known(file, header)
-    with file.open("a", encoding="utf-8") as stream:
+    with file.open("ab") as stream:
         if stream.tell() == 0:
             _line(stream, header)
-        yield parts, lambda part: _line(stream, part.as_json())
+        yield parts, lambda part: _line(stream, (json.dumps(part.as_json()) + "\n").encode())
 
 
-def _line(stream: IO[str], record: dict[str, Any]) -> None:
-    stream.write(json.dumps(record) + "\n")
+def _line(stream: IO[bytes], line: bytes) -> None:
+    stream.write(line)
     stream.flush()
 
 
-def _known(file: Path, header: dict[str, Any]) -> list[Part]:
-    """What a partial result has; a last line cut short by a kill is dropped from it. Raises Failure if it is of something else."""
+def _known(file: Path, header: bytes) -> list[Part]:
+    """What a partial result has; a last line cut short by a kill is dropped from it. Raises Failure, and leaves the file as it is, if it
+    is of something else."""
     if not file.exists():
         return []
     parts: list[Part] = []
-    whole = 0
-    with file.open("rb") as stream:
-        for number, line in enumerate(stream):
+    with file.open("rb+") as stream:
+        first = stream.readline(len(header))
+        if not header.startswith(first):            # a part of it was cut short by a kill, too
+            raise Failure(f"{file} is no partial result of this audition (found {first.decode(errors='replace').strip()!r}, expected "
+                          f"{header.decode().strip()!r}); delete it, or name another file")
+        whole = len(first) if first == header else 0
+        for number, line in enumerate(stream, 2):
             try:
                 record = json.loads(line)
             except ValueError:
                 break
             if not line.endswith(b"\n"):
                 break
-            if number == 0 and record != header:
-                raise Failure(f"{file} is no partial result of this audition (found {record}, expected {header}); "
-                              "delete it, or name another file")
-            if number:
+            try:
                 parts.append(Part.from_json(record))
+            except (KeyError, TypeError, AttributeError) as error:
+                raise Failure(f"{file}, line {number}: no part of an audition ({type(error).__name__}: {error}); "
+                              "delete the line, or the file") from None
             whole += len(line)
-    with file.open("rb+") as stream:
         stream.truncate(whole)
     return parts
-
-

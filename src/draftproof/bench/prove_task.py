@@ -19,7 +19,7 @@ from ..errors import Failure
 from .load import Answer, Client, Job, Load, play
 from .prove_rule import Check
 from .statistics import mcnemar, paired_interval
-from .workload import Item, read_items
+from .workload import Item, _item
 
 NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 
@@ -45,22 +45,33 @@ def _value(text: str) -> float:
 
 
 def read_tasks(path: str | Path) -> list[Task]:
-    """Raises Failure naming the line that says no right answer, or whose expression does not compile."""
-    items = read_items(path)
-    text = Path(path).expanduser().read_text("utf-8", "replace")
-    lines = [(number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
-    tasks = []
-    for item, (number, line) in zip(items, lines, strict=True):
-        record = json.loads(line)
-        expect, answer = record.get("expect"), record.get("answer")
-        if (expect is None) == (answer is None):
-            raise Failure(f"{path}, line {number}: expected either \"expect\" (a regular expression) or \"answer\" (a text or number)")
-        try:
-            re.compile(expect or "")
-        except re.error as error:
-            raise Failure(f"{path}, line {number}: expect {expect!r} is no regular expression: {error}") from None
-        tasks.append(Task(item, expect, None if answer is None else str(answer)))
+    """Every task, in the order of the file. Raises Failure naming the line that has no known form, says no right answer, or whose
+    expression does not compile."""
+    file = Path(path).expanduser()
+    if not file.is_file():
+        raise Failure(f"{path} does not exist; expected scored prompts, one JSON object a line")
+    with file.open(encoding="utf-8", errors="replace") as stream:
+        tasks = [_task(line, f"{path}, line {number}", number) for number, line in enumerate(stream, 1) if line.strip()]
+    if not tasks:
+        raise Failure(f"{path} is empty; expected scored prompts, one JSON object a line")
     return tasks
+
+
+def _task(line: str, where: str, number: int) -> Task:
+    """Prompt and right answer of one line."""
+    item, record = _item(line, where, number), json.loads(line)
+    expect, answer = record.get("expect"), record.get("answer")
+    if (expect is None) == (answer is None):
+        raise Failure(f"{where}: expected either \"expect\" (a regular expression) or \"answer\" (a text or number)")
+    if not isinstance(answer, str | int | float | None):
+        raise Failure(f"{where}: answer {answer!r}; expected a text or number")
+    if not isinstance(expect, str | None):
+        raise Failure(f"{where}: expect {expect!r}; expected a regular expression, in quotes")
+    try:
+        re.compile(expect or "")
+    except re.error as error:
+        raise Failure(f"{where}: expect {expect!r} is no regular expression: {error}") from None
+    return Task(item, expect, None if answer is None else str(answer))
 
 
 @dataclass(frozen=True, slots=True)

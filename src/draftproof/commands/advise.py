@@ -54,7 +54,7 @@ def advise(log: Path | None, target: str | None, specs: tuple[str, ...], depths:
     document = _read(given["heard"]) if given["heard"] is not None else None
     place: str | Target | None = target
     if document is not None:
-        cells = list(document.get("cells", ()))
+        cells = _heard(document, given["heard"])
     else:
         assert log is not None, "checked above"
         work = prepare(log, target, specs, depths, given)
@@ -96,6 +96,15 @@ def _read(file: Path) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise Failure(f"{file}: found a JSON {type(found).__name__}, expected an object")
     return found
+
+
+def _heard(document: Mapping[str, Any], file: Path) -> list[dict[str, Any]]:
+    from ..advise.documents import cells_of
+
+    try:
+        return cells_of(document)
+    except Failure as error:
+        raise Failure(f"--audition {file}: {error}") from None
 
 
 def _from_curve(record: Mapping[str, Any], cells: Sequence[dict[str, Any]], draft_cost: float) -> list[Cost]:

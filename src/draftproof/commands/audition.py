@@ -96,13 +96,15 @@ def prepare(log: Path, target: str | None, specs: Sequence[str], depths: Sequenc
     _begin(log, specs, processes)
     from ..audition.run import Arm, Work
     from ..audition.stories import Reader, tokenizer_at
+    from ..models.load import builtin
+    from ..serve.versions import target_version
 
     arms = tuple(Arm(spec, depth) for spec, depth in arms_of(specs, depths))
     o.check_target(target)
+    place = str(builtin("target")) if target is None else target
+    version = target_version(place)
     if all(arm.copies for arm in arms):
-        from ..models.load import builtin
-
-        return Work(str(log), arms, Reader(partial(tokenizer_at, str(builtin("target")) if target is None else target)))
+        return Work(str(log), arms, Reader(partial(tokenizer_at, place)), version=version)
     from ..drafters import build
     from ..engine.setup import open_target
 
@@ -110,7 +112,7 @@ def prepare(log: Path, target: str | None, specs: Sequence[str], depths: Sequenc
     model = open_target(target, load)
     for line in facts_lines(model.facts, load.cache_tokens)[:1]:
         note(line)
-    return Work(str(log), arms, Reader.of(model), model, lambda spec: build(spec, model, "match", load))
+    return Work(str(log), arms, Reader.of(model), model, lambda spec: build(spec, model, "match", load), version=version)
 
 
 def hear(work: Work, processes: int | None, kept: Path | None) -> Result:

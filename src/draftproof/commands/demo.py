@@ -15,10 +15,11 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ..config import DemoConfig, EngineConfig, LoadConfig
-from ..errors import LoadError, ParityError
+from ..errors import LoadError, OptionError, ParityError
 from . import options as o
 from .console import console, emit_json, facts_lines, note
 from .view import EMBEDDED_LIMIT, write_page
+from .view_files import check_apart
 
 if TYPE_CHECKING:
     from ..bench.cells import Cell, Run, Spread
@@ -45,6 +46,7 @@ def demo(quick: bool, trace_file: Path, as_json: bool, **given: Any) -> int:
     plan = DemoConfig.of({**(QUICK if quick else {}), **o.pick(DemoConfig, given)})
     load = LoadConfig.of(o.pick(LoadConfig, given))
     o.check_trace(trace_file)
+    page = page_of(trace_file)
     from ..bench.cells import ALL, OFF, cells
     from ..bench.run import by_class
 
@@ -59,7 +61,6 @@ def demo(quick: bool, trace_file: Path, as_json: bool, **given: Any) -> int:
     else:
         print_table(rows)
         click.echo(verdict(rows))
-    page = trace_file.with_suffix(".html")
     write_page(trace_file, page, EMBEDDED_LIMIT, words)
     note(f"trace: {trace_file}\npage: {page}")
     differing = [row for row in rows if not row.identical and row.prompt_class != ALL and row.arm != OFF]
@@ -67,6 +68,16 @@ def demo(quick: bool, trace_file: Path, as_json: bool, **given: Any) -> int:
         where = ", ".join(f"{row.arm} on {row.prompt_class} at temperature {row.temperature:g}" for row in differing)
         raise ParityError(f"not identical to speculation off: {where}")
     return 0
+
+
+def page_of(trace_file: Path) -> Path:
+    """Where the page goes, beside the trace. Raises OptionError if that is the trace."""
+    page = trace_file.with_suffix(".html")
+    if trace_file.suffix.lower() == ".html":
+        raise OptionError(f"--trace {trace_file}: the page will be {page}, beside the trace; "
+                          f"name the trace otherwise, as in {trace_file.with_suffix('.jsonl')}")
+    check_apart([("--trace", trace_file)], [("the page", page)])
+    return page
 
 
 def packaged_prompts() -> list[dict[str, str]]:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 from urllib.error import HTTPError, URLError
+from urllib.parse import urlsplit
 from urllib.request import Request, urlopen
 
 import click
@@ -16,6 +18,7 @@ from .console import emit_json, note
 from .options import json_option
 
 KEY = "DRAFTPROOF_API_KEY"
+STATE = ("state", "drafter", "depth", "reason")     # what a server tells of its speculation, at least
 
 
 @click.command(short_help="Turn a running server's speculation on or off.")
@@ -56,17 +59,15 @@ def key_of(file: Path | None) -> str | None:
 
 
 def ask(url: str, body: dict[str, Any] | None, key: str | None) -> dict[str, Any]:
-    """GET the state, or PUT a change. Raises Failure with the server's own words."""
-    if not url.startswith(("http://", "https://")):
-        raise OptionError(f"--url {url}: expected http://HOST:PORT")
+    """GET the state, or PUT a change. Raises Failure with the server's own words, OptionError for what is no address."""
+    check_url(url)
     request = Request(url.rstrip("/") + "/draftproof/speculation", method="GET" if body is None else "PUT",
                       data=None if body is None else json.dumps(body).encode(), headers={"Content-Type": "application/json"})
     if key is not None:
         request.add_header("Authorization", f"Bearer {key}")
     try:
         with urlopen(request, timeout=30) as reply:
-            found: dict[str, Any] = json.load(reply)
-            return found
+            answer = reply.read()
     except HTTPError as error:
         with error:
             said = error.read().decode(errors="replace")
@@ -75,5 +76,28 @@ def ask(url: str, body: dict[str, Any] | None, key: str | None) -> dict[str, Any
         except (ValueError, KeyError, TypeError):
             note(said[:300])
         raise Failure(f"{url} answered {error.code}: {said[:300]}") from None
-    except (URLError, OSError, ValueError) as error:
+    except (URLError, OSError, ValueError, HTTPException) as error:
         raise Failure(f"{url}: {getattr(error, 'reason', error)}; is the server running there?") from None
+    return state_of(url, answer)
+
+
+def check_url(url: str) -> None:
+    try:
+        parts = urlsplit(url)
+        good = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:                      # a port that is no number, brackets that do not match
+        good = False
+    if not good or not url.isprintable() or " " in url:
+        raise OptionError(f"--url {url}: expected http://HOST:PORT")
+
+
+def state_of(url: str, answer: bytes) -> dict[str, Any]:
+    """The state of speculation in an answer. Raises Failure if it has none."""
+    try:
+        found = json.loads(answer)
+    except ValueError:
+        found = None
+    if not isinstance(found, dict) or not all(name in found for name in STATE):
+        raise Failure(f"{url} answered {answer[:80].decode(errors='replace')!r}; expected the state of speculation ({', '.join(STATE)}): "
+                      "name the address of a draftproof server with --url")
+    return found

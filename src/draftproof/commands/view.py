@@ -18,6 +18,7 @@ from ..errors import Failure, OptionError
 from ..view import bundle, perfetto, server, terminal
 from .console import note
 from .view_charts import CHARTS, Wish, draw
+from .view_files import check_apart, replacing
 
 if TYPE_CHECKING:
     from ..trace.events import Event
@@ -63,6 +64,9 @@ def view(trace: Path, engine: str | None, trace_file: Path | None, html_file: Pa
     for file in (html_file, perfetto_file, trace_file):
         if file is not None and not file.absolute().parent.is_dir():
             raise OptionError(f"{file}: the folder does not exist; create it, or name a file elsewhere")
+    check_apart([("TRACE", trace), ("--with", wish.other if wish else None)],
+                [("--trace", trace_file), ("--html", html_file), ("--perfetto", perfetto_file),
+                 *(("--chart", file) for file in (wish.files if wish else ()))])
     with ExitStack() as stack:
         trace = as_trace(trace, engine, trace_file, stack)
         if html_file is not None:
@@ -88,8 +92,6 @@ def as_trace(file: Path, engine: str | None, out: Path | None, stack: ExitStack)
         if out is not None:
             raise OptionError(f"--trace {out}: {file} holds no answers of another engine; nothing is imported")
         return file
-    if out is not None and out.exists() and out.samefile(file):
-        raise OptionError(f"--trace {out}: that is the file to import; name another")
     found = imports.load(file, engine or "auto")
     for text in found.notes[:MOST_NOTES]:
         note(text)
@@ -138,10 +140,8 @@ def write_page(trace: Path, out: Path, limit: int | None = None, vocabulary: lis
             data, whole = bundle.first_requests(lines, limit)
     if not whole:
         told = f"This page holds the first requests of {trace.name}; the file has the rest: draftproof view {trace.name}"
-    try:
-        out.write_text(bundle.page(data, trace.name, told), encoding="utf-8")
-    except OSError as error:
-        raise Failure(f"{out}: {error.strerror}; expected a writable file") from error
+    with replacing(out) as half:
+        half.write_text(bundle.page(data, trace.name, told), encoding="utf-8")
 
 
 def with_words(lines: Iterator[str], vocabulary: list[str] | None) -> Iterator[str]:
@@ -157,11 +157,9 @@ def with_words(lines: Iterator[str], vocabulary: list[str] | None) -> Iterator[s
 
 def write_perfetto(trace: Path, out: Path) -> None:
     """Chrome's trace format; gzipped when the name ends with .gz, which Perfetto opens too."""
-    try:
-        with (gzip.open(out, "wt", encoding="utf-8") if out.suffix == ".gz" else open(out, "w", encoding="utf-8")) as file:
-            perfetto.write(checked(trace), file)
-    except OSError as error:
-        raise Failure(f"{out}: {error.strerror}; expected a writable file") from error
+    with replacing(out) as half, (gzip.open(half, "wt", encoding="utf-8") if out.suffix == ".gz" else
+                                  half.open("w", encoding="utf-8")) as file:
+        perfetto.write(checked(trace), file)
 
 
 def print_lines(trace: Path) -> None:

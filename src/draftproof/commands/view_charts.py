@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from ..errors import Failure, OptionError
 from ..view import charts, charts_time, charts_token, style
 from .console import note
+from .view_files import replacing
 
 if TYPE_CHECKING:
     from ..trace.events import Event, RoundDone
@@ -57,6 +58,19 @@ class Wish:
             raise OptionError("--chart compare draws two traces; name the second one: --with OTHER")
         return cls(names, out, **{name: value for name, value in more.items() if value is not None})
 
+    @property
+    def single(self) -> bool:
+        """Whether `out` is the picture, not a folder of several."""
+        return self.out.suffix in FORMS
+
+    def file(self, name: str) -> Path:
+        """Where the chart of that name goes."""
+        return self.out if self.single else self.out / f"{name}.svg"
+
+    @property
+    def files(self) -> list[Path]:
+        return [self.file(name) for name in self.names]
+
 
 def draw(wish: Wish, read: Callable[[Path], Iterable[Event]], trace: Path) -> list[Path]:
     """Draw all that is wished and return the files. `read` gives a trace's events, as often as asked. Raises Failure, also for a chart
@@ -65,8 +79,7 @@ def draw(wish: Wish, read: Callable[[Path], Iterable[Event]], trace: Path) -> li
 
     found = runs(read(trace))
     done = []
-    single = wish.out.suffix in FORMS
-    if not single:
+    if not wish.single:
         wish.out.mkdir(exist_ok=True)
     for name in wish.names:
         try:
@@ -76,7 +89,7 @@ def draw(wish: Wish, read: Callable[[Path], Iterable[Event]], trace: Path) -> li
                 raise
             note(f"{name} is left out: {error}")
             continue
-        file = wish.out if single else wish.out / f"{name}.svg"
+        file = wish.file(name)
         _paint(painter, data, height, file, wish.theme)
         done.append(file)
     if not done:
@@ -86,14 +99,12 @@ def draw(wish: Wish, read: Callable[[Path], Iterable[Event]], trace: Path) -> li
 
 def _paint(painter: Draw, data: Any, height: float, file: Path, theme: str) -> None:
     try:
-        with style.sheet(theme) as colours:
+        with style.sheet(theme) as colours, replacing(file) as half:
             figure = style.figure(height)
             painter(figure, colours, data)
-            style.save(figure, file, file.suffix[1:])
+            style.save(figure, half, file.suffix[1:])
     except ImportError as error:
         raise Failure(str(error)) from error
-    except OSError as error:
-        raise Failure(f"{file}: {error.strerror}; expected a writable file") from error
 
 
 def _prepare(name: str, wish: Wish, read: Callable[[Path], Iterable[Event]], trace: Path, found: list[Run]) -> tuple[Draw, Any, float]:

@@ -131,6 +131,8 @@ def from_json(line: str) -> Event | None:
         name = record["event"]
     except (ValueError, KeyError, TypeError) as error:
         raise Failure(f"not a line of a trace: {line[:80]!r}; expected a JSON object with \"event\"") from error
+    if not isinstance(name, str):
+        raise Failure(f"not a line of a trace: {line[:80]!r}; expected \"event\" with a name as {', '.join(_EVENTS)}")
     kind = _EVENTS.get(name)
     if kind is None:
         return None
@@ -138,6 +140,8 @@ def from_json(line: str) -> Event | None:
         event: Event = _build(kind, record)
     except (TypeError, ValueError, AttributeError) as error:
         raise Failure(f"a {name} record of another form ({error}); expected trace version {VERSION}") from error
+    if isinstance(event, TraceStarted) and not isinstance(event.version, int):
+        raise Failure(f"trace version {event.version!r}; expected an integer up to {VERSION}")
     if isinstance(event, TraceStarted) and event.version > VERSION:
         raise Failure(f"trace version {event.version}; this reader knows up to {VERSION}: upgrade draftproof")
     return event
