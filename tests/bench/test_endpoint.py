@@ -40,6 +40,15 @@ def test_plain_rounds_are_what_is_left_of_the_tokens() -> None:
     assert (tally.rounds, tally.rounds_drafted, tally.emitted, tally.completion_tokens) == (7, 2, 10, 11)
 
 
+@pytest.mark.parametrize(("histogram", "reached", "hazard"), [
+    ([2, 0, 0], [2], [0.0]), ([0, 0, 0], [], []), ([1, 1, 0, 0], [2, 1], [0.5, 0.0]),
+])
+def test_depths_that_no_draft_reached_are_not_counted(histogram: list[int], reached: list[int], hazard: list[float]) -> None:
+    tally = tally_of({"num_spec_steps": 2, "num_draft_tokens": 4, "num_accepted_draft_tokens": 0, "acceptance_histogram": histogram}, 5)
+    assert tally.reached == reached and tally.hazard == hazard and len(tally.passed) == len(reached)
+    assert (tally + tally).hazard == hazard
+
+
 @pytest.mark.parametrize("engine", ["vllm:", "llamacpp:", "trtllm_", "draftproof:"])
 def test_counters_of_every_engine(engine: str) -> None:
     text = (f'# TYPE x counter\n{engine}spec_decode_num_drafts_total{{engine="0"}} 10\n'
@@ -82,6 +91,34 @@ def test_bench_a_server_against_its_own_off(workload: Path, capsys: pytest.Captu
     assert cell["accepted_at"] == [0.75, 0.25] and cell["speedup"]["low"] <= cell["speedup"]["median"]
     assert document["serving"][1]["spec_decode_per_position_acceptance_rates"] == [0.75, 0.25]
     assert document["serving"][0]["metrics_of"] == "vllm" and document["serving"][0]["completed"] == 8
+
+
+@pytest.mark.parametrize("silent", [True, False])
+def test_what_a_server_counts_belongs_to_one_arm_under_one_load(silent: bool, workload: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with fake() as server:
+        server.silent = silent
+        assert run(["bench", "--url", server.url, "--drafter", "ngram", "--workload", str(workload), "--tokens", "8", "--each", "1",
+                    "--concurrency", "1,2", "--repeats", "2", "--most-repeats", "2", "--json"]) == 0
+    document = last_line(capsys)
+    off, ngram = (document["serving"][place::2] for place in (0, 1))
+    assert not any(key.startswith("spec_decode") for entry in off for key in entry)
+    assert [(entry["spec_decode_num_drafts"], entry["spec_decode_draft_tokens"]) for entry in ngram] == [(16, 32)] * 2, "four answers each"
+
+
+def test_an_answers_own_numbers_go_before_what_the_server_publishes(workload: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its counters and averages know no requests: whoever else asks the server is among them."""
+    with fake() as server:
+        server.engine, server.gauges = "unknown:", "sglang:spec_accept_length 9\nsglang:spec_accept_rate 0.9\n"
+        asked = ["bench", "--url", server.url, "--drafter", "ngram", "--workload", str(workload), "--tokens", "8", "--repeats", "1",
+                 "--most-repeats", "1", "--json"]
+        assert run(asked) == 0
+        off, ngram = last_line(capsys)["serving"]
+        assert not any(key.startswith("spec_decode") for key in off)
+        assert (ngram["spec_decode_acceptance_length"], ngram["spec_decode_acceptance_rate"]) == (pytest.approx(7 / 4), 50.0)
+        server.silent = True
+        assert run(asked) == 0
+        off, ngram = last_line(capsys)["serving"]
+    assert not any(key.startswith("spec_decode") for key in off) and ngram["spec_decode_acceptance_length"] == 9
 
 
 def test_a_server_without_off_has_no_speed_up(workload: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,7 +1,7 @@
 """A server as a client sees it: any OpenAI-compatible endpoint, streamed, and the counters it publishes.
 
-Per answer: vLLM's `metrics.speculative_decoding` (also ours) where the server sends it. Per run: Prometheus counters before
-and after, under the suffix that vLLM and llama.cpp share (`<engine>:spec_decode_num_drafts_total`, …), or SGLang's gauges.
+Per answer: vLLM's `metrics.speculative_decoding` (also ours) where the server sends it. Else Prometheus counters before
+and after a block, under the suffix that vLLM and llama.cpp share (`<engine>:spec_decode_num_drafts_total`, …), or SGLang's gauges.
 """
 
 from __future__ import annotations
@@ -46,16 +46,27 @@ class Counters:
         positions = {at: n - before.per_position.get(at, 0.0) for at, n in self.per_position.items()}
         return Counters(self.engine, less("drafts"), less("drafted"), less("accepted"), positions, dict(self.gauges))
 
+    def __add__(self, later: Counters) -> Counters:
+        """Both together; gauges as the later has them."""
+
+        def both(name: str) -> float | None:
+            known = [value for value in (getattr(self, name), getattr(later, name)) if value is not None]
+            return sum(known) if known else None
+
+        positions = {at: self.per_position.get(at, 0.0) + later.per_position.get(at, 0.0)
+                     for at in sorted(self.per_position.keys() | later.per_position.keys())}
+        return Counters(later.engine or self.engine, both("drafts"), both("drafted"), both("accepted"), positions,
+                        dict(later.gauges or self.gauges))
+
     def as_json(self) -> dict[str, Any]:
-        """Keys of `vllm bench serve`; absent where the server does not count. The rate is in percent, the length includes the bonus."""
+        """Keys of `vllm bench serve`; absent where the server does not count, or counted no draft. The rate is in percent, the length
+        includes the bonus."""
         out: dict[str, Any] = {"metrics_of": self.engine}
-        if self.drafts is not None and self.drafted is not None and self.accepted is not None:
+        if self.drafts and self.drafted and self.accepted is not None:
             out |= {"spec_decode_num_drafts": int(self.drafts), "spec_decode_draft_tokens": int(self.drafted),
-                    "spec_decode_accepted_tokens": int(self.accepted)}
-            if self.drafts and self.drafted:
-                out |= {"spec_decode_acceptance_rate": 100 * self.accepted / self.drafted,
-                        "spec_decode_acceptance_length": 1 + self.accepted / self.drafts,
-                        "spec_decode_per_position_acceptance_rates": [n / self.drafts for _, n in sorted(self.per_position.items())]}
+                    "spec_decode_accepted_tokens": int(self.accepted), "spec_decode_acceptance_rate": 100 * self.accepted / self.drafted,
+                    "spec_decode_acceptance_length": 1 + self.accepted / self.drafts,
+                    "spec_decode_per_position_acceptance_rates": [n / self.drafts for _, n in sorted(self.per_position.items())]}
         if "spec_decode_acceptance_length" not in out and "length" in self.gauges:
             out["spec_decode_acceptance_length"] = self.gauges["length"]
         if "spec_decode_acceptance_rate" not in out and "rate" in self.gauges:
@@ -230,14 +241,14 @@ def _logprobs(found: Any) -> Iterator[tuple[str, float, dict[str, float]]]:
 
 def tally_of(metrics: Mapping[str, Any], tokens: int) -> Tally:
     """vLLM's per-request numbers as a tally. Rounds without a draft are what is left of the tokens; a draft shorter than the
-    deepest counts as refused behind its end, which is how that histogram counts."""
+    deepest counts as refused behind its end, which is how that histogram counts. Depths that no walk reached are left out."""
     histogram = [int(n) for n in metrics.get("acceptance_histogram") or ()]
     rounds, accepted = int(metrics.get("num_spec_steps") or sum(histogram)), int(metrics.get("num_accepted_draft_tokens") or 0)
     drafted = int(metrics.get("num_draft_tokens") or 0)
     emitted = min(rounds + accepted, max(0, tokens - 1))
     plain = max(0, tokens - 1 - emitted)
-    passed = [sum(histogram[depth + 1:]) for depth in range(len(histogram) - 1)]
-    reached = [sum(histogram[depth:]) for depth in range(len(histogram) - 1)]
+    reached = [count for depth in range(len(histogram) - 1) if (count := sum(histogram[depth:]))]
+    passed = [sum(histogram[depth + 1:]) for depth in range(len(reached))]
     return Tally(requests=1, prefill_passes=1, rounds=rounds + plain, rounds_drafted=rounds, drafted=drafted, accepted=accepted,
                  emitted=emitted + plain, emitted_drafted=emitted, reached=reached, passed=passed)
 

@@ -18,6 +18,7 @@ from . import options as o
 from .console import console, emit_json, facts_lines, note
 
 if TYPE_CHECKING:
+    from ..bench.endpoint import Counters
     from ..bench.load import Answer, Load
     from ..bench.sweep import Arm, Plan
     from ..bench.workload import Item
@@ -92,8 +93,8 @@ def bench(drafters: tuple[str, ...], depths: tuple[int | None, ...], urls: tuple
                 config.temperature, config.seed)
     with ExitStack() as stack:
         arms, items, target = (server if urls else here)(stack, drafters, depths or (None,), urls, given, config, plan)
-        answers, counters = measure(arms, items, plan)
-        document = describe(answers, arms, plan, counters, target)
+        answers, counted = measure(arms, items, plan)
+        document = describe(answers, arms, plan, counted, target)
     leave(document, answers, arms, given, target)
     if as_json:
         emit_json(document)
@@ -173,18 +174,17 @@ def workload(given: Mapping[str, Any], config: BenchConfig, plan: Plan, vocab_si
     return first_of_each(items, config.each or BUILT_IN_EACH)
 
 
-def measure(arms: Sequence[Arm], items: Sequence[Item], plan: Plan) -> tuple[list[Answer], dict[str, Any]]:
-    """All answers, and what servers counted meanwhile."""
-    from ..bench.endpoint import Endpoint
+def measure(arms: Sequence[Arm], items: Sequence[Item], plan: Plan) -> tuple[list[Answer], Mapping[tuple[str, Load], Counters]]:
+    """All answers, and what servers counted meanwhile for each arm under each load."""
+    from ..bench.meter import Meter
     from ..bench.sweep import expected, sweep, warm_up
 
     note(f"{len(items)} items, arms {', '.join(arm.name for arm in arms)}, loads {', '.join(load.name for load in plan.loads)}: "
          f"{expected(arms, items, plan)} answers or more; warming up …")
     warm_up(arms, items, plan)
-    servers = {arm.name: arm.client for arm in arms if isinstance(arm.client, Endpoint)}
-    before = {name: client.counters() for name, client in servers.items()}
-    answers = list(watched(sweep(arms, items, plan), expected(arms, items, plan)))
-    return answers, {name: client.counters().since(before[name]).as_json() for name, client in servers.items()}
+    meter = Meter()
+    answers = list(watched(sweep(arms, items, plan, around=meter.around), expected(arms, items, plan)))
+    return answers, meter.counted
 
 
 def watched(answers: Iterator[Answer], total: int) -> Iterator[Answer]:
@@ -204,7 +204,7 @@ def watched(answers: Iterator[Answer], total: int) -> Iterator[Answer]:
             yield answer
 
 
-def describe(answers: Sequence[Answer], arms: Sequence[Arm], plan: Plan, counters: Mapping[str, Any],
+def describe(answers: Sequence[Answer], arms: Sequence[Arm], plan: Plan, counted: Mapping[tuple[str, Load], Counters],
              target: Target | None) -> dict[str, Any]:
     """The JSON document of `bench`."""
     from ..bench.load import Local
@@ -223,7 +223,9 @@ def describe(answers: Sequence[Answer], arms: Sequence[Arm], plan: Plan, counter
         "machine": machine(), "versions": versions(), "command": " ".join(["draftproof", *sys.argv[1:]]),
         "note": "; ".join(notes), "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "cells": [row.as_json() for row in rows(answers, arms)],
-        "serving": [serving(answers, arm, load) | counters.get(arm.name, {}) for load in loads for arm in arms],
+        # An answer's own numbers go first: a server's counters know no requests, so whoever else asks is among them.
+        "serving": [(counted[arm.name, load].as_json() if (arm.name, load) in counted else {}) | serving(answers, arm, load)
+                    for load in loads for arm in arms],
         "memory": None if target is None else {
             "weight_bytes": target.facts.weight_bytes, "cache_bytes_per_token": target.facts.cache_bytes_per_token,
             "peak_bytes": peak_bytes()},
