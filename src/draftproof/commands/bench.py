@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import sys
 import time
@@ -28,7 +29,7 @@ BUILT_IN_EACH = 4                       # prompts of each class of the built-in 
 
 
 class Numbers(click.ParamType[tuple[float, ...]]):
-    """Numbers > 0, separated by commas."""
+    """Finite numbers > 0, separated by commas, each once."""
 
     name = "N,N,…"
 
@@ -42,9 +43,9 @@ class Numbers(click.ParamType[tuple[float, ...]]):
             found = tuple(int(word) if self.whole else float(word) for word in str(value).split(","))
         except ValueError:
             found = ()
-        if not found or min(found) <= 0:
+        if not found or not all(number > 0 and math.isfinite(number) for number in found):
             self.fail(f"{value!r}: expected {'integers' if self.whole else 'numbers'} > 0, separated by commas", param, ctx)
-        return found
+        return tuple(dict.fromkeys(found))
 
 
 out_file = click.Path(dir_okay=False, path_type=Path)
@@ -117,6 +118,11 @@ def check(drafters: Sequence[str], depths: Sequence[int | None], urls: Sequence[
         raise OptionError("--url without a workload: add --workload FILE or --synthetic IN,OUT,COUNT")
     if depths and not drafters and urls:
         raise OptionError("--depth with --url: name a --drafter too; the depth goes into the request, as our server takes it")
+    for option, names in (("--drafter", drafters), ("--depth", ["auto" if depth is None else depth for depth in depths]),
+                          ("--url", [url.partition("=")[0] for url in urls if "=" in url.partition("://")[0]])):
+        for name in names:
+            if list(names).count(name) > 1:
+                raise OptionError(f"{option} {name} twice: every arm has one name; leave one out, or name it otherwise")
     if given["workload"] and given["synthetic"]:
         raise OptionError("--workload and --synthetic: expected one workload")
     if given["synthetic"] and not re.fullmatch(r"[1-9]\d*,[1-9]\d*,[1-9]\d*", given["synthetic"]):
