@@ -14,7 +14,8 @@ LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 class Fake(ThreadingHTTPServer):
     """wrong: (token, margin) written third where the server may guess and the prompt holds `only`. silent: no answer tells of its drafts,
-    only the counters do. lines: what every stream sends instead. gauges: what /metrics says besides."""
+    only the counters do. lines: what every stream sends instead. malformed: a part of prompts whose answers are. gauges: what /metrics
+    says besides."""
 
     daemon_threads = True
 
@@ -22,7 +23,7 @@ class Fake(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), Handler)
         self.bodies: list[dict[str, Any]] = []
         self.engine, self.only, self.fail, self.silent = "vllm:", "", False, False
-        self.lines, self.gauges = "", ""
+        self.lines, self.malformed, self.gauges = "", "", ""
         self.wrong: tuple[str, float] | None = None
         self.lock = threading.Lock()
 
@@ -70,6 +71,8 @@ class Handler(BaseHTTPRequestHandler):
         if self.server.lines:
             self.wfile.write(self.server.lines.encode())
             return
+        if self.server.malformed and self.server.malformed in str(body.get("prompt")):
+            return self.event({"choices": 7})
         tokens = list(LETTERS[:body["max_tokens"]])
         if guesses(body) and self.server.wrong and len(tokens) > 2 and self.server.only in str(body.get("prompt")):
             tokens[2] = self.server.wrong[0]

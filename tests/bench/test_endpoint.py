@@ -67,6 +67,53 @@ def test_sglang_has_gauges() -> None:
     assert found == {"metrics_of": "sglang", "spec_decode_acceptance_length": 2.5, "spec_decode_acceptance_rate": 50.0}
 
 
+@pytest.mark.parametrize("value", ["NaN", "+Inf", "x"])
+def test_samples_that_are_no_numbers_are_left_out(value: str) -> None:
+    found = read_counters(f"sglang:spec_accept_length {value}\nsglang:spec_accept_rate 0.5\nvllm:spec_decode_num_drafts_total {value}\n"
+                          'vllm:spec_decode_num_draft_tokens_total{of="\u2028"} 4\r\n')
+    assert (found.gauges, found.drafts, found.drafted) == ({"rate": 0.5}, None, 4.0)
+
+
+MALFORMED = {
+    "log-probabilities": {"choices": [{"text": "a", "logprobs": {"tokens": ["a"], "token_logprobs": None}}]},
+    "text": {"choices": [{"text": 7}]}, "choices": {"choices": 7}, "delta": {"choices": [{"delta": "a"}]}, "metrics": {"metrics": [1]},
+    "usage": {"choices": [{"text": "a"}], "usage": {"completion_tokens": "many"}}, "usage's form": {"usage": [7]},
+    "counts": {"choices": [{"text": "a"}], "metrics": {"speculative_decoding": {"acceptance_histogram": 7}}},
+}
+
+
+@pytest.mark.parametrize("what", MALFORMED)
+def test_whatever_a_server_answers_ends_the_request(what: str) -> None:
+    with fake() as server:
+        server.lines = f"data: {json.dumps(MALFORMED[what])}\n\ndata: [DONE]\n\n"
+        client = Endpoint(server.url)
+        found = client.ask(job(Item("1", "a", ("x",))))
+        assert "Error: " in str(found.error) and found.ended_s >= found.sent_s
+        client.close()
+
+
+def test_a_malformed_answer_is_the_requests_error_and_not_the_end(workload: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with fake() as server:
+        server.malformed = "p1"
+        assert run(["bench", "--url", server.url, "--workload", str(workload), "--tokens", "4", "--repeats", "1", "--most-repeats", "1",
+                    "--json"]) == 0
+    cells = {cell["class"]: (cell["requests"], cell["failed"]) for cell in last_line(capsys)["cells"]}
+    assert cells == {"a": (2, 0), "b": (2, 1), "all": (4, 1)}
+
+
+@pytest.mark.parametrize("end", ["\n", "\r\n"])
+def test_lines_of_a_stream_end_where_its_bytes_say(end: str) -> None:
+    """JSON lets U+2028, U+2029 and U+0085 stand as they are."""
+    text = "a\u2028b\u2029c\x85d"
+    with fake() as server:
+        event = json.dumps({"choices": [{"text": text}]}, ensure_ascii=False)
+        server.lines = end.join([f"data: {event}", "", 'data: {"choices": [], "usage": {"completion_tokens": 5}}'])     # no line end
+        client = Endpoint(server.url)
+        found = client.ask(job(Item("1", "a", ("x",))))
+        client.close()
+    assert (found.error, found.text, found.tokens) == (None, text, 5)
+
+
 @pytest.fixture
 def workload(tmp_path: Path) -> Path:
     file = tmp_path / "w.jsonl"

@@ -7,11 +7,12 @@ and after a block, under the suffix that vLLM and llama.cpp share (`<engine>:spe
 from __future__ import annotations
 
 import json
+import math
 import queue
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -75,13 +76,14 @@ class Counters:
 
 
 def read_counters(text: str) -> Counters:
-    """From Prometheus' text format; samples of several labels are added up, gauges averaged."""
+    """From Prometheus' text format; samples of several labels are added up, gauges averaged. What is no finite number is left out."""
     found, gauges = Counters(), dict[str, list[float]]()
-    for line in text.splitlines():
+    for line in text.split("\n"):
         match = None if line.startswith("#") else SAMPLE.match(line)
-        if match is None:
+        value = _number(match[4]) if match else None
+        if match is None or value is None:
             continue
-        engine, name, labels, value = match[1], match[2], match[3] or "", float(match[4])
+        engine, name, labels = match[1], match[2], match[3] or ""
         for key, wanted in COUNTERS.items():
             if name == wanted:
                 found.engine = engine
@@ -94,6 +96,14 @@ def read_counters(text: str) -> Counters:
             gauges.setdefault(GAUGES[name], []).append(value)
     found.gauges = {key: sum(values) / len(values) for key, values in gauges.items()}
     return found
+
+
+def _number(word: str) -> float | None:
+    try:
+        value = float(word)
+    except ValueError:
+        return None
+    return value if math.isfinite(value) else None
 
 
 class Endpoint:
@@ -149,22 +159,23 @@ class Endpoint:
 
     def ask(self, job: Job) -> Answer:
         """One streamed request. What goes wrong is the answer's error, not an exception."""
-        path, body = self._body(job)
-        sent = self.clock()
-        reading = _Reading()
-        error = None
+        sent, reading = self.clock(), _Reading()
         try:
-            with self._http.stream("POST", self.root + path, json=body) as reply:
-                if reply.status_code != 200:
-                    reply.read()
-                    error = f"HTTP {reply.status_code}: {reply.text[:300]}"
-                else:
-                    for event in _events(reply.iter_lines()):
-                        reading.take(event, self.clock() - sent)
-        except (self._errors, ValueError) as failure:
-            error = f"{type(failure).__name__}: {failure}"
-        ended = sent + (reading.chunks[-1][0] if reading.chunks and not error else self.clock() - sent)
-        return reading.answer(job, sent, ended, error or reading.error)
+            self._read(job, sent, reading)
+            ended = sent + reading.chunks[-1][0] if reading.chunks else self.clock()
+            return reading.answer(job, sent, ended)
+        except Exception as failure:                    # whatever a server sends: whoever waits for the answer must get one
+            return Answer(job, sent, self.clock(), tuple(reading.chunks), reading.text, error=f"{type(failure).__name__}: {failure}")
+
+    def _read(self, job: Job, sent: float, reading: _Reading) -> None:
+        path, body = self._body(job)
+        with self._http.stream("POST", self.root + path, json=body) as reply:
+            if reply.status_code != 200:
+                reply.read()
+                reading.error = f"HTTP {reply.status_code}: {reply.text[:300]}"
+                return
+            for event in _events(_lines(reply.iter_bytes())):
+                reading.take(event, self.clock() - sent)
 
     def _body(self, job: Job) -> tuple[str, dict[str, Any]]:
         body = {"model": self.models[0], "max_tokens": job.max_tokens, "temperature": job.temperature, "seed": job.seed, "stream": True,
@@ -178,10 +189,19 @@ class Endpoint:
         return "/v1/completions", {**body, "prompt": list(turn) if isinstance(turn, tuple) else turn, **more}
 
 
-def _events(lines: Iterator[str]) -> Iterator[dict[str, Any]]:
+def _lines(pieces: Iterable[bytes]) -> Iterator[bytes]:
+    """Lines that end in \\n only: JSON lets U+2028, U+2029 and U+0085 stand, at which text is cut too."""
+    rest = b""
+    for piece in pieces:
+        *whole, rest = (rest + piece).split(b"\n")
+        yield from whole
+    yield rest
+
+
+def _events(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
     for line in lines:
-        if line.startswith("data:") and (data := line[5:].strip()) != "[DONE]":
-            event = json.loads(data)
+        if line.startswith(b"data:") and (data := line[5:].strip()) != b"[DONE]":
+            event = json.loads(data.decode(errors="replace"))
             if isinstance(event, dict):
                 yield event
 
@@ -214,7 +234,7 @@ class _Reading:
             if piece or entries or ids:
                 self.chunks.append((at, len(ids) or len(entries) or 1))
 
-    def answer(self, job: Job, sent: float, ended: float, error: str | None) -> Answer:
+    def answer(self, job: Job, sent: float, ended: float) -> Answer:
         counted = sum(n for _, n in self.chunks)
         tokens = int(self.usage.get("completion_tokens") or counted)
         if self.chunks and tokens > counted:           # several tokens arrived as one chunk: spread them over the chunks
@@ -223,7 +243,7 @@ class _Reading:
             self.chunks = [(at, n + (each + (i <= left) if i or len(chunks) == 1 else 0)) for i, (at, n) in enumerate(chunks)]
         ids = tuple(self.ids) if len(self.ids) == tokens and tokens else None
         return Answer(job, sent, ended, tuple(self.chunks), self.text, ids, tokens, int(self.usage.get("prompt_tokens") or 0),
-                      tally_of(self.speculative, tokens) if self.speculative else None, _steps(self.speculative), error=error,
+                      tally_of(self.speculative, tokens) if self.speculative else None, _steps(self.speculative), error=self.error,
                       logprobs=tuple(self.logprobs))
 
 
