@@ -6,8 +6,9 @@ import math
 import re
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -96,11 +97,11 @@ def bench(drafters: tuple[str, ...], depths: tuple[int | None, ...], urls: tuple
         arms, items, target = (server if urls else here)(stack, drafters, depths or (None,), urls, given, config, plan)
         answers, counted = measure(arms, items, plan)
         document = describe(answers, arms, plan, counted, target)
-    leave(document, answers, arms, given, target)
     if as_json:
         emit_json(document)
     else:
         print_tables(document)
+    leave(document, answers, arms, given, target)
     if target is not None and target.facts.invisible:
         differing = {c["arm"] for c in document["cells"] if c["identical"] is False}
         if differing:
@@ -133,8 +134,10 @@ def check(drafters: Sequence[str], depths: Sequence[int | None], urls: Sequence[
     for name in ("csv_file", "html_file", "png_file"):
         if given[name] is not None and not given[name].absolute().parent.is_dir():
             raise OptionError(f"{given[name]}: the folder does not exist; create it, or name a file elsewhere")
-
-
+    if given["answers"] is not None:
+        there = next(folder for folder in given["answers"].absolute().parents if folder.exists())
+        if not there.is_dir():
+            raise OptionError(f"--answers {given['answers']}: {there} is a file; name a folder")
 
 
 def here(stack: ExitStack, drafters: Sequence[str], depths: Sequence[int | None], urls: Sequence[str], given: Mapping[str, Any],
@@ -252,22 +255,23 @@ def peak_bytes() -> int | None:
 
 def leave(document: Mapping[str, Any], answers: Sequence[Answer], arms: Sequence[Arm], given: Mapping[str, Any],
           target: Target | None) -> None:
-    """The files that were asked for."""
-    from ..bench.report import plot, write_answers, write_csv, write_html
+    """The files that were asked for. Raises Failure naming those that cannot be written."""
+    from ..bench.report import plot, write_answers, write_csv, write_files, write_html
     from ..bench.summary import answer_lines
 
+    files: dict[Path, Callable[[Path], object]] = {}
     if given["csv_file"]:
-        write_csv(document["cells"], given["csv_file"])
+        files[given["csv_file"]] = partial(write_csv, document["cells"])
     if given["html_file"]:
-        write_html(document, given["html_file"])
+        files[given["html_file"]] = partial(write_html, document)
     if given["png_file"]:
-        given["png_file"].write_bytes(plot(document["cells"]))
+        files[given["png_file"]] = lambda file: file.write_bytes(plot(document["cells"]))
     if given["answers"]:
-        given["answers"].mkdir(parents=True, exist_ok=True)
         model = Path(target.facts.name).name if target else given["model"] or "server"
         for arm in arms:
             safe = re.sub(r"[^\w.@+-]+", "-", arm.name)
-            write_answers(answer_lines(answers, arm.name, model, time.time()), given["answers"] / f"{safe}.jsonl")
+            files[given["answers"] / f"{safe}.jsonl"] = partial(write_answers, answer_lines(answers, arm.name, model, time.time()))
+    write_files(files)
 
 
 def print_tables(document: Mapping[str, Any]) -> None:
