@@ -13,20 +13,27 @@ LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 
 class Fake(ThreadingHTTPServer):
-    """wrong: (token, margin) written third where the server may guess and the prompt holds `only`."""
+    """wrong: (token, margin) written third where the server may guess and the prompt holds `only`. silent: no answer tells of its drafts,
+    only the counters do. lines: what every stream sends instead. malformed: a part of prompts whose answers are. gauges: what /metrics
+    says besides."""
 
     daemon_threads = True
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
         self.bodies: list[dict[str, Any]] = []
-        self.engine, self.only, self.fail = "vllm:", "", False
+        self.engine, self.only, self.fail, self.silent = "vllm:", "", False, False
+        self.lines, self.malformed, self.gauges = "", "", ""
         self.wrong: tuple[str, float] | None = None
         self.lock = threading.Lock()
 
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.server_address[1]}"
+
+
+def guesses(body: dict[str, Any]) -> bool:
+    return body.get("speculation", {}).get("drafter") != "none"
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -39,13 +46,13 @@ class Handler(BaseHTTPRequestHandler):
         if self.path == "/v1/models":
             self.reply(json.dumps({"data": [{"id": "alphabet"}]}))
         else:
-            n = len(self.server.bodies)
+            n = sum(guesses(body) for body in self.server.bodies)
             e = self.server.engine
             self.reply(f"# HELP x\n{e}spec_decode_num_drafts_total{{model_name=\"a\"}} {4 * n}\n"
                        f"{e}spec_decode_num_draft_tokens_total {8 * n}\n"
                        f"{e}spec_decode_num_accepted_tokens_total {4.0 * n}\n"
                        f"{e}spec_decode_num_accepted_tokens_per_pos_total{{position=\"0\"}} {3 * n}\n"
-                       f"{e}spec_decode_num_accepted_tokens_per_pos_total{{position=\"1\"}} {n}\nother_total 7\n")
+                       f"{e}spec_decode_num_accepted_tokens_per_pos_total{{position=\"1\"}} {n}\nother_total 7\n{self.server.gauges}")
 
     def reply(self, text: str, status: int = 200) -> None:
         self.send_response(status)
@@ -59,18 +66,22 @@ class Handler(BaseHTTPRequestHandler):
             self.server.bodies.append(body)
         if self.server.fail:
             return self.reply("no room", 503)
-        guesses = body.get("speculation", {}).get("drafter") != "none"
         self.send_response(200)
         self.end_headers()
+        if self.server.lines:
+            self.wfile.write(self.server.lines.encode())
+            return
+        if self.server.malformed and self.server.malformed in str(body.get("prompt")):
+            return self.event({"choices": 7})
         tokens = list(LETTERS[:body["max_tokens"]])
-        if guesses and self.server.wrong and len(tokens) > 2 and self.server.only in str(body.get("prompt")):
+        if guesses(body) and self.server.wrong and len(tokens) > 2 and self.server.only in str(body.get("prompt")):
             tokens[2] = self.server.wrong[0]
-        step = 2 if guesses else 1
+        step = 2 if guesses(body) else 1
         for at in range(0, len(tokens), step):
             self.event({"choices": [self.choice(body, tokens, at, step)]})
         metrics = {"num_spec_steps": 4, "num_accepted_draft_tokens": 4, "num_draft_tokens": 8, "acceptance_histogram": [1, 2, 1]}
         self.event({"choices": [], "usage": {"completion_tokens": len(tokens), "prompt_tokens": 3},
-                    **({"metrics": {"speculative_decoding": metrics}} if guesses else {})})
+                    **({"metrics": {"speculative_decoding": metrics}} if guesses(body) and not self.server.silent else {})})
         self.wfile.write(b"data: [DONE]\n\n")
 
     def choice(self, body: dict[str, Any], tokens: list[str], at: int, step: int) -> dict[str, Any]:

@@ -69,6 +69,30 @@ def test_every_form_is_read(tmp_path: Path) -> None:
     assert items[4].prompt_class == "coding", "only Spec-Bench's own file has its categories grouped"
 
 
+def test_no_class_is_called_as_all_classes_together_are(tmp_path: Path) -> None:
+    items = read_items(lines(tmp_path, {"prompt_token_ids": [1, 2]}, {"prompt_token_ids": [3], "class": "code"},
+                             {"prompt_token_ids": [4], "class": "all"}))
+    assert [item.prompt_class for item in items] == ["other", "code", "other"]
+    found, arms = answers(items, Plan((Load(1), Load(2)), repeats=1, most_repeats=1, tokens=4))
+    names = [(row.prompt_class, row.arm, row.load) for row in rows(found, arms)]
+    assert len(set(names)) == len(names) == 12 and [row.requests for row in rows(found, arms)][::2] == [2, 1, 3] * 2
+
+
+@pytest.mark.parametrize(("bad", "words"), [
+    ({"messages": ["hi"]}, 'a message of type str; expected an object with "role" and "content"'),
+    ({"messages": "hi"}, "messages of type str; expected a list"), ({"messages": [{"content": "x"}]}, "role None; expected text"),
+    ({"messages": [{"role": "user", "content": [{"text": 5}]}]}, "a part with the text 5; expected text"),
+    ({"turns": "hello"}, "turns of type str; expected a list"), ({"turns": [7]}, "a turn of type int; expected text"),
+    *(({"prompt": "x", "max_tokens": wrong}, f"max_tokens {re.escape(repr(wrong))}; expected an integer ≥ 1")
+      for wrong in ("64", -4, 0, 6.5, True)),
+    ({"request": {"prompt": "x", "max_completion_tokens": "9"}}, "max_completion_tokens '9'; expected an integer"),
+    *((f'{{"prompt": "x", "arrival_s": {wrong}}}', "expected seconds") for wrong in ("NaN", "-Infinity", "1e999", "true", "1" + "0" * 400)),
+])
+def test_wrong_values_are_named(bad: Any, words: str, tmp_path: Path) -> None:
+    with pytest.raises(Failure, match=f"line 2: .*{words}"):
+        read_items(lines(tmp_path, {"prompt": "fine", "max_tokens": None}, bad))
+
+
 @pytest.mark.parametrize(("bad", "word"), [
     ("{", "line 2: not JSON"), ("[1]", "a JSON list"), ({"x": 1}, "keys x"), ({"prompt": 7}, "expected"),
     ({"prompt": "x", "timestamp": "late"}, "late"), ({"prompt": "x", "arrival_s": 1}, "1 of 2"),
@@ -260,6 +284,9 @@ def test_arms_of_servers() -> None:
 @pytest.mark.parametrize(("arguments", "words"), [
     (["bench", "--url", "http://h"], "--workload"), (["bench", "--url", "http://h", "--target", "x"], "--target"),
     (["bench", "--synthetic", "5"], "three integers"), (["bench", "--concurrency", "0"], "expected integers > 0"),
+    (["bench", "--rate", "nan"], "expected numbers > 0"), (["bench", "--rate", "2,inf"], "expected numbers > 0"),
+    (["bench", "--drafter", "ngram", "--drafter", "ngram"], "ngram twice"), (["bench", "--depth", "auto", "--depth", "auto"], "auto twice"),
+    (["bench", "--url", "a=http://h:1", "--url", "a=http://h:2", "--workload", "w"], "a twice"),
     (["bench", "--most-repeats", "1"], "at least repeats"), (["bench", "--target", "./none"], "no such folder"),
     (["bench", "--csv", "no/such/x.csv"], "folder does not exist"), (["prove", "--level", "task"], "--tasks"),
     (["prove", "--baseline-url", "http://h"], "--url"), (["prove", "--margin", "2"], "margin=2"),

@@ -40,6 +40,15 @@ def test_plain_rounds_are_what_is_left_of_the_tokens() -> None:
     assert (tally.rounds, tally.rounds_drafted, tally.emitted, tally.completion_tokens) == (7, 2, 10, 11)
 
 
+@pytest.mark.parametrize(("histogram", "reached", "hazard"), [
+    ([2, 0, 0], [2], [0.0]), ([0, 0, 0], [], []), ([1, 1, 0, 0], [2, 1], [0.5, 0.0]),
+])
+def test_depths_that_no_draft_reached_are_not_counted(histogram: list[int], reached: list[int], hazard: list[float]) -> None:
+    tally = tally_of({"num_spec_steps": 2, "num_draft_tokens": 4, "num_accepted_draft_tokens": 0, "acceptance_histogram": histogram}, 5)
+    assert tally.reached == reached and tally.hazard == hazard and len(tally.passed) == len(reached)
+    assert (tally + tally).hazard == hazard
+
+
 @pytest.mark.parametrize("engine", ["vllm:", "llamacpp:", "trtllm_", "draftproof:"])
 def test_counters_of_every_engine(engine: str) -> None:
     text = (f'# TYPE x counter\n{engine}spec_decode_num_drafts_total{{engine="0"}} 10\n'
@@ -56,6 +65,53 @@ def test_counters_of_every_engine(engine: str) -> None:
 def test_sglang_has_gauges() -> None:
     found = read_counters("sglang:spec_accept_length{tp=\"0\"} 2.5\nsglang:spec_accept_rate 0.5\nsglang:num_running_reqs 3").as_json()
     assert found == {"metrics_of": "sglang", "spec_decode_acceptance_length": 2.5, "spec_decode_acceptance_rate": 50.0}
+
+
+@pytest.mark.parametrize("value", ["NaN", "+Inf", "x"])
+def test_samples_that_are_no_numbers_are_left_out(value: str) -> None:
+    found = read_counters(f"sglang:spec_accept_length {value}\nsglang:spec_accept_rate 0.5\nvllm:spec_decode_num_drafts_total {value}\n"
+                          'vllm:spec_decode_num_draft_tokens_total{of="\u2028"} 4\r\n')
+    assert (found.gauges, found.drafts, found.drafted) == ({"rate": 0.5}, None, 4.0)
+
+
+MALFORMED = {
+    "log-probabilities": {"choices": [{"text": "a", "logprobs": {"tokens": ["a"], "token_logprobs": None}}]},
+    "text": {"choices": [{"text": 7}]}, "choices": {"choices": 7}, "delta": {"choices": [{"delta": "a"}]}, "metrics": {"metrics": [1]},
+    "usage": {"choices": [{"text": "a"}], "usage": {"completion_tokens": "many"}}, "usage's form": {"usage": [7]},
+    "counts": {"choices": [{"text": "a"}], "metrics": {"speculative_decoding": {"acceptance_histogram": 7}}},
+}
+
+
+@pytest.mark.parametrize("what", MALFORMED)
+def test_whatever_a_server_answers_ends_the_request(what: str) -> None:
+    with fake() as server:
+        server.lines = f"data: {json.dumps(MALFORMED[what])}\n\ndata: [DONE]\n\n"
+        client = Endpoint(server.url)
+        found = client.ask(job(Item("1", "a", ("x",))))
+        assert "Error: " in str(found.error) and found.ended_s >= found.sent_s
+        client.close()
+
+
+def test_a_malformed_answer_is_the_requests_error_and_not_the_end(workload: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with fake() as server:
+        server.malformed = "p1"
+        assert run(["bench", "--url", server.url, "--workload", str(workload), "--tokens", "4", "--repeats", "1", "--most-repeats", "1",
+                    "--json"]) == 0
+    cells = {cell["class"]: (cell["requests"], cell["failed"]) for cell in last_line(capsys)["cells"]}
+    assert cells == {"a": (2, 0), "b": (2, 1), "all": (4, 1)}
+
+
+@pytest.mark.parametrize("end", ["\n", "\r\n"])
+def test_lines_of_a_stream_end_where_its_bytes_say(end: str) -> None:
+    """JSON lets U+2028, U+2029 and U+0085 stand as they are."""
+    text = "a\u2028b\u2029c\x85d"
+    with fake() as server:
+        event = json.dumps({"choices": [{"text": text}]}, ensure_ascii=False)
+        server.lines = end.join([f"data: {event}", "", 'data: {"choices": [], "usage": {"completion_tokens": 5}}'])     # no line end
+        client = Endpoint(server.url)
+        found = client.ask(job(Item("1", "a", ("x",))))
+        client.close()
+    assert (found.error, found.text, found.tokens) == (None, text, 5)
 
 
 @pytest.fixture
@@ -82,6 +138,34 @@ def test_bench_a_server_against_its_own_off(workload: Path, capsys: pytest.Captu
     assert cell["accepted_at"] == [0.75, 0.25] and cell["speedup"]["low"] <= cell["speedup"]["median"]
     assert document["serving"][1]["spec_decode_per_position_acceptance_rates"] == [0.75, 0.25]
     assert document["serving"][0]["metrics_of"] == "vllm" and document["serving"][0]["completed"] == 8
+
+
+@pytest.mark.parametrize("silent", [True, False])
+def test_what_a_server_counts_belongs_to_one_arm_under_one_load(silent: bool, workload: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with fake() as server:
+        server.silent = silent
+        assert run(["bench", "--url", server.url, "--drafter", "ngram", "--workload", str(workload), "--tokens", "8", "--each", "1",
+                    "--concurrency", "1,2", "--repeats", "2", "--most-repeats", "2", "--json"]) == 0
+    document = last_line(capsys)
+    off, ngram = (document["serving"][place::2] for place in (0, 1))
+    assert not any(key.startswith("spec_decode") for entry in off for key in entry)
+    assert [(entry["spec_decode_num_drafts"], entry["spec_decode_draft_tokens"]) for entry in ngram] == [(16, 32)] * 2, "four answers each"
+
+
+def test_an_answers_own_numbers_go_before_what_the_server_publishes(workload: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its counters and averages know no requests: whoever else asks the server is among them."""
+    with fake() as server:
+        server.engine, server.gauges = "unknown:", "sglang:spec_accept_length 9\nsglang:spec_accept_rate 0.9\n"
+        asked = ["bench", "--url", server.url, "--drafter", "ngram", "--workload", str(workload), "--tokens", "8", "--repeats", "1",
+                 "--most-repeats", "1", "--json"]
+        assert run(asked) == 0
+        off, ngram = last_line(capsys)["serving"]
+        assert not any(key.startswith("spec_decode") for key in off)
+        assert (ngram["spec_decode_acceptance_length"], ngram["spec_decode_acceptance_rate"]) == (pytest.approx(7 / 4), 50.0)
+        server.silent = True
+        assert run(asked) == 0
+        off, ngram = last_line(capsys)["serving"]
+    assert not any(key.startswith("spec_decode") for key in off) and ngram["spec_decode_acceptance_length"] == 9
 
 
 def test_a_server_without_off_has_no_speed_up(workload: Path, capsys: pytest.CaptureFixture[str]) -> None:

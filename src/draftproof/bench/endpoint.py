@@ -1,17 +1,18 @@
 """A server as a client sees it: any OpenAI-compatible endpoint, streamed, and the counters it publishes.
 
-Per answer: vLLM's `metrics.speculative_decoding` (also ours) where the server sends it. Per run: Prometheus counters before
-and after, under the suffix that vLLM and llama.cpp share (`<engine>:spec_decode_num_drafts_total`, …), or SGLang's gauges.
+Per answer: vLLM's `metrics.speculative_decoding` (also ours) where the server sends it. Else Prometheus counters before
+and after a block, under the suffix that vLLM and llama.cpp share (`<engine>:spec_decode_num_drafts_total`, …), or SGLang's gauges.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import queue
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -46,16 +47,27 @@ class Counters:
         positions = {at: n - before.per_position.get(at, 0.0) for at, n in self.per_position.items()}
         return Counters(self.engine, less("drafts"), less("drafted"), less("accepted"), positions, dict(self.gauges))
 
+    def __add__(self, later: Counters) -> Counters:
+        """Both together; gauges as the later has them."""
+
+        def both(name: str) -> float | None:
+            known = [value for value in (getattr(self, name), getattr(later, name)) if value is not None]
+            return sum(known) if known else None
+
+        positions = {at: self.per_position.get(at, 0.0) + later.per_position.get(at, 0.0)
+                     for at in sorted(self.per_position.keys() | later.per_position.keys())}
+        return Counters(later.engine or self.engine, both("drafts"), both("drafted"), both("accepted"), positions,
+                        dict(later.gauges or self.gauges))
+
     def as_json(self) -> dict[str, Any]:
-        """Keys of `vllm bench serve`; absent where the server does not count. The rate is in percent, the length includes the bonus."""
+        """Keys of `vllm bench serve`; absent where the server does not count, or counted no draft. The rate is in percent, the length
+        includes the bonus."""
         out: dict[str, Any] = {"metrics_of": self.engine}
-        if self.drafts is not None and self.drafted is not None and self.accepted is not None:
+        if self.drafts and self.drafted and self.accepted is not None:
             out |= {"spec_decode_num_drafts": int(self.drafts), "spec_decode_draft_tokens": int(self.drafted),
-                    "spec_decode_accepted_tokens": int(self.accepted)}
-            if self.drafts and self.drafted:
-                out |= {"spec_decode_acceptance_rate": 100 * self.accepted / self.drafted,
-                        "spec_decode_acceptance_length": 1 + self.accepted / self.drafts,
-                        "spec_decode_per_position_acceptance_rates": [n / self.drafts for _, n in sorted(self.per_position.items())]}
+                    "spec_decode_accepted_tokens": int(self.accepted), "spec_decode_acceptance_rate": 100 * self.accepted / self.drafted,
+                    "spec_decode_acceptance_length": 1 + self.accepted / self.drafts,
+                    "spec_decode_per_position_acceptance_rates": [n / self.drafts for _, n in sorted(self.per_position.items())]}
         if "spec_decode_acceptance_length" not in out and "length" in self.gauges:
             out["spec_decode_acceptance_length"] = self.gauges["length"]
         if "spec_decode_acceptance_rate" not in out and "rate" in self.gauges:
@@ -64,13 +76,14 @@ class Counters:
 
 
 def read_counters(text: str) -> Counters:
-    """From Prometheus' text format; samples of several labels are added up, gauges averaged."""
+    """From Prometheus' text format; samples of several labels are added up, gauges averaged. What is no finite number is left out."""
     found, gauges = Counters(), dict[str, list[float]]()
-    for line in text.splitlines():
+    for line in text.split("\n"):
         match = None if line.startswith("#") else SAMPLE.match(line)
-        if match is None:
+        value = _number(match[4]) if match else None
+        if match is None or value is None:
             continue
-        engine, name, labels, value = match[1], match[2], match[3] or "", float(match[4])
+        engine, name, labels = match[1], match[2], match[3] or ""
         for key, wanted in COUNTERS.items():
             if name == wanted:
                 found.engine = engine
@@ -83,6 +96,14 @@ def read_counters(text: str) -> Counters:
             gauges.setdefault(GAUGES[name], []).append(value)
     found.gauges = {key: sum(values) / len(values) for key, values in gauges.items()}
     return found
+
+
+def _number(word: str) -> float | None:
+    try:
+        value = float(word)
+    except ValueError:
+        return None
+    return value if math.isfinite(value) else None
 
 
 class Endpoint:
@@ -138,22 +159,23 @@ class Endpoint:
 
     def ask(self, job: Job) -> Answer:
         """One streamed request. What goes wrong is the answer's error, not an exception."""
-        path, body = self._body(job)
-        sent = self.clock()
-        reading = _Reading()
-        error = None
+        sent, reading = self.clock(), _Reading()
         try:
-            with self._http.stream("POST", self.root + path, json=body) as reply:
-                if reply.status_code != 200:
-                    reply.read()
-                    error = f"HTTP {reply.status_code}: {reply.text[:300]}"
-                else:
-                    for event in _events(reply.iter_lines()):
-                        reading.take(event, self.clock() - sent)
-        except (self._errors, ValueError) as failure:
-            error = f"{type(failure).__name__}: {failure}"
-        ended = sent + (reading.chunks[-1][0] if reading.chunks and not error else self.clock() - sent)
-        return reading.answer(job, sent, ended, error or reading.error)
+            self._read(job, sent, reading)
+            ended = sent + reading.chunks[-1][0] if reading.chunks else self.clock()
+            return reading.answer(job, sent, ended)
+        except Exception as failure:                    # whatever a server sends: whoever waits for the answer must get one
+            return Answer(job, sent, self.clock(), tuple(reading.chunks), reading.text, error=f"{type(failure).__name__}: {failure}")
+
+    def _read(self, job: Job, sent: float, reading: _Reading) -> None:
+        path, body = self._body(job)
+        with self._http.stream("POST", self.root + path, json=body) as reply:
+            if reply.status_code != 200:
+                reply.read()
+                reading.error = f"HTTP {reply.status_code}: {reply.text[:300]}"
+                return
+            for event in _events(_lines(reply.iter_bytes())):
+                reading.take(event, self.clock() - sent)
 
     def _body(self, job: Job) -> tuple[str, dict[str, Any]]:
         body = {"model": self.models[0], "max_tokens": job.max_tokens, "temperature": job.temperature, "seed": job.seed, "stream": True,
@@ -167,10 +189,19 @@ class Endpoint:
         return "/v1/completions", {**body, "prompt": list(turn) if isinstance(turn, tuple) else turn, **more}
 
 
-def _events(lines: Iterator[str]) -> Iterator[dict[str, Any]]:
+def _lines(pieces: Iterable[bytes]) -> Iterator[bytes]:
+    """Lines that end in \\n only: JSON lets U+2028, U+2029 and U+0085 stand, at which text is cut too."""
+    rest = b""
+    for piece in pieces:
+        *whole, rest = (rest + piece).split(b"\n")
+        yield from whole
+    yield rest
+
+
+def _events(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
     for line in lines:
-        if line.startswith("data:") and (data := line[5:].strip()) != "[DONE]":
-            event = json.loads(data)
+        if line.startswith(b"data:") and (data := line[5:].strip()) != b"[DONE]":
+            event = json.loads(data.decode(errors="replace"))
             if isinstance(event, dict):
                 yield event
 
@@ -203,7 +234,7 @@ class _Reading:
             if piece or entries or ids:
                 self.chunks.append((at, len(ids) or len(entries) or 1))
 
-    def answer(self, job: Job, sent: float, ended: float, error: str | None) -> Answer:
+    def answer(self, job: Job, sent: float, ended: float) -> Answer:
         counted = sum(n for _, n in self.chunks)
         tokens = int(self.usage.get("completion_tokens") or counted)
         if self.chunks and tokens > counted:           # several tokens arrived as one chunk: spread them over the chunks
@@ -212,7 +243,7 @@ class _Reading:
             self.chunks = [(at, n + (each + (i <= left) if i or len(chunks) == 1 else 0)) for i, (at, n) in enumerate(chunks)]
         ids = tuple(self.ids) if len(self.ids) == tokens and tokens else None
         return Answer(job, sent, ended, tuple(self.chunks), self.text, ids, tokens, int(self.usage.get("prompt_tokens") or 0),
-                      tally_of(self.speculative, tokens) if self.speculative else None, _steps(self.speculative), error=error,
+                      tally_of(self.speculative, tokens) if self.speculative else None, _steps(self.speculative), error=self.error,
                       logprobs=tuple(self.logprobs))
 
 
@@ -230,14 +261,14 @@ def _logprobs(found: Any) -> Iterator[tuple[str, float, dict[str, float]]]:
 
 def tally_of(metrics: Mapping[str, Any], tokens: int) -> Tally:
     """vLLM's per-request numbers as a tally. Rounds without a draft are what is left of the tokens; a draft shorter than the
-    deepest counts as refused behind its end, which is how that histogram counts."""
+    deepest counts as refused behind its end, which is how that histogram counts. Depths that no walk reached are left out."""
     histogram = [int(n) for n in metrics.get("acceptance_histogram") or ()]
     rounds, accepted = int(metrics.get("num_spec_steps") or sum(histogram)), int(metrics.get("num_accepted_draft_tokens") or 0)
     drafted = int(metrics.get("num_draft_tokens") or 0)
     emitted = min(rounds + accepted, max(0, tokens - 1))
     plain = max(0, tokens - 1 - emitted)
-    passed = [sum(histogram[depth + 1:]) for depth in range(len(histogram) - 1)]
-    reached = [sum(histogram[depth:]) for depth in range(len(histogram) - 1)]
+    reached = [count for depth in range(len(histogram) - 1) if (count := sum(histogram[depth:]))]
+    passed = [sum(histogram[depth + 1:]) for depth in range(len(reached))]
     return Tally(requests=1, prefill_passes=1, rounds=rounds + plain, rounds_drafted=rounds, drafted=drafted, accepted=accepted,
                  emitted=emitted + plain, emitted_drafted=emitted, reached=reached, passed=passed)
 

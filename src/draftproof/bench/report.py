@@ -6,12 +6,12 @@ import base64
 import csv
 import io
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from html import escape
 from pathlib import Path
 from typing import Any
 
-from ..errors import Failure
+from ..errors import Failure, first_line
 from ..view import style
 from .cells import ALL
 
@@ -28,6 +28,19 @@ th:first-child,td:first-child,th:nth-child(2),td:nth-child(2){text-align:left}
 code{background:#f3f4f6;padding:.1rem .3rem}
 @media(prefers-color-scheme:dark){body{background:#12161b;color:#e6e9ec}th,td{border-color:#333b44}code{background:#20262d}
 .good{color:#56d364}.bad{color:#ff7b72}}"""
+
+
+def write_files(files: Mapping[Path, Callable[[Path], object]]) -> None:
+    """Every file by its own writer. Raises Failure naming those that could not be written; the others are."""
+    failed = []
+    for file, write in files.items():
+        try:
+            write(file)
+        except (OSError, Failure) as error:
+            why = error.strerror if isinstance(error, OSError) and error.strerror else first_line(error)
+            failed.append(f"{file}: {why}")
+    if failed:
+        raise Failure(f"{'; '.join(failed)}; not written, the result is on standard output")
 
 
 def write_csv(cells: Sequence[Cell], file: Path) -> None:
@@ -153,4 +166,6 @@ def draw(figure: Any, colours: Mapping[str, str], cells: Sequence[Cell]) -> None
 
 
 def write_answers(lines: Sequence[Mapping[str, Any]], file: Path) -> None:
+    """Spec-Bench's answer file; its folder is made if it is not there."""
+    file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")

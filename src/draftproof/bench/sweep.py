@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from operator import attrgetter
 from statistics import median
@@ -40,11 +41,12 @@ class Plan:
     surely: int = 1                       # repeats that are finished, whatever the time
 
 
-def sweep(arms: Sequence[Arm], items: Sequence[Item], plan: Plan, clock: Callable[[], float] = time.perf_counter) -> Iterator[Answer]:
+def sweep(arms: Sequence[Arm], items: Sequence[Item], plan: Plan, clock: Callable[[], float] = time.perf_counter, *,
+          around: Callable[[Arm, Load], AbstractContextManager[None]] = lambda arm, load: nullcontext()) -> Iterator[Answer]:
     """Every arm under every load, repeat by repeat; within a repeat the arms take turns, in an order that turns.
 
     With one request at a time arms change after every item, so that drift of the machine hits all alike; under more load a
-    block is the whole workload, because filling and draining are part of it.
+    block is the whole workload, because filling and draining are part of it. around: entered for every block.
     """
     began = clock()
     found: list[Answer] = []
@@ -61,9 +63,10 @@ def sweep(arms: Sequence[Arm], items: Sequence[Item], plan: Plan, clock: Callabl
                     block += 1
                     jobs = [Job(arm.name, load, repeat, number, item, plan.seed + number, item.max_tokens or plan.tokens, plan.temperature,
                                 block) for number, item in piece]
-                    for answer in play(arm.client, jobs, load, clock):
-                        found.append(answer)
-                        yield answer
+                    with around(arm, load):
+                        for answer in play(arm.client, jobs, load, clock):
+                            found.append(answer)
+                            yield answer
         if repeat + 1 >= plan.repeats and settled(found, arms, plan.precision):
             return
 

@@ -6,12 +6,14 @@ One JSON object a line; the keys tell the form:
     pairs         {"request": {"messages" | "prompt", "max_tokens"?}, …}         a recorded request; the response is not read
     questions     {"question_id", "category", "turns": [text, …]}                Spec-Bench (github.com/hemingkx/Spec-Bench), SPEED-Bench
 
-`arrival_s` or `timestamp` (seconds, or ISO 8601) on every line makes it traffic that can be replayed as it came.
+`arrival_s` or `timestamp` (seconds, or ISO 8601) on every line makes it traffic that can be replayed as it came. A line without a class,
+or of the class `all`, which is what all of them together are called, is of the class `other`.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import random
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -20,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import Failure
+from .cells import ALL
 
 Message = Mapping[str, str]
 Turn = str | tuple[int, ...]
@@ -28,6 +31,7 @@ Turn = str | tuple[int, ...]
 MT_BENCH = ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities")
 SPEC_BENCH = ("mt_bench", "translation", "summarization", "qa", "math_reasoning", "rag")
 SYNTHETIC = "synthetic"
+OTHER = "other"
 WORDS = ("time year people way day man thing woman life child world school state family student group country problem hand part "
          "place case week company system program question work government number night point home water room mother area").split()
 
@@ -47,7 +51,7 @@ class Item:
 
 
 def read_items(path: str | Path, each: int | None = None) -> list[Item]:
-    """All items of a file, or the first `each` of every class. Raises Failure naming the line that has no known form."""
+    """All items of a file, or the first `each` of every class. Raises Failure naming the line that has no known form, or a wrong value."""
     file = Path(path).expanduser()
     if not file.is_file():
         raise Failure(f"{path} does not exist; expected a workload, one JSON object a line")
@@ -104,13 +108,14 @@ def _item(line: str, where: str, number: int) -> Item:
         raise Failure(f"{where}: found a JSON {type(record).__name__}; expected an object")
     inner = record["request"] if isinstance(record.get("request"), dict) else {}
     body = {**inner, **record}
-    category = str(body.get("class") or body.get("prompt_class") or body.get("category") or "all")
+    category = str(body.get("class") or body.get("prompt_class") or body.get("category") or OTHER)
+    category = OTHER if category == ALL else category
     known: dict[str, Any] = dict(name=str(body.get("question_id", number)), prompt_class=category, category=category,
-                                 max_tokens=body.get("max_tokens") or body.get("max_completion_tokens"), arrival_s=_time(body, where))
+                                 max_tokens=_most(body, where), arrival_s=_time(body, where))
     if body.get("turns"):
-        return Item(turns=tuple(_text(turn, where) for turn in body["turns"]), chat=True, **known)
+        return Item(turns=tuple(_text(turn, where) for turn in _list(body, "turns", where)), chat=True, **known)
     if body.get("messages"):
-        messages = [{"role": str(m.get("role")), "content": _text(m, where)} for m in body["messages"]]
+        messages = [_message(message, where) for message in _list(body, "messages", where)]
         while messages and messages[-1]["role"] == "assistant":
             messages.pop()
         if not messages:
@@ -124,23 +129,56 @@ def _item(line: str, where: str, number: int) -> Item:
     raise Failure(f"{where}: found the keys {', '.join(record) or 'none'}; expected prompt, prompt_token_ids, messages, turns or request")
 
 
+def _list(body: Mapping[str, Any], name: str, where: str) -> list[Any]:
+    found = body[name]
+    if not isinstance(found, list):
+        raise Failure(f"{where}: {name} of type {type(found).__name__}; expected a list")
+    return found
+
+
+def _message(message: Any, where: str) -> Message:
+    if not isinstance(message, dict):
+        raise Failure(f'{where}: a message of type {type(message).__name__}; expected an object with "role" and "content"')
+    if not isinstance(message.get("role"), str):
+        raise Failure(f"{where}: a message with the role {message.get('role')!r}; expected text, such as \"user\"")
+    return {"role": message["role"], "content": _text(message, where)}
+
+
 def _text(turn: Any, where: str) -> str:
     content = turn.get("content") if isinstance(turn, dict) else turn
     if isinstance(content, list):                       # OpenAI's parts: the text of them
-        content = "".join(part.get("text", "") for part in content if isinstance(part, dict))
+        parts = [part.get("text", "") for part in content if isinstance(part, dict)]
+        if not all(isinstance(part, str) for part in parts):
+            raise Failure(f"{where}: a part with the text {next(p for p in parts if not isinstance(p, str))!r}; expected text")
+        content = "".join(parts)
     if not isinstance(content, str):
         raise Failure(f"{where}: a turn of type {type(content).__name__}; expected text")
     return content
 
 
+def _most(body: Mapping[str, Any], where: str) -> int | None:
+    """The most tokens of an answer, None where the line does not say."""
+    for name in ("max_tokens", "max_completion_tokens"):
+        most = body.get(name)
+        if most is not None and (type(most) is not int or most < 1):        # True is an int, too
+            raise Failure(f"{where}: {name} {most!r}; expected an integer ≥ 1")
+        if most is not None:
+            return most
+    return None
+
+
 def _time(body: Mapping[str, Any], where: str) -> float | None:
     stamp = body.get("arrival_s", body.get("timestamp"))
-    if stamp is None or isinstance(stamp, int | float):
-        return stamp
+    if stamp is None:
+        return None
     try:
-        return datetime.fromisoformat(str(stamp)).timestamp()
-    except ValueError:
-        raise Failure(f"{where}: timestamp {stamp!r}; expected seconds, or ISO 8601") from None
+        number = not isinstance(stamp, bool) and isinstance(stamp, int | float)
+        seconds = float(stamp) if number else datetime.fromisoformat(str(stamp)).timestamp()
+    except (ValueError, OverflowError):
+        seconds = math.nan
+    if not math.isfinite(seconds):                      # JSON's NaN and 1e999: such a request would never be sent
+        raise Failure(f"{where}: arrival {str(stamp)[:60]!r}; expected seconds, or ISO 8601")
+    return seconds
 
 
 def _grouped(items: list[Item]) -> list[Item]:

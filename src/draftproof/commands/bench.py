@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import re
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +20,7 @@ from . import options as o
 from .console import console, emit_json, facts_lines, note
 
 if TYPE_CHECKING:
+    from ..bench.endpoint import Counters
     from ..bench.load import Answer, Load
     from ..bench.sweep import Arm, Plan
     from ..bench.workload import Item
@@ -27,7 +30,7 @@ BUILT_IN_EACH = 4                       # prompts of each class of the built-in 
 
 
 class Numbers(click.ParamType[tuple[float, ...]]):
-    """Numbers > 0, separated by commas."""
+    """Finite numbers > 0, separated by commas, each once."""
 
     name = "N,N,…"
 
@@ -41,9 +44,9 @@ class Numbers(click.ParamType[tuple[float, ...]]):
             found = tuple(int(word) if self.whole else float(word) for word in str(value).split(","))
         except ValueError:
             found = ()
-        if not found or min(found) <= 0:
+        if not found or not all(number > 0 and math.isfinite(number) for number in found):
             self.fail(f"{value!r}: expected {'integers' if self.whole else 'numbers'} > 0, separated by commas", param, ctx)
-        return found
+        return tuple(dict.fromkeys(found))
 
 
 out_file = click.Path(dir_okay=False, path_type=Path)
@@ -92,13 +95,13 @@ def bench(drafters: tuple[str, ...], depths: tuple[int | None, ...], urls: tuple
                 config.temperature, config.seed)
     with ExitStack() as stack:
         arms, items, target = (server if urls else here)(stack, drafters, depths or (None,), urls, given, config, plan)
-        answers, counters = measure(arms, items, plan)
-        document = describe(answers, arms, plan, counters, target)
-    leave(document, answers, arms, given, target)
+        answers, counted = measure(arms, items, plan)
+        document = describe(answers, arms, plan, counted, target)
     if as_json:
         emit_json(document)
     else:
         print_tables(document)
+    leave(document, answers, arms, given, target)
     if target is not None and target.facts.invisible:
         differing = {c["arm"] for c in document["cells"] if c["identical"] is False}
         if differing:
@@ -116,6 +119,11 @@ def check(drafters: Sequence[str], depths: Sequence[int | None], urls: Sequence[
         raise OptionError("--url without a workload: add --workload FILE or --synthetic IN,OUT,COUNT")
     if depths and not drafters and urls:
         raise OptionError("--depth with --url: name a --drafter too; the depth goes into the request, as our server takes it")
+    for option, names in (("--drafter", drafters), ("--depth", ["auto" if depth is None else depth for depth in depths]),
+                          ("--url", [url.partition("=")[0] for url in urls if "=" in url.partition("://")[0]])):
+        for name in names:
+            if list(names).count(name) > 1:
+                raise OptionError(f"{option} {name} twice: every arm has one name; leave one out, or name it otherwise")
     if given["workload"] and given["synthetic"]:
         raise OptionError("--workload and --synthetic: expected one workload")
     if given["synthetic"] and not re.fullmatch(r"[1-9]\d*,[1-9]\d*,[1-9]\d*", given["synthetic"]):
@@ -126,8 +134,10 @@ def check(drafters: Sequence[str], depths: Sequence[int | None], urls: Sequence[
     for name in ("csv_file", "html_file", "png_file"):
         if given[name] is not None and not given[name].absolute().parent.is_dir():
             raise OptionError(f"{given[name]}: the folder does not exist; create it, or name a file elsewhere")
-
-
+    if given["answers"] is not None:
+        there = next(folder for folder in given["answers"].absolute().parents if folder.exists())
+        if not there.is_dir():
+            raise OptionError(f"--answers {given['answers']}: {there} is a file; name a folder")
 
 
 def here(stack: ExitStack, drafters: Sequence[str], depths: Sequence[int | None], urls: Sequence[str], given: Mapping[str, Any],
@@ -173,18 +183,17 @@ def workload(given: Mapping[str, Any], config: BenchConfig, plan: Plan, vocab_si
     return first_of_each(items, config.each or BUILT_IN_EACH)
 
 
-def measure(arms: Sequence[Arm], items: Sequence[Item], plan: Plan) -> tuple[list[Answer], dict[str, Any]]:
-    """All answers, and what servers counted meanwhile."""
-    from ..bench.endpoint import Endpoint
+def measure(arms: Sequence[Arm], items: Sequence[Item], plan: Plan) -> tuple[list[Answer], Mapping[tuple[str, Load], Counters]]:
+    """All answers, and what servers counted meanwhile for each arm under each load."""
+    from ..bench.meter import Meter
     from ..bench.sweep import expected, sweep, warm_up
 
     note(f"{len(items)} items, arms {', '.join(arm.name for arm in arms)}, loads {', '.join(load.name for load in plan.loads)}: "
          f"{expected(arms, items, plan)} answers or more; warming up …")
     warm_up(arms, items, plan)
-    servers = {arm.name: arm.client for arm in arms if isinstance(arm.client, Endpoint)}
-    before = {name: client.counters() for name, client in servers.items()}
-    answers = list(watched(sweep(arms, items, plan), expected(arms, items, plan)))
-    return answers, {name: client.counters().since(before[name]).as_json() for name, client in servers.items()}
+    meter = Meter()
+    answers = list(watched(sweep(arms, items, plan, around=meter.around), expected(arms, items, plan)))
+    return answers, meter.counted
 
 
 def watched(answers: Iterator[Answer], total: int) -> Iterator[Answer]:
@@ -204,7 +213,7 @@ def watched(answers: Iterator[Answer], total: int) -> Iterator[Answer]:
             yield answer
 
 
-def describe(answers: Sequence[Answer], arms: Sequence[Arm], plan: Plan, counters: Mapping[str, Any],
+def describe(answers: Sequence[Answer], arms: Sequence[Arm], plan: Plan, counted: Mapping[tuple[str, Load], Counters],
              target: Target | None) -> dict[str, Any]:
     """The JSON document of `bench`."""
     from ..bench.load import Local
@@ -223,7 +232,9 @@ def describe(answers: Sequence[Answer], arms: Sequence[Arm], plan: Plan, counter
         "machine": machine(), "versions": versions(), "command": " ".join(["draftproof", *sys.argv[1:]]),
         "note": "; ".join(notes), "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "cells": [row.as_json() for row in rows(answers, arms)],
-        "serving": [serving(answers, arm, load) | counters.get(arm.name, {}) for load in loads for arm in arms],
+        # An answer's own numbers go first: a server's counters know no requests, so whoever else asks is among them.
+        "serving": [(counted[arm.name, load].as_json() if (arm.name, load) in counted else {}) | serving(answers, arm, load)
+                    for load in loads for arm in arms],
         "memory": None if target is None else {
             "weight_bytes": target.facts.weight_bytes, "cache_bytes_per_token": target.facts.cache_bytes_per_token,
             "peak_bytes": peak_bytes()},
@@ -244,22 +255,23 @@ def peak_bytes() -> int | None:
 
 def leave(document: Mapping[str, Any], answers: Sequence[Answer], arms: Sequence[Arm], given: Mapping[str, Any],
           target: Target | None) -> None:
-    """The files that were asked for."""
-    from ..bench.report import plot, write_answers, write_csv, write_html
+    """The files that were asked for. Raises Failure naming those that cannot be written."""
+    from ..bench.report import plot, write_answers, write_csv, write_files, write_html
     from ..bench.summary import answer_lines
 
+    files: dict[Path, Callable[[Path], object]] = {}
     if given["csv_file"]:
-        write_csv(document["cells"], given["csv_file"])
+        files[given["csv_file"]] = partial(write_csv, document["cells"])
     if given["html_file"]:
-        write_html(document, given["html_file"])
+        files[given["html_file"]] = partial(write_html, document)
     if given["png_file"]:
-        given["png_file"].write_bytes(plot(document["cells"]))
+        files[given["png_file"]] = lambda file: file.write_bytes(plot(document["cells"]))
     if given["answers"]:
-        given["answers"].mkdir(parents=True, exist_ok=True)
         model = Path(target.facts.name).name if target else given["model"] or "server"
         for arm in arms:
             safe = re.sub(r"[^\w.@+-]+", "-", arm.name)
-            write_answers(answer_lines(answers, arm.name, model, time.time()), given["answers"] / f"{safe}.jsonl")
+            files[given["answers"] / f"{safe}.jsonl"] = partial(write_answers, answer_lines(answers, arm.name, model, time.time()))
+    write_files(files)
 
 
 def print_tables(document: Mapping[str, Any]) -> None:

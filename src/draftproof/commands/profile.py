@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,7 @@ def profile(target: str | None, quick: bool, png: Path | None, as_json: bool, **
 
     from ..bench import profile as bench
     from ..bench.machine import machine, versions
+    from ..bench.report import write_files
     from ..engine.setup import open_target
 
     wanted = {name: given[name] for name in ("rows", "contexts", "batches", "repeats") if given[name] is not None}
@@ -64,13 +66,13 @@ def profile(target: str | None, quick: bool, png: Path | None, as_json: bool, **
                       f"leaves room in the target's {model.context} tokens and its cache")
     record = {"machine": machine(), "versions": versions(), "command": " ".join(["draftproof", *sys.argv[1:]]),
               **bench.document(model, points, bench.read_bandwidth(model.device, 64 if quick else 256))}
-    if png is not None:
-        bench.plot(record, png)
-        note(f"picture: {png}")
     if as_json:
         emit_json(record)
     else:
         print_curve(record)
+    if png is not None:
+        write_files({png: partial(bench.plot, record)})
+        note(f"picture: {png}")
     return 0
 
 

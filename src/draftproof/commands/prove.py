@@ -9,6 +9,7 @@ import json
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -76,12 +77,14 @@ def prove(levels: tuple[str, ...], temperature: tuple[float, ...], html_file: Pa
         with ExitStack() as stack:
             found |= (server if given["url"] else here)(stack, wanted, given, config)
     document = document_of({name: found[name] for name in LEVELS if name in found})
-    if html_file is not None:
-        write_html(document, html_file)
     if as_json:
         emit_json(document)
     else:
         click.echo(in_words(document))
+    if html_file is not None:
+        from ..bench.report import write_files
+
+        write_files({html_file: partial(write_html, document)})
     if not document["passed"]:
         raise ParityError(f"not proved: {'; '.join(document['reasons'])}")
     return 0

@@ -116,7 +116,7 @@ def _looks(record: Any) -> bool:
 
 def _records(path: Path, text: str) -> Iterator[tuple[int, Any]]:
     """(line, JSON value) of every record; what a stream wraps around them is taken off."""
-    lines = text.splitlines()
+    lines = text.removesuffix("\n").split("\n")       # JSON lets U+2028, U+2029 and U+0085 stand, at which splitlines cuts too
     first = next((line.strip() for line in lines if line.strip()), "")
     if first in ("{", "["):                                        # one value over many lines
         try:

@@ -1,0 +1,35 @@
+"""Files of other engines' answers: where their lines end."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from draftproof.errors import Failure
+from draftproof.remote.answers import read
+
+TEXT = "a\u2028b\u2029c\x85d"                 # JSON lets all of them stand as they are
+
+
+def record(name: str) -> str:
+    choice = {"index": 0, "text": TEXT, "finish_reason": "stop"}
+    return json.dumps({"id": name, "choices": [choice], "usage": {"completion_tokens": 4}}, ensure_ascii=False)
+
+
+@pytest.mark.parametrize("end", ["\n", "\r\n"])
+@pytest.mark.parametrize("before", ["", "data: "])
+def test_lines_end_at_line_feeds_only(before: str, end: str, tmp_path: Path) -> None:
+    file = tmp_path / "answers.jsonl"
+    file.write_bytes("".join(f"{before}{record(name)}{end}{end}" for name in "xy").encode())
+    found = read(file).found
+    assert [(answer.line, answer.name, answer.pieces[0].text) for answer in found] == [(1, "x", TEXT), (3, "y", TEXT)]
+
+
+@pytest.mark.parametrize("end", ["", "\n"])
+def test_a_line_cut_short_at_the_end_is_called_so(end: str, tmp_path: Path) -> None:
+    file = tmp_path / "answers.jsonl"
+    file.write_bytes(f"{record('x')}\n{record('y')[:30]}{end}".encode())
+    with pytest.raises(Failure, match="line 2: not JSON: .*cut short"):
+        read(file)
