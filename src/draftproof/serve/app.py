@@ -35,8 +35,9 @@ from .reply import ChatReply, CompletionReply, Head, Reply, ResponsesReply
 from .shadow import Unreplayed
 from .stream import EventStream, Pacer, Reading, compact, unless_gone
 from .switching import state_of, switched
+from .ticket import Ticket
 from .translate import Headers, Order, Served
-from .worker import Ticket, Worker
+from .worker import Worker
 
 log = logging.getLogger("draftproof.serve")
 M = TypeVar("M", bound=BaseModel)

@@ -25,9 +25,9 @@ from .drift import Drift
 from .refusal import Refusal
 from .rollout import Rollout, Window, advance
 from .shadow import REPLAY, Job, Matches, Replays, lasting
+from .ticket import Ticket
 from .translate import Order, Served
 from .versions import drafter_version
-from .worker import Ticket
 
 log = logging.getLogger("draftproof.serve")
 

@@ -30,8 +30,8 @@ from .gate import App, Message, Receive, Scope, Send
 from .numbers import cached_tokens, speculative
 from .refusal import of_error
 from .reply import Head, finish_of
+from .ticket import Ticket
 from .translate import Order
-from .worker import Ticket
 
 OPERATIONS = {"/v1/completions": "text_completion", "/v1/chat/completions": "chat", "/v1/responses": "chat"}
 EXPORTERS = "opentelemetry_traces_exporter"              # the group of entry points in which exporters announce themselves
