@@ -1,15 +1,17 @@
-"""The worker while its engine cannot be had, and at its end: every promise to a reader and to a caller is kept."""
+"""The worker while its engine cannot be had, and at its end: every promise to a reader and to a caller is kept. And how long it took."""
 
 from __future__ import annotations
 
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
 import pytest
-from serve.serving import letters
+from prometheus_client.parser import text_string_to_metric_families
+from serve.serving import letters, serving
 from serve.test_faults import Around
 from serve.test_http import until
 
@@ -117,3 +119,74 @@ def test_a_look_that_was_given_up_does_not_spoil_the_end(monkeypatch: pytest.Mon
         assert not died and closed == [True] and ticket.done
         with pytest.raises(Refusal, match="stopping"):
             waiting.result(1)
+
+
+# Times, as a client sees them
+
+
+def seconds_of(text: str, name: str) -> tuple[float, int]:
+    """Sum and count of a histogram, all classes together."""
+    samples = [one for family in text_string_to_metric_families(text) for one in family.samples]
+    return (sum(one.value for one in samples if one.name == f"draftproof:{name}_sum"),
+            int(sum(one.value for one in samples if one.name == f"draftproof:{name}_count")))
+
+
+def test_times_count_the_queue() -> None:
+    """One at a time, and the first is held for half a second: the second waits as long."""
+    hold = threading.Event()
+    with serving(letters(), wrap=lambda engine: Around(engine, lambda: hold.wait(20) and None), max_batch=1) as running, \
+            running.client() as client, ThreadPoolExecutor(2) as pool:
+        def ask(seed: int) -> float:
+            began = time.monotonic()
+            running.complete(prompt="ab", max_tokens=20, ignore_eos=True, seed=seed)
+            return time.monotonic() - began
+
+        asked = [pool.submit(ask, seed) for seed in range(2)]
+        until(lambda: running.server.worker.load == (1, 1))
+        time.sleep(0.5)
+        hold.set()
+        took = sum(one.result(20) for one in asked)
+        text = client.get("/metrics").text
+    (first, firsts), (whole, wholes) = (seconds_of(text, name) for name in ("time_to_first_token_seconds", "e2e_request_latency_seconds"))
+    assert firsts == wholes == 2 and 1.0 < first < whole < took
+
+
+def test_a_crash_does_not_set_the_clock_back() -> None:
+    """Written again after a crash, a text has the beginning and the first token that its client saw, once."""
+    steps = [0]
+
+    def before() -> None:
+        steps[0] += 1
+        time.sleep(0.02)
+        if steps[0] == 20:
+            time.sleep(0.5)
+            raise RuntimeError("the device is lost")
+
+    with serving(letters(), wrap=lambda engine: Around(engine, before)) as running, running.client() as client:
+        began = time.monotonic()
+        running.complete(prompt="ab", max_tokens=30, ignore_eos=True, seed=1, n=2)
+        took, text = time.monotonic() - began, client.get("/metrics").text
+        assert running.server.worker.restarts == 1
+    (first, firsts), (whole, wholes) = (seconds_of(text, name) for name in ("time_to_first_token_seconds", "e2e_request_latency_seconds"))
+    assert firsts == wholes == 2, "each sample is a text of its own"
+    assert first < 2 * 0.4 and 2 * 0.9 < whole <= 2 * took
+
+
+def test_only_texts_that_began_have_times() -> None:
+    """What expires in the queue has none; what is cut off while it runs ends there."""
+    steps = [0]
+
+    def before() -> None:
+        steps[0] += 1
+        time.sleep(0.8 if steps[0] == 8 else 0.02)           # over both deadlines at a time
+
+    config = ServeConfig(port=0, deadline_s=0.5)
+    with serving(letters(), wrap=lambda engine: Around(engine, before), max_batch=1, config=config) as running, \
+            running.client() as client, ThreadPoolExecutor(2) as pool:
+        replies = list(pool.map(lambda seed: running.post("/v1/completions", {"prompt": "ab", "max_tokens": 4000, "ignore_eos": True,
+                                                                            "seed": seed}), range(2)))
+        assert [reply.status_code for reply in replies] == [504, 504]
+        text = client.get("/metrics").text
+    assert seconds_of(text, "time_to_first_token_seconds")[1] == 1
+    whole, wholes = seconds_of(text, "e2e_request_latency_seconds")
+    assert wholes == 1 and 0.4 < whole < 2

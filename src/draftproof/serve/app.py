@@ -103,6 +103,8 @@ class Server:
         head = Head(prefix + secrets.token_hex(12), int(time()), order, self.served)
         reading = Reading(self.worker, [self._ticket(order, prompt, request) for prompt in order.prompts])
         request.state.asked = head, reading.tickets          # for a layer around the routes
+        for ticket in reading.tickets:
+            self.metrics.follow(ticket)
         if arm is not None:
             for ticket in reading.tickets:
                 self.experiment.follow(ticket, arm)

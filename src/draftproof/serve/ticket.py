@@ -20,7 +20,7 @@ class Ticket:
     speculation: Mapping[str, Any] | None = None
     prompt_class: str | None = None
     tenant: str = ""
-    deadline: float = float("inf")                          # of the monotonic clock, as the next two
+    deadline: float = float("inf")                          # of the monotonic clock, as the next two and `first`
     queued: float = 0.0
     admitted: float | None = None
     news: Callable[[], None] = lambda: None
@@ -29,6 +29,7 @@ class Ticket:
     error: BaseException | None = None                      # what ended the ticket
     done: bool = False
     handles: list[Handle] = field(default_factory=list)
+    first: dict[int, float] = field(default_factory=dict)   # when each sample's first token was told
     told: list[list[int]] = field(default_factory=list)     # tokens that the reader was told, per sample
     written: list[int] = field(default_factory=list)        # tokens that the engine has written: fewer than told during a replay
     replays: int = 0

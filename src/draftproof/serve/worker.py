@@ -274,6 +274,7 @@ class Worker:
         told, at = ticket.told[event.sample], ticket.written[event.sample]
         ticket.written[event.sample] += 1
         if at == len(told):
+            ticket.first.setdefault(event.sample, monotonic())
             told.append(event.token_id)
             return not ticket.done
         if told[at] != event.token_id:
