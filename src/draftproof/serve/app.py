@@ -105,10 +105,10 @@ class Server:
         request.state.asked = head, reading.tickets          # for a layer around the routes
         for ticket in reading.tickets:
             self.metrics.follow(ticket)
-        if arm is not None:
+        reading.begin()
+        if arm is not None:                                  # what found no place is of no arm
             for ticket in reading.tickets:
                 self.experiment.follow(ticket, arm)
-        reading.begin()
         answer: Response | None = None
         try:
             if order.stream:
