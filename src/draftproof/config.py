@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
+from math import isfinite
 from typing import Any, Literal, Self
 
 from .errors import OptionError
@@ -108,6 +109,9 @@ class EngineConfig(_Config):
     free_memory: float = 0.03             # share of the device's memory: with less free, drafters give theirs back and pause
 
     def __post_init__(self) -> None:
+        for name in ("max_batch", "max_waiting", "max_samples"):
+            if getattr(self, name) < 1:
+                raise OptionError(f"{name}={getattr(self, name)}: expected an integer ≥ 1")
         for name in ("least_acceptance", "free_memory"):
             if not 0 <= getattr(self, name) < 1:
                 raise OptionError(f"{name}={getattr(self, name)}: expected a share from 0 to below 1 (0 is off)")
@@ -215,6 +219,8 @@ class ServeConfig(_Config):
         for name in ("deadline_s", "drain_s", "grammar_s", "stall_s"):
             if not getattr(self, name) > 0:
                 raise OptionError(f"{name}={getattr(self, name)}: expected seconds > 0")
+        if not isfinite(self.drain_s):                      # the listener counts it in whole seconds
+            raise OptionError(f"drain_s={self.drain_s}: expected a finite number of seconds")
         if not 0 <= self.port < 1 << 16:
             raise OptionError(f"port={self.port}: expected 0 to 65535")
         kind, _, size = self.chunks.partition(":")

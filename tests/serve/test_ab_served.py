@@ -7,6 +7,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -363,3 +364,25 @@ def test_arms_that_run_together_are_marked() -> None:
         running.complete(**bodies[0])
         report = found(running)
     assert (cell(report, CANDIDATE)["mixed"], cell(report, CANDIDATE)["requests"], cell(report, CONTROL)["mixed"]) == (1, 2, 1)
+
+
+def test_a_full_queue_is_no_client_that_left() -> None:
+    """What found no place is of no arm, and shared the engine with nobody. What is written meanwhile is one arm's alone."""
+    hold = threading.Event()
+    ab = AbConfig(f"{NGRAM} vs off", share=0.5, replay=0.0)
+    with serving(letters(), NGRAM, config=ServeConfig(port=0, ab=ab, max_queue=1), max_batch=1,
+                 wrap=lambda engine: Around(engine, lambda: hold.wait(20) and None)) as running, ThreadPoolExecutor(2) as pool:
+        mine = [f"u{i}" for i in range(99) if place(ab.arms, "", "user", f"u{i}") < 0.5]
+        others = [f"u{i}" for i in range(99) if f"u{i}" not in mine]
+        body = {"prompt": "ab", "max_tokens": 3, "seed": 1}
+        asked = []
+        for user, load in zip(mine, ((1, 0), (1, 1)), strict=False):
+            asked.append(pool.submit(running.complete, user=user, **body))
+            until(lambda load=load: running.server.worker.load == load)
+        for user in others[:3]:
+            assert running.post("/v1/completions", {**body, "user": user}).status_code == 503
+        hold.set()
+        assert all(one.result(20) for one in asked)
+        report = found(running)
+    assert report["left_out"] == {} and cell(report, CONTROL)["requests"] == 0
+    assert (cell(report, CANDIDATE)["requests"], cell(report, CANDIDATE)["mixed"]) == (2, 0)

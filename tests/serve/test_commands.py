@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -92,6 +93,9 @@ def test_a_second_signal_stops_at_once() -> None:
     (("serve", "--host", "0.0.0.0", "--drafter", "ngram"), "API key"),
     (("serve", "--port", "99999"), "port=99999"),
     (("serve", "--chunks", "never"), "chunks='never'"),
+    (("serve", "--drain", "inf"), "drain_s=inf"),
+    (("serve", "--max-batch", "0"), "max_batch=0: expected an integer ≥ 1"),
+    (("serve", "--engine", "vllm", "--max-batch", "0"), "max_batch=0: expected an integer ≥ 1"),
     (("serve", "--api-key-file", "does-not-exist"), "--api-key-file"),
     (("serve", "--target", "./does-not-exist"), "no such folder"),
     (("switch", "status", "--depth-cap", "2"), "changes nothing"),
@@ -104,6 +108,16 @@ def test_a_second_signal_stops_at_once() -> None:
 def test_wrong_usage_is_told_before_anything_is_loaded(arguments: tuple[str, ...], said: str) -> None:
     done = draftproof(*arguments)
     assert done.returncode == 2 and said in done.stderr, done.stderr
+
+
+def test_a_port_that_is_taken_is_told_before_a_model_is_loaded() -> None:
+    """As work that could not be done (1), not as a check that failed (3)."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        done = draftproof("serve", "--port", port)
+    assert done.returncode == 1 and not done.stdout, done.stderr
+    said = rf"draftproof: host=127\.0\.0\.1, port={port}: .*address already in use; .*\n"
+    assert re.fullmatch(said, done.stderr), "one line, and none of a model that was loaded: " + done.stderr
 
 
 def test_nobody_there() -> None:

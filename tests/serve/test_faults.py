@@ -23,7 +23,8 @@ from draftproof.config import ServeConfig
 from draftproof.errors import CacheFull, OptionError
 from draftproof.serve import app
 from draftproof.serve.refusal import Refusal
-from draftproof.serve.worker import Ticket, Worker
+from draftproof.serve.ticket import Ticket
+from draftproof.serve.worker import Worker
 from draftproof.trace.sinks import Jsonl, Memory
 from draftproof.types import DraftLaw
 

@@ -12,13 +12,15 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-from serve.serving import Running, alone, letters, serving
+from serve.serving import Running, alone, letters, serving, words
 
 from draftproof import Engine, Sampling
+from draftproof.commands.switch import key_of
 from draftproof.config import ServeConfig
 from draftproof.drafters.ngram import NgramDrafter
-from draftproof.errors import OptionError
+from draftproof.errors import Failure, OptionError
 from draftproof.serve.gate import Gate, Key, read_keys
+from draftproof.serve.run import Listener, serve_engine
 
 PROMPTS = ["ab", "abba c", "dead beef".replace("f", "d"), "a cab", "bad"]
 
@@ -427,3 +429,56 @@ def test_draining_finishes_what_runs_and_takes_nothing_new() -> None:
             assert text.result(20)["usage"]["completion_tokens"] == 40
         running.thread.join(10)
         assert not running.thread.is_alive() and not running.server.worker.alive
+
+
+def test_a_port_that_was_taken_meanwhile() -> None:
+    """Between the look at it and listening, while a model was loaded."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        config = ServeConfig(port=taken.getsockname()[1])
+        server = serve_engine(lambda: Engine(letters()), "letters", letters(), "none", config)
+        with pytest.raises(Failure, match="cannot listen there"):
+            Listener(server, (), lambda address: None).run()
+    until(lambda: not server.worker.alive)
+
+
+@pytest.mark.parametrize("name", ["my model", "./models/a+b@main", "模型", "x" * 1000])
+def test_any_name_may_be_asked_for(name: str) -> None:
+    """Whatever a model is served as, it can be named in every form of request; other names are not known."""
+    with serving(letters(), name=name) as running, running.client() as client:
+        assert running.complete(prompt="ab", max_tokens=2)["model"] == name
+        assert running.post("/tokenize", {"prompt": "ab"}).status_code == 200
+        assert client.get("/v1/models").json()["data"][0]["id"] == name
+        assert running.post("/v1/completions", {"prompt": "ab", "model": name + "?"}).status_code == 404
+        assert running.post("/v1/completions", {"prompt": "ab", "model": "x" * 5000}).status_code == 400
+
+
+def test_a_key_file_may_begin_with_a_byte_order_mark(tmp_path: Any) -> None:
+    file = tmp_path / "keys"
+    file.write_bytes(b"\xef\xbb\xbffirst-secret-key\r\nbob second-secret-key\r\n")
+    alone = Key.of("first-secret-key", 1)
+    assert [(key.digest == alone.digest, key.tenant) for key in read_keys(file)] == [(True, alone.tenant), (False, "bob")]
+    assert key_of(file) == "first-secret-key"
+
+
+def test_names_of_hosts_know_no_capitals() -> None:
+    with serving(letters(), config=ServeConfig(port=0, hosts=("My-Box",))) as running, running.client() as client:
+        for host in ("My-Box", "my-box", "MY-BOX:8000"):
+            assert client.get("/health", headers={"Host": host}).status_code == 200
+        assert client.get("/health", headers={"Host": "other"}).status_code == 403
+
+
+def test_offsets_of_tokens_that_write_nothing() -> None:
+    """A special token has a piece to show, and no place in the text: the next token begins where it stands."""
+    target = words()
+    with serving(target) as running:
+        body: dict[str, Any] = {"prompt": "ab", "logit_bias": {"0": 4.0}, "ignore_eos": True, "max_tokens": 40, "seed": 3, "logprobs": 1}
+        choice = running.complete(**body)["choices"][0]
+        streamed = [chunk["choices"][0]["logprobs"] for chunk in running.stream(**body) if chunk["choices"][0]["logprobs"]]
+    pieces, offsets = choice["logprobs"]["tokens"], choice["logprobs"]["text_offset"]
+    end = target.tokenizer.piece(0)                          # type: ignore[union-attr]
+    assert end in pieces[:-1] and end not in choice["text"]
+    place = 0
+    for piece, offset in zip(pieces, offsets, strict=True):
+        assert offset == place
+        place += 0 if piece == end else len(piece)
+    assert [offset for one in streamed for offset in one["text_offset"]] == offsets

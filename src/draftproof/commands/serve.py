@@ -48,6 +48,8 @@ def serve(target: str | None, key_file: Path | None, name: str | None, engine: s
     ab = ab_config(given)
     given = with_drafter(given, ab)
     settings = o.settings_of(given)
+    level = settings.engine.trace if given.get("trace_file") is not None else "summary"     # the server's numbers are read from it
+    engine_config = replace(settings.engine, trace=level, **o.pick(EngineConfig, {"max_batch": given["max_batch"]}))
     config = ServeConfig.of({**o.pick(ServeConfig, given), "ab": ab})
     o.check_target(target)
     o.check_drafter(settings.speculation.drafter)
@@ -56,8 +58,9 @@ def serve(target: str | None, key_file: Path | None, name: str | None, engine: s
 
         keys = read_keys(key_file)
         check_address(config, keys)
-        from ..serve.run import Listener, serve_engine
+        from ..serve.run import Listener, check_free, serve_engine
 
+        check_free(config)
         if config.otel:
             from ..serve.otel import exporters
 
@@ -74,8 +77,6 @@ def serve(target: str | None, key_file: Path | None, name: str | None, engine: s
     from ..engine.setup import open_target
     from ..trace.sinks import Jsonl, Sink
 
-    level = settings.engine.trace if given.get("trace_file") is not None else "summary"     # the server's numbers are read from it
-    engine_config = replace(settings.engine, trace=level, **o.pick(EngineConfig, {"max_batch": given["max_batch"]}))
     wanted = settings.speculation
     parse_spec(wanted.drafter)                      # a wrong spec is told before a model is loaded
     others = others_of(ab, wanted.drafter)

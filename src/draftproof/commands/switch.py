@@ -47,7 +47,7 @@ def key_of(file: Path | None) -> str | None:
     if file is None:
         return os.environ.get(KEY)
     try:
-        lines = [line.split() for line in file.read_text(encoding="utf-8").splitlines() if line.strip() and not line.startswith("#")]
+        lines = [line.split() for line in file.read_text(encoding="utf-8-sig").splitlines() if line.strip() and not line.startswith("#")]
     except (OSError, UnicodeDecodeError) as error:
         raise OptionError(f"--api-key-file {file}: {error}; expected a text file with a key") from None
     if not lines:

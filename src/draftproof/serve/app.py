@@ -35,8 +35,9 @@ from .reply import ChatReply, CompletionReply, Head, Reply, ResponsesReply
 from .shadow import Unreplayed
 from .stream import EventStream, Pacer, Reading, compact, unless_gone
 from .switching import state_of, switched
+from .ticket import Ticket
 from .translate import Headers, Order, Served
-from .worker import Ticket, Worker
+from .worker import Worker
 
 log = logging.getLogger("draftproof.serve")
 M = TypeVar("M", bound=BaseModel)
@@ -102,10 +103,12 @@ class Server:
         head = Head(prefix + secrets.token_hex(12), int(time()), order, self.served)
         reading = Reading(self.worker, [self._ticket(order, prompt, request) for prompt in order.prompts])
         request.state.asked = head, reading.tickets          # for a layer around the routes
-        if arm is not None:
+        for ticket in reading.tickets:
+            self.metrics.follow(ticket)
+        reading.begin()
+        if arm is not None:                                  # what found no place is of no arm
             for ticket in reading.tickets:
                 self.experiment.follow(ticket, arm)
-        reading.begin()
         answer: Response | None = None
         try:
             if order.stream:

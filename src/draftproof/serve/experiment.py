@@ -25,9 +25,9 @@ from .drift import Drift
 from .refusal import Refusal
 from .rollout import Rollout, Window, advance
 from .shadow import REPLAY, Job, Matches, Replays, lasting
+from .ticket import Ticket
 from .translate import Order, Served
 from .versions import drafter_version
-from .worker import Ticket
 
 log = logging.getLogger("draftproof.serve")
 
@@ -102,19 +102,20 @@ class Experiment:
         return replace(order, speculation=arm.wish), arm
 
     def follow(self, ticket: Ticket, arm: Arm) -> None:
-        """Hear of the ticket, which is about to be submitted, until it ends."""
+        """Hear of the ticket, which was just submitted, until it ends."""
         followed = Followed(arm, ticket.prompt_class or "", self._clock())
         with self._lock:
             for other in self._live:
                 if other.arm is not arm:
                     followed.mixed = other.mixed = True
             self._live.add(followed)
-        self._listen(ticket, followed, self._served)
+        self._listen(ticket, followed, self._served)()      # it may have begun, or ended, already
 
-    def _listen(self, ticket: Ticket, followed: Followed, ended: Callable[[Ticket, Followed], None]) -> None:
+    def _listen(self, ticket: Ticket, followed: Followed, ended: Callable[[Ticket, Followed], None]) -> Callable[[], None]:
+        """Look at the ticket before its reader does, whenever there is news. Returns what looks."""
         tell = ticket.news
 
-        def news() -> None:
+        def look() -> None:
             try:
                 with self._lock:
                     if followed.first is None and any(ticket.told):
@@ -125,9 +126,13 @@ class Experiment:
                         ended(ticket, followed)
             except Exception:                                # a mistake in the books is no reason to open another engine
                 log.exception("a request was not counted")
+
+        def news() -> None:
+            look()
             tell()
 
         ticket.news = news
+        return look
 
     def _served(self, ticket: Ticket, followed: Followed) -> None:
         done, arm = list(ticket.completions.values()), followed.arm

@@ -64,7 +64,7 @@ def read_keys(file: Path | None) -> tuple[Key, ...]:
     lines: list[str] = []
     if file is not None:
         try:
-            lines += file.read_text(encoding="utf-8").splitlines()
+            lines += file.read_text(encoding="utf-8-sig").splitlines()     # some editors begin with a mark
         except (OSError, UnicodeDecodeError) as error:
             raise OptionError(f"--api-key-file {file}: {error}; expected a text file with one key a line") from None
     lines += re.split(r"[\n,]", os.environ.get(ENVIRONMENT, ""))
@@ -95,7 +95,7 @@ class Gate:
         check_address(config, keys)
         self._open = {*OPEN_PATHS, *open_paths}
         self._app, self._config, self._keys, self._refused = app, config, tuple(keys), refused
-        names = {*LOOPBACK, config.host, *config.hosts}
+        names = {name.lower() for name in (*LOOPBACK, config.host, *config.hosts)}
         self._inner: App = CORSMiddleware(self._keyed, allow_origins=config.origins, allow_methods=("GET", "POST", "PUT"),
                                           allow_headers=("Authorization", "Content-Type", "X-Api-Key", *OUR_HEADERS))
         # Without a key, a page in the user's own browser could reach the server under a name of its choice (DNS rebinding).

@@ -1,4 +1,4 @@
-"""Numbers for Prometheus, all read from the trace: a sink that adds up rounds, and a collector that shows them.
+"""Numbers for Prometheus: a sink that adds up the trace's rounds, the times of tickets, and a collector that shows them.
 
 Names after the prefix are vLLM's, so that its tools work; counts are `core.tally`'s. Series of speculation appear with the
 first draft: absent, not zero, while it is off.
@@ -10,6 +10,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator
 from threading import Lock
+from time import monotonic
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
@@ -18,6 +19,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from ..core.tally import Tally
 from ..trace.events import Event, PrefillDone, RequestDone, RequestStarted, RoundDone
 from ..trace.sinks import Null
+from .ticket import Ticket
 
 PREFIX = "draftproof:"
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
@@ -39,7 +41,6 @@ class Metrics(Null):
         self._ends: Counter[tuple[str, str]] = Counter()
         self._parts = dict.fromkeys(PARTS, 0.0)
         self._last: dict[str, float] = {}                    # when something was last delivered, of live requests
-        self._submitted: dict[str, float] = {}
         self._depth, self._reason = 0, "no round yet"
         self._draft_bytes, self._kv_lost = 0, 0
         self.refusals: Counter[int] = Counter()
@@ -53,10 +54,33 @@ class Metrics(Null):
         self._ttft = histogram("time_to_first_token_seconds", "Submission to first token, the queue included.")
         self._tpot = histogram("time_per_output_token_seconds", "Seconds per token after the first delivery.")
         self._gap = histogram("inter_chunk_seconds", "Between two deliveries to one text.")
-        self._whole = histogram("e2e_request_latency_seconds", "Submission to the end of the text.")
+        self._whole = histogram("e2e_request_latency_seconds", "Submission to the end of the text, the queue included.")
 
     def text(self) -> bytes:
         return generate_latest(self.registry)
+
+    # Times as clients see them, over the queue and the crashes that a trace knows nothing of
+
+    def follow(self, ticket: Ticket) -> None:
+        """Measure the texts of a ticket that is about to be submitted."""
+        tell, left = ticket.news, set(range(ticket.samples))
+
+        def news() -> None:
+            ended = left & ticket.completions.keys() if not ticket.done else set(left)
+            left.difference_update(ended)
+            if ended and ticket.admitted is not None:
+                self._ended(ticket, ended, monotonic())
+            tell()
+
+        ticket.news = news
+
+    def _ended(self, ticket: Ticket, samples: set[int], now: float) -> None:
+        with self._lock:
+            name = self._bounded(ticket.prompt_class or "")
+        for sample in samples:
+            if sample in ticket.first:
+                self._ttft.labels(self._model, name).observe(ticket.first[sample] - ticket.queued)
+            self._whole.labels(self._model, name).observe(now - ticket.queued)
 
     # The trace's side
 
@@ -69,15 +93,14 @@ class Metrics(Null):
                 self._tallies.setdefault(name, Tally())
                 self._prompt_tokens[name] += event.prompt_tokens
                 self._last[event.request] = event.at_s
-                self._submitted[event.request] = event.at_s
             elif isinstance(event, PrefillDone):
                 self._tallies[self._class_of[event.request]].prefill(event.passes)
                 self._last[event.request] = event.at_s
             elif isinstance(event, RequestDone):
                 self._done(event)
             else:                                            # another engine: nothing of the old one lives
-                for live in (self._class_of, self._last, self._submitted):
-                    live.clear()
+                self._class_of.clear()
+                self._last.clear()
 
     def _round(self, event: RoundDone) -> None:
         name = self._class_of[event.request]
@@ -94,17 +117,14 @@ class Metrics(Null):
 
     def _done(self, event: RequestDone) -> None:
         name, found = self._class_of.pop(event.request, None), event.metrics
-        last, began = self._last.pop(event.request, None), self._submitted.pop(event.request, None)
+        self._last.pop(event.request, None)
         if name is None:                                     # it ended in the queue
             self._ends["", event.finish] += 1
             return
         self._ends[name, event.finish] += 1
         self._draft_bytes, self._kv_lost = found["draft_bytes"], found["kv_tokens_lost"]
-        for histogram, value in ((self._ttft, found["ttft_s"]), (self._tpot, found["tpot_s"])):
-            if value is not None:
-                histogram.labels(self._model, name).observe(value)
-        if last is not None and began is not None:
-            self._whole.labels(self._model, name).observe(max(0.0, last - began))
+        if found["tpot_s"] is not None:
+            self._tpot.labels(self._model, name).observe(found["tpot_s"])
 
     def _bounded(self, name: str) -> str:
         known = name in self._tallies or len(self._tallies) < self._most

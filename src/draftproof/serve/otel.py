@@ -30,8 +30,8 @@ from .gate import App, Message, Receive, Scope, Send
 from .numbers import cached_tokens, speculative
 from .refusal import of_error
 from .reply import Head, finish_of
+from .ticket import Ticket
 from .translate import Order
-from .worker import Ticket
 
 OPERATIONS = {"/v1/completions": "text_completion", "/v1/chat/completions": "chat", "/v1/responses": "chat"}
 EXPORTERS = "opentelemetry_traces_exporter"              # the group of entry points in which exporters announce themselves
@@ -173,14 +173,12 @@ def _of_tickets(order: Order, tickets: Sequence[Ticket]) -> Attributes:
     if not flat or len(flat) < order.choices:
         return found
     first = flat[0]
-    waited = tickets[0].admitted - tickets[0].queued if tickets[0].admitted is not None else 0.0
-    ttft = first.metrics["ttft_s"]
     return {
         **found, **_of_speculation(flat), "gen_ai.request.seed": first.seed,
         "gen_ai.usage.input_tokens": sum(group[0].prompt_tokens for group in done),
         "gen_ai.usage.cache_read.input_tokens": sum(cached_tokens(group[0]) for group in done),
         "gen_ai.response.finish_reasons": [finish_of(completion.finish_reason) or "" for completion in flat],
-        "draftproof.ttft_s": None if ttft is None else waited + ttft,
+        "draftproof.ttft_s": tickets[0].first[0] - tickets[0].queued if 0 in tickets[0].first else None,
     }
 
 

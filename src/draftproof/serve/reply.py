@@ -78,9 +78,9 @@ class CompletionReply:
     def _logprobs(self, choice: int, entries: Sequence[TokenLogprob]) -> dict[str, Any]:
         tokens = [_piece(self.head.served, entry.token_id) for entry in entries]
         offsets = []
-        for token in tokens:
+        for entry, token in zip(entries, tokens, strict=True):
             offsets.append(self._offsets[choice])
-            self._offsets[choice] += len(token)
+            self._offsets[choice] += len(token) if _writes(self.head.served, entry.token_id) else 0
         top = [{_piece(self.head.served, each.token): each.probability for each in reversed(entry.top)} for entry in entries]
         return {"tokens": tokens, "token_logprobs": [entry.logprob for entry in entries], "top_logprobs": top, "text_offset": offsets}
 
@@ -229,6 +229,11 @@ def _totals(head: Head, groups: Groups) -> dict[str, Any]:
 
 def _part(text: str) -> dict[str, Any]:
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+
+
+def _writes(served: Served, token: int) -> bool:
+    """Whether a token is in the text: special ones have a piece to show, and write nothing."""
+    return served.tokenizer is None or bool(served.tokenizer.decode([token]))
 
 
 def _piece(served: Served, token: int) -> str:

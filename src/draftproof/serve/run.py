@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import os
 from collections.abc import Callable, Mapping
@@ -13,6 +14,7 @@ from .. import __version__
 from ..config import ServeConfig
 from ..drafters.vocabulary import Spelling, Words
 from ..engine.engine import Engine
+from ..errors import Failure
 from ..models.grammar import grammar_of
 from ..models.target import Target
 from .app import Server
@@ -56,8 +58,24 @@ def speller(target: Target) -> Callable[[int], bytes | None]:
     return spell
 
 
+def check_free(config: ServeConfig) -> None:
+    """Before a model is loaded: whether this address can be had. It is asked for as `Listener` will, and given back. Raises Failure."""
+    async def ask() -> None:
+        server = await asyncio.get_running_loop().create_server(asyncio.Protocol, config.host, config.port, start_serving=False)
+        server.close()
+
+    try:
+        asyncio.run(ask())
+    except OSError as error:
+        raise Failure(f"host={config.host}, port={config.port}: {error.strerror or error}; give another with --host or --port (0: a free "
+                      "one), or stop what listens there") from None
+
+
 class Listener(uvicorn.Server):
-    """Tells its address when it listens. The first signal finishes what runs (`drain_s`), the second ends the process."""
+    """Tells its address when it listens. The first signal finishes what runs (`drain_s`), the second ends the process.
+
+    `run` raises Failure if the address is taken.
+    """
 
     def __init__(self, server: Server, keys: tuple[Key, ...], told: Callable[[str], None]) -> None:
         config = server.config
@@ -68,7 +86,11 @@ class Listener(uvicorn.Server):
         self._server, self._told = server, told
 
     async def startup(self, sockets: Any = None) -> None:
-        await super().startup(sockets)
+        try:
+            await super().startup(sockets)
+        except SystemExit:                                   # its own way to say so, after a line with the reason
+            config = self._server.config
+            raise Failure(f"host={config.host}, port={config.port}: cannot listen there; the line before says why") from None
         if self.started and self.servers and self.servers[0].sockets:
             host, port = self.servers[0].sockets[0].getsockname()[:2]
             self._told(f"http://{f'[{host}]' if ':' in host else host}:{port}")

@@ -47,7 +47,7 @@ def _levels(value: Any) -> int:
 
 
 JsonSchema = Annotated[dict[str, Any], AfterValidator(_small)]
-Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_.:/-]{1,256}$")]
+Name = Annotated[str, StringConstraints(min_length=1, max_length=4096)]      # a model may be served by its path
 FunctionName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
 StopText = Annotated[str, StringConstraints(min_length=1, max_length=MAX_STOP_CHARS)]
 Short = Annotated[str, StringConstraints(max_length=512)]

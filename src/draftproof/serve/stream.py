@@ -13,7 +13,8 @@ from ..engine.port import Completion, TokenEvent
 from .gate import Receive, Scope, Send
 from .refusal import of_error
 from .reply import Reply
-from .worker import Ticket, Worker
+from .ticket import Ticket
+from .worker import Worker
 
 T = TypeVar("T")
 

@@ -1,8 +1,8 @@
 """The one thread that owns the engine, and what others may ask of it.
 
-A `Ticket` is one request on its way: queued here, fairly between tenants, admitted when the engine has room, and told of every
-token. The worker survives whatever a step raises: the engine is opened anew and what was running is written again from its
-seed, without the tokens that were already delivered.
+Tickets are queued here, fairly between tenants, admitted when the engine has room, and told of every token. The worker survives
+whatever a step raises: the engine is opened anew and what was running is written again from its seed, without the tokens that were
+already delivered.
 """
 
 from __future__ import annotations
@@ -10,52 +10,25 @@ from __future__ import annotations
 import logging
 import threading
 from collections import OrderedDict, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from time import monotonic, sleep
 from typing import Any, TypeVar
 
 from ..config import ServeConfig
-from ..engine.port import Completion, Handle, Port, TokenEvent
+from ..engine.port import Port, TokenEvent
 from ..errors import DraftproofError, Failure
 from ..types import Sampling
 from .refusal import Refusal
+from .ticket import Ticket
 
 log = logging.getLogger("draftproof.serve")
 T = TypeVar("T")
 
 IDLE_S = 0.5            # how long an idle worker sleeps before it looks around
+PAUSE_S, LONGEST_S = 0.05, 2.0   # before another engine is opened: doubled with every failure in a row, up to the longest
 REPLAYS = 1             # crashes that one request may live through: the next may be its own fault
-
-
-@dataclass(slots=True, eq=False)
-class Ticket:
-    """One prompt, all its samples. `news` is called in the worker's thread, once after each step that brought something."""
-
-    prompt: str | tuple[int, ...]
-    sampling: Sampling
-    speculation: Mapping[str, Any] | None = None
-    prompt_class: str | None = None
-    tenant: str = ""
-    deadline: float = float("inf")                          # of the monotonic clock, as the next two
-    queued: float = 0.0
-    admitted: float | None = None
-    news: Callable[[], None] = lambda: None
-    events: deque[TokenEvent] = field(default_factory=deque)   # for the reader
-    completions: dict[int, Completion] = field(default_factory=dict)
-    error: BaseException | None = None                      # what ended the ticket
-    done: bool = False
-    handles: list[Handle] = field(default_factory=list)
-    told: list[list[int]] = field(default_factory=list)     # tokens that the reader was told, per sample
-    written: list[int] = field(default_factory=list)        # tokens that the engine has written: fewer than told during a replay
-    replays: int = 0
-    rule: str = "match"
-    spare: bool = False                                     # nobody waits for it: it makes way for everyone
-
-    @property
-    def samples(self) -> int:
-        return self.sampling.n
 
 
 class Worker:
@@ -192,19 +165,16 @@ class Worker:
             except Exception as error:
                 log.exception("the engine failed; opening another")
                 self._recover(error)
-                sleep(min(2.0, 0.05 * 2 ** self._failures))
+                sleep(min(LONGEST_S, PAUSE_S * 2 ** min(self._failures, 30)))    # no float holds the power of a thousand failures
                 self._failures += 1
 
     def _turn(self) -> None:
         """Do what was asked, admit what fits, one step, tell the readers."""
+        self._let_go()                                      # first, as it needs no engine, and none may be had for long
         if self._engine is None:
             self._engine = self._opened()
         while self._calls:
             self._answer(*self._calls.popleft())
-        while self._cancelled:
-            ticket, why = self._cancelled.popleft()
-            self._end(ticket, why)
-        self._expire()
         self._admit()
         self._fill_in()
         if not self._running:
@@ -268,7 +238,10 @@ class Worker:
             self._running.append(ticket)
         self._begin(ticket)
 
-    def _expire(self) -> None:
+    def _let_go(self) -> None:
+        """End what was cancelled and what is late."""
+        while self._cancelled:
+            self._end(*self._cancelled.popleft())
         now = monotonic()
         with self._lock:
             late = [ticket for queue in (*self._queues.values(), self._running) for ticket in queue if ticket.deadline <= now]
@@ -301,6 +274,7 @@ class Worker:
         told, at = ticket.told[event.sample], ticket.written[event.sample]
         ticket.written[event.sample] += 1
         if at == len(told):
+            ticket.first.setdefault(event.sample, monotonic())
             told.append(event.token_id)
             return not ticket.done
         if told[at] != event.token_id:
@@ -378,7 +352,9 @@ class Worker:
         for ticket in left:
             self._end(ticket, stopping())
         while self._calls:
-            self._calls.popleft()[1].set_exception(stopping())
+            _, future = self._calls.popleft()
+            if future.set_running_or_notify_cancel():       # who asked may have given up meanwhile
+                future.set_exception(stopping())
         if self._engine is not None:
             self._engine.close()
 
