@@ -39,6 +39,7 @@ class Batch:
     def step(self) -> list[tuple[Sequence, Commit]]:
         """Admit what fits, prefill one chunk of each prompt, run one round; what was committed, in order."""
         self.target.set_taps(self.speculation.taps)
+        self._end_finished()                                 # by a step that was interrupted
         with torch.inference_mode():
             self._admit()
             running = [seq for seq in self.live if seq.status is Status.RUNNING and seq.finish is None]
@@ -46,10 +47,14 @@ class Batch:
             done = self._prefill(starting)
             self._catch_up(running)
             done += self._round(running, [seq for seq in starting if seq.status is Status.RUNNING and seq.finish is None])
-        for seq, _ in done:
-            if seq.finish is not None and not seq.done:
-                self.end(seq, seq.finish)
+        self._end_finished()
         return done
+
+    def _end_finished(self) -> None:
+        """End every text whose last token stands."""
+        for seq in list(self.live):
+            if seq.finish is not None:
+                self.end(seq, seq.finish)
 
     def end(self, seq: Sequence, finish: FinishReason, error: BaseException | None = None) -> None:
         """Give back what the sequence holds; its text stays."""
@@ -122,7 +127,6 @@ class Batch:
         return [done for seq in batch for done in self._prefill([seq])]
 
     def _first_token(self, seq: Sequence, logits: torch.Tensor) -> list[tuple[Sequence, Commit]]:
-        seq.to(Status.RUNNING)
         try:
             commit = self.rounds.choose_first(seq, logits)
         except Exception as error:
