@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
-from engine.engine_support import PROMPTS, alone, check_counts, table
+import torch
+from engine.engine_support import PROMPTS, alone, check_counts, foresight, table
 
-from draftproof import Completion, Engine, EngineConfig, Sampling
-from draftproof.engine import ahead
+from draftproof import Completion, Engine, EngineConfig, LoadConfig, Sampling
+from draftproof.drafters.base import Needs
+from draftproof.drafters.fixed import Oracle
+from draftproof.engine import ahead, batch, round
 from draftproof.engine.engine import Request
+from draftproof.models.load import load_target
+from draftproof.models.paged import PagedTarget
+from draftproof.models.target import Target
 from draftproof.trace.sinks import Memory
 
 
@@ -144,3 +151,61 @@ def test_a_sink_that_fails_once(at: int, trace: Any) -> None:
         assert run_out(engine, handles, OSError) == sink.failed == 1
         check(engine, handles, plain)
     assert not target.open_slots
+
+
+@pytest.fixture(scope="module", params=["table", "paged"])
+def target(request: pytest.FixtureRequest) -> Target:
+    if request.param == "table":
+        return table()
+    pair: tuple[Path, Path] = request.getfixturevalue("tiny_pair")
+    return load_target(pair[0], LoadConfig(device="cpu", self_test=False, page_tokens=16))
+
+
+@pytest.mark.parametrize("kind", ["none", "ngram:min=1,max=2"])
+@pytest.mark.parametrize("when", [1, 2, 3])
+@pytest.mark.parametrize("part", ["laws", "choose", "_note_logprobs"])
+def test_between_a_prompt_and_its_first_token(target: Target, part: str, when: int, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of three prompts that one pass has read, the one whose token is chosen, and those whose turn had not come."""
+    samplings = [Sampling(temperature=0.9, seed=i, max_tokens=20) for i in range(3)]
+    plain = [alone(target, [5, 6, 7], sampling) for sampling in samplings]
+    with Engine(target, kind, "auto" if kind == "none" else 3, config=EngineConfig(profile_s=0)) as engine:
+        handles = [engine.submit([5, 6, 7], sampling)[0] for sampling in samplings]
+        calls: list[int] = []
+        once = Once(getattr(round, part), KeyboardInterrupt(), lambda: calls.append(1) or len(calls) == when, late=part == "_note_logprobs")
+        monkeypatch.setattr(round, part, once)
+        assert run_out(engine, handles, KeyboardInterrupt) == 1
+        for handle, want in zip(handles, plain, strict=True):
+            found = handle.completion()
+            assert (found.token_ids, found.finish_reason) == (want.token_ids, want.finish_reason), found.error
+        assert engine.stats()["completion_tokens"] == sum(len(one.token_ids) for one in plain)
+    if isinstance(target, PagedTarget):
+        target.check()
+        assert not target.slots
+
+
+@pytest.mark.parametrize("when", [1, 2, 4, 5])
+def test_between_the_passes_of_a_prompt(when: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A drafter reads no hidden states but those of the positions that they are said to be of."""
+    class Reader(Oracle):
+        needs = Needs(taps=(0,))
+        starts: list[int] = []
+
+        def open(self, seq: Any, signals: Any) -> Any:
+            if signals is not None:
+                fed = [target.hidden(seq.tokens[:at + 1]) for at in range(signals.start, seq.prompt_tokens)]
+                assert torch.equal(signals.taps[0], torch.stack(fed))
+                self.starts.append(signals.start)
+            return super().open(seq, signals)
+
+    target, samplings = table(), [Sampling(temperature=0.9, seed=i, max_tokens=12) for i in range(2)]
+    prompts = [[1, 2, 3] * 4, [3, 2, 1] * 4]
+    plain = [alone(target, prompt, sampling) for prompt, sampling in zip(prompts, samplings, strict=True)]
+    ahead_of = foresight([[*prompt, *one.token_ids] for prompt, one in zip(prompts, plain, strict=True)])
+    with Engine(target, Reader(ahead_of), 3, load=LoadConfig(prefill_chunk=5)) as engine:
+        handles = [engine.submit(prompt, sampling)[0] for prompt, sampling in zip(prompts, samplings, strict=True)]
+        calls: list[int] = []
+        monkeypatch.setattr(batch, "rows_at", Once(batch.rows_at, KeyboardInterrupt(), lambda: calls.append(1) or len(calls) == when))
+        assert run_out(engine, handles, KeyboardInterrupt) == 1
+        assert engine.speculation.state[0] == "on", engine.speculation.failure
+        assert [handle.completion().token_ids for handle in handles] == [one.token_ids for one in plain]
+    assert len(Reader.starts) == 2 and any(Reader.starts)

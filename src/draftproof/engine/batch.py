@@ -9,7 +9,7 @@ from time import perf_counter
 import torch
 
 from ..errors import CacheFull
-from ..models.taps import rows_at, stacked
+from ..models.taps import rows_at, rows_in, stacked
 from ..models.target import Target
 from ..types import Commit, FinishReason, Signals
 from .lanes import Lanes
@@ -98,6 +98,9 @@ class Batch:
             return []
         start = perf_counter()
         slots = [seq.slot for seq in batch if seq.slot is not None]
+        for seq, slot in zip(batch, slots, strict=True):
+            if slot.length == seq.prompt_tokens:             # read to its end by a step that was interrupted: its last token again
+                self.target.truncate(slot, slot.length - 1)
         starts = [slot.length for slot in slots]
         chunks = [torch.tensor(seq.prompt[at:at + self._chunk], device=self.target.device) for seq, at in zip(batch, starts, strict=True)]
         try:
@@ -161,7 +164,7 @@ class Batch:
 
 
 def _joined(before: Signals | None, more: Signals) -> Signals:
-    """Hidden states of two chunks of one prompt, the second right after the first."""
-    if before is None:
+    """Hidden states of two chunks of one prompt; of the second alone, where a step between them was interrupted."""
+    if before is None or before.start + rows_in(before.taps) != more.start:
         return more
     return Signals(before.start, stacked((before.taps, more.taps)))
