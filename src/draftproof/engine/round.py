@@ -22,7 +22,7 @@ from ..core.tree import positions as places
 from ..core.typical import typical
 from ..core.upload import asked, index_of, uploaded
 from ..core.verify import joint, match, shares_noise
-from ..errors import CacheFull, DrafterError, OptionError
+from ..errors import CacheFull
 from ..models.graphs import recordings
 from ..models.taps import SideBySide, rows_at, side_by_side
 from ..models.target import Slot, Target
@@ -186,9 +186,10 @@ class Rounds:
         coins: dict[int, Tensor] = {}
         for i, (seq, draft) in enumerate(zip(batch, drafts, strict=True)):
             if not shares_noise(seq.rule) and len(draft) and not seq.sampling.greedy:
+                logp = law.whole[starts[i]:starts[i + 1]]
                 try:
-                    verdicts[i], coins[i] = _joint(seq, draft, law.whole[starts[i]:starts[i + 1]])
-                except (DrafterError, OptionError) as error:
+                    verdicts[i], coins[i] = _joint(seq, draft, logp)
+                except Exception as error:                   # whatever comes of a draft's law is its drafter's doing
                     lane = self.speculation.of(seq)
                     lane.retire(error)
                     drafts[i] = Draft.empty(draft.drafter, lane.failure)
