@@ -159,6 +159,30 @@ def test_a_text_that_is_cancelled_leaves_its_draft_behind(target: TableTarget, p
         assert handles[i].completion().token_ids == plain[i].token_ids
 
 
+@pytest.mark.parametrize("kind", ["ngram", "model", "oracle"])
+def test_a_text_that_is_cancelled_in_a_trial_leaves_the_others_theirs(target: TableTarget, early: list[bool], kind: str) -> None:
+    """The trial's texts move up in the batch as the first one leaves it."""
+    prompts = [[1, 2] * (7 - i) for i in range(5)]
+    asked = [Sampling(temperature=0.9, seed=i, max_tokens=60 + 20 * i, ignore_eos=True) for i in range(5)]
+    plain = [alone(target, prompt, sampling) for prompt, sampling in zip(prompts, asked, strict=True)]
+    guess = drafters([[*prompt, *one.token_ids] for prompt, one in zip(prompts, plain, strict=True)])[kind]()
+    with Engine(target, guess, "auto", config=EngineConfig(profile_s=0)) as engine:
+        handles = [engine.submit(prompt, sampling)[0] for prompt, sampling in zip(prompts, asked, strict=True)]
+        control, gone = engine.speculation.control, 0
+        assert isinstance(control, AutoDepth)
+        while not all(handle.done for handle in handles):
+            engine.step()
+            left = [handle for handle in handles if not handle.done]
+            if len(left) > 1 and control._trial is not None and left[-1]._seq in control._trial.asked:
+                engine.cancel(left[0].id)
+                gone += 1
+        assert engine.speculation.state[0] == "on" and gone and all(early)
+    for handle, one in zip(handles, plain, strict=True):
+        found = handle.completion()
+        assert found.token_ids == one.token_ids[:len(found.token_ids)] and found.finish_reason in ("length", "cancelled")
+    assert handles[-1].completion().token_ids == plain[-1].token_ids
+
+
 def test_drafts_of_nobody_that_is_left_are_let_go(target: TableTarget, plain: list[Completion], early: list[bool]) -> None:
     with Engine(target, guess_of("model", plain), 3, config=EngineConfig(max_batch=1)) as engine:
         first, second = (engine.submit(FIVE[i], SAMPLINGS[i])[0] for i in (1, 3))

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from engine.engine_support import OPTIONS, alone, check_counts, table
 
-from draftproof import Draft, Engine
+from draftproof import Draft, Engine, EngineConfig
+from draftproof.core import verify
 from draftproof.drafters.base import Needs
 from draftproof.types import DraftLaw
 
@@ -60,8 +62,8 @@ class Faulty:
             logq = torch.zeros(1, 11)
             logq[0, 1] = float("-inf")
             return Draft.chain([1, 1][:depth], law=DraftLaw(logq, (0, 0)[:depth]))
-        elif fault == "wide law":
-            return Draft.chain([1], law=DraftLaw(torch.zeros(1, 40), (0,)))
+        elif fault in MALFORMED:
+            return MALFORMED[fault][0](depth)
         return good
 
     def observe(self, states: Any, commits: Any, signals: Any) -> None:
@@ -74,6 +76,30 @@ class Faulty:
             raise OSError("cannot close")
 
 
+def lawful(depth: int, logq: Any, row: Any = (0, 0), ids: Any = None) -> Draft:
+    return Draft.chain([1, 1][:depth], law=DraftLaw(logq, row[:depth], ids))
+
+
+ROW = torch.zeros(1, 11)
+MALFORMED: dict[str, tuple[Callable[[int], Any], str]] = {
+    "wide law": (lambda depth: lawful(depth, torch.zeros(1, 40)), "law"),
+    "law without rows": (lambda depth: lawful(depth, torch.zeros(0, 11)), "law"),
+    "law's row out of range": (lambda depth: lawful(depth, ROW, (7, 0)), "law"),
+    "law's row negative": (lambda depth: lawful(depth, ROW, (-1, 0)), "law"),
+    "flat law": (lambda depth: lawful(depth, ROW[0]), "law"),
+    "law of integers": (lambda depth: lawful(depth, ROW.long()), "law"),
+    "law in a list": (lambda depth: lawful(depth, ROW.tolist()), "law"),
+    "too few ids": (lambda depth: lawful(depth, ROW, ids=torch.arange(5)), "id map"),
+    "ids in a table": (lambda depth: lawful(depth, ROW, ids=torch.arange(11)[None]), "id map"),
+    "ids of floats": (lambda depth: lawful(depth, ROW, ids=torch.arange(11.0)), "id map"),
+    "ids too high": (lambda depth: lawful(depth, ROW, ids=torch.arange(11) + 5), "id 15"),
+    "ids too low": (lambda depth: lawful(depth, ROW, ids=torch.arange(11) - 1), "id -1"),
+    "bool tokens": (lambda depth: Draft(torch.ones(1, dtype=torch.bool), (-1,)), "bool"),
+    "score too short": (lambda depth: Draft.chain([1], score=torch.ones(0)), "score"),
+    "score too long": (lambda depth: Draft.chain([1], score=torch.ones(2)), "score"),
+    "score in a table": (lambda depth: Draft.chain([1], score=torch.ones(1, 1)), "score"),
+    "score in a list": (lambda depth: Draft.chain([1], score=[0.5]), "score"),
+}
 FAULTS = {
     "raise": "ValueError: weights are gone",
     "exit": "an invariant of its own",
@@ -90,6 +116,7 @@ FAULTS = {
     "open": "no memory",
     "observe": "KeyError",
     "close": "cannot close",
+    **{fault: word for fault, (_, word) in MALFORMED.items()},
 }
 
 
@@ -115,6 +142,71 @@ def test_the_text_survives_and_the_reason_is_told(fault: str) -> None:
         assert told
     assert again.metrics["drafted"] == 0 and other.metrics["drafted"] > 0 and back["state"] == "on"
     assert not target.open_slots
+
+
+@pytest.mark.parametrize("trace", ["none", "summary", "full"])
+@pytest.mark.parametrize("rule", ["match", "ratio", "block"])
+@pytest.mark.parametrize("fault", MALFORMED)
+def test_what_is_malformed_retires_the_drafter_before_anybody_reads_it(fault: str, rule: Any, trace: Any) -> None:
+    target = table()
+    with Engine(target, Faulty(fault), depth=3, rule=rule, config=EngineConfig(trace=trace)) as engine:
+        outs = engine.generate_batch([[1, 2], [2, 3]], OPTIONS["warm"])
+        state = engine.set_speculation()
+    assert state["state"] == "out of service" and MALFORMED[fault][1] in state["reason"]
+    for out, prompt in zip(outs, ([1, 2], [2, 3]), strict=True):
+        assert out.finish_reason == "length" and len(out.token_ids) == 40
+        if rule == "match":
+            assert out.token_ids == alone(target, prompt, OPTIONS["warm"]).token_ids
+        if trace != "none":
+            check_counts(out)
+    assert not target.open_slots
+
+
+def test_a_tree_for_a_target_that_scores_chains_retires_the_drafter(monkeypatch: pytest.MonkeyPatch) -> None:
+    target, drafter = table(), Faulty("")
+    want = alone(target, [1, 2], OPTIONS["warm"])
+    monkeypatch.setattr(target, "trees", False)
+    monkeypatch.setattr(drafter, "draft", lambda fault, depth: Draft(torch.tensor([1, 2]), (-1, -1)) if depth > 1 else Draft.empty())
+    with Engine(target, drafter, depth=3) as engine:
+        out = engine.generate([1, 2], OPTIONS["warm"])
+        state = engine.set_speculation()
+    assert state["state"] == "out of service" and "a tree" in state["reason"]
+    assert out.token_ids == want.token_ids and out.metrics["drafted"] == 0
+
+
+@pytest.mark.parametrize("rule", ["ratio", "block"])
+def test_a_law_that_fails_where_it_is_used_retires_the_drafter(rule: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What no look at its form shows."""
+    def failing(*about: Any) -> Any:
+        raise IndexError("index out of range in self")
+
+    monkeypatch.setattr(verify, "dense_law", failing)
+    target = table()
+    with Engine(target, Faulty("flawed"), depth=3, rule=rule) as engine:
+        monkeypatch.setattr(engine.speculation.drafter, "draft", lambda fault, depth: lawful(depth, ROW))
+        outs = engine.generate_batch([[1, 2], [2, 3]], OPTIONS["warm"])
+        assert "IndexError" in engine.set_speculation()["reason"]
+    assert all(len(out.token_ids) == 40 for out in outs)
+
+
+def test_an_id_map_is_looked_at_once() -> None:
+    class Counted(torch.Tensor):
+        looks = 0
+
+        def max(self, *about: Any) -> Any:  # type: ignore[override]
+            Counted.looks += 1
+            return super().max(*about)
+
+    class Mapped(Faulty):
+        ids = torch.arange(11).as_subclass(Counted)
+
+        def draft(self, fault: str, depth: int) -> Any:
+            return lawful(depth, ROW, ids=self.ids)
+
+    with Engine(table(), Mapped(""), depth=2) as engine:
+        out = engine.generate([1, 2], OPTIONS["warm"])
+        assert engine.set_speculation()["state"] == "on"
+    assert out.metrics["rounds"] > 10 and Counted.looks == 1
 
 
 @pytest.mark.parametrize("rule", ["ratio", "block"])

@@ -9,7 +9,7 @@ from time import perf_counter
 import torch
 
 from ..errors import CacheFull
-from ..models.taps import rows_at, stacked
+from ..models.taps import rows_at, rows_in, stacked
 from ..models.target import Target
 from ..types import Commit, FinishReason, Signals
 from .lanes import Lanes
@@ -39,6 +39,7 @@ class Batch:
     def step(self) -> list[tuple[Sequence, Commit]]:
         """Admit what fits, prefill one chunk of each prompt, run one round; what was committed, in order."""
         self.target.set_taps(self.speculation.taps)
+        self._end_finished()                                 # by a step that was interrupted
         with torch.inference_mode():
             self._admit()
             running = [seq for seq in self.live if seq.status is Status.RUNNING and seq.finish is None]
@@ -46,10 +47,14 @@ class Batch:
             done = self._prefill(starting)
             self._catch_up(running)
             done += self._round(running, [seq for seq in starting if seq.status is Status.RUNNING and seq.finish is None])
-        for seq, _ in done:
-            if seq.finish is not None and not seq.done:
-                self.end(seq, seq.finish)
+        self._end_finished()
         return done
+
+    def _end_finished(self) -> None:
+        """End every text whose last token stands."""
+        for seq in list(self.live):
+            if seq.finish is not None:
+                self.end(seq, seq.finish)
 
     def end(self, seq: Sequence, finish: FinishReason, error: BaseException | None = None) -> None:
         """Give back what the sequence holds; its text stays."""
@@ -93,6 +98,9 @@ class Batch:
             return []
         start = perf_counter()
         slots = [seq.slot for seq in batch if seq.slot is not None]
+        for seq, slot in zip(batch, slots, strict=True):
+            if slot.length == seq.prompt_tokens:             # read to its end by a step that was interrupted: its last token again
+                self.target.truncate(slot, slot.length - 1)
         starts = [slot.length for slot in slots]
         chunks = [torch.tensor(seq.prompt[at:at + self._chunk], device=self.target.device) for seq, at in zip(batch, starts, strict=True)]
         try:
@@ -122,7 +130,6 @@ class Batch:
         return [done for seq in batch for done in self._prefill([seq])]
 
     def _first_token(self, seq: Sequence, logits: torch.Tensor) -> list[tuple[Sequence, Commit]]:
-        seq.to(Status.RUNNING)
         try:
             commit = self.rounds.choose_first(seq, logits)
         except Exception as error:
@@ -157,7 +164,7 @@ class Batch:
 
 
 def _joined(before: Signals | None, more: Signals) -> Signals:
-    """Hidden states of two chunks of one prompt, the second right after the first."""
-    if before is None:
+    """Hidden states of two chunks of one prompt; of the second alone, where a step between them was interrupted."""
+    if before is None or before.start + rows_in(before.taps) != more.start:
         return more
     return Signals(before.start, stacked((before.taps, more.taps)))

@@ -125,7 +125,7 @@ class AutoDepth:
                  for seq, budget, draft, verdict in zip(batch, budgets, drafts, verdicts, strict=True) if budget.depth]
         self._waiting.append(Shown(self.rounds, asked, None if times is None else times.draft_s, self.passes.moment))
         if self._trial is not None:
-            self._charge(self._trial, budgets, verdicts, self._settle())
+            self._charge(self._trial, batch, budgets, verdicts, self._settle())
         elif self.rounds >= self._next:
             start = perf_counter()
             self._settle()                                       # before the next round's clock runs
@@ -290,11 +290,10 @@ class AutoDepth:
 
     def _trial_of(self, arm: Arm, scene: Scene, plan: Plan, depths: abc.Mapping[int, int]) -> Trial:
         """What asking `arm` about these sequences is expected to bring and to lose, against the plan."""
-        places, rest = list(depths), [0 if i in depths else d for i, d in enumerate(plan.depths)]
+        asked, rest = [scene.batch[i] for i in depths], [0 if i in depths else d for i, d in enumerate(plan.depths)]
         beside = 0.0 if plan.arm is None or not any(rest) else plan.arm.costs.seconds([1.0] * max(rest), sum(rest), 0)
         if not arm.costs.seen:
-            return Trial(arm, places, 0.0, 0.0, beside, plan.rate)
-        asked = [scene.batch[i] for i in places]
+            return Trial(arm, asked, 0.0, 0.0, beside, plan.rate)
         chances, shares = arm.survival.of(asked, self.rounds, list(depths.values()))
         new = self._nodes(arm, depths.values()) if self.tree else sum(map(sum, shares))
         rows = scene.rows + self._nodes(arm if plan.arm is None else plan.arm, rest) + new
@@ -305,15 +304,17 @@ class AutoDepth:
         kept = sum(sum(chance[:d]) for chance, d in zip(plan.chances, rest, strict=True))
         brought = sum(map(sum, chances))
         seconds = drafting + between(scene.score, min(rows, len(scene.score)))
-        return Trial(arm, places, seconds - (scene.rows + kept + brought) / plan.rate, brought, drafting, plan.rate)
+        return Trial(arm, asked, seconds - (scene.rows + kept + brought) / plan.rate, brought, drafting, plan.rate)
 
-    def _charge(self, trial: Trial, budgets: abc.Sequence[Budget], verdicts: abc.Sequence[Verdict], drafting: float | None) -> None:
+    def _charge(self, trial: Trial, batch: abc.Sequence[Sequence], budgets: abc.Sequence[Budget], verdicts: abc.Sequence[Verdict],
+                drafting: float | None) -> None:
         """What a trial lost as it turned out is taken from the credit; luck gives some back."""
+        places = [i for i, seq in enumerate(batch) if seq in trial.asked]
         if trial.arm is None:
             self._plain_credit -= trial.loss
-        elif any(budgets[i].depth for i in trial.places):
+        elif any(budgets[i].depth for i in places):
             assert self._plan is not None
-            stood = sum(len(verdicts[i].accepted) for i in trial.places)
+            stood = sum(len(verdicts[i].accepted) for i in places)
             lost = trial.loss + (trial.tokens - stood) / trial.rate + (0.0 if drafting is None else drafting - trial.drafting)
             trial.arm.earn(-min(lost, OVERDRAFT[trial.arm.costs.seen > TRIALS] * self._plan.seconds))
             if stood:

@@ -240,7 +240,8 @@ class Engine:
     def _lane(self, drafter: str | Drafter, settings: SpeculationConfig) -> Speculation:
         worker, device = open_drafter(drafter, self.target, settings, self.load), self.target.device
         return Speculation(worker, self._control(worker, settings), self.target.vocab_size, device, settings.tree,
-                           keep_law=self.config.trace == "full", pressure=Pressure(self.config.free_memory, lambda: free_share(device)))
+                           keep_law=self.config.trace == "full", pressure=Pressure(self.config.free_memory, lambda: free_share(device)),
+                           trees=self.target.trees)
 
     def _control(self, drafter: Drafter | None, settings: SpeculationConfig) -> Control:
         return control_of(settings, drafter, self._passes, self.config.least_acceptance)

@@ -126,10 +126,11 @@ class Plan:
 @dataclass(frozen=True, slots=True)
 class Trial:
     """Something tried in this round in place of the plan. It is expected to lose `loss` seconds against `rate`, to bring `tokens`
-    more, and to take `drafting` seconds of drafting. arm None: a plain pass; places: of the sequences that are asked about."""
+    more, and to take `drafting` seconds of drafting. arm None: a plain pass; asked: the sequences that are asked about, of which some may
+    have left when it ends."""
 
     arm: Arm | None
-    places: list[int]
+    asked: abc.Sequence[Sequence]
     loss: float
     tokens: float
     drafting: float

@@ -103,6 +103,7 @@ class Recorder:
     def rounds(self, judged: abc.Sequence[Judged], law: Law, scores: Scores, times: Times) -> None:
         if self.level == "none":
             return
+        events: list[Event] = []
         for i, one in enumerate(judged):
             start, marks = scores.starts[i], zip(one.nodes, one.draft.parents, one.fates, strict=True)
             words = zip(one.commit.tokens, one.commit.roles, strict=True)
@@ -115,10 +116,13 @@ class Recorder:
                 tokens = [TokenRecord(*word) for word in words]
             if one.seq.sampling.logprobs is not None:
                 tokens = [token._replace(**entry) for token, entry in zip(tokens, _logprob(one.seq, len(tokens)), strict=True)]
-            self._emit(one.seq, RoundDone(
+            events.append(RoundDone(
                 one.seq.id, one.seq.rounds - 1, self.at(one.seq.clock.last), len(judged), one.commit.start, one.budget.depth,
                 one.draft.drafter if one.nodes else one.budget.drafter, one.budget.reason, one.draft.reason, tuple(nodes), tuple(tokens),
                 "".join(one.seq.pieces), times))
+            one.seq.records.append(events[-1])
+        for event in events:                     # a sink that fails costs no text its record
+            self._send(event)
 
     def done(self, seq: Sequence, metrics: dict[str, Any]) -> None:
         if self.level == "none":
@@ -128,6 +132,9 @@ class Recorder:
 
     def _emit(self, seq: Sequence, event: Event) -> None:
         seq.records.append(event)
+        self._send(event)
+
+    def _send(self, event: Event) -> None:
         for sink in self._sinks:
             sink.write(event)
 

@@ -22,7 +22,7 @@ from ..core.tree import positions as places
 from ..core.typical import typical
 from ..core.upload import asked, index_of, uploaded
 from ..core.verify import joint, match, shares_noise
-from ..errors import CacheFull, DrafterError, OptionError
+from ..errors import CacheFull
 from ..models.graphs import recordings
 from ..models.taps import SideBySide, rows_at, side_by_side
 from ..models.target import Slot, Target
@@ -33,7 +33,7 @@ from .lanes import Lanes
 from .marks import Marks
 from .port import TokenLogprob
 from .records import Judged, Recorder
-from .sequence import Sequence
+from .sequence import Sequence, Status
 
 FLOOR = -9999.0
 """A log-probability of −inf, in a form that every JSON reader takes."""
@@ -72,6 +72,10 @@ class Rounds:
                 if not shares_noise(seq.rule):
                     seq.drafted(budget.depth)
             commits = [seq.commit(verdict, tokens) for seq, verdict, tokens in zip(batch, verdicts, nodes, strict=True)]
+            judged = [Judged(seq, budgets[i], drafts[i], nodes[i], commits[i], _fates(drafts[i], verdicts[i], commits[i]), coins.get(i))
+                      for i, seq in enumerate(batch)]
+            for one, root in zip(judged, scores.starts, strict=False):       # before what may fail: counts are those of the text
+                _count(one, scores.logits, root)
             for seq, commit in zip(batch, commits, strict=True):
                 slot = _slot(seq)
                 self.target.rewind(slot, commit.kept[:len(commit.tokens) - 1])
@@ -79,37 +83,37 @@ class Rounds:
         except BaseException:
             self._restore(batch)
             raise
-        self.speculation.observe(batch, commits, _signals(scores, commits))
-        times = Times(draft_s, score_s, verify_s, perf_counter() - verified)
-        asks = joining is not None and self._begun is None and self.speculation.asks
 
-        def go_on() -> None:
+        def learn() -> None:
             passing = waited + perf_counter() - verified if recordings() == before else None
             self.speculation.learn(batch, budgets, drafts, verdicts, times, passing)
             if asks:
                 self._asked = self._early([*(seq for seq in batch if seq.finish is None), *(joining or ())])
 
-        def keep() -> None:
-            judged = [Judged(seq, budgets[i], drafts[i], nodes[i], commits[i], _fates(drafts[i], verdicts[i], commits[i]), coins.get(i))
-                      for i, seq in enumerate(batch)]
-            for i, one in enumerate(judged):
-                one.seq.spell()
-                self._count(one, scores.logits, scores.starts[i], verified + times.other_s, times)
-            self.recorder.rounds(judged, law, scores, times)
-
-        for part in (go_on, keep) if asks and not self._looks(batch) else (keep, go_on):
-            part()
+        times = Times(draft_s, score_s, verify_s, 0.0)
+        try:
+            self.speculation.observe(batch, commits, _signals(scores, commits))
+            times = times._replace(other_s=perf_counter() - verified)
+            asks = joining is not None and self._begun is None and self.speculation.asks
+            first = asks and not self._looks(batch)
+            if first:
+                learn()
+        finally:                                             # whatever is interrupted: the tokens stand, and so do the records of them
+            self._tell(judged, law, scores, verified, times)
+        if not first:
+            learn()
         return commits
 
     def choose_first(self, seq: Sequence, logits: Tensor) -> Commit:
         """The prefill's token, from the logits [1, V] after the prompt."""
         law = laws(logits, [_rows(seq, ((),), logits)])
         token = int(choose(law, _choice_keys([seq], [Draft.empty()], logits.device)))
+        seq.to(Status.RUNNING)                               # not before: an interrupted choice is made again
         commit = seq.commit(Verdict((), token, "prefill"), ())
-        seq.spell()
         seq.tally.prefill(seq.prefill_passes)
-        seq.clock.delivered(perf_counter(), 1)
         _note_logprobs(seq, logits, [0], commit.tokens)
+        seq.spell()
+        seq.clock.delivered(perf_counter(), 1)
         self.recorder.prefill(seq, law)
         return commit
 
@@ -182,9 +186,10 @@ class Rounds:
         coins: dict[int, Tensor] = {}
         for i, (seq, draft) in enumerate(zip(batch, drafts, strict=True)):
             if not shares_noise(seq.rule) and len(draft) and not seq.sampling.greedy:
+                logp = law.whole[starts[i]:starts[i + 1]]
                 try:
-                    verdicts[i], coins[i] = _joint(seq, draft, law.whole[starts[i]:starts[i + 1]])
-                except (DrafterError, OptionError) as error:
+                    verdicts[i], coins[i] = _joint(seq, draft, logp)
+                except Exception as error:                   # whatever comes of a draft's law is its drafter's doing
                     lane = self.speculation.of(seq)
                     lane.retire(error)
                     drafts[i] = Draft.empty(draft.drafter, lane.failure)
@@ -219,13 +224,21 @@ class Rounds:
             self.target.truncate(slot, min(slot.length, len(seq.tokens) - 1))
             self.speculation.leave(seq)
 
-    def _count(self, one: Judged, logits: Tensor, root: int, end: float, times: Times) -> None:
-        seq, kept, emitted = one.seq, one.commit.kept, one.commit.tokens
-        seq.tally.round(len(one.nodes), len(kept), one.fates.count("rejected"), len(emitted))
-        seq.clock.delivered(end, len(emitted))
-        seq.clock.spent(times)
-        seq.rounds += 1
-        _note_logprobs(seq, logits, [root, *(root + 1 + node for node in kept)][:len(emitted)], emitted)
+    def _tell(self, judged: abc.Sequence[Judged], law: Law, scores: Scores, verified: float, times: Times) -> None:
+        """The round's records. verified: the host's time when its verdicts stood."""
+        for one in judged:
+            one.seq.spell()
+            one.seq.clock.delivered(verified + times.other_s, len(one.commit.tokens))
+            one.seq.clock.spent(times)
+        self.recorder.rounds(judged, law, scores, times)
+
+
+def _count(one: Judged, logits: Tensor, root: int) -> None:
+    """What a round did to a text. logits [rows, V]: of the pass; root: the row of the sequence's root."""
+    seq, kept, emitted = one.seq, one.commit.kept, one.commit.tokens
+    seq.tally.round(len(one.nodes), len(kept), one.fates.count("rejected"), len(emitted))
+    seq.rounds += 1
+    _note_logprobs(seq, logits, [root, *(root + 1 + node for node in kept)][:len(emitted)], emitted)
 
 
 def _fates(draft: Draft, verdict: Verdict, commit: Commit) -> tuple[Fate, ...]:

@@ -18,12 +18,13 @@ from ..core.verify import shares_noise
 from ..drafters.base import Drafter
 from ..errors import DrafterError
 from ..trace.events import Times
-from ..types import Budget, Commit, Draft, SequenceView, Signals, Verdict
+from ..types import Budget, Commit, Draft, DraftLaw, SequenceView, Signals, Verdict
 from .plans import Control
 from .sequence import Sequence
 
 log = logging.getLogger("draftproof.engine")
 
+INTEGERS = {torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8}
 _granted = lru_cache(maxsize=64)(Budget)         # a plan grants the same for many rounds
 
 
@@ -72,15 +73,16 @@ class Speculation:
     """Plans budgets, asks the drafter and keeps its states. A drafter that breaks its contract is taken out of service."""
 
     def __init__(self, drafter: Drafter | None, control: Control, vocab_size: int, device: torch.device, tree: int | None = None,
-                 max_depth: int = 16, keep_law: bool = False, pressure: Callable[[], str] = str) -> None:
-        """pressure: called once a round, says why guessing should pause now; empty: it should not."""
+                 max_depth: int = 16, keep_law: bool = False, pressure: Callable[[], str] = str, trees: bool = True) -> None:
+        """trees: whether the target scores them; pressure: called once a round, says why guessing should pause now, if it should."""
         self.drafter, self.control, self.tree, self.max_depth, self.keep_law = drafter, control, tree, max_depth, keep_law
         self.enabled = True
         self.depth_cap: int | None = None        # the operator's, for fixed and automatic depths alike
         self.failure = ""                        # why the drafter is out of service
         self.reason = "no round yet"             # of the last budget
         self._pressure, self.pressed = pressure, ""
-        self._vocab_size, self._device = vocab_size, device
+        self._vocab_size, self._device, self._trees = vocab_size, device, trees
+        self._mapped: Tensor | None = None       # the id map of laws that was found right
         self._open: dict[str, Sequence] = {}     # sequences with a drafter state
         self._held: Held | None = None
 
@@ -247,11 +249,22 @@ class Speculation:
 
     def _checked(self, draft: Draft, budget: Budget) -> Draft:
         """The draft, on its budget and, as far as the host sees, inside the vocabulary; otherwise DrafterError saying what it broke."""
-        broken = _broken(draft, budget, self._vocab_size)
+        broken = _broken(draft, budget, self._vocab_size, self._trees) or self._outside(draft)
         if broken is not None:
             found, expected = broken
             raise DrafterError(f"drafter {self.name} proposed {found}; expected {expected}")
         return replace(draft, drafter=self.name) if draft.drafter == "none" else draft
+
+    def _outside(self, draft: Draft) -> tuple[str, str] | None:
+        """As `_broken`, of the ids that a law's tokens have; the same map is looked at once, since it is as long as a vocabulary."""
+        ids = draft.law.ids if len(draft) and draft.law is not None else None
+        if ids is None or ids is self._mapped or not ids.is_cpu:
+            return None
+        low, high = int(ids.min()), int(ids.max())
+        if low < 0 or high >= self._vocab_size:
+            return f"a law with token id {low if low < 0 else high}", f"ids in [0, {self._vocab_size})"
+        self._mapped = ids
+        return None
 
     def _within(self, drafts: list[Draft]) -> list[Draft]:
         """With every token that lies on a device inside the vocabulary, all of them at once: a look would wait for the device, and a guess
@@ -266,29 +279,53 @@ class Speculation:
         return drafts
 
 
-def _broken(draft: Draft, budget: Budget, vocab_size: int) -> tuple[str, str] | None:
+def _broken(draft: Draft, budget: Budget, vocab_size: int, trees: bool) -> tuple[str, str] | None:
     """What a draft breaks, as what was found and what was expected; None if it keeps its contract."""
     if not isinstance(draft, Draft):
         return type(draft).__name__, "a Draft"
-    tokens, parents = draft.tokens, draft.parents
+    tokens, parents, score = draft.tokens, draft.parents, draft.score
     n = len(parents)
     if not n:
         return None
-    if tokens.ndim != 1 or tokens.shape[0] != n or tokens.is_floating_point():
+    if tokens.ndim != 1 or tokens.shape[0] != n or tokens.dtype not in INTEGERS:
         return f"tokens of shape {tuple(tokens.shape)} and {tokens.dtype}", f"{n} integers, one per parent"
     if n > budget.nodes:
         return f"{n} nodes", f"at most {budget.nodes}"
     chain = draft.is_chain
+    if not chain and not trees:
+        return "a tree", "a chain, since this target scores no trees"
     if not chain and not all(-1 <= parent < i for i, parent in enumerate(parents)):
         return f"parents {parents}", "parents before children, −1 for the root"
     depth = n if chain else max(levels(parents))
     if depth > budget.depth:
         return f"a draft of depth {depth}", f"at most {budget.depth}"
-    if draft.law is not None and len(draft.law.row) != n:
-        return "a law whose rows do not cover its nodes", "one row per node"
+    if score is not None and not (isinstance(score, Tensor) and score.shape == (n,)):
+        return f"a score of {_form(score)}", f"a tensor [{n}], one number per node"
+    if draft.law is not None and (broken := _broken_law(draft.law, n, vocab_size)) is not None:
+        return broken
     if tokens.is_cpu:
         ids = tokens.tolist()
         low, high = min(ids), max(ids)
         if low < 0 or high >= vocab_size:
             return f"token id {low if low < 0 else high}", f"ids in [0, {vocab_size})"
     return None
+
+
+def _broken_law(law: DraftLaw, n: int, vocab_size: int) -> tuple[str, str] | None:
+    """As `_broken`, of the form of the law of n nodes."""
+    logq, row, ids = law.logq, law.row, law.ids
+    if not isinstance(logq, Tensor) or logq.ndim != 2 or not logq.is_floating_point():
+        return f"a law of {_form(logq)}", "log-probabilities [rows, V] in floating point"
+    rows, width = logq.shape
+    if len(row) != n or min(row) < 0 or max(row) >= rows:
+        return f"a law whose rows do not cover its nodes ({row} of {rows})", f"one row for each of {n} nodes"
+    if ids is None:
+        if width > vocab_size:
+            return f"a law of {width} tokens without an id map", f"at most the target's {vocab_size}, or DraftLaw.ids"
+    elif not isinstance(ids, Tensor) or ids.shape != (width,) or ids.dtype not in (torch.int64, torch.int32):
+        return f"a law whose id map is {_form(ids)}", f"{width} integers, one per token of the law"
+    return None
+
+
+def _form(value: object) -> str:
+    return f"shape {tuple(value.shape)} and {value.dtype}" if isinstance(value, Tensor) else type(value).__name__
