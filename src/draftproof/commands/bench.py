@@ -44,7 +44,7 @@ class Numbers(click.ParamType[tuple[float, ...]]):
             found = tuple(int(word) if self.whole else float(word) for word in str(value).split(","))
         except ValueError:
             found = ()
-        if not found or not all(number > 0 and math.isfinite(number) for number in found):
+        if not found or not all(0 < number < math.inf for number in found):
             self.fail(f"{value!r}: expected {'integers' if self.whole else 'numbers'} > 0, separated by commas", param, ctx)
         return tuple(dict.fromkeys(found))
 
