@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import DynamicCache
+from transformers.cache_utils import DynamicLayer
 
 from ..types import Draft, Scores
 from .passes import inferring
@@ -16,10 +17,14 @@ from .taps import Taps, rows_at, stacked
 from .target import LoadFacts, TargetParts
 from .tokenizer import Tokenizer
 
+CHUNK = 512  # tokens per pass when a cache is rebuilt from its text
+
 
 @dataclass(slots=True, eq=False)
 class CroppedSlot:
-    cache: Any
+    """cache None: nothing is known of the tokens, which the next pass begins with."""
+
+    cache: Any = None
     tokens: list[int] = field(default_factory=list)
     nodes: list[int] = field(default_factory=list)
 
@@ -63,10 +68,7 @@ class CroppedTarget:
         self._taps.set(layers)
 
     def open(self, tokens: Sequence[int], tenant: str = "", room: int = 0) -> CroppedSlot:
-        cache = DynamicCache(config=self.model.config)
-        if hasattr(cache, "activate_past_recording"):  # sliding layers can be cropped only if they keep what slid out
-            cache.activate_past_recording()
-        slot = CroppedSlot(cache)
+        slot = CroppedSlot()
         self.slots.append(slot)
         return slot
 
@@ -75,9 +77,8 @@ class CroppedTarget:
 
     def truncate(self, slot: CroppedSlot, length: int) -> None:
         assert not slot.nodes and length <= slot.length, "a slot only shrinks, between passes"
-        if length < slot.length:
-            slot.cache.crop(length - slot.length)
         del slot.tokens[length:]
+        self._crop(slot)
 
     def close(self, slot: CroppedSlot) -> None:
         if slot in self.slots:
@@ -116,17 +117,58 @@ class CroppedTarget:
 
     def _crop(self, slot: CroppedSlot) -> None:
         """Drop what the cache holds beyond the slot's tokens; even where that is nothing, it trims what sliding layers recorded."""
-        slot.cache.crop(slot.length - slot.cache.get_seq_length())
+        if slot.cache is not None:
+            slot.cache.crop(slot.length - slot.cache.get_seq_length())
 
     def _tapped(self, rows: int) -> Mapping[int, Tensor]:
         return rows_at(self._taps.rows, slice(rows))
 
     def _run(self, slot: CroppedSlot, ids: Tensor) -> Tensor:
-        """Logits [len(ids), V] after each of `ids`, appended to the slot's cache (one junk row more, where one would be alone)."""
+        """Logits [len(ids), V] after each of `ids`, appended to the slot's cache. On failure the cache is that of the slot's tokens."""
+        try:
+            if slot.cache is None:
+                self._rebuild(slot)
+            elif slot.cache.get_seq_length() > slot.length:  # left by a pass whose tokens nobody noted
+                self._crop(slot)
+            return self._forward(slot, slot.length, ids.to(self.device))
+        except BaseException:
+            self._mend(slot)
+            raise
+
+    def _forward(self, slot: CroppedSlot, at: int, ids: Tensor) -> Tensor:
+        """Logits [len(ids), V] of a pass over `ids` behind `at` tokens (one junk row more in the cache, where one would be alone)."""
         rows = ids.shape[0]
-        if self.whole_tiles and rows == 1 and slot.length + 1 < self.context:
+        if self.whole_tiles and rows == 1 and at + 1 < self.context:
             ids = ids.repeat(2)
-        at = torch.arange(slot.length, slot.length + ids.shape[0], device=self.device)[None]
-        out = self.model(input_ids=ids.to(self.device)[None], position_ids=at, past_key_values=slot.cache, use_cache=True)
+        positions = torch.arange(at, at + ids.shape[0], device=self.device)[None]
+        out = self.model(input_ids=ids[None], position_ids=positions, past_key_values=slot.cache, use_cache=True)
         logits: Tensor = out.logits[0, :rows]
         return logits
+
+    def _rebuild(self, slot: CroppedSlot) -> None:
+        """A cache of the slot's tokens."""
+        slot.cache, at = DynamicCache(config=self.model.config), 0
+        if hasattr(slot.cache, "activate_past_recording"):  # sliding layers can be cropped only if they keep what slid out
+            slot.cache.activate_past_recording()
+        for part in torch.split(torch.tensor(slot.tokens, dtype=torch.int64, device=self.device), CHUNK):
+            if len(part):
+                self._forward(slot, at, part)
+                at += len(part)
+                slot.cache.crop(at - slot.cache.get_seq_length())
+
+    def _mend(self, slot: CroppedSlot) -> None:
+        """After a pass that ended between two layers, or between keys and values: cut each back to the slot's tokens. A cache of which
+        any layer cannot be cut, because it keeps another form or too little, is forgotten."""
+        layers = [] if slot.cache is None or not slot.length else slot.cache.layers
+        if layers and all(_holds(layer, slot.length) for layer in layers):
+            for layer in layers:
+                layer.keys, layer.values = layer.keys[..., : slot.length, :], layer.values[..., : slot.length, :]
+        else:
+            slot.cache = None
+
+
+def _holds(layer: Any, length: int) -> bool:
+    """Whether a layer of a cache keeps one row after another, as many as `length` or more."""
+    if type(layer) is not DynamicLayer or not layer.is_initialized:
+        return False
+    return all(rows.ndim > 1 and rows.shape[-2] >= length for rows in (layer.keys, layer.values))
