@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from draftproof.core import noise as hashed
-from draftproof.core.choice import choose
+from draftproof.core.choice import Law, choose
 from draftproof.core.edits import Rows
-from draftproof.core.probs import distribution
+from draftproof.core.probs import laws
 from draftproof.core.tree import depths, path
-from draftproof.core.verify import match
+from draftproof.core.verify import match, short_of
 from draftproof.models.target import Target
 from draftproof.types import Budget, Commit, Draft, Rule, Sampling, Scores, Signals, Verdict
 
@@ -68,8 +68,11 @@ def rows_of(text: Text, paths: Sequence[Sequence[int]]) -> Rows:
 
 
 def chosen(text: Text, logits: Tensor, paths: Sequence[Sequence[int]]) -> list[int]:
-    """The target's choice after the text and each path."""
-    logp = distribution(logits, [rows_of(text, paths)])
+    """The target's choice after the text and each path; any token where the options leave none after a path."""
+    return _choices(text, laws(logits, [rows_of(text, paths)], (0,)), paths)
+
+
+def _choices(text: Text, logp: Law, paths: Sequence[Sequence[int]]) -> list[int]:
     if text.sampling.greedy:
         return [int(i) for i in choose(logp, None)]
     keys = [hashed.key(text.seed, text.sample, "text", len(text.tokens) + len(p)) for p in paths]
@@ -152,8 +155,9 @@ def speculate(target: Target, drafter: Any, texts: Sequence[Text], wish: BudgetO
         for row, (i, draft) in enumerate(zip(live, drafts, strict=True)):
             ids = draft.tokens.tolist()
             paths = [(), *(tuple(ids[j] for j in path(draft.parents, node)) for node in range(len(ids)))]
-            choices = chosen(texts[i], scores.logits[scores.rows(row)], paths)
-            verdict = match(draft.parents, ids, choices)
+            law = laws(scores.logits[scores.rows(row)], [rows_of(texts[i], paths)], (0,))
+            choices = _choices(texts[i], law, paths)
+            verdict = short_of(match(draft.parents, ids, choices), ids, [dead - 1 for dead in law.dead])
             new = [*(ids[node] for node in verdict.accepted), verdict.next_token]
             end = next((at for at, token in enumerate(new) if token in texts[i].end_ids), len(new) - 1)
             new, kept = new[:end + 1], verdict.accepted[:end + 1]

@@ -63,6 +63,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "penalties": {"temperature": 0.9, "repetition_penalty": 1.3, "presence_penalty": 0.4, "frequency_penalty": 0.2},
     "greedy-penalties": {"temperature": 0.0, "repetition_penalty": 1.5, "frequency_penalty": 0.3},
     "bias-and-bans": {"temperature": 1.0, "logit_bias": {3: 2.0, 7: -4.0, 12: 1.0}, "bad_word_ids": ((4, 2), (1,))},
+    "dead-end": {"temperature": 1.0, "logit_bias": {11: -1.0}, "bad_word_ids": tuple((11, token) for token in range(V))},
+    "greedy-dead-end": {"temperature": 0.0, "logit_bias": {3: -1.0}, "bad_word_ids": tuple((3, token) for token in range(V))},
     "ends": {"temperature": 1.0, "min_tokens": 10},
 }
 

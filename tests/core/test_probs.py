@@ -276,6 +276,39 @@ def test_what_cannot_be_sampled_is_refused(s: Sampling, mask: Tensor | None, mes
         distribution(torch.zeros(1, 4), [of(s, mask=mask)])
 
 
+def dead_end(last: int, options: Sampling) -> tuple[Rows, Rows]:
+    """Two sequences of three and two rows over four tokens: the rows at 1 and 4 have no token, each other row has."""
+    sampling = replace(options, bad_word_ids=tuple((3, token) for token in range(4)))
+    return of(sampling, paths=[(), (3,), (2,)], prompt=(last,)), of(sampling, paths=[(), (1, 3)], prompt=(0,))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("other", [{}, {"top_k": 2}, {"temperature": 0.0}, {"top_p": 0.5}], ids=str)
+def test_a_dead_end_that_only_a_guess_leads_to_is_told_and_moves_no_other_row(other: dict[str, Any], dtype: torch.dtype) -> None:
+    x = torch.randn(5, 4, generator=torch.Generator().manual_seed(1)).to(dtype)
+    first, second = dead_end(0, PLAIN)[0], dead_end(0, replace(PLAIN, **other))[1]
+    law = laws(x, [first, second], (0, 3))
+    assert law.dead == [1, 4] and law.of([4, 0, 1]).dead == [0, 2] and law.of([0, 3]).dead == []
+    assert torch.allclose(law.whole.exp().sum(1), torch.ones(5, dtype=dtype)), "a law stands in every row"
+    for row, group, path in ((0, first, ()), (2, first, (2,)), (3, second, ())):
+        assert torch.equal(law.whole[row], distribution(x[row:row + 1], [replace(group, paths=[path])])[0])
+    assert torch.equal(x, torch.randn(5, 4, generator=torch.Generator().manual_seed(1)).to(dtype))
+
+
+def test_a_dead_end_where_the_text_stands_is_refused() -> None:
+    for due in (None, (0, 3), (4,)):
+        with pytest.raises(OptionError, match="exclude every token"):
+            laws(torch.zeros(5, 4), dead_end(3, PLAIN), due)
+    assert laws(torch.zeros(5, 4), dead_end(3, PLAIN), (3,)).dead == [0, 1, 4]
+
+
+def test_a_pass_that_overflowed_behind_a_guess_only_is_a_dead_end() -> None:
+    x = torch.zeros(3, 4)
+    x[1, 2] = math.nan
+    law = laws(x, [of(PLAIN, 3)], (0,))
+    assert law.dead == [1] and torch.equal(law.whole[[0, 2]], torch.full((2, 4), 0.25).log()) and x[1, 2].isnan()
+
+
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_a_model_that_overflowed_is_reported(bad: float) -> None:
     x = torch.zeros(2, 4)

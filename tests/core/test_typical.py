@@ -75,6 +75,14 @@ def test_at_temperature_0_only_the_argmax_is_typical() -> None:
     assert typical((-1,), [2], logp, [3, 3]).accepted == ()
 
 
+def test_no_guess_leads_into_a_dead_end() -> None:
+    """However typical: the target's own choice may, and whoever goes on from there hears of it."""
+    logp = torch.full((4, V), 1 / V).log()
+    for dead, accepted in (((), (0, 2)), ((2,), (0,)), ((0,), (1,)), ((0, 1), ())):
+        assert typical((-1, -1, 0), [3, 4, 5], logp, [1] * 4, dead).accepted == accepted
+    assert typical((-1, 0), [3, 5], logp[:3], [3, 5, 1], (0,)).next_token == 3
+
+
 def lossy(target: TableTarget, temperature: float, tree: int | None, drafter: Drafter | None = None) -> Completion:
     with Engine(target, drafter or ModelDrafter(TableTarget(V, seed=4)), 4, tree=tree, rule="lossy-typical",
                 config=EngineConfig(trace="full")) as engine:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from draftproof.core import choice
 from draftproof.drafters.base import Ranking, pick
+from draftproof.errors import Failure
 from draftproof.types import Sampling
 
 V = 600
@@ -71,3 +72,26 @@ def test_the_noise_of_a_sequence_is_drawn_once(monkeypatch: pytest.MonkeyPatch) 
     texts, groups = asked("sampled", (4, 4, 4))
     pick(torch.randn(12, V), groups, texts, [3, 3, 3], SharedNoise(), 8)
     assert drawn == [3]
+
+
+@pytest.mark.parametrize("shares", [False, True])
+@pytest.mark.parametrize("options", ["sampled", "filtered", "some still"])
+def test_a_dead_end_has_no_token_and_moves_no_other_row(options: str, shares: bool) -> None:
+    texts, groups = asked(options, (3, 3))
+    groups = [replace(g, sampling=replace(g.sampling, bad_word_ids=tuple((1, token) for token in range(V)))) for g in groups]
+    logits = 3 * torch.randn(6, V, generator=torch.Generator().manual_seed(1))
+    together = pick(logits, groups, texts, [4, 4], SharedNoise(), 8, shares=shares)
+    assert (together.values[[1, 4]] == -torch.inf).all(), "the paths (1,) of both"
+    for row in (0, 2, 3, 5):
+        text, group = texts[row // 3], groups[row // 3]
+        group = replace(group, paths=group.paths[row % 3:row % 3 + 1])
+        alone = pick(logits[row:row + 1], [group], [text], [4], SharedNoise(), 8, shares=shares)
+        assert torch.equal(together.tokens[row], alone.tokens[0]) and torch.equal(together.values[row], alone.values[0])
+
+
+def test_a_drafter_that_overflowed_is_none_whose_options_leave_nothing() -> None:
+    texts, groups = asked("looks back", (2,))
+    logits = torch.zeros(2, V)
+    logits[1] = torch.nan
+    with pytest.raises(Failure, match="the largest logit is nan"):
+        pick(logits, groups, texts, [4], SharedNoise(), 8)

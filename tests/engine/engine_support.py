@@ -14,6 +14,13 @@ from draftproof.trace.report import requests
 
 VOCABULARY, EOS = 11, 10
 LENGTH = 40
+DEAD = 4            # behind it the options of a dead end leave nothing; its texts never go there
+
+
+def nothing_after(token: int) -> tuple[tuple[int, int], ...]:
+    """Bad words that leave no token behind this one."""
+    return tuple((token, other) for other in range(VOCABULARY))
+
 
 OPTIONS: dict[str, Sampling] = {
     "greedy": Sampling(temperature=0, seed=1, max_tokens=LENGTH),
@@ -46,6 +53,8 @@ OPTIONS: dict[str, Sampling] = {
         seed=15,
         max_tokens=LENGTH,
     ),
+    "dead_end": Sampling(temperature=1.0, bad_word_ids=nothing_after(DEAD), logit_bias={DEAD: -20.0}, seed=17, max_tokens=LENGTH),
+    "greedy_dead_end": Sampling(temperature=0, bad_word_ids=nothing_after(DEAD), logprobs=2, seed=18, max_tokens=LENGTH),
 }
 PROMPTS: list[list[int]] = [[1, 2, 3, 1, 2] + [i % 10] * (i % 4 + 1) for i in range(len(OPTIONS))]
 
@@ -82,6 +91,7 @@ def drafters(texts: Sequence[Sequence[int]]) -> dict[str, Callable[[], Drafter]]
         "model": lambda: ModelDrafter(table(seed=8)),
         "wrong": lambda: AlwaysWrong(VOCABULARY, ahead),
         "oracle": lambda: Oracle(ahead, decoys=2, wrong_at=lambda position: position % 5 == 0),
+        "lost": lambda: Oracle(lambda text: DEAD, decoys=1),
     }
 
 

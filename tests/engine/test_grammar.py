@@ -5,17 +5,19 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
 from draftproof.config import LoadConfig
+from draftproof.drafters.base import Needs
 from draftproof.drafters.fixed import AlwaysWrong
 from draftproof.engine.engine import Engine
 from draftproof.errors import OptionError
 from draftproof.models.fake import TableTarget
 from draftproof.models.load import builtin, load_target
 from draftproof.models.target import Target
-from draftproof.types import Sampling
+from draftproof.types import Budget, Draft, Sampling, SequenceView
 
 pytest.importorskip("llguidance")
 SCHEMA = {"type": "object", "properties": {"identifier": {"type": "integer"}, "category": {"enum": ["alpha", "beta"]}},
@@ -96,3 +98,36 @@ def test_what_a_grammar_needs_is_said(plain: Engine) -> None:
 def test_without_a_grammar_the_drafter_is_silent(target: Target) -> None:
     with Engine(target, "grammar", 4) as engine:
         assert engine.generate(PROMPT, Sampling(temperature=0, max_tokens=6)).metrics["drafted"] == 0
+
+
+class Finishing:
+    """Guesses the letter that completes the grammar, behind which only an end token may follow."""
+
+    name, needs = "finishing", Needs()
+
+    def __init__(self, token: int) -> None:
+        self.token = token
+
+    def open(self, seq: SequenceView, signals: object) -> SequenceView:
+        return seq
+
+    def propose(self, states: list[SequenceView], budgets: list[Budget], noise: object) -> list[Draft]:
+        return [Draft.chain([self.token] * min(budget.depth, 2)) for budget in budgets]
+
+    def observe(self, *about: object) -> None: ...
+
+    def close(self, state: SequenceView) -> None: ...
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("spec", ["finishing", "ngram", "model", "grammar+ngram"])
+def test_a_guess_that_completes_the_grammar_before_min_tokens_changes_nothing(target: Target, plain: Engine, spec: str,
+                                                                              temperature: float) -> None:
+    assert target.tokenizer is not None
+    last, = target.tokenizer.encode_plain("x")
+    options = replace(wish(temperature, regex="(ab|cd)+x"), max_tokens=20, min_tokens=15, logit_bias={last: -50.0})
+    expected = plain.generate(PROMPT, options)
+    with Engine(target, Finishing(last) if spec == "finishing" else spec, 2) as engine:
+        found = engine.generate(PROMPT, options)
+        assert engine.speculation.state[0] == "on", engine.speculation.failure
+    assert found.token_ids == expected.token_ids and found.finish_reason == expected.finish_reason != "error"

@@ -7,7 +7,7 @@ from engine.engine_support import OPTIONS, PROMPTS, alone, check_counts, drafter
 
 from draftproof import Completion, Engine, EngineConfig
 
-NAMES = ("ngram", "model", "wrong", "oracle")
+NAMES = ("ngram", "model", "wrong", "oracle", "lost")
 
 
 @pytest.fixture(scope="module")
@@ -41,6 +41,7 @@ def test_every_option_in_one_batch_equals_plain_alone(plain: list[Completion], n
         tree = depth
     with Engine(target=target, drafter=drafter, depth=depth, tree=tree, config=EngineConfig(max_batch=5)) as engine:
         found = engine.generate_batch(PROMPTS, list(OPTIONS.values()))
+        assert engine.speculation.state[0] == "on", engine.speculation.failure
     for option, want, got in zip(OPTIONS, plain, found, strict=True):
         assert got.token_ids == want.token_ids, option
         assert got.finish_reason == want.finish_reason, option
@@ -56,7 +57,7 @@ def test_every_option_in_one_batch_equals_plain_alone(plain: list[Completion], n
 
 
 @pytest.mark.parametrize("rule", ["ratio", "block"])
-@pytest.mark.parametrize("name", ["ngram", "model", "oracle"])
+@pytest.mark.parametrize("name", ["ngram", "model", "oracle", "lost"])
 def test_greedy_requests_keep_plain_ids_under_the_joint_rules(plain: list[Completion], name: str, rule: str) -> None:
     target = table()
     drafter = drafters(texts(plain))[name]()

@@ -110,7 +110,7 @@ def test_a_file_holds_what_memory_holds(tmp_path: Path, level: TraceLevel) -> No
     times = [e.at_s for e in events if e.event in ("prefill_done", "round_done")]
     assert times == sorted(times) and times[0] > 0
     rows = by_class(reports.values())
-    assert [(r.prompt_class, r.requests) for r in rows] == [("a", 8), ("b", 7)]
+    assert [(r.prompt_class, r.requests) for r in rows] == [("a", 9), ("b", 8)]
     total = rows[0].tally + rows[1].tally
     assert total.as_metrics() == engine.stats()["metrics"] and total.completion_tokens == engine.stats()["completion_tokens"]
     assert all(row.tokens_per_s and row.ttft_s and row.tpot_s for row in rows)

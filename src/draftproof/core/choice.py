@@ -26,11 +26,13 @@ _LOW = 0xFFFFFFFF
 @dataclass(slots=True)
 class Law:
     """N laws over `size` tokens as log-probabilities, −inf where a token is excluded: all of them [N, size], or those of the tokens that
-    filters left: columns int64 [N, C], filled up with −1, and values [N, C], −inf there."""
+    filters left: columns int64 [N, C], filled up with −1, and values [N, C], −inf there. dead: rows that have no token at all; what
+    stands there is a law of nothing, so that whoever needs laws finds one."""
 
     size: int
     given: Tensor | None = None
     few: tuple[Tensor, Tensor] | None = None
+    dead: Sequence[int] = ()
 
     @property
     def whole(self) -> Tensor:
@@ -52,7 +54,8 @@ class Law:
     def of(self, rows: Sequence[int]) -> Law:
         """The law of some rows."""
         return Law(self.size, None if self.given is None else rows_of(self.given, rows),
-                   None if self.few is None else (rows_of(self.few[0], rows), rows_of(self.few[1], rows)))
+                   None if self.few is None else (rows_of(self.few[0], rows), rows_of(self.few[1], rows)),
+                   [i for i, row in enumerate(rows) if row in self.dead] if self.dead else ())
 
 
 def choose(law: Law | Tensor, keys: Tensor | None) -> Tensor:

@@ -14,7 +14,7 @@ same sorted prefix and adds its masses in the same order, in float64.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from functools import lru_cache
 
 import numpy as np
@@ -51,8 +51,12 @@ def distribution(logits: Tensor, groups: Sequence[Rows]) -> Tensor:
     return laws(logits, groups).whole
 
 
-def laws(logits: Tensor, groups: Sequence[Rows]) -> Law:
-    """`distribution`, by the possible tokens alone where all rows went through the same filters and these left few."""
+def laws(logits: Tensor, groups: Sequence[Rows], due: Collection[int] | None = None) -> Law:
+    """`distribution`, by the possible tokens alone where all rows went through the same filters and these left few.
+
+    due: the rows that must have a token, all unless they are named. Where another has none it is in `Law.dead`: plain decoding hears of
+    a dead end when its text is there, and a guess may lead where no text ever goes.
+    """
     assert logits.shape[0] == sum(len(g.paths) for g in groups), "one path per row of logits"
     found = _by_kernel(logits, groups)
     if found is not None:
@@ -72,15 +76,30 @@ def laws(logits: Tensor, groups: Sequence[Rows]) -> Law:
         batches.setdefault(_filters(g.sampling, x.shape[1]), []).extend(range(start, stop))
         start = stop
     top = torch.from_numpy(x.numpy().max(-1, keepdims=True)) if x.device.type == "cpu" else x.amax(-1, keepdim=True)
-    if (edited or x.device.type == "cpu") and not np.isfinite(top.cpu().numpy()).all():    # a device would be waited for
-        _refuse(logits, top, groups)
+    dead: list[int] = []
+    if edited or x.device.type == "cpu":                    # a device would be waited for
+        dead = np.flatnonzero(~np.isfinite(top.cpu().numpy())).tolist()
+        if wrong := [row for row in dead if due is None or row in due]:
+            _refuse(logits, top, groups, wrong[0])
+    if dead:
+        x, top = _stood_in(x, dead), top.index_fill(0, uploaded(dead, x.device), 0)
     if len(batches) == 1:
-        return _law(x, top, next(iter(batches)))
-    out = torch.empty_like(x)
-    for filters, members in batches.items():
-        rows = uploaded(members, x.device)
-        out[rows] = _law(x[rows], top[rows], filters).whole
-    return Law(x.shape[1], out)
+        law = _law(x, top, next(iter(batches)))
+    else:
+        law = Law(x.shape[1], torch.empty_like(x))
+        for filters, members in batches.items():
+            rows = uploaded(members, x.device)
+            law.whole[rows] = _law(x[rows], top[rows], filters).whole
+    law.dead = dead
+    return law
+
+
+def _stood_in(x: Tensor, dead: Sequence[int]) -> Tensor:
+    """A copy of x [N, V] whose dead rows are sure of the first token."""
+    x = x.clone()
+    x[dead] = -math.inf
+    x[dead, 0] = 0
+    return x
 
 
 def _by_kernel(logits: Tensor, groups: Sequence[Rows]) -> Law | None:
@@ -104,13 +123,18 @@ def _certain(rows: int) -> Tensor:
     return torch.zeros(rows, 1)
 
 
-def _refuse(logits: Tensor, top: Tensor, groups: Sequence[Rows]) -> None:
+def check_finite(logits: Tensor, rows: Iterable[int]) -> None:
+    """Raises Failure where the largest of a row's logits is no finite number, whatever the options made of them."""
+    for row in rows:
+        largest = logits[row].amax().item()
+        if not math.isfinite(largest):
+            raise Failure(f"row {row}: the largest logit is {largest}; expected a finite number: the model overflowed, try another dtype")
+
+
+def _refuse(logits: Tensor, top: Tensor, groups: Sequence[Rows], row: int) -> None:
     """Say why a row has no finite maximum."""
-    row = int((~torch.isfinite(top[:, 0])).nonzero()[0])
     group, offset = next((g, row - s) for g, s in _starts(groups) if s <= row < s + len(g.paths))
-    largest = logits[row].amax().item()
-    if not math.isfinite(largest):
-        raise Failure(f"row {row}: the largest logit is {largest}; expected a finite number: the model overflowed, try another dtype")
+    check_finite(logits, [row])
     if top[row].item() > 0:
         raise OptionError("logit_bias holds +inf; expected numbers or -inf: to force a token give it a large bias, or ban the others")
     if group.mask is not None and not bool(group.mask[offset].any()):

@@ -8,7 +8,7 @@ one token and only that is typical, so the text is then plain decoding's.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 from torch import Tensor
@@ -27,10 +27,11 @@ def threshold(logp: Tensor, epsilon: float = EPSILON, delta: float = DELTA) -> T
     return least
 
 
-def typical(parents: Sequence[int], tokens: Sequence[int], logp: Tensor, choices: Sequence[int]) -> Verdict:
+def typical(parents: Sequence[int], tokens: Sequence[int], logp: Tensor, choices: Sequence[int], dead: Collection[int] = ()) -> Verdict:
     """The longest path of typical nodes stands, of equal ones the first; the target's choice after it is the next token.
 
     logp [n+1, V]: the target's log-probabilities, the root's row first; choices [n+1]: its choice at every row. Any tree.
+    dead: nodes behind which there is no token: nobody but the target's own choice leads there.
     """
     assert len(choices) == len(tokens) + 1 == len(parents) + 1 == logp.shape[0], "one row and one choice per node, the root's first"
     rows = [parent + 1 for parent in parents]
@@ -38,7 +39,7 @@ def typical(parents: Sequence[int], tokens: Sequence[int], logp: Tensor, choices
     good = (chance > threshold(logp)[rows]).tolist()
     stands: list[bool] = []
     for node, parent in enumerate(parents):
-        stands.append(good[node] and (parent < 0 or stands[parent]))
+        stands.append(good[node] and node not in dead and (parent < 0 or stands[parent]))
     reach = [depth if stood else 0 for depth, stood in zip(depths(parents), stands, strict=True)]
     best = max(range(len(reach)), key=reach.__getitem__, default=-1)
     kept = set(path(parents, best)) if best >= 0 and reach[best] else set()

@@ -12,7 +12,7 @@ pair: *odds* (probabilities, no randomness, so that tests can enumerate them) an
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Literal
 
 import torch
@@ -24,7 +24,7 @@ from .tree import LawRows, Odds, draw_next, normalised, passes, quotient, tree_d
 from .upload import rows_of, uploaded
 
 __all__ = ["Odds", "Shape", "allowed", "block_draw", "block_odds", "dense_law", "joint", "match", "ratio_draw", "ratio_odds", "shape_of",
-           "shares_noise"]
+           "shares_noise", "short_of"]
 
 Shape = Literal["chain", "tree", "merged tree"]
 """A merged tree has siblings that were not drawn together from one law: several drafters' guesses, or several sampled chains."""
@@ -72,6 +72,15 @@ def match(parents: Sequence[int], tokens: Sequence[int], choices: Sequence[int])
     guessed = [token == choices[parent + 1] for token, parent in zip(tokens, parents, strict=True)]
     accepted, rejected, role = walk(parents, guessed)
     return Verdict(accepted, choices[accepted[-1] + 1 if accepted else 0], role, rejected)
+
+
+def short_of(verdict: Verdict, tokens: Sequence[int], dead: Collection[int]) -> Verdict:
+    """The verdict, ended with the first accepted node in `dead`, behind which there is no token: it is the last one, as in plain decoding,
+    and the round that would go on from there says why it cannot. tokens [n]: the nodes'."""
+    for place, node in enumerate(verdict.accepted):
+        if node in dead:
+            return Verdict(verdict.accepted[:place], tokens[node], "bonus")
+    return verdict
 
 
 def dense_law(law: DraftLaw, vocab_size: int, dtype: torch.dtype = torch.float64) -> Tensor:

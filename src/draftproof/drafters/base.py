@@ -19,10 +19,11 @@ from ..config import LoadConfig
 from ..core.choice import Law, perturbed_top
 from ..core.edits import Counts, Rows
 from ..core.host import COLD
-from ..core.probs import laws
-from ..errors import OptionError
+from ..core.probs import check_finite, laws
 from ..models.target import Target
 from ..types import Budget, Commit, Draft, Rule, SequenceView, Signals
+
+NOTHING = "the options leave none of the drafter's tokens"     # why a draft ends there
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,9 +247,8 @@ def pick(logits: Tensor, groups: Sequence[Rows], seqs: Sequence[SequenceView], p
     greedy, edited = all(quiet), any(g.edited for g in groups)
     if ids is not None and edited:
         logits, ids = _widened(logits, ids, vocab_size), None
-        law = _each_law(logits, groups)
-    else:
-        law = Law(logits.shape[-1], logits.float()) if greedy and not edited and not shares else laws(logits, groups)
+    law = Law(logits.shape[-1], logits.float()) if greedy and not edited and not shares else laws(logits, groups, ())
+    check_finite(logits, law.dead)
     k = min(k, law.size)
     counts = [len(g.paths) for g in groups]
     keys = None if greedy else noise.keys(seqs, positions).to(logits.device)     # a draft model may have a device of its own
@@ -256,6 +256,8 @@ def pick(logits: Tensor, groups: Sequence[Rows], seqs: Sequence[SequenceView], p
     if any(quiet) and not greedy:
         rows = [row for row, still in enumerate(still for still, count in zip(quiet, counts, strict=True) for _ in range(count)) if still]
         best[rows], columns[rows] = perturbed_top(law.of(rows), None, k)
+    if law.dead:
+        best[list(law.dead)] = -math.inf
     return Picks(columns if ids is None else ids[columns], best, law.whole if noise.keep_law and not greedy else None, ids,
                  law.at(columns) if shares else None)
 
@@ -280,15 +282,3 @@ def _widened(logits: Tensor, ids: Tensor, vocab_size: int) -> Tensor:
     wide = logits.new_full((logits.shape[0], vocab_size), -math.inf, dtype=torch.float32)
     wide[:, ids] = logits.float()
     return wide
-
-
-def _each_law(logits: Tensor, groups: Sequence[Rows]) -> Law:
-    """`laws`, where a row without any token left is −inf: the target may have tokens there that the drafter has not."""
-    try:
-        return laws(logits, groups)
-    except OptionError:
-        singles = [replace(g, paths=(path,), mask=None if g.mask is None else g.mask[i:i + 1])
-                   for g in groups for i, path in enumerate(g.paths)]
-        if len(singles) == 1:
-            return Law(logits.shape[-1], torch.full_like(logits, -math.inf))
-        return Law(logits.shape[-1], torch.cat([_each_law(logits[i:i + 1], [single]).whole for i, single in enumerate(singles)]))

@@ -22,7 +22,7 @@ from ..core.upload import rows_of, uploaded
 from ..errors import CacheFull
 from ..models.target import Slot, Target
 from ..types import Budget, Commit, Draft, DraftLaw, SequenceView, Signals
-from .base import Drafter, Needs, Noise, NoOptions, Picks, Ranking, Site, pick
+from .base import NOTHING, Drafter, Needs, Noise, NoOptions, Picks, Ranking, Site, pick
 from .grow import CANDIDATES, Margins, evenly, gaps_of, worthiest
 from .spines import spine
 from .vocabulary import Check
@@ -196,8 +196,8 @@ class ModelDrafter(NoOptions):
 
     def _draft(self, lines: Sequence[_Line], noise: Noise) -> list[Picks]:
         """Feed what the slots lack, then one pass per level; returns each level's picks and fills the lines."""
-        history = any(line.state.ranking.looks_back for line in lines)
-        read = history or self.lm.device.type == "cpu"      # elsewhere a look at a token would wait for the device
+        edited = any(line.state.ranking.names_tokens for line in lines)
+        read = edited or self.lm.device.type == "cpu"       # elsewhere a look at a token would wait for the device
         logits = self._catch_up(lines)
         levels: list[Picks] = []
         width = max(line.width for line in lines)
@@ -210,8 +210,12 @@ class ModelDrafter(NoOptions):
             levels.append(picks)
             best = picks.tokens[:, :1].unbind()
             host = picks.tokens[:, 0].tolist() if read else ()
+            dead = (picks.values[:, 0] == -math.inf).tolist() if edited else [False] * len(live)
             going: list[_Line] = []
             for i, line in enumerate(live):
+                if dead[i]:
+                    line.reason = NOTHING
+                    continue
                 line.rows.append(row + i)
                 line.spine.append(best[i])
                 ended = bool(host) and host[i] in line.state.seq.end_ids
@@ -252,7 +256,10 @@ class ModelDrafter(NoOptions):
         logq = None if levels[0].logq is None else torch.cat([p.logq for p in levels if p.logq is not None])
         drafts = []
         for line in lines:
-            line.state.base, line.state.guess = len(line.state.seq.tokens), torch.cat(line.spine)
+            line.state.base, line.state.guess = len(line.state.seq.tokens), torch.cat(line.spine or [tokens.new_empty(0)])
+            if not line.rows:
+                drafts.append(Draft.empty(self.name, line.reason))
+                continue
             greedy, count = line.state.seq.sampling.greedy, len(line.rows)
             law = None if logq is None or greedy else DraftLaw(rows_of(logq, line.rows), tuple(range(count)))
             mine, above = rows_of(tokens, line.rows)[:, :line.width], rows_of(values, line.rows)[:, :line.width].float()

@@ -25,7 +25,7 @@ from ..models.heads.rows import by_rows
 from ..models.packed import can_pack, pack
 from ..models.taps import abreast, rows_in, stacked
 from ..types import Budget, Commit, Draft, SequenceView, Signals
-from .base import Needs, Noise, Picks, Ranking, pick
+from .base import NOTHING, Needs, Noise, Picks, Ranking, pick
 from .grow import CANDIDATES, SURE, Growth, Margins, evenly, grown, longer, sight
 from .lines import Line, RecurrentState, Ways
 from .planted import PlantedTrees, plant
@@ -33,7 +33,6 @@ from .spines import beside, collected, spine
 
 CHUNK = 1024        # rows of one sequence that wait, or are fed, at most in one pass
 WIDEST = 8          # nodes of one sequence that a level extends at most
-NOTHING = "the options leave none of the drafter's tokens"
 ENDS = "the draft ends the text"
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..types import Draft, SequenceView
-from .base import Noise, Picks, Ranking, pick
+from .base import NOTHING, Noise, Picks, Ranking, pick
 from .grow import CANDIDATES, Growth, Margins, evenly
 from .spines import collected
 
@@ -99,7 +99,7 @@ def _extended(lines: Sequence[Line], todo: Sequence[tuple[int, int]], host: Sequ
         if i in ended:
             continue
         if dead[n]:
-            line.reason = "the options leave none of the drafter's tokens"
+            line.reason = NOTHING
             ended.add(i)
             continue
         line.rows.append(row + n)
@@ -159,7 +159,13 @@ def trees(lines: Sequence[Line], slots: Slots, noise: Noise, vocab_size: int, de
             came = (front.parents + before * torch.arange(batch, device=device)[:, None]).flatten()
             line_of, previous = torch.arange(batch, device=device).repeat_interleave(width), front.tokens.flatten()
     drafts = growth.finish(name)
-    return [replace(draft, reason=line.reason) if line.reason else draft for line, draft in zip(lines, drafts, strict=True)], growth
+    return [_explained(draft, line.reason) for line, draft in zip(lines, drafts, strict=True)], growth
+
+
+def _explained(draft: Draft, reason: str) -> Draft:
+    """With the reason for being shorter than asked, or empty."""
+    reason = reason if len(draft) else NOTHING
+    return replace(draft, reason=reason) if reason else draft
 
 
 def _whole(lines: Sequence[Line], slots: Slots, noise: Noise, count: int, vocab_size: int,

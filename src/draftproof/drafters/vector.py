@@ -20,7 +20,7 @@ from ..errors import LoadError
 from ..models.packed import can_pack, pack
 from ..models.target import TargetParts
 from ..types import Budget, Commit, Draft, SequenceView, Signals
-from .base import Needs, Noise, Picks, Ranking, pick
+from .base import NOTHING, Needs, Noise, Picks, Ranking, pick
 from .grow import CANDIDATES, Front, Growth, Margins, evenly
 from .spines import collected
 
@@ -193,7 +193,7 @@ class VectorDrafter(ABC):
     def _grown(self, line: Line, row: int, token: int, dead: bool, level: int) -> bool:
         """Add a level to a chain; whether it goes on."""
         if dead:
-            line.reason = "the options leave none of the drafter's tokens"
+            line.reason = NOTHING
             return False
         line.rows.append(row)
         line.path += (token,)
@@ -224,7 +224,8 @@ class VectorDrafter(ABC):
             paths = longer(paths, front) if history else [[()] * tokens.shape[1]] * len(lines)
         for i, line in enumerate(lines):
             line.state.tree, line.state.length = (growth, i), len(line.seq.tokens)
-        return [replace(draft, reason=line.reason) for draft, line in zip(growth.finish(self.name), lines, strict=True)]
+        drafts = zip(growth.finish(self.name), lines, strict=True)
+        return [replace(draft, reason=line.reason if len(draft) else NOTHING) for draft, line in drafts]
 
     def candidates(self, lines: Sequence[Line], level: int, carry: Any, tokens: Tensor, paths: Sequence[Sequence[Path]],
                    noise: Noise) -> tuple[Picks, Any]:

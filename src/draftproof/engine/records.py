@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import abc
 from collections.abc import Callable
 from dataclasses import asdict
@@ -103,6 +104,8 @@ class Recorder:
     def rounds(self, judged: abc.Sequence[Judged], law: Law, scores: Scores, times: Times) -> None:
         if self.level == "none":
             return
+        if law.dead and self.level == "full":
+            law.whole[list(law.dead)] = -math.inf         # nothing is likely behind a dead end
         events: list[Event] = []
         for i, one in enumerate(judged):
             start, marks = scores.starts[i], zip(one.nodes, one.draft.parents, one.fates, strict=True)

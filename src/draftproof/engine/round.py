@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import abc
 from collections.abc import Callable
 from dataclasses import replace
@@ -21,7 +22,7 @@ from ..core.tree import path
 from ..core.tree import positions as places
 from ..core.typical import typical
 from ..core.upload import asked, index_of, uploaded
-from ..core.verify import joint, match, shares_noise
+from ..core.verify import joint, match, shares_noise, short_of
 from ..errors import CacheFull
 from ..models.graphs import recordings
 from ..models.taps import SideBySide, rows_at, side_by_side
@@ -60,7 +61,8 @@ class Rounds:
             asked = self._ask(batch, early)
         budgets, drafts, scores = asked.budgets, asked.drafts, asked.scores
         try:
-            law = laws(scores.logits, [_options(seq, draft, scores.logits) for seq, draft in zip(batch, drafts, strict=True)])
+            options = [_options(seq, draft, scores.logits) for seq, draft in zip(batch, drafts, strict=True)]
+            law = laws(scores.logits, options, scores.starts)
             verdicts, coins, nodes = self._verify(batch, drafts, law, scores.starts)
             verified = perf_counter()
             draft_s, score_s, verify_s = asked.seconds(start, verified)
@@ -180,8 +182,10 @@ class Rounds:
         its device: choices and guesses are read together.
 
         Without a draft, at temperature 0 and under `match` the target chooses, with the shared noise. A draft that its rule
-        cannot judge is dropped and retires the drafter.
+        cannot judge is dropped and retires the drafter. A draft that leads into a dead end is judged like all others, and no verdict
+        goes on behind it.
         """
+        dead = _dead_ends(law, starts)
         verdicts: dict[int, Verdict] = {}
         coins: dict[int, Tensor] = {}
         for i, (seq, draft) in enumerate(zip(batch, drafts, strict=True)):
@@ -209,11 +213,11 @@ class Rounds:
         for i in rest:
             own = chosen[at:at + len(nodes[i]) + 1]
             if batch[i].rule in LOSSY:
-                verdicts[i] = typical(drafts[i].parents, nodes[i], law.whole[at:at + len(own)], own)
+                verdicts[i] = typical(drafts[i].parents, nodes[i], law.whole[at:at + len(own)], own, dead.get(i, ()))
             else:
                 verdicts[i] = match(drafts[i].parents, nodes[i], own)
             at += len(own)
-        return [verdicts[i] for i in range(len(batch))], coins, nodes
+        return [short_of(verdicts[i], nodes[i], dead.get(i, ())) for i in range(len(batch))], coins, nodes
 
     def _restore(self, batch: abc.Sequence[Sequence]) -> None:
         """After an interruption: forget the scored nodes; no slot holds more than its text but the last token."""
@@ -246,6 +250,15 @@ def _fates(draft: Draft, verdict: Verdict, commit: Commit) -> tuple[Fate, ...]:
     if len(commit.tokens) == len(commit.kept):
         verdict = replace(verdict, rejected=())
     return fates(len(draft), verdict, commit.kept)
+
+
+def _dead_ends(law: Law, starts: abc.Sequence[int]) -> dict[int, list[int]]:
+    """The nodes without a token behind them, of each draft that has any."""
+    found: dict[int, list[int]] = {}
+    for row in law.dead:
+        i = bisect_right(starts, row) - 1
+        found.setdefault(i, []).append(row - starts[i] - 1)
+    return found
 
 
 def _slot(seq: Sequence) -> Slot:
