@@ -19,7 +19,7 @@ from ..errors import Failure
 from .load import Answer, Client, Job, Load, play
 from .prove_rule import Check
 from .statistics import mcnemar, paired_interval
-from .workload import Item, _item
+from .workload import Item, item_of
 
 NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 
@@ -59,7 +59,7 @@ def read_tasks(path: str | Path) -> list[Task]:
 
 def _task(line: str, where: str, number: int) -> Task:
     """Prompt and right answer of one line."""
-    item, record = _item(line, where, number), json.loads(line)
+    item, record = item_of(line, where, number), json.loads(line)
     expect, answer = record.get("expect"), record.get("answer")
     if (expect is None) == (answer is None):
         raise Failure(f"{where}: expected either \"expect\" (a regular expression) or \"answer\" (a text or number)")

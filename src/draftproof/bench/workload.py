@@ -59,7 +59,7 @@ def read_items(path: str | Path, each: int | None = None) -> list[Item]:
     with file.open(encoding="utf-8", errors="replace") as stream:
         for number, line in enumerate(stream, 1):
             if line.strip():
-                items.append(_item(line, f"{path}, line {number}", number))
+                items.append(item_of(line, f"{path}, line {number}", number))
     if not items:
         raise Failure(f"{path} is empty; expected a workload, one JSON object a line")
     return first_of_each(_arrivals(_grouped(items), path), each)
@@ -99,7 +99,8 @@ def poisson(items: Sequence[Item], rate: float, seed: int) -> list[Item]:
     return out
 
 
-def _item(line: str, where: str, number: int) -> Item:
+def item_of(line: str, where: str, number: int) -> Item:
+    """One line of a workload, of whatever form; where: what the errors call it. Raises Failure if it has none, or a wrong value."""
     try:
         record = json.loads(line)
     except ValueError as error:
