@@ -91,6 +91,7 @@ class ModelDrafter(NoOptions):
     """
 
     takes_path: ClassVar[bool] = True
+    nothing: ClassVar[str] = NOTHING            # why a draft ends in a dead end
 
     def __init__(self, lm: Target, vocab_size: int | None = None, prefill_chunk: int = 512, name: str = "model") -> None:
         """vocab_size: the target's, where it differs from the draft model's by padding."""
@@ -214,7 +215,7 @@ class ModelDrafter(NoOptions):
             going: list[_Line] = []
             for i, line in enumerate(live):
                 if dead[i]:
-                    line.reason = NOTHING
+                    line.reason = self.nothing
                     continue
                 line.rows.append(row + i)
                 line.spine.append(best[i])

@@ -16,12 +16,12 @@ import math
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import cast
+from typing import ClassVar, cast
 
 import torch
 from torch import Tensor
 
-from ..errors import CacheFull, OptionError
+from ..errors import CacheFull
 from ..models.target import Slot, Target
 from ..types import Budget, Draft, Scores
 from .base import Noise
@@ -191,6 +191,8 @@ class TranslatedLm:
 class TokenLevel(ModelDrafter):
     """`model` through a `TranslatedLm`. Its context and its cache count its own tokens, which may be more than the text's."""
 
+    nothing: ClassVar[str] = "the options leave none of the tokens that both models have"
+
     def __init__(self, lm: TranslatedLm, prefill_chunk: int = 512) -> None:
         super().__init__(cast(Target, lm), lm.vocab_size, prefill_chunk)
         self.translated = lm
@@ -200,8 +202,6 @@ class TokenLevel(ModelDrafter):
             return super().propose(states, budgets, noise)
         except CacheFull as full:
             return [Draft.empty(self.name, f"no room in the drafter's cache: {full}") for _ in states]
-        except OptionError:
-            return [Draft.empty(self.name, "a request's options leave none of the tokens that both models have") for _ in states]
 
     def _seat(self, state: ModelState) -> None:
         own, context = len(self.translated.whole(state.seq.tokens)[0]), self.lm.context
