@@ -47,7 +47,7 @@ def test_profile_tells_first(capsys: pytest.CaptureFixture[str]) -> None:
 
 @needs_full
 def test_prove_tells_first(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["prove", "--level", "rule", "--draws", "2000", "--html", str(FULL), "--json"]) == 1
+    assert run(["prove", "--level", "rule", "--draws", "200", "--html", str(FULL), "--json"]) == 1
     said = capsys.readouterr()
     assert "rule" in json.loads(said.out.splitlines()[-1])["levels"] and "draftproof: /dev/full: No space left" in said.err.splitlines()[-1]
 

@@ -131,10 +131,9 @@ def test_a_batch_of_one_proposes_what_a_batch_of_four_does(name: str) -> None:
 def test_a_tree_does_not_grow_by_what_others_may_have(name: str) -> None:
     """Beside a text whose budget is larger; many texts, as the best guesses are mostly the same."""
     target, sampling = table(), Sampling(top_p=1.0, max_tokens=20)
-    beside = Text.of([4, 5, 6], sampling, seed=7, id="b")
+    drafter, beside = DRAFTERS[name](target, lambda _: 0), Text.of([4, 5, 6], sampling, seed=7, id="b")
     for seed in range(60):
         text = Text.of([1, 2, seed % V, 3, seed // V], sampling, seed=seed, id="a")
-        drafter = DRAFTERS[name](target, lambda _: 0)
         found = [drafter.propose(opened(target, drafter, [text, beside])[0], [Budget(2, 5, name, ""), Budget(2, nodes, name, "")],
                                  SharedNoise())[0] for nodes in (5, 14)]
         assert found[0].tokens.tolist() == found[1].tokens.tolist() and found[0].parents == found[1].parents, f"seed {seed}"
