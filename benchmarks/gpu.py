@@ -90,7 +90,9 @@ def drafter(spec: str, name: str, target: Target, work: Path, device: torch.devi
     if spec == "model":
         return ModelDrafter(as_target(build(WEIGHTS / "draft", MODELS[name].draft, device, seed), load.of_draft(), "draft"))
     if spec in ("eagle3", TREE):
-        head = turned_head(WEIGHTS / "eagle3", WEIGHTS / "target", MODELS[name].shape, work / f"head-{name}", seed, device)
+        head = work / f"head-{name}"
+        if not (head / "config.json").exists():                     # as wide a rotation is drawn once for all engines and modes
+            turned_head(WEIGHTS / "eagle3", WEIGHTS / "target", MODELS[name].shape, head, seed, device)
         return f"eagle3:{head}"
     return spec
 

@@ -9,6 +9,7 @@ from draftproof.drafters.base import Drafter
 from draftproof.drafters.fixed import AlwaysWrong, Oracle
 from draftproof.drafters.model import ModelDrafter
 from draftproof.drafters.ngram import NgramDrafter
+from draftproof.engine.engine import Request
 from draftproof.models.fake import TableTarget
 from draftproof.trace.report import requests
 
@@ -71,6 +72,17 @@ def alone(target: TableTarget, prompt: Sequence[int], sampling: Sampling, **more
     """Plain decoding of one request by itself: what every other way must equal."""
     with Engine(target=target, **more) as engine:  # type: ignore[arg-type]
         return engine.generate(prompt, sampling)
+
+
+def to_the_end(engine: Engine, handles: Sequence[Request]) -> int:
+    """Step, after every interruption again, until all are done; how many there were."""
+    interrupted = 0
+    while not all(handle.done for handle in handles):
+        try:
+            engine.step()
+        except KeyboardInterrupt:
+            interrupted += 1
+    return interrupted
 
 
 def foresight(texts: Sequence[Sequence[int]]) -> Callable[[Sequence[int]], int]:

@@ -6,7 +6,7 @@ import random
 
 import pytest
 import torch
-from engine.engine_support import OPTIONS, PROMPTS, alone, check_counts, drafters, foresight, table
+from engine.engine_support import OPTIONS, PROMPTS, alone, check_counts, drafters, foresight, table, to_the_end
 
 from draftproof import Engine, EngineConfig, LoadConfig, OptionError, Sampling
 from draftproof.drafters.fixed import Oracle
@@ -140,12 +140,7 @@ def test_an_interruption_in_the_middle_of_a_round_leaves_caches_and_texts_valid(
     target.calls, target.at, target.late, target.error = 0, 5, late, KeyboardInterrupt()
     with Engine(target=target, drafter="ngram:min=1,max=2", depth=3) as engine:
         handles = [engine.submit([1, 2, i], OPTIONS["ignore_eos"])[0] for i in range(3)]
-        interrupted = 0
-        while not all(h.done for h in handles):
-            try:
-                engine.step()
-            except KeyboardInterrupt:
-                interrupted += 1
+        interrupted = to_the_end(engine, handles)
         assert interrupted == 1
         assert [h.completion().token_ids for h in handles] == want
     target.calls = 0

@@ -9,6 +9,7 @@ from typing import Any
 import families
 import pytest
 import torch
+from engine.engine_support import to_the_end
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.cache_utils import DynamicLayer
@@ -68,12 +69,7 @@ def test_a_pass_that_fails_once(target: CroppedTarget, plain: list[tuple[int, ..
     hooks.append(target.parts.layers[1].register_forward_pre_hook(fail))
     with Engine(target, drafter, "auto" if drafter == "none" else 3) as engine:
         handles = [engine.submit(prompt, ASKED)[0] for prompt in PROMPTS]
-        interrupted = 0
-        while not all(handle.done for handle in handles):
-            try:
-                engine.step()
-            except KeyboardInterrupt:
-                interrupted += 1
+        interrupted = to_the_end(engine, handles)
         assert len(passes) > at and interrupted == (error is KeyboardInterrupt)
         for handle, want in zip(handles, plain, strict=True):
             assert (handle.completion().finish_reason, handle.completion().token_ids) == ("length", want), handle.error
@@ -99,12 +95,7 @@ def test_between_keys_and_values(target: CroppedTarget, plain: list[tuple[int, .
     monkeypatch.setattr(cropped, "CHUNK", 4)
     with Engine(target) as engine:
         handle = engine.submit(PROMPTS[0], ASKED)[0]
-        interrupted = 0
-        while not handle.done:
-            try:
-                engine.step()
-            except KeyboardInterrupt:
-                interrupted += 1
+        interrupted = to_the_end(engine, [handle])
         found = handle.completion()
     if error is KeyboardInterrupt:
         assert interrupted == 3 and (found.finish_reason, found.token_ids) == ("length", plain[0])
