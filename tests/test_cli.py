@@ -76,6 +76,7 @@ def environment() -> dict[str, str]:
     (["generate", "x", "--threads", "0"], "threads=0"),
     (["generate", "x", "--target", "./no/such/folder"], "no such folder"),
     (["generate", "x", "--drafter", "model:./no/such/folder"], "no such folder"),
+    (["generate", "x", "--drafter", "model:./no/such/folder+ngram"], "no such folder"),
     (["generate", "x", "--trace", "no/such/folder/trace.jsonl"], "folder does not exist"),
     (["generate", "x", "--trace-level", "full"], "--trace"),
     (["generate", "x", "--beams", "4"], "--beams"),
@@ -167,9 +168,9 @@ def generate_json(capsys: pytest.CaptureFixture[str], pair: Pair, *more: str) ->
     return json.loads(captured.out.splitlines()[-1])
 
 
-@pytest.mark.parametrize("drafter", ["none", "ngram", "model"])
+@pytest.mark.parametrize("drafter", ["none", "ngram", "model", "model+ngram"])
 def test_json_contract(capsys: pytest.CaptureFixture[str], tiny_pair: Pair, drafter: str) -> None:
-    spec = f"model:{tiny_pair[1]}" if drafter == "model" else drafter
+    spec = f"model:{tiny_pair[1]}{drafter.removeprefix('model')}" if drafter.startswith("model") else drafter
     out = generate_json(capsys, tiny_pair, "--drafter", spec)
     assert list(out) == GENERATE_KEYS
     assert set(out["metrics"]) == METRIC_KEYS and set(out["speculation"]) == SPECULATION_KEYS

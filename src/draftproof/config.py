@@ -9,7 +9,7 @@ from math import isfinite
 from typing import Any, Literal, Self
 
 from .errors import OptionError
-from .types import RULES, Rule
+from .types import RULES, Rule, whole
 
 TraceLevel = Literal["none", "summary", "full"]
 
@@ -23,6 +23,13 @@ class _Config:
             if name not in known:
                 raise OptionError(f"unknown {cls.__name__} option {name!r}; known: {', '.join(sorted(known))}")
         return cls(**options)
+
+    def _check_whole(self) -> None:
+        """Every field that counts something is an integer: 2.5 would be cut, and True is no number."""
+        for f in fields(self):  # type: ignore[arg-type]
+            value = getattr(self, f.name)
+            if f.type in ("int", "int | None") and not whole(value) and not (value is None and f.type != "int"):
+                raise OptionError(f"{f.name}={value!r}: expected an integer")
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +54,7 @@ class LoadConfig(_Config):
     trust_remote_code: bool = False       # never true by default
 
     def __post_init__(self) -> None:
+        self._check_whole()
         if self.dtype not in (None, "bfloat16", "float16", "float32"):
             raise OptionError(f"dtype={self.dtype!r}: expected bfloat16, float16 or float32")
         if self.quantization not in (None, "int8", "int4", "fp8"):
@@ -82,6 +90,7 @@ class SpeculationConfig(_Config):
     max_depth: int = 16                   # what `auto` may choose at most
 
     def __post_init__(self) -> None:
+        self._check_whole()
         if self.rule not in RULES:
             raise OptionError(f"rule={self.rule!r}: expected one of {', '.join(RULES)}")
         if self.depth is not None and self.depth < 0:
@@ -109,6 +118,7 @@ class EngineConfig(_Config):
     free_memory: float = 0.03             # share of the device's memory: with less free, drafters give theirs back and pause
 
     def __post_init__(self) -> None:
+        self._check_whole()
         for name in ("max_batch", "max_waiting", "max_samples"):
             if getattr(self, name) < 1:
                 raise OptionError(f"{name}={getattr(self, name)}: expected an integer ≥ 1")
@@ -161,6 +171,7 @@ class AbConfig(_Config):
     experiment: str = ""                  # its name, which is part of the hash; empty: the arms
 
     def __post_init__(self) -> None:
+        self._check_whole()
         def need(ok: bool, name: str, expected: str) -> None:
             if not ok:
                 raise OptionError(f"ab {name}={getattr(self, name)!r}: expected {expected}")
@@ -213,6 +224,7 @@ class ServeConfig(_Config):
     ab: AbConfig | None = None            # two ways to speculate that share the traffic
 
     def __post_init__(self) -> None:
+        self._check_whole()
         for name in ("max_body_bytes", "max_queue", "max_per_tenant", "classes", "events", "event_bytes"):
             if getattr(self, name) < 1:
                 raise OptionError(f"{name}={getattr(self, name)}: expected an integer ≥ 1")

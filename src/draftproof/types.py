@@ -52,14 +52,14 @@ def _finite(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
-def _whole(value: Any) -> bool:
+def whole(value: Any) -> bool:
     """An integer, also one of numpy; a bool is none."""
     return isinstance(value, int | Integral) and not isinstance(value, bool)
 
 
 def _plain(value: Any) -> Any:
     """Integers as Python's own, and collections as tuples: what a trace can write."""
-    if _whole(value):
+    if whole(value):
         return int(value)
     return tuple(map(_plain, value)) if isinstance(value, Collection) and not isinstance(value, str) else value
 
@@ -114,24 +114,24 @@ class Sampling:
                 object.__setattr__(self, name, (getattr(self, name),))      # else its letters were many texts
             need(_all(getattr(self, name), _text), name, "a text or several, none empty")
         need(self.temperature is None or (_finite(self.temperature) and self.temperature >= 0), "temperature", "a number ≥ 0 (0 is greedy)")
-        need(_whole(self.top_k) and self.top_k >= 0, "top_k", "an integer ≥ 0 (0 is off)")
+        need(whole(self.top_k) and self.top_k >= 0, "top_k", "an integer ≥ 0 (0 is off)")
         need(self.top_p is None or (_finite(self.top_p) and 0 < self.top_p <= 1), "top_p", "a number in (0, 1]")
         need(_finite(self.min_p) and 0 <= self.min_p <= 1, "min_p", "a number in [0, 1]")
         need(_finite(self.repetition_penalty) and self.repetition_penalty > 0, "repetition_penalty", "a number > 0")
         need(_finite(self.presence_penalty), "presence_penalty", "a finite number")
         need(_finite(self.frequency_penalty), "frequency_penalty", "a finite number")
-        need(isinstance(self.logit_bias, Mapping) and _all(self.logit_bias, _whole)
+        need(isinstance(self.logit_bias, Mapping) and _all(self.logit_bias, whole)
              and _all(self.logit_bias.values(), lambda bias: isinstance(bias, Real) and not math.isnan(bias)),
              "logit_bias", "numbers by token id, no NaN")
-        need(_all(self.bad_word_ids, lambda ids: _all(ids, _whole) and len(ids) > 0), "bad_word_ids", "sequences of token ids, none empty")
-        need(_all(self.stop_token_ids, _whole), "stop_token_ids", "token ids")
-        need(isinstance(self.prediction, str) or _all(self.prediction, _whole), "prediction", "token ids, or a text")
-        need(_whole(self.max_tokens) and self.max_tokens >= 1, "max_tokens", "an integer ≥ 1")
-        need(_whole(self.min_tokens) and 0 <= self.min_tokens <= self.max_tokens, "min_tokens",
+        need(_all(self.bad_word_ids, lambda ids: _all(ids, whole) and len(ids) > 0), "bad_word_ids", "sequences of token ids, none empty")
+        need(_all(self.stop_token_ids, whole), "stop_token_ids", "token ids")
+        need(isinstance(self.prediction, str) or _all(self.prediction, whole), "prediction", "token ids, or a text")
+        need(whole(self.max_tokens) and self.max_tokens >= 1, "max_tokens", "an integer ≥ 1")
+        need(whole(self.min_tokens) and 0 <= self.min_tokens <= self.max_tokens, "min_tokens",
              f"an integer in [0, max_tokens={self.max_tokens}]")
-        need(_whole(self.n) and self.n >= 1, "n", "an integer ≥ 1")
-        need(self.logprobs is None or (_whole(self.logprobs) and self.logprobs >= 0), "logprobs", "None or an integer ≥ 0")
-        need(self.seed is None or (_whole(self.seed) and 0 <= self.seed < 2**63), "seed", "an integer in [0, 2**63)")
+        need(whole(self.n) and self.n >= 1, "n", "an integer ≥ 1")
+        need(self.logprobs is None or (whole(self.logprobs) and self.logprobs >= 0), "logprobs", "None or an integer ≥ 0")
+        need(self.seed is None or (whole(self.seed) and 0 <= self.seed < 2**63), "seed", "an integer in [0, 2**63)")
 
     @classmethod
     def of(cls, **options: Any) -> Sampling:

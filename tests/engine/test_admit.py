@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from engine.letters import Letters
 
 import draftproof
 from draftproof import Engine, Jsonl, OptionError, PromptError, Sampling, SpecError
+from draftproof.config import AbConfig, ServeConfig, SpeculationConfig
 from draftproof.drafters.base import Needs
 from draftproof.drafters.ngram import NgramDrafter
 
@@ -25,6 +27,8 @@ from draftproof.drafters.ngram import NgramDrafter
         ([-1], "token id -1"),
         ([1] * 4096, "4096 tokens"),
         ("text", "no tokenizer"),
+        ([1, 2.5], "no token id.*float"),
+        (["a"], "no token id.*str"),
     ],
 )
 def test_prompts(prompt: Any, says: str) -> None:
@@ -178,3 +182,19 @@ def test_public_names_and_a_command_line_without_torch() -> None:
         _ = draftproof.nothing
     code = "import sys, draftproof; draftproof.DraftproofError; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize("value", [2.5, 3.0, True, "3", np.float32(2)])
+def test_what_counts_is_an_integer(value: Any) -> None:
+    """Depths, sizes and limits were cut to integers, or failed long after they were given."""
+    says = re.escape(f"={value!r}: expected")
+    with pytest.raises(OptionError, match="depth" + says):
+        Engine(target=table(), drafter="ngram", depth=value)
+    for config, name in [(draftproof.EngineConfig, "max_batch"), (draftproof.LoadConfig, "threads"), (ServeConfig, "port"),
+                         (SpeculationConfig, "depth"), (SpeculationConfig, "tree"), (AbConfig, "minimum")]:
+        with pytest.raises(OptionError, match=name + says):
+            config.of({name: value} | ({"arms": "ngram vs off"} if config is AbConfig else {"drafter": "ngram"} if name == "depth" else {}))
+    with Engine(target=table(), drafter="ngram", depth=np.int64(2)) as engine:
+        assert engine.generate([1, 2, 3], max_tokens=4).metrics["rounds"] > 0
+        with pytest.raises(OptionError, match="depth_cap" + says):
+            engine.set_speculation(depth_cap=value)

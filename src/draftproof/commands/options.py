@@ -211,10 +211,12 @@ def check_target(place: str | None) -> None:
 
 
 def check_drafter(spec: str | None) -> None:
-    """The path inside a drafter spec, if it has one; the drafters read the rest."""
+    """The model's path at the head of a drafter spec, if it has one: up to a plus that no folder's name has; the drafters read the rest."""
     name, _, path = (spec or "").partition(":")
     if name == "model" and path:
-        check_model(path, "--drafter model:")
+        ends = [*(plus.start() for plus in re.finditer(r"\+", path)), len(path)]
+        end = next((end for end in reversed(ends) if Path(path[:end]).expanduser().is_dir()), ends[0])
+        check_model(path[:end], "--drafter model:")
 
 
 def check_prediction(sampling: Sampling, spec: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 from collections import abc
 from dataclasses import dataclass, replace
+from operator import index
 from time import perf_counter
 from typing import Any
 
@@ -70,7 +71,10 @@ def encode(target: Target, prompt: str | abc.Sequence[int]) -> tuple[int, ...]:
             raise PromptError(f"the prompt is not valid Unicode ({error.reason}, character {error.start}); expected UTF-8 text") from error
         ids = tuple(target.tokenizer.encode(prompt))
     else:
-        ids = tuple(int(token) for token in prompt)
+        try:
+            ids = tuple(index(token) for token in prompt)
+        except TypeError as error:
+            raise PromptError(f"the prompt holds what is no token id ({error}); expected a text, or integers") from None
     if not ids:
         raise PromptError("the prompt is empty; expected at least one token")
     wrong = next((token for token in ids if not 0 <= token < target.vocab_size), None)
