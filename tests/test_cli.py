@@ -291,7 +291,7 @@ def tiny_weights(tmp_path_factory: pytest.TempPathFactory, tiny_pair: Pair) -> P
 
 
 def start(pair: Pair) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-m", "draftproof.cli", "generate", "def add(left", "--target", str(pair[0])]
+    command = [sys.executable, "-m", "draftproof", "generate", "def add(left", "--target", str(pair[0])]
     command += ["--max-tokens", "8000", "--ignore-eos"]                       # seconds of text, so that there is a middle
     # What a shell runs in the background ignores SIGINT, and so would this child.
     return subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE,
@@ -318,7 +318,7 @@ def test_a_reader_that_leaves(tiny_pair: Pair) -> None:
 
 def test_help_is_quick_and_shows_the_dataclass_defaults() -> None:
     before = time.monotonic()
-    done = subprocess.run([sys.executable, "-m", "draftproof.cli", "generate", "--help"], env=environment(), capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-m", "draftproof", "generate", "--help"], env=environment(), capture_output=True, text=True)
     assert done.returncode == 0 and "[default: 256]" in done.stdout and "[default: match]" in done.stdout
     assert time.monotonic() - before < 5
 

@@ -41,12 +41,13 @@ def commands() -> None:
     """Makes language models generate faster by guessing ahead, and proves that not one token changed."""
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    sys.exit(run(arguments))
-
-
 def run(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code. With DRAFTPROOF_DEBUG set, an unforeseen error keeps its traceback."""
+    # What the shell closed (`>&-`) is None to Python, and its number would be that of the next file opened.
+    sys.stdin = sys.stdin or open(os.devnull, encoding="utf-8")
+    sys.stderr = sys.stderr or open(os.devnull, "w", encoding="utf-8")
+    if sys.stdout is None:
+        return _complain("standard output is closed, and results would be lost; expected a terminal, a file or a pipe", 1)
     if not sys.stderr.isatty():
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")      # other libraries' bars belong on a terminal too
     try:
@@ -76,6 +77,3 @@ def _complain(message: str, code: int) -> int:
     print("draftproof: " + " ".join(message.split()), file=sys.stderr)
     return code
 
-
-if __name__ == "__main__":
-    main()

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from math import isfinite
 from typing import Any, Literal, Self
@@ -23,6 +24,13 @@ class _Config:
             if name not in known:
                 raise OptionError(f"unknown {cls.__name__} option {name!r}; known: {', '.join(sorted(known))}")
         return cls(**options)
+
+    def _check_noise(self, temperatures: Iterable[float], seed: int) -> None:
+        wrong = [t for t in temperatures if not (isfinite(t) and t >= 0)]
+        if wrong:
+            raise OptionError(f"temperature={wrong[0]}: expected a number ≥ 0")
+        if not 0 <= seed < 2**63:
+            raise OptionError(f"seed={seed}: expected an integer in [0, 2**63)")
 
     def _check_whole(self) -> None:
         """Every field that counts something is an integer: 2.5 would be cut, and True is no number."""
@@ -68,8 +76,9 @@ class LoadConfig(_Config):
                 raise OptionError(f"{name}={getattr(self, name)}: expected an integer ≥ 2")
         if self.tensor_parallel < 1:
             raise OptionError(f"tensor_parallel={self.tensor_parallel}: expected an integer ≥ 1")
-        if self.threads is not None and self.threads < 1:
-            raise OptionError(f"threads={self.threads}: expected an integer ≥ 1")
+        most = max(64, 4 * (os.cpu_count() or 1))               # far beyond, the system cannot start them, and torch ends the process
+        if self.threads is not None and not 1 <= self.threads <= most:
+            raise OptionError(f"threads={self.threads}: expected an integer from 1 to {most} ({os.cpu_count()} cores)")
 
     def of_draft(self) -> LoadConfig:
         """For a draft model: whole, on its own device, and untested, because its bits are not the text's."""
@@ -251,9 +260,11 @@ class DemoConfig(_Config):
     seed: int = 1
 
     def __post_init__(self) -> None:
+        self._check_whole()
         for name in ("prompts", "repeats", "tokens"):
             if getattr(self, name) < 1:
                 raise OptionError(f"{name}={getattr(self, name)}: expected an integer ≥ 1")
+        self._check_noise(self.temperatures, self.seed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,7 +272,7 @@ class BenchConfig(_Config):
     """How much a benchmark measures, and when it has measured enough."""
 
     repeats: int = 2                      # at least
-    most_repeats: int = 5                 # at most
+    most_repeats: int | None = None       # at most; None: 5, or as many as at least
     precision: float = 0.05               # half the 95 % interval of a speed-up, as a share of it, that is narrow enough
     budget_s: float = 600.0               # no new repeat after so many seconds
     tokens: int = 128                     # most tokens of an answer, where the workload does not say
@@ -270,18 +281,23 @@ class BenchConfig(_Config):
     each: int | None = None               # items of every class; None: all of a given workload, 4 of the built-in one
 
     def __post_init__(self) -> None:
-        for name in ("repeats", "most_repeats", "tokens"):
+        self._check_whole()
+        for name in ("repeats", "tokens"):
             if getattr(self, name) < 1:
                 raise OptionError(f"{name}={getattr(self, name)}: expected an integer ≥ 1")
-        if self.most_repeats < self.repeats:
+        if self.most < self.repeats:
             raise OptionError(f"most_repeats={self.most_repeats}: expected at least repeats ({self.repeats})")
         for name in ("precision", "budget_s"):
             if not getattr(self, name) > 0:
                 raise OptionError(f"{name}={getattr(self, name)}: expected a number > 0")
-        if self.temperature < 0:
-            raise OptionError(f"temperature={self.temperature}: expected a number ≥ 0")
+        self._check_noise((self.temperature,), self.seed)
         if self.each is not None and self.each < 1:
             raise OptionError(f"each={self.each}: expected an integer ≥ 1")
+
+    @property
+    def most(self) -> int:
+        """Repeats at most."""
+        return max(5, self.repeats) if self.most_repeats is None else self.most_repeats
 
 
 @dataclass(frozen=True, slots=True)
@@ -298,8 +314,10 @@ class ProveConfig(_Config):
     statistics_tokens: int = 1500         # fewest tokens for the martingale tests of rules ratio and block
 
     def __post_init__(self) -> None:
+        self._check_whole()
         for name in ("prompts", "tokens", "batch", "draws"):
             if getattr(self, name) < 1:
                 raise OptionError(f"{name}={getattr(self, name)}: expected an integer ≥ 1")
         if not 0 < self.margin < 1:
             raise OptionError(f"margin={self.margin}: expected a share in (0, 1)")
+        self._check_noise(self.temperatures, self.seed)

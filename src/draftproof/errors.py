@@ -1,16 +1,16 @@
 """Every error that Draftproof raises on purpose.
 
     DraftproofError
-    ├── UsageError                 the request cannot be right: exit code 2
-    │   ├── OptionError            an option's value, or an option that the drafter, rule or model cannot honour
-    │   ├── SpecError              a drafter spec that does not parse or names no drafter
-    │   └── PromptError            an empty, undecodable or too long prompt
-    ├── Failure                    the request was right, the work could not be done: exit code 1
-    │   ├── LoadError              a model, tokenizer or weight file that cannot be used
-    │   │   └── VocabularyMismatch two models whose tokens differ
-    │   ├── CacheFull              no pages left for the keys of a sequence
-    │   └── DrafterError           a drafter broke its contract or died
-    └── ParityError                a check of exactness did not hold: exit code 3
+    ├── UsageError                 exit code 2
+    │   ├── OptionError
+    │   ├── SpecError
+    │   └── PromptError
+    ├── Failure                    exit code 1
+    │   ├── LoadError
+    │   │   └── VocabularyMismatch
+    │   ├── CacheFull
+    │   └── DrafterError
+    └── ParityError                exit code 3
 
 A message says what was found, what was expected and what to do. `assert` is for our own invariants only.
 """
@@ -23,42 +23,48 @@ class DraftproofError(Exception):
 
 
 class UsageError(DraftproofError):
+    """The request cannot be right."""
+
     exit_code = 2
 
 
 class OptionError(UsageError):
-    pass
+    """An option's value, or an option that the drafter, rule or model cannot honour."""
 
 
 class SpecError(UsageError):
-    pass
+    """A drafter spec that does not parse, or names no drafter."""
 
 
 class PromptError(UsageError):
-    pass
+    """An empty, undecodable or too long prompt."""
 
 
 class Failure(DraftproofError):
+    """The request was right, the work could not be done."""
+
     exit_code = 1
 
 
 class LoadError(Failure):
-    pass
+    """A model, tokenizer or weight file that cannot be used."""
 
 
 class VocabularyMismatch(LoadError):
-    pass
+    """Two models whose tokens differ."""
 
 
 class CacheFull(Failure):
-    pass
+    """No pages left for the keys of a sequence."""
 
 
 class DrafterError(Failure):
-    pass
+    """A drafter broke its contract, or died."""
 
 
 class ParityError(DraftproofError):
+    """A check of exactness did not hold."""
+
     exit_code = 3
 
 

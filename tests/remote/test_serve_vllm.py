@@ -114,7 +114,7 @@ def test_the_command_from_start_to_signal(tmp_path: Path) -> None:
     python.write_text(f'#!/bin/sh\nshift 2\nexec "{sys.executable}" -S "{Path(__file__).with_name("fake_vllm.py")}" "$@"\n')
     python.chmod(0o755)
     with (tmp_path / "said").open("w") as said, subprocess.Popen(
-            [sys.executable, "-m", "draftproof.cli", "serve", "--engine", "vllm", "--drafter", "ngram", "--depth", "3", "--port", "0",
+            [sys.executable, "-m", "draftproof", "serve", "--engine", "vllm", "--drafter", "ngram", "--depth", "3", "--port", "0",
              "--vllm-python", str(python), "--log-dir", str(tmp_path / "logs"), "--trace", str(tmp_path / "trace.jsonl"),
              "--", "--tag", str(tmp_path)], stdout=subprocess.PIPE, stderr=said, text=True,
             env={**os.environ, "OMP_NUM_THREADS": "1"}) as process:

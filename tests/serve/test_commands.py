@@ -28,14 +28,14 @@ BODY: dict[str, Any] = {"model": "draftproof-demo", "prompt": "def add(", "seed"
 
 
 def draftproof(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "draftproof.cli", *arguments]
+    command = [sys.executable, "-m", "draftproof", *arguments]
     return subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT, timeout=120)
 
 
 @contextmanager
 def started(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """A server of the demo model, and the address it told."""
-    command = [sys.executable, "-m", "draftproof.cli", "serve", "--port", "0", *arguments]
+    command = [sys.executable, "-m", "draftproof", "serve", "--port", "0", *arguments]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=ENVIRONMENT) as process:
         try:
             assert process.stdout is not None

@@ -44,7 +44,7 @@ def page() -> Iterator[Page]:
 @pytest.fixture(scope="module")
 def demo() -> Iterator[str]:
     """`draftproof serve` with the built-in model: its address."""
-    command = [sys.executable, "-m", "draftproof.cli", "serve", *ARGUMENTS, "--port", "0"]
+    command = [sys.executable, "-m", "draftproof", "serve", *ARGUMENTS, "--port", "0"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=os.environ) as process:
         assert process.stdout is not None
         try:
@@ -108,7 +108,7 @@ def test_one_number_in_the_page_in_metrics_and_in_generate(page: Page, demo: str
     shown, after = finished(page, TOKENS), counters(demo)
 
     ids = asked(demo + "/tokenize", {"messages": [{"role": "user", "content": QUESTION}]})["tokens"]
-    command = [sys.executable, "-m", "draftproof.cli", "generate", "--prompt-ids", " ".join(map(str, ids)), *ARGUMENTS,
+    command = [sys.executable, "-m", "draftproof", "generate", "--prompt-ids", " ".join(map(str, ids)), *ARGUMENTS,
                "--temperature", "0", "--seed", "1", "--max-tokens", str(TOKENS), "--json"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr

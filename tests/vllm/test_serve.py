@@ -31,7 +31,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path, 
     if not os.environ.get("DRAFTPROOF_VLLM_PYTHON"):
         pytest.skip("DRAFTPROOF_VLLM_PYTHON is not set; run make test-vllm")
     folder = tmp_path_factory.mktemp("site")
-    command = [sys.executable, "-m", "draftproof.cli", "serve", "--engine", "vllm", "--drafter", "model", "--depth", "3", "--port", "0",
+    command = [sys.executable, "-m", "draftproof", "serve", "--engine", "vllm", "--drafter", "model", "--depth", "3", "--port", "0",
                "--log-dir", str(folder), "--trace", str(folder / "trace.jsonl"), "--", *FLAGS]
     with (folder / "said").open("w") as said, subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=said, text=True, env={**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1"}) as process:

@@ -18,6 +18,7 @@ from ..config import BenchConfig, LoadConfig, SpeculationConfig
 from ..errors import OptionError, ParityError
 from . import options as o
 from .console import console, emit_json, facts_lines, note
+from .view_files import check_apart
 
 if TYPE_CHECKING:
     from ..bench.endpoint import Counters
@@ -69,7 +70,7 @@ out_file = click.Path(dir_okay=False, path_type=Path)
 @click.option("--recorded", is_flag=True, help="Open loop: at the workload's own arrival times.")
 @o.setting(BenchConfig, "each", type=int, metavar="N", help="Items of every class.")
 @o.setting(BenchConfig, "repeats", type=int, metavar="N", help="Runs of everything, at least.")
-@o.setting(BenchConfig, "most_repeats", type=int, metavar="N", help="And at most.")
+@o.setting(BenchConfig, "most_repeats", type=int, metavar="N", help="And at most.  [default: 5, or --repeats]")
 @o.setting(BenchConfig, "precision", type=float, metavar="SHARE", help="Stop once every speed-up is known so well.")
 @o.setting(BenchConfig, "budget_s", type=float, metavar="S", help="No new repeat after so many seconds.")
 @o.setting(BenchConfig, "tokens", type=int, metavar="N", help="Most tokens of an answer.")
@@ -91,7 +92,7 @@ def bench(drafters: tuple[str, ...], depths: tuple[int | None, ...], urls: tuple
 
     loads = [Load(concurrency=int(n)) for n in given["concurrency"] or ()] + [Load(rate=x) for x in given["rate"] or ()]
     loads += [Load()] if given["recorded"] else []
-    plan = Plan(tuple(loads) or (Load(1),), config.repeats, config.most_repeats, config.precision, config.budget_s, config.tokens,
+    plan = Plan(tuple(loads) or (Load(1),), config.repeats, config.most, config.precision, config.budget_s, config.tokens,
                 config.temperature, config.seed)
     with ExitStack() as stack:
         arms, items, target = (server if urls else here)(stack, drafters, depths or (None,), urls, given, config, plan)
@@ -124,6 +125,10 @@ def check(drafters: Sequence[str], depths: Sequence[int | None], urls: Sequence[
         for name in names:
             if list(names).count(name) > 1:
                 raise OptionError(f"{option} {name} twice: every arm has one name; leave one out, or name it otherwise")
+    if not urls and (given["model"] or given["api_key_file"]):
+        raise OptionError("--model or --api-key-file without --url: they are a server's; name it, or leave them out")
+    if given["synthetic"] and given["each"]:
+        raise OptionError("--each with --synthetic: that has as many prompts as its third number says; leave one out")
     if given["workload"] and given["synthetic"]:
         raise OptionError("--workload and --synthetic: expected one workload")
     if given["synthetic"] and not re.fullmatch(r"[1-9]\d*,[1-9]\d*,[1-9]\d*", given["synthetic"]):
@@ -131,6 +136,8 @@ def check(drafters: Sequence[str], depths: Sequence[int | None], urls: Sequence[
     o.check_target(given["target"])
     for spec in drafters if not urls else ():
         o.check_drafter(spec)
+    check_apart([("--workload", given["workload"]), ("--api-key-file", given["api_key_file"])],
+                [(f"--{name}", given[f"{name}_file"]) for name in ("csv", "html", "png")])
     for name in ("csv_file", "html_file", "png_file"):
         if given[name] is not None and not given[name].absolute().parent.is_dir():
             raise OptionError(f"{given[name]}: the folder does not exist; create it, or name a file elsewhere")

@@ -31,6 +31,7 @@ def chat(target: str | None, system: str | None, **given: Any) -> None:
     sampling, settings = o.sampling_of(given), o.settings_of(given)
     o.check_target(target)
     o.check_drafter(settings.speculation.drafter)
+    o.check_guessing(settings, given)
     with o.open_engine(target, settings, given.get("trace_file")) as engine:
         for line in load_lines(engine, settings.load.cache_tokens):
             note(line)
@@ -86,7 +87,9 @@ def read_line() -> str | None:
         import readline  # noqa: F401  (importing it gives input() its editing keys)
 
         try:
-            return o.check_prompt(input("> ") or " ")
+            if not sys.stdout.isatty():                         # answers go to a file: the prompt is none
+                click.echo("> ", nl=False, err=True)
+            return o.check_prompt(input("> " if sys.stdout.isatty() else "") or " ")
         except EOFError:
             note("")
             return None

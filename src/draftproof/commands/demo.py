@@ -61,8 +61,9 @@ def demo(quick: bool, trace_file: Path, as_json: bool, **given: Any) -> int:
     else:
         print_table(rows)
         click.echo(verdict(rows))
-    write_page(trace_file, page, EMBEDDED_LIMIT, words)
-    note(f"trace: {trace_file}\npage: {page}")
+    if page is not None:
+        write_page(trace_file, page, EMBEDDED_LIMIT, words)
+    note(f"trace: {trace_file}\npage: {page or 'none, for the trace is no file'}")
     differing = [row for row in rows if not row.identical and row.prompt_class != ALL and row.arm != OFF]
     if differing:
         where = ", ".join(f"{row.arm} on {row.prompt_class} at temperature {row.temperature:g}" for row in differing)
@@ -70,8 +71,10 @@ def demo(quick: bool, trace_file: Path, as_json: bool, **given: Any) -> int:
     return 0
 
 
-def page_of(trace_file: Path) -> Path:
-    """Where the page goes, beside the trace. Raises OptionError if that is the trace."""
+def page_of(trace_file: Path) -> Path | None:
+    """Where the page goes, beside the trace; None where that goes to a device or a pipe. Raises OptionError if that is the trace."""
+    if trace_file.exists() and not trace_file.is_file():
+        return None
     page = trace_file.with_suffix(".html")
     if trace_file.suffix.lower() == ".html":
         raise OptionError(f"--trace {trace_file}: the page will be {page}, beside the trace; "

@@ -37,8 +37,6 @@ if TYPE_CHECKING:
 def generate(prompt: str | None, target: str | None, prompt_ids: tuple[int, ...] | None, no_stream: bool, as_json: bool,
              show: bool, **given: Any) -> None:
     """Generate text from PROMPT; - reads standard input as it is, newlines included."""
-    if sys.stdout is None:                  # what Python makes of a descriptor that the shell closed (>&-)
-        raise Failure("standard output is closed and the text would be lost; expected a terminal, a file or a pipe")
     sampling, settings = o.sampling_of(given), o.settings_of(given)
     if sampling.logprobs is not None and not as_json:
         raise OptionError("--logprobs without --json: log-probabilities are part of the JSON document only")
@@ -48,6 +46,7 @@ def generate(prompt: str | None, target: str | None, prompt_ids: tuple[int, ...]
         settings = replace(settings, engine=replace(settings.engine, trace="summary"))
     o.check_target(target)
     o.check_drafter(settings.speculation.drafter)
+    o.check_guessing(settings, given)
     with o.open_engine(target, settings, given.get("trace_file")) as engine:
         for line in load_lines(engine, settings.load.cache_tokens):
             note(line)

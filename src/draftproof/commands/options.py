@@ -18,6 +18,7 @@ import click
 from ..config import EngineConfig, LoadConfig, Settings, SpeculationConfig, TraceLevel
 from ..errors import OptionError, PromptError
 from ..types import RULES, Sampling
+from .view_files import check_apart
 
 if TYPE_CHECKING:
     from ..engine.engine import Engine
@@ -26,6 +27,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 Decorator = Callable[[F], F]
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
+READ = "draftproof.read"        # of a command's context: the files that its options have read, by the options' names
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 
 
@@ -51,6 +53,12 @@ class Bias(click.ParamType[tuple[int, float]]):
             self.fail(f"{value!r}: expected a token id and a number, as in 42=-1.5", param, ctx)
 
 
+def _reads(file: str, param: click.Parameter | None, ctx: click.Context | None) -> None:
+    """Notes a file that an option reads, so that nothing is written over it."""
+    if ctx is not None and param is not None:
+        ctx.meta.setdefault(READ, []).append((param.opts[0], Path(file)))
+
+
 class Grammar(click.ParamType[dict[str, Any]]):
     """json · schema:FILE · regex:TEXT · lark:FILE, as `Sampling.grammar` has it."""
 
@@ -66,6 +74,7 @@ class Grammar(click.ParamType[dict[str, Any]]):
             return {"regex": rest}
         if kind not in ("schema", "lark") or not rest:
             self.fail(f"{value!r}: expected json, schema:FILE, regex:TEXT or lark:FILE", param, ctx)
+        _reads(rest, param, ctx)
         try:
             text = Path(rest).read_text(encoding="utf-8")
             return {"lark": text} if kind == "lark" else {"json_schema": json.loads(text)}
@@ -89,6 +98,7 @@ class TextFile(click.ParamType[str]):
     name = "FILE"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        _reads(value, param, ctx)
         try:
             return Path(value).read_text(encoding="utf-8")
         except OSError as error:
@@ -182,6 +192,10 @@ def pick(home: type, options: Mapping[str, Any]) -> dict[str, Any]:
 def sampling_of(options: Mapping[str, Any]) -> Sampling:
     given = pick(Sampling, options)
     if "logit_bias" in given:
+        named = [token for token, _ in given["logit_bias"]]
+        twice = [token for token in named if named.count(token) > 1]
+        if twice:
+            raise OptionError(f"--logit-bias for token {twice[0]} twice: expected it once")
         given["logit_bias"] = dict(given["logit_bias"])
     return Sampling.of(**given)
 
@@ -195,14 +209,18 @@ def settings_of(options: Mapping[str, Any]) -> Settings:
         raise OptionError("--trace FILE with --trace-level none: choose summary or full, or leave --trace out")
     if trace is not None:
         check_trace(trace)
+        context = click.get_current_context(silent=True)
+        check_apart(context.meta.get(READ, ()) if context else (), [("--trace", trace)])
     engine = pick(EngineConfig, options) if trace is not None else {"trace": "none"}
     return Settings(LoadConfig.of(pick(LoadConfig, options)), SpeculationConfig.of(pick(SpeculationConfig, options)),
                     EngineConfig.of(engine))
 
 
 def check_trace(file: Path) -> None:
-    if not file.absolute().parent.is_dir():
-        raise OptionError(f"--trace {file}: the folder does not exist; create it, or name a file elsewhere")
+    folder = file.absolute().parent
+    if not folder.is_dir():
+        raise OptionError(f"--trace {file}: {folder} {'is a file' if folder.exists() else 'does not exist'}; expected a folder: create it, "
+                          "or name a file elsewhere")
 
 
 def check_target(place: str | None) -> None:
@@ -217,6 +235,13 @@ def check_drafter(spec: str | None) -> None:
         ends = [*(plus.start() for plus in re.finditer(r"\+", path)), len(path)]
         end = next((end for end in reversed(ends) if Path(path[:end]).expanduser().is_dir()), ends[0])
         check_model(path[:end], "--drafter model:")
+
+
+def check_guessing(settings: Settings, given: Mapping[str, Any]) -> None:
+    """How to guess, where nothing guesses."""
+    for name in ("tree", "rule"):
+        if settings.speculation.drafter == "none" and given.get(name) is not None:
+            raise OptionError(f"--{name} {given[name]} without a drafter: name one with --drafter, or leave it out")
 
 
 def check_prediction(sampling: Sampling, spec: str) -> None:

@@ -21,6 +21,7 @@ from ..errors import OptionError, ParityError
 from ..types import Rule
 from . import options as o
 from .console import emit_json, facts_lines, note
+from .view_files import check_apart
 
 if TYPE_CHECKING:
     from ..bench.prove_rule import Check
@@ -96,12 +97,20 @@ def check(wanted: Sequence[str], given: Mapping[str, Any], html_file: Path | Non
         raise OptionError("--url with --target, --tree or --rule: a server has its own; leave them out, or leave --url out")
     if given["peer"]:
         check_peer(wanted, given)
+    if not given["url"] and (given["model"] or given["api_key_file"]):
+        raise OptionError("--model or --api-key-file without --url: they are a server's; name it, or leave them out")
+    for name, level in (("workload", "run"), ("tasks", "task")):
+        if given[name] and level not in wanted:
+            raise OptionError(f"--{name} with --level {' and '.join(wanted)}: only level {level} reads it; "
+                              f"add --level {level}, or leave it out")
     if given["baseline_url"] and not given["url"]:
         raise OptionError("--baseline-url without --url: name the server that guesses too")
     if given["url"] and not (given["workload"] or wanted == ("task",)):
         raise OptionError("--url without prompts: add --workload FILE")
     if wanted == ("task",) and not given["tasks"]:
         raise OptionError("--level task without --tasks: name the file with scored prompts")
+    check_apart([("--workload", given["workload"]), ("--tasks", given["tasks"]), ("--api-key-file", given["api_key_file"])],
+                [("--html", html_file)])
     if html_file is not None and not html_file.absolute().parent.is_dir():
         raise OptionError(f"--html {html_file}: the folder does not exist; create it, or name a file elsewhere")
     if not given["url"]:

@@ -15,6 +15,7 @@ from . import options as o
 from .ab import ab_config, ab_options, others_of, with_drafter
 from .console import load_lines, note
 from .remote import check_local, remote_options, serve_vllm
+from .view_files import check_apart
 
 DEMO = "draftproof-demo"
 
@@ -53,6 +54,7 @@ def serve(target: str | None, key_file: Path | None, name: str | None, engine: s
     config = ServeConfig.of({**o.pick(ServeConfig, given), "ab": ab})
     o.check_target(target)
     o.check_drafter(settings.speculation.drafter)
+    check_apart([("--api-key-file", key_file)], [("--trace", given.get("trace_file"))])
     try:
         from ..serve.gate import check_address, read_keys
 

@@ -104,7 +104,7 @@ def _parse_one(spec: str) -> Spec:
     if not argument:
         return Spec(name)
     if kind.takes_path:
-        return Spec(name, path=argument)
+        return Spec(name, path=os.path.expanduser(argument))
     options: dict[str, int] = {}
     for part in argument.split(","):
         key, value = _option(name, kind, part)

@@ -61,7 +61,7 @@ def load_target(path: str | Path, config: LoadConfig | None = None, fused: bool 
 
     Only safetensors weights are read. Raises LoadError with what was found, what was expected and what to do.
     """
-    config = config or LoadConfig()
+    config, path = config or LoadConfig(), os.path.expanduser(path)         # a shell leaves the ~ of `model:~/draft`
     if config.tensor_parallel == 1:
         return _tested(load_part(path, config, fused, None), config)
     whole = _read_config(path, config)
