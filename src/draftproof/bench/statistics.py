@@ -54,11 +54,11 @@ def uniform_fit(values: Sequence[float]) -> float:
 
 def mcnemar(gained: int, lost: int) -> float:
     """Exact two-sided McNemar test: of the pairs that differ, is half gained and half lost? (Binomial.)"""
-    n = gained + lost
-    if not n:
-        return 1.0
-    tail = sum(math.comb(n, k) for k in range(min(gained, lost) + 1)) / float(2**n)
-    return min(1.0, 2 * tail)
+    n, tail, ways = gained + lost, 0, 1
+    for k in range(min(gained, lost) + 1):
+        tail += ways
+        ways = ways * (n - k) // (k + 1)
+    return min(1.0, 2 * tail / (1 << n))                     # of integers, since 2ⁿ may be beyond a float
 
 
 def paired_interval(gained: int, lost: int, pairs: int) -> tuple[float, float]:
