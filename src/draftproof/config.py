@@ -154,11 +154,11 @@ class AbSide:
 
     @classmethod
     def of(cls, text: str) -> AbSide:
-        words, options = text.split(), {}
-        while words and (found := re.fullmatch(r"(depth|rule)=(\S+)", words[-1])):
-            options[found[1]] = found[2]
-            words.pop()
-        spec = " ".join(words)
+        spec, options = text.strip(), {}
+        while found := re.fullmatch(r"(|.*\s)(depth|rule)=(\S+)", spec, re.DOTALL):     # from the end: a path may hold spaces
+            if found[2] in options:
+                raise OptionError(f"ab arms: found {text.strip()!r}, which says {found[2]}= twice; expected it once")
+            spec, options[found[2]] = found[1].rstrip(), found[3]
         if not spec or spec in ("off", "none") and options:
             raise OptionError(f"ab arms: found {text.strip()!r}; expected a drafter spec with depth=… and rule=… behind it, or off")
         return cls("none" if spec == "off" else spec, options)

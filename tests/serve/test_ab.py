@@ -34,7 +34,7 @@ def test_arms_are_read_and_written_the_same() -> None:
         ("ngram vs off", Arm(CANDIDATE, "ngram"), Arm(CONTROL, "none")),
         ("ngram:min=1,max=2 depth=4 vs suffix+ngram depth=auto rule=ratio", Arm(CANDIDATE, "ngram:min=1,max=2", 4),
          Arm(CONTROL, "suffix+ngram", "auto", "ratio")),
-        ("eagle3:/my models/head depth=0 vs none", Arm(CANDIDATE, "eagle3:/my models/head", 0), Arm(CONTROL, "none")),
+        ("eagle3:/my  models/head  depth=0 vs none", Arm(CANDIDATE, "eagle3:/my  models/head", 0), Arm(CONTROL, "none")),
     ]:
         config = AbConfig(text)
         assert arms_of(config) == (candidate, control)
@@ -46,7 +46,9 @@ def test_arms_are_read_and_written_the_same() -> None:
 
 @pytest.mark.parametrize(("given", "said"), [
     ({"arms": "ngram"}, "CANDIDATE vs CONTROL"), ({"arms": "a vs b vs c"}, "CANDIDATE vs CONTROL"), ({"arms": " vs off"}, "drafter spec"),
-    ({"arms": "off depth=3 vs ngram"}, "or off"), ({"share": 1.5}, "from 0 to 1"), ({"share": -0.1}, "from 0 to 1"),
+    ({"arms": "off depth=3 vs ngram"}, "or off"), ({"arms": "depth=3 vs off"}, "drafter spec"),
+    ({"arms": "ngram depth=2 rule=match depth=8 vs off"}, "depth= twice; expected it once"),
+    ({"share": 1.5}, "from 0 to 1"), ({"share": -0.1}, "from 0 to 1"),
     ({"stages": (0.5, 0.1)}, "rising"), ({"stages": (0.0, 0.1)}, "rising"), ({"stages": (0.1, 0.1)}, "rising"),
     ({"stages": (0.1,), "share": "shadow"}, "none with share shadow"), ({"minimum": 0}, "≥ 1"), ({"ratio": 1.0}, "> 1"),
     ({"errors": 1.0}, "below 1"), ({"alpha": 0.0}, r"in \(0, 1\)"), ({"replay": 2.0}, "from 0 to 1"), ({"wait_s": -1.0}, "≥ 0"),
