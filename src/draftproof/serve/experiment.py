@@ -77,8 +77,9 @@ class Experiment:
         self._answers = 0
         self._new_window()
 
-    def _new_window(self) -> None:
-        self._window = None if self.config is None else Window(self.config, self._most + 1)
+    def _new_window(self, looks: Counter[str] | None = None) -> None:
+        """looks: those that were had, if the stage is still the same."""
+        self._window = None if self.config is None else Window(self.config, self._most + 1, looks)
         self._differed = self._gained_lost()
 
     # Requests
@@ -249,10 +250,10 @@ class Experiment:
     def disturbed(self, why: str) -> None:
         """Something else changed: a stage begins anew, so that no comparison spans it."""
         with self._lock:
-            if self.rollout.live and self.config is not None:
+            if self.rollout.live and self._window is not None:
                 self._note(why)
                 self.rollout = replace(self.rollout, since_s=self._clock())
-                self._new_window()
+                self._new_window(self._window.looks)
 
     def end(self) -> None:
         """Nobody takes part any more; what was found stays."""

@@ -2,14 +2,16 @@
 
 A rule compares bounds that hold for every distribution (`bench.quantiles`): a time's median or 90th percentile is too large if the
 candidate's lower bound is above the limit times control's upper bound. The chance of turning a harmless candidate back is `alpha`
-over the whole roll-out, for independent requests: it is divided evenly among the stages; half of a stage's goes to all requests
-together and half to the classes; a cell is looked at when the candidate has 8, 16, 32, … requests there, with ½, ¼, ⅛, … of its
-part, divided among the rules and both ends of a comparison.
+over the whole roll-out, for independent requests: it is divided evenly among the stages and what follows the last of them; half of
+a stage's goes to all requests together and half to the classes; a cell is looked at when the candidate has 8, 16, 32, … requests
+there, and its m-th look has 1/(m·(m + 1)) of its part, divided among the rules and both ends of a comparison. Looks are counted on
+where a stage begins anew, so that no part is spent twice.
 """
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -20,6 +22,7 @@ from ..config import AbConfig
 from .ab import ALL, CANDIDATE, CONTROL, TIMES, Book, Cell, Outcome
 
 FIRST_LOOK = 8
+TEXTS = "(texts)"             # whose looks are at replays; no class has such a name
 QUANTILES: Mapping[str, float] = {"p50": 0.5, "p90": 0.9}
 RULES = len(TIMES) * len(QUANTILES) + 2                       # and failures, and identity
 
@@ -76,13 +79,20 @@ def advance(rollout: Rollout, now_s: float, enough: bool, breach: str | None, wa
 
 
 class Window:
-    """The requests of one stage. `add` and `identity` say what is wrong, or None."""
+    """The requests of one stage. `add` and `identity` say what is wrong, or None. looks: those that were had in this stage before it
+    began anew, by cell, which are counted on."""
 
-    def __init__(self, limits: AbConfig, classes: int) -> None:
+    def __init__(self, limits: AbConfig, classes: int, looks: Counter[str] | None = None) -> None:
         self.book, self._limits = Book(), limits
-        stages = max(1, len(limits.stages))
-        self._alpha = {True: limits.alpha / stages / 2, False: limits.alpha / stages / 2 / max(1, classes)}     # of all, of one class
+        part = limits.alpha / (len(limits.stages) + 1) / 2                  # once the last is passed, its share is held
+        self._alpha = {True: part, False: part / max(1, classes)}           # of all, of one class
+        self.looks = Counter[str]() if looks is None else looks
         self._differing = 0
+
+    def _spend(self, cell: str, of_all: bool) -> float:
+        """What the next look at a cell may err with."""
+        self.looks[cell] += 1
+        return self._alpha[of_all] / (self.looks[cell] * (self.looks[cell] + 1))
 
     def add(self, arm: str, prompt_class: str, outcome: Outcome) -> str | None:
         self.book.add(arm, prompt_class, outcome)
@@ -90,10 +100,8 @@ class Window:
             return None
         for name in (ALL, prompt_class):
             candidate = self.book.cell(CANDIDATE, name)
-            number = look(candidate.requests)
-            if number is not None:
-                alpha = self._alpha[name == ALL] / 2 ** (number + 1)
-                found = breach(candidate, self.book.cell(CONTROL, name), self._limits, alpha)
+            if is_look(candidate.requests):
+                found = breach(candidate, self.book.cell(CONTROL, name), self._limits, self._spend(name, name == ALL))
                 if found is not None:
                     return found if name == ALL else f"class {name}: {found}"
         return None
@@ -103,11 +111,10 @@ class Window:
         target's load has shown that its texts do not depend on speculation, so that one is one too many."""
         if exact and gained:
             return f"{gained} texts were written differently by the candidate, and not by control"
-        number = look(gained + lost)
-        if exact or number is None or gained + lost == self._differing:
+        if exact or not is_look(gained + lost) or gained + lost == self._differing:
             return None
         self._differing = gained + lost
-        alpha = self._alpha[True] / 2 ** (number + 1) / RULES
+        alpha = self._spend(TEXTS, True) / RULES
         if gained > lost and mcnemar(gained, lost) <= alpha:
             return f"{gained} texts were written differently by the candidate alone, {lost} by control alone"
         return None
@@ -117,10 +124,10 @@ class Window:
         return all(self.book.cell(arm).requests >= self._limits.minimum for arm in (CANDIDATE, CONTROL))
 
 
-def look(count: int) -> int | None:
-    """k at FIRST_LOOK · 2ᵏ, else None."""
+def is_look(count: int) -> bool:
+    """At FIRST_LOOK · 2ᵏ."""
     doubled, rest = divmod(count, FIRST_LOOK)
-    return doubled.bit_length() - 1 if doubled and not rest and doubled & (doubled - 1) == 0 else None
+    return doubled > 0 and not rest and doubled & (doubled - 1) == 0
 
 
 def breach(candidate: Cell, control: Cell, limits: AbConfig, alpha: float) -> str | None:

@@ -1,0 +1,66 @@
+"""What an experiment books and what it leaves out, with tickets that nobody serves and a clock that stands still."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from draftproof.config import AbConfig
+from draftproof.engine.port import Completion
+from draftproof.serve import rollout
+from draftproof.serve.ab import ALL, CANDIDATE, CONTROL
+from draftproof.serve.experiment import Experiment
+from draftproof.serve.ticket import Ticket
+from draftproof.serve.translate import Served
+from draftproof.types import Sampling
+
+
+def experiment(arms: str = "ngram vs off", *, exact: bool = False, **more: Any) -> Experiment:
+    config = AbConfig(arms, **{"stages": (0.5,), "minimum": 1000, "wait_s": 0.0, "replay": 0.0, **more})
+    served = Served("m", None, 100, 32, lambda token: None, "dp", config.drafters[0], exact=exact)
+    return Experiment(config, served, 4, 600.0, lambda: 1.0)
+
+
+def text(*tokens: int, state: str = "on", sample: int = 0) -> Completion:
+    return Completion("", tokens, 1, "length", 1, sample, {"tpot_s": 0.1, "draft_bytes": 0, "kv_tokens_lost": 0, "drafted": 0},
+                      {"state": state, "reason": "it broke" if state == "out of service" else "", "rule": "match"})
+
+
+def ticket(samples: int = 1) -> Ticket:
+    return Ticket((1, 2), Sampling(seed=1, n=samples), told=[[] for _ in range(samples)])
+
+
+def end(one: Ticket, *samples: Completion, error: Exception | None = None) -> None:
+    one.completions = {done.sample: done for done in samples}
+    one.error, one.done = error, True
+    one.news()
+
+
+def ask(about: Experiment, arm: str, *samples: Completion, error: Exception | None = None) -> None:
+    """One request of an arm, from its beginning to its end."""
+    samples = samples or (text(7, state="on" if about.arms[arm].guesses else "off"),)
+    one = ticket(len(samples))
+    about.follow(one, about.arms[arm])
+    end(one, *samples, error=error)
+
+
+def counted(about: Experiment, arm: str) -> int:
+    return about.books["served"].cell(arm, ALL).requests
+
+
+def test_no_look_spends_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What all looks of a roll-out may err with, in every stage, behind the last, and however often a stage begins anew."""
+    spent: list[float] = []
+    monkeypatch.setattr(rollout, "breach", lambda candidate, control, limits, alpha: spent.append(alpha))
+    about = experiment(stages=(0.1, 0.5), minimum=20, alpha=0.01)
+    for state in ("running", "running", "holding"):
+        assert about.rollout.state == state
+        for _ in range(40):
+            for _ in range(16):
+                ask(about, CANDIDATE)
+            about.disturbed("something else changed")
+        for _ in range(20):
+            ask(about, CANDIDATE)
+            ask(about, CONTROL)
+    assert len(spent) > 200 and 0.005 < sum(spent) <= 0.01
