@@ -8,9 +8,11 @@ import pytest
 
 from draftproof.config import AbConfig
 from draftproof.engine.port import Completion
+from draftproof.errors import Failure
 from draftproof.serve import rollout
 from draftproof.serve.ab import ALL, CANDIDATE, CONTROL
 from draftproof.serve.experiment import Experiment
+from draftproof.serve.refusal import Refusal
 from draftproof.serve.ticket import Ticket
 from draftproof.serve.translate import Served
 from draftproof.types import Sampling
@@ -41,12 +43,31 @@ def ask(about: Experiment, arm: str, *samples: Completion, error: Exception | No
     """One request of an arm, from its beginning to its end."""
     samples = samples or (text(7, state="on" if about.arms[arm].guesses else "off"),)
     one = ticket(len(samples))
-    about.follow(one, about.arms[arm])
+    about.follow([one], about.arms[arm])
     end(one, *samples, error=error)
 
 
 def counted(about: Experiment, arm: str) -> int:
     return about.books["served"].cell(arm, ALL).requests
+
+
+def test_a_request_of_many_prompts_is_one_request() -> None:
+    """Its prompts share a queue, a user and a moment: they are no independent outcomes, and one has failed if any of them has."""
+    about = experiment(replay=1.0)
+    prompts = [ticket() for _ in range(32)]
+    about.follow(prompts, about.arms[CONTROL])
+    for one in prompts[:0:-1]:
+        end(one, text(7, state="off"))
+        assert counted(about, CONTROL) == 0
+    end(prompts[0], text(7, state="off"))
+    cell = about.books["served"].cell(CONTROL, ALL)
+    assert (cell.requests, cell.failed, cell.times["e2e_s"].seen, about.replays.waiting) == (1, 0, 1, 1)
+    prompts = [ticket() for _ in range(3)]
+    about.follow(prompts, about.arms[CONTROL])
+    end(prompts[1], error=Failure("the device is lost"))
+    for one in (prompts[0], prompts[2]):
+        end(one, error=Refusal(499, "the client went away"))                 # as its reader does then
+    assert (cell.requests, cell.failed) == (2, 1) and not about.left_out
 
 
 def test_no_look_spends_anew(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -107,8 +107,7 @@ class Server:
             self.metrics.follow(ticket)
         reading.begin()
         if arm is not None:                                  # what found no place is of no arm
-            for ticket in reading.tickets:
-                self.experiment.follow(ticket, arm)
+            self.experiment.follow(reading.tickets, arm)
         answer: Response | None = None
         try:
             if order.stream:

@@ -38,14 +38,23 @@ GOLDEN = 0.6180339887498949  # its multiples fill [0, 1) evenly, so that every s
 
 @dataclass(slots=True, eq=False)
 class Followed:
-    """One ticket between submission and end."""
+    """One request between submission and end: a ticket for each of its prompts."""
 
+    tickets: Sequence[Ticket]
     arm: Arm
-    prompt_class: str
     began: float
     first: float | None = None
     mixed: bool = False
     over: bool = False
+
+    @property
+    def done(self) -> list[Completion]:
+        return [one for ticket in self.tickets for one in ticket.completions.values()]
+
+    @property
+    def error(self) -> BaseException | None:
+        """What ended it. Whose client left, or leaves because of it, ends with that."""
+        return min((ticket.error for ticket in self.tickets if ticket.error is not None), key=left, default=None)
 
 
 class Experiment:
@@ -102,54 +111,50 @@ class Experiment:
         arm = self.arms[CANDIDATE if place(self.name, tenant, *key) < share else CONTROL]
         return replace(order, speculation=arm.wish), arm
 
-    def follow(self, ticket: Ticket, arm: Arm) -> None:
-        """Hear of the ticket, which was just submitted, until it ends."""
-        followed = Followed(arm, ticket.prompt_class or "", self._clock())
+    def follow(self, tickets: Sequence[Ticket], arm: Arm) -> None:
+        """Hear of a request, whose tickets were just submitted, until all of them have ended. Prompts that came together are one
+        request in every book: they share their moment and their user, and are not independent."""
+        followed = Followed(tickets, arm, self._clock())
         with self._lock:
             for other in self._live:
                 if other.arm is not arm:
                     followed.mixed = other.mixed = True
             self._live.add(followed)
-        self._listen(ticket, followed, self._served)()      # it may have begun, or ended, already
+        self._listen(followed, self._served)()              # it may have begun, or ended, already
 
-    def _listen(self, ticket: Ticket, followed: Followed, ended: Callable[[Ticket, Followed], None]) -> Callable[[], None]:
-        """Look at the ticket before its reader does, whenever there is news. Returns what looks."""
-        tell = ticket.news
-
+    def _listen(self, followed: Followed, ended: Callable[[Followed], None]) -> Callable[[], None]:
+        """Look at its tickets before their reader does, whenever there is news. Returns what looks."""
         def look() -> None:
             try:
                 with self._lock:
-                    if followed.first is None and any(ticket.told):
+                    if followed.first is None and any(any(ticket.told) for ticket in followed.tickets):
                         followed.first = self._clock()
-                    if ticket.done and not followed.over:
+                    if not followed.over and all(ticket.done for ticket in followed.tickets):
                         followed.over = True
                         self._live.discard(followed)
-                        ended(ticket, followed)
+                        ended(followed)
             except Exception:                                # a mistake in the books is no reason to open another engine
                 log.exception("a request was not counted")
 
-        def news() -> None:
-            look()
-            tell()
-
-        ticket.news = news
+        for ticket in followed.tickets:
+            ticket.news = both(look, ticket.news)
         return look
 
-    def _served(self, ticket: Ticket, followed: Followed) -> None:
-        done, arm = list(ticket.completions.values()), followed.arm
-        if isinstance(ticket.error, Refusal) and (ticket.error.status == 499 or ticket.error.code == "stopping"):
+    def _served(self, followed: Followed) -> None:
+        first, arm, error, done = followed.tickets[0], followed.arm, followed.error, followed.done
+        if error is not None and left(error):
             self.left_out["their client left, or the server stopped"] += 1
             return
-        if ticket.error is None and (why := idle(arm, done)):
+        if error is None and (why := idle(arm, done)):
             self.left_out["the arm did not guess"] += 1
             return self._move(why if done[0].speculation["state"] == "out of service" else None)
-        prompt_class, outcome = self._class(followed.prompt_class), outcome_of(ticket, followed, self._clock())
+        prompt_class, outcome = self._class(first.prompt_class or ""), outcome_of(followed, self._clock())
         self.books["served"].add(arm.name, prompt_class, outcome)
         self._watch(arm.name, prompt_class, outcome.first_guess)
         if self._window is not None and self.rollout.staged:
             self._move(self._window.add(arm.name, prompt_class, outcome))
-        if ticket.error is None:
-            self._offer(ticket, prompt_class, done)
+        if error is None:
+            self._offer(first, prompt_class)                 # the others may well be the same text once more
 
     def _move(self, breach: str | None) -> None:
         """What the roll-out makes of it."""
@@ -183,14 +188,14 @@ class Experiment:
 
     # Replays
 
-    def _offer(self, ticket: Ticket, prompt_class: str, done: Sequence[Completion]) -> None:
+    def _offer(self, ticket: Ticket, prompt_class: str) -> None:
         if self.config is None or self.rollout.state not in ("comparing", "shadow", "running", "holding"):
             return
         share = self.config.replay if self.config.replay is not None else 1.0 if self.rollout.state == "shadow" else TENTH
         self._answers += 1
         if self._answers * GOLDEN % 1 < share:
             self.replays.offer(Job(ticket.prompt, ticket.sampling, prompt_class, ticket.tenant, texts_of(ticket),
-                                   lasting(done, ticket.sampling.greedy)))
+                                   lasting([*ticket.completions.values()], ticket.sampling.greedy)))
 
     def spare(self) -> Ticket | None:
         """A ticket for a moment in which nobody asks for anything. In the worker's thread."""
@@ -200,24 +205,23 @@ class Experiment:
                 return None
             arm = self.arms[job.next]
             ticket = Ticket(job.prompt, job.sampling, arm.wish, REPLAY, job.tenant, self._clock() + self._deadline_s, spare=True)
-            self._listen(ticket, Followed(arm, job.prompt_class, self._clock()),
-                         lambda ticket, followed: self._replayed(job, ticket, followed))
+            self._listen(Followed([ticket], arm, self._clock()), lambda followed: self._replayed(job, ticket, followed))
         return ticket
 
     def _replayed(self, job: Job, ticket: Ticket, followed: Followed) -> None:
         if job is not self._job:
             return                                           # the experiment was begun anew meanwhile
-        arm, done = followed.arm, list(ticket.completions.values())
-        if isinstance(ticket.error, Refusal) and ticket.error.status == 499:
+        arm, error, done = followed.arm, followed.error, followed.done
+        if isinstance(error, Refusal) and error.status == 499:
             self._job = None
             return self.replays.interrupted(job)
-        outcome = outcome_of(ticket, followed, self._clock())
+        outcome = outcome_of(followed, self._clock())
         if self.remembers:
             outcome = Outcome(failed=outcome.failed)
-        if ticket.error is not None or idle(arm, done):
+        if error is not None or idle(arm, done):
             self._job = None
             self.replays.counts["failed"] += 1
-            if ticket.error is not None:
+            if error is not None:
                 self.books["replayed"].add(arm.name, job.prompt_class, outcome)
             return
         self.books["replayed"].add(arm.name, job.prompt_class, outcome)
@@ -285,6 +289,19 @@ class Experiment:
         return Book() if self._window is None else self._window.book
 
 
+def both(one: Callable[[], None], other: Callable[[], None]) -> Callable[[], None]:
+    def each() -> None:
+        one()
+        other()
+
+    return each
+
+
+def left(error: BaseException) -> bool:
+    """Whether it says nothing of an arm: the client left, or the server stopped."""
+    return isinstance(error, Refusal) and (error.status == 499 or error.code == "stopping")
+
+
 def idle(arm: Arm, done: Sequence[Completion]) -> str:
     """Why an arm that should guess did not; "" if all is well."""
     wrong = [one.speculation for one in done if arm.guesses and one.speculation["state"] != "on"]
@@ -301,11 +318,11 @@ def texts_of(ticket: Ticket) -> tuple[tuple[int, ...], ...]:
     return tuple(ticket.completions[sample].token_ids for sample in range(ticket.samples))
 
 
-def outcome_of(ticket: Ticket, followed: Followed, now: float) -> Outcome:
+def outcome_of(followed: Followed, now: float) -> Outcome:
     """Times as a client sees them, but for the network: the queue is in them."""
-    if ticket.error is not None:
+    if followed.error is not None:
         return Outcome(failed=True, mixed=followed.mixed)
-    done = list(ticket.completions.values())
+    done = followed.done
     tally = sum((report.tally for one in done for report in requests(one.trace).values()), Tally())
     speeds = [one.metrics["tpot_s"] for one in done if one.metrics["tpot_s"] is not None]
     return Outcome(
