@@ -8,7 +8,7 @@ import pytest
 
 from draftproof.config import AbConfig
 from draftproof.engine.port import Completion
-from draftproof.errors import Failure
+from draftproof.errors import CacheFull, Failure, OptionError, PromptError
 from draftproof.serve import rollout
 from draftproof.serve.ab import ALL, CANDIDATE, CONTROL
 from draftproof.serve.experiment import Experiment
@@ -68,6 +68,29 @@ def test_a_request_of_many_prompts_is_one_request() -> None:
     for one in (prompts[0], prompts[2]):
         end(one, error=Refusal(499, "the client went away"))                 # as its reader does then
     assert (cell.requests, cell.failed) == (2, 1) and not about.left_out
+
+
+@pytest.mark.parametrize("mistake", [PromptError("the prompt is empty"), OptionError("logprobs=500: expected at most 256"),
+                                     CacheFull("a prompt of 9 tokens may need more than the cache has")])
+def test_what_no_arm_could_write_is_held_against_none(mistake: Exception) -> None:
+    """One client's mistakes, all of them of one arm, as a client is."""
+    about = experiment()
+    for _ in range(64):
+        ask(about, CONTROL)
+    for _ in range(64):
+        ask(about, CANDIDATE, error=mistake)
+    assert about.rollout.state == "running" and counted(about, CANDIDATE) == 0
+    assert about.left_out == {"they asked for what cannot be": 64}
+
+
+@pytest.mark.parametrize("fault", [OptionError("speculation drafter='ngram': this engine runs 'suffix'; expected that, or none"),
+                                   OptionError("depth=4 after a prompt of 98 tokens needs 103 tokens"), Failure("the device is lost")])
+def test_what_an_arm_could_not_write_is_held_against_it(fault: Exception) -> None:
+    about = experiment()
+    for _ in range(64):
+        ask(about, CONTROL)
+        ask(about, CANDIDATE, error=fault)
+    assert about.rollout.state == "returned" and "requests failed" in about.rollout.reason and not about.left_out
 
 
 def test_no_look_spends_anew(monkeypatch: pytest.MonkeyPatch) -> None:

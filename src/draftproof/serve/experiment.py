@@ -22,7 +22,7 @@ from ..engine.port import Completion
 from ..trace.report import requests
 from .ab import ALL, CANDIDATE, CONTROL, SERVED, Arm, Book, Outcome, arms_of, place
 from .drift import Drift
-from .refusal import Refusal
+from .refusal import Refusal, of_error
 from .rollout import Rollout, Window, advance
 from .shadow import REPLAY, Job, Matches, Replays, lasting
 from .ticket import Ticket
@@ -32,6 +32,7 @@ from .versions import drafter_version
 log = logging.getLogger("draftproof.serve")
 
 OTHER = "other"             # where classes beyond the limit are counted
+OF_AN_ARM = ("speculation ", "drafter=", "depth=", "rule=")     # what an error begins with that is about one of its options
 TENTH = 0.1
 GOLDEN = 0.6180339887498949  # its multiples fill [0, 1) evenly, so that every stretch of answers has its share
 
@@ -55,6 +56,12 @@ class Followed:
     def error(self) -> BaseException | None:
         """What ended it. Whose client left, or leaves because of it, ends with that."""
         return min((ticket.error for ticket in self.tickets if ticket.error is not None), key=left, default=None)
+
+    @property
+    def mistaken(self) -> bool:
+        """Whether what ended it is what the client asked for, which no arm could write."""
+        ended = [ticket for ticket in self.tickets if ticket.error is not None and not left(ticket.error)]
+        return bool(ended) and all(refused(ticket) for ticket in ended)
 
 
 class Experiment:
@@ -144,6 +151,9 @@ class Experiment:
         first, arm, error, done = followed.tickets[0], followed.arm, followed.error, followed.done
         if error is not None and left(error):
             self.left_out["their client left, or the server stopped"] += 1
+            return
+        if followed.mistaken:
+            self.left_out["they asked for what cannot be"] += 1
             return
         if error is None and (why := idle(arm, done)):
             self.left_out["the arm did not guess"] += 1
@@ -300,6 +310,12 @@ def both(one: Callable[[], None], other: Callable[[], None]) -> Callable[[], Non
 def left(error: BaseException) -> bool:
     """Whether it says nothing of an arm: the client left, or the server stopped."""
     return isinstance(error, Refusal) and (error.status == 499 or error.code == "stopping")
+
+
+def refused(ticket: Ticket) -> bool:
+    """Whether the engine did not take it for what its client asked, and not for how its arm speculates."""
+    error = ticket.error
+    return error is not None and not ticket.handles and of_error(error).status == 400 and not str(error).startswith(OF_AN_ARM)
 
 
 def idle(arm: Arm, done: Sequence[Completion]) -> str:
