@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,12 +11,14 @@ from draftproof.config import AbConfig
 from draftproof.engine.port import Completion
 from draftproof.errors import CacheFull, Failure, OptionError, PromptError
 from draftproof.serve import rollout
-from draftproof.serve.ab import ALL, CANDIDATE, CONTROL
+from draftproof.serve.ab import ALL, CANDIDATE, CONTROL, SERVED
 from draftproof.serve.experiment import Experiment
 from draftproof.serve.refusal import Refusal
 from draftproof.serve.ticket import Ticket
-from draftproof.serve.translate import Served
+from draftproof.serve.translate import Order, Served
 from draftproof.types import Sampling
+
+ORDER = Order(((1, 2),), Sampling(), None, None, False)
 
 
 def experiment(arms: str = "ngram vs off", *, exact: bool = False, **more: Any) -> Experiment:
@@ -91,6 +94,37 @@ def test_what_an_arm_could_not_write_is_held_against_it(fault: Exception) -> Non
         ask(about, CONTROL)
         ask(about, CANDIDATE, error=fault)
     assert about.rollout.state == "returned" and "requests failed" in about.rollout.reason and not about.left_out
+
+
+@pytest.mark.parametrize("change", ["switch", "stage", "restart", "end"])
+def test_what_began_before_a_change_is_not_booked_behind_it(change: str) -> None:
+    about = experiment(stages=(0.1, 0.5), minimum=1)
+    long, seen = ticket(), 0
+    about.follow([long], about.arms[CANDIDATE])
+    if change == "stage":
+        ask(about, CANDIDATE)
+        ask(about, CONTROL)
+        seen = 1
+        assert about.rollout.at == 1
+    else:
+        {"switch": lambda: about.disturbed("it was switched"), "restart": about.restart, "end": about.end}[change]()
+    end(long, text(7))
+    assert about.stage.cell(CANDIDATE).requests == 0 and counted(about, CANDIDATE) == seen
+    assert about.left_out == {"they began before a change": 1}
+
+
+def test_behind_the_end_requests_are_served_and_watched_as_without_an_experiment() -> None:
+    about = experiment()
+    ask(about, CANDIDATE)
+    about.end()
+    order, arm = about.enter(ORDER, "")
+    assert order == ORDER and arm is not None and arm.name == SERVED
+    one = ticket()
+    about.follow([one], arm)
+    end(one, text(7))
+    assert (counted(about, CANDIDATE), counted(about, SERVED)) == (1, 1) and about.rollout.state == "ended"
+    about.restart()
+    assert {about.enter(replace(ORDER, user=f"u{i}"), "")[1] for i in range(40)} == {*about.arms.values()}
 
 
 def test_no_look_spends_anew(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -43,6 +43,7 @@ class Followed:
 
     tickets: Sequence[Ticket]
     arm: Arm
+    epoch: int                              # between two changes: what spans one says nothing of either side
     began: float
     first: float | None = None
     mixed: bool = False
@@ -80,6 +81,8 @@ class Experiment:
         self.left_out: Counter[str] = Counter()
         self.returns = 0
         self._live: set[Followed] = set()
+        self._epoch = 0
+        self.default = Arm(SERVED)                           # of everybody, while nothing is compared
         self._began = clock()
         self._begin()
 
@@ -95,6 +98,7 @@ class Experiment:
 
     def _new_window(self, looks: Counter[str] | None = None) -> None:
         """looks: those that were had, if the stage is still the same."""
+        self._epoch += 1
         self._window = None if self.config is None else Window(self.config, self._most + 1, looks)
         self._differed = self._gained_lost()
 
@@ -106,10 +110,8 @@ class Experiment:
             if order.speculation is not None:
                 self.left_out["they said their own speculation"] += 1
                 return order, None
-            if self.config is None:
-                return order, self.arms[SERVED]
-            if not self.rollout.live:
-                return order, None
+            if self.config is None or not self.rollout.live:
+                return order, self.default
             if order.sampling.prediction:                    # a drafter that does not read it would refuse the request
                 self.left_out["they predicted their output"] += 1
                 return order, None
@@ -121,7 +123,7 @@ class Experiment:
     def follow(self, tickets: Sequence[Ticket], arm: Arm) -> None:
         """Hear of a request, whose tickets were just submitted, until all of them have ended. Prompts that came together are one
         request in every book: they share their moment and their user, and are not independent."""
-        followed = Followed(tickets, arm, self._clock())
+        followed = Followed(tickets, arm, self._epoch, self._clock())
         with self._lock:
             for other in self._live:
                 if other.arm is not arm:
@@ -151,6 +153,9 @@ class Experiment:
         first, arm, error, done = followed.tickets[0], followed.arm, followed.error, followed.done
         if error is not None and left(error):
             self.left_out["their client left, or the server stopped"] += 1
+            return
+        if followed.epoch != self._epoch:
+            self.left_out["they began before a change"] += 1
             return
         if followed.mistaken:
             self.left_out["they asked for what cannot be"] += 1
@@ -215,7 +220,7 @@ class Experiment:
                 return None
             arm = self.arms[job.next]
             ticket = Ticket(job.prompt, job.sampling, arm.wish, REPLAY, job.tenant, self._clock() + self._deadline_s, spare=True)
-            self._listen(Followed([ticket], arm, self._clock()), lambda followed: self._replayed(job, ticket, followed))
+            self._listen(Followed([ticket], arm, self._epoch, self._clock()), lambda followed: self._replayed(job, ticket, followed))
         return ticket
 
     def _replayed(self, job: Job, ticket: Ticket, followed: Followed) -> None:
@@ -273,6 +278,7 @@ class Experiment:
         """Nobody takes part any more; what was found stays."""
         with self._lock:
             if self.rollout.live:
+                self._epoch += 1
                 self.rollout = replace(self.rollout, state="ended", reason="ended by the operator", since_s=self._clock())
                 self._note("ended by the operator")
                 self._no_replays()
