@@ -127,6 +127,23 @@ def test_behind_the_end_requests_are_served_and_watched_as_without_an_experiment
     assert {about.enter(replace(ORDER, user=f"u{i}"), "")[1] for i in range(40)} == {*about.arms.values()}
 
 
+def test_only_the_candidates_own_drafter_speaks_against_it() -> None:
+    """Control's goes out of service: everything to control would be everything to what is broken. It is said once."""
+    about = experiment("ngram vs suffix")
+    for _ in range(3):
+        ask(about, CONTROL, text(7, state="out of service"))
+    assert about.rollout.state == "running" and about.left_out == {"the arm did not guess": 3}
+    assert [one["event"] for one in about.history] == ["control's drafter is out of service: it broke"]
+    ask(about, CANDIDATE, text(7), text(8, state="out of service", sample=1))
+    assert about.rollout.state == "returned" and about.rollout.reason == "at 0.5: its drafter is out of service: it broke"
+
+
+def test_a_switch_is_no_failure_of_the_candidate() -> None:
+    about = experiment()
+    ask(about, CANDIDATE, text(7, state="off"))
+    assert about.rollout.state == "running" and about.left_out == {"the arm did not guess": 1} and not about.history
+
+
 def test_no_look_spends_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     """What all looks of a roll-out may err with, in every stage, behind the last, and however often a stage begins anew."""
     spent: list[float] = []

@@ -99,6 +99,7 @@ class Experiment:
     def _new_window(self, looks: Counter[str] | None = None) -> None:
         """looks: those that were had, if the stage is still the same."""
         self._epoch += 1
+        self._broken: set[str] = set()                       # arms of which it was said
         self._window = None if self.config is None else Window(self.config, self._most + 1, looks)
         self._differed = self._gained_lost()
 
@@ -160,9 +161,9 @@ class Experiment:
         if followed.mistaken:
             self.left_out["they asked for what cannot be"] += 1
             return
-        if error is None and (why := idle(arm, done)):
+        if error is None and (wrong := idle(arm, done)):
             self.left_out["the arm did not guess"] += 1
-            return self._move(why if done[0].speculation["state"] == "out of service" else None)
+            return self._silent(arm, *wrong)
         prompt_class, outcome = self._class(first.prompt_class or ""), outcome_of(followed, self._clock())
         self.books["served"].add(arm.name, prompt_class, outcome)
         self._watch(arm.name, prompt_class, outcome.first_guess)
@@ -170,6 +171,15 @@ class Experiment:
             self._move(self._window.add(arm.name, prompt_class, outcome))
         if error is None:
             self._offer(first, prompt_class)                 # the others may well be the same text once more
+
+    def _silent(self, arm: Arm, state: str, reason: str) -> None:
+        """An arm did not guess. If its drafter broke, only the candidate's speaks against the candidate."""
+        why = f"drafter is {state}: {reason}"
+        if state == "out of service" and arm.name == CANDIDATE:
+            self._move(f"its {why}")
+        elif state == "out of service" and arm.name not in self._broken:
+            self._broken.add(arm.name)
+            self._note(f"{arm.name}'s {why}")
 
     def _move(self, breach: str | None) -> None:
         """What the roll-out makes of it."""
@@ -324,10 +334,10 @@ def refused(ticket: Ticket) -> bool:
     return error is not None and not ticket.handles and of_error(error).status == 400 and not str(error).startswith(OF_AN_ARM)
 
 
-def idle(arm: Arm, done: Sequence[Completion]) -> str:
-    """Why an arm that should guess did not; "" if all is well."""
-    wrong = [one.speculation for one in done if arm.guesses and one.speculation["state"] != "on"]
-    return "" if not wrong else f"its drafter is {wrong[0]['state']}: {wrong[0]['reason']}"
+def idle(arm: Arm, done: Sequence[Completion]) -> tuple[str, str] | None:
+    """State and reason if an arm that should guess did not in one of its samples; the worst of them."""
+    wrong = [(one.speculation["state"], one.speculation["reason"]) for one in done if arm.guesses and one.speculation["state"] != "on"]
+    return min(wrong, key=lambda one: one[0] != "out of service", default=None)
 
 
 def remembers(arm: Arm) -> bool:
