@@ -189,6 +189,9 @@ def test_a_candidate_whose_requests_fail_is_turned_back() -> None:
         assert ask_until(running, "returned", 200) <= 80
         assert re.search(r"(\d+) of \1 requests failed, 0 of control's", running.server.experiment.rollout.reason)
         assert running.post("/v1/completions", {"prompt": "ab", "user": "later", "max_tokens": 3}).status_code == 200
+        with running.client() as client:
+            assert "everybody keeps control (off)" in client.put("/draftproof/ab", json={"action": "end"}).json()["rollout"]["reason"]
+        assert running.complete(prompt="ab", user="later", max_tokens=3)["speculation"]["state"] == "off"
 
 
 def test_a_candidate_that_goes_out_of_service_is_turned_back() -> None:
@@ -317,6 +320,11 @@ def test_only_an_admin_steers_and_a_drafter_under_comparison_stays() -> None:
             assert left["rollout"]["history"][-1]["event"] == "speculation was switched"
             assert client.put("/draftproof/ab", json={"action": "end"}, headers=ops).status_code == 200
             assert client.put("/draftproof/speculation", json={"drafter": "none", "enabled": True}, headers=ops).status_code == 200
+            begun = client.put("/draftproof/ab", json={"action": "restart"}, headers=ops)
+            assert begun.status_code == 409 and "switch back" in begun.json()["error"]["message"]
+            assert client.put("/draftproof/speculation", json={"drafter": NGRAM}, headers=ops).status_code == 200
+            assert client.put("/draftproof/ab", json={"action": "restart"}, headers=ops).status_code == 200
+            assert client.post("/v1/completions", json={**body, "user": "u1"}, headers=user).status_code == 200
 
 
 def test_whoever_leaves_is_not_held_against_an_arm() -> None:

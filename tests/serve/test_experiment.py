@@ -144,6 +144,33 @@ def test_a_switch_is_no_failure_of_the_candidate() -> None:
     assert about.rollout.state == "running" and about.left_out == {"the arm did not guess": 1} and not about.history
 
 
+def test_whoever_was_turned_back_stays_so_behind_the_end() -> None:
+    about = experiment("ngram depth=4 vs suffix depth=2")
+    ask(about, CANDIDATE, text(7, state="out of service"))
+    assert about.rollout.state == "returned"
+    about.end()
+    assert about.rollout.reason == ("ended by the operator; the candidate had been turned back, so everybody keeps control "
+                                    "(suffix depth=2) until a drafter is switched to")
+    order, arm = about.enter(ORDER, "")
+    assert order.speculation == {"drafter": "suffix", "depth": 2} and arm is not None and arm.name == SERVED
+    predicted = replace(ORDER, sampling=Sampling(prediction=(1,)))
+    assert about.enter(predicted, "") == (predicted, None), "which control's drafter need not read"
+    about.disturbed("speculation was switched", "ngram")
+    assert about.enter(ORDER, "")[0] == ORDER, "the operator has said what everybody has"
+
+
+def test_an_experiment_begins_anew_only_with_its_drafters() -> None:
+    about = experiment("ngram vs suffix")
+    about.end()
+    about.disturbed("speculation was switched", "prediction")
+    with pytest.raises(Refusal, match="'ngram' is not loaded any more, 'prediction' is in its place; switch back") as refusal:
+        about.restart()
+    assert refusal.value.status == 409 and about.rollout.state == "ended"
+    about.disturbed("speculation was switched", "ngram")
+    about.restart()
+    assert about.rollout.state == "running"
+
+
 def test_no_look_spends_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     """What all looks of a roll-out may err with, in every stage, behind the last, and however often a stage begins anew."""
     spent: list[float] = []

@@ -238,7 +238,7 @@ class Server:
         if body.drafter is not None and self.experiment.fixed:
             raise Refusal(409, "an experiment sends requests to the server's drafters; end it first (PUT /draftproof/ab)", param="drafter")
         self.state = await switched(self.worker, self.served, body)
-        self.experiment.disturbed("speculation was switched")
+        self.experiment.disturbed("speculation was switched", body.drafter)
         if "depth_cap" in body.model_fields_set:
             self.depth_cap = body.depth_cap
         self.metrics.switches += 1

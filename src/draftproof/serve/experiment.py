@@ -82,11 +82,12 @@ class Experiment:
         self.returns = 0
         self._live: set[Followed] = set()
         self._epoch = 0
-        self.default = Arm(SERVED)                           # of everybody, while nothing is compared
+        self._own = served.drafter                           # in the engine, which a switch may exchange for another
         self._began = clock()
         self._begin()
 
     def _begin(self) -> None:
+        self.default = Arm(SERVED)                           # of everybody, while nothing is compared
         self.rollout = Rollout.of(self.config, self._clock())
         self.books = {"served": Book(), "replayed": Book()}
         self.matches: dict[str, Matches] = {}
@@ -111,11 +112,14 @@ class Experiment:
             if order.speculation is not None:
                 self.left_out["they said their own speculation"] += 1
                 return order, None
-            if self.config is None or not self.rollout.live:
+            wish, live = self.default.wish, self.config is not None and self.rollout.live
+            if not live and wish is None:
                 return order, self.default
             if order.sampling.prediction:                    # a drafter that does not read it would refuse the request
                 self.left_out["they predicted their output"] += 1
                 return order, None
+            if not live:
+                return replace(order, speculation=wish), self.default
             share = self.rollout.share
         key = ("user", order.user) if order.user else ("text", order.prompts, order.sampling.seed)
         arm = self.arms[CANDIDATE if place(self.name, tenant, *key) < share else CONTROL]
@@ -276,26 +280,39 @@ class Experiment:
         taking_part = self.config is not None and self.rollout.live
         return frozenset(arm.drafter for arm in self.arms.values() if arm.drafter and arm.guesses) if taking_part else frozenset()
 
-    def disturbed(self, why: str) -> None:
-        """Something else changed: a stage begins anew, so that no comparison spans it."""
+    def disturbed(self, why: str, drafter: str | None = None) -> None:
+        """Something else changed: a stage begins anew, so that no comparison spans it. drafter: what became the server's own."""
         with self._lock:
+            if drafter is not None:
+                self._own, self.default = drafter, Arm(SERVED)
             if self.rollout.live and self._window is not None:
                 self._note(why)
                 self.rollout = replace(self.rollout, since_s=self._clock())
                 self._new_window(self._window.looks)
 
     def end(self) -> None:
-        """Nobody takes part any more; what was found stays."""
+        """Nobody takes part any more; what was found stays. A candidate that was turned back does not come again, though it may be the
+        server's own drafter: everybody keeps control, until a drafter is switched to."""
         with self._lock:
-            if self.rollout.live:
-                self._epoch += 1
-                self.rollout = replace(self.rollout, state="ended", reason="ended by the operator", since_s=self._clock())
-                self._note("ended by the operator")
-                self._no_replays()
+            if not self.rollout.live:
+                return
+            said = "ended by the operator"
+            if self.rollout.state == "returned":
+                control = self.arms[CONTROL]
+                self.default = replace(control, name=SERVED)
+                said += f"; the candidate had been turned back, so everybody keeps control ({control.text}) until a drafter is switched to"
+            self._epoch += 1
+            self.rollout = replace(self.rollout, state="ended", reason=said, since_s=self._clock())
+            self._note(said)
+            self._no_replays()
 
     def restart(self) -> None:
-        """From the first stage, with empty books."""
+        """From the first stage, with empty books. Raises Refusal if a drafter of an arm was exchanged: those beside it stay."""
         with self._lock:
+            mine = self.served.drafter
+            if self._own != mine and any(arm.drafter == mine for arm in self.arms.values() if arm.guesses):
+                raise Refusal(409, f"drafter {mine!r} is not loaded any more, {self._own!r} is in its place; switch back to it "
+                              "(PUT /draftproof/speculation), then begin anew", param="action")
             self._begin()
             self._note("begun anew by the operator")
 
