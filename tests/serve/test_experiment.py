@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from draftproof.bench.statistics import mcnemar
 from draftproof.config import AbConfig
 from draftproof.engine.port import Completion
 from draftproof.errors import CacheFull, Failure, OptionError, PromptError
@@ -171,6 +174,60 @@ def test_an_experiment_begins_anew_only_with_its_drafters() -> None:
     assert about.rollout.state == "running"
 
 
+def replayed(about: Experiment, written: Callable[[str], Completion]) -> list[str]:
+    """Everything that waits, written again: by which arms."""
+    arms = []
+    while (spare := about.spare()) is not None:
+        arms.append(CANDIDATE if spare.speculation == about.arms[CANDIDATE].wish else CONTROL)
+        end(spare, written(arms[-1]))
+    return arms
+
+
+@pytest.mark.parametrize("share", [0.1, 0.5, 0.9, 1.0])
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_other_texts_are_the_candidates_doing_whoever_wrote_the_answer(share: float, deterministic: bool) -> None:
+    """It writes another text where control would not: always the same one, or one that is another every time."""
+    about, rng = experiment(stages=(share,), replay=1.0), random.Random(1)
+
+    def written(arm: str) -> Completion:
+        if arm == CONTROL:
+            return text(1, 2, state="off")
+        return text(1, 9 if deterministic or rng.random() < 0.5 else 2)
+
+    for _ in range(400):
+        arm = CANDIDATE if rng.random() < share else CONTROL
+        ask(about, arm, written(arm))
+        assert len(replayed(about, written)) == (3 if arm == CANDIDATE else 2)
+        if about.rollout.state == "returned":
+            break
+    found = about.matches[ALL]
+    assert "differently by the candidate alone, 0 by control alone" in about.rollout.reason and found.compared < 100 and found.lost == 0
+
+
+@pytest.mark.parametrize("share", [0.1, 0.9])
+def test_a_machine_that_repeats_itself_badly_is_no_candidates_fault(share: float) -> None:
+    """Either arm's text is another in a third of all cases, whoever wrote the answer: where one of them differs it is as often the one
+    as the other, which is all that the test supposes."""
+    about, rng = experiment(stages=(), share=share, replay=1.0), random.Random(2)
+
+    def written(arm: str) -> Completion:
+        return text(1, 9 if rng.random() < 1 / 3 else 2, state="on" if arm == CANDIDATE else "off")
+
+    for _ in range(500):
+        arm = CANDIDATE if rng.random() < share else CONTROL
+        ask(about, arm, written(arm))
+        replayed(about, written)
+    found = about.matches[ALL]
+    assert found.gained + found.lost > 150 and mcnemar(found.gained, found.lost) > 0.05
+
+
+def test_where_texts_do_not_depend_on_speculation_one_is_too_many() -> None:
+    about = experiment(stages=(1.0,), replay=1.0, exact=True)
+    ask(about, CANDIDATE, text(1, 9))
+    assert replayed(about, lambda arm: text(1, 9) if arm == CANDIDATE else text(1, 2, state="off")) == [CONTROL, CONTROL, CANDIDATE]
+    assert about.rollout.state == "returned"
+
+
 def test_no_look_spends_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     """What all looks of a roll-out may err with, in every stage, behind the last, and however often a stage begins anew."""
     spent: list[float] = []
@@ -178,7 +235,7 @@ def test_no_look_spends_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     about = experiment(stages=(0.1, 0.5), minimum=20, alpha=0.01)
     for state in ("running", "running", "holding"):
         assert about.rollout.state == state
-        for _ in range(40):
+        for _ in range(20):
             for _ in range(16):
                 ask(about, CANDIDATE)
             about.disturbed("something else changed")

@@ -174,7 +174,7 @@ class Experiment:
         if self._window is not None and self.rollout.staged:
             self._move(self._window.add(arm.name, prompt_class, outcome))
         if error is None:
-            self._offer(first, prompt_class)                 # the others may well be the same text once more
+            self._offer(first, arm, prompt_class)            # the others may well be the same text once more
 
     def _silent(self, arm: Arm, state: str, reason: str) -> None:
         """An arm did not guess. If its drafter broke, only the candidate's speaks against the candidate."""
@@ -217,13 +217,14 @@ class Experiment:
 
     # Replays
 
-    def _offer(self, ticket: Ticket, prompt_class: str) -> None:
+    def _offer(self, ticket: Ticket, arm: Arm, prompt_class: str) -> None:
         if self.config is None or self.rollout.state not in ("comparing", "shadow", "running", "holding"):
             return
         share = self.config.replay if self.config.replay is not None else 1.0 if self.rollout.state == "shadow" else TENTH
         self._answers += 1
         if self._answers * GOLDEN % 1 < share:
-            self.replays.offer(Job(ticket.prompt, ticket.sampling, prompt_class, ticket.tenant, texts_of(ticket),
+            self.replays.offer(Job(ticket.prompt, ticket.sampling, prompt_class, ticket.tenant,
+                                   texts_of(ticket) if arm.name == CONTROL else None,
                                    lasting([*ticket.completions.values()], ticket.sampling.greedy)))
 
     def spare(self) -> Ticket | None:
@@ -252,6 +253,9 @@ class Experiment:
             self.replays.counts["failed"] += 1
             if error is not None:
                 self.books["replayed"].add(arm.name, job.prompt_class, outcome)
+            return
+        if job.texts is None:
+            job.texts, job.lasting = texts_of(ticket), lasting(done, job.sampling.greedy)
             return
         self.books["replayed"].add(arm.name, job.prompt_class, outcome)
         job.replayed[arm.name] = texts_of(ticket), lasting(done, job.sampling.greedy), outcome

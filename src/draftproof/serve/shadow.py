@@ -2,7 +2,10 @@
 
 A replay under the candidate that differs proves nothing if one under control differs as well: then the target's texts depend on
 more than their seed. So every answer is written twice more, once with each arm, in turning order; what counts is where the two
-differ from the answer. Nothing of a text is kept but the place of its first difference.
+differ from a text of control's: the answer, or if the candidate gave it, one that control writes first. For if both arms' texts have
+one law, each replay is as likely as the other to be the only one that differs from it; and a candidate that writes other texts, the
+same ones or others every time, is the one that does. Against its own answer it would be control. Nothing of a text is kept but the
+place of its first difference.
 """
 
 from __future__ import annotations
@@ -33,7 +36,7 @@ class Job:
     sampling: Sampling
     prompt_class: str
     tenant: str
-    texts: Texts
+    texts: Texts | None                     # by control; None: it is to write them first
     lasting: bool                           # whether the text follows from the seed alone, whoever guessed
     order: tuple[str, str] = (CANDIDATE, CONTROL)
     tries: int = 0
@@ -41,12 +44,12 @@ class Job:
 
     @property
     def size(self) -> int:
-        return len(self.prompt) + sum(map(len, self.texts))
+        return len(self.prompt) + sum(map(len, self.texts or ()))
 
     @property
     def next(self) -> str | None:
         """The arm that is to write it."""
-        return next((arm for arm in self.order if arm not in self.replayed), None)
+        return CONTROL if self.texts is None else next((arm for arm in self.order if arm not in self.replayed), None)
 
 
 class Replays:
@@ -118,6 +121,7 @@ class Matches:
         if not (job.lasting and my_lasting and other_lasting):
             self.incomparable += 1
             return
+        assert job.texts is not None, "written before the replays"
         places = divergence(job.texts, mine), divergence(job.texts, others)
         self.compared += 1
         self.identical += places == (None, None)
