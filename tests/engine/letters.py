@@ -10,7 +10,7 @@ PIECES = [b"a", b"b", b"ab", b" ", b"\xc3", b"\xa9", b"c", b"ba", b"d", b"e", b"
 class Letters:
     """As much of `models.tokenizer.Tokenizer` as the engine uses."""
 
-    vocab_size = len(PIECES)
+    vocab_size, most_bytes = len(PIECES), None
 
     def encode(self, text: str) -> list[int]:
         return [PIECES.index(bytes([byte])) for byte in text.encode()]

@@ -7,13 +7,14 @@ from collections import abc
 from dataclasses import dataclass, replace
 from operator import index
 from time import perf_counter
-from typing import Any
+from typing import Any, Protocol
 
 from ..core.verify import allowed
 from ..drafters.base import Drafter
 from ..errors import OptionError, PromptError
 from ..models.grammar import grammar_of
 from ..models.target import Target
+from ..models.tokenizer import Tokenizer
 from ..trace.report import Clock
 from ..types import RULES, Rule, Sampling
 from .sequence import Sequence
@@ -60,16 +61,33 @@ class Wish:
         return cls(named != "none", depth, rule, lane)
 
 
-def encode(target: Target, prompt: str | abc.Sequence[int]) -> tuple[int, ...]:
+class Reads(Protocol):
+    """What makes a prompt of a text: a target, or whoever stands before one."""
+
+    @property
+    def tokenizer(self) -> Tokenizer | None: ...
+    @property
+    def context(self) -> int: ...
+    @property
+    def vocab_size(self) -> int: ...
+
+
+def encode(target: Reads, prompt: str | abc.Sequence[int]) -> tuple[int, ...]:
     """The prompt's ids, checked. Raises PromptError."""
+    room = target.context - 1
     if isinstance(prompt, str):
         if target.tokenizer is None:
             raise PromptError("the prompt is text, but the target has no tokenizer; give token ids (--prompt-ids)")
         try:
-            prompt.encode()
+            size = len(prompt.encode())
         except UnicodeEncodeError as error:
             raise PromptError(f"the prompt is not valid Unicode ({error.reason}, character {error.start}); expected UTF-8 text") from error
+        if size > room * (target.tokenizer.most_bytes or size):     # before it is read, which takes seconds
+            raise PromptError(f"the prompt has {size} bytes, more than any {room} tokens stand for; the target's context of "
+                              f"{target.context} has room for {room} tokens: shorten it")
         ids = tuple(target.tokenizer.encode(prompt))
+    elif len(prompt) > room:
+        raise _too_long(len(prompt), target.context)
     else:
         try:
             ids = tuple(index(token) for token in prompt)
@@ -80,10 +98,13 @@ def encode(target: Target, prompt: str | abc.Sequence[int]) -> tuple[int, ...]:
     wrong = next((token for token in ids if not 0 <= token < target.vocab_size), None)
     if wrong is not None:
         raise PromptError(f"the prompt holds token id {wrong}; expected ids in [0, {target.vocab_size})")
-    if len(ids) > target.context - 1:
-        raise PromptError(f"the prompt has {len(ids)} tokens; the target's context of {target.context} has room for {target.context - 1}: "
-                          "shorten it")
+    if len(ids) > room:
+        raise _too_long(len(ids), target.context)
     return ids
+
+
+def _too_long(tokens: int, context: int) -> PromptError:
+    return PromptError(f"the prompt has {tokens} tokens; the target's context of {context} has room for {context - 1}: shorten it")
 
 
 def resolve(target: Target, sampling: Sampling) -> Sampling:

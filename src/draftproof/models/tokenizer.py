@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from tokenizers.decoders import DecodeStream
+from tokenizers.pre_tokenizers import ByteLevel
 
 from ..errors import LoadError
+
+SHORTENED = {"NoneType": 1, "NFC": 3}     # by normaliser: how many times more bytes a text may have before it than after
 
 
 class TextStream:
@@ -51,6 +56,21 @@ class Tokenizer:
     @property
     def special_ids(self) -> frozenset[int]:
         return frozenset(self.hf.all_special_ids)
+
+    @cached_property
+    def most_bytes(self) -> int | None:
+        """Bytes of text that one token stands for at most. None where that has no bound: where a text is shortened before it is cut
+        (a normaliser, blanks that belong to a special token), or is not spelled byte by byte."""
+        before = self.backend.pre_tokenizer
+        state = {} if before is None else json.loads(before.__getstate__())
+        steps = state.get("pretokenizers", [state])
+        kept = all(step.get("type") in ("ByteLevel", "Split", "Digits") and step.get("behavior") != "Removed" for step in steps)
+        spelled = steps[-1].get("type") == "ByteLevel" and set(ByteLevel.alphabet()) <= self.vocabulary.keys()
+        blanks = any(token.lstrip or token.rstrip for token in self.backend.get_added_tokens_decoder().values())
+        normaliser = type(self.backend.normalizer).__name__
+        if not (kept and spelled) or blanks or normaliser not in SHORTENED:
+            return None
+        return SHORTENED[normaliser] * max(len(piece.encode()) for piece in self.vocabulary)
 
     def encode(self, text: str) -> list[int]:
         """Ids of a prompt, with whatever the tokenizer itself adds at the front (BOS)."""

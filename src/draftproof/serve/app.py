@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 import secrets
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from time import monotonic, time
@@ -41,8 +42,10 @@ from .worker import Worker
 
 log = logging.getLogger("draftproof.serve")
 M = TypeVar("M", bound=BaseModel)
+T = TypeVar("T")
 
 ANSWER_S = 1.0          # how long a probe of the engine may take
+LONG_BYTES = 1 << 16    # of a body that waits for others of its kind
 WATCH_S = 0.25          # between two looks of the watchdog
 Compile = Callable[[Mapping[str, Any]], object]
 
@@ -64,6 +67,8 @@ class Server:
         self.depth_cap: int | None = None                    # the operator's
         self._compilers = ThreadPoolExecutor(2, "draftproof-grammar")
         self._compiling = 0
+        self._readers = ThreadPoolExecutor(2, "draftproof-reader")   # of long bodies
+        self.reading: Counter[str] = Counter()               # requests that are being read, by tenant
         worker.opened.append(lambda engine: self._attach(engine))
 
     def _attach(self, engine: Any) -> None:
@@ -94,15 +99,20 @@ class Server:
     async def _run(self, request: Request, model: str, order_of: Callable[[Headers], Order], kind: Callable[[Head], Reply],
                    prefix: str) -> Response:
         self._known(model)
-        headers = Headers.of(request.headers)
-        # A template and a long prompt take their time.
-        order, arm = await asyncio.to_thread(lambda: self.experiment.enter(order_of(headers), request.state.tenant))
-        if order.choices > schema.MAX_N * 4:
-            raise Refusal(400, f"{order.choices} texts in one request; expected at most {schema.MAX_N * 4}", param="n")
-        await self._compiled(order)
-        head = Head(prefix + secrets.token_hex(12), int(time()), order, self.served)
-        reading = Reading(self.worker, [self._ticket(order, prompt, request) for prompt in order.prompts])
-        request.state.asked = head, reading.tickets          # for a layer around the routes
+        headers, tenant = Headers.of(request.headers), request.state.tenant
+        self.worker.check_room(tenant, self.reading[tenant])
+        self.reading[tenant] += 1
+        try:
+            order, arm = await self._aside(request, lambda: self.experiment.enter(order_of(headers), tenant))
+            if order.choices > schema.MAX_N * 4:
+                raise Refusal(400, f"{order.choices} texts in one request; expected at most {schema.MAX_N * 4}", param="n")
+            await self._compiled(order)
+            head = Head(prefix + secrets.token_hex(12), int(time()), order, self.served)
+            reading = Reading(self.worker, [self._ticket(order, prompt, request) for prompt in order.prompts])
+            request.state.asked = head, reading.tickets      # for a layer around the routes
+            await self._aside(request, lambda: translate.read(reading.tickets, self.served))
+        finally:
+            self.reading -= Counter({tenant: 1})             # and no entry is left of who has none
         for ticket in reading.tickets:
             self.metrics.follow(ticket)
         reading.begin()
@@ -120,6 +130,11 @@ class Server:
             if answer is None:
                 reading.leave()
         return answer or Response(status_code=499)           # nobody is there to read it
+
+    async def _aside(self, request: Request, work: Callable[[], T]) -> T:
+        """`work` in a thread: a template and a text take their time. Long bodies wait for each other, so that short ones need not."""
+        pool = self._readers if len(await request.body()) > LONG_BYTES else None
+        return await asyncio.get_running_loop().run_in_executor(pool, work)
 
     def _ticket(self, order: Order, prompt: str | tuple[int, ...], request: Request) -> Ticket:
         return Ticket(prompt, order.sampling, order.speculation, order.prompt_class, request.state.tenant,
@@ -169,10 +184,12 @@ class Server:
         if (body.prompt is None) == (body.messages is None):
             raise Refusal(400, "expected either prompt or messages", param="prompt")
         if body.messages is not None:
-            ids = list(await asyncio.to_thread(translate.conversation, body.messages, self.served, ()))
+            messages = body.messages
+            ids = list(await self._aside(request, lambda: translate.conversation(messages, self.served, ())))
         else:
-            ids = await asyncio.to_thread(tokenizer.encode if body.add_special_tokens else tokenizer.encode_plain, body.prompt or "")
-        pieces = [tokenizer.piece(i) for i in ids] if body.return_token_strs else None
+            encode = tokenizer.encode if body.add_special_tokens else tokenizer.encode_plain
+            ids = await self._aside(request, lambda: encode(body.prompt or ""))
+        pieces = await self._aside(request, lambda: [tokenizer.piece(i) for i in ids]) if body.return_token_strs else None
         return document({"count": len(ids), "max_model_len": self.served.context, "tokens": ids, "token_strs": pieces})
 
     async def detokenize(self, request: Request) -> Response:
@@ -181,7 +198,8 @@ class Server:
         wrong = next((token for token in body.tokens if token >= self.served.vocab_size), None)
         if wrong is not None:
             raise Refusal(400, f"tokens: id {wrong}; expected ids in [0, {self.served.vocab_size})", param="tokens")
-        return document({"prompt": self._tokenizer().decode(body.tokens, skip_special=False)})
+        tokenizer = self._tokenizer()
+        return document({"prompt": await self._aside(request, lambda: tokenizer.decode(body.tokens, skip_special=False))})
 
     def _tokenizer(self) -> Any:
         if self.served.tokenizer is None:
@@ -310,7 +328,8 @@ class Server:
         finally:
             watch.cancel()
             await asyncio.to_thread(self.worker.close)
-            self._compilers.shutdown(wait=False, cancel_futures=True)
+            for pool in (self._compilers, self._readers):
+                pool.shutdown(wait=False, cancel_futures=True)
 
     async def _watch(self) -> None:
         while True:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from pydantic import ValidationError
 
-from ..errors import DraftproofError
+from ..engine.admit import encode
+from ..errors import DraftproofError, PromptError
 from ..models.tokenizer import Tokenizer
 from ..types import Sampling
 from . import tools
@@ -27,6 +28,7 @@ from .schema import (
     TextPart,
     Tool,
 )
+from .ticket import Ticket
 
 CLASS = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
@@ -131,6 +133,19 @@ def responses(request: ResponsesRequest, headers: Headers, served: Served) -> Or
                      for one in request.input]
     form = request.text.format if request.text else None
     return _order(request, headers, (conversation(messages, served, ()),), max_tokens=request.max_output_tokens, grammar=_grammar(form))
+
+
+def read(tickets: Sequence[Ticket], served: Served) -> None:
+    """Their texts become ids, so that the engine's thread has none to read. Raises PromptError, which ends the ticket, too."""
+    for ticket in tickets:
+        if ticket.sampling.prediction and isinstance(ticket.sampling.prediction, str) and served.tokenizer is not None:
+            prediction = tuple(served.tokenizer.encode_plain(ticket.sampling.prediction))
+            ticket.sampling = replace(ticket.sampling, prediction=prediction)
+        try:
+            ticket.prompt = encode(served, ticket.prompt)
+        except PromptError as error:
+            ticket.error = error
+            raise
 
 
 def conversation(messages: Sequence[Message], served: Served, may_call: Sequence[Tool]) -> tuple[int, ...]:

@@ -62,10 +62,19 @@ class Worker:
     def submit(self, ticket: Ticket) -> None:
         """Queue a ticket. Raises Refusal when there is no place: 503 for everyone, 429 for this tenant."""
         with self._lock:
+            self.check_room(ticket.tenant)
+            ticket.queued = monotonic()
+            ticket.told, ticket.written = [[] for _ in range(ticket.samples)], [0] * ticket.samples
+            self._queues.setdefault(ticket.tenant, deque()).append(ticket)
+            self._lock.notify()
+
+    def check_room(self, tenant: str, coming: int = 0) -> None:
+        """Raises the Refusal of `submit`. coming: requests of this tenant that will be submitted before this one."""
+        with self._lock:
             if self.draining:
                 raise stopping()
             waiting = self._waiting()
-            mine = len(self._queues.get(ticket.tenant, ())) + sum(t.tenant == ticket.tenant and not t.spare for t in self._running)
+            mine = coming + len(self._queues.get(tenant, ())) + sum(t.tenant == tenant and not t.spare for t in self._running)
             if waiting >= self.config.max_queue:
                 self.refused += 1
                 raise Refusal(503, f"{waiting} requests are waiting, the limit is {self.config.max_queue}", "server_error",
@@ -74,10 +83,6 @@ class Worker:
                 self.refused += 1
                 raise Refusal(429, f"{mine} requests of this key are open, the limit is {self.config.max_per_tenant}", "rate_limit_error",
                               code="rate_limit_exceeded", retry_after=self._patience(mine))
-            ticket.queued = monotonic()
-            ticket.told, ticket.written = [[] for _ in range(ticket.samples)], [0] * ticket.samples
-            self._queues.setdefault(ticket.tenant, deque()).append(ticket)
-            self._lock.notify()
 
     def cancel(self, ticket: Ticket, why: BaseException | None = None) -> None:
         """End a ticket, wherever it is; its reader is told unless it left."""
