@@ -9,6 +9,7 @@ from pydantic import ValidationError
 
 from ..errors import CacheFull, DraftproofError, PromptError, UsageError
 
+MOST_MISTAKES = 1000
 TYPES = {"str", "int", "dict", "list", "bool", "float"}
 
 
@@ -48,6 +49,8 @@ def of_error(error: BaseException) -> Refusal:
 
 def of_validation(error: ValidationError) -> Refusal:
     """The first thing that is wrong with a body, by the name of its field."""
+    if error.error_count() > MOST_MISTAKES:                  # a list of them all would take seconds, and much memory
+        return Refusal(400, f"the body has {error.error_count()} mistakes; GET /openapi.json says what is expected", code="invalid_value")
     found = error.errors(include_url=False, include_context=False, include_input=False)
     unknown = [one for one in found if one["type"] == "extra_forbidden"]
     # A value that may be of several types has an error for each; the one about its content is the one that was meant.

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, StringConstraints, Tag
 
 MAX_N = 32
 MAX_TOKENS = 1 << 20
@@ -46,6 +46,12 @@ def _levels(value: Any) -> int:
     return deepest
 
 
+def _few(value: Any) -> Any:
+    if isinstance(value, dict) and len(value) > MAX_BIAS:        # before each of them is looked at
+        raise ValueError(f"{len(value)} tokens; expected at most {MAX_BIAS}")
+    return value
+
+
 JsonSchema = Annotated[dict[str, Any], AfterValidator(_small)]
 Name = Annotated[str, StringConstraints(min_length=1, max_length=4096)]      # a model may be served by its path
 FunctionName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
@@ -53,7 +59,25 @@ StopText = Annotated[str, StringConstraints(min_length=1, max_length=MAX_STOP_CH
 Short = Annotated[str, StringConstraints(max_length=512)]
 TOKEN_ID = "Token id"
 Id = Annotated[int, Field(ge=0, lt=1 << 31, title=TOKEN_ID)]
-Ids = Annotated[list[Id], Field(min_length=1, max_length=MAX_IDS)]
+Ids = Annotated[list[Id], Field(min_length=1, max_length=MAX_IDS, fail_fast=True)]
+
+
+
+
+def _form(prompt: Any) -> str | None:
+    """What a prompt begins with says which form it has: a mistake further on is then told as what it is."""
+    if isinstance(prompt, list):
+        first = prompt[0] if prompt else ""
+        inner = "list[int]" if isinstance(first, list) else type(first).__name__ if isinstance(first, int | str) else "nothing"
+        return f"list[{inner.replace('bool', 'int')}]"
+    return "str" if isinstance(prompt, str) else None
+
+
+Prompt = Annotated[
+    Annotated[str, Tag("str")] | Annotated[Ids, Tag("list[int]")]
+    | Annotated[list[str], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True), Tag("list[str]")]
+    | Annotated[list[Ids], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True), Tag("list[list[int]]")],
+    Discriminator(_form, "prompt_form", "expected a text, token ids, or a list of texts or of lists of ids")]
 
 
 class Strict(BaseModel):
@@ -107,7 +131,7 @@ class Common(Strict):
     presence_penalty: Annotated[float, Field(ge=-100, le=100)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-100, le=100)] | None = None
     logit_bias: Annotated[dict[Annotated[str, StringConstraints(pattern=r"^[0-9]{1,9}$")], Annotated[float, Field(ge=-1e9, le=1e9)]],
-                          Field(max_length=MAX_BIAS)] | None = None
+                          Field(max_length=MAX_BIAS), BeforeValidator(_few)] | None = None
     bad_words: Annotated[list[StopText], Field(max_length=MAX_STOP)] | None = None
     min_tokens: Annotated[int, Field(ge=0, le=MAX_TOKENS)] | None = None
     stop: StopText | Annotated[list[StopText], Field(max_length=MAX_STOP)] | None = None
@@ -123,8 +147,7 @@ class Common(Strict):
 
 
 class CompletionRequest(Common):
-    prompt: (str | Annotated[list[str], Field(min_length=1, max_length=MAX_PROMPTS)] | Ids
-             | Annotated[list[Ids], Field(min_length=1, max_length=MAX_PROMPTS)])
+    prompt: Prompt
     max_tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS)] | None = None
     n: Annotated[int, Field(ge=1, le=MAX_N)] | None = None
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
@@ -150,7 +173,7 @@ class Message(Strict):
     """One turn. Text only: parts of other types (images, audio, files) are refused, and nothing is ever fetched."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | Annotated[list[TextPart], Field(max_length=MAX_MESSAGES)] | None = None
+    content: str | Annotated[list[TextPart], Field(max_length=MAX_MESSAGES, fail_fast=True)] | None = None
     name: Short | None = None
     tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_TOOLS)] | None = None
     tool_call_id: Short | None = None
@@ -179,7 +202,7 @@ class NamedTool(Strict):
 
 
 class ChatRequest(Common):
-    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
     max_tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS)] | None = None
     max_completion_tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS)] | None = None
     n: Annotated[int, Field(ge=1, le=MAX_N)] | None = None
@@ -203,7 +226,7 @@ class InputPart(Strict):
 class InputMessage(Strict):
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | Annotated[list[InputPart], Field(max_length=MAX_MESSAGES)]
+    content: str | Annotated[list[InputPart], Field(max_length=MAX_MESSAGES, fail_fast=True)]
 
 
 class TextFormat(Strict):
@@ -219,7 +242,7 @@ class TextOptions(Strict):
 
 
 class ResponsesRequest(Common):
-    input: str | Annotated[list[InputMessage], Field(min_length=1, max_length=MAX_MESSAGES)]
+    input: str | Annotated[list[InputMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
     instructions: str | None = None
     max_output_tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS)] | None = None
     text: TextOptions | None = None
@@ -231,14 +254,14 @@ class TokenizeRequest(Strict):
 
     model: Name | None = None
     prompt: str | None = None
-    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)] | None = None
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)] | None = None
     add_special_tokens: bool = True
     return_token_strs: bool = False
 
 
 class DetokenizeRequest(Strict):
     model: Name | None = None
-    tokens: Annotated[list[Id], Field(max_length=MAX_IDS)]
+    tokens: Annotated[list[Id], Field(max_length=MAX_IDS, fail_fast=True)]
 
 
 class SwitchRequest(Strict):
