@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -15,6 +16,7 @@ from draftproof.drafters.fixed import AlwaysWrong
 from draftproof.engine.engine import Engine
 from draftproof.errors import OptionError
 from draftproof.models.fake import TableTarget
+from draftproof.models.grammar import grammar_of
 from draftproof.models.load import builtin, load_target
 from draftproof.models.target import Target
 from draftproof.types import Budget, Draft, Sampling, SequenceView
@@ -131,3 +133,9 @@ def test_a_guess_that_completes_the_grammar_before_min_tokens_changes_nothing(ta
         found = engine.generate(PROMPT, options)
         assert engine.speculation.state[0] == "on", engine.speculation.failure
     assert found.token_ids == expected.token_ids and found.finish_reason == expected.finish_reason != "error"
+
+
+def test_a_mask_waits_for_no_compiler(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The masks in torch's own form bring torch's compiler with them: seconds, in the first round that needs a mask."""
+    monkeypatch.setitem(sys.modules, "llguidance.torch", None)
+    assert grammar_of(target, {"regex": "[ab]+"}).masks([[]]).any()

@@ -32,11 +32,13 @@ class GrammarTokens:
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, end_ids: Sequence[int]) -> None:
         try:
             from llguidance.hf import from_tokenizer
+            from llguidance.numpy import fill_next_token_bitmask  # its twin for torch takes seconds to import
         except ImportError:
             raise OptionError("structured output needs llguidance: pip install 'draftproof[structured]'") from None
         if not end_ids:
             raise OptionError("structured output needs a token that ends the text, and this model has none")
         self.vocab_size, self.end_ids = vocab_size, tuple(end_ids)
+        self.fill = fill_next_token_bitmask
         self.table = from_tokenizer(tokenizer.hf, vocab_size, list(end_ids))
         self._compiled: OrderedDict[str, Any] = OrderedDict()
         self._lock = Lock()
@@ -88,13 +90,11 @@ class GrammarState:
     def masks(self, paths: Sequence[Sequence[int]]) -> Tensor:
         """bool [len(paths), V] on the CPU: what is allowed after the text and each path. A path that the grammar forbids gets a
         row of True: the target cannot go there, so the row is never read."""
-        from llguidance.torch import fill_next_token_bitmask
-
         words = torch.full((len(paths), (self._tokens.vocab_size + 31) // 32), -1, dtype=torch.int32)
         for row, path in enumerate(paths):
             taken = self._matcher.try_consume_tokens(list(path)) if path else 0
             if taken == len(path):
-                fill_next_token_bitmask(self._matcher, words, row)
+                self._tokens.fill(self._matcher, words.numpy(), row)
             if taken:
                 self._matcher.rollback(taken)
         _check(self._matcher)
