@@ -69,10 +69,12 @@ class Server:
         self._compiling = 0
         self._readers = ThreadPoolExecutor(2, "draftproof-reader")   # of long bodies
         self.reading: Counter[str] = Counter()               # requests that are being read, by tenant
+        self._detach: Callable[[], None] = lambda: None
         worker.opened.append(lambda engine: self._attach(engine))
+        worker.lost.append(lambda: self._detach())           # what it cancels when it is closed is written again, or failed
 
     def _attach(self, engine: Any) -> None:
-        engine.events(Unreplayed(self.metrics))
+        self._detach = engine.events(Unreplayed(self.metrics))
         engine.events(Unreplayed(self.feed))
         self.state = engine.set_speculation()
 

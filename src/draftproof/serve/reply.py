@@ -25,7 +25,7 @@ class Head:
 
 
 class Reply(Protocol):
-    """One answer in the form of one endpoint. A stream is `first`, then `chunks` for every piece, then `last`."""
+    """One answer in the form of one endpoint. A stream is `first`, then `chunks` for every piece, then `last`, or `failed`."""
 
     done_mark: bool                          # whether the stream ends with data: [DONE]
 
@@ -33,6 +33,7 @@ class Reply(Protocol):
     def first(self) -> list[dict[str, Any]]: ...
     def chunks(self, choice: int, events: Sequence[TokenEvent]) -> list[dict[str, Any]]: ...
     def last(self, groups: Groups) -> list[dict[str, Any]]: ...
+    def failed(self, error: dict[str, Any]) -> dict[str, Any]: ...
 
 
 def finish_of(finish: str | None) -> str | None:
@@ -69,6 +70,9 @@ class CompletionReply:
         if not self.head.order.include_usage:
             return []
         return [{**self._object([]), **_totals(self.head, groups)}]
+
+    def failed(self, error: dict[str, Any]) -> dict[str, Any]:
+        return {"error": error}
 
     def _object(self, choices: list[dict[str, Any]], streamed: bool = False) -> dict[str, Any]:
         out = {"id": self.head.id, "object": "text_completion", "created": self.head.created, "model": self.head.served.name,
@@ -127,6 +131,9 @@ class ChatReply:
         if not self.head.order.include_usage:
             return []
         return [{**self._object("chat.completion.chunk", []), **_totals(self.head, groups)}]
+
+    def failed(self, error: dict[str, Any]) -> dict[str, Any]:
+        return {"error": error}
 
     def _choice(self, done: Completion) -> dict[str, Any]:
         calls = tools.parse(done.text) if self.head.order.tools else None
@@ -196,6 +203,9 @@ class ResponsesReply:
                 self._event("response.content_part.done", **self._place(), part=_part(self._text)),
                 self._event("response.output_item.done", output_index=0, item=response["output"][0]),
                 self._event(end, response=response)]
+
+    def failed(self, error: dict[str, Any]) -> dict[str, Any]:
+        return self._event("error", **{name: error[name] for name in ("code", "message", "param")})     # its own type has no place there
 
     def _place(self) -> dict[str, Any]:
         return {"item_id": self._item, "output_index": 0, "content_index": 0}

@@ -97,14 +97,14 @@ class Pacer:
         self.wait_s = int(size) / 1000 if kind == "ms" else 0.0
         self._held: dict[int, list[TokenEvent]] = {}
 
-    def cut(self, arrived: dict[int, list[TokenEvent]]) -> list[tuple[int, list[TokenEvent]]]:
+    def cut(self, arrived: dict[int, list[TokenEvent]], last: bool = False) -> list[tuple[int, list[TokenEvent]]]:
         if not self._tokens:
             return list(arrived.items())
         out = []
         for choice, events in arrived.items():
-            held = self._held.setdefault(choice, [])
-            held += events
-            while len(held) >= self._tokens or held and held[-1].finish is not None:
+            self._held.setdefault(choice, []).extend(events)
+        for choice, held in self._held.items():
+            while len(held) >= self._tokens or held and (last or held[-1].finish is not None):
                 out.append((choice, held[:self._tokens]))
                 del held[:self._tokens]
         return out
@@ -140,8 +140,7 @@ class EventStream(Response):
             yield self._packed(self.reply.first())
             while True:
                 ended = self.reading.done
-                pieces = self.pacer.cut(self.reading.arrived())
-                yield self._packed([chunk for choice, events in pieces for chunk in self.reply.chunks(choice, events)])
+                yield self._arrived()
                 if ended:
                     break
                 await self.reading.news()
@@ -151,10 +150,13 @@ class EventStream(Response):
         except asyncio.CancelledError:
             raise
         except Exception as error:
-            body = of_error(error).body
-            yield self._packed([body if self.reply.done_mark else {"type": "error", "sequence_number": 0, **body["error"]}])
+            yield self._arrived(last=True) + self._packed([self.reply.failed(of_error(error).body["error"])])
         if self.reply.done_mark:
             yield b"data: [DONE]\n\n"
+
+    def _arrived(self, last: bool = False) -> bytes:
+        pieces = self.pacer.cut(self.reading.arrived(), last)
+        return self._packed([chunk for choice, events in pieces for chunk in self.reply.chunks(choice, events)])
 
     def _packed(self, objects: Sequence[dict[str, Any]]) -> bytes:
         named = not self.reply.done_mark

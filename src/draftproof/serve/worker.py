@@ -48,6 +48,7 @@ class Worker:
         self._failures = 0                                  # turns that failed in a row
         self._suspect = False                               # a request failed and none has gone well since
         self.opened: list[Callable[[Port], None]] = []      # called with every engine that is opened
+        self.lost: list[Callable[[], None]] = []            # called before an engine that failed is closed
         self.spare: Callable[[], Ticket | None] = lambda: None   # asked for something to do when nobody else asks
         self._spared = False                                # the last turn ended such a ticket
         self.restarts, self.refused, self.draining, self._closing = 0, 0, False, False
@@ -324,6 +325,8 @@ class Worker:
         self.restarts += 1
         self._suspect, self._step_began = True, None
         try:
+            for hear in self.lost:
+                hear()
             if self._engine is not None:
                 self._engine.close()
         except Exception:

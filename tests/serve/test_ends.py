@@ -1,0 +1,70 @@
+"""How answers end that do not end well: what their readers and the counters are told."""
+
+from __future__ import annotations
+
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+from serve.serving import letters, serving
+from serve.test_faults import Around
+from serve.test_worker import seconds_of
+
+from draftproof.config import ServeConfig
+from draftproof.serve.ticket import Ticket
+
+FOREVER: dict[str, Any] = {"ignore_eos": True}
+LATE = ServeConfig(port=0, deadline_s=0.4)
+
+
+def slow(engine: Any) -> Any:
+    return Around(engine, lambda: time.sleep(0.02))
+
+
+def test_an_error_in_a_stream_of_responses_is_an_event_like_the_others() -> None:
+    with serving(letters(), config=LATE, wrap=slow) as running:
+        events = running.stream("/v1/responses", input="ab", max_output_tokens=4000, **FOREVER)
+        assert [event["sequence_number"] for event in events] == list(range(len(events))) and len(events) > 4
+        assert {**events[-1], "message": ""} == {"type": "error", "sequence_number": len(events) - 1, "code": "deadline", "param": None,
+                                                 "message": ""}
+        openai = pytest.importorskip("openai")
+        with openai.OpenAI(base_url=running.url + "/v1", api_key="any", max_retries=0, timeout=60) as client:
+            stream = client.responses.create(model="letters", input="ab", max_output_tokens=4000, stream=True, extra_body=FOREVER)
+            *_, last = stream
+            assert last.type == "error" and "not finished within" in last.message
+
+
+@pytest.mark.parametrize("chunks", ["round", "tokens:8", "ms:300"])
+def test_what_was_written_before_an_error_is_sent(chunks: str) -> None:
+    config = ServeConfig(port=0, deadline_s=0.4, chunks=chunks)
+    tickets: list[Ticket] = []
+    with serving(letters(), config=config, wrap=slow) as running:
+        submit = running.server.worker.submit
+        running.server.worker.submit = lambda ticket: (tickets.append(ticket), submit(ticket))[1]  # type: ignore[method-assign]
+        events = running.stream(prompt="ab", max_tokens=4000, logprobs=0, **FOREVER)
+    sent = sum(len(event["choices"][0]["logprobs"]["tokens"]) for event in events[:-1])
+    assert events[-1]["error"]["code"] == "deadline" and sent == len(tickets[0].told[0]) > 3
+
+
+def test_a_crash_cancels_nobody() -> None:
+    steps, three = [0], threading.Event()
+
+    def before() -> None:
+        three.wait(20)
+        steps[0] += 1
+        if steps[0] == 9:
+            raise RuntimeError("the device is lost")
+
+    with serving(letters(), wrap=lambda engine: Around(engine, before)) as running, running.client() as client:
+        with ThreadPoolExecutor(3) as pool:
+            texts = [pool.submit(running.complete, prompt="ab", seed=seed, max_tokens=20, **FOREVER) for seed in range(3)]
+            while sum(running.server.worker.load) < 3:
+                time.sleep(0.01)
+            three.set()
+            assert all(text.result(20)["choices"] for text in texts)
+        found = client.get("/metrics").text
+        assert running.server.worker.restarts == 1 and seconds_of(found, "e2e_request_latency_seconds")[1] == 3
+        ends = [line for line in found.splitlines() if line.startswith("draftproof:request_success_total")]
+        assert len(ends) == 1 and 'finished_reason="length"' in ends[0] and ends[0].endswith(" 3.0")
