@@ -45,7 +45,12 @@ class Page:
         if self.reading[tenant] >= WATCHERS:
             raise Refusal(429, f"{WATCHERS} readers of this key follow already; close one", "rate_limit_error", retry_after=5)
         since = _since(request)
-        await asyncio.to_thread(lambda: self._vocabulary)        # made once; it may take a second
+        self.reading[tenant] += 1                                # from now on, as others may ask while this one waits
+        try:
+            await asyncio.to_thread(lambda: self._vocabulary)    # made once; it may take a second
+        except BaseException:
+            self.reading[tenant] -= 1
+            raise
         return Following(self, since, tenant, request.state.trace)
 
     @cached_property
@@ -93,7 +98,8 @@ class Bell:
 
 
 class Following(Response):
-    """One reader's stream. It holds one batch of events at most; a reader that is too slow is told that some are lost."""
+    """The stream of one reader, who is counted already. It holds one batch of events at most; who is too slow is told that some are
+    lost."""
 
     def __init__(self, page: Page, since: int, tenant: str, trace: bool) -> None:
         super().__init__()
@@ -101,7 +107,6 @@ class Following(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         bell = Bell()
-        self._page.reading[self._tenant] += 1
         leave = self._page.feed.listen(bell.ring)
         try:
             await unless_gone(self._send(send, bell), receive)
