@@ -58,8 +58,9 @@ def _cells(found: Snapshot, about: Labels) -> Iterator[Metric]:
     for name, (what, count) in counts.items():
         yield _family(name, what, [(labels, count(cell)) for labels, cell in rows], counter=True)
     for time in TIMES:
-        values = [({**labels, "quantile": str(share)}, percentile(sorted(cell.times[time].values), share))
-                  for labels, cell in rows if cell.times[time].values for share in QUANTILES.values()]
+        sampled = [(labels, sorted(cell.times[time].values)) for labels, cell in rows]
+        values = [({**labels, "quantile": str(share)}, percentile(each, share))
+                  for labels, each in sampled if each for share in QUANTILES.values()]
         yield _family(f"ab_{time.removesuffix('_s')}_seconds", f"{time.removesuffix('_s')} of requests.", values)
     yield _family("ab_drafter_bytes", "Of the arm's drafter.", [(labels, cell.draft_bytes) for labels, cell in rows])
 

@@ -239,7 +239,7 @@ class Server:
 
     async def prometheus(self, request: Request) -> Response:
         await self._look()
-        return Response(self.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+        return Response(await asyncio.to_thread(self.metrics.text), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def _look(self) -> None:
         with contextlib.suppress(Exception):

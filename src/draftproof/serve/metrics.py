@@ -150,7 +150,7 @@ class Metrics(Null):
             ends.add_metric((self._model, name, finish), count)
         yield ends
         refusals = CounterMetricFamily(PREFIX + "refusals", "Requests refused, by status.", labels=("model_name", "status"))
-        for status, count in self.refusals.items():
+        for status, count in list(self.refusals.items()):       # the loop counts on meanwhile
             refusals.add_metric((self._model, str(status)), count)
         yield refusals
         yield CounterMetricFamily(PREFIX + "speculation_changes", "Times that the runtime switch was used.", value=self.switches)
