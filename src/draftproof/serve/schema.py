@@ -177,7 +177,11 @@ class Message(Strict):
     name: Short | None = None
     tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_TOOLS)] | None = None
     tool_call_id: Short | None = None
+    # What answers hold beside it, so that they can be sent back as they came.
     refusal: None = None
+    audio: None = None
+    function_call: None = None
+    annotations: Annotated[list[Any], Field(max_length=0)] | None = None
 
 
 class Function(Strict):

@@ -219,13 +219,18 @@ def _wish(body: Speculation | None, headers: Headers) -> Mapping[str, Any] | Non
 
 
 def _grammar(form: ResponseFormat | TextFormat | None) -> dict[str, Any] | None:
-    if form is None or form.type == "text":
+    if form is None:
         return None
-    if form.type == "json_object":
-        return {"json_object": True}
+    place = "text.format" if isinstance(form, TextFormat) else "response_format"
+    if form.type != "json_schema":
+        said = form.model_dump(exclude={"type"}, exclude_none=True, by_alias=True)
+        if said:
+            raise Refusal(400, f"{place} of type {form.type} with {', '.join(said)}, which would have no effect; expected type "
+                          "json_schema, or leave it out", param=place)
+        return None if form.type == "text" else {"json_object": True}
     schema = form.schema_ if isinstance(form, TextFormat) else form.json_schema.schema_ if form.json_schema else None
     if schema is None:
-        raise Refusal(400, "response_format json_schema without its schema", param="response_format")
+        raise Refusal(400, f"{place} json_schema without its schema", param=place)
     return {"json_schema": schema}
 
 
