@@ -244,6 +244,10 @@ class ServeConfig(_Config):
             raise OptionError(f"drain_s={self.drain_s}: expected a finite number of seconds")
         if not 0 <= self.port < 1 << 16:
             raise OptionError(f"port={self.port}: expected 0 to 65535")
+        wrong = next((origin for origin in self.origins if not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/*?#@\sA-Z]+", origin)), None)
+        if wrong is not None:
+            raise OptionError(f"origins={wrong!r}: expected SCHEME://HOST[:PORT] as a browser sends it, in small letters, without a path "
+                              "or a *; name each by itself")
         kind, _, size = self.chunks.partition(":")
         if self.chunks != "round" and (kind not in ("tokens", "ms") or not size.isdecimal() or not int(size)):
             raise OptionError(f"chunks={self.chunks!r}: expected round, tokens:N or ms:T")

@@ -14,6 +14,7 @@ from urllib.request import Request, urlopen
 import click
 
 from ..errors import Failure, OptionError
+from ..serve.keys import checked, lines_of, words_of
 from .console import emit_json, note
 from .options import json_option
 
@@ -45,17 +46,15 @@ def switch(state: str, url: str, depth_cap: int | None, drafter: str | None, key
 def key_of(file: Path | None) -> str | None:
     """The key to send: the first in the file, its name and mark left out."""
     if file is None:
-        return os.environ.get(KEY)
+        key = os.environ.get(KEY)
+        return None if key is None else checked(key, KEY)
     try:
-        lines = [line.split() for line in file.read_text(encoding="utf-8-sig").splitlines() if line.strip() and not line.startswith("#")]
+        lines = lines_of(file.read_text(encoding="utf-8-sig"))
     except (OSError, UnicodeDecodeError) as error:
         raise OptionError(f"--api-key-file {file}: {error}; expected a text file with a key") from None
     if not lines:
         raise OptionError(f"--api-key-file {file}: found no key; expected one a line")
-    words = lines[0]
-    while len(words) > 1 and words[-1] in ("admin", "trace"):
-        words.pop()
-    return words[-1]
+    return words_of(lines[0], f"--api-key-file {file}").key
 
 
 def ask(url: str, body: dict[str, Any] | None, key: str | None) -> dict[str, Any]:

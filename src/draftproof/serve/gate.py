@@ -6,7 +6,6 @@ import hashlib
 import hmac
 import json
 import os
-import re
 from collections.abc import Awaitable, Callable, Iterable, MutableMapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,6 +15,7 @@ from starlette.middleware.cors import CORSMiddleware
 
 from ..config import ServeConfig
 from ..errors import OptionError
+from .keys import lines_of, words_of
 from .refusal import Refusal
 
 Scope = MutableMapping[str, Any]
@@ -26,9 +26,8 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 ENVIRONMENT = "DRAFTPROOF_API_KEYS"
-OUR_HEADERS = ("X-Draftproof-Speculation", "X-Draftproof-Class")
+SHOWN = ("X-Draftproof-Request", "Retry-After")          # of an answer, to a page of another origin
 OPEN_PATHS = ("/health",)
-MARKS = ("admin", "trace")
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,13 +41,9 @@ class Key:
 
     @classmethod
     def of(cls, line: str, number: int) -> Key:
-        words, marks = line.split(), set()
-        while len(words) > 1 and words[-1] in MARKS:
-            marks.add(words.pop())
-        if len(words) > 2 or len(words[-1]) < 8:
-            raise OptionError(f"api key {number}: expected [NAME] KEY [admin] [trace], the key of at least 8 characters without spaces")
-        digest = hashlib.sha256(words[-1].encode()).digest()
-        return cls(digest, words[0] if len(words) == 2 else digest.hex()[:12], "admin" in marks, bool(marks))
+        name, key, marks = words_of(line, f"api key {number}")
+        digest = hashlib.sha256(key.encode()).digest()
+        return cls(digest, name or digest.hex()[:12], "admin" in marks, bool(marks))
 
 
 NOBODY = Key(b"", "", admin=True, trace=True)
@@ -61,14 +56,13 @@ def read_keys(file: Path | None) -> tuple[Key, ...]:
     If none is marked admin, every key may steer speculation. Only a mark, either of the two, shows a key the figures of other tenants.
     Raises OptionError.
     """
-    lines: list[str] = []
+    text = ""
     if file is not None:
         try:
-            lines += file.read_text(encoding="utf-8-sig").splitlines()     # some editors begin with a mark
+            text = file.read_text(encoding="utf-8-sig")      # some editors begin with a mark
         except (OSError, UnicodeDecodeError) as error:
             raise OptionError(f"--api-key-file {file}: {error}; expected a text file with one key a line") from None
-    lines += re.split(r"[\n,]", os.environ.get(ENVIRONMENT, ""))
-    kept = [line.strip() for line in lines if line.strip() and not line.strip().startswith("#")]
+    kept = lines_of(text) + lines_of(os.environ.get(ENVIRONMENT, "").replace(",", "\n"))
     keys = tuple(Key.of(line, number) for number, line in enumerate(kept, 1))
     if file is not None and not keys:
         raise OptionError(f"--api-key-file {file}: found no key; expected one a line")
@@ -97,7 +91,7 @@ class Gate:
         self._app, self._config, self._keys, self._refused = app, config, tuple(keys), refused
         names = {name.lower() for name in (*LOOPBACK, config.host, *config.hosts)}
         self._inner: App = CORSMiddleware(self._keyed, allow_origins=config.origins, allow_methods=("GET", "POST", "PUT"),
-                                          allow_headers=("Authorization", "Content-Type", "X-Api-Key", *OUR_HEADERS))
+                                          allow_headers=("*",), expose_headers=SHOWN)    # clients add headers of their own
         # Without a key, a page in the user's own browser could reach the server under a name of its choice (DNS rebinding).
         self._hosts = None if keys and not config.hosts and config.host not in LOOPBACK else names
 
