@@ -240,6 +240,8 @@ def test_the_environment_says_who_and_where(monkeypatch: pytest.MonkeyPatch) -> 
     made = otel.provider()
     assert made.resource.attributes["service.name"] == "ours" and made.resource.attributes["deployment.environment.name"] == "test"
     assert otel.exporters() == []
+    monkeypatch.setenv("OTEL_TRACES_EXPORTER", "")
+    assert [exporter.__name__ for exporter in otel.exporters()] == ["OTLPSpanExporter"], "empty is unset"
     monkeypatch.setenv("OTEL_TRACES_EXPORTER", "console, otlp")
     assert [exporter.__name__ for exporter in otel.exporters()] == ["ConsoleSpanExporter", "OTLPSpanExporter"]
     for name, value in (("OTEL_TRACES_EXPORTER", "zipkin"), ("OTEL_EXPORTER_OTLP_PROTOCOL", "carrier-pigeon")):
@@ -321,6 +323,15 @@ def test_nothing_is_imported_without_the_switch() -> None:
             if node in tree.body and ("otel" in names or module.split(".")[-1] == "otel"):
                 early.add(file.name)
     assert users == {"otel.py"} and not early
+
+
+@pytest.mark.parametrize(("name", "value"), [("OTEL_BSP_MAX_QUEUE_SIZE", "256"), ("OTEL_SPAN_ATTRIBUTE_COUNT_LIMIT", "-3")])
+def test_numbers_that_are_none_are_told_before_anything_is_loaded(monkeypatch: pytest.MonkeyPatch, name: str, value: str) -> None:
+    from draftproof.commands.serve import serve
+
+    monkeypatch.setenv(name, value)
+    wrong = CliRunner().invoke(serve, ["--otel", "--port", "0"])
+    assert isinstance(wrong.exception, OptionError) and "OTEL_" in str(wrong.exception)
 
 
 def test_the_command_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -64,9 +64,9 @@ def serve(target: str | None, key_file: Path | None, name: str | None, engine: s
 
         check_free(config)
         if config.otel:
-            from ..serve.otel import exporters
+            from ..serve.otel import check
 
-            exporters()                             # a wrong name is told before a model is loaded
+            check()                                 # a wrong name or number is told before a model is loaded
     except ImportError as error:
         extra = "otel" if str(error.name).startswith("opentelemetry") else "serve"
         raise OptionError(f"serve needs {error.name}: pip install 'draftproof[{extra}]'") from None

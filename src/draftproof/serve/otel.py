@@ -43,9 +43,9 @@ Asked = tuple[Head, Sequence[Ticket]]                     # what the routes leav
 
 
 def exporters() -> list[Callable[[], SpanExporter]]:
-    """Those that OTEL_TRACES_EXPORTER names; without it, OTLP over HTTP. Raises OptionError for one that is not installed."""
+    """Those that OTEL_TRACES_EXPORTER names; OTLP over HTTP if it is unset or empty. Raises OptionError for one that is not installed."""
     announced, found = entry_points(group=EXPORTERS), []
-    for name in filter(None, map(str.strip, os.environ.get("OTEL_TRACES_EXPORTER", "otlp").split(","))):
+    for name in filter(None, map(str.strip, (os.environ.get("OTEL_TRACES_EXPORTER") or "otlp").split(","))):
         if name == "otlp":
             protocol = os.environ.get("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL") or os.environ.get("OTEL_EXPORTER_OTLP_PROTOCOL")
             name = PROTOCOLS.get(protocol or "http/protobuf", protocol or "")
@@ -66,6 +66,14 @@ def provider() -> TracerProvider:
     for exporter in exporters():
         made.add_span_processor(BatchSpanProcessor(exporter()))
     return made
+
+
+def check() -> None:
+    """Raises OptionError if the variables describe nothing that can be made."""
+    try:
+        provider().shutdown()
+    except ValueError as error:
+        raise OptionError(f"--otel: {error}; expected OTEL_* variables as OpenTelemetry describes them: correct it, or unset it") from None
 
 
 class Spans:
