@@ -172,6 +172,32 @@ def test_a_crash_does_not_set_the_clock_back() -> None:
     assert first < 2 * 0.4 and 2 * 0.9 < whole <= 2 * took
 
 
+def test_a_drafter_that_cannot_be_had_again_keeps_no_engine_from_opening(caplog: pytest.LogCaptureFixture) -> None:
+    """Its files may be gone, or the memory for it: then the new engine goes on without one, and with all else that was switched."""
+    gone, opened = threading.Event(), [0]
+
+    class Forgetful(Around):
+        def set_speculation(self, enabled: Any = None, depth_cap: Any = None, drafter: Any = None) -> Any:
+            if drafter == "ngram" and gone.is_set():
+                raise RuntimeError("no memory")
+            return self._engine.set_speculation(enabled, depth_cap, drafter)
+
+    def before() -> None:
+        if opened[0] == 1:
+            raise RuntimeError("the device is lost")
+
+    def wrap(engine: Engine) -> Any:
+        opened[0] += 1
+        return Forgetful(engine, before)
+
+    with serving(letters(), wrap=wrap) as running, running.client() as client:
+        assert client.put("/draftproof/speculation", json={"drafter": "ngram", "depth_cap": 2}).status_code == 200
+        gone.set()
+        assert running.complete(prompt="ab", max_tokens=3)["usage"]["completion_tokens"]
+        assert client.get("/draftproof/speculation").json()["drafter"] == "none" and running.server.worker._switches["drafter"] == "ngram"
+        assert opened[0] == 2 and "'ngram' cannot be had again" in caplog.text
+
+
 def test_only_texts_that_began_have_times() -> None:
     """What expires in the queue has none; what is cut off while it runs ends there."""
     steps = [0]

@@ -348,8 +348,14 @@ class Worker:
 
     def _opened(self) -> Port:
         engine = self._open_engine()
-        if self._switches:
-            engine.set_speculation(**self._switches)
+        try:
+            if self._switches:
+                engine.set_speculation(**self._switches)
+        except Exception:
+            if "drafter" not in self._switches:
+                raise
+            log.exception("drafter %r cannot be had again; the engine goes on without one", self._switches["drafter"])
+            engine.set_speculation(**{**self._switches, "drafter": "none"})
         for use in self.opened:
             use(engine)
         return engine
