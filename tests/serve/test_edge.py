@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from serve.serving import Running, letters, serving
+from serve.serving import Running, letters, serving, words
 
 from draftproof.commands.switch import KEY, key_of
 from draftproof.config import AbConfig, ServeConfig
@@ -73,6 +73,22 @@ def test_an_answer_goes_back_as_it_came(running: Running, nothing: dict[str, Any
         talk[1] = {"role": "assistant", "content": "b", **something}
         reply = running.post("/v1/chat/completions", {"messages": talk, "max_tokens": 2})
         assert reply.status_code == 400 and reply.json()["error"]["param"].startswith(f"messages.1.{next(iter(something))}")
+
+
+def test_offsets_point_at_their_tokens_whatever_the_bytes_are() -> None:
+    """Halves of characters, and bytes that are none: as many characters as the text has for them."""
+    halves = pieces = 0
+    with serving(words()) as running:
+        for seed in range(6):
+            body = {"prompt": "ab", "max_tokens": 60, "seed": seed, "logprobs": 0, "ignore_eos": True, "temperature": 1.5}
+            choice = running.complete(**body)["choices"][0]
+            found = choice["logprobs"]
+            for token, offset in zip(found["tokens"], found["text_offset"], strict=True):
+                halves += "\ufffd" in token
+                if "\ufffd" not in token and not token.startswith("<|"):
+                    pieces += 1
+                    assert choice["text"][offset:offset + len(token)] == token
+    assert halves > 60 < pieces
 
 
 @pytest.mark.parametrize(("path", "body", "param"), [

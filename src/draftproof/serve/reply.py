@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
@@ -47,6 +48,7 @@ class CompletionReply:
     def __init__(self, head: Head) -> None:
         self.head = head
         self._offsets = [0] * head.order.choices
+        self._characters = [codecs.getincrementaldecoder("utf-8")("replace") for _ in self._offsets]
 
     def whole(self, groups: Groups) -> dict[str, Any]:
         samples = self.head.order.sampling.n
@@ -81,12 +83,18 @@ class CompletionReply:
 
     def _logprobs(self, choice: int, entries: Sequence[TokenLogprob]) -> dict[str, Any]:
         tokens = [_piece(self.head.served, entry.token_id) for entry in entries]
-        offsets = []
-        for entry, token in zip(entries, tokens, strict=True):
-            offsets.append(self._offsets[choice])
-            self._offsets[choice] += len(token) if _writes(self.head.served, entry.token_id) else 0
+        offsets = [self._offset(choice, entry.token_id) for entry in entries]
         top = [{_piece(self.head.served, each.token): each.probability for each in reversed(entry.top)} for entry in entries]
         return {"tokens": tokens, "token_logprobs": [entry.logprob for entry in entries], "top_logprobs": top, "text_offset": offsets}
+
+    def _offset(self, choice: int, token: int) -> int:
+        """The character of the text at which the token begins; one that goes on with a character begins where that one does."""
+        decoder = self._characters[choice]
+        unfinished = decoder.getstate()[0]
+        written = decoder.decode(_written(self.head.served, token))
+        offset = self._offsets[choice] + bool(unfinished and written.startswith("\ufffd"))       # what was unfinished stays so
+        self._offsets[choice] += len(written)
+        return offset
 
 
 @dataclass(slots=True)
@@ -241,9 +249,12 @@ def _part(text: str) -> dict[str, Any]:
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
 
 
-def _writes(served: Served, token: int) -> bool:
-    """Whether a token is in the text: special ones have a piece to show, and write nothing."""
-    return served.tokenizer is None or bool(served.tokenizer.decode([token]))
+def _written(served: Served, token: int) -> bytes:
+    """What of a token is in the text: special ones have a piece to show, and write nothing."""
+    if served.tokenizer is not None and not served.tokenizer.decode([token]):
+        return b""
+    spelled = served.spell(token)
+    return _piece(served, token).encode() if spelled is None else spelled
 
 
 def _piece(served: Served, token: int) -> str:
