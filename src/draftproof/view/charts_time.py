@@ -92,7 +92,7 @@ def rounds(figure: Any, colours: Colours, data: Any) -> None:
     axes.bar(places, accepted, color=colours["score"], label="accepted guesses", **kind)
     axes.bar(places, own, bottom=accepted, color=colours["verify"], hatch="..", label="the target’s own token", **kind)
     axes.bar(places, rejected, color=colours["rejected"], hatch="///", label="rejected", **kind)
-    axes.bar(places, rest, bottom=rejected, color=colours["discarded"], alpha=0.55, label="discarded, never judged", **kind)
+    axes.bar(places, rest, bottom=rejected, color=colours["discarded"], alpha=0.55, label="discarded", **kind)
     axes.step(places, [one.depth for one in shown], where="mid", color=colours["draft"], linewidth=1.5, label="depth granted")
     axes.axhline(0, color=colours["ink"], linewidth=1)
     axes.yaxis.set_major_formatter(lambda value, _: f"{abs(value):g}")

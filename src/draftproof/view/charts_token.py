@@ -127,7 +127,7 @@ def verification(figure: Any, colours: Colours, data: Any) -> None:
     step = next(step for step in (0.01, 0.02, 0.05, 0.1, 0.2) if 5 * step >= widest)
     laws.set(yticks=lines, ylim=(height - 0.4, -0.6), xlim=(0, 1.35 * widest),
              xticks=[mark * step for mark in range(6) if mark * step <= 1])
-    marks = [("★ " if one.emitted else "") + ("◇ " if one is judged.guess else "") for one in shown]
+    marks = [("★ " if one.emitted else "") + ("◇ " if one.drafted else "") for one in shown]
     laws.set_yticklabels([mark + words(piece(one.token), 14) for mark, one in zip(marks, shown, strict=True)])
     laws.legend(loc="lower right")
     laws.xaxis.grid(True)
@@ -154,32 +154,43 @@ def race(axes: Any, colours: Colours, judged: Any, shown: Sequence[Any], height:
     axes.set_yticklabels(["" if judged.greedy else f"g {one.g:+.2f}" for one in shown])
     axes.grid(True, axis="x")
     axes.legend(loc="lower left")
-    outcome = "nothing was guessed here" if judged.guess is None else \
-        "the guess is the target’s choice: it stands" if judged.guess.emitted else "the guess is another token: it falls"
+    several = len(judged.guesses) > 1
+    outcome = "nothing was guessed here" if judged.decisive is None else \
+        f"{'one of the guesses' if several else 'the guess'} is the target’s choice: it stands" if judged.decisive.fate == "accepted" else \
+        "the guesses are other tokens: they fall" if several else "the guess is another token: it falls"
     how = "temperature 0, no noise" if judged.greedy else "furthest right wins"
     title(axes, "The same noise for both models", f"{how}; {outcome}", colours)
 
 
 def toss(axes: Any, colours: Colours, judged: Any, shown: Sequence[Any], height: int, names: Sequence[str]) -> None:
-    """Rules ratio and block: a coin against min(1, p/q), and what is left of p where it falls beyond."""
-    guess = judged.guess
-    limit = min(1.0, (guess.p or 0.0) / (guess.q or 1.0))          # a guess without a law is a point mass, q = 1
+    """Rules ratio and block: the coin of the guess that stood, or of the first, against its limit; and what is left of p behind all."""
+    one, several = judged.decisive, len(judged.guesses) > 1
+    order = judged.guesses.index(one) + 1
+    limit_name = ("p" if one.candidate.q is None else "min(1, p/q)") if order == 1 else f"limit of guess {order}"
     coin = axes.inset_axes([0, 0.74, 1, 0.17])
-    coin.barh(0, limit, color=colours["accepted-back"], edgecolor=colours["accepted"])
-    coin.barh(0, 1 - limit, left=limit, color=colours["rejected-back"], edgecolor=colours["rejected"], hatch="///")
-    coin.plot([judged.coin, judged.coin], [-0.62, 0.62], color=colours["ink"], linewidth=2.4)
-    for text, x, y, shift in ((f"u = {judged.coin:.3f}", judged.coin, 0.62, 3), (f"min(1, p/q) = {limit:.3f}", limit, -0.45, -13)):
+    marks = [(f"u = {one.coin:.3f}", one.coin, 0.62, 3)]
+    if one.limit is not None:
+        coin.barh(0, one.limit, color=colours["accepted-back"], edgecolor=colours["accepted"])
+        coin.barh(0, 1 - one.limit, left=one.limit, color=colours["rejected-back"], edgecolor=colours["rejected"], hatch="///")
+        marks.append((f"{limit_name} = {one.limit:.3f}", one.limit, -0.45, -13))
+    else:
+        marks.append((f"{limit_name}: the trace holds too little of p and q", 0.5, -0.45, -13))
+    coin.plot([one.coin, one.coin], [-0.62, 0.62], color=colours["ink"], linewidth=2.4)
+    for text, x, y, shift in marks:
         side = "left" if x < 0.2 else "right" if x > 0.8 else "center"
         coin.annotate(text, (x, y), xytext=(0, shift), textcoords="offset points", ha=side, fontsize=9.5)
     coin.set(xlim=(0, 1), ylim=(-0.8, 0.8))
     coin.set_axis_off()
-    left = [max(0.0, (one.p or 0.0) - (one.q or 0.0)) for one in shown]
-    axes.barh(range(len(shown)), left, height=0.5, color=colours["correction"])
-    axes.set(yticks=range(len(shown)), ylim=(height - 0.4, -0.6 - 0.55 * height), xlabel="residual max(0, p − q), of these candidates")
+    refused = sum(guess.limit is not None for guess in judged.guesses)
+    residual = "residual max(0, p − q)" if not several else f"left of p behind {refused} refused"
+    axes.barh(range(len(shown)), judged.left[:len(shown)], height=0.5, color=colours["correction"])
+    axes.set(yticks=range(len(shown)), ylim=(height - 0.4, -0.6 - 0.55 * height), xlabel=f"{residual}, of these candidates")
     axes.set_yticklabels(names)
     axes.spines["left"].set_visible(False)
     axes.tick_params(axis="y", length=0)
-    outcome = "u lies below: the guess stands" if judged.coin < limit else "u lies beyond: a draw from the residual replaces it"
+    outcome = "u lies below: the guess stands" if one.fate == "accepted" else "u lies beyond: a draw from the residual replaces it"
+    if several:
+        outcome = f"guess {order} of {len(judged.guesses)}; " + (outcome if one.fate == "accepted" else "every u lies beyond its limit")
     if judged.rule == "block":
         outcome = "rule block judges the whole guess; this token’s own bar is a lower bound"
     title(axes, "A coin against p/q", outcome, colours)

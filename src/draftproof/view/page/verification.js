@@ -2,7 +2,7 @@
 
 import { button, chance, h, label, number, panel, svg, table } from './dom.js';
 import { gumbel, noiseKey } from './noise.js';
-import { walk } from './words.js';
+import { ROLE_NAMES, walk } from './words.js';
 
 const bar = (value, most, kind) => svg('svg', { class: `bar-of ${kind}`, viewBox: '0 0 100 10', preserveAspectRatio: 'none', 'aria-hidden': 'true' },
   svg('rect', { width: Math.max(0, Math.min(100, 100 * value / most)), height: 10 }));
@@ -18,11 +18,35 @@ function candidates(trace, request, record, j) {
     const node = record.nodes[i], one = row(node.token);
     one.p ??= node.p ?? null;
     one.q ??= node.q ?? null;
-    one.node = node;
   }
   const key = Number(request.sampling.temperature) === 0 ? null : noiseKey(BigInt(request.seed), request.sample, record.position + j);
   for (const one of rows.values()) one.g = key === null ? 0 : gumbel(key, one.token);
   return { step, greedy: key === null, rows: [...rows.values()].sort((a, b) => (b.p ?? -1) - (a.p ?? -1)) };
+}
+
+/**
+ * What the joint rules do with the guesses of one place, in order: the limit of each one's coin once those before it were refused, and what
+ * these leave of p. As trace/judged.py: core/tree.py's refuse_all over the tokens that the trace holds, which ends, with null, where the
+ * others could move a limit by a hundredth; guesses without a law are point masses, which need no other token.
+ */
+export function refusals(rows, nodes) {
+  const sum = (map) => [...map.values()].reduce((total, one) => total + one, 0), points = nodes.every((node) => (node.q ?? null) === null);
+  let left = new Map(rows.map((one) => [one.token, one.p ?? 0])), undrawn = 1, sure = true, mass = 1;
+  const law = new Map(rows.map((one) => [one.token, one.q ?? 0]));
+  let unseen = Math.max(0, 1 - sum(left)) + (points ? 0 : Math.max(0, 1 - sum(law)));
+  const limits = nodes.map(({ token }) => {
+    if (!sure) return null;
+    const draft = (one) => (points ? Number(one === token) : law.get(one) / undrawn), before = new Map([...left].map(([one, p]) => [one, p / mass]));
+    const limit = draft(token) ? Math.min(1, before.get(token) / draft(token)) : 0;
+    unseen /= mass;
+    left = new Map([...before].map(([one, p]) => [one, Math.max(0, p - draft(one))]));
+    undrawn = Math.max(1e-300, undrawn - law.get(token));
+    law.set(token, 0);
+    mass = Math.max(1e-300, sum(left) + (points ? unseen : 0));
+    sure = points || unseen <= 0.01 * mass;
+    return limit;
+  });
+  return { limits, left };
 }
 
 const perturbed = (chanceOf, g) => (chanceOf ? Math.log(chanceOf) + g : null);
@@ -47,21 +71,28 @@ function race(trace, { rows, greedy, step }) {
   ];
 }
 
-function toss(trace, record, { rows, step }) {
-  const node = step.node === null ? record.nodes[step.siblings[0]] : record.nodes[step.node];
-  if (!node) return [h('p', null, 'Nothing was guessed at this place: the target’s own draw.')];
-  const limit = node.q ? Math.min(1, (node.p ?? 0) / node.q) : 1, u = node.coin ?? null, x = (v) => 20 + 560 * v;
+function toss(trace, request, record, { rows, step }) {
+  const nodes = step.siblings.map((i) => record.nodes[i]), several = nodes.length > 1, name = (token, most = 24) => label(trace.piece(token), most);
+  if (!nodes.length) return [h('p', null, 'Nothing was guessed at this place: the target’s own draw.')];
+  const { limits, left } = refusals(rows, nodes), order = step.node === null ? 0 : step.siblings.indexOf(step.node), node = nodes[order];
+  const limit = limits[order], u = node.coin ?? null, points = (node.q ?? null) === null, of = order ? `limit of guess ${order + 1}` : points ? 'p' : 'min(1, p/q)';
+  const x = (v) => 20 + 560 * v, side = (v) => (v < 0.2 ? 'start' : v > 0.8 ? 'end' : 'middle');
   const drawing = svg('svg', { class: 'chart fit', viewBox: '0 0 600 70', role: 'img', 'aria-label': `coin ${chance(u)} against ${chance(limit)}` },
-    svg('rect', { class: 'yes', x: x(0), y: 22, width: Math.max(0, x(limit) - x(0)), height: 22 }), svg('rect', { class: 'no', x: x(limit), y: 22, width: Math.max(0, x(1) - x(limit)), height: 22 }),
-    svg('text', { x: x(limit), y: 62, 'text-anchor': 'middle' }, `min(1, p/q) = ${chance(limit)}`),
-    u === null ? null : [svg('line', { class: 'coin', x1: x(u), x2: x(u), y1: 14, y2: 50 }), svg('text', { x: x(u), y: 10, 'text-anchor': 'middle' }, `u = ${chance(u)}`)]);
-  const rest = rows.map((one) => ({ ...one, left: Math.max(0, (one.p ?? 0) - (one.q ?? 0)) })), sum = rest.reduce((total, one) => total + one.left, 0);
+    limit === null ? svg('text', { x: x(0.5), y: 62, 'text-anchor': 'middle' }, `${of}: the trace holds too little of p and q`)
+      : [svg('rect', { class: 'yes', x: x(0), y: 22, width: x(limit) - x(0), height: 22 }), svg('rect', { class: 'no', x: x(limit), y: 22, width: x(1) - x(limit), height: 22 }),
+        svg('text', { x: x(limit), y: 62, 'text-anchor': side(limit) }, `${of} = ${chance(limit)}`)],
+    u === null ? null : [svg('line', { class: 'coin', x1: x(u), x2: x(u), y1: 14, y2: 50 }), svg('text', { x: x(u), y: 10, 'text-anchor': side(u) }, `u = ${chance(u)}`)]);
+  const most = Math.max(...left.values()), refused = limits.filter((one) => one !== null).length;
+  const head = several ? `left of p behind ${refused} refused` : 'residual max(0, p − q)';
+  const rule = several ? `Several guesses stand at this place; they are judged in order, each against what the refused ones left of p. The coin below is that of guess ${order + 1}, ${name(node.token)}, which ${node.fate === 'accepted' ? 'stood' : 'was refused, as were the others'}.`
+    : points ? 'This drafter tells no q: its guess is certain for it (q = 1), and stands if the coin u falls below p. A refused guess is replaced by a draw from p without it.'
+      : 'The guess stands if the coin u falls below min(1, p/q): always where p ≥ q, and with probability p/q elsewhere. A refused guess is replaced by a draw from the residual max(0, p − q).';
   return [
-    h('p', null, record.nodes.length && step.siblings.length > 1 ? 'Several guesses stand at this place; they are judged in order, each against what the refused ones left of p. The coin below is the first one’s.'
-      : 'The guess stands if the coin u falls below min(1, p/q): always where p ≥ q, and with probability p/q elsewhere. A refused guess is replaced by a draw from the residual max(0, p − q).'),
-    drawing,
-    table('the two distributions and the residual', ['token', 'p (target)', 'q (draft)', 'residual max(0, p − q)'], rest.map((one) =>
-      [label(trace.piece(one.token), 24), [bar(one.p ?? 0, 1, 'p'), chance(one.p)], [bar(one.q ?? 0, 1, 'q'), chance(one.q)], [bar(sum ? one.left / sum : 0, 1, 'r'), chance(one.left)]])),
+    h('p', null, rule), drawing,
+    several ? table('guesses of this place, in the order in which they are judged', ['guess', 'token', 'coin u', 'limit', 'fate'], nodes.map((one, i) =>
+      [i + 1, name(one.token), chance(one.coin), chance(limits[i]), h('span', { title: ROLE_NAMES[one.fate] }, one.fate)])) : null,
+    table('the two distributions and the residual', ['token', 'p (target)', 'q (draft)', head], rows.map((one) =>
+      [name(one.token), [bar(one.p ?? 0, 1, 'p'), chance(one.p)], [bar(one.q ?? 0, 1, 'q'), chance(one.q)], [bar(most ? left.get(one.token) / most : 0, 1, 'r'), chance(left.get(one.token))]])),
     h('p', { class: 'quiet' }, 'The trace holds the likeliest tokens only; the residual shown is over these.'),
   ];
 }
@@ -81,10 +112,10 @@ export const verificationView = {
         : 'This trace was written at level summary: it has no probabilities. Write one with --trace-level full to see how each token was judged.'));
       else if (joint) {
         if (request.rule === 'block') parts.push(h('p', null, 'Rule block judges the whole guess at once: it keeps the longest prefix whose coin falls below the prefix’s joint ratio, so one token’s bar below is a lower bound, not the whole story.'));
-        parts.push(...toss(trace, record, candidates(trace, request, record, j)));
+        parts.push(...toss(trace, request, record, candidates(trace, request, record, j)));
       } else parts.push(...race(trace, candidates(trace, request, record, j)));
       const next = (step) => button(step < 0 ? '← token' : 'token →', () => ctx.go('verification', { round: ordinal, token: Math.max(0, j + step) }), { disabled: j + step < 0 || j + step >= record.tokens.length });
-      return place.replaceChildren(...parts, h('div', { class: 'bar' }, next(-1), next(1)));
+      return place.replaceChildren(...parts.filter(Boolean), h('div', { class: 'bar' }, next(-1), next(1)));
     };
     paint(ctx);
     this.follow = paint;

@@ -54,5 +54,5 @@ export function walk(record) {
 export const ROLE_NAMES = {
   prefill: 'prefill: the first token, from reading the prompt', accepted: 'accepted: guessed, and the target agreed',
   correction: 'correction: the target’s token after a rejected guess', bonus: 'bonus: the target’s token after all guesses stood',
-  plain: 'plain: no guess was made', rejected: 'rejected: the first guess that failed', discarded: 'discarded: behind it, never judged',
+  plain: 'plain: no guess was made', rejected: 'rejected: the first guess that failed', discarded: 'discarded: behind it, or another guess at its place stood',
 };

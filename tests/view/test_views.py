@@ -1,0 +1,109 @@
+"""The page in a real browser, view by view: what each says of traces that are unlike the usual ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from browser import Page, chromium, serving
+
+from draftproof.trace.events import (
+    Alternative,
+    Event,
+    NodeRecord,
+    PrefillDone,
+    RequestDone,
+    RequestStarted,
+    RoundDone,
+    Times,
+    TokenRecord,
+    TraceStarted,
+)
+from draftproof.trace.judged import judgement
+from draftproof.trace.sinks import to_json
+
+pytestmark = pytest.mark.browser
+P, Q = [0.4, 0.3, 0.2, 0.1], [0.1, 0.5, 0.3, 0.1]
+WORDS = ("zero", "one", "two", "three")
+QUICK = Times(0.001, 0.004, 0.0, 0.0)
+CUT_OFF = """const box = document.querySelector('svg.chart').getBoundingClientRect();
+    return [...document.querySelectorAll('svg.chart text')].filter((text) => {
+      const own = text.getBoundingClientRect();
+      return own.left < box.left || own.right > box.right; }).map((text) => text.textContent)"""
+LIMITS = """const [rows, nodes] = arguments;
+    return import('/verification.js').then(({ refusals }) => {
+      const { limits, left } = refusals(rows, nodes);
+      return [limits, [...left.values()]]; })"""
+
+
+def header(vocabulary: tuple[str, ...] | None = WORDS, target: str = "t") -> TraceStarted:
+    return TraceStarted(1, target, "model", "match", "4", {}, vocabulary)
+
+
+def request(rounds: list[RoundDone], name: str = "r0", rule: str = "match", finish: Any = "length") -> list[Event]:
+    """A request around its rounds, which take its name and 10 ms each."""
+    timed = [RoundDone(name, n, 0.01 * (n + 2), 1, 4 + n, one.depth, one.drafter, "", "", one.nodes, one.tokens, one.text, one.times)
+             for n, one in enumerate(rounds)]
+    return [RequestStarted(name, 0.0, 3, 0, {"temperature": 1.0}, 1, 0, rule=rule),
+            PrefillDone(name, 0.01, 0.01, 1, TokenRecord(0, "prefill"), WORDS[0]), *timed,
+            RequestDone(name, 0.01 * (len(rounds) + 2), finish, 1 + sum(len(one.tokens) for one in rounds), {})]
+
+
+def around(nodes: tuple[NodeRecord, ...], tokens: tuple[TokenRecord, ...], text: str = "", depth: int | None = None,
+           times: Times = QUICK) -> RoundDone:
+    return RoundDone("", 0, 0.0, 1, 0, len(nodes) if depth is None else depth, "model", "", "", nodes, tokens, text, times)
+
+
+def judged(coins: tuple[float, ...], fates: tuple[Any, ...], q: list[float] | None) -> RoundDone:
+    """Tokens 1, 2, … were guessed at one place."""
+    nodes = tuple(NodeRecord(i, -1, fate, P[i], q and q[i], None, coin) for i, (fate, coin) in enumerate(zip(fates, coins, strict=True), 1))
+    stood = fates.index("accepted") + 1 if "accepted" in fates else 0
+    laws = [tuple(Alternative(i, chance) for i, chance in enumerate(law or [])) for law in (P, q)]
+    return around(nodes, (TokenRecord(stood, "accepted" if stood else "correction", P[stood], None, *laws),), WORDS[stood])
+
+
+@pytest.fixture(scope="module")
+def page() -> Iterator[Page]:
+    with chromium() as tab:
+        yield tab
+
+
+@pytest.fixture
+def opened(page: Page, tmp_path: Path) -> Iterator[Callable[..., Page]]:
+    """Open the page on a trace of these events."""
+    with serving({"t.jsonl": tmp_path / "t.jsonl"}) as address:
+        def open_(*events: Event, at: str = "") -> Page:
+            (tmp_path / "t.jsonl").write_text("".join(to_json(event) + "\n" for event in events), encoding="utf-8")
+            page.open(address("t.jsonl") + at)
+            return page
+
+        yield open_
+    assert page.errors() == []
+
+
+JUDGED = [judged((0.5,), ("rejected",), None), judged((0.5, 0.2), ("discarded", "accepted"), None),
+          judged((0.9, 0.95), ("rejected", "rejected"), Q), judged((0.99,), ("rejected",), Q), judged((0.1,), ("accepted",), [0.1] * 4)]
+
+
+def test_coins_are_shown_against_the_limits_that_decided(opened: Callable[..., Page]) -> None:
+    page = opened(header(), *request(JUDGED, rule="ratio"))
+    for n, told in enumerate(("p = 0.300", "limit of guess 2 = 0.286", *2 * ["min(1, p/q) = 0.600"], "min(1, p/q) = 1.000")):
+        page.show("verification", r=0, round=n, token=0)
+        assert told in page.js("return document.querySelector('svg.chart').textContent"), n
+        assert page.js(CUT_OFF) == []
+    page.show("verification", r=0, round=1, token=0)
+    rows = page.js("return [...document.querySelectorAll('main table')[0].rows].map((row) => row.innerText.split('\\t').join(' '))")
+    assert rows[1:] == ["1 one 0.500 0.300 discarded", "2 two 0.200 0.286 accepted"] and "guess 2, two, which stood" in page.text()
+
+
+def test_the_page_s_limits_are_the_chart_s(opened: Callable[..., Page]) -> None:
+    page, started = opened(header(), *request(JUDGED, rule="ratio")), request([], rule="ratio")[0]
+    assert isinstance(started, RequestStarted)
+    for record in JUDGED:
+        found = judgement(started, record, 0)
+        rows = [{"token": one.token, "p": one.p, "q": one.q} for one in found.candidates]
+        nodes = [{"token": node.token, "q": node.q} for node in record.nodes]
+        limits, left = page.js(LIMITS, rows, nodes)
+        assert limits == pytest.approx([one.limit for one in found.guesses]) and left == pytest.approx(found.left)
