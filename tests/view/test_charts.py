@@ -126,7 +126,7 @@ def slow(run_: figures.Run, scale: float) -> figures.Run:
     """The same run with times of a machine that knows what it is: plain pass 1 (the scale), a guess 0.1, a row 0.02, besides 0.05."""
     own = [one._replace(draft_s=0.1 * scale * one.depth * bool(one.drafted), score_s=scale * (1 + 0.02 * one.depth * bool(one.drafted)),
                         verify_s=0.05 * scale * bool(one.drafted), other_s=0.0) for one in run_.rounds]
-    return figures.Run(run_.index, run_.header, run_.started, run_.report, own, run_.first_token, run_.prefill_s, run_.done)
+    return figures.Run(run_.index, run_.header, run_.started, run_.report, own, run_.first_token, run_.prefill_s, run_.whole)
 
 
 @drawn

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 from browser import Page, chromium, serving
 
+from draftproof.trace import figures
 from draftproof.trace.events import (
     Alternative,
     Event,
@@ -52,8 +54,15 @@ def request(rounds: list[RoundDone], name: str = "r0", rule: str = "match", fini
 
 
 def around(nodes: tuple[NodeRecord, ...], tokens: tuple[TokenRecord, ...], text: str = "", depth: int | None = None,
-           times: Times = QUICK) -> RoundDone:
-    return RoundDone("", 0, 0.0, 1, 0, len(nodes) if depth is None else depth, "model", "", "", nodes, tokens, text, times)
+           times: Times = QUICK, drafter: str = "model") -> RoundDone:
+    return RoundDone("", 0, 0.0, 1, 0, len(nodes) if depth is None else depth, drafter, "", "", nodes, tokens, text, times)
+
+
+def tree(times: Times) -> RoundDone:
+    """Three levels of three guesses, of which the first two levels stood."""
+    nodes = tuple(NodeRecord(i % 3, 3 * (i // 3 - 1) if i > 2 else -1, "discarded" if i % 3 else "accepted" if i < 6 else "rejected")
+                  for i in range(9))
+    return around(nodes, (*2 * [TokenRecord(0, "accepted")], TokenRecord(3, "correction")), "zerozerothree", 3, times)
 
 
 def judged(coins: tuple[float, ...], fates: tuple[Any, ...], q: list[float] | None) -> RoundDone:
@@ -107,3 +116,36 @@ def test_the_page_s_limits_are_the_chart_s(opened: Callable[..., Page]) -> None:
         nodes = [{"token": node.token, "q": node.q} for node in record.nodes]
         limits, left = page.js(LIMITS, rows, nodes)
         assert limits == pytest.approx([one.limit for one in found.guesses]) and left == pytest.approx(found.left)
+
+
+def test_the_page_and_the_chart_count_costs_alike(opened: Callable[..., Page]) -> None:
+    plain = around((), (TokenRecord(3, "plain"),), "three", times=Times(0.0, 0.01, 0.0, 0.0))
+    events = [header(), *request([plain] * 4 + [tree(Times(0.006, 0.013, 0.0, 0.0))] * 4)]
+    found = figures.runs(events)
+    (line,) = figures.payoffs(found, found)
+    page = opened(*events)
+    page.show("pays", r=0)
+    c, row = page.js("return [...document.querySelectorAll('main input[type=range]')].slice(1, 3).map((input) => Number(input.value))")
+    assert (c, row) == (0.2, 0.1) == (pytest.approx(line.c), pytest.approx(line.row))
+    points = page.js("return [...document.querySelectorAll('path.hazards')].map((path) => path.getAttribute('d'))")
+    heights = [float(point.split()[1]) for point in points[0][1:].split("L")]
+    scale = (220 - heights[0]) / line.predicted[0][1]
+    assert [(220 - height) / scale for height in heights] == pytest.approx([gain for _, gain in line.predicted])
+
+
+def test_great_depths_have_few_marks(opened: Callable[..., Page]) -> None:
+    nodes = tuple(NodeRecord(1, i - 1, "rejected" if not i else "discarded") for i in range(128))
+    page = opened(header(), *request([around(nodes, (TokenRecord(2, "correction"),), "two")] * 3))
+    page.show("pays", r=0)
+    marks = page.js("return [...document.querySelectorAll('svg.chart text[y=\"238\"]')].map((text) => Number(text.textContent))")
+    assert marks == list(range(0, 129, 16))
+
+
+def test_worths_of_guesses_can_be_read(opened: Callable[..., Page]) -> None:
+    page = opened(header(), *request(JUDGED))
+    page.show("learn")
+    page.until("document.querySelector('main svg.fit text') !== null")
+    text, bar = page.js("""const all = [...document.querySelectorAll('main svg.fit')].at(-1), box = (e) => e.getBoundingClientRect();
+        const labels = [...all.querySelectorAll('text')].map(box);
+        return [labels.map(({ left, top, right }) => [left, top, right]), box(all.querySelector('.bar')).bottom]""")
+    assert all(top >= bar - 4 for _, top, _ in text) and all(one[2] + 4 < two[0] for one, two in pairwise(text))

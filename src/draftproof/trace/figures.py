@@ -27,7 +27,7 @@ class Round(NamedTuple):
 
     number: int
     at_s: float
-    depth: int
+    depth: int                                # granted
     drafted: int
     accepted: int
     rejected: int
@@ -36,6 +36,7 @@ class Round(NamedTuple):
     score_s: float
     verify_s: float
     other_s: float
+    levels: int                               # deepest node of the draft: what a chain or a tree of that depth costs to draft
 
     @property
     def parts(self) -> tuple[float, float, float, float]:
@@ -57,7 +58,7 @@ class Run:
     rounds: list[Round] = field(default_factory=list)
     first_token: int | None = None
     prefill_s: float = 0.0
-    done: bool = False
+    whole: bool = False                           # it came to its own end
 
     @property
     def name(self) -> str:
@@ -67,7 +68,7 @@ class Run:
     @property
     def kind(self) -> str:
         """The drafter, and whether it guessed trees, which cost other rounds than chains."""
-        return self.report.drafter + (" · trees" if any(one.drafted > one.depth for one in self.rounds) else "")
+        return self.report.drafter + (" · trees" if any(one.drafted > one.levels for one in self.rounds) else "")
 
     @property
     def guesses(self) -> bool:
@@ -105,19 +106,28 @@ def runs(events: Iterable[Event]) -> list[Run]:
             if isinstance(event, PrefillDone):
                 run.first_token, run.prefill_s = event.token.token, event.seconds
             elif isinstance(event, RequestDone):
-                run.done = True
+                run.whole = event.finish in ("stop", "length")
             else:
                 fates, t = [node.fate for node in event.nodes], event.times
                 run.rounds.append(Round(event.round, event.at_s, event.depth, len(fates), fates.count("accepted"), fates.count("rejected"),
-                                        len(event.tokens), t.draft_s, t.score_s, t.verify_s, t.other_s))
+                                        len(event.tokens), t.draft_s, t.score_s, t.verify_s, t.other_s, _levels(event)))
     return found
 
 
+def _levels(record: RoundDone) -> int:
+    depths: list[int] = []
+    for node in record.nodes:
+        depths.append(1 + (depths[node.parent] if node.parent >= 0 else 0))
+    return max(depths, default=0)
+
+
 def without_guesses(all_runs: Sequence[Run], run: Run) -> Run | None:
-    """The same request as `run`, answered without guesses; of several the one asked as often before."""
+    """The same request as `run`, answered without guesses; of several the one asked as often before. Both must be whole: what was cut
+    short took less time for less text."""
     key = run.key()
-    off = [one for one in all_runs if not one.guesses and one.report.drafter == "none" and one.done and one.key() == key]
-    same = [one for one in all_runs if one.guesses and one.report.drafter == run.report.drafter and one.key() == key]
+    alike = [one for one in all_runs if one.whole and one.key() == key]
+    off = [one for one in alike if not one.guesses and one.report.drafter == "none"]
+    same = [one for one in alike if one.guesses and one.report.drafter == run.report.drafter]
     return off[min(same.index(run), len(off) - 1)] if off and run in same else None
 
 
@@ -246,7 +256,7 @@ def _payoff(drafter: str, base: Plain, group: Sequence[Run]) -> Payoff:
 
     hazards = sum((run.report.tally for run in group), Tally()).hazard
     drafted = [one for run in group for one in run.rounds if one.drafted]
-    levels, second = sum(one.depth for one in drafted), base.seconds
+    levels, second = sum(one.levels for one in drafted), base.seconds
     bare = [one.score_s for run in group for one in run.rounds if not one.drafted and one.score_s > 0]
     single = mean(bare) if len(bare) > FEWEST_ROUNDS else second
     c = sum(one.draft_s for one in drafted) / levels / second
@@ -260,7 +270,8 @@ def _payoff(drafter: str, base: Plain, group: Sequence[Run]) -> Payoff:
     by_depth: dict[int, list[Round]] = {}
     for one in drafted:
         by_depth.setdefault(one.depth, []).append(one)
-    measured = [_speed(k, rounds, second) for k, rounds in sorted(by_depth.items()) if len(rounds) >= FEWEST_ROUNDS]
+    measured = [_speed(k, rounds, second) for k, rounds in sorted(by_depth.items())
+                if len(rounds) >= FEWEST_ROUNDS and sum(one.seconds for one in rounds) > 0]
     return Payoff(drafter, base, hazards, c, row, o, predicted, measured, (depth, rate), need)
 
 

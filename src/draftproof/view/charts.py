@@ -108,10 +108,11 @@ def pays(figure: Any, colours: Colours, data: Sequence[Any]) -> None:
     top = max((gain for one in shown for _, gain, *_ in [*one.predicted, *one.measured]), default=1.0)
     axes.axhspan(0, 1, color=colours["rejected-back"], alpha=0.45, zorder=0, linewidth=0)
     axes.axhline(1, color=colours["correction"], linewidth=1.8, zorder=1)
+    step = next(2 ** power for power in range(32) if deepest < 16 * 2 ** power)           # at most 16 ticks
     axes.annotate("break-even: plain decoding", (deepest + 0.4, 1), xytext=(0, -14), textcoords="offset points", ha="right",
                   color=colours["correction"], fontsize=10)
     axes.grid(True, axis="y")
-    axes.set(xlim=(-0.2, deepest + 0.5), ylim=(0, max(1.5, (1.2 if len(shown) < 3 else 1.3) * top)), xticks=range(deepest + 1),
+    axes.set(xlim=(-0.2, deepest + 0.5), ylim=(0, max(1.5, (1.2 if len(shown) < 3 else 1.3) * top)), xticks=range(0, deepest + 1, step),
              xlabel="depth: tokens guessed per round", ylabel="speed-up over plain decoding")
     axes.yaxis.set_major_formatter("{x:g}×")
     axes.legend(loc="upper left", ncols=1 if len(shown) < 3 else 2)

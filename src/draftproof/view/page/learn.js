@@ -59,8 +59,8 @@ function growth() {
   const paint = () => {
     const tokens = expectedTokens(Array(now.depth).fill(now.alpha));
     place.textContent = `${number(tokens)} tokens per pass on average, of at most ${now.depth + 1}.`;
-    drawing.replaceChildren(svg('svg', { class: 'chart fit', viewBox: '0 0 560 40', role: 'img', 'aria-label': 'chance that each guess is reached and stands' },
-      Array.from({ length: now.depth + 1 }, (_, i) => [svg('rect', { class: 'bar', x: i * 43, y: 34 - 30 * now.alpha ** i, width: 38, height: 30 * now.alpha ** i }), svg('text', { x: i * 43 + 19, y: 30, 'text-anchor': 'middle', class: 'small inverse' }, percent(now.alpha ** i))])));
+    drawing.replaceChildren(svg('svg', { class: 'chart fit', viewBox: '0 0 560 52', role: 'img', 'aria-label': 'chance that each guess is reached and stands' },
+      Array.from({ length: now.depth + 1 }, (_, i) => [svg('rect', { class: 'bar', x: i * 43, y: 34 - 30 * now.alpha ** i, width: 38, height: 30 * now.alpha ** i }), svg('text', { x: i * 43 + 19, y: 48, 'text-anchor': 'middle', class: 'small' }, `${Math.round(100 * now.alpha ** i)} %`)])));
   };
   paint();
   return [h('div', { class: 'sliders' }, slider('acceptance of each guess', { min: 0, max: 1, step: 0.01, value: now.alpha, show: percent }, (v) => { now.alpha = v; paint(); }),

@@ -8,20 +8,22 @@ import { median } from './tally.js';
 /** A line chart: series [{name, points: [[x, y]], kind}], with a line at y = 1. */
 export function lines(title, series, { most, wide, across }) {
   const width = 560, height = 260, x = (v) => 44 + 500 * v / wide, y = (v) => 220 - 190 * Math.min(1, v / most);
+  const step = 2 ** Math.max(0, Math.ceil(Math.log2((wide + 1) / 16)));      // at most 16 numbers
   const marks = (most > 8 ? [0, 1, 4, 8, 12, 16, 20] : most > 3 ? [0, 1, 2, 3, 4, 5, 6, 7, 8] : [0, 0.5, 1, 1.5, 2, 2.5, 3]).filter((v) => v <= most);
   return svg('svg', { class: 'chart', width, height, viewBox: `0 0 ${width} ${height}`, role: 'img', 'aria-label': title },
     marks.map((v) => [svg('line', { class: v === 1 ? 'even' : 'grid', x1: 44, x2: 544, y1: y(v), y2: y(v) }), svg('text', { x: 38, y: y(v) + 4, 'text-anchor': 'end' }, `${v}×`)]),
-    Array.from({ length: wide + 1 }, (_, v) => (wide <= 16 || v % 4 === 0 ? svg('text', { x: x(v), y: 238, 'text-anchor': 'middle' }, v) : null)),
+    Array.from({ length: wide + 1 }, (_, v) => (v % step === 0 ? svg('text', { x: x(v), y: 238, 'text-anchor': 'middle' }, v) : null)),
     svg('text', { x: 294, y: 256, 'text-anchor': 'middle' }, across),
     series.map(({ points, kind, name }) => (kind === 'dots'
       ? points.map(([a, b]) => svg('circle', { class: 'dot', cx: x(a), cy: y(b), r: 5 }, svg('title', null, `${name}: depth ${a}, ${number(b)}×`)))
       : svg('path', { class: `curve ${kind}`, d: points.map(([a, b], i) => `${i ? 'L' : 'M'}${x(a)} ${y(b)}`).join('') }))));
 }
 
-/** What the trace measured: per granted depth the rounds, tokens, and speed against a plain pass; and the costs in plain passes. */
+/** What the trace measured: per granted depth the rounds, tokens, and speed against a plain pass; and the costs in plain passes: of a
+ *  level of guesses (a chain's level is one guess) and of scoring it. */
 export function measured(trace, request) {
   const pass = plainPass(trace, request), depths = new Map(), overhead = [];
-  let drafting = 0, guessed = 0, slope = [0, 0];
+  let drafting = 0, levels = 0, slope = [0, 0];
   for (const i of request.rounds) {
     const n = trace.drafted.at(i), depth = n ? trace.depth.at(i) : 0, one = depths.get(depth) ?? { rounds: 0, tokens: 0, seconds: 0 };
     depths.set(depth, one);
@@ -30,15 +32,15 @@ export function measured(trace, request) {
     one.seconds += trace.draft.at(i) + trace.score.at(i) + trace.verify.at(i) + trace.other.at(i);
     if (n) {
       drafting += trace.draft.at(i);
-      guessed += n;
-      if (pass) { slope[0] += trace.score.at(i) / pass - 1; slope[1] += n; }
+      levels += trace.levels.at(i);
+      if (pass) { slope[0] += trace.score.at(i) / pass - 1; slope[1] += trace.levels.at(i); }
       overhead.push(trace.verify.at(i) + trace.other.at(i));
     }
   }
   const base = depths.get(0), plain = base && base.rounds > 2 ? base.seconds / base.tokens : pass;
   return {
     plain, points: plain ? [...depths].filter(([depth, one]) => depth && one.rounds >= 2).map(([depth, one]) => [depth, plain * one.tokens / one.seconds, one.rounds]).sort((a, b) => a[0] - b[0]) : [],
-    c: guessed && pass ? Math.min(1, drafting / guessed / pass) : 0.1, row: slope[1] ? Math.max(0, Math.min(1, slope[0] / slope[1])) : 0.02,
+    c: levels && pass ? Math.min(1, drafting / levels / pass) : 0.1, row: slope[1] ? Math.max(0, Math.min(1, slope[0] / slope[1])) : 0.02,
     o: pass && overhead.length ? Math.min(1, median(overhead) / pass) : 0,
   };
 }
@@ -67,8 +69,8 @@ export function payoff(start, hazards, points) {
   const set = (name) => (value) => { now[name] = value; paint(); };
   const sliders = h('div', { class: 'sliders' },
     slider('acceptance α of each guess', { min: 0, max: 0.99, step: 0.01, value: now.alpha, show: percent }, set('alpha')),
-    slider('cost c of a guess, in plain passes', { min: 0, max: 1, step: 0.005, value: now.c, show: (v) => number(v, 3) }, set('c')),
-    slider('cost of scoring one row more', { min: 0, max: 1, step: 0.005, value: now.row, show: (v) => number(v, 3) }, set('row')),
+    slider('cost c of a guess (in a tree: of a level), in plain passes', { min: 0, max: 1, step: 0.005, value: now.c, show: (v) => number(v, 3) }, set('c')),
+    slider('cost of scoring one more of them', { min: 0, max: 1, step: 0.005, value: now.row, show: (v) => number(v, 3) }, set('row')),
     slider('batch: texts at once', { min: 1, max: 64, step: 1, value: 1, show: integer }, set('batch')));
   paint();
   return [sliders, words, place, h('ul', { class: 'legend' }, h('li', null, h('span', { class: 'key predicted' }), 'predicted, every position α'), hazards.length ? h('li', null, h('span', { class: 'key hazards' }), 'predicted, measured acceptance') : null,
@@ -79,8 +81,9 @@ export const paysView = {
   id: 'pays', title: 'Pays?', still: true,
   draw({ trace, request }) {
     const found = measured(trace, request), tally = request.tally, judged = tally.reached.reduce((a, b) => a + b, 0);
+    const trees = request.rounds.some((i) => trace.drafted.at(i) > trace.levels.at(i));
     const alpha = judged ? Math.min(0.99, tally.accepted / judged) : 0.7;
-    return [panel('Does it pay, and how deep?', h('p', null, judged ? `The sliders begin with what this request measured: acceptance ${percent(alpha)}, a guess costs ${number(found.c, 3)} plain passes.` : 'Nothing was guessed here; the sliders begin with an example.'),
+    return [panel('Does it pay, and how deep?', h('p', null, judged ? `The sliders begin with what this request measured: acceptance ${percent(alpha)}, a guess costs ${number(found.c, 3)} plain passes${trees ? ', counted by levels of the trees' : ''}.` : 'Nothing was guessed here; the sliders begin with an example.'),
       payoff({ ...found, alpha }, tally.hazard, found.points),
       h('p', { class: 'quiet' }, 'S = E / (γc + v + o) with E = 1 + Σ α^k tokens per round at depth γ (Leviathan et al., arXiv 2211.17192); v grows with the rows of a pass, and so with the batch: that is why guessing pays least on a busy server.'))];
   },

@@ -37,7 +37,7 @@ class Column {
 
 const COLUMNS = {
   page: Uint32Array, start: Uint32Array, end: Uint32Array, request: Uint32Array, position: Float64Array, depth: Float64Array,
-  drafted: Uint32Array, accepted: Uint32Array, rejected: Uint32Array, emitted: Uint32Array, batch: Uint32Array,
+  drafted: Uint32Array, accepted: Uint32Array, rejected: Uint32Array, emitted: Uint32Array, batch: Uint32Array, levels: Uint32Array,
   at: Float64Array, draft: Float64Array, score: Float64Array, verify: Float64Array, other: Float64Array,
 };
 
@@ -181,14 +181,17 @@ export class Trace {
 
   #round(request, record, start, end) {
     checkRound(record);
-    let accepted = 0, rejected = 0;
+    let accepted = 0, rejected = 0, levels = 0;
+    const depths = [];
     for (const node of record.nodes) {
+      depths.push(1 + (node.parent < 0 ? 0 : depths[node.parent]));
+      levels = Math.max(levels, depths.at(-1));
       if (node.fate === 'accepted') accepted += 1; else if (node.fate === 'rejected') rejected += 1;
     }
     const t = record.times, emitted = record.tokens.length;
     request.rounds.push(this.roundCount++);
     const row = [this.#pages.length - 1, start, end, request.index, record.position, record.depth, record.nodes.length, accepted, rejected, emitted,
-      record.batch, record.at_s, t.draft_s, t.score_s, t.verify_s, t.other_s];
+      record.batch, levels, record.at_s, t.draft_s, t.score_s, t.verify_s, t.other_s];
     Object.keys(COLUMNS).forEach((name, i) => this[name].push(row[i]));
     request.tally.round(record.nodes.length, accepted, rejected, emitted);
     request.clock.delivered(record.at_s, emitted);

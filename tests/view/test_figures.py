@@ -1,0 +1,58 @@
+"""The numbers of the charts from traces that are unlike the usual ones: trees, cancelled texts, rounds without times, great depths."""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from test_views import around, header, request
+
+from draftproof.trace import figures
+from draftproof.trace.events import Event, NodeRecord, RoundDone, Times, TokenRecord
+from draftproof.view import charts, style
+
+drawn = pytest.mark.skipif(importlib.util.find_spec("matplotlib") is None, reason="no matplotlib: the extra report")
+PLAIN = around((), (TokenRecord(3, "plain"),), "three", times=Times(0.0, 0.01, 0.0, 0.0), drafter="none")
+
+
+def chain(depth: int, stood: int, times: Times, granted: int | None = None) -> RoundDone:
+    fates: Any = ["accepted"] * stood + ["rejected"] * (depth > stood) + ["discarded"] * (depth - stood - 1)
+    nodes = tuple(NodeRecord(1, i - 1, fate) for i, fate in enumerate(fates))
+    return around(nodes, tuple(TokenRecord(1, "accepted") for _ in range(stood)) + (TokenRecord(2, "correction"),), "", granted, times)
+
+
+def test_costs_are_by_the_levels_that_were_drafted() -> None:
+    rounds = [replace(PLAIN, drafter="model")] * 4 + [chain(2, 1, Times(0.006, 0.012, 0.0, 0.0), granted=6)] * 4
+    found = figures.runs([header(), *request(rounds)])
+    (line,) = figures.payoffs(found, found)
+    assert (line.c, line.row) == pytest.approx((0.3, 0.1)) and found[0].kind == "model"
+
+
+@pytest.mark.parametrize("finish", ["stop", "length", "cancelled", "error", None])
+def test_what_was_cut_short_is_compared_with_nothing(finish: Any) -> None:
+    def ends(events: list[Event], last: Any) -> list[Event]:
+        return [*events[:-1], *([replace(events[-1], finish=last)] if last else [])]  # type: ignore[type-var]
+
+    off, on = request([PLAIN] * 3, "off"), request([chain(2, 1, Times(0.001, 0.01, 0.0, 0.0))], "on")
+    for one, other in ((finish, "length"), ("length", finish)):
+        found = figures.runs([header(), *ends(off, one), *ends(on, other)])
+        assert figures.without_guesses(found, found[1]) is (found[0] if finish in ("stop", "length") else None)
+
+
+def test_depths_without_times_have_no_speed() -> None:
+    rounds = [PLAIN] * 4 + [chain(1, 1, Times(0.0, 0.0, 0.0, 0.0))] * 3 + [chain(2, 2, Times(0.0, 0.01, 0.0, 0.0))] * 3
+    found = figures.runs([header(), *request(rounds)])
+    (line,) = figures.payoffs(found, found)
+    assert [speed.depth for speed in line.measured] == [2]
+
+
+@drawn
+def test_great_depths_have_few_ticks() -> None:
+    found = figures.runs([header(), *request([PLAIN] * 4 + [chain(128, 20, Times(0.002, 0.005, 0.0, 0.0))] * 3)])
+    with style.sheet("light") as colours:
+        figure = style.figure(5.4)
+        charts.pays(figure, colours, figures.payoffs(found, found))
+        ticks = figure.axes[0].get_xticks()
+    assert list(ticks) == list(range(0, 129, 16))
