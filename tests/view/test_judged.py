@@ -11,12 +11,13 @@ import pytest
 import torch
 
 from draftproof import Engine, EngineConfig, Jsonl, Sampling
+from draftproof.cli import run
 from draftproof.core.tree import tree_odds
 from draftproof.drafters.model import ModelDrafter
 from draftproof.models.fake import TableTarget
-from draftproof.trace.events import Alternative, NodeRecord, RequestStarted, RoundDone, Times, TokenRecord
+from draftproof.trace.events import Alternative, NodeRecord, RequestStarted, RoundDone, Times, TokenRecord, TraceStarted
 from draftproof.trace.judged import Judgement, judgement
-from draftproof.trace.sinks import read_trace
+from draftproof.trace.sinks import read_trace, to_json
 from draftproof.view import charts_token, style
 
 drawn = pytest.mark.skipif(importlib.util.find_spec("matplotlib") is None, reason="no matplotlib: the extra report")
@@ -102,3 +103,16 @@ def test_the_chart_explains_the_guess_that_stood(sheet: style.Colours) -> None:
     figure, text = said(sheet, *of_two(None, ("rejected", "rejected")))
     assert "p = 0.300" in text and "every u lies beyond" in text
     assert [bar.get_width() for bar in figure.axes[1].patches] == pytest.approx([0.4 / 0.7, 0, 0, 0.1 / 0.7])
+
+
+@drawn
+def test_words_are_those_of_the_request_s_own_model(tmp_path: Path) -> None:
+    record, _ = of_two(None, ("rejected", "rejected"))
+    events: list[Any] = []
+    for target, words in (("t", ("zero", "one")), ("u", ("null", "eins")), ("t", None)):
+        events += [TraceStarted(1, target, "model", "match", "2", {}, words), RequestStarted("r", 0.0, 3, 0, {}, 1, 0), record]
+    (tmp_path / "t.jsonl").write_text("".join(to_json(event) + "\n" for event in events))
+    out = tmp_path / "a.svg"
+    for number, word in enumerate(("one", "eins", "one")):
+        assert run(["view", str(tmp_path / "t.jsonl"), "--chart", "tree", "--request", str(number), "--out", str(out)]) == 0
+        assert f"{word}<" in out.read_text()

@@ -149,3 +149,15 @@ def test_worths_of_guesses_can_be_read(opened: Callable[..., Page]) -> None:
         const labels = [...all.querySelectorAll('text')].map(box);
         return [labels.map(({ left, top, right }) => [left, top, right]), box(all.querySelector('.bar')).bottom]""")
     assert all(top >= bar - 4 for _, top, _ in text) and all(one[2] + 4 < two[0] for one, two in pairwise(text))
+
+
+def test_words_are_those_of_the_request_s_own_model(opened: Callable[..., Page]) -> None:
+    """Two traces in one file: the second model's words are its own, and a header without words has those of the same target."""
+    one = around((NodeRecord(1, -1, "rejected"),), (TokenRecord(2, "correction"),), "")
+    other = ("null", "eins", "zwei", "drei")
+    headers = header(), header(other, "u"), header(None), header(None, "v")
+    page = opened(*(event for one_ in headers for event in (one_, *request([one]))))
+    for number, words in enumerate((("one", "two"), ("eins", "zwei"), ("one", "two"), ("#1", "#2"))):
+        page.show("tree", r=number, round=0)
+        shown = page.js("return [...document.querySelectorAll('main table')].map((table) => table.rows[1].innerText)")
+        assert words[0] in shown[0] and words[1] in shown[1]

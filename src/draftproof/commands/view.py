@@ -145,13 +145,13 @@ def write_page(trace: Path, out: Path, limit: int | None = None, vocabulary: lis
 
 
 def with_words(lines: Iterator[str], vocabulary: list[str] | None) -> Iterator[str]:
-    """The lines of a trace, the first header with token texts if it had none."""
+    """The lines of a trace; the first header without token texts gets them."""
     for line in lines:
         if vocabulary and line.startswith('{"event":"trace_started"'):
             header: dict[str, Any] = json.loads(line)
-            header["vocabulary"] = header.get("vocabulary") or vocabulary
-            line = json.dumps(header, ensure_ascii=False, separators=(",", ":")) + "\n"
-            vocabulary = None
+            if not header.get("vocabulary"):
+                header["vocabulary"], vocabulary = vocabulary, None
+                line = json.dumps(header, ensure_ascii=False, separators=(",", ":")) + "\n"
         yield line
 
 

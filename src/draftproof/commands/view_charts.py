@@ -185,20 +185,22 @@ def _of_a_round(name: str, wish: Wish, events: Iterable[Event], trace: Path, run
 
 def _record(events: Iterable[Event], number: int | None, run: Run) -> tuple[RoundDone | None, tuple[str, ...]]:
     """The round of that number, or without one the first of those that say most: guesses that stood, and one that fell. And the
-    trace's token texts."""
+    token texts of its target, from the request's header or an earlier one."""
     from ..trace.events import RequestStarted, RoundDone, TraceStarted
 
     best: RoundDone | None = None
-    most, ordinal, mine, vocabulary = (0, False), -1, False, tuple[str, ...]()
+    most, ordinal, mine, words = (0, False), -1, False, dict[str, tuple[str, ...]]()
     for event in events:
         if isinstance(event, TraceStarted):
-            vocabulary = vocabulary or event.vocabulary or ()
+            words[event.target] = event.vocabulary or words.get(event.target, ())
         elif isinstance(event, RequestStarted):
             ordinal += 1
+            if ordinal > run.index:
+                break
             if event.request == run.started.request:            # of several engines in one trace, each may have this id
                 mine = ordinal == run.index
         elif mine and isinstance(event, RoundDone) and event.request == run.started.request:
             says = (len({node.fate for node in event.nodes}), event.tokens[0].role == "accepted")
             if event.round == number or number is None and (best is None or says > most):
                 best, most = event, says
-    return best, vocabulary
+    return best, words.get(run.header.target, ())

@@ -57,7 +57,7 @@ class Lane {
       this.#rounds = 0;
       parts.push(prefillSpan(trace, request));
     }
-    for (; this.#rounds < request.rounds.length; this.#rounds++) parts.push(...roundSpans(trace, request.rounds[this.#rounds], this.#rounds, false));
+    for (; this.#rounds < request.rounds.length; this.#rounds++) parts.push(...roundSpans(trace, request, this.#rounds, false));
     return parts;
   }
 

@@ -24,7 +24,7 @@ export const compareView = {
     });
     const pick = choice('request to compare with', second.requests.slice(0, 2000).map((one, i) => [i, label(requestName(one), 80)]), other.index, (value) => { state.other = Number(value); ctx.redraw(); });
     const a = requestMetrics(request), b = requestMetrics(other), mine = tokenIds(trace, request), theirs = tokenIds(second, other);
-    const unknown = [[trace, mine], [second, theirs]].some(([one, ids]) => ids.includes(one.headers.at(-1)?.machine.unknown_token));
+    const unknown = [[request, mine], [other, theirs]].some(([one, ids]) => ids.includes(one.header.machine.unknown_token));
     const equal = mine.length === theirs.length && mine.every((token, i) => token === theirs[i]), differs = mine.findIndex((token, i) => token !== theirs[i]);
     return [panel('Compare', h('div', { class: 'bar' }, h('span', null, `A: ${label(requestName(request), 80)}`), h('label', null, 'B: ', pick), h('label', { class: 'file' }, 'B from another trace: ', file)),
       h('p', { class: 'verdict' }, unknown || request.totals || other.totals ? 'Whether the texts are equal cannot be said: an imported trace does not name all of its tokens.' : equal ? `The two texts are equal, token by token (${mine.length} tokens).` : `The two texts differ${differs >= 0 ? ` from token ${differs + 1} on` : ' in length'}; they may answer different prompts.`),

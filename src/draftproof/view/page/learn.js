@@ -22,9 +22,9 @@ function loop(trace, request) {
   const ordinal = request.rounds.findIndex((i) => trace.accepted.at(i) > 0 && trace.rejected.at(i) > 0), place = h('div'), last = request.rounds.length - 1;
   const start = Math.max(0, ordinal);
   const paint = (n) => {
-    const i = request.rounds[n], record = trace.record(i), words = roundWords(trace, record) ?? [record.text];
+    const i = request.rounds[n], record = trace.record(i), words = roundWords(trace, request, record) ?? [record.text];
     place.replaceChildren(h('ol', { class: 'steps' },
-      h('li', null, h('b', null, 'Draft. '), `A cheap guesser offers ${record.nodes.length} tokens: `, record.nodes.slice(0, 16).map((node) => h('span', { class: `cell ${node.fate}` }, label(trace.piece(node.token), 12)))),
+      h('li', null, h('b', null, 'Draft. '), `A cheap guesser offers ${record.nodes.length} tokens: `, record.nodes.slice(0, 16).map((node) => h('span', { class: `cell ${node.fate}` }, label(trace.piece(node.token, request), 12)))),
       h('li', null, h('b', null, 'Score. '), `The target reads them all in one pass, ${number(1e3 * record.times.score_s, 1)} ms, nearly what one token costs.`),
       h('li', null, h('b', null, 'Verify. '), `At every place the target chooses its own token. ${trace.accepted.at(i)} guesses were that token; the first that is not is rejected, and what stands behind it is discarded.`),
       h('li', null, h('b', null, 'Commit. '), 'The text grows by ', record.tokens.map((token, j) => h('span', { class: `tok ${token.role}` }, label(words[j] || '·', 16))), `: ${record.tokens.length} tokens for one pass.`)));
@@ -74,7 +74,7 @@ export function learnPage(trace) {
     panel('Guessing ahead, in four steps', h('p', null, 'A language model reads its whole memory for every token, and could judge several tokens in that time. So something cheap guesses what comes next, and the model judges all guesses in one pass. This is a real run of the demo models; choose a round.'), loop(trace, request)),
     panel('The rule: the target’s word is the text', h('p', null, 'At temperature 0 a guess stands if it is the target’s likeliest token. Above it, both add the same random noise to their logarithms, and each takes its own best. The text is the target’s choice every time: a bad guesser costs time, never a token. (It is not “accepted if p is at least q”.)'), contest()),
     panel('Trees: several guesses for one place', h('p', null, 'A guesser may offer more than one candidate at a place. The target walks down the branch that agrees with its own choices; the others are pruned.'),
-      branching === undefined ? h('p', null, 'The bundled trace has no tree.') : h('div', { class: 'scroll', tabindex: '0', role: 'region', 'aria-label': 'a tree of the demo' }, drawTree(trace, trace.record(branching)))),
+      branching === undefined ? h('p', null, 'The bundled trace has no tree.') : h('div', { class: 'scroll', tabindex: '0', role: 'region', 'aria-label': 'a tree of the demo' }, drawTree(trace, trace.requests[trace.request.at(branching)], trace.record(branching)))),
     panel('How much a guess is worth', h('p', null, 'The k-th guess counts only if all before it stood, so its worth falls as α^k.'), growth()),
     panel('When it helps and when it hurts', h('p', null, 'Guesses cost time too. Drag the cost of a guess, or the batch, and see where the curve falls below the line.'), payoff({ alpha: 0.75, c: 0.08, row: 0.03, o: 0.02 }, [], [])),
     panel('The field’s symbols', table('the same thing under other names', ['what', 'here', 'in papers', 'as engines count it'], SYMBOLS)),

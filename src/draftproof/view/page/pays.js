@@ -9,7 +9,7 @@ import { median } from './tally.js';
 export function lines(title, series, { most, wide, across }) {
   const width = 560, height = 260, x = (v) => 44 + 500 * v / wide, y = (v) => 220 - 190 * Math.min(1, v / most);
   const step = 2 ** Math.max(0, Math.ceil(Math.log2((wide + 1) / 16)));      // at most 16 numbers
-  const marks = (most > 8 ? [0, 1, 4, 8, 12, 16, 20] : most > 3 ? [0, 1, 2, 3, 4, 5, 6, 7, 8] : [0, 0.5, 1, 1.5, 2, 2.5, 3]).filter((v) => v <= most);
+  const marks = (most > 8 ? [1, 4, 8, 12, 16, 20] : most > 3 ? [0, 1, 2, 3, 4, 5, 6, 7, 8] : [0, 0.5, 1, 1.5, 2, 2.5, 3]).filter((v) => v <= most);
   return svg('svg', { class: 'chart', width, height, viewBox: `0 0 ${width} ${height}`, role: 'img', 'aria-label': title },
     marks.map((v) => [svg('line', { class: v === 1 ? 'even' : 'grid', x1: 44, x2: 544, y1: y(v), y2: y(v) }), svg('text', { x: 38, y: y(v) + 4, 'text-anchor': 'end' }, `${v}×`)]),
     Array.from({ length: wide + 1 }, (_, v) => (v % step === 0 ? svg('text', { x: x(v), y: 238, 'text-anchor': 'middle' }, v) : null)),
@@ -69,8 +69,8 @@ export function payoff(start, hazards, points) {
   const set = (name) => (value) => { now[name] = value; paint(); };
   const sliders = h('div', { class: 'sliders' },
     slider('acceptance α of each guess', { min: 0, max: 0.99, step: 0.01, value: now.alpha, show: percent }, set('alpha')),
-    slider('cost c of a guess (in a tree: of a level), in plain passes', { min: 0, max: 1, step: 0.005, value: now.c, show: (v) => number(v, 3) }, set('c')),
-    slider('cost of scoring one more of them', { min: 0, max: 1, step: 0.005, value: now.row, show: (v) => number(v, 3) }, set('row')),
+    slider('cost c of a guess, in plain passes', { min: 0, max: 1, step: 0.005, value: now.c, show: (v) => number(v, 3) }, set('c')),
+    slider('cost of scoring one row more', { min: 0, max: 1, step: 0.005, value: now.row, show: (v) => number(v, 3) }, set('row')),
     slider('batch: texts at once', { min: 1, max: 64, step: 1, value: 1, show: integer }, set('batch')));
   paint();
   return [sliders, words, place, h('ul', { class: 'legend' }, h('li', null, h('span', { class: 'key predicted' }), 'predicted, every position α'), hazards.length ? h('li', null, h('span', { class: 'key hazards' }), 'predicted, measured acceptance') : null,

@@ -9,7 +9,7 @@ import { roundWords } from './words.js';
 function arrivals(trace, request) {
   const list = request.prefill ? [{ at: request.prefill.at_s - request.at, text: request.prefill.text, role: 'prefill', tokens: 1 }] : [];
   for (const i of request.rounds) {
-    const record = trace.record(i), words = roundWords(trace, record), at = record.at_s - request.at;
+    const record = trace.record(i), words = roundWords(trace, request, record), at = record.at_s - request.at;
     if (words) record.tokens.forEach((token, j) => list.push({ at, text: words[j], role: token.role, tokens: 1 }));
     else list.push({ at, text: record.text, role: record.tokens.at(-1)?.role ?? 'plain', tokens: record.tokens.length });
   }

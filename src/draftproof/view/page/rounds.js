@@ -8,12 +8,12 @@ const GLYPH = { accepted: '■', rejected: '×', discarded: '·' };
 
 function line(ctx, ordinal) {
   const { trace, request, link, cursor } = ctx, i = request.rounds[ordinal], record = trace.record(i);
-  const words = roundWords(trace, record), last = record.tokens.at(-1), own = last && last.role !== 'accepted' ? last : null;
+  const words = roundWords(trace, request, record), last = record.tokens.at(-1), own = last && last.role !== 'accepted' ? last : null;
   const nodes = record.nodes.slice(0, 24);
   const spoken = `round ${record.round}: ${record.nodes.length} guessed, ${trace.accepted.at(i)} accepted${own ? `, then ${own.role}` : ''}`;
   const row = h('a', { class: 'row', href: link('tree', { round: ordinal }), title: spoken, 'aria-current': ordinal === cursor - 1 ? 'true' : null },
     h('span', { class: 'num' }, record.round), h('span', { class: 'num' }, `${trace.accepted.at(i)}/${record.nodes.length}`),
-    h('span', { class: 'cells' }, nodes.map((node) => h('span', { class: `cell ${node.fate}` }, GLYPH[node.fate], ' ', trace.vocabulary ? label(trace.piece(node.token), 12) : '')),
+    h('span', { class: 'cells' }, nodes.map((node) => h('span', { class: `cell ${node.fate}` }, GLYPH[node.fate], ' ', request.header.vocabulary ? label(trace.piece(node.token, request), 12) : '')),
       record.nodes.length > 24 ? ` +${record.nodes.length - 24}` : '',
       own ? h('span', { class: `cell tok ${own.role}` }, own.role === 'bonus' ? '+ ' : own.role === 'correction' ? '→ ' : '', words ? label(words.at(-1) || '·', 16) : label(record.text, 16)) : null),
     h('span', { class: 'num wide' }, seconds(trace.draft.at(i))), h('span', { class: 'num wide' }, seconds(trace.score.at(i))),

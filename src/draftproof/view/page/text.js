@@ -5,14 +5,14 @@ import { ROLE_NAMES, roundWords, walk } from './words.js';
 
 const BLOCK = 400;                       // rounds per block of the document; far blocks are empty until they come near
 
-function guesses(trace, record) {
+function guesses(trace, request, record) {
   const lost = record.nodes.filter((node) => node.fate !== 'accepted').slice(0, 64);
-  return lost.map((node) => h('span', { class: `guess ${node.fate}`, title: `${node.fate}, round ${record.round}` }, running(trace.piece(node.token), 200)));
+  return lost.map((node) => h('span', { class: `guess ${node.fate}`, title: `${node.fate}, round ${record.round}` }, running(trace.piece(node.token, request), 200)));
 }
 
 /** The pieces of one round, each with its role; `unfold`: with the guesses that failed. */
-export function roundSpans(trace, i, ordinal, unfold) {
-  const record = trace.record(i), words = roundWords(trace, record), mark = { 'data-round': ordinal };
+export function roundSpans(trace, request, ordinal, unfold) {
+  const record = trace.record(request.rounds[ordinal]), words = roundWords(trace, request, record), mark = { 'data-round': ordinal };
   const spans = [];
   if (words) {
     record.tokens.forEach((token, j) => spans.push(h('span', { ...mark, 'data-token': j, class: `tok ${token.role}`, tabindex: '-1' }, running(words[j], 2000) || '·')));
@@ -22,35 +22,35 @@ export function roundSpans(trace, i, ordinal, unfold) {
       record.tokens.length > 1 ? h('sup', null, record.tokens.length) : null));
   }
   if (!unfold) return spans;
-  const lost = guesses(trace, record), last = record.tokens.at(-1);
+  const lost = guesses(trace, request, record), last = record.tokens.at(-1);
   return last && (last.role === 'correction' || last.role === 'bonus') && words ? [...spans.slice(0, -1), ...lost, spans.at(-1)] : [...spans, ...lost];
 }
 
 export function prefillSpan(trace, request) {
   if (!request.prefill) return null;
-  const text = trace.vocabulary ? trace.piece(request.prefill.token.token) : request.prefill.text;
+  const text = request.header.vocabulary ? trace.piece(request.prefill.token.token, request) : request.prefill.text;
   return h('span', { class: 'tok prefill', 'data-round': -1, 'data-token': 0, tabindex: '-1' }, running(text, 2000) || '·');
 }
 
 export function tokenFacts(trace, request, ordinal, j) {
   if (ordinal < 0) {
     const token = request.prefill.token;
-    return [['token', `${label(trace.piece(token.token))} (id ${token.token})`], ['role', ROLE_NAMES.prefill], ['p', chance(token.p)]];
+    return [['token', `${label(trace.piece(token.token, request))} (id ${token.token})`], ['role', ROLE_NAMES.prefill], ['p', chance(token.p)]];
   }
   const record = trace.record(request.rounds[ordinal]), step = walk(record)[j], token = step?.token;
   if (!token) return [];
   const node = step.node === null ? null : record.nodes[step.node], rival = record.nodes[step.siblings[0]];
-  const list = (all) => all.map((a) => `${label(trace.piece(a.token), 20)} ${chance(a.probability)}`).join(' · ');
+  const list = (all) => all.map((a) => `${label(trace.piece(a.token, request), 20)} ${chance(a.probability)}`).join(' · ');
   const facts = [
-    ['token', trace.vocabulary ? `${label(trace.piece(token.token))} (id ${token.token})` : `id ${token.token}`], ['role', ROLE_NAMES[token.role]],
+    ['token', request.header.vocabulary ? `${label(trace.piece(token.token, request))} (id ${token.token})` : `id ${token.token}`], ['role', ROLE_NAMES[token.role]],
     ['round', `${record.round}, depth ${record.depth}, drafter ${label(record.drafter)}`], ['position', record.position + j],
   ];
-  if (!trace.vocabulary) facts[0] = ['tokens', `${record.tokens.length}: ${record.tokens.map((one) => one.role).join(', ')}`];
+  if (!request.header.vocabulary) facts[0] = ['tokens', `${record.tokens.length}: ${record.tokens.map((one) => one.role).join(', ')}`];
   if (token.p !== undefined) facts.push(['p (target)', chance(token.p)]);
   if (node?.q !== undefined) facts.push(['q (draft)', chance(node.q)]);
   if (token.noise !== undefined) facts.push(['shared noise', token.noise.toFixed(3)]);
   if ((node ?? rival)?.coin !== undefined) facts.push(['coin u', chance((node ?? rival).coin)]);
-  if (!node && rival) facts.push(['guessed instead', `${label(trace.piece(rival.token))} (p ${chance(rival.p)}, q ${chance(rival.q)})`]);
+  if (!node && rival) facts.push(['guessed instead', `${label(trace.piece(rival.token, request))} (p ${chance(rival.p)}, q ${chance(rival.q)})`]);
   if (token.alternatives?.length) facts.push(['target’s likeliest', list(token.alternatives)]);
   if (token.draft_alternatives?.length) facts.push(['drafter’s likeliest', list(token.draft_alternatives)]);
   if (token.p === undefined && !request.header.machine.imported) facts.push(['note', 'probabilities stand in traces of level full (--trace-level full)']);
@@ -68,7 +68,7 @@ export const textView = {
     const blocks = [];
     const fill = (block, from) => block.replaceChildren(
       ...(from === 0 ? [prefillSpan(trace, request)] : []).filter(Boolean),
-      ...rounds.slice(from, from + BLOCK).flatMap((i, k) => roundSpans(trace, i, from + k, state.unfold)));
+      ...rounds.slice(from, from + BLOCK).flatMap((_, k) => roundSpans(trace, request, from + k, state.unfold)));
     const text = h('div', { class: 'text', id: 'text', tabindex: '0', role: 'group', 'aria-label': 'generated text; arrow keys walk through its tokens' });
     for (let from = 0; from === 0 || from < rounds.length; from += BLOCK) blocks.push(h('div', { class: 'block', data: { from } }));
     text.append(...blocks);
@@ -112,7 +112,7 @@ export const textView = {
     follow(ctx);
     const unfold = button(state.unfold ? 'Hide the guesses that failed' : 'Show the guesses that failed', () => { state.unfold = !state.unfold; ctx.redraw(); }, { 'aria-pressed': String(Boolean(state.unfold)) });
     return [panel('Text', h('div', { class: 'bar' }, unfold), legend('accepted', 'correction', 'bonus', 'plain', 'prefill', 'rejected', 'discarded'),
-      trace.vocabulary ? null : h('p', { class: 'quiet' }, 'This trace carries no token texts (level summary): each piece is one round, with its number of tokens.'),
+      request.header.vocabulary ? null : h('p', { class: 'quiet' }, 'This trace carries no token texts (level summary): each piece is one round, with its number of tokens.'),
       h('div', { class: 'split' }, text, h('aside', { class: 'card', 'aria-label': 'about the token' }, facts)))];
   },
 };
@@ -120,7 +120,7 @@ export const textView = {
 function toggle(text, span, trace, request) {
   const ordinal = span.dataset.round, shown = text.querySelectorAll(`.guess[data-of="${ordinal}"]`);
   if (shown.length) { shown.forEach((one) => one.remove()); return; }
-  const own = text.querySelectorAll(`.tok[data-round="${ordinal}"]`), lost = guesses(trace, trace.record(request.rounds[Number(ordinal)]));
+  const own = text.querySelectorAll(`.tok[data-round="${ordinal}"]`), lost = guesses(trace, request, trace.record(request.rounds[Number(ordinal)]));
   lost.forEach((one) => { one.dataset.of = ordinal; });
   own[own.length - 1].before(...lost);
 }

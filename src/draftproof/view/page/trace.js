@@ -42,12 +42,12 @@ const COLUMNS = {
 };
 
 export class Trace {
-  headers = []; requests = []; vocabulary = null; roundCount = 0; bytes = 0; lines = 0;
+  headers = []; requests = []; roundCount = 0; bytes = 0; lines = 0;
   raced = null;                          // pairs that are known to answer one prompt; null: they are found by their options
   damage = null;                         // a sentence about what could not be read, if anything
   complete = false;
   #pages = []; #page = new Uint8Array(PAGE_BYTES); #used = 0; #lineStart = 0;
-  #current = new Map(); #decoder = new TextDecoder('utf-8', { fatal: true });
+  #current = new Map(); #words = new Map(); #decoder = new TextDecoder('utf-8', { fatal: true });
 
   constructor(name) {
     this.name = name;
@@ -152,8 +152,8 @@ export class Trace {
     for (const name of ['target', 'drafter', 'rule', 'depth']) need(typeof record[name] === 'string', `"${name}" of the header is not text.`);
     const words = record.vocabulary;
     if (words) need(Array.isArray(words) && words.every((word) => typeof word === 'string'), 'its vocabulary is not a list of texts.');
-    if (words) this.vocabulary = words;
-    this.headers.push({ ...record, machine: record.machine ?? {}, vocabulary: undefined });
+    if (words) this.#words.set(record.target, words);
+    this.headers.push({ ...record, machine: record.machine ?? {}, vocabulary: this.#words.get(record.target) ?? null });
   }
 
   #open(record, start, end) {
@@ -238,11 +238,12 @@ export class Trace {
     return this.#parse(this.#pages[this.page.at(i)].subarray(this.start.at(i), this.end.at(i)));
   }
 
-  piece(token) {
-    const word = this.vocabulary?.[token];
+  /** The text of a token of a request. Its header's, which may stand in an earlier header of the same target: files may hold several models. */
+  piece(token, { header }) {
+    const word = header.vocabulary?.[token];
     if (word !== undefined) return word;
     if (token === WITHHELD) return '▒';
-    return token === this.headers.at(-1)?.machine.unknown_token ? '(not told)' : `#${token}`;
+    return token === header.machine.unknown_token ? '(not told)' : `#${token}`;
   }
 }
 

@@ -24,7 +24,7 @@ export function layout(nodes) {
   return { depth, line, leaves: Math.max(1, leaves), root: roots.length ? (line[roots[0]] + line[roots.at(-1)]) / 2 : 0 };
 }
 
-export function drawTree(trace, record) {
+export function drawTree(trace, request, record) {
   const nodes = record.nodes.slice(0, MOST), { depth, line, leaves, root } = layout(nodes);
   const x = (d) => 20 + d * (WIDTH + 24), y = (l) => 16 + l * (HEIGHT + 10);
   const deepest = nodes.length ? depth.reduce((a, b) => Math.max(a, b)) : 0, own = record.tokens.at(-1), kept = record.tokens.filter((token) => token.role === 'accepted').length;
@@ -37,7 +37,7 @@ export function drawTree(trace, record) {
   const box = (cx, cy, kind, top, under) => svg('g', { class: `node ${kind}`, transform: `translate(${cx} ${cy})` },
     svg('rect', { width: WIDTH, height: HEIGHT, rx: kind === 'discarded' ? 0 : 8 }), svg('text', { x: 8, y: 18 }, top), svg('text', { x: 8, y: 35, class: 'small' }, under));
   const glyph = { accepted: '■ ', rejected: '× ', discarded: '· ' };
-  const boxes = nodes.map((node, i) => box(x(depth[i]), y(line[i]), node.fate, glyph[node.fate] + label(trace.piece(node.token), 13),
+  const boxes = nodes.map((node, i) => box(x(depth[i]), y(line[i]), node.fate, glyph[node.fate] + label(trace.piece(node.token, request), 13),
     node.p === undefined ? node.fate : `p ${chance(node.p)} q ${chance(node.q)}`));
   const path = nodes.findLastIndex((node) => node.fate === 'accepted');
   if (own && own.role !== 'accepted') {
@@ -47,7 +47,7 @@ export function drawTree(trace, record) {
     if (busy) size[1] += HEIGHT + 10;
     const [x0, y0] = at[0] === 1 ? [x(0) + WIDTH, y(root) + HEIGHT / 2] : [x(depth[path]) + WIDTH, y(line[path]) + HEIGHT / 2];
     edges.push(svg('path', { class: 'edge', d: `M${x0} ${y0}C${x0 + 12} ${y0} ${place[0] - 12} ${place[1] + HEIGHT / 2} ${place[0]} ${place[1] + HEIGHT / 2}` }));
-    boxes.push(box(...place, own.role, (own.role === 'bonus' ? '+ ' : '→ ') + label(trace.piece(own.token), 13), own.p === undefined ? own.role : `${own.role}, p ${chance(own.p)}`));
+    boxes.push(box(...place, own.role, (own.role === 'bonus' ? '+ ' : '→ ') + label(trace.piece(own.token, request), 13), own.p === undefined ? own.role : `${own.role}, p ${chance(own.p)}`));
   }
   return svg('svg', { class: 'tree', width: size[0], height: size[1], viewBox: `0 0 ${size[0]} ${size[1]}`, role: 'img', 'aria-label': `candidate tree of round ${record.round}; the table below says the same` },
     edges, box(x(0), y(root), 'root', 'text so far', `position ${record.position - 1}`), boxes);
@@ -63,11 +63,11 @@ export const treeView = {
       const said = record.nodes.length ? `Round ${record.round}: ${shape} of ${record.nodes.length} guesses by ${label(record.drafter)}, of which ${trace.accepted.at(i)} stood.`
         : `Round ${record.round}: nothing was guessed (${label(record.reason || record.draft_reason || 'no reason given', 200)}).`;
       const extra = record.nodes.length > MOST ? ` Drawn are the first ${MOST}.` : '';
-      return place.replaceChildren(h('p', { 'aria-live': 'polite' }, said + extra), h('div', { class: 'scroll', tabindex: '0', role: 'region', 'aria-label': 'drawing of the tree' }, drawTree(trace, record)),
+      return place.replaceChildren(h('p', { 'aria-live': 'polite' }, said + extra), h('div', { class: 'scroll', tabindex: '0', role: 'region', 'aria-label': 'drawing of the tree' }, drawTree(trace, request, record)),
         h('p', null, h('a', { href: link('verification', { round: ordinal, token: 0 }) }, 'How its tokens were judged')),
         table('guesses of the round', ['guess', 'parent', 'token', 'fate', 'p', 'q', 'noise', 'coin', 'score'], record.nodes.slice(0, MOST).map((node, k) =>
-          [k, node.parent < 0 ? 'text' : node.parent, label(trace.piece(node.token)), h('span', { title: ROLE_NAMES[node.fate] }, node.fate), chance(node.p), chance(node.q), node.noise?.toFixed(2) ?? '–', chance(node.coin), node.score?.toFixed(3) ?? '–'])),
-        table('what became text', ['token', 'role', 'p'], record.tokens.map((token) => [label(trace.piece(token.token)), token.role, chance(token.p)])));
+          [k, node.parent < 0 ? 'text' : node.parent, label(trace.piece(node.token, request)), h('span', { title: ROLE_NAMES[node.fate] }, node.fate), chance(node.p), chance(node.q), node.noise?.toFixed(2) ?? '–', chance(node.coin), node.score?.toFixed(3) ?? '–'])),
+        table('what became text', ['token', 'role', 'p'], record.tokens.map((token) => [label(trace.piece(token.token, request)), token.role, chance(token.p)])));
     };
     paint(ctx);
     this.follow = paint;

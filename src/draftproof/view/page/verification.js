@@ -52,9 +52,9 @@ export function refusals(rows, nodes) {
 const perturbed = (chanceOf, g) => (chanceOf ? Math.log(chanceOf) + g : null);
 const best = (rows, name) => rows.reduce((top, one) => (one[name] !== null && (top === null || one[name] > top[name]) ? one : top), null);
 
-function race(trace, { rows, greedy, step }) {
+function race(trace, request, { rows, greedy, step }) {
   for (const one of rows) { one.target = perturbed(one.p, one.g); one.draft = perturbed(one.q, one.g); }
-  const won = best(rows, 'target'), guessed = best(rows, 'draft'), name = (one) => label(trace.piece(one.token), 24);
+  const won = best(rows, 'target'), guessed = best(rows, 'draft'), name = (one) => label(trace.piece(one.token, request), 24);
   const heads = ['token', 'p (target)', 'q (draft)', ...(greedy ? [] : ['shared noise g', 'log p + g', 'log q + g'])];
   const body = rows.map((one) => [
     h('span', { class: one.token === step.token.token ? 'won' : null }, `${one === won ? '★ ' : ''}${one === guessed ? '◇ ' : ''}${name(one)}`),
@@ -72,7 +72,7 @@ function race(trace, { rows, greedy, step }) {
 }
 
 function toss(trace, request, record, { rows, step }) {
-  const nodes = step.siblings.map((i) => record.nodes[i]), several = nodes.length > 1, name = (token, most = 24) => label(trace.piece(token), most);
+  const nodes = step.siblings.map((i) => record.nodes[i]), several = nodes.length > 1, name = (token, most = 24) => label(trace.piece(token, request), most);
   if (!nodes.length) return [h('p', null, 'Nothing was guessed at this place: the target’s own draw.')];
   const { limits, left } = refusals(rows, nodes), order = step.node === null ? 0 : step.siblings.indexOf(step.node), node = nodes[order];
   const limit = limits[order], u = node.coin ?? null, points = (node.q ?? null) === null, of = order ? `limit of guess ${order + 1}` : points ? 'p' : 'min(1, p/q)';
@@ -105,7 +105,7 @@ export const verificationView = {
       if (i === undefined) return place.replaceChildren(h('p', null, 'This request has no round yet.'));
       const record = trace.record(i), j = Math.min(token, record.tokens.length - 1);
       if (j < 0) return place.replaceChildren(h('p', null, 'This round emitted nothing.'));
-      const picks = record.tokens.map((one, k) => h('a', { class: `pick tok ${one.role}`, href: link('verification', { round: ordinal, token: k }), 'aria-current': k === j ? 'true' : null }, label(trace.piece(one.token), 16)));
+      const picks = record.tokens.map((one, k) => h('a', { class: `pick tok ${one.role}`, href: link('verification', { round: ordinal, token: k }), 'aria-current': k === j ? 'true' : null }, label(trace.piece(one.token, request), 16)));
       const one = record.tokens[j], joint = request.rule === 'ratio' || request.rule === 'block';
       const parts = [h('p', { 'aria-live': 'polite' }, `Round ${record.round}, token ${j + 1} of ${record.tokens.length}: ${one.role}. Rule ${label(request.rule)}.`), h('nav', { class: 'bar', 'aria-label': 'tokens of the round' }, picks)];
       if (one.p === undefined) parts.push(h('p', { class: 'notice' }, request.header.machine.imported ? `This trace was imported from ${label(String(request.header.machine.imported))}, which tells no probabilities.`
@@ -113,7 +113,7 @@ export const verificationView = {
       else if (joint) {
         if (request.rule === 'block') parts.push(h('p', null, 'Rule block judges the whole guess at once: it keeps the longest prefix whose coin falls below the prefix’s joint ratio, so one token’s bar below is a lower bound, not the whole story.'));
         parts.push(...toss(trace, request, record, candidates(trace, request, record, j)));
-      } else parts.push(...race(trace, candidates(trace, request, record, j)));
+      } else parts.push(...race(trace, request, candidates(trace, request, record, j)));
       const next = (step) => button(step < 0 ? '← token' : 'token →', () => ctx.go('verification', { round: ordinal, token: Math.max(0, j + step) }), { disabled: j + step < 0 || j + step >= record.tokens.length });
       return place.replaceChildren(...parts.filter(Boolean), h('div', { class: 'bar' }, next(-1), next(1)));
     };

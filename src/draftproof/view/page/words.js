@@ -30,9 +30,9 @@ export function assign(pieces, text) {
 }
 
 /** The shown text of each emitted token of a round; null where the trace has no vocabulary, as at level summary. */
-export function roundWords(trace, record) {
-  if (!trace.vocabulary) return null;
-  return assign(record.tokens.map((token) => trace.piece(token.token)), record.text);
+export function roundWords(trace, request, record) {
+  if (!request.header.vocabulary) return null;
+  return assign(record.tokens.map((token) => trace.piece(token.token, request)), record.text);
 }
 
 /** For each emitted token the drafted node at its place that the walk judged: [{token, node, siblings}]. */
