@@ -144,6 +144,83 @@ def test_what_is_no_trace_is_told(content: str, told: str, tmp_path: Path, capsy
     assert not (tmp_path / "out.html").exists()
 
 
+ROUND = {"event": "round_done", "request": "r", "round": 0, "at_s": 0.2, "batch": 1, "position": 4, "depth": 1, "drafter": "d",
+         "reason": "", "draft_reason": "", "nodes": [{"token": 1, "parent": -1, "fate": "accepted"}],
+         "tokens": [{"token": 1, "role": "accepted"}], "text": "你好",
+         "times": {"draft_s": 0.0, "score_s": 0.1, "verify_s": 0.0, "other_s": 0.0}}
+DONE = {"event": "request_done", "request": "r", "at_s": 0.3, "finish": "length", "completion_tokens": 2,
+        "metrics": {"drafted": None, "accepted": None, "draft_bytes": None, "kv_tokens_lost": None}}
+
+
+def short(path: Path, *records: dict[str, object]) -> Path:
+    """A trace of one request with these records behind its prefill."""
+    header = {"event": "trace_started", "version": 1, "target": "t", "drafter": "d", "rule": "match", "depth": "1"}
+    started = {"event": "request_started", "request": "r", "at_s": 0.0, "prompt_tokens": 3, "cached_tokens": 0, "sampling": {}, "seed": 1,
+               "sample": 0}
+    prefill = {"event": "prefill_done", "request": "r", "at_s": 0.1, "seconds": 0.1, "passes": 1, "token": {"token": 0, "role": "prefill"},
+               "text": "a"}
+    lines = [json.dumps(record, ensure_ascii=False) + "\n" for record in (header, started, prefill, *records)]
+    path.write_text("".join(lines), encoding="utf-8")
+    return path
+
+
+def options(folder: Path) -> list[list[str]]:
+    return [["--terminal"], ["--html", str(folder / "a.html")], ["--perfetto", str(folder / "a.json")]]
+
+
+def test_a_trace_cut_within_a_character_is_read_up_to_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = short(tmp_path / "t.jsonl", ROUND, {**ROUND, "round": 1})
+    path.write_bytes(path.read_bytes()[:path.read_bytes().rindex("好".encode()) + 1])
+    assert [event.event for event in read_trace(path)] == ["trace_started", "request_started", "prefill_done", "round_done"]
+    for option in options(tmp_path):
+        assert run(["view", str(path), *option]) == 0
+    assert "你好" in capsys.readouterr().out
+
+
+def test_a_packed_trace_is_read(trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    packed = tmp_path / "t.jsonl.gz"
+    packed.write_bytes(gzip.compress(trace.read_bytes()))
+    assert list(read_trace(packed)) == list(read_trace(trace))
+    for option in options(tmp_path):
+        assert run(["view", str(packed), *option]) == 0
+    assert embedded((tmp_path / "a.html").read_text(), "trace-data") == trace.read_bytes()
+    packed.write_bytes(packed.read_bytes()[:-20])
+    capsys.readouterr()
+    assert run(["view", str(packed), "--terminal"]) == 1 and "expected a JSONL trace" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("record", "told"), [
+    ({**ROUND, "at_s": float("nan")}, "at_s is nan"), ({**ROUND, "at_s": "soon"}, "real number"),
+    ({**ROUND, "nodes": [{"token": 1, "parent": 0, "fate": "accepted"}]}, "parent 0"),
+    ({**ROUND, "nodes": [{"token": 1, "parent": -1, "fate": "lost"}]}, "'lost'"),
+    ({**ROUND, "tokens": [{"token": 1, "role": "king"}]}, "'king'"),
+    ({**ROUND, "times": {"draft_s": 0.0, "score_s": float("inf"), "verify_s": 0.0, "other_s": 0.0}}, "times are 0.0, inf"),
+    ({**DONE, "metrics": None}, "metrics"), ({**DONE, "completion_tokens": None}, "real number"),
+])
+def test_damaged_records_are_told_with_their_line(record: dict[str, object], told: str, tmp_path: Path,
+                                                  capsys: pytest.CaptureFixture[str]) -> None:
+    path = short(tmp_path / "t.jsonl", record)
+    for option in [*options(tmp_path), ["--chart", "all", "--out", str(tmp_path / "out")]]:
+        assert run(["view", str(path), *option]) == 1
+        error = capsys.readouterr().err
+        assert told in error and "line 4" in error and "unforeseen" not in error
+
+
+def test_metrics_that_are_not_told_are_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = short(tmp_path / "t.jsonl", DONE)
+    for option in options(tmp_path):
+        assert run(["view", str(path), *option]) == 0
+    assert "None" not in capsys.readouterr().out
+    odd = short(tmp_path / "odd.jsonl", {**ROUND, "tokens": []}, DONE)
+    assert run(["view", str(odd), "--terminal"]) == 0
+    assert run(["view", str(odd), "--chart", "all", "--out", str(tmp_path / "out")]) == 1
+    assert "accepted guesses: 1, tokens: 0" in capsys.readouterr().err
+    pytest.importorskip("matplotlib")
+    rounds = short(tmp_path / "r.jsonl", *({**ROUND, "round": n, "nodes": [], "tokens": []} for n in range(4)), DONE)
+    assert run(["view", str(rounds), "--chart", "all", "--out", str(tmp_path / "out")]) == 0
+    assert "unforeseen" not in capsys.readouterr().err
+
+
 def test_the_command(trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["view", str(trace), "--terminal", "--html", str(tmp_path / "a.html"), "--perfetto", str(tmp_path / "a.json.gz")]) == 0
     assert "×" in capsys.readouterr().out

@@ -68,7 +68,7 @@ def view(trace: Path, engine: str | None, trace_file: Path | None, html_file: Pa
                 [("--trace", trace_file), ("--html", html_file), ("--perfetto", perfetto_file),
                  *(("--chart", file) for file in (wish.files if wish else ()))])
     with ExitStack() as stack:
-        trace = as_trace(trace, engine, trace_file, stack)
+        asked, trace = trace, as_trace(trace, engine, trace_file, stack)
         if html_file is not None:
             write_page(trace, html_file)
             click.echo(html_file)
@@ -76,7 +76,7 @@ def view(trace: Path, engine: str | None, trace_file: Path | None, html_file: Pa
             write_perfetto(trace, perfetto_file)
             click.echo(perfetto_file)
         if wish is not None:
-            for file in draw(wish, checked, trace):
+            for file in draw(wish, lambda path: checked(trace if path == asked else path), asked):
                 click.echo(file)
         if on_terminal:
             print_lines(trace)
@@ -129,15 +129,12 @@ def write_page(trace: Path, out: Path, limit: int | None = None, vocabulary: lis
 
     vocabulary: token texts for a trace of level summary, which has none.
     """
+    from ..trace.sinks import trace_lines
+
     for _ in checked(trace):
         pass
-    told = ""
-    with open(trace, encoding="utf-8") as file:
-        lines = with_words(file, vocabulary)
-        if limit is None:
-            data, whole = "".join(lines).encode(), True
-        else:
-            data, whole = bundle.first_requests(lines, limit)
+    told, lines = "", with_words(trace_lines(trace), vocabulary)
+    data, whole = ("".join(lines).encode(), True) if limit is None else bundle.first_requests(lines, limit)
     if not whole:
         told = f"This page holds the first requests of {trace.name}; the file has the rest: draftproof view {trace.name}"
     with replacing(out) as half:
@@ -198,7 +195,7 @@ class Lines:
 
 
 def serve_page(trace: Path, port: int, opens: bool) -> None:
-    name = "trace.jsonl"
+    name = "trace.jsonl.gz" if trace.suffix == ".gz" else "trace.jsonl"
     try:
         http = server.serve({name: trace}, port)
     except OSError as error:

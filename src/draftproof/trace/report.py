@@ -8,6 +8,7 @@ from statistics import median
 from typing import Any, Self
 
 from ..core.tally import Tally
+from ..errors import Failure
 from ..types import FinishReason
 from .events import Event, PrefillDone, RequestDone, RequestStarted, RoundDone, Times, TraceStarted
 
@@ -102,14 +103,17 @@ class RequestReport:
             self.clock.delivered(event.at_s, 1)
         elif isinstance(event, RoundDone):
             fates = [node.fate for node in event.nodes]
+            if not 0 <= len(event.tokens) - fates.count("accepted") <= 1:
+                raise Failure(f"round {event.round} of request {event.request}: accepted guesses: {fates.count('accepted')}, tokens: "
+                              f"{len(event.tokens)}; a round emits what it accepted and at most one token more. Is the trace damaged?")
             self.tally.round(len(fates), fates.count("accepted"), fates.count("rejected"), len(event.tokens))
             self.clock.delivered(event.at_s, len(event.tokens))
             self.clock.spent(event.times)
             self.drafter = event.drafter
         elif isinstance(event, RequestDone):
             self.finish = event.finish
-            self.draft_bytes = event.metrics.get("draft_bytes", 0)
-            self.kv_tokens_lost = event.metrics.get("kv_tokens_lost", 0)
+            self.draft_bytes = event.metrics.get("draft_bytes") or 0
+            self.kv_tokens_lost = event.metrics.get("kv_tokens_lost") or 0
             if not self.tally.rounds and event.completion_tokens > 1:
                 self._add_totals(event)
 

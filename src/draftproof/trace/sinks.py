@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import logging
 import os
 import time
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import MISSING, Field, fields
+from math import isfinite
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, get_args
 
 from ..errors import Failure
+from ..types import Fate, Role
 from .events import (
     VERSION,
     Alternative,
@@ -138,6 +142,7 @@ def from_json(line: str) -> Event | None:
         return None
     try:
         event: Event = _build(kind, record)
+        _check(event)
     except (TypeError, ValueError, AttributeError) as error:
         raise Failure(f"a {name} record of another form ({error}); expected trace version {VERSION}") from error
     if isinstance(event, TraceStarted) and not isinstance(event.version, int):
@@ -147,24 +152,51 @@ def from_json(line: str) -> Event | None:
     return event
 
 
+def _check(event: Event) -> None:
+    """Raises TypeError or ValueError where a reader would stumble: over what is no finite number, and over guesses that are no tree."""
+    for name in _NUMBERS[type(event)]:
+        if not isfinite(value := getattr(event, name)):
+            raise ValueError(f"{name} is {value}")
+    if isinstance(event, RequestDone) and not isinstance(event.metrics, dict):
+        raise TypeError("metrics are no object")
+    if not isinstance(event, RoundDone):
+        return
+    if not all(map(isfinite, event.times)):
+        raise ValueError(f"times are {', '.join(map(str, event.times))}")
+    for place, node in enumerate(event.nodes):
+        if not -1 <= node.parent < place or node.fate not in get_args(Fate):
+            raise ValueError(f"guess {place} has parent {node.parent} and fate {node.fate!r}")
+    if unknown := {token.role for token in event.tokens} - {*get_args(Role)}:
+        raise ValueError(f"a token has role {unknown.pop()!r}")
+
+
+def trace_lines(path: str | Path) -> Iterator[str]:
+    """The lines of a trace; a name that ends with .gz is unpacked. A last line without its newline may end within a character.
+
+    Raises Failure naming the file that cannot be read.
+    """
+    try:
+        with gzip.open(path) if str(path).endswith(".gz") else open(path, "rb") as file:
+            for line in file:
+                yield line.decode(errors="strict" if line.endswith(b"\n") else "replace")
+    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
+        raise Failure(f"trace file {path}: {error}; expected a JSONL trace") from error
+
+
 def read_trace(path: str | Path) -> Iterator[Event]:
     """Every event of a JSONL trace. A last line without its newline (the writer was killed) is left out.
 
     Raises Failure naming the line that is no trace record, or the file that cannot be read.
     """
-    try:
-        with open(path, encoding="utf-8") as file:
-            for number, line in enumerate(file, 1):
-                if not line.endswith("\n"):
-                    return
-                try:
-                    event = from_json(line)
-                except Failure as error:
-                    raise Failure(f"{path}, line {number}: {error}") from error
-                if event is not None:
-                    yield event
-    except (OSError, UnicodeDecodeError) as error:
-        raise Failure(f"trace file {path}: {error}; expected a JSONL trace") from error
+    for number, line in enumerate(trace_lines(path), 1):
+        if not line.endswith("\n"):
+            return
+        try:
+            event = from_json(line)
+        except Failure as error:
+            raise Failure(f"{path}, line {number}: {error}") from error
+        if event is not None:
+            yield event
 
 
 _dumps = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False).encode
@@ -186,6 +218,10 @@ def _round_line(e: RoundDone) -> str:
 
 
 _EVENTS: dict[str, Any] = {kind.event: kind for kind in (TraceStarted, RequestStarted, PrefillDone, RoundDone, RequestDone)}
+_NUMBERS: dict[type, tuple[str, ...]] = {
+    TraceStarted: (), RequestStarted: ("at_s", "prompt_tokens"), PrefillDone: ("at_s", "seconds", "passes"),
+    RoundDone: ("round", "at_s", "batch", "position", "depth"), RequestDone: ("at_s", "completion_tokens"),
+}
 _RECORDS = (Alternative, NodeRecord, TokenRecord, Times, *_EVENTS.values())
 _REQUIRED: Any = object()
 

@@ -61,7 +61,8 @@ def summary(tokens: int, metrics: Any) -> str:
         parts.append(f"{metrics['tokens_per_s']:.1f} tokens/s")
     if isinstance(metrics.get("acceptance_length"), float):
         parts.append(f"{metrics['acceptance_length']:.2f} a round")
-    parts.append(f"{metrics.get('accepted', 0)} of {metrics.get('drafted', 0)} stood")
+    if metrics.get("drafted") is not None:
+        parts.append(f"{metrics.get('accepted') or 0} of {metrics['drafted']} stood")
     return " · ".join(parts)
 
 

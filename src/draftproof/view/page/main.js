@@ -39,10 +39,12 @@ function embedded(id) {
   return new Blob([bytes]).stream().pipeThrough(new DecompressionStream('gzip'));
 }
 
+const unpacked = (name, stream) => (/\.gz$/.test(name) ? stream.pipeThrough(new DecompressionStream('gzip')) : stream);
+
 async function fetched(name) {
   const answer = await fetch(name);
   if (!answer.ok) throw new TraceError(`The trace ${name} could not be loaded: the server answered ${answer.status}.`);
-  return answer.body;
+  return unpacked(name, answer.body);
 }
 
 async function lesson() {
@@ -148,8 +150,7 @@ function theme() {
 
 /** A file as a trace, not yet shown. */
 async function open(file, trace = new Trace(file.name), progress = undefined) {
-  const packed = /\.gz$/.test(file.name), stream = packed ? file.stream().pipeThrough(new DecompressionStream('gzip')) : file.stream();
-  return trace.read(stream, progress);
+  return trace.read(unpacked(file.name, file.stream()), progress);
 }
 
 async function show(file) { await load(file.name, (trace, progress) => open(file, trace, progress)); }
