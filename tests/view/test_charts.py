@@ -342,6 +342,9 @@ def test_charts_of_an_imported_trace(tmp_path: Path, capsys: pytest.CaptureFixtu
     tally = figures.acceptance(figures.runs(read_trace(path))).tally
     assert tally.drafted == sum(one.tally.drafted for one in requests(read_trace(path)).values())
     assert run(["view", str(path), "--chart", "gantt", "--request", "chatcmpl-L", "--out", str(tmp_path / "g.svg")]) == 0
+    answers = str(tmp_path / "answers.jsonl")
+    assert run(["view", answers, "--chart", "gantt", "--request", "none", "--out", str(tmp_path / "g.svg")]) == 1
+    assert answers in capsys.readouterr().err, "the file is the one that was named"
 
 
 @pytest.mark.parametrize(("arguments", "code", "told"), [
@@ -351,7 +354,7 @@ def test_charts_of_an_imported_trace(tmp_path: Path, capsys: pytest.CaptureFixtu
     (["--chart", "gantt", "--out", "no/such/a.svg"], 2, "does not exist"), (["--chart", "compare", "--out", "a.svg"], 2, "--with"),
     (["--with", __file__], 2, "--with without --chart"), (["--theme", "dark"], 2, "--theme without"),
     (["--chart", "gantt", "--out", "a.svg", "--request", "r99"], 1, "no request 'r99'"),
-    (["--chart", "tree", "--out", "a.svg", "--round", "999"], 1, "no round 999"),
+    *((["--chart", chart, "--out", "a.svg", "--round", "999"], 1, "no round 999") for chart in ("tree", "gantt", "rounds")),
     (["--chart", "verification", "--out", "a.svg", "--token", "99"], 1, "there is no --token 99"),
     (["--chart", "rounds", "--out", "a.svg", "--request", "0"], 1, "has no round"),
     (["--chart", "gantt", "--out", "a.svg", "--port", "0"], 2, "--port"),

@@ -136,17 +136,16 @@ def _prepare(name: str, wish: Wish, read: Callable[[Path], Iterable[Event]], tra
     run = _chosen(found, wish.request, trace)
     if not run.rounds:
         raise Failure(f"{trace}: request {run.started.request} has no round")
-    first = min(wish.round or 0, len(run.rounds) - 1)
     off = figures.without_guesses(found, run)
     plain = figures.plain(found, [run])
     if name == "timeline":
         return charts_time.timeline, (run, off, plain), 4.6
     if name == "rounds":
-        return charts_time.rounds, (run, first), 4.8
+        return charts_time.rounds, (run, _first(wish, run, trace)), 4.8
     if name == "gantt":
         if not any(one.seconds for one in run.rounds):
             raise Failure(f"{trace}: request {run.started.request} has no times of its rounds")
-        return charts_time.gantt, (run, off, plain, first), 5.4
+        return charts_time.gantt, (run, off, plain, _first(wish, run, trace)), 5.4
     return _of_a_round(name, wish, read(trace), trace, run)
 
 
@@ -162,12 +161,24 @@ def _chosen(found: Sequence[Run], request: str | None, trace: Path) -> Run:
     raise Failure(f"{trace}: no request {request!r}; expected an id as the trace has it, or a number from 0 to {len(found) - 1}")
 
 
+def _first(wish: Wish, run: Run, trace: Path) -> int:
+    """Where the rounds that a chart shows begin."""
+    found = next((place for place, one in enumerate(run.rounds) if one.number == wish.round), None)
+    if wish.round is not None and found is None:
+        raise _no_round(wish, run, trace)
+    return found or 0
+
+
+def _no_round(wish: Wish, run: Run, trace: Path) -> Failure:
+    return Failure(f"{trace}: request {run.started.request} has no round {wish.round}; expected 0 to {run.rounds[-1].number}")
+
+
 def _of_a_round(name: str, wish: Wish, events: Iterable[Event], trace: Path, run: Run) -> tuple[Draw, Any, float]:
     from ..trace.judged import judgement
 
     record, vocabulary = _record(events, wish.round, run)
     if record is None:
-        raise Failure(f"{trace}: request {run.started.request} has no round {wish.round}; expected 0 to {run.rounds[-1].number}")
+        raise _no_round(wish, run, trace)
 
     def piece(token: int) -> str:
         return vocabulary[token] if token < len(vocabulary) else f"#{token}"
@@ -175,6 +186,8 @@ def _of_a_round(name: str, wish: Wish, events: Iterable[Event], trace: Path, run
     if name == "tree":
         return charts_token.tree, (record, piece), charts_token.tree_size([node.parent for node in record.nodes])
     tokens = record.tokens
+    if not tokens:
+        raise Failure(f"{trace}: round {record.round} emitted nothing; name another with --round")
     place = wish.token if wish.token is not None else len(tokens) - 1 if tokens[-1].role == "correction" else 0
     if place >= len(tokens):
         raise Failure(f"{trace}: round {record.round} emitted {len(tokens)} tokens, counted from 0; there is no --token {place}")
@@ -200,7 +213,7 @@ def _record(events: Iterable[Event], number: int | None, run: Run) -> tuple[Roun
             if event.request == run.started.request:            # of several engines in one trace, each may have this id
                 mine = ordinal == run.index
         elif mine and isinstance(event, RoundDone) and event.request == run.started.request:
-            says = (len({node.fate for node in event.nodes}), event.tokens[0].role == "accepted")
+            says = (len({node.fate for node in event.nodes}), "accepted" in {token.role for token in event.tokens[:1]})
             if event.round == number or number is None and (best is None or says > most):
                 best, most = event, says
     return best, words.get(run.header.target, ())

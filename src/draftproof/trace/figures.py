@@ -232,9 +232,9 @@ def plain(all_runs: Sequence[Run], chosen: Sequence[Run]) -> Plain | None:
     off = [one for run in all_runs if not run.guesses and run.report.drafter == "none" for one in run.rounds]
     own = [one for run in chosen for one in run.rounds if not one.drafted]
     for rounds, how in ((off, "passes of runs without guesses"), (own, "passes without a guess")):
-        seconds = sum(one.seconds for one in rounds)
-        if len(rounds) > FEWEST_ROUNDS and seconds > 0:
-            return Plain(seconds / sum(one.emitted for one in rounds), True, f"measured on {len(rounds)} {how}")
+        seconds, emitted = sum(one.seconds for one in rounds), sum(one.emitted for one in rounds)
+        if len(rounds) > FEWEST_ROUNDS and seconds > 0 and emitted:
+            return Plain(seconds / emitted, True, f"measured on {len(rounds)} {how}")
     passes = sorted(one.score_s for run in chosen for one in run.rounds)
     quick = passes[len(passes) // 20] if passes else 0.0
     return Plain(quick, False, "estimated: the quickest scoring passes") if quick > 0 else None
