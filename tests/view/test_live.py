@@ -174,3 +174,26 @@ def test_a_page_that_is_open_for_long_stays_small(page: Page) -> None:
         page.until("document.querySelectorAll('select[aria-label=request] option').length === 100")
         assert page.js("return document.querySelector('select[aria-label=request]').selectedOptions[0].textContent").startswith("r5199 ")
         assert page.errors() == []
+
+
+def test_what_runs_when_old_requests_are_let_go_is_shown_to_its_end(page: Page, tmp_path: Path) -> None:
+    """The rounds that were let go are missing, so the numbers at its end are the engine's."""
+    engines(tmp_path / "t.jsonl")
+    whole = [json.loads(line) for line in (tmp_path / "t.jsonl").read_text().splitlines()]
+    first = next(i for i, record in enumerate(whole) if record.get("nodes"))
+    mine = [i for i, record in enumerate(whole) if record.get("request") == whole[first]["request"]]
+    begin = max(i for i in mine if i < first and whole[i]["event"] == "request_started")
+    end = min(i for i in mine if i > first and whole[i]["event"] == "request_done")
+    own = [json.dumps(whole[i], separators=(",", ":")) for i in mine if begin <= i <= end]
+    said = json.loads(own[-1])
+    lines = [to_json(TraceStarted(1, "t", "none", "match", "auto")), *own[:6]]
+    for number in range(5100):
+        lines += [to_json(RequestStarted(f"s{number}", float(number), 3, 0, {}, number, 0)),
+                  to_json(RequestDone(f"s{number}", number + 0.5, "length", 1, {}))]
+    with live([*lines, *own[6:]], breaks=len(lines)) as (address, _):
+        page.open(address)
+        page.until("document.querySelectorAll('select[aria-label=request] option').length === 1", 60)
+        page.show("status", r=0)
+        page.until("document.querySelector('[data-metric=rounds]')?.dataset.value !== '0'")
+        assert "did not reach this page" in page.text() and page.metrics()["rounds"] == said["metrics"]["rounds"]
+        assert page.metrics()["accepted"] == said["metrics"]["accepted"] > 0 and page.errors() == []

@@ -161,3 +161,59 @@ def test_words_are_those_of_the_request_s_own_model(opened: Callable[..., Page])
         page.show("tree", r=number, round=0)
         shown = page.js("return [...document.querySelectorAll('main table')].map((table) => table.rows[1].innerText)")
         assert words[0] in shown[0] and words[1] in shown[1]
+
+
+def test_a_long_text_keeps_the_place_of_the_replay_and_is_printed_whole(opened: Callable[..., Page]) -> None:
+    one = around((NodeRecord(1, -1, "accepted"),), (TokenRecord(1, "accepted"), TokenRecord(2, "bonus")), "onetwo")
+    page = opened(header(), *request([one] * 1500))
+    page.show("text", r=0)
+    page.js("const at = document.querySelector('#replay-range'); at.value = 100; at.dispatchEvent(new Event('input'))")
+    ahead = "[...document.querySelectorAll('#text .tok')].filter((e) => Number(e.dataset.round) >= 100)"
+    page.until(f"{ahead}.every((e) => e.classList.contains('future'))")
+    page.js("window.scrollTo(0, document.body.scrollHeight)")
+    filled = "document.querySelector('#text .block:{}-child .tok') !== null"
+    page.until(filled.format("last"))
+    page.js("window.scrollTo(0, 0)")
+    page.until(f"{filled.format('first')} && !({filled.format('last')})")
+    assert page.js(f"return {ahead}.every((e) => e.classList.contains('future'))")
+    page.js("window.dispatchEvent(new Event('beforeprint'))")
+    assert page.js("return document.querySelectorAll('#text .tok').length") == 1 + 2 * 1500
+    assert page.js(f"return {ahead}.every((e) => e.classList.contains('future'))")
+    page.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": "print"})
+    for name in ("footer", "body > nav", "#controls", "button"):
+        assert page.js("return getComputedStyle(document.querySelector(arguments[0])).display", name) == "none"
+    page.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": ""})
+    page.js("window.dispatchEvent(new Event('afterprint'))")
+    page.until(f"!({filled.format('last')})")
+
+
+def test_a_wide_drawing_is_scrolled_by_keys(opened: Callable[..., Page]) -> None:
+    from selenium.webdriver.common.keys import Keys
+
+    nodes = tuple(NodeRecord(1, i - 1, "rejected" if not i else "discarded") for i in range(12))
+    page = opened(header(), *request([around(nodes, (TokenRecord(2, "correction"),), "two")] * 3))
+    page.show("tree", r=0, round=1)
+    page.js("document.querySelector('main .scroll').focus()")
+    page.keys(Keys.ARROW_RIGHT)
+    assert page.until("document.querySelector('main .scroll').scrollLeft > 0 && document.activeElement.className === 'scroll'")
+    assert page.js("return document.querySelector('#replay-range').value") == "2"
+    page.js("document.activeElement.blur()")
+    page.keys(Keys.ARROW_RIGHT)
+    page.until("document.querySelector('#replay-range').value === '3'")
+
+
+def test_an_address_beyond_the_trace_is_told(opened: Callable[..., Page]) -> None:
+    events = header(), *request(JUDGED)
+    told = "return document.querySelector('#notice').hidden ? '' : document.querySelector('#notice').textContent"
+    assert "names request 99; this trace has 1" in opened(*events, at="#/tree?r=99&round=1").js(told)
+    assert "names round 5; this request has 5" in opened(*events, at="#/tree?r=0&round=5").js(told)
+    assert opened(*events, at="#/tree?r=0&round=4").js(told) == ""
+
+
+def test_numbers_that_are_none_change_no_text(opened: Callable[..., Page]) -> None:
+    token = TokenRecord(1, "plain", 0.5, float("nan"))
+    page = opened(header(None), *request([around((), (token,), "[NaN,\"a:NaN,\"]")]))
+    page.show("text", r=0)
+    assert page.js("return document.querySelector('#text').textContent").endswith("[NaN,\"a:NaN,\"]")
+    page.js("document.querySelectorAll('#text .tok')[1].click()")
+    assert "–" in page.js("return document.querySelector('#token-facts').textContent")

@@ -96,8 +96,10 @@ export class Live {
     this.#flushing = null;
     const full = this.trace.bytes > FULL_BYTES || this.trace.requests.length > MANY, fresh = full ? this.renew() : null;
     if (fresh) {
+      const before = this.trace;
       this.trace = fresh;
       this.#feed(this.#header);
+      fresh.resume(before);
       this.told('Older requests were let go, so that this page stays small; serve --trace FILE keeps them.');
     }
     for (const { event, line } of arrived) {

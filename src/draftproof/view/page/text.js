@@ -1,6 +1,6 @@
 // The text, every token with its role; hover, focus or the arrow keys tell the rest.
 
-import { button, chance, h, label, panel, running } from './dom.js';
+import { button, chance, h, label, number, panel, running } from './dom.js';
 import { ROLE_NAMES, roundWords, walk } from './words.js';
 
 const BLOCK = 400;                       // rounds per block of the document; far blocks are empty until they come near
@@ -48,7 +48,7 @@ export function tokenFacts(trace, request, ordinal, j) {
   if (!request.header.vocabulary) facts[0] = ['tokens', `${record.tokens.length}: ${record.tokens.map((one) => one.role).join(', ')}`];
   if (token.p !== undefined) facts.push(['p (target)', chance(token.p)]);
   if (node?.q !== undefined) facts.push(['q (draft)', chance(node.q)]);
-  if (token.noise !== undefined) facts.push(['shared noise', token.noise.toFixed(3)]);
+  if (token.noise !== undefined) facts.push(['shared noise', number(token.noise, 3)]);
   if ((node ?? rival)?.coin !== undefined) facts.push(['coin u', chance((node ?? rival).coin)]);
   if (!node && rival) facts.push(['guessed instead', `${label(trace.piece(rival.token, request))} (p ${chance(rival.p)}, q ${chance(rival.q)})`]);
   if (token.alternatives?.length) facts.push(['target’s likeliest', list(token.alternatives)]);
@@ -72,12 +72,21 @@ export const textView = {
     const text = h('div', { class: 'text', id: 'text', tabindex: '0', role: 'group', 'aria-label': 'generated text; arrow keys walk through its tokens' });
     for (let from = 0; from === 0 || from < rounds.length; from += BLOCK) blocks.push(h('div', { class: 'block', data: { from } }));
     text.append(...blocks);
+    let now = ctx;
     const near = new IntersectionObserver((entries) => entries.forEach(({ target, isIntersecting, boundingClientRect }) => {
-      if (isIntersecting && !target.firstChild) { fill(target, Number(target.dataset.from)); target.style.removeProperty('min-height'); follow(ctx); }
+      if (isIntersecting && !target.firstChild) { fill(target, Number(target.dataset.from)); target.style.removeProperty('min-height'); follow(now); }
       else if (!isIntersecting && target.firstChild) { target.style.setProperty('min-height', `${boundingClientRect.height}px`); target.replaceChildren(); }
     }), { rootMargin: '800px' });
-    if (blocks.length > 1) blocks.forEach((block) => { block.style.setProperty('min-height', '800px'); near.observe(block); });
-    else fill(blocks[0], 0);
+    const watch = () => { if (blocks.length > 1) blocks.forEach((block) => near.observe(block)); };
+    if (blocks.length > 1) blocks.forEach((block) => block.style.setProperty('min-height', '800px')); else fill(blocks[0], 0);
+    watch();
+    const print = () => {                // paper has the whole text
+      near.disconnect();
+      blocks.forEach((block) => { if (!block.firstChild) fill(block, Number(block.dataset.from)); block.style.removeProperty('min-height'); });
+      follow(now);
+    };
+    window.addEventListener('beforeprint', print);
+    window.addEventListener('afterprint', watch);
 
     const show = (span) => {
       const [ordinal, j] = [Number(span.dataset.round), Number(span.dataset.token)];
@@ -106,9 +115,16 @@ export const textView = {
       show(next);
       next.scrollIntoView({ block: 'nearest' });
     });
-    const follow = ({ cursor }) => text.querySelectorAll('[data-round]').forEach((span) => span.classList.toggle('future', Number(span.dataset.round) >= cursor));
+    const follow = (next) => {
+      now = next;
+      text.querySelectorAll('[data-round]').forEach((span) => span.classList.toggle('future', Number(span.dataset.round) >= now.cursor));
+    };
     this.follow = follow;
-    this.leave = () => near.disconnect();
+    this.leave = () => {
+      near.disconnect();
+      window.removeEventListener('beforeprint', print);
+      window.removeEventListener('afterprint', watch);
+    };
     follow(ctx);
     const unfold = button(state.unfold ? 'Hide the guesses that failed' : 'Show the guesses that failed', () => { state.unfold = !state.unfold; ctx.redraw(); }, { 'aria-pressed': String(Boolean(state.unfold)) });
     return [panel('Text', h('div', { class: 'bar' }, unfold), legend('accepted', 'correction', 'bonus', 'plain', 'prefill', 'rejected', 'discarded'),

@@ -128,7 +128,8 @@ export class Trace {
       return JSON.parse(text);
     } catch {
       // Python writes what is not finite as a bare word
-      try { return JSON.parse(text.replace(/(?<=[:,[])(-?Infinity|NaN)(?=[,}\]])/g, 'null')); } catch { /* told below */ }
+      const finite = text.replace(/"(?:[^"\\]|\\.)*"|-?Infinity|NaN/g, (part) => (part[0] === '"' ? part : 'null'));
+      try { return JSON.parse(finite); } catch { /* told below */ }
       throw new TraceError('it is not JSON.');
     }
   }
@@ -164,7 +165,7 @@ export class Trace {
       sampling: record.sampling && typeof record.sampling === 'object' ? record.sampling : {}, seed: seed ? seed[1] : whole(record.seed) ? String(record.seed) : '0',
       sample: whole(record.sample) ? record.sample : 0, promptClass: typeof record.prompt_class === 'string' ? record.prompt_class : '',
       rule: typeof record.rule === 'string' ? record.rule : 'match', promptIds: Array.isArray(record.prompt_ids) ? record.prompt_ids : null,
-      header: this.headers.at(-1), prefill: null, done: null, totals: null, withheld: record.withheld === true, broken: false, rounds: [], tally: new Tally(), clock: new Clock(record.at_s),
+      header: this.headers.at(-1), prefill: null, done: null, totals: null, withheld: record.withheld === true, broken: false, rounds: [], line: [this.#pages.length - 1, start, end], tally: new Tally(), clock: new Clock(record.at_s),
       drafter: 'none', tokens: 0,
     };
     this.requests.push(request);
@@ -228,6 +229,16 @@ export class Trace {
   anew() {
     this.lost();
     this.#current.clear();
+  }
+
+  /** Go on with what runs in another trace, whose rounds so far stay there. */
+  resume(other) {
+    for (const { id, line: [page, start, end], prefill, rounds, broken } of other.#current.values()) {
+      if (other.named(id).done) continue;
+      const lines = [other.#decoder.decode(other.#pages[page].subarray(start, end)), ...(prefill ? [JSON.stringify(prefill)] : []), ''];
+      this.feed(new TextEncoder().encode(lines.join('\n')));
+      this.named(id).broken = broken || rounds.length > 0;
+    }
   }
 
   /** The request that has this name now; names begin anew with every engine. */
