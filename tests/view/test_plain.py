@@ -88,6 +88,17 @@ def test_terminal_lines_fit_and_obey_nobody(tmp_path: Path, trace: Path) -> None
     assert all(glyph in drawn for glyph in "■×→+")
 
 
+@pytest.mark.parametrize("width", [1, 10, 20, 45, 46, 80])
+def test_terminal_lines_fit_any_window_and_figure(width: int, tmp_path: Path, trace: Path) -> None:
+    node = {"token": 1, "parent": -1, "fate": "rejected"}
+    times = {"draft_s": 9.9999, "score_s": 12345.6, "verify_s": 0.0, "other_s": 0.0}
+    path = short(tmp_path / "t.jsonl", {**ROUND, "round": 1234567, "nodes": [node] * 1024, "text": "word " * 30, "times": times}, DONE)
+    for file in (path, trace):
+        for event in read_trace(file):
+            for plain, painted in zip(terminal.lines(event, width), terminal.lines(event, width, True), strict=True):
+                assert terminal.columns(plain) <= width and re.sub(r"\x1b\[[0-9;]*m", "", painted) == plain
+
+
 def test_terminal_colour_is_only_paint() -> None:
     assert terminal.paint("■", "accepted", False) == "■"
     assert re.sub(r"\x1b\[[0-9;]*m", "", terminal.paint("■", "accepted", True)) == "■"

@@ -9,8 +9,9 @@ import unicodedata
 from collections.abc import Callable
 from typing import Any
 
-GLYPHS = {"accepted": "■", "rejected": "×", "discarded": "·", "correction": "→", "bonus": "+", "plain": "o", "prefill": "o"}
-COLOURS = {"accepted": "34", "rejected": "31", "discarded": "2", "correction": "33", "bonus": "36", "plain": "0", "prefill": "35"}
+GLYPHS = {"accepted": "■", "rejected": "×", "discarded": "·", "correction": "→", "bonus": "+", "plain": "o", "prefill": "o", "more": "…"}
+COLOURS = {"accepted": "34", "rejected": "31", "discarded": "2", "correction": "33", "bonus": "36", "plain": "0",
+           "prefill": "35", "more": "0"}
 MOST_GUESSES = 12
 
 Words = Callable[[int], str]
@@ -28,8 +29,7 @@ def lines(event: Any, width: int = 80, colour: bool = False) -> list[str]:
         title = f"request {event.request}{name} · {event.prompt_tokens} prompt tokens · seed {event.seed} · rule {event.rule}"
         return [fit(title, width), heading(width)]
     if kind == "prefill_done":
-        glyphs = paint(f"{GLYPHS['prefill']:<{MOST_GUESSES + 2}}", "prefill", colour)
-        return [row("prompt", glyphs, "", "", milliseconds(event.seconds), event.text, width)]
+        return [row("prompt", ["prefill"], "", "", milliseconds(event.seconds), event.text, width, colour)]
     if kind == "round_done":
         return [round_line(event, width, colour)]
     if kind == "request_done":
@@ -39,20 +39,21 @@ def lines(event: Any, width: int = 80, colour: bool = False) -> list[str]:
 
 def round_line(event: Any, width: int = 80, colour: bool = False) -> str:
     nodes, own = event.nodes, event.tokens[-1].role if event.tokens else ""
-    guesses = "".join(paint(GLYPHS[node.fate], node.fate, colour) for node in nodes[:MOST_GUESSES])
-    more = "…" if len(nodes) > MOST_GUESSES else ""
-    last = paint(GLYPHS[own], own, colour) if own and own != "accepted" else ""
-    pad = " " * max(0, MOST_GUESSES + 2 - min(len(nodes), MOST_GUESSES) - len(more) - (1 if last else 0))
+    kinds = [node.fate for node in nodes[:MOST_GUESSES]] + ["more"] * (len(nodes) > MOST_GUESSES)
+    kinds += [own] * (own not in ("", "accepted"))
     stood = f"{sum(node.fate == 'accepted' for node in nodes)}/{len(nodes)}" if nodes else "–"
     times = event.times
-    glyphs = guesses + more + last + pad
-    return row(str(event.round), glyphs, stood, milliseconds(times.draft_s), milliseconds(times.score_s), event.text, width)
+    return row(str(event.round), kinds, stood, milliseconds(times.draft_s), milliseconds(times.score_s), event.text, width, colour)
 
 
-def row(name: str, glyphs: str, stood: str, draft: str, score: str, text: str, width: int) -> str:
-    begin = f"{name:>6} {glyphs} {stood:>6} {draft:>7} {score:>7}  "
-    used = 6 + 1 + MOST_GUESSES + 2 + 1 + 6 + 1 + 7 + 1 + 7 + 2
-    return begin + fit(text, max(0, width - used))
+def row(name: str, kinds: list[str], stood: str, draft: str, score: str, text: str, width: int, colour: bool) -> str:
+    """A line that fits, whatever the width and however long its figures; its glyphs are painted last, as paint takes no columns."""
+    glyphs = "".join(GLYPHS[kind] for kind in kinds)
+    line = fit(f"{name:>6} {glyphs:<{MOST_GUESSES + 2}} {stood:>6} {draft:>7} {score:>7}  {text}", width)
+    begin = max(6, len(name)) + 1
+    places = line[begin:begin + len(glyphs)]
+    painted = "".join(paint(seen, kind, colour) if seen == GLYPHS[kind] else seen for seen, kind in zip(places, kinds, strict=False))
+    return line[:begin] + painted + line[begin + len(glyphs):]
 
 
 def summary(tokens: int, metrics: Any) -> str:
