@@ -9,6 +9,7 @@ Shown is equivalence, not the absence of a difference: the 90 % interval of the 
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -117,9 +118,10 @@ def judge(pairs: Sequence[tuple[bool, bool]], same: int, margin: float) -> TaskR
     elif high < -margin or (p_value < 0.05 and lost > gained):
         words += f": WORSE with guessing ({lost} lost, {gained} gained, McNemar p {p_value:.1e})"
     else:
-        need = round(n * ((high - low) / 2 / margin) ** 2) if abs(right_on - right_off) < margin * n else None
+        seen = (gained - lost) / n
         words += f": equivalence within ± {100 * margin:g} points is not shown"
-        words += f"; about {max(need, n + 1)} prompts could" if need else ""
+        if (left := margin - abs(seen)) > 0:                    # the interval narrows around what was seen
+            words += f"; about {max(n + 1, math.ceil(n * (max(seen - low, high - seen) / left) ** 2))} prompts could"
     return TaskReport(n, right_off, right_on, gained, lost, same, (low, high), margin, p_value, Check("task scores", passed, words))
 
 

@@ -63,8 +63,21 @@ def mcnemar(gained: int, lost: int) -> float:
 
 def paired_interval(gained: int, lost: int, pairs: int) -> tuple[float, float]:
     """90 % interval of the difference of two paired shares, (gained − lost)/pairs: the one whose two ends TOST compares with a margin
-    at 5 % each. Half a pair is added to both counts, so that no difference seen still leaves room for one."""
-    b, c = gained + 0.5, lost + 0.5
-    difference = (gained - lost) / pairs
-    half = 1.6449 * math.sqrt(max(0.0, b + c - (b - c) ** 2 / pairs)) / pairs
-    return difference - half, difference + half
+    at 5 % each. Tango's score interval (1998), one pair wider at each end: with that, both ends lie within a margin that the true
+    difference has in fewer than 5 % of cases, summed over every outcome for 2 to 700 pairs and margins of 1 to 70 points."""
+    return -_most(lost, gained, pairs), _most(gained, lost, pairs)
+
+
+def _most(gained: int, lost: int, pairs: int) -> float:
+    """The largest difference that these counts do not refuse at 5 %. By bisection."""
+    low, high = (gained - lost) / pairs, 1.0
+    while high - low > 1e-9:
+        difference = (low + high) / 2
+        room = difference * (1 - difference)
+        slope = (2 * pairs - gained + lost) * difference - gained - lost
+        loses = (math.sqrt(max(0.0, slope**2 + 8 * pairs * lost * room)) - slope) / (4 * pairs)    # the likeliest share at this difference
+        if pairs * difference - (gained - lost) - 1 <= 1.6449 * math.sqrt(max(0.0, pairs * (2 * loses + room))):
+            low = difference
+        else:
+            high = difference
+    return high
