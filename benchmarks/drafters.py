@@ -14,6 +14,7 @@ import argparse
 import json
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from pages import put
 from provenance import provenance
 
 from draftproof import Engine, LoadConfig
-from draftproof.bench.cells import ALL, OFF, Run, Spread, cells
+from draftproof.bench.cells import ALL, OFF, Middle, Run, cells
 from draftproof.bench.run import Arm, by_class, measure
 from draftproof.core.tally import Tally
 from draftproof.models.load import WEIGHTS, builtin, load_target
@@ -82,13 +83,13 @@ def markdown(table: Sequence[Mapping[str, Any]]) -> str:
                       "| speed-up (95 %) | identical |", "|---|---|---|---|---|---|---|---|"]
             chosen = [row for row in table if row["class"] == name and row["temperature"] == temperature]
             for row in sorted(chosen, key=lambda r: -(r["tokens_per_round"] or 0)):
-                speed: Spread = row["speedup"]
+                speed: Middle = row["speedup"]
                 cost = row["draft_ms_per_token"]
                 length = row["acceptance_length"]
                 lines.append(f"| {row['drafter']} | {row['tokens_per_round']:.2f} | {'–' if length is None else f'{length:.2f}'} "
                              f"| {row['accepted']} / {row['drafted']} | {' '.join(f'{h:.2f}' for h in row['hazard'])} "
                              f"| {'–' if cost is None else f'{cost:.2f}'} "
-                             f"| {speed.median:.2f}× ({speed.low:.2f}–{speed.high:.2f}) | {'yes' if row['identical'] else 'NO'} |")
+                             f"| {speed.text} | {'yes' if row['identical'] else 'NO'} |")
     return "\n".join(lines)
 
 
@@ -125,7 +126,7 @@ def main() -> None:
     print(page)
     if args.write:
         put(args.write, "table", page)
-    plain = [{**row, "speedup": {"median": row["speedup"].median, "low": row["speedup"].low, "high": row["speedup"].high}} for row in table]
+    plain = [{**row, "speedup": asdict(row["speedup"])} for row in table]
     print(json.dumps({**facts, "depth": args.depth, "cells": plain}))
 
 

@@ -26,7 +26,7 @@ import torch
 from overhead import EVERY_OPTION, Stopwatch, constant_overhead, overhead, scoring_pass
 from pair import SHAPES, inflated, read_prompts
 from provenance import provenance
-from ratios import paired, shown
+from ratios import BRACKETS, Ratio, paired, shown
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
@@ -131,13 +131,13 @@ def interleaved(arms: dict[str, Arm], prompts: Sequence[list[int]], repeats: int
     return runs
 
 
-def ratio(runs: Runs, over: str, under: str, whole: bool = False) -> dict[str, float]:
+def ratio(runs: Runs, over: str, under: str, whole: bool = False) -> Ratio:
     """`paired` of the rates of two arms; whole: of whole requests."""
     def rate(run: Timed) -> float:
         return run.whole if whole else run.rate
 
     over_rates, under_rates = ([[rate(run) for run in each] for each in runs[name]] for name in (over, under))
-    return {name: round(value, 3) for name, value in paired(over_rates, under_rates).items()}
+    return {name: None if value is None else round(value, 3) for name, value in paired(over_rates, under_rates).items()}
 
 
 def fastest(runs: Runs, names: Sequence[str]) -> str:
@@ -161,7 +161,7 @@ def cells(runs: Runs, best_assisted: str) -> list[dict[str, Any]]:
 
 
 def show(console: Console, rows: list[dict[str, Any]], best_assisted: str, results: list[dict[str, Any]]) -> None:
-    table = Table(title="decoding, tokens per second (10th–90th percentile); ratios are paired medians [95 % interval over prompts]")
+    table = Table(title="decoding, tokens per second (10th–90th percentile); ratios are paired medians " + BRACKETS)
     assisted = best_assisted.removeprefix(PLAIN).strip()
     for heading in ("arm", "tokens/s", f"÷ {PLAIN}", f"÷ {assisted}", f"÷ {OFF}", "tokens/pass", "same ids as plain"):
         table.add_column(heading, justify="left" if heading == "arm" else "right")

@@ -8,8 +8,8 @@
 A cell is a drafter, a class of prompts and a concurrency. A pair is the same prompts, as many as the concurrency (times --waves), with
 the same seeds, answered by every arm in turn: off (no drafter), depths 0, 2, 4, 8, and auto; the order of the arms is drawn for each
 pair. Cells alternate too, so one controller meets all classes and loads in one life, as a server's does. A pair's ratio is off's time
-over the arm's; a cell's is the median with a 95 % bootstrap interval. The best fixed depth is chosen on one half of the pairs and
-measured against on the other, both ways round.
+over the arm's; a cell's is the median with a 95 % interval, of fewer than six pairs with their range. The best fixed depth is chosen
+on one half of the pairs and measured against on the other, both ways round.
 
 Idle: two engines over one target, one with a drafter configured and off, take turns of 50 rounds on the same texts; round i of one
 is compared with round i of the other. Two engines without a drafter are the control.
@@ -37,7 +37,7 @@ from provenance import provenance
 
 from draftproof import Engine, LoadConfig, Sampling
 from draftproof.bench.arms import local_arms
-from draftproof.bench.cells import OFF, bootstrap_median
+from draftproof.bench.cells import OFF, middle
 from draftproof.bench.load import Answer, Job, Load, play
 from draftproof.bench.sweep import Arm, Plan, warm_up
 from draftproof.bench.workload import Item
@@ -89,10 +89,11 @@ class Cell:
         return exp(fmean(map(log, found))), "/".join(dict.fromkeys(names))
 
     def row(self) -> dict[str, Any]:
-        speed, (best, depth) = bootstrap_median(self.ratios("auto")), self.against_best()
+        speed, (best, depth) = middle(self.ratios("auto")), self.against_best()
+        low, high = (speed.min, speed.max) if speed.low is None else (speed.low, speed.high)
         total = sum((pair["auto"].tally for pair in self.pairs), Tally())
         return {"drafter": self.drafter, "class": self.prompt_class, "concurrency": self.concurrency, "pairs": len(self.pairs),
-                "auto": {"median": speed.median, "low": speed.low, "high": speed.high},
+                "auto": {"median": speed.median, "low": low, "high": high},
                 "auto_cpu": median(self.ratios("auto", cpu=True)),
                 "fixed": {str(d): median(self.ratios(str(d))) for d in DEPTHS}, "best_fixed": depth, "auto_over_best": best,
                 "drafted_per_round": total.drafted / total.rounds if total.rounds else 0.0,
@@ -179,7 +180,8 @@ def idle(target: Target, drafter: str, load: LoadConfig, prompt: str, mode: str,
                     engine.step()
     wall, cpu = ([(b[i] - a[i]) for a, b in zip(times[False], times[True], strict=True)] for i in (0, 1))
     pass_s, pass_cpu = (median(a[i] for a in times[False]) for i in (0, 1))
-    spread = bootstrap_median(wall, 500)
+    spread = middle(wall)
+    assert spread.low is not None and spread.high is not None, "blocks of rounds are more than a few"
     done = [event for event in events.events if isinstance(event, RoundDone)]
     return {"drafter": drafter, "mode": mode, "rounds": len(wall), "draft_calls": calls[0], "extra_rows": sum(len(e.nodes) for e in done),
             "round_ms": 1e3 * pass_s, "difference": spread.median / pass_s, "low": spread.low / pass_s, "high": spread.high / pass_s,

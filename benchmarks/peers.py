@@ -59,7 +59,7 @@ from memory import Memory
 from pages import put
 from pair import SHAPES, inflated, long_prompts, pass_bytes, read_prompts, turned_head
 from provenance import digest, provenance
-from ratios import paired, shown
+from ratios import BRACKETS, paired, shown
 from transformers import AutoTokenizer
 
 from draftproof.bench.cells import percentile
@@ -233,8 +233,7 @@ def page(result: Mapping[str, Any]) -> str:
              f"{result['versions']['revision']}: {len(result['prompt_tokens'])} prompts, {result['repeats']} repeats, {result['tokens']} "
              f"tokens. The memory gave {memory['median']:.1f} GB/s ({memory['low']:.1f}–{memory['high']:.1f}), a plain pass of the "
              f"target, {result['bits']} bits a weight, reads {result['pass_bytes'] / 1e9:.3f} GB: at least {result['floor_ms']:.2f} ms, "
-             "the limit below. Ratios are "
-             "paired medians [95 % interval over prompts].", "",
+             f"the limit below. Ratios are paired medians {BRACKETS}.", "",
              "| T | engine | tokens/s (10th–90th) | ms a token | ÷ limit | ÷ ours off | ÷ own plain | ms to the first token | ÷ ours off "
              "| tokens/pass | same ids as own plain | as ours off |", "|---" * 12 + "|"]
     for row in result["cells"]:

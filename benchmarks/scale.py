@@ -5,7 +5,7 @@
 
 Passes are those of a Llama of random weights (189 M without the vocabulary), as it would be loaded: neither weights nor keys change what a
 pass costs, so texts of 32,768 tokens are set up without being read. Widths, and reproducible and fast mode, take turns; a ratio
-is the median of the pairs, with a 95 % bootstrap interval.
+is the median of the pairs, with a 95 % interval, of fewer than six pairs with their range.
 
 The last table runs the inflated pair of engine.py, off and at several depths, and sets what it measured beside
 `core.budget.speedup`: E / (γ c + v(γ)) with the E of that very run and c and v timed alone, which is the most that its guesses could give;

@@ -191,6 +191,10 @@ def test_the_check_judges_narrow_cells_only() -> None:
     assert found["judged"] == 1 and found["within_10_percent"] == 1.0 and len(found["cells"]) == 2
     (regret,) = found["regret"]
     assert regret["depth"] == 8 and regret["slower_by"] == pytest.approx(1 - eight * 1.05 / 9.0)
+    few = bench(four=(9.0, 3.0), eight=(eight * 1.05, 0.01))
+    for cell in few["cells"]:
+        cell["speedup"] |= {"low": None, "high": None}
+    assert check(forecasts, few)["judged"] == 0, "a bench of few prompts says how fast, not how surely"
     wrong = check(forecasts, bench(four=(2.0, 0.01), eight=(eight * 1.5, 0.01)))
     assert wrong["within_10_percent"] < 1 and wrong["regret"][0]["slower_by"] == 0
     for document in ({}, {"cells": []}, {"cells": [{"class": "x", "drafter": "y", "depth": "1"}]}):

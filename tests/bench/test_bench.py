@@ -147,7 +147,7 @@ def answer(arm: str, number: int, repeat: int, seconds: float, name: str = "a", 
 
 def test_speed_up_is_paired_and_repeats_end_when_it_is_narrow() -> None:
     found = [answer(arm, n, r, (1 + n) * (1 + r) * (0.5 if arm == "on" else 1.0))
-             for arm in ("off", "on") for n in range(5) for r in range(2)]
+             for arm in ("off", "on") for n in range(6) for r in range(2)]
     spread = speedup(found, "on")
     assert spread is not None and (spread.low, spread.median, spread.high) == (2.0, 2.0, 2.0)
     after = speedup(found, "on", speed=attrgetter("decoding"))
@@ -155,6 +155,7 @@ def test_speed_up_is_paired_and_repeats_end_when_it_is_narrow() -> None:
     assert speedup([replace(a, chunks=a.chunks[:1]) for a in found], "on", speed=attrgetter("decoding")) is None
     arms = [Arm("off", "none", "0", None), Arm("on", "x", "3", None)]        # type: ignore[arg-type]
     assert settled(found, arms, 0.01)
+    assert not settled([a for a in found if a.job.number], arms, 0.01), "five prompts have no interval"
     assert not settled([*found, *(answer(arm, n, 0, 4.0 if arm == "on" else 1.0) for n in (7, 8) for arm in ("off", "on"))], arms, 0.01)
     assert speedup([a for a in found if a.job.arm == "on"], "on") is None
     ticks = iter(range(0, 10**6, 100))

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import random
 from dataclasses import replace
 from statistics import median
 
 import pytest
 
-from draftproof.bench.cells import ALL, OFF, Run, bootstrap_median, cells, percentile
+from draftproof.bench.cells import ALL, OFF, Run, cells, middle, percentile
 from draftproof.bench.run import by_class
 from draftproof.errors import Failure
 
@@ -16,13 +17,13 @@ METRICS = {"rounds": 4, "acceptance_length": 2.25, "ttft_s": 0.1, "tpot_s": 0.01
 
 
 def runs() -> list[Run]:
-    """Two classes of two prompts, three repeats: `fast` is exactly twice as fast, whatever the weather of the repeat."""
+    """Two classes of six prompts, three repeats: `fast` is exactly twice as fast, whatever the weather of the repeat."""
     rng, out = random.Random(0), []
-    for prompt in range(4):
+    for prompt in range(12):
         for repeat in range(3):
             seconds = rng.uniform(1, 2)
             for arm, factor in ((OFF, 1.0), ("fast", 0.5)):
-                kind = "code" if prompt < 2 else "data"
+                kind = "code" if prompt < 6 else "data"
                 out.append(Run(arm, arm, "auto", prompt, kind, 0.0, repeat, seconds * factor, tuple(range(10)), METRICS))
     return out
 
@@ -73,19 +74,38 @@ def test_json_has_the_contract_keys() -> None:
     record = cells(runs())[0].as_json()
     assert {"arm", "drafter", "depth", "class", "concurrency", "tokens_per_s", "speedup", "decoding", "acceptance_length", "ttft_s",
             "tpot_s", "identical"} <= set(record)
-    assert set(record["tokens_per_s"]) == set(record["speedup"]) == {"median", "low", "high"}
+    assert set(record["tokens_per_s"]) == {"median", "low", "high"} and set(record["speedup"]) == {"median", "low", "high", "min", "max"}
 
 
 def test_percentile_and_interval() -> None:
     assert [percentile([1, 2, 3, 4, 5], share) for share in (0, 0.25, 0.5, 0.9, 1)] == [1, 2, 3, pytest.approx(4.6), 5]
     rng = random.Random(1)
     covered = 0
-    for trial in range(60):
+    for _ in range(60):
         values = [rng.gauss(1.5, 0.3) for _ in range(24)]
-        interval = bootstrap_median(values, resamples=400, seed=trial)
+        interval = middle(values)
+        assert interval.low is not None and interval.high is not None
         assert interval.low <= interval.median <= interval.high and interval.median == median(values)
         covered += interval.low <= 1.5 <= interval.high
     assert covered >= 50        # 57 expected of 60; fewer than 50 has probability 0.002 for a true 95 % interval
+
+
+def test_few_prompts_have_a_range_and_no_interval() -> None:
+    for few in range(1, 6):
+        one = middle([float(i) for i in range(few)])
+        assert one.low is one.high is None and (one.min, one.max) == (0, few - 1) and f"(range 0.00–{few - 1}.00)" in one.text
+    assert middle([1.0, 3.0, 2.0, 5.0, 4.0, 6.0]).text == "3.50× (1.00–6.00)"
+    short = [replace(run, prompt_class="code") for run in runs() if run.prompt < 5]
+    assert all(cell.speedup.low is cell.as_json()["speedup"]["high"] is None for cell in cells(short))
+
+
+@pytest.mark.parametrize("n", [6, 7, 8, 9, 12, 20, 59])
+def test_an_interval_holds_as_often_as_it_says(n: int) -> None:
+    """For any distribution: each value lies below the true median with probability ½, so how many do is binomial."""
+    interval = middle(float(i) for i in range(n))
+    assert interval.low is not None and interval.high is not None and interval.low + interval.high == n - 1
+    held = [sum(math.comb(n, below) for below in range(int(low) + 1, n - int(low))) / 2**n for low in (interval.low, interval.low + 1)]
+    assert held[0] >= 0.95 > held[1]
 
 
 def test_prompts_by_class() -> None:

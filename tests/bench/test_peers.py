@@ -184,7 +184,10 @@ def test_rates_and_ratios() -> None:
         with pytest.raises(Broken):
             Timed.of(answer)
     ratio = peers.paired([[2.0, 8.0], [6.0, 6.0], [1.0, 1.0]], [[1.0, 2.0], [2.0, 1.0], [1.0, 1.0]])
-    assert (ratio["median"], ratio["min"], ratio["max"]) == (3.0, 1.0, 4.5) and 1 <= ratio["low"] <= 3 <= ratio["high"] <= 4.5
+    assert (ratio["median"], ratio["min"], ratio["max"]) == (3.0, 1.0, 4.5) and ratio["low"] is ratio["high"] is None
+    assert peers.shown(ratio) == "3.00 [1.00–4.50]" and "fewer than six" in peers.BRACKETS
+    ratio = peers.paired([[float(i)] for i in range(1, 10)], [[1.0]] * 9)
+    assert peers.shown(ratio) == "5.00 [2.00–8.00]" and ratio["max"] == 9
 
 
 def test_goals_and_verdict() -> None:

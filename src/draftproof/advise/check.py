@@ -45,10 +45,12 @@ def check(forecasts: Sequence[Forecast], document: Mapping[str, Any]) -> dict[st
 
 
 def _row(one: Forecast, cell: Mapping[str, Any]) -> dict[str, Any]:
-    mid, low, high = (float(cell["speedup"][name]) for name in ("median", "low", "high"))
+    mid = float(cell["speedup"]["median"])
+    low, high = (None if cell["speedup"][name] is None else float(cell["speedup"][name]) for name in ("low", "high"))
+    narrow = low is not None and high is not None and (high - low) / 2 <= NARROW * mid      # of few prompts there is no interval
     return {"class": one.prompt_class, "concurrency": one.concurrency, "drafter": one.drafter, "depth": one.depth,
             "temperature": cell.get("temperature"), "predicted": one.speedup.median, "measured": mid, "measured_low": low,
-            "measured_high": high, "error": one.speedup.median / mid - 1, "narrow": (high - low) / 2 <= NARROW * mid}
+            "measured_high": high, "error": one.speedup.median / mid - 1, "narrow": narrow}
 
 
 def _regrets(forecasts: Sequence[Forecast], rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -2,14 +2,15 @@
 
 Speed is compared inside a pair only: the same prompt, temperature and repeat, with speculation off and on, minutes of
 machine weather apart at most. A prompt's speed-up is the median over its repeats; a cell's is the median over its
-prompts, with a 95 % percentile-bootstrap interval over the prompts, which are the independent units (Efron & Tibshirani 1993).
+prompts, with a 95 % interval over the prompts, which are the independent units. Its ends are two of the values, so it holds for every
+distribution; fewer than six values have none, and then stands the range of what was seen.
 """
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
+from functools import lru_cache
 from statistics import median
 from typing import Any, TypeVar
 
@@ -17,7 +18,6 @@ T = TypeVar("T")
 
 OFF = "off"
 ALL = "all"
-RESAMPLES = 2000
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +54,23 @@ class Spread:
 
 
 @dataclass(frozen=True, slots=True)
+class Middle:
+    """The median of independent values. low and high: its 95 % interval, None where they are too few to have one; min and max of them."""
+
+    median: float
+    low: float | None
+    high: float | None
+    min: float
+    max: float
+
+    @property
+    def text(self) -> str:
+        """As a ratio, in a table."""
+        known = self.low is not None and self.high is not None
+        return f"{self.median:.2f}× " + (f"({self.low:.2f}–{self.high:.2f})" if known else f"(range {self.min:.2f}–{self.max:.2f})")
+
+
+@dataclass(frozen=True, slots=True)
 class Cell:
     """One row: an arm in a class of prompts at a temperature (None: all of them together)."""
 
@@ -63,8 +80,8 @@ class Cell:
     prompt_class: str
     temperature: float | None
     tokens_per_s: Spread            # low and high: the 10th and 90th percentile over runs
-    speedup: Spread                 # of whole requests; low and high: 95 % interval of the median
-    decoding: Spread | None         # the same of the tokens after the first, which no drafter can hasten; None if there were none
+    speedup: Middle                 # of whole requests
+    decoding: Middle | None         # the same of the tokens after the first, which no drafter can hasten; None if there were none
     acceptance_length: float
     ttft_s: float
     tpot_s: float
@@ -109,14 +126,14 @@ def _cell(name: str, temperature: float | None, runs: Sequence[Run], offs: Seque
         tokens=sum(len(off.token_ids) for off in offs))
 
 
-def _over_prompts(ratios: Sequence[tuple[Run, float]]) -> Spread:
+def _over_prompts(ratios: Sequence[tuple[Run, float]]) -> Middle:
     repeats: dict[tuple[int, float], list[float]] = {}
     for run, ratio in ratios:
         repeats.setdefault((run.prompt, run.temperature), []).append(ratio)
     by_prompt: dict[int, list[float]] = {}
     for (prompt, _), values in repeats.items():
         by_prompt.setdefault(prompt, []).append(median(values))
-    return bootstrap_median([median(values) for values in by_prompt.values()])
+    return middle([median(values) for values in by_prompt.values()])
 
 
 def percentile(ordered: Sequence[float], share: float) -> float:
@@ -127,11 +144,23 @@ def percentile(ordered: Sequence[float], share: float) -> float:
     return ordered[low] + (place - low) * (ordered[high] - ordered[low])
 
 
-def bootstrap_median(values: Sequence[float], resamples: int = RESAMPLES, seed: int = 0) -> Spread:
-    """The median of independent values with its 95 % percentile-bootstrap interval."""
-    rng = random.Random(seed)
-    medians = sorted(median(rng.choices(values, k=len(values))) for _ in range(resamples))
-    return Spread(median(values), percentile(medians, 0.025), percentile(medians, 0.975))
+def middle(values: Iterable[float]) -> Middle:
+    ordered = sorted(values)
+    outside = _outside(len(ordered))
+    low, high = (ordered[outside - 1], ordered[-outside]) if outside else (None, None)
+    return Middle(median(ordered), low, high, ordered[0], ordered[-1])
+
+
+@lru_cache(maxsize=1024)
+def _outside(n: int) -> int:
+    """The largest k for which the true median lies between the k-th least and the k-th largest of n values in 95 % of cases; 0 if none
+    does. Below the k-th least it lies only if fewer than k fall below it: P(Bin(n, ½) < k)."""
+    k, ways, fewer = 0, 1, 0                    # C(n, k), and its sum over all fewer
+    while 40 * (fewer + ways) <= 1 << n:
+        fewer += ways
+        ways = ways * (n - k) // (k + 1)
+        k += 1
+    return k
 
 
 def _median_of(runs: Iterable[Run], key: str) -> float:

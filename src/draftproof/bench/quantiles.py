@@ -15,9 +15,10 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from .cells import RESAMPLES, percentile
+from .cells import percentile
 
 LEVEL = 0.95
+RESAMPLES = 2000
 
 
 @dataclass(frozen=True, slots=True)

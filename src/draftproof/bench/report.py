@@ -13,7 +13,7 @@ from typing import Any
 
 from ..errors import Failure, first_line
 from ..view import style
-from .cells import ALL
+from .cells import ALL, Middle
 
 Cell = Mapping[str, Any]
 
@@ -68,10 +68,6 @@ def html_table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
     return f'<div class="scroll"><table><tr>{"".join(f"<th>{escape(name)}</th>" for name in head)}</tr>{rows}</table></div>'
 
 
-def spread_text(value: Mapping[str, float] | None, form: str, unit: str = "") -> str:
-    return "" if value is None else f"{value['median']:{form}}{unit} ({value['low']:{form}}–{value['high']:{form}})"
-
-
 def number(value: float | None, form: str = ".2f", scale: float = 1.0) -> str:
     return "" if value is None else f"{value * scale:{form}}"
 
@@ -85,7 +81,7 @@ def lines_of(cells: Sequence[Cell]) -> tuple[tuple[str, ...], list[tuple[str, ..
         times = {name: cell["latency"].get(name) or {} for name in ("ttft_s", "tpot_s", "e2e_s")}
         lines.append((
             cell["class"], cell["arm"], cell["load"], number(cell["tokens_per_s"]["median"], ".1f"),
-            number((cell["total_tokens_per_s"] or {}).get("median"), ".1f"), spread_text(cell["speedup"], ".2f", "×"),
+            number((cell["total_tokens_per_s"] or {}).get("median"), ".1f"), Middle(**cell["speedup"]).text if cell["speedup"] else "",
             f"{cell['decoding']['median']:.2f}×" if cell["decoding"] else "", number(cell["acceptance_length"]),
             *(f"{number(times[n].get('p50'), form, 1000)}/{number(times[n].get('p99'), form, 1000)}"
               for n, form in (("ttft_s", ".0f"), ("tpot_s", ".1f"))),
@@ -146,8 +142,8 @@ def draw(figure: Any, colours: Mapping[str, str], cells: Sequence[Cell]) -> None
         known = [cell for cell in mine if cell["speedup"]]
         if known:
             middle = [cell["speedup"]["median"] for cell in known]
-            ends = [[m - cell["speedup"]["low"] for m, cell in zip(middle, known, strict=True)],
-                    [cell["speedup"]["high"] - m for m, cell in zip(middle, known, strict=True)]]
+            ends = [[0 if cell["speedup"][end] is None else abs(cell["speedup"][end] - m) for m, cell in zip(middle, known, strict=True)]
+                    for end in ("low", "high")]
             speed.errorbar([loads.index(cell["load"]) for cell in known], middle, yerr=ends, capsize=3, label=arm, **look)
         total = [cell for cell in mine if cell["total_tokens_per_s"]]
         pareto.plot([cell["tokens_per_s"]["median"] for cell in total], [cell["total_tokens_per_s"]["median"] for cell in total],

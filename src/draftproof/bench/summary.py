@@ -9,7 +9,7 @@ from statistics import fmean, median, pstdev
 from typing import Any
 
 from ..core.tally import Tally, ratio
-from .cells import ALL, OFF, Spread, percentile
+from .cells import ALL, OFF, Middle, Spread, percentile
 from .load import Answer, Load
 from .sweep import Arm, identical, speedup
 from .workload import MT_BENCH, SPEC_BENCH
@@ -31,8 +31,8 @@ class Row:
     tokens: int
     tokens_per_s: Spread                  # low and high: the 10th and 90th percentile over requests
     total_tokens_per_s: Spread | None     # of the whole load (class `all` only); low and high: the extremes over repeats
-    speedup: Spread | None                # against off, 95 % interval over prompts; None without off
-    decoding: Spread | None               # the same of the tokens after the first chunk
+    speedup: Middle | None                # against off, over prompts; None without off
+    decoding: Middle | None               # the same of the tokens after the first chunk
     identical: bool | None                # to off; None where that cannot be asked
     tally: Tally | None
     latency: Mapping[str, Mapping[str, float] | None] = field(default_factory=dict)     # name → p50, p90, p99

@@ -10,7 +10,7 @@ from operator import attrgetter
 from statistics import median
 
 from ..errors import Failure
-from .cells import ALL, OFF, Spread, bootstrap_median
+from .cells import ALL, OFF, Middle, middle
 from .load import Answer, Client, Job, Load, play
 from .workload import Item, poisson
 
@@ -83,16 +83,17 @@ def warm_up(arms: Sequence[Arm], items: Sequence[Item], plan: Plan) -> None:
 
 
 def settled(answers: Sequence[Answer], arms: Sequence[Arm], precision: float) -> bool:
-    """Whether every arm's speed-up over all classes has an interval of at most ± precision, under every load."""
+    """Whether every arm's speed-up over all classes has an interval of at most ± precision, under every load. So few prompts that there
+    is no interval are never settled."""
     spreads = [spread for load in dict.fromkeys(a.job.load for a in answers) for arm in arms if arm.name != OFF
-               if (spread := speedup([a for a in answers if a.job.load == load], arm.name, ALL, 300)) is not None]
-    return bool(spreads) and all((s.high - s.low) / 2 <= precision * s.median for s in spreads)
+               if (spread := speedup([a for a in answers if a.job.load == load], arm.name)) is not None]
+    return bool(spreads) and all(s.low is not None and s.high is not None and (s.high - s.low) / 2 <= precision * s.median for s in spreads)
 
 
-def speedup(answers: Sequence[Answer], arm: str, prompt_class: str = ALL, resamples: int = 2000,
-            speed: Callable[[Answer], float | None] = attrgetter("tokens_per_s")) -> Spread | None:
+def speedup(answers: Sequence[Answer], arm: str, prompt_class: str = ALL,
+            speed: Callable[[Answer], float | None] = attrgetter("tokens_per_s")) -> Middle | None:
     """Tokens per second and user over off's, same prompt and repeat: the median over prompts of the median over repeats, with a
-    95 % bootstrap interval over prompts. None without off, or without a pair that ended well. speed: of an answer, if it has one."""
+    95 % interval over prompts. None without off, or without a pair that ended well. speed: of an answer, if it has one."""
     paired: dict[tuple[int, int, int], dict[str, float]] = {}
     for a in answers:
         if a.job.arm in (arm, OFF) and prompt_class in (ALL, a.job.item.prompt_class) and not a.error and a.tokens:
@@ -102,7 +103,7 @@ def speedup(answers: Sequence[Answer], arm: str, prompt_class: str = ALL, resamp
     for (number, _, _), speeds in paired.items():
         if len(speeds) == len({arm, OFF}):
             ratios.setdefault(number, []).append(speeds[arm] / speeds[OFF])
-    return bootstrap_median([median(values) for values in ratios.values()], resamples) if ratios else None
+    return middle(median(values) for values in ratios.values()) if ratios else None
 
 
 def expected(arms: Sequence[Arm], items: Sequence[Item], plan: Plan) -> int:

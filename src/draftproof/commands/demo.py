@@ -156,7 +156,8 @@ def print_table(rows: Sequence[Cell]) -> None:
 
     from ..bench.cells import OFF
 
-    table = Table(title="speculation off against every drafter; spread: 10th to 90th percentile; interval: 95 % over prompts",
+    table = Table(title="speculation off against every drafter; spread: 10th to 90th percentile; interval: 95 % over prompts, or "
+                        "the range of fewer than six",
                   title_justify="left", title_style="")
     for name in ("class", "temperature", "drafter"):
         table.add_column(name, no_wrap=True)
@@ -169,14 +170,14 @@ def print_table(rows: Sequence[Cell]) -> None:
         before = row.prompt_class, row.temperature
         off = row.arm == OFF
         table.add_row(NAMES.get(row.prompt_class, row.prompt_class), "all" if row.temperature is None else f"{row.temperature:g}", row.arm,
-                      spread(row.tokens_per_s, ".0f"), "" if off else spread(row.speedup, ".2f", "×"),
+                      spread(row.tokens_per_s), "" if off else row.speedup.text,
                       "" if off or row.decoding is None else f"{row.decoding.median:.2f}×", f"{row.acceptance_length:.2f}",
                       "" if off else f"{'yes' if row.identical else 'NO'} ({row.tokens} tokens)")
     console().print(table)
 
 
-def spread(value: Spread, form: str, unit: str = "") -> str:
-    return f"{value.median:{form}}{unit} ({value.low:{form}}–{value.high:{form}})"
+def spread(value: Spread) -> str:
+    return f"{value.median:.0f} ({value.low:.0f}–{value.high:.0f})"
 
 
 def verdict(rows: Sequence[Cell]) -> str:
@@ -199,11 +200,11 @@ def _fastest(rows: Sequence[Cell], when: str) -> str:
     classes = [row for row in rows if row.prompt_class != ALL]
     whole = [row for row in rows if row.prompt_class == ALL]
     best = max(whole, key=lambda row: row.speedup.median)
-    others = "; ".join(f"{row.arm} {spread(row.speedup, '.2f', '×')}" for row in whole if row is not best)
-    if best.speedup.low > 1:
-        fastest = f"{when} {best.arm} is the fastest drafter over all classes, {spread(best.speedup, '.2f', '×')} the speed of off"
+    others = "; ".join(f"{row.arm} {row.speedup.text}" for row in whole if row is not best)
+    if best.speedup.low is not None and best.speedup.low > 1:
+        fastest = f"{when} {best.arm} is the fastest drafter over all classes, {best.speedup.text} the speed of off"
     else:
-        fastest = f"{when} no drafter is faster for certain over all classes; {best.arm} reaches {spread(best.speedup, '.2f', '×')}"
+        fastest = f"{when} no drafter is faster for certain over all classes; {best.arm} reaches {best.speedup.text}"
     cell = max((row for row in classes if row.arm == best.arm), key=lambda row: row.speedup.median)
     where = NAMES.get(cell.prompt_class, cell.prompt_class)
     return f"{fastest}{_decoding(best)} ({others}); its best: {where}, {cell.speedup.median:.2f}×{_decoding(cell)}."
