@@ -9,7 +9,8 @@ import pytest
 from bench.endpoints import fake
 
 from draftproof.bench.endpoint import Endpoint, read_counters, tally_of
-from draftproof.bench.load import Job, Load, play
+from draftproof.bench.load import Answer, Job, Load, play
+from draftproof.bench.prove_url import compare
 from draftproof.bench.workload import Item
 from draftproof.cli import run
 
@@ -206,3 +207,22 @@ def test_prove_the_task_on_a_server(workload: Path, capsys: pytest.CaptureFixtur
         assert run(asked) == 3
         document = last_line(capsys)
     assert document["levels"]["task"]["lost"] == 8 and "WORSE" in document["reasons"][0]
+
+
+LOGPROBS = (("Hel", -0.1, {}), ("lo", -0.2, {}))
+
+
+@pytest.mark.parametrize("other", [{}, {"token_ids": (5, 6)}])
+@pytest.mark.parametrize("one", [{"logprobs": LOGPROBS}, {"token_ids": (7, 6)}])
+def test_two_servers_are_compared_by_what_both_tell(one: dict, other: dict) -> None:
+    """Tokens of one against characters, or numbers, of the other differ at once, whatever the texts are."""
+    def answer(text: str, told: dict) -> Answer:
+        return Answer(Job("proof", Load(1), 0, 0, Item("0", "a", ("x",)), 0, 8, 0.0), 0.0, 1.0, text=text, **told)
+
+    if "token_ids" in one and other:
+        other = {"logprobs": LOGPROBS}
+    for first, second in ((one, other), (other, one)):
+        same = compare("x", 0.0, [answer("Hello", first)], [answer("Hello", second)])
+        assert (same.identical, same.tokens, same.divergences) == (1, 5, ())
+        (found,) = compare("x", 0.0, [answer("Hello", first)], [answer("Help", second)]).divergences
+        assert (found.at, found.token, found.expected, found.margin) == (3, "l", "p", None)

@@ -16,7 +16,7 @@ from scipy import stats
 
 from draftproof.bench import prove_task as task
 from draftproof.bench.prove_rule import Check
-from draftproof.bench.prove_run import Comparison, Divergence, Subject, judge, margin_at, prove_run
+from draftproof.bench.prove_run import END, Comparison, Divergence, Subject, judge, margin_at, prove_run
 from draftproof.bench.statistics import chi2_fit, chi2_tail, mcnemar, uniform_fit
 from draftproof.config import LoadConfig, ProveConfig
 from draftproof.core import noise, verify
@@ -153,7 +153,8 @@ def divergence(margin: float | None, near: bool) -> Divergence:
     ((divergence(0.01, True),), False, True, "near ties"),
     ((divergence(0.01, True),), True, False, "invisible"),
     ((divergence(1.7, False),), False, False, "not a near tie"),
-    ((divergence(None, False),), False, False, "one text ended"),
+    ((divergence(None, False),), False, False, "margin unknown"),
+    ((replace(divergence(None, False), expected=END),), False, False, "one text ended"),
     (tuple(divergence(0.01, True) for _ in range(60)), False, False, "more often than the control"),
 ])
 def test_what_counts_as_proved(found: tuple[Divergence, ...], invisible: bool, ok: bool, word: str) -> None:

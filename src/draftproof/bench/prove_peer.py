@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..config import ProveConfig
 from .prove_rule import Check
-from .prove_run import Comparison, Divergence, Ids, RunReport, judge
+from .prove_run import END, Comparison, Divergence, Ids, RunReport, judge
 
 ULPS = 4.0              # up to which a gap may be rounding wherever it is
 WOBBLES = 3.0           # a gap of so many times what was seen of rounding at this very place may be rounding
@@ -61,7 +61,7 @@ def compare(peer: Peer, name: str, prompts: Sequence[Ids], found: Sequence[Ids],
         if mine == own:
             same += 1
         elif at == min(len(mine), len(own)):
-            wrote, expected = (peer.piece(ids[at]) if at < len(ids) else "(end)" for ids in (mine, own))
+            wrote, expected = (peer.piece(ids[at]) if at < len(ids) else END for ids in (mine, own))
             differences.append(Divergence(name, 0.0, i, at, wrote, expected, None, False))
         else:
             logits = peer.logits([*prompt, *own[:at]])

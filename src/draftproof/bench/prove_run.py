@@ -31,6 +31,8 @@ from .statistics import normal_tail, uniform_fit
 
 Ids = tuple[int, ...]
 
+END = "(end)"            # where a token would stand, of the text that ended
+
 
 @dataclass(frozen=True, slots=True)
 class Divergence:
@@ -44,7 +46,7 @@ class Divergence:
     at: int                               # tokens of the answer before it
     token: str
     expected: str
-    margin: float | None                  # None where one text ended and the other went on
+    margin: float | None                  # None where one text ended and the other went on, or where a server does not tell
     near_tie: bool
     ulps: float | None = None
     gap: float | None = None
@@ -153,7 +155,8 @@ def judge(checks: list[Check], control: Comparison, others: Sequence[Comparison]
             checks.append(Check(name, True, f"{c.tokens} tokens of {c.texts} texts identical"))
         elif wrong or invisible:
             d = (wrong or list(c.divergences))[0]
-            margin = "one text ended there" if d.margin is None else f"margin {d.margin:.3g}"
+            ended = "one text ended there" if END in (d.token, d.expected) else "margin unknown"
+            margin = ended if d.margin is None else f"margin {d.margin:.3g}"
             why = "not a near tie" if wrong else "a near tie, but this target is measured invisible to the bit: none may fall otherwise"
             checks.append(Check(name, False, f"{len(c.divergences)} of {c.texts} texts differ; prompt {d.prompt + 1} at token {d.at + 1}: "
                                 f"{d.token!r} where plain decoding wrote {d.expected!r}, {margin}: {why}"))
@@ -186,7 +189,7 @@ def compare(target: Target, name: str, prompts: Sequence[Ids], options: Sequence
 
 def _piece(target: Target, ids: Ids, at: int) -> str:
     if at >= len(ids):
-        return "(end)"
+        return END
     return target.tokenizer.piece(ids[at]) if target.tokenizer else f"#{ids[at]}"
 
 

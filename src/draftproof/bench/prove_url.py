@@ -9,7 +9,7 @@ from ..config import ProveConfig
 from ..errors import Failure
 from .load import Answer, Client, Job, Load, play
 from .prove_rule import Check
-from .prove_run import Comparison, Divergence, RunReport, judge
+from .prove_run import END, Comparison, Divergence, RunReport, judge
 from .workload import Item
 
 NEAR_TIE = 0.25
@@ -48,19 +48,19 @@ def ask(client: Client, items: Sequence[Item], config: ProveConfig, temperature:
     return [found[i] for i in range(len(items))]
 
 
-def units(answer: Answer) -> tuple[str, ...]:
-    """What is compared: the server's tokens if it tells them, else characters."""
-    if answer.logprobs:
-        return tuple(token for token, _, _ in answer.logprobs)
-    if answer.token_ids is not None:
-        return tuple(f"#{token}" for token in answer.token_ids)
-    return tuple(answer.text)
+def units(one: Answer, other: Answer) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """What is compared: tokens if both servers tell them, else characters."""
+    if one.logprobs and other.logprobs:
+        return tuple(token for token, _, _ in one.logprobs), tuple(token for token, _, _ in other.logprobs)
+    if one.token_ids is not None and other.token_ids is not None:
+        return tuple(f"#{token}" for token in one.token_ids), tuple(f"#{token}" for token in other.token_ids)
+    return tuple(one.text), tuple(other.text)
 
 
 def compare(name: str, temperature: float, found: Sequence[Answer], plain: Sequence[Answer]) -> Comparison:
     same, tokens, differences = 0, 0, []
     for i, (one, other) in enumerate(zip(found, plain, strict=True)):
-        mine, own = units(one), units(other)
+        mine, own = units(one, other)
         at = next((t for t, (a, b) in enumerate(zip(mine, own, strict=False)) if a != b), min(len(mine), len(own)))
         tokens += at
         if mine == own and one.text == other.text:
@@ -69,7 +69,7 @@ def compare(name: str, temperature: float, found: Sequence[Answer], plain: Seque
         ends = at >= min(len(mine), len(own))
         margin = None if ends else margin_at(one, other, at)
         near = margin is not None and margin <= NEAR_TIE / max(temperature, 1e-9 if temperature else 1.0)
-        wrote, expected = (side[at] if at < len(side) else "(end)" for side in (mine, own))
+        wrote, expected = (side[at] if at < len(side) else END for side in (mine, own))
         differences.append(Divergence(name, temperature, i, at, wrote, expected, margin, near))
     return Comparison(name, temperature, len(plain), same, tokens, tuple(differences))
 
