@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import math
 
 import pytest
 
-from draftproof.bench.prove_task import TaskReport, judge
+from draftproof.bench.prove_task import TaskReport, _task, judge
 from draftproof.bench.statistics import paired_interval
 
 
@@ -51,3 +52,13 @@ def test_as_many_prompts_as_are_advised_suffice() -> None:
         assert report(times * pairs, times * gained, times * lost).check.passed, words
         assert advised < 70 * pairs
     assert "prompts could" not in report(100, 9, 14).check.detail, "five points apart: no number of prompts would do"
+
+
+@pytest.mark.parametrize(("answer", "right", "wrong"), [
+    (1e-05, ["0.00001", "it is 1e-05.", "1E-5"], ["1e-06", "5"]), (1e22, ["10000000000000000000000"], ["22", "1e2"]),
+    (".5", ["0.5", ".50", "x = .5"], ["-1.5", "5", "-.5"]), ("+5", ["5", "+5.0"], ["15", "-5"]), (-5, ["x = -5", "x = −5"], ["7-5", "5"]),
+    ("1e3", ["1000", "1,000"], ["1", "3"]), (0.1, ["0.10"], ["10"]), (4, ["so 3, no, 4.0."], ["4 or 5"]),
+])
+def test_numbers_are_read_as_numbers(answer: float | str, right: list[str], wrong: list[str]) -> None:
+    task = _task(json.dumps({"prompt": "q", "answer": answer}), "f", 1)
+    assert [text for text in right if not task.right(text)] == [] and [text for text in wrong if task.right(text)] == []

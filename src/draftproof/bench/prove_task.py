@@ -22,7 +22,7 @@ from .prove_rule import Check
 from .statistics import mcnemar, paired_interval
 from .workload import Item, item_of
 
-NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
+NUMBER = re.compile(r"(?:(?<!\w)[-+−])?(?:\d[\d,]*(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d+)?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class Task:
 
 
 def _value(text: str) -> float:
-    return float(text.replace(",", ""))
+    return float(text.replace(",", "").replace("−", "-"))
 
 
 def read_tasks(path: str | Path) -> list[Task]:
