@@ -117,9 +117,10 @@ class Sampling:
         need(whole(self.top_k) and self.top_k >= 0, "top_k", "an integer ≥ 0 (0 is off)")
         need(self.top_p is None or (_finite(self.top_p) and 0 < self.top_p <= 1), "top_p", "a number in (0, 1]")
         need(_finite(self.min_p) and 0 <= self.min_p <= 1, "min_p", "a number in [0, 1]")
-        need(_finite(self.repetition_penalty) and self.repetition_penalty > 0, "repetition_penalty", "a number > 0")
-        need(_finite(self.presence_penalty), "presence_penalty", "a finite number")
-        need(_finite(self.frequency_penalty), "frequency_penalty", "a finite number")
+        need(_finite(self.repetition_penalty) and 1e-30 <= self.repetition_penalty <= 1e30, "repetition_penalty",
+             "a number in [1e-30, 1e30]")                    # logits times any of these stay far within float32
+        for name in ("presence_penalty", "frequency_penalty"):
+            need(_finite(getattr(self, name)) and abs(getattr(self, name)) <= 1e30, name, "a number in [-1e30, 1e30]")
         need(isinstance(self.logit_bias, Mapping) and _all(self.logit_bias, whole)
              and _all(self.logit_bias.values(), lambda bias: isinstance(bias, Real) and not math.isnan(bias)),
              "logit_bias", "numbers by token id, no NaN")

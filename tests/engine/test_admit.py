@@ -77,6 +77,9 @@ def test_text_prompts() -> None:
         ({"logit_bias": {1: math.nan}}, "logit_bias=.*no NaN"),
         ({"logit_bias": {2: 1.0, 1: math.inf}}, "logit_bias holds inf for token 1; expected numbers up to 3.4e38, or -inf"),
         ({"logit_bias": {1: 1e39}}, r"logit_bias holds 1e\+39 for token 1; expected"),
+        *(({"repetition_penalty": value}, "repetition_penalty=.*: expected a number in") for value in (0, -1.0, 1e-40, 1e300)),
+        *(({name: value}, f"{name}=.*: expected a number in") for name in ("presence_penalty", "frequency_penalty")
+          for value in (-1e39, 1e39, -3e38, math.nan)),
         ({"speculation": {"drafter": "model"}}, "drafter='model'"),
         ({"speculation": {"deep": 1}}, "'deep'"),
         ({"speculation": {"depth": -1}}, "depth=-1"),
