@@ -528,3 +528,15 @@ def test_a_device_is_asked_for_greedy_choices_and_nothing_else(dtype: torch.dtyp
     assert whole.to("cpu").tolist() == here.whole.tolist() and whole.dtype == here.whole.dtype
     assert "argmax.default" in asked.names and "amax.default" not in asked.names
     assert asked.names.count("_to_copy.default") <= 1, "the rows themselves, on their way there"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_no_temperature_is_too_hot(dtype: torch.dtype) -> None:
+    """Beyond what the logits' type can hold a division would be one by infinity, and of a ban no number. Ordinary ones keep their bits."""
+    logits = torch.tensor([[1.0, 2.0, 3.0, -4.0]]).to(dtype)
+    for temperature in (1e38, 1e39, 1e300):
+        for options in ({"logit_bias": {0: -math.inf}}, {"top_p": 0.9}, {"top_k": 2}, {}):
+            s = Sampling(**{"temperature": temperature, "top_p": 1.0, **options})
+            law = distribution(logits, [of(s)])[0]
+            kept = law[law > -math.inf].exp()
+            assert not law.isnan().any() and torch.allclose(kept, torch.full_like(kept, 1 / len(kept))), (temperature, options)

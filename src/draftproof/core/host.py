@@ -21,6 +21,7 @@ FEW = 128            # likeliest tokens looked at before more; a nucleus is rare
 FLOOR = -10.0        # then: tokens at least e**−10 as likely as the likeliest; then the whole row
 TILE = 64            # columns of a long row that share a maximum; of a shorter one an eighth as many
 LONG = 16_384        # rows from here on are long
+HOT = 1e30           # the highest: far above any difference of logits, and float32 can still divide −inf by it
 COLD = 1e-30         # the lowest temperature above 0 that float32 can divide by on every device
 _MARGIN = 1e-3       # far above the float32 error of `bound`
 _LOWEST = float(np.finfo(np.float32).min)

@@ -39,7 +39,7 @@ def _filters(s: Sampling, vocabulary: int) -> Filters:
     temperature = 1.0 if s.temperature is None else s.temperature
     if temperature == 0:
         return Filters(0.0, 0, 1.0, 0.0)
-    return Filters(temperature, s.top_k if s.top_k < vocabulary else 0, 1.0 if s.top_p is None else s.top_p, s.min_p)
+    return Filters(min(temperature, host.HOT), s.top_k if s.top_k < vocabulary else 0, 1.0 if s.top_p is None else s.top_p, s.min_p)
 
 
 def distribution(logits: Tensor, groups: Sequence[Rows]) -> Tensor:

@@ -18,7 +18,7 @@ from torch import Tensor
 from ..config import LoadConfig
 from ..core.choice import Law, perturbed_top
 from ..core.edits import Counts, Rows
-from ..core.host import COLD
+from ..core.host import COLD, HOT
 from ..core.probs import check_finite, laws
 from ..models.target import Target
 from ..types import Budget, Commit, Draft, Rule, SequenceView, Signals
@@ -224,7 +224,7 @@ class Ranking:
     @property
     def temperature(self) -> float:
         """What logits are divided by."""
-        return max(1.0 if self.sampling.temperature is None else self.sampling.temperature, COLD)
+        return min(max(1.0 if self.sampling.temperature is None else self.sampling.temperature, COLD), HOT)
 
     def rows(self, *paths: Sequence[int]) -> Rows:
         """The rows of the text as it is, followed by each path."""
