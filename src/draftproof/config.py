@@ -319,9 +319,11 @@ class ProveConfig(_Config):
 
     def __post_init__(self) -> None:
         self._check_whole()
-        for name in ("prompts", "tokens", "batch", "draws"):
+        for name in ("prompts", "tokens", "batch"):
             if getattr(self, name) < 1:
                 raise OptionError(f"{name}={getattr(self, name)}: expected an integer ≥ 1")
+        if self.draws < 100:                                # of fewer, chance alone looks as bad as a choice without noise
+            raise OptionError(f"draws={self.draws}: expected an integer ≥ 100: fewer texts test nothing")
         if not 0 < self.margin < 1:
             raise OptionError(f"margin={self.margin}: expected a share in (0, 1)")
         self._check_noise(self.temperatures, self.seed)

@@ -9,10 +9,12 @@ import pytest
 import torch
 
 from draftproof.bench import prove_rule as level
-from draftproof.core import host, noise, tree, verify
+from draftproof.config import ProveConfig
+from draftproof.core import choice, host, noise, tree, verify
 from draftproof.core.tree import Odds
 from draftproof.engine import round as engine_round
 from draftproof.engine.sequence import Sequence
+from draftproof.errors import OptionError
 from draftproof.types import Verdict
 
 DRAWS = 1200
@@ -106,6 +108,13 @@ def test_noise_that_ignores_its_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(noise, "key", lambda seed, sample, stream, position, attempt=0: right(seed, sample, "text", position, attempt))
     found = failed([level.noise_vectors(), *level.noise_law(DRAWS)])
     assert set(found) == {"noise vectors", "noise streams"} and "share noise" in found["noise streams"]
+
+
+def test_as_many_draws_as_are_asked_for_show_a_choice_without_noise(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(OptionError, match="draws=99: expected an integer ≥ 100"):
+        ProveConfig(draws=99)
+    monkeypatch.setattr(choice, "choose", lambda law, keys, right=choice.choose: right(law, None))
+    assert failed(level.noise_law(ProveConfig(draws=100).draws))
 
 
 def test_noise_with_arithmetic_shifts(monkeypatch: pytest.MonkeyPatch) -> None:
