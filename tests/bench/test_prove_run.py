@@ -134,6 +134,13 @@ def test_the_law_under_ratio_and_block(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "martingale" in found, outcomes(report.checks)
 
 
+def test_any_number_of_texts_is_looked_at_and_short_ones_are_no_error() -> None:
+    one = subject("ratio", target=TableTarget(3, 1, seed=3), drafter="ngram", depth=2)
+    report = prove_run(one, [(1, 2)] * 1100, ProveConfig(tokens=1, statistics_tokens=1100, temperatures=(1.0,), batch=64))
+    assert report.statistics["temperature 1"] | {"z": 0, "tokens": 1100, "rounds": 0} == report.statistics["temperature 1"]
+    assert [check.passed for check in report.checks] == [True, True, True, False] and "nothing was put" in report.checks[-1].detail
+
+
 def test_margins() -> None:
     target = table()
     law = target.law((1, 2, 3))

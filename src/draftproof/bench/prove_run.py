@@ -108,18 +108,18 @@ def prove_run(subject: Subject, prompts: Sequence[Ids], config: ProveConfig, not
 
 
 def texts(subject: Subject, drafter: str, prompts: Sequence[Ids], options: Sequence[Sampling], batch: int,
-          level: TraceLevel = "none") -> tuple[list[Ids], list[RoundDone], int]:
-    """(answers, their rounds if traced, tokens accepted)."""
+          level: TraceLevel = "none") -> tuple[list[Ids], list[list[RoundDone]], int]:
+    """(answers, the rounds of each if traced, tokens accepted)."""
     plain = drafter == "none"
     settings: dict[str, Any] = {} if plain else {"depth": "auto" if subject.depth is None else subject.depth, "tree": subject.tree,
                                                  "rule": subject.rule}
-    config = EngineConfig(max_batch=batch, trace=level)
+    config = EngineConfig(max_batch=batch, max_waiting=len(prompts), trace=level)
     with Engine(subject.target, drafter, load=subject.load, config=config, **settings) as engine:
         outs = engine.generate_batch(list(prompts), list(options), tenant=f"proof-{drafter}-{batch}")
     errors = [out.error for out in outs if out.error]
     if errors:
         raise Failure(f"{drafter}: {errors[0]}")
-    rounds = [event for out in outs for event in out.trace if isinstance(event, RoundDone)]
+    rounds = [[event for event in out.trace if isinstance(event, RoundDone)] for out in outs]
     return [out.token_ids for out in outs], rounds, sum(out.metrics["accepted"] for out in outs)
 
 
@@ -257,26 +257,18 @@ def _law(subject: Subject, prompts: Sequence[Ids], temperature: float, config: P
     report.checks.append(_accepted(accepted, temperature))
 
 
-def law_statistics(target: Target, prompts: Sequence[Ids], answers: Sequence[Ids], rounds: Sequence[RoundDone],
+def law_statistics(target: Target, prompts: Sequence[Ids], answers: Sequence[Ids], rounds: Sequence[Sequence[RoundDone]],
                    temperature: float) -> dict[str, Any]:
     """z: Σ(1{x = d} − p(d)) over its deviation, d being the drafter's favourite at the first token of each round, which depends on the
     text before it alone (later ones would not, under `block`). surprise: the same of log p(x). pit: p-value that
     u = P(likelier than x) + v·p(x) is uniform. All are standard if every token is drawn from p, whatever was drafted."""
-    favourites: dict[str, dict[int, int]] = {}
-    order = list(dict.fromkeys(event.request for event in rounds))
-    for event in rounds:
-        token = event.tokens[0]
-        if token.draft_alternatives:
-            favourites.setdefault(event.request, {})[event.position] = token.draft_alternatives[0].token
-        elif event.nodes and event.nodes[0].q is None:           # a point mass: its first guess is a function of the text
-            favourites.setdefault(event.request, {})[event.position] = event.nodes[0].token
     hits = spread = surprise = variance = 0.0
     pits: list[float] = []
     rng = random.Random(0)
-    for prompt, answer, request in zip(prompts, answers, order, strict=True):
+    for prompt, answer, own_rounds in zip(prompts, answers, rounds, strict=True):
         logp = all_laws(target, prompt, answer, temperature).cpu()
         p, x = logp.exp(), torch.tensor(answer)[:, None]
-        for position, guess in favourites.get(request, {}).items():
+        for position, guess in favourites(own_rounds).items():
             at = position - len(prompt)
             chance = float(p[at, guess])
             hits += (answer[at] == guess) - chance
@@ -289,5 +281,17 @@ def law_statistics(target: Target, prompts: Sequence[Ids], answers: Sequence[Ids
         before = (p > own) | ((p == own) & (torch.arange(p.shape[1]) < x))
         above = torch.where(before, p, 0).sum(-1)
         pits += [min(1.0, float(a) + rng.random() * float(b)) for a, b in zip(above, own[:, 0], strict=True)]
-    return {"tokens": len(pits), "rounds": len(rounds), "z": hits / spread**0.5 if spread > 0 else 0.0,
+    return {"tokens": len(pits), "rounds": sum(map(len, rounds)), "z": hits / spread**0.5 if spread > 0 else 0.0,
             "surprise": surprise / variance**0.5 if variance > 0 else 0.0, "pit": uniform_fit(pits)}
+
+
+def favourites(rounds: Sequence[RoundDone]) -> dict[int, int]:
+    """Position → the drafter's favourite at the first token of each round of one text, where it had one."""
+    found = {}
+    for event in rounds:
+        token = event.tokens[0]
+        if token.draft_alternatives:
+            found[event.position] = token.draft_alternatives[0].token
+        elif event.nodes and event.nodes[0].q is None:           # a point mass: its first guess is a function of the text
+            found[event.position] = event.nodes[0].token
+    return found
