@@ -17,7 +17,7 @@ from scipy import stats
 from draftproof.bench import prove_task as task
 from draftproof.bench.prove_rule import Check
 from draftproof.bench.prove_run import END, Comparison, Divergence, Subject, judge, margin_at, prove_run
-from draftproof.bench.statistics import chi2_fit, chi2_tail, mcnemar, uniform_fit
+from draftproof.bench.statistics import chi2_fit, chi2_tail, mcnemar, normal_tail, skewed_tail, uniform_fit
 from draftproof.config import LoadConfig, ProveConfig
 from draftproof.core import noise, verify
 from draftproof.core.tree import Odds
@@ -180,6 +180,18 @@ def test_statistics_agree_with_scipy() -> None:
     for sample in (values, values**1.2):
         assert uniform_fit(sample.tolist()) == pytest.approx(stats.kstest(sample.numpy(), "uniform").pvalue, rel=0.1)
     assert chi2_fit([5, 95, 0], [0.05, 0.95, 0.0]) > 0.9 and chi2_fit([5, 94, 1], [0.05, 0.95, 0.0]) == 0.0
+
+
+@pytest.mark.parametrize("rare", [0.005, 0.02, 0.1])
+def test_a_skewed_sum_alarms_as_seldom_as_it_says(rare: float) -> None:
+    """1500 tokens of which a rare one surprises: how many do is binomial, so the rate of false alarms is a sum."""
+    n, law = 1500, stats.binom(1500, rare)
+    skew = (1 - 2 * rare) / (n * rare * (1 - rare))**0.5
+    for sign in (1, -1):
+        alarms = [k for k in range(n + 1) if skewed_tail(sign * (k - n * rare) / float(law.std()), sign * skew) <= 1e-6]
+        assert 2e-8 < sum(law.pmf(k) for k in alarms) <= 1.2e-6
+    assert skewed_tail(3.0, 0.0) == normal_tail(3.0) == pytest.approx(skewed_tail(3.0, 0.011), rel=0.1)
+    assert skewed_tail(2.5, -0.4) == pytest.approx(2 * stats.pearson3.sf(2.5, -0.4)) and skewed_tail(0.0, 0.5) > 0.9
 
 
 @pytest.mark.parametrize(("pairs", "same", "passed", "word"), [

@@ -27,7 +27,7 @@ from ..models.target import Target
 from ..trace.events import RoundDone
 from ..types import Draft, Rule, Sampling
 from .prove_rule import ALARM, Check
-from .statistics import normal_tail, uniform_fit
+from .statistics import skewed_tail, uniform_fit
 
 Ids = tuple[int, ...]
 
@@ -246,9 +246,10 @@ def _law(subject: Subject, prompts: Sequence[Ids], temperature: float, config: P
     found = law_statistics(subject.target, asked, answers, rounds, temperature)
     report.statistics[f"temperature {temperature:g}"] = found | {"accepted": accepted}
     for name, (value, chance, words) in {
-        "martingale": (found["z"], normal_tail(found["z"]), "the drafter's favourite is written too often" if found["z"] > 0
-                       else "the drafter's favourite is written too seldom"),
-        "surprise": (found["surprise"], normal_tail(found["surprise"]), "the texts are likelier, or less likely, than the target's own"),
+        "martingale": (found["z"], skewed_tail(found["z"], found["z_skew"]),
+                       f"the drafter's favourite is written too {'often' if found['z'] > 0 else 'seldom'}"),
+        "surprise": (found["surprise"], skewed_tail(found["surprise"], found["surprise_skew"]),
+                     "the texts are likelier, or less likely, than the target's own"),
         "PIT": (found["pit"], found["pit"], "the tokens' places in the target's law are not uniform"),
     }.items():
         ok = chance > ALARM
@@ -261,8 +262,9 @@ def law_statistics(target: Target, prompts: Sequence[Ids], answers: Sequence[Ids
                    temperature: float) -> dict[str, Any]:
     """z: Σ(1{x = d} − p(d)) over its deviation, d being the drafter's favourite at the first token of each round, which depends on the
     text before it alone (later ones would not, under `block`). surprise: the same of log p(x). pit: p-value that
-    u = P(likelier than x) + v·p(x) is uniform. All are standard if every token is drawn from p, whatever was drafted."""
-    hits = spread = surprise = variance = 0.0
+    u = P(likelier than x) + v·p(x) is uniform. The skews are those of the first two. All are standard if every token is drawn from p,
+    whatever was drafted."""
+    hits = spread = third = surprise = variance = cubes = 0.0
     pits: list[float] = []
     rng = random.Random(0)
     for prompt, answer, own_rounds in zip(prompts, answers, rounds, strict=True):
@@ -273,16 +275,19 @@ def law_statistics(target: Target, prompts: Sequence[Ids], answers: Sequence[Ids
             chance = float(p[at, guess])
             hits += (answer[at] == guess) - chance
             spread += chance * (1 - chance)
+            third += chance * (1 - chance) * (1 - 2 * chance)
         finite = logp.clamp_min(-1e3)
         mean = (p * finite).sum(-1)
         surprise += float((finite.gather(1, x)[:, 0] - mean).sum())
         variance += float(((p * finite**2).sum(-1) - mean**2).clamp_min(0).sum())
+        cubes += float((p * (finite - mean[:, None])**3).sum())
         own = p.gather(1, x)
         before = (p > own) | ((p == own) & (torch.arange(p.shape[1]) < x))
         above = torch.where(before, p, 0).sum(-1)
         pits += [min(1.0, float(a) + rng.random() * float(b)) for a, b in zip(above, own[:, 0], strict=True)]
-    return {"tokens": len(pits), "rounds": sum(map(len, rounds)), "z": hits / spread**0.5 if spread > 0 else 0.0,
-            "surprise": surprise / variance**0.5 if variance > 0 else 0.0, "pit": uniform_fit(pits)}
+    return {"tokens": len(pits), "rounds": sum(map(len, rounds)), "pit": uniform_fit(pits),
+            "z": hits / spread**0.5 if spread > 0 else 0.0, "z_skew": third / spread**1.5 if spread > 0 else 0.0,
+            "surprise": surprise / variance**0.5 if variance > 0 else 0.0, "surprise_skew": cubes / variance**1.5 if variance > 0 else 0.0}
 
 
 def favourites(rounds: Sequence[RoundDone]) -> dict[int, int]:
