@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from draftproof.models.tokenizer import TextStream
+
 PIECES = [b"a", b"b", b"ab", b" ", b"\xc3", b"\xa9", b"c", b"ba", b"d", b"e", b""]
 
 
@@ -23,18 +25,5 @@ class Letters:
     def piece(self, token_id: int) -> str:
         return self.decode([token_id])
 
-    def stream(self) -> LetterStream:
-        return LetterStream()
-
-
-class LetterStream:
-    """Releases text up to the last whole character; a byte that can be none shows as �."""
-
-    def __init__(self) -> None:
-        self.held = b""
-
-    def step(self, token_id: int) -> str:
-        self.held += PIECES[token_id]
-        keep = 1 if self.held.endswith(b"\xc3") else 0
-        whole, self.held = self.held[: len(self.held) - keep], self.held[len(self.held) - keep :]
-        return whole.decode(errors="replace")
+    def stream(self, prompt: Sequence[int]) -> TextStream:
+        return TextStream(self.decode, prompt)

@@ -96,7 +96,7 @@ def test_bad_words_are_banned_with_and_without_a_space_before_them() -> None:
 def test_characters_arrive_whole() -> None:
     text = Text(Letters(), [0], ())  # type: ignore[arg-type]
     assert [text.push(token, True)[0] for token in (1, 4, 5, 4)] == ["b", "", "é", ""]
-    assert text.end([1, 4, 5, 4]) == "�" and text.released == "bé�"
+    assert text.end() == "�" and text.released == "bé�"
     split = Text(Letters(), [0, 4], ())  # type: ignore[arg-type]
     assert split.push(5, True) == ("é", False), "a character that begins in the prompt ends in the text"
 
@@ -108,7 +108,7 @@ def test_what_may_become_a_stop_string_is_held_back() -> None:
     assert text.released == "bab"
     open_end = Text(Letters(), [0], ("abac",))  # type: ignore[arg-type]
     assert [open_end.push(token, True)[0] for token in (1, 2)] == ["b", ""]
-    assert open_end.end([1, 2]) == "ab" and open_end.released == "bab"
+    assert open_end.end() == "ab" and open_end.released == "bab"
     early = Text(Letters(), [0], ("ab",))  # type: ignore[arg-type]
     assert early.push(2, False) == ("ab", False), "before min_tokens nothing stops"
     assert early.push(2, True) == ("", True)

@@ -139,12 +139,12 @@ class Sequence:
         for at in range(self.spelled, len(self.output)):
             last = at == len(self.output) - 1
             if last and self.finish == "stop":       # by this token, which is not of the text
-                piece = self.text.end(self.output[:-1])
+                piece = self.text.end()
             else:
                 piece, stopped = self.text.push(self.output[at], armed=at >= self.sampling.min_tokens)
                 if stopped:
                     self.finish = "stop"
                 elif last and self.finish == "length":
-                    piece += self.text.end(self.output)
+                    piece += self.text.end()
             self.pieces += piece,
         self.spelled = len(self.output)

@@ -6,9 +6,6 @@ from collections.abc import Sequence
 
 from ..models.tokenizer import Tokenizer
 
-CONTEXT = 6
-"""Prompt tokens that the decoder sees first, so that a leading space or a split character comes out as it stands in the text."""
-
 
 class Text:
     """The text of one sample. Without a tokenizer it stays empty.
@@ -17,14 +14,10 @@ class Text:
     """
 
     def __init__(self, tokenizer: Tokenizer | None, prompt: Sequence[int], stops: Sequence[str]) -> None:
-        self._tokenizer = tokenizer
-        self._context = list(prompt[-CONTEXT:])
         self.stops = tuple(stops)
         self._held = ""
         self._pieces: list[str] = []
-        self._stream = tokenizer.stream() if tokenizer is not None else None
-        for token in self._context:
-            self._decode(token)
+        self._stream = None if tokenizer is None else tokenizer.stream(prompt)
 
     @property
     def released(self) -> str:
@@ -35,7 +28,7 @@ class Text:
 
         armed: whether stop strings count yet; one that begins before they do never counts.
         """
-        piece = self._decode(token)
+        piece = self._stream.step(token) if self._stream else ""
         if not armed or not self.stops:
             return self._release(self._held + piece), False
         text = self._held + piece
@@ -47,31 +40,15 @@ class Text:
         self._held = text[len(text) - keep:]
         return self._release(text[: len(text) - keep]), False
 
-    def end(self, output: Sequence[int]) -> str:
+    def end(self) -> str:
         """The rest, when no more tokens follow: what was held back and the marks of an unfinished character."""
         tail, self._held = self._held, ""
-        piece = self._release(tail)
-        if self._tokenizer is None:
-            return piece
-        before = self._tokenizer.decode(self._context)
-        whole = self._tokenizer.decode([*self._context, *output])
-        so_far = before + self.released
-        return piece + (self._release(whole[len(so_far):]) if whole.startswith(so_far) else "")
+        return self._release(tail + (self._stream.rest() if self._stream else ""))
 
     def _release(self, piece: str) -> str:
         if piece:
             self._pieces.append(piece)
         return piece
-
-    def _decode(self, token: int) -> str:
-        if self._tokenizer is None or self._stream is None:
-            return ""
-        try:
-            return self._stream.step(token)
-        except Exception:
-            # The library's incremental decoder refuses some byte sequences; a fresh one goes on from this token.
-            self._stream = self._tokenizer.stream()
-            return self._stream.step(token)
 
 
 def _overlap(text: str, stop: str) -> int:

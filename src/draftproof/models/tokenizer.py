@@ -3,28 +3,69 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
+from os.path import commonprefix
 from pathlib import Path
 from typing import Any
 
-from tokenizers.decoders import DecodeStream
 from tokenizers.pre_tokenizers import ByteLevel
 
 from ..errors import LoadError
 
 SHORTENED = {"NoneType": 1, "NFC": 3}     # by normaliser: how many times more bytes a text may have before it than after
+CONTEXT = 6  # prompt ids that a stream sees first, so that a leading space or a split character comes out as it stands in the text
+LONGEST = 4  # bytes of a character
+MARK = "�"   # what stands for bytes that are no text
 
 
 class TextStream:
     """Turns ids into text that is always valid UTF-8: bytes of an unfinished character wait for the next token."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._backend = tokenizer.backend
-        self._stream = DecodeStream(skip_special_tokens=True)
+    def __init__(self, decode: Callable[[Sequence[int]], str], prompt: Sequence[int]) -> None:
+        """decode: ids to text; prompt: what the ids follow, none of which is told."""
+        self._decode = decode
+        context, unfinished = _context(decode, prompt)
+        self._settle(context)
+        self._ids += unfinished
+        self._marks = self.rest()  # of a character that begins in the prompt, unless the first ids end it
 
     def step(self, token_id: int) -> str:
-        return self._stream.step(self._backend, token_id) or ""
+        self._ids.append(token_id)
+        text = self._decode(self._ids)
+        piece = "" if text.endswith(MARK) else self._new(text)
+        if piece:
+            self._settle(self._ids[self._settled:])
+        return piece
+
+    def rest(self) -> str:
+        """What waits, when no more ids follow."""
+        return self._new(self._decode(self._ids))
+
+    def _settle(self, ids: list[int]) -> None:
+        """What these say has been told; they stay for the sake of what follows, a space or not."""
+        self._ids, self._settled, self._told, self._marks = ids, len(ids), self._decode(ids), ""
+
+    def _new(self, text: str) -> str:
+        """Of the text of all ids, that of those behind the settled ones."""
+        start = len(self._told)
+        if not text.startswith(self._told):  # it ended in bytes, and with those that follow they are no text: each is a mark
+            same = len(commonprefix((self._told, text)))
+            start = same + len(self._told[same:].encode())
+        return text[start:].removeprefix(self._marks)
+
+
+def _context(decode: Callable[[Sequence[int]], str], prompt: Sequence[int]) -> tuple[list[int], list[int]]:
+    """The last ids of a prompt that are text, and those of an unfinished character behind them.
+
+    A tokenizer that falls back to bytes makes marks of all that stand together if one is astray, so a context may not begin inside a
+    character.
+    """
+    for end in range(len(prompt), max(0, len(prompt) - LONGEST), -1):
+        for start in range(max(0, len(prompt) - CONTEXT), max(0, len(prompt) - CONTEXT - LONGEST) - 1, -1):
+            if not decode(prompt[start:end]).endswith(MARK):
+                return list(prompt[start:end]), list(prompt[end:])
+    return list(prompt[-CONTEXT:]), []
 
 
 class Tokenizer:
@@ -90,8 +131,12 @@ class Tokenizer:
         """The text of one token for display; bytes that are no character on their own show as �."""
         return self.decode([token_id], skip_special=False)
 
-    def stream(self) -> TextStream:
-        return TextStream(self)
+    def stream(self, prompt: Sequence[int]) -> TextStream:
+        return TextStream(self._plain, prompt)
+
+    def _plain(self, ids: Sequence[int]) -> str:
+        text: str = self.backend.decode(ids)         # skips special tokens, and is what `decode` comes to
+        return text
 
     @property
     def has_chat_template(self) -> bool:

@@ -249,7 +249,7 @@ class VllmEngine:
         writing.parts[-1].report, writing.cached = news.report, news.cached
         if writing.finish is None:                              # vLLM saw an end that we do not know: its own stop tokens
             writing.finish = "stop" if len(writing.prompt) + len(writing.output) < writing.limit else "length"
-            writing.text.end(writing.output)                    # told with an empty last piece: rare, and only the tail is late
+            writing.text.end()                    # told with an empty last piece: rare, and only the tail is late
         self._end(writing)
 
     def _lose(self, writing: Writing, reason: str) -> None:

@@ -128,13 +128,13 @@ class Writing:
         written = len(self.output)
         if token in self.end_ids and written > self.sampling.min_tokens:
             self.finish = "stop"
-            return self.text.end(self.output[:-1])
+            return self.text.end()
         piece, stopped = self.text.push(token, written > self.sampling.min_tokens)
         if stopped:
             self.finish = "stop"
         elif said is not None or len(self.prompt) + written >= self.limit:
             self.finish = "stop" if said == "stop" else "length"
-            piece += self.text.end(self.output)
+            piece += self.text.end()
         return piece
 
     def fail(self, error: BaseException) -> None:
