@@ -163,6 +163,55 @@ def test_a_full_cache_is_full_everywhere_and_harms_nothing(led: LeadingTarget) -
     led.check()
 
 
+@pytest.mark.parametrize("at", [1, 3, 9, 20])
+def test_ctrl_c_waits_for_the_end_of_a_pass_and_changes_no_text(at: int, led: LeadingTarget, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pass that one process leaves would pair its sums with those of another."""
+    sampling, calls, right = Sampling(temperature=0, max_tokens=12, ignore_eos=True), [0], shares.Ranks.sum
+    with Engine(led, load=TWO) as engine:
+        want = engine.generate([5, 6, 7], sampling).token_ids
+
+        def sum(self: shares.Ranks, part: torch.Tensor) -> torch.Tensor:
+            calls[0] += 1
+            if calls[0] == at:
+                signal.raise_signal(signal.SIGINT)
+            return right(self, part)
+
+        monkeypatch.setattr(shares.Ranks, "sum", sum)
+        request, interrupted = engine.submit([5, 6, 7], sampling)[0], 0
+        while not request.done:
+            try:
+                engine.step()
+            except KeyboardInterrupt:
+                interrupted += 1
+    assert interrupted == 1 and request.completion().token_ids == want
+    led.check()
+
+
+def test_a_pass_that_fails_in_between_ends_the_target_and_says_so(tiny_pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = load_target(tiny_pair[0], LoadConfig(tensor_parallel=2, dtype="float32", self_test=False))
+    assert isinstance(target, LeadingTarget)
+    calls, right, began = [0], shares.Ranks.sum, time.monotonic()
+
+    def sum(self: shares.Ranks, part: torch.Tensor) -> torch.Tensor:
+        calls[0] += 1
+        if calls[0] == 7:
+            raise RuntimeError("no memory")
+        return right(self, part)
+
+    monkeypatch.setattr(shares.Ranks, "sum", sum)
+    with Engine(target) as engine:
+        requests = engine.submit([5, 6, 7], Sampling(temperature=0, max_tokens=12, ignore_eos=True, n=2))
+        while not all(request.done for request in requests):
+            engine.step()
+        for request in requests:
+            assert request.completion().finish_reason == "error"
+        assert any("broken off (no memory)" in str(request.error) for request in requests)
+        with pytest.raises(Failure, match="broken off .no memory.*load the target again"):
+            engine.generate([5, 6, 7], max_tokens=2)
+    assert all(process.poll() is not None for process in target._followers.processes) and time.monotonic() - began < 9
+    target.check()
+
+
 def test_a_process_that_dies_is_named(tiny_pair: Pair) -> None:
     target = load_target(tiny_pair[0], LoadConfig(tensor_parallel=2, self_test=False))
     assert isinstance(target, LeadingTarget)

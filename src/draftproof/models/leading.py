@@ -3,37 +3,42 @@
     engine, drafters ── open, extend, score, … ──▶ LeadingTarget ──▶ its own share
                                                         └── the same call, as numbers ──▶ a follower per share (following.py)
 
-Followers live as long as their line to this process. Their caches go through the same calls as ours, so pages, prefixes and
-errors are the same; taps, noise, verdicts and drafters are here alone.
+Followers live as long as their line to this process, or until a call fails in the middle (`Followers.together`). Their caches go
+through the same calls as ours, so pages, prefixes and errors are the same; taps, noise, verdicts and drafters are here alone.
 """
 
 from __future__ import annotations
 
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import count
 from multiprocessing.connection import Connection
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..config import LoadConfig
-from ..errors import Failure, LoadError
+from ..errors import DraftproofError, Failure, LoadError, first_line
 from ..types import Draft, Scores
 from .paged import PagedTarget
 from .shares import Ranks
 from .target import Target
 
 GRACE = 10  # seconds that a follower has to end by itself
+PASSES = {"open", "extend", "score"}  # calls that need the others; the rest tidies up, here alone if they are gone
 
 
 class Followers:
@@ -54,6 +59,7 @@ class Followers:
         self._configs = [replace(config, device=place, threads=threads, graphs=False, self_test=False) for place in places]
         self._folder = tempfile.mkdtemp(prefix="draftproof-")
         self._store = str(Path(self._folder, "store"))
+        self._over = ""  # why they are not there any more
         self.lines: list[Connection] = []
         self.processes: list[subprocess.Popen[bytes]] = []
         self.end = weakref.finalize(self, _end, self.lines, self.processes, self._folder)
@@ -97,13 +103,62 @@ class Followers:
                 return f"process {rank}: {said}"
         return ""
 
-    def tell(self, *call: Any) -> None:
-        """The same call to each. Raises Failure if one is gone."""
+    @contextmanager
+    def together(self, *call: Any) -> Iterator[None]:
+        """The same call to each, and in the block the one of this process. Raises Failure if one is gone.
+
+        Ctrl-C waits for the end of the block, and what fails in it ends the others: a pass that one process left would pair its sums
+        with those of the next.
+        """
+        if self._over and call[0] in PASSES:
+            raise Failure(self._over)
+        with _uninterrupted():
+            if not self._over:
+                self._tell(call)
+            try:
+                yield
+            except DraftproofError:
+                raise  # as it does in the others: a full cache is full there, too
+            except BaseException as error:
+                self._stop(f"a pass was broken off ({first_line(error)})")
+                raise
+
+    def _tell(self, call: tuple[Any, ...]) -> None:
         for rank, line in enumerate(self.lines, 1):
             try:
                 line.send(call)
             except OSError as error:
-                raise Failure(f"tensor_parallel: process {rank} of the target has ended; load the target again") from error
+                self._stop(f"process {rank} of the target has ended")
+                raise Failure(self._over) from error
+
+    def _stop(self, why: str) -> None:
+        """End them at once, wherever they are."""
+        self._over = self._over or f"tensor_parallel: {why}; load the target again"
+        for process in self.processes:
+            process.kill()
+        self.end()
+
+
+@contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """Ctrl-C is heard behind the block; a second one at once."""
+    before, heard = signal.getsignal(signal.SIGINT), []
+
+    def hear(number: int, frame: FrameType | None) -> None:
+        heard.append(number)
+        if len(heard) > 1:
+            raise KeyboardInterrupt
+
+    if before is None or threading.current_thread() is not threading.main_thread():  # nobody of ours hears it here
+        yield
+        return
+    signal.signal(signal.SIGINT, hear)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+        if heard:
+            signal.raise_signal(signal.SIGINT)
 
 
 def _end(lines: list[Connection], processes: list[subprocess.Popen[bytes]], folder: str) -> None:
@@ -158,32 +213,34 @@ class LeadingTarget:
 
     def open(self, tokens: Sequence[int], tenant: str = "", room: int = 0) -> Any:
         number = next(self._next)
-        self._followers.tell("open", number, list(tokens), tenant, room)
-        slot = self._target.open(tokens, tenant, room)
-        self._numbers[id(slot)] = number
+        with self._followers.together("open", number, list(tokens), tenant, room):
+            slot = self._target.open(tokens, tenant, room)
+            self._numbers[id(slot)] = number
         return slot
 
     def extend(self, slots: Sequence[Any], tokens: Sequence[Tensor]) -> Scores:
-        self._followers.tell("extend", self._named(slots), [ids.tolist() for ids in tokens])
-        return self._target.extend(slots, tokens)
+        with self._followers.together("extend", self._named(slots), [ids.tolist() for ids in tokens]):
+            return self._target.extend(slots, tokens)
 
     def score(self, slots: Sequence[Any], roots: Tensor, drafts: Sequence[Draft]) -> Scores:
-        self._followers.tell("score", self._named(slots), roots.tolist(), [(draft.tokens.tolist(), draft.parents) for draft in drafts])
-        return self._target.score(slots, roots, drafts)
+        named = [(draft.tokens.tolist(), draft.parents) for draft in drafts]
+        with self._followers.together("score", self._named(slots), roots.tolist(), named):
+            return self._target.score(slots, roots, drafts)
 
     def rewind(self, slot: Any, kept: Sequence[int]) -> None:
-        self._followers.tell("rewind", self._numbers[id(slot)], list(kept))
-        self._target.rewind(slot, kept)
+        with self._followers.together("rewind", self._numbers[id(slot)], list(kept)):
+            self._target.rewind(slot, kept)
 
     def truncate(self, slot: Any, length: int) -> None:
-        self._followers.tell("truncate", self._numbers[id(slot)], length)
-        self._target.truncate(slot, length)
+        with self._followers.together("truncate", self._numbers[id(slot)], length):
+            self._target.truncate(slot, length)
 
     def close(self, slot: Any) -> None:
-        number = self._numbers.pop(id(slot), None)
+        number = self._numbers.get(id(slot))
         if number is not None:
-            self._followers.tell("close", number)
-            self._target.close(slot)
+            with self._followers.together("close", number):
+                self._target.close(slot)
+                del self._numbers[id(slot)]
 
     def fits(self, tokens: int) -> bool:
         return self._target.fits(tokens)
