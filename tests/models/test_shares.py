@@ -15,7 +15,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from draftproof import Engine, Failure, LoadConfig, LoadError, OptionError, Sampling
-from draftproof.models import shares
+from draftproof.models import load, shares
 from draftproof.models.leading import LeadingTarget
 from draftproof.models.load import builtin, load_target
 from draftproof.models.shares import Summed, bare, divided, kept, load_share
@@ -79,6 +79,14 @@ def test_what_does_not_come_apart_is_refused(family: str, count: int, said: str,
     families.save(family, tmp_path)
     with pytest.raises(LoadError, match=said):
         load_target(tmp_path, LoadConfig(tensor_parallel=count))
+
+
+def test_a_share_that_does_not_fit_its_model_is_refused_by_name(tmp_path: Path) -> None:
+    families.save("gpt_neox", tmp_path)         # has a plan, and sizes of its own that a share does not change
+    reasons: dict[str, str] = {}
+    config, whole = LoadConfig(tensor_parallel=2), AutoConfig.from_pretrained(tmp_path)
+    with pytest.raises(LoadError, match="gpt_neox.layers.0.*tensor_parallel=2: GPTNeoXForCausalLM does not come apart.*use one device"):
+        load._load_model(tmp_path, config, whole, torch.float32, Pretended(0, 2), reasons)
 
 
 def test_refusals_before_any_process_starts(tmp_path: Path) -> None:

@@ -144,7 +144,10 @@ def resolve(target: Target, sampling: Sampling) -> Sampling:
     temperature = target.defaults.get("temperature", 1.0) if sampling.temperature is None else sampling.temperature
     top_p = target.defaults.get("top_p", 1.0) if sampling.top_p is None else sampling.top_p
     seed = secrets.randbits(48) if sampling.seed is None else sampling.seed
-    return replace(sampling, temperature=temperature, top_p=top_p, bad_word_ids=tuple(banned), seed=seed, prediction=prediction)
+    try:
+        return replace(sampling, temperature=temperature, top_p=top_p, bad_word_ids=tuple(banned), seed=seed, prediction=prediction)
+    except OptionError as error:                             # of what was left to the model: the rest has been looked at
+        raise OptionError(f"{error}; the model's generation_config.json has it so: correct that, or give one with the request") from error
 
 
 def check_limits(sampling: Sampling, most_samples: int, most_logprobs: int) -> None:

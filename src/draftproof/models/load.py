@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import os
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -13,13 +12,15 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
+from .. import native
 from ..config import LoadConfig
 from ..errors import LoadError, first_line
 from . import attention, float8, int4, int8, rows
 from .between import compare, compiled_between
 from .cropped import CroppedTarget
+from .folder import check_weights, defaults_of, end_ids, read_config, read_tokenizer, saved_dtype, why_not
 from .fused import FusedPass, can_fuse, fuse
 from .graphs import passes
 from .graphs import recorder as _recorder
@@ -64,7 +65,7 @@ def load_target(path: str | Path, config: LoadConfig | None = None, fused: bool 
     config, path = config or LoadConfig(), os.path.expanduser(path)         # a shell leaves the ~ of `model:~/draft`
     if config.tensor_parallel == 1:
         return _tested(load_part(path, config, fused, None), config)
-    whole = _read_config(path, config)
+    whole = read_config(path, config)
     divided(whole, config.tensor_parallel)  # refuses before processes are started
     target = lead(str(path), config, fused, _device(config, {}), load_part)
     target.parts = replace(target.parts, config=whole)
@@ -74,14 +75,15 @@ def load_target(path: str | Path, config: LoadConfig | None = None, fused: bool 
 def load_part(path: str | Path, config: LoadConfig, fused: bool, ranks: Ranks | None) -> Target:
     """A target that is not tested yet. ranks: the processes that share it, of which this one loads its part; None: all of it."""
     reasons: dict[str, str] = {}
-    model_config = _read_config(path, config)
+    model_config = read_config(path, config)
+    saved = saved_dtype(path, model_config)
     device = _device(config, reasons)
     if device.type == "cpu":
         _keep_memory(reasons)
-    dtype = _dtype(config, model_config, device, reasons)
+    dtype = _dtype(config, saved, device, reasons)
     _set_threads(config, reasons)
-    model = _load_model(path, config, model_config, dtype, ranks).to(device).eval()
-    return _made(model, str(path), config, _tokenizer(path, config, reasons), _saved_dtype(model_config), fused, reasons)
+    model = _load_model(path, config, model_config, dtype, ranks, reasons).to(device).eval()
+    return _made(model, str(path), config, read_tokenizer(path, config, reasons), saved, fused, reasons)
 
 
 def as_target(model: Any, config: LoadConfig | None = None, name: str = "a model in memory", tokenizer: Tokenizer | None = None) -> Target:
@@ -124,8 +126,8 @@ def _made(model: Any, name: str, config: LoadConfig, tokenizer: Tokenizer | None
         facts=facts,
         parts=_parts(model, saved),
         tokenizer=tokenizer,
-        defaults=_defaults(model),
-        eos_ids=_eos_ids(model, tokenizer),
+        defaults=defaults_of(model.generation_config, name),
+        eos_ids=end_ids(model.generation_config, text, tokenizer, name),
     )
     return _target(model, tier, config, passes(model, _recorder(device), config.graphs, reasons) if slim else None, shared)
 
@@ -148,6 +150,9 @@ def _form(config: LoadConfig, device: torch.device, dtype: torch.dtype, reasons:
         kinds = ROUNDED[config.quantization]
         found = kinds.get(device.type)
         able, why = found[1]() if found else (False, f"the model is on {device}")
+        if able and device.type == "cpu" and dtype not in native.TYPES:
+            raise LoadError(f"quantization={config.quantization} with {str(dtype).removeprefix('torch.')} activations: expected float32 or "
+                            "bfloat16 on a CPU; leave dtype out")
         if found is None or not able:
             raise LoadError(f"quantization={config.quantization}: {why}; expected {' or '.join(wanted for *_, wanted in kinds.values())}: "
                             "leave the option out, or load a checkpoint that is quantised for this device")
@@ -182,33 +187,8 @@ def _fuse(model: Any, tier: int, linear: Linear | None, config: LoadConfig, ours
     return able
 
 
-def _read_config(path: str | Path, config: LoadConfig) -> Any:
-    folder = Path(path)
-    if folder.exists():
-        if not (folder / "config.json").exists():
-            raise LoadError(f"{folder} has no config.json; expected the folder of a transformers model")
-        if not list(folder.glob("*.safetensors")):
-            other = [p.name for p in folder.iterdir() if p.suffix in {".bin", ".pt", ".pth", ".ckpt", ".gguf"}]
-            raise LoadError(
-                f"{folder} has no safetensors weights (found: {', '.join(other) or 'none'}); pickled weights can run code and "
-                "are never read; convert them with save_pretrained"
-            )
-    elif os.sep in str(path) and str(path).count("/") != 1 or str(path).startswith((".", "~")):
-        raise LoadError(f"{path} does not exist; expected a folder with config.json and safetensors weights, or a hub id such as org/name")
-    try:
-        model_config = AutoConfig.from_pretrained(str(path), trust_remote_code=config.trust_remote_code)
-    except (OSError, ValueError, KeyError) as error:
-        raise LoadError(
-            f"{path}: no readable model configuration ({first_line(error)}); expected a local folder or a reachable hub id"
-        ) from error
-    if getattr(model_config, "is_encoder_decoder", False):
-        raise LoadError(
-            f"{path} is an encoder–decoder model ({model_config.model_type}); only decoder-only models can be verified token by token"
-        )
-    return model_config
-
-
-def _load_model(path: str | Path, config: LoadConfig, model_config: Any, dtype: torch.dtype, ranks: Ranks | None) -> Any:
+def _load_model(path: str | Path, config: LoadConfig, model_config: Any, dtype: torch.dtype, ranks: Ranks | None,
+                reasons: dict[str, str]) -> Any:
     try:
         model, info = load_share(str(path), model_config, dtype, ranks) if ranks else AutoModelForCausalLM.from_pretrained(
             str(path),
@@ -217,14 +197,11 @@ def _load_model(path: str | Path, config: LoadConfig, model_config: Any, dtype: 
             use_safetensors=True,
             trust_remote_code=config.trust_remote_code,
             output_loading_info=True,
+            ignore_mismatched_sizes=True,  # told below, by name
         )
-    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
-        raise LoadError(f"{path}: the weights could not be loaded ({first_line(error)})") from error
-    missing = sorted(info["missing_keys"])
-    if missing:
-        raise LoadError(
-            f"{path}: {len(missing)} weights are missing, first {missing[0]}; expected a complete checkpoint of {type(model).__name__}"
-        )
+    except (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError) as error:
+        raise LoadError(f"{path}: the weights could not be loaded ({why_not(error, model_config)})") from error
+    check_weights(path, model, info, ranks.count if ranks else 1, reasons)
     return model
 
 
@@ -295,6 +272,10 @@ def _device(config: LoadConfig, reasons: dict[str, str]) -> torch.device:
             raise LoadError(f"device={config.device!r}: this torch sees no CUDA device; use cpu")
         if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
             raise LoadError(f"device={config.device!r}: this torch sees {torch.cuda.device_count()} CUDA devices; expected a lower number")
+        try:
+            torch.zeros(1, device=device).item()  # what a device without memory or a driver cannot do
+        except (RuntimeError, AssertionError) as error:
+            raise LoadError(f"device={config.device!r}: {first_line(error)}; expected cpu, cuda or cuda:N") from error
         reasons["device"] = f"{device}: as asked"
         return device
     found = torch.cuda.is_available()
@@ -302,11 +283,10 @@ def _device(config: LoadConfig, reasons: dict[str, str]) -> torch.device:
     return torch.device("cuda" if found else "cpu")
 
 
-def _dtype(config: LoadConfig, model_config: Any, device: torch.device, reasons: dict[str, str]) -> torch.dtype:
+def _dtype(config: LoadConfig, saved: torch.dtype, device: torch.device, reasons: dict[str, str]) -> torch.dtype:
     if config.dtype is not None:
         reasons["dtype"] = f"{config.dtype}: as asked"
         return {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}[config.dtype]
-    saved = _saved_dtype(model_config)
     chosen, why = saved, "the checkpoint's own"
     if device.type == "cpu" and saved in HALVES:
         name = str(saved).removeprefix("torch.")
@@ -317,11 +297,6 @@ def _dtype(config: LoadConfig, model_config: Any, device: torch.device, reasons:
             chosen, why = torch.bfloat16, "the checkpoint is float16, which a CPU computes slowly"
     reasons["dtype"] = f"{str(chosen).removeprefix('torch.')}: {why}"
     return chosen
-
-
-def _saved_dtype(model_config: Any) -> torch.dtype:
-    found: torch.dtype | None = getattr(model_config, "dtype", None) or getattr(model_config.get_text_config(), "dtype", None)
-    return found or torch.float32
 
 
 def _set_threads(config: LoadConfig, reasons: dict[str, str]) -> None:
@@ -337,18 +312,6 @@ def _keep_memory(reasons: dict[str, str]) -> None:
     libc = ctypes.CDLL(None)
     if hasattr(libc, "mallopt") and libc.mallopt(M_MMAP_THRESHOLD, 32 << 20) and libc.mallopt(M_TRIM_THRESHOLD, 1 << 30):
         reasons["memory"] = "freed blocks stay with the process, so that large temporaries are not faulted in every round"
-
-
-def _tokenizer(path: str | Path, config: LoadConfig, reasons: dict[str, str]) -> Tokenizer | None:
-    folder = Path(path)
-    names = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "tokenizer.model")
-    if folder.exists() and not any((folder / name).exists() for name in names):
-        reasons["tokenizer"] = "none: the folder has no tokenizer files; prompts must be token ids"
-        return None
-    try:
-        return Tokenizer.load(path, config.trust_remote_code)
-    except (OSError, ValueError, KeyError) as error:
-        raise LoadError(f"{path}: the tokenizer could not be loaded ({first_line(error)})") from error
 
 
 def _sizes(model: nn.Module) -> tuple[int, int]:
@@ -377,20 +340,3 @@ def _parts(model: Any, saved: torch.dtype) -> TargetParts:
                 norm = next((getattr(body, name) for name in FINAL_NORMS if isinstance(getattr(body, name, None), nn.Module)), None)
                 return TargetParts(embed, output, list(child), model.config, norm, saved)
     return TargetParts(embed, output, (), model.config, saved_as=saved)
-
-
-def _defaults(model: Any) -> dict[str, float]:
-    generation = model.generation_config
-    found = {name: getattr(generation, name, None) for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")}
-    if getattr(generation, "do_sample", None) is False and found["temperature"] is None:
-        found["temperature"] = 0.0
-    return {name: float(value) for name, value in found.items() if value is not None}
-
-
-def _eos_ids(model: Any, tokenizer: Tokenizer | None) -> tuple[int, ...]:
-    ids = model.generation_config.eos_token_id
-    if ids is None:
-        ids = model.config.get_text_config().eos_token_id
-    if ids is None and tokenizer is not None:
-        ids = tokenizer.hf.eos_token_id
-    return () if ids is None else tuple(ids) if isinstance(ids, list | tuple) else (int(ids),)

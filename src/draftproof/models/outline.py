@@ -7,9 +7,11 @@ from pathlib import Path
 from typing import cast
 
 import torch
-from transformers import AutoConfig, GenerationConfig
+from transformers import GenerationConfig
 
+from ..config import LoadConfig
 from ..errors import LoadError
+from .folder import configuration, defaults_of, end_ids, read_tokenizer
 from .target import LoadFacts, Target, TargetParts
 from .tokenizer import Tokenizer
 
@@ -34,22 +36,17 @@ def outline(path: str | Path, context: int | None = None, device: str = "remote"
 
     Typed as a target for those who only read it: the methods of one are not there. Raises LoadError.
     """
-    try:
-        config = AutoConfig.from_pretrained(str(path)).get_text_config()
-        tokenizer = Tokenizer.load(path)
-    except (OSError, ValueError, KeyError) as error:
-        raise LoadError(f"{path}: {str(error).splitlines()[0][:200]}; expected a model folder or hub id with config.json and a "
-                        "tokenizer, the same that the other engine serves") from error
+    config = configuration(path).get_text_config()
+    tokenizer = read_tokenizer(path, LoadConfig(), {})
+    if tokenizer is None:
+        raise LoadError(f"{path} has no tokenizer files; expected the model that the other engine serves, with its tokenizer")
     try:
         generation = GenerationConfig.from_pretrained(str(path))
     except OSError:
         generation = GenerationConfig()
-    defaults = {name: float(value) for name in ("temperature", "top_p") if (value := getattr(generation, name, None)) is not None}
-    ends = generation.eos_token_id if generation.eos_token_id is not None else getattr(config, "eos_token_id", None)
     own = int(getattr(config, "max_position_embeddings", None) or 1 << 20)
     facts = LoadFacts(name=str(path), device=device, dtype=str(getattr(config, "dtype", "")).removeprefix("torch."), tier=0, threads=0,
                       weight_bytes=0, cache_bytes_per_token=0, invisible=False, invisible_reason="not promised: another engine runs it")
-    found = Outline(int(config.vocab_size), min(own, context or own), facts, tokenizer, defaults,
-                    () if ends is None else tuple(ends) if isinstance(ends, list | tuple) else (int(ends),), torch.device("cpu"),
-                    TargetParts())
+    found = Outline(int(config.vocab_size), min(own, context or own), facts, tokenizer,
+                    defaults_of(generation, path), end_ids(generation, config, tokenizer, path), torch.device("cpu"), TargetParts())
     return cast(Target, found)

@@ -13,7 +13,8 @@ from transformers import GenerationConfig
 
 from ..config import LoadConfig
 from ..errors import Failure, first_line
-from .load import _device, _dtype, _eos_ids, _load_model, _read_config, _tokenizer, builtin
+from .folder import end_ids, read_config, read_tokenizer, saved_dtype
+from .load import _device, _dtype, _load_model, builtin
 
 LOOKED_UP = 10          # tokens of prompt lookup where no depth is asked for
 WIDE = 6                # rows of a pass that scores five guesses
@@ -30,9 +31,9 @@ class TransformersPeer:
         self.name, self.depth = str(place), depth
         self.model, self.device, self.dtype = _load(place, config)
         self.assistant = None if assistant is None else _load(assistant, config)[0]
-        self.tokenizer = _tokenizer(place, config, {})
+        self.tokenizer = read_tokenizer(place, config, {})
         self.context = int(getattr(self.model.config.get_text_config(), "max_position_embeddings", 1 << 20))
-        self.ends = _eos_ids(self.model, self.tokenizer)
+        self.ends = end_ids(self.model.generation_config, self.model.config.get_text_config(), self.tokenizer, place)
         for model in filter(None, (self.model, self.assistant)):
             model.generation_config = GenerationConfig(do_sample=False, pad_token_id=self.ends[0] if self.ends else 0,
                                                        eos_token_id=list(self.ends) or None)
@@ -136,7 +137,7 @@ def assistant_place(spec: str) -> str | Path | None:
 
 
 def _load(place: str | Path, config: LoadConfig) -> tuple[Any, torch.device, torch.dtype]:
-    found, reasons = _read_config(place, config), dict[str, str]()
+    found, reasons = read_config(place, config), dict[str, str]()
     device = _device(config, reasons)
-    dtype = _dtype(config, found, device, reasons)
-    return _load_model(place, config, found, dtype, None).to(device).eval(), device, dtype
+    dtype = _dtype(config, saved_dtype(place, found), device, reasons)
+    return _load_model(place, config, found, dtype, None, reasons).to(device).eval(), device, dtype

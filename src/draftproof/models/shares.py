@@ -121,7 +121,8 @@ def load_share(path: str, config: Any, dtype: torch.dtype, ranks: Ranks) -> tupl
     folder = Path(path) if Path(path).exists() else Path(snapshot_download(path, allow_patterns=["*.safetensors", "*.json"]))
     prefix = kind.base_model_prefix + "."
     weights = _weights(folder, prefix, plan, ranks)
-    model, info = kind.from_pretrained(None, config=share, state_dict=weights, dtype=dtype, output_loading_info=True)
+    model, info = kind.from_pretrained(None, config=share, state_dict=weights, dtype=dtype, output_loading_info=True,
+                                       ignore_mismatched_sizes=True)  # told by who looks at the rest
     for name, layer in list(model.named_modules()):
         if _style(name, prefix, plan) == "rowwise":
             parent, _, last = name.rpartition(".")

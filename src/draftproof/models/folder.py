@@ -1,0 +1,155 @@
+"""What a model's folder (or hub id) says: its configuration, the type of its weights, tokenizer, defaults of a request, ends of a text."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError, safe_open
+from transformers import AutoConfig
+from transformers.utils import cached_file
+
+from ..config import LoadConfig
+from ..errors import LoadError, first_line
+from .tokenizer import Tokenizer
+
+LEAST_CONTEXT = 2  # a prompt and what follows it
+TYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}  # names in safetensors
+
+
+def configuration(path: str | Path, trust_remote_code: bool = False) -> Any:
+    """Raises LoadError."""
+    try:
+        return AutoConfig.from_pretrained(str(path), trust_remote_code=trust_remote_code)
+    except StrictDataclassError as error:
+        raise LoadError(f"{path}: config.json describes no model ({first_line(error.__cause__ or error)}); correct it") from error
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        raise LoadError(
+            f"{path}: no readable model configuration ({first_line(error)}); expected a local folder or a reachable hub id"
+        ) from error
+
+
+def read_config(path: str | Path, config: LoadConfig) -> Any:
+    """The configuration of a decoder-only model whose weights can be read. Raises LoadError."""
+    folder = Path(path)
+    if folder.exists():
+        if not (folder / "config.json").exists():
+            raise LoadError(f"{folder} has no config.json; expected the folder of a transformers model")
+        if not list(folder.glob("*.safetensors")):
+            other = [p.name for p in folder.iterdir() if p.suffix in {".bin", ".pt", ".pth", ".ckpt", ".gguf"}]
+            raise LoadError(
+                f"{folder} has no safetensors weights (found: {', '.join(other) or 'none'}); pickled weights can run code and "
+                "are never read; convert them with save_pretrained"
+            )
+    elif os.sep in str(path) and str(path).count("/") != 1 or str(path).startswith((".", "~")):
+        raise LoadError(f"{path} does not exist; expected a folder with config.json and safetensors weights, or a hub id such as org/name")
+    model_config = configuration(path, config.trust_remote_code)
+    if getattr(model_config, "is_encoder_decoder", False):
+        raise LoadError(
+            f"{path} is an encoder–decoder model ({model_config.model_type}); only decoder-only models can be verified token by token"
+        )
+    text = model_config.get_text_config()
+    for name, least in (("num_hidden_layers", 1), ("max_position_embeddings", LEAST_CONTEXT)):
+        found = getattr(text, name, None)
+        if found is not None and found < least:
+            raise LoadError(f"{path}: config.json has {name}={found}; expected at least {least}")
+    return model_config
+
+
+def saved_dtype(path: str | Path, model_config: Any) -> torch.dtype:
+    """What the checkpoint was saved in: as its configuration says, or else as its first weight is."""
+    found: torch.dtype | None = getattr(model_config, "dtype", None) or getattr(model_config.get_text_config(), "dtype", None)
+    return found or _first_dtype(path) or torch.float32
+
+
+def _first_dtype(path: str | Path) -> torch.dtype | None:
+    """None where no file of weights can be looked at: who loads it will say so."""
+    try:
+        try:
+            file = cached_file(str(path), "model.safetensors")
+        except OSError:
+            index = json.loads(Path(cached_file(str(path), "model.safetensors.index.json")).read_text())
+            file = cached_file(str(path), min(index["weight_map"].values()))
+        with safe_open(file, framework="pt") as weights:
+            types = (TYPES.get(weights.get_slice(name).get_dtype()) for name in weights.keys())  # noqa: SIM118 (not a mapping)
+            return next(filter(None, types), None)
+    except (OSError, ValueError, KeyError, SafetensorError):
+        return None
+
+
+def why_not(error: BaseException, model_config: Any) -> str:
+    """What made transformers refuse the weights, in words of the checkpoint."""
+    if isinstance(error, KeyError):  # of a table of what it knows
+        named = next((f"{key}={error.args[0]!r}" for key, value in _settings(model_config.to_dict()) if value == error.args[0]), None)
+        return f"config.json has {named}, which this version of transformers does not know" if named else f"it lacks {error}"
+    quantised = getattr(model_config, "quantization_config", None)
+    if isinstance(error, ImportError) and quantised:
+        kind = quantised.get("quant_method") if isinstance(quantised, dict) else quantised.quant_method
+        return f"{first_line(error)}; it is quantised by {kind}: load the model that it was made of, or serve --engine vllm"
+    return first_line(error)
+
+
+def _settings(config: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    nested = [pair for value in config.values() if isinstance(value, dict) for pair in _settings(value)]
+    return [*config.items(), *nested]
+
+
+def check_weights(path: str | Path, model: Any, info: Mapping[str, Any], shares: int, reasons: dict[str, str]) -> None:
+    """From what transformers says of a load. Raises LoadError for weights that are missing or of another shape; others are told."""
+    kind = type(model).__name__
+    misshapen, missing, strange = (sorted(info[f"{what}_keys"]) for what in ("mismatched", "missing", "unexpected"))
+    if misshapen:
+        name, found, expected = misshapen[0]
+        why = f"as a share with tensor_parallel={shares}: {kind} does not come apart in this version of transformers, use one device" \
+            if shares > 1 else f"as config.json describes {kind}"
+        raise LoadError(f"{path}: {len(misshapen)} weights have another shape, first {name}: found {list(found)}, expected "
+                        f"{list(expected)} {why}")
+    if missing:
+        raise LoadError(f"{path}: {len(missing)} weights are missing, first {missing[0]}; expected a complete checkpoint of {kind}")
+    if strange:
+        named = ", ".join((*strange[:2], *["…"] * (len(strange) > 2)))
+        reasons["unused weights"] = f"{len(strange)}, for which {kind} has no place as config.json describes it: {named}"
+
+
+def read_tokenizer(path: str | Path, config: LoadConfig, reasons: dict[str, str]) -> Tokenizer | None:
+    """None, with the reason, for a folder without one. Raises LoadError."""
+    folder = Path(path)
+    names = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "tokenizer.model")
+    if folder.exists() and not any((folder / name).exists() for name in names):
+        reasons["tokenizer"] = "none: the folder has no tokenizer files; prompts must be token ids"
+        return None
+    try:
+        return Tokenizer.load(path, config.trust_remote_code)
+    except LoadError:
+        raise
+    except Exception as error:  # the library raises that itself for a file that it cannot parse
+        raise LoadError(f"{path}: the tokenizer could not be loaded ({first_line(error)})") from error
+
+
+def defaults_of(generation: Any, path: str | Path) -> dict[str, float]:
+    """What a request that leaves them open gets, as generation_config.json has them. Raises LoadError."""
+    found = {name: getattr(generation, name, None) for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")}
+    if getattr(generation, "do_sample", None) is False and found["temperature"] is None:
+        found["temperature"] = 0.0
+    try:
+        return {name: float(value) for name, value in found.items() if value is not None}
+    except (TypeError, ValueError) as error:
+        raise LoadError(f"{path}: generation_config.json has an option that is no number ({first_line(error)}); correct it") from error
+
+
+def end_ids(generation: Any, text_config: Any, tokenizer: Tokenizer | None, path: str | Path) -> tuple[int, ...]:
+    """Of a text: as generation_config.json says, or else config.json, or else the tokenizer. Raises LoadError."""
+    ids = generation.eos_token_id
+    if ids is None:
+        ids = getattr(text_config, "eos_token_id", None)
+    if ids is None and tokenizer is not None:
+        ids = tokenizer.hf.eos_token_id
+    try:
+        return () if ids is None else tuple(map(int, ids if isinstance(ids, list | tuple) else [ids]))
+    except (TypeError, ValueError) as error:
+        raise LoadError(f"{path}: eos_token_id={ids!r} in its configuration files; expected an id or a list of ids") from error
