@@ -127,6 +127,16 @@ def test_devices_that_compute_nothing_are_refused(device: str, folder: Path) -> 
         load_target(folder, LoadConfig(self_test=False, device=device))
 
 
+def test_angles_that_depend_on_the_longest_row_are_seen_in_each_kind_of_layer(tmp_path: Path) -> None:
+    families.save("gemma3_text", tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    plain, dynamic = {"rope_type": "default", "rope_theta": 1e4}, {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+    assert set(config["rope_parameters"]) == {"full_attention", "sliding_attention"}
+    say(tmp_path / "config.json", rope_parameters={"full_attention": dynamic, "sliding_attention": plain})
+    facts = load_target(tmp_path, LoadConfig(page_tokens=64)).facts
+    assert not facts.invisible and "dynamic rotary angles" in facts.invisible_reason
+
+
 def test_an_outline_has_the_defaults_and_ends_that_a_load_has(tiny_pair: tuple[Path, Path], tmp_path: Path) -> None:
     for file in tiny_pair[0].iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())

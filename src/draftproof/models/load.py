@@ -137,8 +137,10 @@ def _tested(target: Target, config: LoadConfig) -> Target:
     if config.self_test:
         measure = target.measure if isinstance(target, RecurrentTarget) else partial(invisible, target)
         passed, reason = measure(config.page_tokens, config.prefill_chunk)
-        rope = (getattr(target.parts.config.get_text_config(), "rope_parameters", None) or {}).get("rope_type", "default")
-        if rope in ROW_DEPENDENT_ROPE and passed:
+        ropes = getattr(target.parts.config.get_text_config(), "rope_parameters", None) or {}
+        kinds = {kind.get("rope_type") for kind in (ropes, *ropes.values()) if isinstance(kind, dict)}  # one, or one of each kind of layer
+        rope = next(iter(kinds & ROW_DEPENDENT_ROPE), None)
+        if rope and passed:
             passed, reason = False, f"no: {rope} rotary angles depend on the longest text of the pass"
         target.facts = replace(target.facts, invisible=passed, invisible_reason=reason)
     return target
