@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 from .. import native
 from ..config import LoadConfig
 from ..errors import LoadError, first_line
-from . import attention, float8, int4, int8, rows
+from . import float8, int4, int8, rows
 from .between import compare, compiled_between
 from .cropped import CroppedTarget
 from .folder import check_weights, defaults_of, end_ids, read_config, read_tokenizer, saved_dtype, why_not
@@ -28,11 +28,11 @@ from .graphs import recorder as _recorder
 from .leading import lead
 from .packed import Linear, can_pack, multiplies_bfloat16, pack, packed, widened_bytes
 from .paged import PagedTarget
-from .passes import Pass
 from .recurrent import RecurrentTarget
 from .selftest import invisible
 from .shares import Ranks, divided, load_share
 from .target import LoadFacts, Target, TargetParts
+from .tier import tier_of
 from .tiled import TILE_ROWS, TiledLinear
 from .tokenizer import Tokenizer
 
@@ -40,7 +40,6 @@ WEIGHTS = Path(__file__).parent.parent / "weights"
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3          # glibc's malloc.h
 HALVES = (torch.bfloat16, torch.float16)
 FINAL_NORMS = ("norm", "ln_f", "final_layer_norm", "final_layernorm", "norm_f")  # what families call the norm before the output
-RECURRENT = {"linear_attention", "hybrid", "hybrid_sliding"}  # kinds of layers whose state has no positions
 ROUNDED: dict[str, dict[str, tuple[Linear, Callable[[], tuple[bool, str]], str]]] = {   # by kind of device, and what that must be
     "int8": {"cpu": (int8.linear, int8.can_round, "a CPU with AVX2")},
     "int4": {"cpu": (int4.linear, int4.can_round, "a CPU with AVX2"),
@@ -97,13 +96,14 @@ def _made(model: Any, name: str, config: LoadConfig, tokenizer: Tokenizer | None
           reasons: dict[str, str]) -> Target:
     device, dtype, threads = model.device, model.dtype, torch.get_num_threads()
     weight_bytes, parameters = _sizes(model)
-    tier = _tier(model, device, reasons)
+    text = model.config.get_text_config()
+    context = _context(text)
+    tier = tier_of(model, context, reasons)
     ours = fused and tier == 1 and rows.usable(model, config, reasons)
     form = _form(config, device, dtype, reasons, ours)
     slim = fused and config.packed and _fuse(model, tier, form, config, ours, reasons)
     if form:
         pack(model, form)
-    text = model.config.get_text_config()
     facts = LoadFacts(
         name=name,
         device=str(device),
@@ -121,7 +121,7 @@ def _made(model: Any, name: str, config: LoadConfig, tokenizer: Tokenizer | None
         vocab_size=model.get_output_embeddings().out_features
         if hasattr(model.get_output_embeddings(), "out_features")
         else text.vocab_size,
-        context=_context(text),
+        context=context,
         cache_tokens=config.cache_tokens,
         whole_tiles=config.reproducible,
         facts=facts,
@@ -218,53 +218,6 @@ def _target(model: Any, tier: int, config: LoadConfig, slim: FusedPass | None, s
     return target
 
 
-def _tier(model: Any, device: torch.device, reasons: dict[str, str]) -> int:
-    kinds = set(getattr(model.config.get_text_config(), "layer_types", None) or ["full_attention"])
-    foreign = kinds - {"full_attention", "sliding_attention"}
-    if getattr(model, "_is_stateful", False) or kinds & RECURRENT:
-        reasons["tier"] = "3, a recurrent state: copied before guesses are scored, put back after a rejection"
-        return 3
-    if not getattr(model, "_supports_attention_backend", False):
-        reasons["tier"] = f"2, the model's own cache: {type(model).__name__} takes no attention function from outside"
-        return 2
-    if foreign:
-        reasons["tier"] = f"2, the model's own cache: layers of kind {', '.join(sorted(foreign))} have masks of their own"
-        return 2
-    difference = _pages_agree(model, device)
-    if isinstance(difference, str):
-        reasons["tier"] = f"2, the model's own cache: {difference}"
-        return 2
-    reasons["tier"] = f"1, own pages: logits agree with the model's own attention ({difference:.1e} of the largest)"
-    return 1
-
-
-@torch.inference_mode()
-def _pages_agree(model: Any, device: torch.device) -> float | str:
-    """Largest relative difference between our attention and the model's on one short text, or why it cannot be used."""
-    from .cache import PagePool
-    from .passes import Path as RowPath
-
-    text = model.config.get_text_config()
-    rows = min(24, _context(text) - 1)
-    ids = (torch.arange(rows, device=device) * 7919 % text.vocab_size)[None]
-    at = torch.arange(rows, device=device)
-    before = model.config._attn_implementation
-    stock = model(input_ids=ids, position_ids=at[None], use_cache=False).logits.float()
-    model.set_attn_implementation(attention.NAME)
-    pool = PagePool(64, 256, device)
-    one = Pass(ids, at[None], list(range(rows)), at + 64, None, [RowPath([1], list(range(rows)))], 64, attention.TILE)
-    try:
-        ours = model(input_ids=ids, position_ids=at[None], use_cache=False, draftproof_pass=one, draftproof_pool=pool).logits.float()
-    except (AssertionError, TypeError, RuntimeError) as error:
-        model.set_attn_implementation(before)
-        return f"its attention cannot be replaced ({first_line(error)})"
-    difference = float((ours - stock).abs().max() / stock.abs().max().clamp_min(1e-6))
-    if difference > (0.05 if stock.dtype != torch.float32 or next(model.parameters()).dtype != torch.float32 else 1e-3):
-        model.set_attn_implementation(before)
-        return f"our attention gives other logits (relative difference {difference:.1e}), so it has a mask we do not know"
-    return difference
-
-
 def _device(config: LoadConfig, reasons: dict[str, str]) -> torch.device:
     if config.device is not None:
         try:
@@ -324,11 +277,13 @@ def _sizes(model: nn.Module) -> tuple[int, int]:
 
 
 def _cache_bytes(text: Any, dtype: torch.dtype) -> int:
-    heads = getattr(text, "num_key_value_heads", None) or getattr(text, "num_attention_heads", 0)
-    if not heads:
-        return 0
-    dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    return int(2 * text.num_hidden_layers * heads * dim * torch.empty(0, dtype=dtype).element_size())
+    """Of a token's keys and values in all layers, which may be of different shapes; 0 where the configuration does not say."""
+    numbers = 0
+    for layer in getattr(text, "per_layer_config", None) or [text] * text.num_hidden_layers:
+        heads = getattr(layer, "num_key_value_heads", None) or getattr(layer, "num_attention_heads", 0)
+        if heads:
+            numbers += 2 * heads * (getattr(layer, "head_dim", None) or layer.hidden_size // layer.num_attention_heads)
+    return int(numbers * torch.empty(0, dtype=dtype).element_size())
 
 
 def _context(text: Any) -> int:

@@ -1,0 +1,128 @@
+"""Which tier a model is: whether our attention over pages can stand for its own, measured on one short text.
+
+A short text shows no window, nor anything else that begins further back. So masks are not judged by what they do to it: while the model
+runs, transformers hands over the rule of each mask, and the rule is asked about texts as long as the context.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import causal_mask_function
+
+from ..errors import first_line
+from . import attention
+from .cache import PagePool
+from .passes import Pass, Path
+
+Rule = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]  # batch, head, position of a query, positions of keys → which of them it reads
+
+WATCHED = "draftproof_watched"  # our attention, and a look at what it is given
+RECURRENT = {"linear_attention", "hybrid", "hybrid_sliding"}  # kinds of layers whose state has no positions
+ROWS, PAGE = 24, 8  # tokens of the text, and keys of a page
+
+
+def tier_of(model: Any, context: int, reasons: dict[str, str]) -> int:
+    kinds = set(getattr(model.config.get_text_config(), "layer_types", None) or ["full_attention"])
+    foreign = kinds - {"full_attention", "sliding_attention"}
+    if getattr(model, "_is_stateful", False) or kinds & RECURRENT:
+        reasons["tier"] = "3, a recurrent state: copied before guesses are scored, put back after a rejection"
+        return 3
+    if not getattr(model, "_supports_attention_backend", False):
+        reasons["tier"] = f"2, the model's own cache: {type(model).__name__} takes no attention function from outside"
+        return 2
+    if foreign:
+        reasons["tier"] = f"2, the model's own cache: layers of kind {', '.join(sorted(foreign))} have masks of their own"
+        return 2
+    difference = pages_agree(model, context)
+    if isinstance(difference, str):
+        reasons["tier"] = f"2, the model's own cache: {difference}"
+        return 2
+    reasons["tier"] = f"1, own pages: logits agree with the model's own attention ({difference:.1e} of the largest)"
+    return 1
+
+
+@torch.inference_mode()
+def pages_agree(model: Any, context: int) -> float | str:
+    """Largest relative difference between the model's logits of a short text and ours, whose second half reads the keys of the first in
+    pages; or why our attention cannot be used. Leaves the model with the attention that is to be used."""
+    device, rows = model.device, min(ROWS, max(2, context - 1))
+    ids = (torch.arange(rows, device=device) * 7919 % model.config.get_text_config().vocab_size)[None]
+    at = torch.arange(rows, device=device)[None]
+    before = model.config._attn_implementation
+    stock = model(input_ids=ids, position_ids=at, use_cache=False).logits.float()
+    pool, pages, parts = WatchedPool(context, device), [3, 1, 2], []
+    try:
+        for name, start, end in ((WATCHED, 0, rows // 2), (attention.NAME, rows // 2, rows)):
+            model.set_attn_implementation(name)
+            places = torch.tensor([pages[t // PAGE] * PAGE + t % PAGE for t in range(start, end)], device=device)
+            path = Path(pages, list(range(end - start)))
+            one = Pass(ids[:, start:end], at[:, start:end], list(range(start, end)), places, None, [path], PAGE, attention.TILE)
+            parts.append(model(input_ids=one.ids, position_ids=one.positions, use_cache=False, draftproof_pass=one,
+                               draftproof_pool=pool).logits.float())
+        why = pool.found
+    except Exception as error:
+        why = f"its attention cannot be replaced ({first_line(error)})"
+    if not why:
+        difference = float((torch.cat(parts, 1) - stock).abs().max() / stock.abs().max().clamp_min(1e-6))
+        if difference <= (1e-3 if next(model.parameters()).dtype == torch.float32 else 0.05):
+            return difference
+        why = f"our attention gives other logits (relative difference {difference:.1e}), so it has a mask we do not know"
+    model.set_attn_implementation(before)
+    return why
+
+
+class WatchedPool(PagePool):
+    """Looks at what the attention calls of one pass are given. found: why our pages cannot stand for their cache, or ""."""
+
+    def __init__(self, context: int, device: torch.device) -> None:
+        super().__init__(PAGE, ROWS, device)
+        self.context, self.found = context, ""
+        self._layers: set[int] = set()
+        self._known: set[tuple[Rule | None, int | None]] = set()
+
+    def watch(self, layer: int, mask: Tensor | None, window: int | None) -> None:
+        asked: tuple[Rule | None, bool] = (causal_mask_function, True) if mask is None else getattr(mask, "draftproof_rule", (None, False))
+        rule, far = asked
+        if layer in self._layers:
+            self.found = f"two attention calls of a pass keep keys under one number ({layer})"
+        elif rule is None:
+            self.found = "its attention makes a mask of its own"
+        elif (rule, window) not in self._known and not _reads_alike(rule, window, self.context if far else ROWS // 2, self.device):
+            self.found = f"its attention is told of {f'a window of {window}' if window else 'no window'} and given a mask that is another"
+        self._layers.add(layer)
+        self._known.add((rule, window))
+
+
+def _reads_alike(rule: Rule, window: int | None, context: int, device: torch.device) -> bool:
+    """Whether a mask lets queries read the keys that `window` (None: all) leaves them, in texts of up to `context` tokens."""
+    zero = torch.zeros((), dtype=torch.int64, device=device)
+    lasts = {(context - 1) >> shift for shift in range(context.bit_length())}
+    for last in lasts:
+        keys = torch.arange(min(last + 2, context), device=device)
+        ours = (keys <= last) & (keys > last - (window or context))
+        if not torch.equal(torch.as_tensor(rule(zero, zero, zero + last, keys)).expand_as(keys), ours):
+            return False
+    return True
+
+
+def _watched(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, *more: Any,
+             **named: Any) -> tuple[Tensor, None]:
+    named["draftproof_pool"].watch(module.layer_idx, attention_mask, named.get("sliding_window"))
+    return attention.paged_attention(module, query, key, value, attention_mask, *more, **named)
+
+
+def _mask(*, batch_size: int, q_length: int, kv_length: int, mask_function: Rule, allow_is_causal_skip: bool = False,
+          device: torch.device | str = "cpu", **_: Any) -> Tensor:
+    """Carries its rule. One that families add to looks things up by position, and cannot be asked about other positions."""
+    mask = torch.ones(batch_size, 1, q_length, kv_length, dtype=torch.bool, device=device)
+    mask.draftproof_rule = mask_function, allow_is_causal_skip  # type: ignore[attr-defined]
+    return mask
+
+
+AttentionInterface.register(WATCHED, _watched)
+AttentionMaskInterface.register(WATCHED, _mask)
