@@ -12,10 +12,12 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from draftproof.config import LoadConfig
 from draftproof.models.load import load_target
+from draftproof.models.packed import KeptLinear, PackedLinear
 from draftproof.types import Draft
 
 WINDOW, LENGTH = 32, 90
 MOE = {**families.MOE, "shared_expert_intermediate_size": 48}
+LATENT = {"num_key_value_heads": 4, "q_lora_rank": 32, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 16}
 
 # why they are not tier 1 → tier: options
 TWICE = {"diffllama": {}, "hrm_text": {"num_hidden_layers": 1}}  # two attention calls under one number
@@ -74,6 +76,45 @@ def test_a_window_that_reaches_attention_is_no_hindrance(family: str, tmp_path: 
     model = families.save(family, tmp_path)
     target = load_target(tmp_path, LoadConfig(self_test=False, page_tokens=16))
     assert target.facts.tier == 1 and off(model, target) < 1e-3
+
+
+def longcat(folder: Path) -> PreTrainedModel:
+    """Its router multiplies by its layer's weight itself, and its two sublayers count their keys apart."""
+    return saved("longcat_flash", {**LATENT, "num_layers": 2, "ffn_hidden_size": 96, "expert_ffn_hidden_size": 48, "n_routed_experts": 4,
+                                   "moe_topk": 2, "zero_expert_num": 1, "head_dim": 16}, folder)
+
+
+def test_a_layer_whose_weight_the_model_reads_by_hand_stays_as_it_is(tmp_path: Path) -> None:
+    model = longcat(tmp_path)
+    target = load_target(tmp_path, LoadConfig(self_test=False, page_tokens=16))
+    assert off(model, target) < 1e-3
+    kinds = {name: type(layer) for name, layer in target.model.named_modules() if name.endswith(("classifier", "o_proj", "lm_head"))}
+    assert {kind is torch.nn.Linear for name, kind in kinds.items() if name.endswith("classifier")} == {True}
+    assert torch.nn.Linear not in {kind for name, kind in kinds.items() if not name.endswith("classifier")}
+
+
+def test_weights_that_the_first_pass_changes_are_packed_behind_it(tmp_path: Path) -> None:
+    model = saved("rwkv", {"attention_hidden_size": 64, "context_length": 256, "rescale_every": 1}, tmp_path)
+    target = load_target(tmp_path, LoadConfig(self_test=False))
+    assert target.facts.tier == 3 and off(model, target) < 1e-3
+    assert isinstance(target.model.rwkv.blocks[2].attention.output, KeptLinear)
+
+
+def test_a_tied_output_is_not_read_by_hand(tmp_path: Path) -> None:
+    saved("llama", {"tie_word_embeddings": True}, tmp_path)
+    target = load_target(tmp_path, LoadConfig(self_test=False))
+    assert isinstance(target.parts.output, KeptLinear)
+
+
+def test_the_weight_of_a_packed_layer_has_no_values() -> None:
+    weight = PackedLinear(torch.randn(8, 4), None).weight
+    assert (tuple(weight.shape), weight.dtype, weight.device.type, weight.numel(), weight.element_size()) == (
+        (8, 4), torch.float32, "meta", 32, 4)
+    x = torch.randn(2, 4)
+    for read in (lambda: torch.nn.functional.linear(x, weight), lambda: x @ weight.t(), lambda: weight.to(x), lambda: x.to(weight),
+                 lambda: torch.cat([x, weight])):
+        with pytest.raises((RuntimeError, AttributeError), match="packed=False"):
+            read()
 
 
 def test_layers_of_different_shapes(tmp_path: Path) -> None:

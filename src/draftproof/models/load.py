@@ -26,7 +26,7 @@ from .fused import FusedPass, can_fuse, fuse
 from .graphs import passes
 from .graphs import recorder as _recorder
 from .leading import lead
-from .packed import Linear, can_pack, multiplies_bfloat16, pack, packed, widened_bytes
+from .packed import Linear, can_pack, multiplies_bfloat16, pack, packed, read_by_hand, widened_bytes
 from .paged import PagedTarget
 from .recurrent import RecurrentTarget
 from .selftest import invisible
@@ -98,12 +98,13 @@ def _made(model: Any, name: str, config: LoadConfig, tokenizer: Tokenizer | None
     weight_bytes, parameters = _sizes(model)
     text = model.config.get_text_config()
     context = _context(text)
+    spared = read_by_hand(model)
     tier = tier_of(model, context, reasons)
     ours = fused and tier == 1 and rows.usable(model, config, reasons)
     form = _form(config, device, dtype, reasons, ours)
     slim = fused and config.packed and _fuse(model, tier, form, config, ours, reasons)
     if form:
-        pack(model, form)
+        pack(model, form, spared)
     facts = LoadFacts(
         name=name,
         device=str(device),

@@ -16,12 +16,15 @@ slower.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
+from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from itertools import chain
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from transformers.pytorch_utils import Conv1D
 
 from .. import native
@@ -31,7 +34,9 @@ PACK_ROWS = 8  # the row count that oneDNN's layout is chosen for
 HALF_TOP = 15  # weights are scaled to below 2 ** HALF_TOP, so that small ones stay clear of the subnormal halves
 BASE, PROBED = 6, 16  # rows of FBGEMM's slice that others are compared with; how many numbers of rows are tried
 MOST_SPARE = 0.1  # of narrow panels' bytes, that blocks beside them may have
-BY_HAND = {"dt_proj"}  # layers of state-space models whose weight the model multiplies by itself
+BY_HAND = {"dt_proj"}  # layers of state-space models whose weight the model multiplies by itself, though not in every pass
+
+KEPT = "this layer's weight is kept in another form and has no values to compute with; load with packed=False and without quantization"
 
 
 class HeldLinear(nn.Linear):
@@ -44,6 +49,29 @@ class HeldLinear(nn.Linear):
             self.bias = nn.Parameter(bias.detach(), requires_grad=False)
 
 
+@dataclass(frozen=True, slots=True)
+class NoValues:
+    """The type and shape of a weight that is kept in another form, which some models ask for. Whoever would compute with it is told so: a
+    product with a tensor on the device "meta" may well return memory that nobody has written."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    device: ClassVar[torch.device] = torch.device("meta")
+
+    def numel(self) -> int:
+        return self.shape.numel()
+
+    def element_size(self) -> int:
+        return self.dtype.itemsize
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"{name}: {KEPT}")
+
+    @classmethod
+    def __torch_function__(cls, function: Any, *_: Any) -> Any:
+        raise RuntimeError(f"{getattr(function, '__name__', function)}: {KEPT}")
+
+
 class KeptLinear(nn.Module):
     """Stands for a linear layer whose weight [out, in] is kept in another form, of `weight_bytes`."""
 
@@ -53,7 +81,7 @@ class KeptLinear(nn.Module):
     def __init__(self, weight: Tensor) -> None:
         super().__init__()
         self.out_features, self.in_features = weight.shape
-        self.weight = torch.empty_like(weight, device="meta")  # its dtype and shape, which some models ask for; no values
+        self.weight = NoValues(weight.shape, weight.dtype)
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
@@ -211,14 +239,60 @@ def joined(parts: Sequence[nn.Linear]) -> tuple[Tensor, Tensor | None]:
     return weight, torch.cat([weight.new_zeros(part.out_features) if part.bias is None else part.bias.detach() for part in parts])
 
 
-def pack(module: nn.Module, form: Linear = packed) -> None:
-    """Replace every linear layer below `module` by its packed form, in place."""
+def pack(module: nn.Module, form: Linear = packed, spared: Set[nn.Module] = frozenset()) -> None:
+    """Replace every linear layer below `module` by its packed form, in place, but for those `spared`."""
     for name, child in list(module.named_children()):
-        if isinstance(child, nn.Linear) and type(child) in (nn.Linear, HeldLinear) and name not in BY_HAND:
-            kept = form(child.weight, child.bias)
+        if name in BY_HAND or child in spared or not _packable(child):
+            pack(child, form, spared)
         elif isinstance(child, Conv1D):
-            kept = form(child.weight.data.t(), child.bias.data)
+            setattr(module, name, form(child.weight.data.t(), child.bias.data))
         else:
-            pack(child, form)
-            continue
-        setattr(module, name, kept)
+            setattr(module, name, form(child.weight, child.bias))  # type: ignore[arg-type]
+
+
+def _packable(layer: nn.Module) -> bool:
+    return type(layer) in (nn.Linear, HeldLinear) or isinstance(layer, Conv1D)
+
+
+class HandReads(TorchFunctionMode):
+    """While a model runs in this context, notes in `layers` the linear ones whose weight is read by others than the layer itself."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.layers: set[nn.Module] = set()
+        self._running: set[nn.Module] = set()
+        self._owners: dict[int, list[nn.Module]] = {id(layer.weight): [] for layer in model.modules() if _packable(layer)}
+        self._hooks: list[Any] = []
+        for module in model.modules():  # an embedding may read the output's weight: it keeps the tensor
+            if id(module._parameters.get("weight")) in self._owners:
+                self._owners[id(module.weight)].append(module)
+                self._hooks += (module.register_forward_pre_hook(lambda module, _: self._running.add(module)),
+                                module.register_forward_hook(lambda module, *_: self._running.discard(module)))
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = function(*args, **(kwargs or {}))
+        if isinstance(found, Tensor):
+            values = [*args, *(kwargs or {}).values()]
+            for value in chain(values, *(parts for parts in values if isinstance(parts, list | tuple))):
+                owners = self._owners.get(id(value), ())
+                if found is not value and not self._running.intersection(owners):  # it may be changed in place, before it is packed
+                    self.layers.update(filter(_packable, owners))
+        return found
+
+    def __exit__(self, *about: Any) -> None:
+        super().__exit__(*about)  # type: ignore[no-untyped-call]
+        for hook in self._hooks:
+            hook.remove()
+
+
+@torch.inference_mode()
+def read_by_hand(model: Any) -> Set[nn.Module]:
+    """The linear layers that must stay as they are, because something else in the model computes with their weights; found by a pass over
+    two tokens. Of a model that cannot run so nothing is known."""
+    reads = HandReads(model)
+    try:
+        with reads:
+            model(input_ids=torch.tensor([[0, 1]], device=model.device), use_cache=False)
+    except Exception:
+        return frozenset()
+    return reads.layers
