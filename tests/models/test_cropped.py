@@ -16,6 +16,7 @@ from transformers.cache_utils import DynamicLayer
 
 from draftproof import Engine, Sampling
 from draftproof.config import LoadConfig
+from draftproof.errors import CacheFull
 from draftproof.models import cropped
 from draftproof.models.cropped import CroppedTarget
 from draftproof.models.load import load_target
@@ -116,3 +117,49 @@ def test_a_failed_pass_keeps_every_key_that_it_can(tmp_path: Path, hooks: list[A
     with pytest.raises(RuntimeError, match="once"):
         target.extend([slot], [rows])
     assert slot.length == len(rows) and all(torch.equal(layer.keys, keys) for layer, keys in zip(slot.cache.layers, kept, strict=True))
+
+
+CHUNKS = {"layer_types": ["chunked_attention", "full_attention", "chunked_attention"], "attention_chunk_size": 16, "head_dim": 16,
+          "intermediate_size_mlp": 96, "moe_layers": []}
+
+
+@pytest.mark.parametrize("before", [5, 40])
+@pytest.mark.parametrize(("family", "options"), [("lfm2", CONVOLUTIONS), ("llama4_text", CHUNKS)])
+def test_a_cut_behind_what_the_cache_kept(family: str, options: dict[str, Any], before: int, tmp_path: Path) -> None:
+    """As a draft model's slot is cut: by several tokens that came singly. And again, by more."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **{**families.COMMON, **options}), dtype=torch.float32).eval()
+    model.save_pretrained(tmp_path)
+    target = load_target(tmp_path, LoadConfig(self_test=False))
+    text = torch.randint(1, 200, (60,), generator=torch.Generator().manual_seed(3))
+    with torch.inference_mode():
+        want = model(input_ids=text[None], use_cache=False).logits[0]
+    slot = target.open([], room=100)
+    target.extend([slot], [text[:before]])
+    for length in (before, before - 3):
+        for guess in ((text[length : length + 3] + 1) % 200).split(1):
+            target.extend([slot], [guess])
+        target.truncate(slot, length)
+        torch.testing.assert_close(target.extend([slot], [text[length : length + 1]]).logits[0], want[length], rtol=1e-3, atol=1e-4)
+        target.truncate(slot, length)
+
+
+@pytest.mark.parametrize("family", ["gptj", "rwkv"])
+def test_texts_wait_until_the_cache_has_room_for_all_they_may_become(family: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    options = families.FAMILIES.get(family, {"attention_hidden_size": 64})
+    config = AutoConfig.for_model(family, **{**families.COMMON, **options})
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval().save_pretrained(tmp_path)
+    target: Any = load_target(tmp_path, LoadConfig(self_test=False, cache_tokens=60))
+    most = 0
+    with Engine(target) as engine:
+        handles = [engine.submit([1, 2, 3, 4, 5 + i], ASKED)[0] for i in range(4)]
+        while not all(handle.done for handle in handles):
+            engine.step()
+            most = max(most, sum(slot.length for slot in target.slots))
+        assert [len(handle.completion().token_ids) for handle in handles] == [20] * 4
+    assert 30 < most <= 60
+    target.open([1] * 10, room=45)
+    with pytest.raises(CacheFull, match="55 of 60"):
+        target.open([1, 2], room=4)
+    assert len(target.slots) == 1

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import DynamicCache
-from transformers.cache_utils import DynamicLayer
+from transformers.cache_utils import DynamicLayer, LinearAttentionLayer
 
 from ..types import Draft, Scores
 from .passes import inferring
 from .taps import Taps, rows_at, stacked
-from .target import LoadFacts, TargetParts
+from .target import LoadFacts, TargetParts, reserve
 from .tokenizer import Tokenizer
 
 CHUNK = 512  # tokens per pass when a cache is rebuilt from its text
@@ -22,9 +22,12 @@ CHUNK = 512  # tokens per pass when a cache is rebuilt from its text
 
 @dataclass(slots=True, eq=False)
 class CroppedSlot:
-    """cache None: nothing is known of the tokens, which the next pass begins with."""
+    """cache None: nothing is known of the tokens, which the next pass begins with. floor: the least length that the cache can be cut to, as
+    windows and convolutions keep their last keys only. reserved: tokens that it may grow to."""
 
     cache: Any = None
+    floor: int = 0
+    reserved: int = 0
     tokens: list[int] = field(default_factory=list)
     nodes: list[int] = field(default_factory=list)
 
@@ -68,16 +71,21 @@ class CroppedTarget:
         self._taps.set(layers)
 
     def open(self, tokens: Sequence[int], tenant: str = "", room: int = 0) -> CroppedSlot:
-        slot = CroppedSlot()
+        slot = CroppedSlot(reserved=reserve(self._held(), len(tokens) + room, self.cache_tokens))
         self.slots.append(slot)
         return slot
 
     def fits(self, tokens: int) -> bool:
-        return sum(s.length for s in self.slots) + tokens <= self.cache_tokens
+        return self._held() + tokens <= self.cache_tokens
+
+    def _held(self) -> int:
+        return sum(max(slot.length, slot.reserved) for slot in self.slots)
 
     def truncate(self, slot: CroppedSlot, length: int) -> None:
         assert not slot.nodes and length <= slot.length, "a slot only shrinks, between passes"
         del slot.tokens[length:]
+        if length < slot.floor:
+            slot.cache = None
         self._crop(slot)
 
     def close(self, slot: CroppedSlot) -> None:
@@ -118,7 +126,12 @@ class CroppedTarget:
     def _crop(self, slot: CroppedSlot) -> None:
         """Drop what the cache holds beyond the slot's tokens; even where that is nothing, it trims what sliding layers recorded."""
         if slot.cache is not None:
-            slot.cache.crop(slot.length - slot.cache.get_seq_length())
+            self._cut(slot, slot.length)
+
+    def _cut(self, slot: CroppedSlot, length: int) -> None:
+        slot.cache.crop(length - slot.cache.get_seq_length())
+        if not all(_complete(layer, length) for layer in slot.cache.layers):
+            slot.floor = length
 
     def _tapped(self, rows: int) -> Mapping[int, Tensor]:
         return rows_at(self._taps.rows, slice(rows))
@@ -147,14 +160,14 @@ class CroppedTarget:
 
     def _rebuild(self, slot: CroppedSlot) -> None:
         """A cache of the slot's tokens."""
-        slot.cache, at = DynamicCache(config=self.model.config), 0
+        slot.cache, slot.floor, at = DynamicCache(config=self.model.config), 0, 0
         if hasattr(slot.cache, "activate_past_recording"):  # sliding layers can be cropped only if they keep what slid out
             slot.cache.activate_past_recording()
         for part in torch.split(torch.tensor(slot.tokens, dtype=torch.int64, device=self.device), CHUNK):
             if len(part):
                 self._forward(slot, at, part)
                 at += len(part)
-                slot.cache.crop(at - slot.cache.get_seq_length())
+                self._cut(slot, at)
 
     def _mend(self, slot: CroppedSlot) -> None:
         """After a pass that ended between two layers, or between keys and values: cut each back to the slot's tokens. A cache of which
@@ -172,3 +185,10 @@ def _holds(layer: Any, length: int) -> bool:
     if type(layer) is not DynamicLayer or not layer.is_initialized:
         return False
     return all(rows.ndim > 1 and rows.shape[-2] >= length for rows in (layer.keys, layer.values))
+
+
+def _complete(layer: Any, length: int) -> bool:
+    """Whether a layer of a cache still has something of every token, so that it can be cut to any length."""
+    if isinstance(layer, DynamicLayer):
+        return not layer.is_initialized or layer.keys.shape[-2] >= length
+    return not isinstance(layer, LinearAttentionLayer) or all(state.shape[-1] >= length for state in layer.conv_states.values())

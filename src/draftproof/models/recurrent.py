@@ -22,7 +22,7 @@ from ..types import Draft, Scores
 from .passes import inferring
 from .selftest import invisible
 from .taps import Taps, rows_at, stacked
-from .target import LoadFacts, TargetParts
+from .target import LoadFacts, TargetParts, reserve
 from .tokenizer import Tokenizer
 
 REPLAY = 16  # tokens: more rows than this at the head of a pass would cost more than a fresh copy of the state
@@ -44,11 +44,13 @@ START = Mark(0, None)
 
 @dataclass(slots=True, eq=False)
 class RecurrentSlot:
-    """seen: tokens that the state has taken in, guesses included. Fewer than `length`: the next pass begins with the rest."""
+    """reserved: tokens that it may grow to. seen: tokens that the state has taken in, guesses included. Fewer than `length`: the next pass
+    begins with the rest."""
 
     cache: Any = None
     tokens: list[int] = field(default_factory=list)
     nodes: list[int] = field(default_factory=list)
+    reserved: int = 0
     seen: int = 0
     marks: list[Mark] = field(default_factory=lambda: [START])  # at most two, the older first
 
@@ -118,9 +120,9 @@ class RecurrentTarget:
         try:
             whole = self._logits(text, 0, before + ROWS)[before:]
             per_token, state = _bytes(self.slots[-1])
-            alone = _difference(self._logits(text, before, 1), whole)
-            several = _difference(self._logits(text, before, 3), whole)
-            again = _difference(self._logits(text, before, 3, guess=(text + 1) % self.vocab_size), whole)
+            alone = difference(self._logits(text, before, 1), whole)
+            several = difference(self._logits(text, before, 3), whole)
+            again = difference(self._logits(text, before, 3, guess=(text + 1) % self.vocab_size), whole)
         except LoadError:
             raise
         except Exception as error:
@@ -198,12 +200,15 @@ class RecurrentTarget:
         self._taps.set(layers)
 
     def open(self, tokens: Sequence[int], tenant: str = "", room: int = 0) -> RecurrentSlot:
-        slot = RecurrentSlot()
+        slot = RecurrentSlot(reserved=reserve(self._held(), len(tokens) + room, self.cache_tokens))
         self.slots.append(slot)
         return slot
 
     def fits(self, tokens: int) -> bool:
-        return sum(s.length for s in self.slots) + tokens <= self.cache_tokens
+        return self._held() + tokens <= self.cache_tokens
+
+    def _held(self) -> int:
+        return sum(max(slot.length, slot.reserved) for slot in self.slots)
 
     def close(self, slot: RecurrentSlot) -> None:
         if slot in self.slots:
@@ -291,7 +296,7 @@ class RecurrentTarget:
         return logits
 
 
-def _difference(found: Tensor, expected: Tensor) -> float:
+def difference(found: Tensor, expected: Tensor) -> float:
     expected = expected.float()
     spread = (expected - expected.mean(-1, keepdim=True)).norm(dim=-1)
     return float(((found.float() - expected).norm(dim=-1) / spread.clamp_min(1e-9)).median())

@@ -13,6 +13,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from ..errors import CacheFull
 from ..types import Draft, Scores
 from .tokenizer import Tokenizer
 
@@ -111,3 +112,11 @@ class Begins(Protocol):
     def settle(self, slots: Sequence[Any], roots: Tensor) -> None:
         """What `score` notes of its roots, for slots of a pass that was begun with these; the next step is `rewind`."""
         ...
+
+
+def reserve(held: int, tokens: int, most: int) -> int:
+    """`tokens`, the keys that a new slot may come to hold beside `held` others. Raises CacheFull where they are more than `most`."""
+    if tokens and held + tokens > most:
+        raise CacheFull(f"{held} of {most} cache tokens are spoken for, and a text that may reach {tokens} wants in; raise cache_tokens, "
+                        "or run fewer or shorter sequences")
+    return tokens
