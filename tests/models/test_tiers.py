@@ -11,6 +11,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from draftproof.config import LoadConfig
+from draftproof.errors import LoadError
 from draftproof.models.load import load_target
 from draftproof.models.packed import KeptLinear, PackedLinear
 from draftproof.types import Draft
@@ -31,7 +32,8 @@ MASKED = {  # windows that only the mask knows
 def saved(family: str, options: dict[str, Any], folder: Path, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     """As families.build."""
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **{**families.COMMON, **options}), dtype=dtype).eval()
+    common = {name: value for name, value in families.COMMON.items() if family != "xlnet" or name != "max_position_embeddings"}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **{**common, **options}), dtype=dtype).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.ndim > 1:
@@ -125,3 +127,21 @@ def test_layers_of_different_shapes(tmp_path: Path) -> None:
     assert target.facts.tier == 1 and off(model, target) < 1e-3
     stored = sum(rows[0].numel() for store in (target.pool.keys, target.pool.values) for rows in store.values())
     assert target.facts.cache_bytes_per_token == 4 * stored
+
+
+@pytest.mark.parametrize(("family", "options", "why"), [
+    ("bert", {}, "as an encoder's do"),
+    ("electra", {"embedding_size": 64}, "as an encoder's do"),
+    ("roformer", {"embedding_size": 64}, "as an encoder's do"),
+    ("openai-gpt", {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 64}, "past_key_values"),
+    ("xlnet", {"d_model": 64, "n_layer": 2, "n_head": 4, "d_inner": 96}, "past_key_values"),
+    ("blenderbot", {"d_model": 64, "encoder_layers": 1, "num_hidden_layers": 1, "decoder_layers": 2, "decoder_attention_heads": 4,
+                    "decoder_ffn_dim": 96}, "cannot decode from a cached prefix"),
+])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_what_is_no_decoder_with_a_cache_is_refused(family: str, options: dict[str, Any], why: str, dtype: str, tmp_path: Path) -> None:
+    if (family, dtype) == ("xlnet", "bfloat16"):
+        pytest.skip("its own code mixes types")
+    saved(family, options, tmp_path)
+    with pytest.raises(LoadError, match=why):
+        load_target(tmp_path, LoadConfig(self_test=False, dtype=dtype))

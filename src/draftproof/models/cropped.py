@@ -11,13 +11,16 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer, LinearAttentionLayer
 
+from ..errors import LoadError, first_line
 from ..types import Draft, Scores
 from .passes import inferring
+from .recurrent import ADVICE, difference
 from .taps import Taps, rows_at, stacked
 from .target import LoadFacts, TargetParts, reserve
 from .tokenizer import Tokenizer
 
 CHUNK = 512  # tokens per pass when a cache is rebuilt from its text
+ROWS = 24  # tokens that the check at load reads in one pass and in two
 
 
 @dataclass(slots=True, eq=False)
@@ -66,6 +69,39 @@ class CroppedTarget:
         self.device = next(model.parameters()).device
         self.slots: list[CroppedSlot] = []
         self._taps = Taps(parts.layers)
+
+    @inferring
+    def check(self) -> None:
+        """Raises LoadError where decoding behind a cached prefix does not give the logits of one pass over the whole text."""
+        text = torch.randint(0, self.vocab_size, (min(ROWS, self.context),), generator=torch.Generator().manual_seed(20))
+        half, name = len(text) // 2, f"{self.facts.name} ({self.parts.config.get_text_config().model_type})"
+        try:
+            whole, parts = self._logits(text, len(text)), self._logits(text, half)
+        except LoadError:
+            raise
+        except Exception as error:
+            raise LoadError(f"{name} cannot decode from a cached prefix ({type(error).__name__}: {first_line(error)}); {ADVICE}") from error
+        finally:
+            self.slots.clear()
+        most = 1e-3 if next(self.model.parameters()).dtype == torch.float32 else 0.05
+        off = difference(parts[:half], whole[:half])
+        if not off <= most:
+            raise LoadError(f"{name}: a token's logits change with the tokens behind it ({off:.0e} off, relative), as an encoder's do; "
+                            "expected a decoder, whose tokens read only those before them")
+        off = difference(parts[half:], whole[half:])
+        if not off <= most:
+            raise LoadError(f"{name}: decoding behind a cached prefix gives other logits than one pass ({off:.0e} off, relative); {ADVICE}")
+
+    def _logits(self, text: Tensor, width: int) -> Tensor:
+        """Logits after each token of a text, scored so many at a time."""
+        slot, rows = self.open([]), []
+        for part in torch.split(text, width):
+            rows.append(self.score([slot], part[:1], [Draft.chain(part[1:])]).logits)
+            if slot.cache.get_seq_length() < slot.length + len(slot.nodes):
+                raise LoadError(f"{self.facts.name}: a pass leaves nothing in the cache that it is given; expected a model that keeps keys "
+                                f"and values in past_key_values; {ADVICE}")
+            self.rewind(slot, range(len(part) - 1))
+        return torch.cat(rows)
 
     def set_taps(self, layers: Sequence[int]) -> None:
         self._taps.set(layers)

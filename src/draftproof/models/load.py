@@ -213,10 +213,12 @@ def _target(model: Any, tier: int, config: LoadConfig, slim: FusedPass | None, s
     if tier == 1:
         return PagedTarget(model, page_tokens=config.page_tokens, fused=slim, **shared)
     if tier == 2:
-        return CroppedTarget(model, **shared)
-    target = RecurrentTarget(model, **shared)
-    target.facts.reasons["recurrent state"] = target.check()
-    return target
+        cropped = CroppedTarget(model, **shared)
+        cropped.check()
+        return cropped
+    recurrent = RecurrentTarget(model, **shared)
+    recurrent.facts.reasons["recurrent state"] = recurrent.check()
+    return recurrent
 
 
 def _device(config: LoadConfig, reasons: dict[str, str]) -> torch.device:
@@ -288,7 +290,8 @@ def _cache_bytes(text: Any, dtype: torch.dtype) -> int:
 
 
 def _context(text: Any) -> int:
-    return int(getattr(text, "max_position_embeddings", None) or getattr(text, "n_positions", None) or 1 << 20)
+    found = getattr(text, "max_position_embeddings", None) or getattr(text, "n_positions", None) or -1
+    return int(found) if found > 0 else 1 << 20
 
 
 def _parts(model: Any, saved: torch.dtype) -> TargetParts:
