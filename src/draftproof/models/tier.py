@@ -77,7 +77,7 @@ def pages_agree(model: Any, context: int) -> float | str:
 
 
 class WatchedPool(PagePool):
-    """Looks at what the attention calls of one pass are given. found: why our pages cannot stand for their cache, or ""."""
+    """Looks at what the attention calls of one pass are given. found: why our pages cannot stand for their cache, or an empty text."""
 
     def __init__(self, context: int, device: torch.device) -> None:
         super().__init__(PAGE, ROWS, device)
@@ -112,7 +112,8 @@ def _reads_alike(rule: Rule, window: int | None, context: int, device: torch.dev
 
 def _watched(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, *more: Any,
              **named: Any) -> tuple[Tensor, None]:
-    named["draftproof_pool"].watch(module.layer_idx, attention_mask, named.get("sliding_window"))
+    if isinstance(pool := named.get("draftproof_pool"), WatchedPool):
+        pool.watch(module.layer_idx, attention_mask, named.get("sliding_window"))  # type: ignore[arg-type]
     return attention.paged_attention(module, query, key, value, attention_mask, *more, **named)
 
 
