@@ -250,6 +250,22 @@ def test_truncate_into_a_shared_page_copies_it(tmp_path: Path) -> None:
     target.check()
 
 
+def test_truncate_into_a_shared_page_of_a_full_pool_changes_nothing(tmp_path: Path) -> None:
+    families.save("llama", tmp_path)
+    target = load_target(tmp_path, LoadConfig(page_tokens=4, cache_tokens=8, self_test=False))
+    assert isinstance(target, PagedTarget)
+    slot = target.open([1, 2], room=6)
+    target.extend([slot], [torch.arange(8)])
+    with pytest.raises(CacheFull):
+        target.truncate(slot, 6)
+    assert slot.length == 8
+    target.check()
+    target.truncate(slot, 2)  # into the first of two pages, of which the second is free by then
+    target.extend([slot], [torch.tensor([7])])
+    assert slot.tokens == [0, 1, 7]
+    target.check()
+
+
 def test_a_model_in_memory_is_the_one_of_its_folder(tmp_path: Path) -> None:
     here = as_target(families.save("llama", tmp_path), name="here")
     there = load_target(tmp_path)

@@ -86,16 +86,17 @@ class PagedTarget:
         assert slot.nodes is None and length <= slot.length, "a slot only shrinks, between passes"
         size = self.pool.page_tokens
         if length < slot.shared * size:  # never write into a page that others may read
-            for page in slot.pages[length // size :]:
-                self.pool.release(page)
-            held = length // size
-            source = slot.pages[held] if length % size else 0
-            del slot.pages[held:]
-            slot.shared = held
-            if length % size:
-                slot.pages.append(self.pool.take())
+            held, places = length // size, length % size
+            own: list[int] = []
+            if places:
+                self.truncate(slot, (held + 1) * size)  # what these pages held may be needed now
+                own.append(self.pool.take())  # while the source is still ours, or it might be the very page that is handed out
                 with torch.inference_mode():
-                    self.pool.copy([(source, slot.pages[-1], 0, length % size)])
+                    self.pool.copy([(slot.pages[held], own[0], 0, places)])
+            for page in slot.pages[held:]:
+                self.pool.release(page)
+            slot.pages[held:] = own
+            slot.shared = held
         slot.cut(length)
 
     def close(self, slot: PagedSlot) -> None:
