@@ -107,13 +107,6 @@ function follow(cursor) {
   state.view.follow?.({ ...context(), cursor });
 }
 
-/** What an address names and the trace does not have, in words. */
-function missing(asked, number) {
-  const { requests } = state.trace, rounds = state.request?.rounds.length ?? 0;
-  if (asked.has('r') && number('r') >= requests.length) return `The address names request ${number('r')}; this trace has ${requests.length}, counted from 0. Shown is the first.`;
-  return number('round') && number('round') >= rounds ? `The address names round ${number('round')}; this request has ${rounds}, counted from 0. Shown is the last.` : '';
-}
-
 let addressed = 0;
 function address() {
   clearTimeout(addressed);               // browsers limit how often an address may change
@@ -131,7 +124,8 @@ function route() {
   if (request !== state.request) replay.play(false);
   state.request = request;
   state.token = number('token');
-  if (state.trace?.complete && notice.hidden) complain(missing(asked, number));
+  const requests = state.trace?.requests ?? [];
+  if (state.trace?.complete && notice.hidden && number('r') >= requests.length && requests.length) complain(`The address names request ${number('r')}; this trace has ${requests.length}, counted from 0. Shown is the first.`);
   if (request) {
     const fallback = view === textView || view === raceView ? request.rounds.length : Math.min(1, request.rounds.length);
     replay.set(state.trace, request, asked.has('round') && (asked.get('round') !== '0' || view !== textView) ? number('round') + 1 : fallback);
