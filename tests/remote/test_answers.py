@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from draftproof.errors import Failure
-from draftproof.remote.answers import read
+from draftproof.remote.answers import is_answer, read
 
 TEXT = "a\u2028b\u2029c\x85d"                 # JSON lets all of them stand as they are
 
@@ -33,3 +33,11 @@ def test_a_line_cut_short_at_the_end_is_called_so(end: str, tmp_path: Path) -> N
     file.write_bytes(f"{record('x')}\n{record('y')[:30]}{end}".encode())
     with pytest.raises(Failure, match="line 2: not JSON: .*cut short"):
         read(file)
+
+
+def test_a_mark_before_the_first_line_and_an_error_that_is_none(tmp_path: Path) -> None:
+    file = tmp_path / "answers.jsonl"
+    file.write_bytes(b"\xef\xbb\xbf" + json.dumps({**json.loads(record("x")), "error": None}).encode())
+    assert is_answer(file)
+    found = read(file)
+    assert [answer.name for answer in found.found] == ["x"] and not found.left_out

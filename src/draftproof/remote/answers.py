@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import Failure
+from .wire import error_of
 
 EXPECTED = "expected answers of a server, one JSON object a line"
 AROUND = (":", "event:", "id:", "retry:")      # lines of a stream that hold no data
@@ -79,7 +80,7 @@ class Answers:
 def read(path: Path) -> Answers:
     """Every answer of a file. Raises Failure naming the line that is damaged."""
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise Failure(f"{path}: {error}; {EXPECTED}") from error
     gathering = _Gathering()
@@ -96,10 +97,10 @@ def read(path: Path) -> Answers:
 def is_answer(path: Path) -> bool:
     """Whether the file begins as answers of another engine do, and not as a trace."""
     try:
-        with path.open(encoding="utf-8") as file:
+        with path.open(encoding="utf-8-sig") as file:
             first = next((line.strip() for line in file if line.strip() and not line.startswith(AROUND)), "")
         if first in ("{", "["):
-            return path.stat().st_size < 1 << 26 and _looks(json.loads(path.read_text(encoding="utf-8")))
+            return path.stat().st_size < 1 << 26 and _looks(json.loads(path.read_text(encoding="utf-8-sig")))
         return first.startswith("data:") or _looks(json.loads(first))
     except (OSError, ValueError):
         return False
@@ -160,7 +161,7 @@ class _Gathering:
 
     def _answer(self, line: int, record: Mapping[str, Any], at: float | None = None, asked: Mapping[str, Any] | None = None,
                 prompt_class: object = None) -> None:
-        if "error" in record:
+        if error_of(record) is not None:
             return self.answers.left_out.append(f"line {line}: the server answered with an error")
         choices = record.get("choices")
         if choices is None and "content" not in record and "timings" not in record:

@@ -106,6 +106,7 @@ class Replica:
         self.model, self.context = "", 0                     # as its /v1/models says
         self.live = self.served = self.restarts = 0
         self.suspect = False                                 # lost a request since it was last seen well
+        self._complaints: set[str] = set()
         self._strikes = self._starts = 0
         self._next_start = 0.0
 
@@ -125,10 +126,12 @@ class Replica:
             return self._revive(self.process)
         try:
             ask(self.url, "/health", self.key)
-            if not self.model:
+            if not self.model or self.state != "up" or self.suspect:         # it may have been started anew, with another model
                 found = json.loads(ask(self.url, "/v1/models", self.key))["data"][0]
+                if self.model not in ("", found["id"]):
+                    log.warning("replica %s serves %s now, it was %s", self.name, found["id"], self.model)
                 self.model, self.context = str(found["id"]), int(found.get("max_model_len") or 0)
-        except (OSError, ValueError, LookupError) as error:
+        except (OSError, ValueError, LookupError, AttributeError, TypeError) as error:
             self._strikes += 1
             if self.state == "up" and self._strikes >= STRIKES or self.state != "up" and self.process is None:
                 self._down(f"it does not answer: {error}")
@@ -142,6 +145,12 @@ class Replica:
         """A request was lost there: look again at once, and believe nothing until then."""
         self._strikes, self.suspect = STRIKES, True
         log.warning("replica %s lost a request: %s", self.name, reason)
+
+    def complain(self, what: str) -> None:
+        """Log what its answers lack, once."""
+        if what not in self._complaints:
+            self._complaints.add(what)
+            log.warning("replica %s: %s", self.name, what)
 
     def _down(self, why: str) -> None:
         if self.state == "up":

@@ -25,18 +25,17 @@ from ..trace.events import VERSION, Event, PrefillDone, RequestDone, RequestStar
 from ..trace.report import Clock, metrics
 from ..types import FinishReason, Rule
 from .answers import Answer, read
-from .steps import Step, round_of, steps_of
+from .steps import FLAG, MOST_GUESSES, MOST_TOKENS, Step, lists_of, round_of, steps_of
 
 ENGINES: dict[str, tuple[str, Rule]] = {"vllm": ("vLLM", "ratio"), "llamacpp": ("llama.cpp", "match")}
 """Name, and the rule of ours that its verification follows: rejection sampling, or the target's own choice."""
 HINTS = {
-    "vllm": "vLLM answers with metrics.speculative_decoding when it was started with --per-request-spec-decode-metrics detailed "
+    "vllm": f"vLLM answers with metrics.speculative_decoding when it was started with {FLAG} "
             "(a stream must ask for stream_options.include_usage)",
     "llamacpp": "llama-server answers with timings (in a stream at every token, if the request says timings_per_token)",
 }
 FINISHES: dict[str, FinishReason] = {"length": "length", "limit": "length", "abort": "cancelled", "error": "error"}
 NOT_TOLD = "(not told)"
-MOST_TOKENS, MOST_GUESSES = 1 << 22, 1 << 12      # of an answer and of a step: more is damage, not to be laid out in memory
 
 
 class Imported(NamedTuple):
@@ -191,11 +190,11 @@ Told = tuple[list[Step] | None, list[str]]
 
 
 def _steps_of_vllm(answer: Answer, arrivals: Sequence[Arrival], written: int, moments: Moments) -> Told:
-    report, notes = answer.report or {}, list[str]()
-    accepted, drafted = report.get("per_step_accepted"), report.get("per_step_drafted")
-    if accepted is None or drafted is None:
-        return None, ["totals only; vLLM tells its steps when it was started with --per-request-spec-decode-metrics detailed"]
-    _check(report, accepted, drafted)
+    notes = list[str]()
+    listed = lists_of(answer.report or {})
+    if listed is None:
+        return None, [f"totals only; vLLM tells its steps when it was started with {FLAG}"]
+    accepted, drafted = listed
     fit, left = 0, written - 1
     while fit < len(accepted) and left > 0:
         left -= accepted[fit] + 1
@@ -211,18 +210,6 @@ def _steps_of_vllm(answer: Answer, arrivals: Sequence[Arrival], written: int, mo
         if new > 0:
             pieces.append((moments.end if arrival.at is None else arrival.at + shift, new))
     return steps_of(pieces, {"per_step_accepted": accepted[:fit], "per_step_drafted": drafted[:fit]}, True), notes
-
-
-def _check(report: Mapping[str, Any], accepted: Any, drafted: Any) -> None:
-    """Raises ValueError where vLLM's arrays are none, or do not add up to its totals."""
-    lists = all(isinstance(values, list) and all(isinstance(n, int) and 0 <= n <= MOST_GUESSES for n in values)
-                for values in (accepted, drafted))
-    if not lists or len(accepted) != len(drafted) or any(a > d for a, d in zip(accepted, drafted, strict=True)):
-        raise ValueError("per_step_accepted and per_step_drafted contradict each other; expected two lists of counts, one entry a step, "
-                         "accepted no larger than drafted")
-    for name, values in (("num_accepted_draft_tokens", accepted), ("num_draft_tokens", drafted)):
-        if report.get(name, sum(values)) != sum(values):
-            raise ValueError(f"{name} is {report[name]}, and the steps add up to {sum(values)}")
 
 
 def _steps_of_llamacpp(answer: Answer, moments: Moments) -> Told:
@@ -315,7 +302,9 @@ def _totals(answer: Answer, engine: str, written: int) -> dict[str, Any]:
                         emitted=written - 1)
         return {**tally.as_metrics(), **times}
     report = answer.report or {}
-    drafted, accepted = int(report["num_draft_tokens"]), int(report["num_accepted_draft_tokens"])
-    return {"rounds": None, "target_passes": None, "drafted": drafted, "accepted": accepted, "acceptance_length": None,
+    made, kept = (report.get(name) for name in ("num_draft_tokens", "num_accepted_draft_tokens"))
+    if not isinstance(made, int) or not isinstance(kept, int) or not 0 <= kept <= made:
+        raise ValueError(f"num_draft_tokens is {made!r} and num_accepted_draft_tokens {kept!r}; expected counts")
+    return {"rounds": None, "target_passes": None, "drafted": made, "accepted": kept, "acceptance_length": None,
             "acceptance_length_drafted": report.get("mean_acceptance_length"), "passes_saved": None, "hazard": [],
-            "draft_utilisation": accepted / drafted if drafted else None, **times}
+            "draft_utilisation": kept / made if made else None, **times}

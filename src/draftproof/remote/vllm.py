@@ -26,9 +26,9 @@ from ..trace.report import Clock, metrics
 from ..trace.sinks import Sink
 from ..types import Rule, Sampling
 from .fleet import Fleet, Replica
-from .steps import Step, round_of, steps_of
+from .steps import Step, round_of, steps_of, told_by
 from .wire import Arrived, Ended, Lost, News, Refused, Stream
-from .writing import Part, Writing, check, only_plain
+from .writing import Arm, Part, Writing, check, only_plain
 
 log = logging.getLogger("draftproof.remote")
 
@@ -187,7 +187,8 @@ class VllmEngine:
         if replica is None and writing.speculate and self.fleet.has(plain=True):
             replica = self.fleet.pick(True, lost)              # a text is worth more than its speed
             if replica is not None:
-                writing.speculate, writing.reason, writing.arm = False, "no speculative replica is up", "off"
+                writing.speculate, writing.reason = False, "no speculative replica is up"
+                writing.arm = "moved" if writing.output else "off"      # written in part with guesses: it would blur both arms
         if replica is None:
             writing.homeless_since = writing.homeless_since or perf_counter()
             return
@@ -223,7 +224,11 @@ class VllmEngine:
     def _hear(self, writing: Writing, news: News) -> list[TokenEvent]:
         if isinstance(news, Arrived):
             first = not writing.output
-            events = writing.take(news)
+            try:
+                events = writing.take(news)
+            except (AttributeError, LookupError, TypeError, ValueError) as error:
+                self._lose(writing, f"what it sent is no piece of a text ({type(error).__name__}: {error})")
+                return []
             if first and events:
                 self._prefilled(writing, news.at)
             return events
@@ -246,15 +251,19 @@ class VllmEngine:
         self._drop(writing)
         if not writing.parts[-1].pieces:
             return self._lose(writing, "it sent no token")
-        writing.parts[-1].report, writing.cached = news.report, news.cached
+        part, writing.cached = writing.parts[-1], news.cached
+        part.report, part.untold = told_by(news.report)
+        if part.untold and self._guesses(part.replica) and len(writing.output) > 1:
+            part.replica.complain(part.untold)
         if writing.finish is None:                              # vLLM saw an end that we do not know: its own stop tokens
-            writing.finish = "stop" if len(writing.prompt) + len(writing.output) < writing.limit else "length"
+            writing.finish = "length" if writing.said == "length" or len(writing.prompt) + len(writing.output) >= writing.limit else "stop"
             writing.text.end()                    # told with an empty last piece: rare, and only the tail is late
         self._end(writing)
 
     def _lose(self, writing: Writing, reason: str) -> None:
         """Its replica is gone: whatever is there stays, the rest is asked for elsewhere."""
         part = writing.parts[-1]
+        part.untold = "the replica was lost before it told what it drafted"
         self._drop(writing)
         part.replica.failed_once(reason)
         if writing.finish is not None:
@@ -298,16 +307,20 @@ class VllmEngine:
             first: list[Step] = []
             if index and done and pieces:                        # a continued text begins with a prefill, and without a draft
                 first, pieces[0] = [Step(pieces[0][0], 1, 0)], (pieces[0][0], pieces[0][1] - 1)
-            guessing = not part.replica.plain and self.setting.drafter != "none"
+            guessing = self._guesses(part.replica)
             for step in (*first, *steps_of([piece for piece in pieces if piece[1]], part.report, guessing)):
                 end = done + step.emitted
                 record = round_of(step, number, writing.id, writing.output[done:end], len(writing.prompt) + done,
                                   "".join(writing.pieces[done:end]), max(0.0, step.at - before), self._began, part.replica.live + 1,
-                                  self.setting.drafter if guessing else "none", self.setting.depth, part.reason, self._unknown)
+                                  self.setting.drafter if guessing else "none", self.setting.depth, part.reason, self._unknown,
+                                  part.untold)
                 writing.tally.round(step.drafted, step.accepted, step.rejected, step.emitted)
                 writing.clock.spent(record.times)
                 self._emit(writing, record)
                 done, number, before = end, number + 1, step.at
+
+    def _guesses(self, replica: Replica) -> bool:
+        return not replica.plain and self.setting.drafter != "none"
 
     def _emit(self, writing: Writing, event: Event) -> None:
         writing.records.append(event)
@@ -338,30 +351,6 @@ class VllmEngine:
                    "unknown_token": self._unknown, "times": "score_s is the whole of a step, drafting included"}
         return TraceStarted(VERSION, self.target.facts.name, self.setting.drafter, self.setting.rule, str(self.setting.depth), machine,
                             words)
-
-
-@dataclass(slots=True)
-class Arm:
-    """One side of a comparison, added up: requests, tokens, and seconds to the first and between the others."""
-
-    requests: int = 0
-    tokens: int = 0
-    ttft_s: float = 0.0
-    writing_s: float = 0.0
-    following: int = 0
-
-    def add(self, writing: Writing) -> None:
-        clock = writing.clock
-        self.requests += 1
-        self.tokens += len(writing.output)
-        if clock.first is not None and clock.last is not None and clock.ttft_s is not None:
-            self.ttft_s += clock.ttft_s
-            self.writing_s += clock.last - clock.first
-            self.following += clock.tokens - clock.first_tokens
-
-    def as_dict(self) -> dict[str, Any]:
-        return {"requests": self.requests, "tokens": self.tokens, "ttft_s": self.ttft_s / self.requests if self.requests else None,
-                "tpot_s": self.writing_s / self.following if self.following else None}
 
 
 def _plain(sampling: Sampling) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 
 CONNECT_S = 10.0
 ANSWER_S = 5.0           # for a small question
+MOST_IDS = 1 << 31
 SILENCE_S = 600.0        # a stream that says nothing for so long is lost; a hanging server is found by its health sooner
 
 
@@ -101,9 +102,10 @@ class Stream:
     def _run(self) -> None:
         try:
             last: News = self._read()
-        except (OSError, HTTPException, ValueError) as error:
-            what = "the connection broke" if isinstance(error, IncompleteRead) else f"{type(error).__name__}: {error}"
-            last = Lost(what)
+        except IncompleteRead:
+            last = Lost("the connection broke")
+        except Exception as error:                  # whatever it is: without a last word the text would wait for ever
+            last = Lost(f"{type(error).__name__}: {error}")
         finally:
             if self._connection is not None:
                 self._connection.close()
@@ -132,27 +134,48 @@ class Stream:
             data = line[5:].strip()
             if data == b"[DONE]":
                 return Ended(report, cached) if finished else Lost("the stream ended without a reason")
-            found = json.loads(data)
-            if "error" in found:
-                return Lost(str(found["error"].get("message", found["error"]))[:300])
-            for choice in found.get("choices") or ():
-                finish = choice.get("finish_reason")
-                cut = finish is not None and finish not in ("stop", "length")
+            try:
+                found = json.loads(data)
+                said = error_of(found)
+                if said is not None:
+                    return Lost(said)
+                report = (found.get("metrics") or {}).get("speculative_decoding", report)
+                cached = ((found.get("usage") or {}).get("prompt_tokens_details") or {}).get("cached_tokens") or cached
+                arrived = [(_arrived(choice), choice.get("finish_reason")) for choice in found.get("choices") or ()]
+            except (AttributeError, TypeError, ValueError) as error:
+                return Lost(f"it sent {data[:100].decode(errors='replace')}, expected a piece of a completion ({error})")
+            for piece, finish in arrived:
                 finished = finished or finish is not None
-                self._say(Arrived(perf_counter(), tuple(choice.get("token_ids") or ()), choice.get("logprobs"), None if cut else finish))
-                if cut:
+                self._say(piece)
+                if finish is not None and piece.finish is None:
                     return Lost(f"it ended the text: {finish}")
-            report = (found.get("metrics") or {}).get("speculative_decoding", report)
-            cached = ((found.get("usage") or {}).get("prompt_tokens_details") or {}).get("cached_tokens") or cached
         return Lost("the connection broke")
+
+
+def _arrived(choice: Mapping[str, Any]) -> Arrived:
+    """Raises ValueError for what cannot be a token."""
+    tokens, finish = tuple(choice.get("token_ids") or ()), choice.get("finish_reason")
+    wrong = [token for token in tokens if type(token) is not int or not 0 <= token < MOST_IDS]
+    if wrong:
+        raise ValueError(f"{wrong[0]!r} is no token id")
+    return Arrived(perf_counter(), tokens, choice.get("logprobs"), finish if finish in ("stop", "length") else None)
+
+
+def error_of(answer: Mapping[str, Any]) -> str | None:
+    """The words of an answer that is an error: an object, a text, or (an older form) the answer itself. `"error": null` is none."""
+    error = answer.get("error")
+    if error is None and answer.get("object") != "error":
+        return None
+    said = (answer if error is None else error)
+    return str(said.get("message", said) if isinstance(said, dict) else said)[:300]
 
 
 def refusal(status: int, body: bytes) -> News:
     """A 4xx is the request's fault, but for those that say 'not now' or 'not you'."""
     try:
         found = json.loads(body)
-        message = str(found.get("error", found).get("message", found)) if isinstance(found, dict) else str(found)
-    except (ValueError, AttributeError):
+        message = error_of(found) or str(found) if isinstance(found, dict) else str(found)
+    except ValueError:
         message = body[:300].decode(errors="replace")
     if 400 <= status < 500 and status not in (401, 403, 404, 408, 425, 429):
         return Refused(status, message[:500])

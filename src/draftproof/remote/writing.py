@@ -28,6 +28,7 @@ class Part:
     reason: str                                      # why it is this one
     pieces: list[tuple[float, int]] = field(default_factory=list)      # moment, tokens
     report: Mapping[str, Any] | None = None
+    untold: str = "the text ended before the server told what it drafted"      # if it is not known
 
 
 @dataclass(eq=False)
@@ -59,6 +60,7 @@ class Writing:
     records: list[Event] = field(default_factory=list)
     tally: Tally = field(default_factory=Tally)
     closed: bool = False                             # nothing about it changes any more
+    said: str | None = None                          # how the server says that it ended, told behind the last token
     homeless_since: float | None = None              # no replica could take it since
     cached: int = 0
 
@@ -91,7 +93,7 @@ class Writing:
             "model": model, "prompt": [*self.prompt, *self.output], "max_tokens": self.limit - len(self.prompt) - written,
             "min_tokens": max(0, self.sampling.min_tokens - written), **options, "seed": seed, "stream": True,
             "stream_options": {"include_usage": True}, "return_token_ids": True, "stop": list(self.sampling.stop),
-            "stop_token_ids": list(self.sampling.stop_token_ids), "bad_words": list(self.sampling.bad_words)}
+            "stop_token_ids": sorted(self.end_ids), "bad_words": list(self.sampling.bad_words)}
         if self.sampling.logit_bias:
             out["logit_bias"] = {str(token): bias for token, bias in self.sampling.logit_bias.items()}
         if self.sampling.logprobs is not None:
@@ -102,6 +104,8 @@ class Writing:
 
     def take(self, arrived: Arrived) -> list[TokenEvent]:
         """Append what came, up to the first end. Tokens behind it are dropped, as they are when our own engine stops a text."""
+        if not arrived.tokens:
+            self.said = arrived.finish or self.said
         entries = logprobs_of(arrived.logprobs, self.sampling.logprobs) if arrived.logprobs else []
         events: list[TokenEvent] = []
         first = not self.output
@@ -156,6 +160,32 @@ class Writing:
             seed=self.seed, sample=self.sample, metrics=metrics(self.tally, self.clock), speculation=self.speculation,
             logprobs=None if self.sampling.logprobs is None else tuple(self.logprobs), trace=tuple(self.records),
             error=None if self.failure is None else str(self.failure))
+
+
+@dataclass(slots=True)
+class Arm:
+    """One side of a comparison, added up: requests, tokens, and seconds to the first and between the others."""
+
+    requests: int = 0
+    tokens: int = 0
+    begun: int = 0                                   # that had a first token
+    ttft_s: float = 0.0
+    writing_s: float = 0.0
+    following: int = 0
+
+    def add(self, writing: Writing) -> None:
+        clock = writing.clock
+        self.requests += 1
+        self.tokens += len(writing.output)
+        if clock.first is not None and clock.last is not None and clock.ttft_s is not None:
+            self.begun += 1
+            self.ttft_s += clock.ttft_s
+            self.writing_s += clock.last - clock.first
+            self.following += clock.tokens - clock.first_tokens
+
+    def as_dict(self) -> dict[str, Any]:
+        return {"requests": self.requests, "tokens": self.tokens, "ttft_s": self.ttft_s / self.begun if self.begun else None,
+                "tpot_s": self.writing_s / self.following if self.following else None}
 
 
 def check(sampling: Sampling) -> None:

@@ -8,6 +8,7 @@ import logging
 import os
 import time
 import zlib
+from codecs import BOM_UTF8
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import MISSING, Field, fields
@@ -178,6 +179,7 @@ def trace_lines(path: str | Path) -> Iterator[str]:
     try:
         with gzip.open(path) if str(path).endswith(".gz") else open(path, "rb") as file:
             for line in file:
+                line = line.removeprefix(BOM_UTF8)              # where a file begins, or was appended to another
                 yield line.decode(errors="strict" if line.endswith(b"\n") else "replace")
     except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
         raise Failure(f"trace file {path}: {error}; expected a JSONL trace") from error
