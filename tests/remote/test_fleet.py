@@ -76,3 +76,34 @@ def test_a_suspect_is_not_asked_until_it_is_seen_well() -> None:
     assert fleet.pick(False) is one and fleet.pick(False, one) is two
     one.failed_once("test")
     assert fleet.pick(False) is two and one.state == "up", "others may still be read from it"
+
+
+def test_causes_that_are_known_are_told_at_once(tmp_path: Path) -> None:
+    (tmp_path / "vllm0.log").mkdir()
+    keyed = ("sh", "-c", 'VLLM_API_KEY=another exec "$0" "$@"', *FAKE)
+    for one, why in ((replica(tmp_path), "cannot be started: .*vllm0.log"), (Replica("vllm1", False, process=Process(
+            Launch(keyed), tmp_path / "vllm1.log")), "does not take our key")):
+        fleet = Fleet([one], 0.05)
+        fleet.start()
+        try:
+            with pytest.raises(Failure, match=why):
+                fleet.wait(timeout_s=60)
+            assert one.state == "failed"
+        finally:
+            fleet.close()
+
+
+def test_one_that_hangs_is_started_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "HANG_S", 0.0)
+    monkeypatch.setattr(module, "STOP_S", 0.1)
+    monkeypatch.setattr("draftproof.remote.wire.ANSWER_S", 0.1)
+    one = replica(tmp_path)
+    fleet = Fleet([one], 0.02)
+    fleet.start()
+    try:
+        fleet.wait(timeout_s=60)
+        assert one.process is not None and one.process.pid is not None
+        os.kill(one.process.pid, signal.SIGSTOP)
+        until(lambda: one.restarts == 1 and one.state == "up")
+    finally:
+        fleet.close()

@@ -7,12 +7,13 @@ import shutil
 import signal
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 import click
 
@@ -43,6 +44,7 @@ sys.argv[0] = "vllm"
 from vllm.entrypoints.cli.main import main
 main()
 """
+OURS = ("--host", "--port", "--uds", "--api-key")       # how we reach a server that we start
 ONLY_REMOTE = ("urls", "plain_urls", "replicas", "plain_replicas", "vllm_python", "log_dir", "extra")
 
 remote_options = o.stacked(
@@ -63,8 +65,11 @@ def check_local(given: Mapping[str, Any]) -> None:
     """Raises OptionError if an option of --engine vllm stands without it."""
     wrong = next((name for name in ONLY_REMOTE if given.get(name) not in (None, ())), None)
     if wrong is not None:
-        what = "arguments after --" if wrong == "extra" else "--" + wrong.removesuffix("s").replace("_", "-")
-        raise OptionError(f"{what} without --engine vllm: the local engine does not read it")
+        raise OptionError(f"{_called(wrong)} without --engine vllm: the local engine does not read it")
+
+
+def _called(name: str) -> str:
+    return "arguments after --" if name == "extra" else "--" + name.removesuffix("s").replace("_", "-")
 
 
 def serve_vllm(target: str | None, settings: Settings, config: ServeConfig, name: str, given: Mapping[str, Any],
@@ -127,29 +132,52 @@ def _fleet(plan: Plan, given: Mapping[str, Any], stack: ExitStack) -> Fleet:
     from ..remote.fleet import Fleet, Process, Replica
 
     attached = bool(given["urls"] or given["plain_urls"])
-    off = plan.name == "none"
+    off = plan.name == "none" or plan.k == 0
     count = 0 if off or attached else 1
     plain = 1 if not attached else 0
     count = count if given["replicas"] is None or off else given["replicas"]
     plain = given["plain_replicas"] if given["plain_replicas"] is not None else plain if not off else max(plain, given["replicas"] or 0)
     if off and given["urls"]:
-        raise OptionError("--url names servers that speculate: say which drafter they run (--drafter, --depth), or use --plain-url")
+        raise OptionError("--url names servers that speculate: say which drafter they run (--drafter, --depth of 1 or more), or use "
+                          "--plain-url")
     for url in (*given["urls"], *given["plain_urls"]):
-        if not url.startswith(("http://", "https://")):
-            raise OptionError(f"{url}: expected http://HOST:PORT or https://HOST:PORT")
+        _check_url(url)
     key = os.environ.get(KEY)
     replicas = [Replica(f"url{i}", False, url.rstrip("/"), key) for i, url in enumerate(given["urls"])]
     replicas += [Replica(f"plain-url{i}", True, url.rstrip("/"), key) for i, url in enumerate(given["plain_urls"])]
     if count + plain:
+        _check_extra(plan.extra)
         logs = given["log_dir"] or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="draftproof-vllm-")))
         logs.mkdir(parents=True, exist_ok=True)
         note(f"logs of the vLLM servers: {logs}")
         names = [(f"vllm{i}", False) for i in range(count)] + [(f"plain{i}", True) for i in range(plain)]
         replicas += [Replica(name, is_plain, process=Process(_launch(plan, is_plain, given), logs / f"{name}.log"))
                      for name, is_plain in names]
+    elif wrong := next((name for name in ("vllm_python", "log_dir", "extra") if given.get(name)), None):
+        raise OptionError(f"{_called(wrong)}: no server is started here that would read it; give --replicas or --plain-replicas, or leave "
+                          "it out")
     if not replicas:
         raise OptionError("no vLLM server to run or to attach to: give --replicas, --plain-replicas, --url or --plain-url")
     return Fleet(replicas)
+
+
+def _check_url(url: str) -> None:
+    parts = urlsplit(url)
+    try:
+        good = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:                                       # a port that is none
+        good = False
+    if not good:
+        raise OptionError(f"{url}: expected http://HOST:PORT or https://HOST:PORT")
+
+
+def _check_extra(extra: Sequence[str]) -> None:
+    """Raises OptionError for an argument of vLLM's with which we could not reach the server."""
+    for word in extra:
+        name = word.partition("=")[0].replace("_", "-")
+        if name in OURS or name.startswith("--ssl-"):
+            raise OptionError(f"{word.partition('=')[0]} behind --: the servers started here listen on the loopback, with a key of ours, "
+                              "and without TLS; leave it out, or start the server yourself and name it with --url")
 
 
 def _launch(plan: Plan, plain: bool, given: Mapping[str, Any]) -> Launch:
@@ -159,7 +187,9 @@ def _launch(plan: Plan, plain: bool, given: Mapping[str, Any]) -> Launch:
 
     words = export(replace(plan, drafter=parse_spec("none")) if plain else plan).command
     assert words[:2] == ("vllm", "serve"), "the dialect's own form"
-    offline = {"HF_HUB_OFFLINE": "1"} if Path(plan.target).exists() else {}
+    paths = [plan.target, *(part.path for part in plan.parts if part.path is not None and not plain)]
+    here = all(Path(path).expanduser().exists() for path in paths)
+    offline = {"HF_HUB_OFFLINE": "1"} if here and "HF_HUB_OFFLINE" not in os.environ else {}
     quiet = "--disable-uvicorn-access-log"                   # or its log would be our looks at its health
     return Launch((*_program(given["vllm_python"]), *words[1:], quiet), {"VLLM_NO_USAGE_STATS": "1", **offline})
 

@@ -19,7 +19,7 @@ from time import monotonic
 from typing import Any
 
 from ..errors import Failure
-from .wire import ask
+from .wire import Denied, ask
 
 log = logging.getLogger("draftproof.remote")
 
@@ -28,6 +28,7 @@ _prctl = getattr(ctypes.CDLL(None), "prctl", None) if sys.platform == "linux" el
 LOOK_S = 1.0             # between two looks at every replica
 STRIKES = 3              # looks without an answer before a replica counts as down
 STARTS = 4               # starts in a row that never came up, after which a replica is given up
+HANG_S = 60.0            # without an answer, after which a process of ours that had been up is ended, and started again
 STOP_S = 15.0            # for a process to end by itself
 START_S = 1800.0         # large models load long
 
@@ -108,7 +109,7 @@ class Replica:
         self.suspect = False                                 # lost a request since it was last seen well
         self._complaints: set[str] = set()
         self._strikes = self._starts = 0
-        self._next_start = 0.0
+        self._next_start = self._seen = 0.0                  # moments: not to be started before, last answer
 
     @property
     def url(self) -> str:
@@ -131,14 +132,22 @@ class Replica:
                 if self.model not in ("", found["id"]):
                     log.warning("replica %s serves %s now, it was %s", self.name, found["id"], self.model)
                 self.model, self.context = str(found["id"]), int(found.get("max_model_len") or 0)
+        except Denied as error:
+            if self.process is None:
+                return self._down(f"it does not take our key: {error}")
+            self.process.stop()
+            return self._give_up(f"it does not take our key ({error}); leave every key out of what vLLM is given")
         except (OSError, ValueError, LookupError, AttributeError, TypeError) as error:
             self._strikes += 1
+            if self.process is not None and self.state == "down" and monotonic() - self._seen > HANG_S:
+                log.warning("replica %s hangs: it is ended, to start again", self.name)
+                self.process.stop()
             if self.state == "up" and self._strikes >= STRIKES or self.state != "up" and self.process is None:
                 self._down(f"it does not answer: {error}")
             return
         if self.state != "up":
             log.warning("replica %s is up at %s", self.name, self.url)
-        self.state, self.why, self._strikes, self._starts = "up", "", 0, 0
+        self.state, self.why, self._strikes, self._starts, self._seen = "up", "", 0, 0, monotonic()
         self.suspect = False
 
     def failed_once(self, reason: str) -> None:
@@ -157,6 +166,10 @@ class Replica:
             log.warning("replica %s is down: %s", self.name, why)
         self.state, self.why = "down", why
 
+    def _give_up(self, why: str) -> None:
+        self.state, self.why = "failed", why
+        log.error("replica %s is given up: %s", self.name, why)
+
     def _revive(self, process: Process) -> None:
         now = monotonic()
         if process.port:
@@ -164,15 +177,16 @@ class Replica:
                 self._down(f"its process ended with status {process.ended}: {process.last_words()}")
                 self._next_start = now + min(60.0, 2.0 ** self._starts - 1)
             if self._starts >= STARTS:
-                self.state = "failed"
-                log.error("replica %s is given up after %d starts: %s (log: %s)", self.name, STARTS, self.why, process.log_file)
-                return
+                return self._give_up(f"{self.why} (started {STARTS} times; log: {process.log_file})")
             if now < self._next_start:
                 return
             self.restarts += 1
         self._starts += 1
         process.stop()                                       # children that outlived it
-        process.start()
+        try:
+            process.start()
+        except OSError as error:
+            return self._give_up(f"it cannot be started: {error}")
         self.state, self.model = "starting", ""
 
     def as_dict(self) -> dict[str, Any]:

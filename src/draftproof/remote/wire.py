@@ -64,15 +64,19 @@ def headers_of(key: str | None) -> dict[str, str]:
     return {"Content-Type": "application/json", **({"Authorization": f"Bearer {key}"} if key else {})}
 
 
-def ask(url: str, path: str, key: str | None = None, timeout: float = ANSWER_S) -> bytes:
-    """The body of a GET. Raises OSError for everything that is no 200."""
-    connection = connect(url, timeout)
+class Denied(OSError):
+    """A server that answers, and does not take our key."""
+
+
+def ask(url: str, path: str, key: str | None = None) -> bytes:
+    """The body of a GET. Raises OSError for everything that is no 200, Denied where the key is not taken."""
+    connection = connect(url, ANSWER_S)
     try:
         connection.request("GET", urlsplit(url).path.rstrip("/") + path, headers=headers_of(key))
         answer = connection.getresponse()
         body = answer.read()
         if answer.status != 200:
-            raise OSError(f"{url}{path} answered {answer.status}")
+            raise (Denied if answer.status in (401, 403) else OSError)(f"{url}{path} answered {answer.status}")
         return body
     except HTTPException as error:
         raise OSError(f"{url}{path}: {type(error).__name__}") from error
