@@ -14,10 +14,11 @@ from click.testing import CliRunner
 
 from draftproof.cli import commands
 from draftproof.config import SpeculationConfig
+from draftproof.drafters import DRAFTERS
 from draftproof.errors import OptionError
 from draftproof.models.load import builtin
 from draftproof.remote.dialects import DIALECTS, export_config
-from draftproof.remote.plan import DEPTH, Plan, Schedule
+from draftproof.remote.plan import DEPTH, Plan, Schedule, short_names
 
 GOLDEN = Path(__file__).parent / "golden"
 CASES: dict[str, dict[str, Any]] = {
@@ -101,6 +102,69 @@ def test_what_cannot_be_expressed_is_said() -> None:
             Schedule.of(wrong)
 
 
+def differs(engine: str, one: dict[str, Any], other: dict[str, Any]) -> tuple[bool, str]:
+    """Whether two settings are written differently, and the notes of the first; nothing to say where one is refused."""
+    try:
+        a, b = (export_config(plan(**case), engine) for case in (one, other))
+    except OptionError:
+        return True, ""
+    return (a.command, dict(a.files)) != (b.command, dict(b.files)), "\n".join(a.notes)
+
+
+@pytest.mark.parametrize("engine", DIALECTS)
+def test_nothing_is_lost_without_a_word(engine: str) -> None:
+    for name, kind in DRAFTERS.items():
+        if name in ("none", "custom"):
+            continue
+        own = {key: 5 for key in kind.keys if key == "exit"}
+        for key in kind.keys:
+            spec, other = (f"{name}:" + ",".join(f"{k}={v}" for k, v in {**own, key: value}.items()) for value in (3, 4))
+            heard, notes = differs(engine, {"drafter": spec, "depth": 4}, {"drafter": other, "depth": 4})
+            assert heard or f"{name}:{key}=3" in notes, (spec, notes)
+        spec = f"{name}:org/x" if kind.takes_path else f"{name}:exit=5" if own else name
+        base = {"drafter": spec, "depth": 4}
+        for changed, word in (({"depth": 2}, "depth 2"), ({"tree": 12}, "tree")):
+            heard, notes = differs(engine, {**base, **changed}, base)
+            assert heard or word in notes, (spec, changed, notes)
+        heard, notes = differs(engine, {"drafter": spec, "schedule": "1:4,8:2"}, base)
+        assert heard or "a depth by batch size" in notes or "per-batch-size" in notes, (spec, notes)
+    assert not any("counterpart" in note and "rule" not in note for note in export_config(plan("suffix:max=9", depth=2), "vllm").notes)
+
+
+def test_a_schedule_says_every_depth() -> None:
+    with pytest.raises(OptionError, match="depth=7 with a depth by batch"):
+        plan("ngram", "1:2", depth=7)
+    with pytest.raises(OptionError, match="depth by batch with drafter none"):
+        plan("none", "1:2")
+
+
+def test_adaptive_steps_are_written_for_those_that_have_them() -> None:
+    for drafter in ("eagle:org/x", "eagle3:org/x"):
+        assert "adaptive.json" in export_config(plan(drafter, "1:4,8:2"), "sglang").files
+    for drafter in ("ngram", "model:org/x", "mtp:org/x"):
+        done = export_config(plan(drafter, "1:4,8:2"), "sglang")
+        assert not done.files and "--speculative-adaptive" not in done.command and any("adaptive mode" in note for note in done.notes)
+
+
+def test_two_models_are_two_files() -> None:
+    case = {"drafter": "model:other/target", "depth": 3}
+    words = export_config(plan(**case), "llamacpp").command
+    assert words[words.index("-m") + 1] == "org-target.gguf" and words[words.index("--spec-draft-model") + 1] == "other-target.gguf"
+    done = export_config(plan(**case), "openvino")
+    assert '"org-target-openvino"' in done.files["run.py"] and '"other-target-openvino"' in done.files["run.py"]
+    assert any("-m org/target org-target-openvino" in note for note in done.notes)
+    assert short_names(["a/x", "b/y"]) == {"a/x": "x", "b/y": "y"} and short_names(["a/x/", "a/x"]) == {"a/x/": "x", "a/x": "x"}
+    assert len(set(short_names(["a/b-c", "a-b/c"]).values())) == 2
+
+
+def test_llamacpp_reads_a_flag_once() -> None:
+    words = export_config(plan("ngram+model:org/x", depth=3), "llamacpp").command
+    assert len([word for word in words if word.startswith("--")]) == len({word for word in words if word.startswith("--")})
+    for chain, flag in (("model:a/x+eagle3:b/y", "--spec-draft-model"), ("ngram:max=3+ngram:max=5", "--spec-ngram-simple-size-n")):
+        with pytest.raises(OptionError, match=f"reads {flag} once"):
+            export_config(plan(chain, depth=3), "llamacpp")
+
+
 def test_two_vocabularies(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"vocab_size": 7}')
     case = {"drafter": f"model:{tmp_path}", "target": str(builtin("target"))}
@@ -133,3 +197,17 @@ def test_transformers_accepts_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         assert "not valid" not in said.err and "ignored" not in said.err
         texts.append(said.out)
     assert texts[0].strip() and len(set(texts)) == 1
+
+
+def test_what_stands_before_the_dashes_is_ours() -> None:
+    for words in (["--drafer", "ngram"], ["--drafter", "ngram", "--depht", "4"], ["--drafter", "ngram", "word"]):
+        done = CliRunner().invoke(commands, ["export", "config", "--to", "vllm", "--target", "org/t", *words])
+        assert done.exit_code == 2 and words[-2 if len(words) == 2 else -1 if words[-1] == "word" else 2] in done.output, done.output
+
+
+def test_a_refusal_leaves_no_folder(tmp_path: Path) -> None:
+    words = ["export", "config", "--to", "vllm", "--drafter", "eagle3", "--depth", "2", "--out", str(tmp_path / "out")]
+    with pytest.raises(OptionError, match="lossy-typical"):
+        CliRunner().invoke(commands, [*words, "--rule", "lossy-typical"], catch_exceptions=False)
+    assert not (tmp_path / "out").exists()
+    assert CliRunner().invoke(commands, words, catch_exceptions=False).exit_code == 0

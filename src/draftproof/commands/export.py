@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from itertools import takewhile
 from pathlib import Path
-from typing import Any
+from shutil import rmtree
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -11,6 +14,9 @@ from ..config import SpeculationConfig
 from ..errors import OptionError
 from . import options as o
 from .console import emit_json, note
+
+if TYPE_CHECKING:
+    from ..drafters import Spec
 
 ENGINES = ("vllm", "sglang", "trtllm", "hf")
 CONFIGS = ("vllm", "sglang", "trtllm", "llamacpp", "transformers", "openvino", "max")
@@ -34,7 +40,18 @@ def head(folder: Path, engine: str, out: Path) -> None:
     click.echo(out)
 
 
-@export.command(short_help="The flags or the config of another engine.", context_settings={"ignore_unknown_options": True})
+class Trailing(click.Command):
+    """A command whose `extra` is what stands behind `--`, and nothing before it."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        own = list(takewhile(lambda word: word != "--", args))
+        rest = super().parse_args(ctx, own)
+        ctx.params["extra"] = tuple(args[len(own) + 1:])
+        return rest
+
+
+@export.command(cls=Trailing, short_help="The flags or the config of another engine.",
+                options_metavar="[OPTIONS] [-- ARGUMENTS OF THE ENGINE]")
 @click.option("--to", "engine", type=click.Choice(CONFIGS), required=True)
 @o.target_option
 @o.speculation_options
@@ -42,7 +59,6 @@ def head(folder: Path, engine: str, out: Path) -> None:
 @click.option("--out", type=click.Path(file_okay=False, path_type=Path), metavar="DIR",
               help="Write the files there, with the head converted if the engine reads another layout.")
 @o.json_option
-@click.argument("extra", nargs=-1, type=click.UNPROCESSED)
 def config(engine: str, target: str | None, schedule: str | None, out: Path | None, as_json: bool, extra: tuple[str, ...],
            **given: Any) -> None:
     """Write this setting of speculation in the words of another engine, and say what it cannot express.
@@ -59,14 +75,12 @@ def config(engine: str, target: str | None, schedule: str | None, out: Path | No
 
         target = str(builtin("target"))
     plan = Plan.of(_absolute(target), settings, None if schedule is None else Schedule.of(schedule), extra)
-    if len(plan.parts) == 1 and plan.drafter.path is not None:
-        plan = plan.at(_absolute(plan.drafter.path))
+    plan = replace(plan, drafter=_settled(plan.drafter))
+    done = export_config(plan, engine)                  # what the engine refuses is told before anything is written
     if out is not None:
         if out.exists() and any(out.iterdir()):
             raise OptionError(f"--out {out} is not empty; expected a new folder")
-        plan = _with_head(plan, engine, out)
-    done = export_config(plan, engine)
-    if out is not None:
+        done = export_config(_with_head(plan, engine, out), engine)
         done.write(out)
     note(f"written for {done.version}")
     for line in done.notes:
@@ -75,6 +89,12 @@ def config(engine: str, target: str | None, schedule: str | None, out: Path | No
         emit_json(done.as_dict())
     else:
         click.echo(str(out) if out is not None else done.text, nl=out is not None)
+
+
+def _settled(drafter: Spec) -> Spec:
+    """The same with absolute paths."""
+    path = None if drafter.path is None else _absolute(drafter.path)
+    return replace(drafter, path=path, parts=tuple(map(_settled, drafter.parts)))
 
 
 def _absolute(place: str) -> str:
@@ -88,6 +108,11 @@ def _with_head(plan: Any, engine: str, out: Path) -> Any:
 
     if (plan.name, engine) not in WRITERS:
         return plan
-    for line in export_head(plan.path(), engine, out / "head"):
+    try:
+        lines = export_head(plan.path(), engine, out / "head")
+    except BaseException:
+        rmtree(out / "head", ignore_errors=True)
+        raise
+    for line in lines:
         note(line)
     return plan.at(str((out / "head").resolve()))

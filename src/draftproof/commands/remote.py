@@ -77,6 +77,7 @@ def serve_vllm(target: str | None, settings: Settings, config: ServeConfig, name
     """Bring the servers up, put ours in front, and end what was started. Raises OptionError, LoadError or Failure."""
     from ..models.load import builtin
     from ..models.outline import outline
+    from ..remote.dialects import export_config
     from ..remote.dialects.vllm import speculative
     from ..remote.plan import Plan
     from ..remote.vllm import Setting, VllmEngine
@@ -94,8 +95,8 @@ def serve_vllm(target: str | None, settings: Settings, config: ServeConfig, name
         fleet = _fleet(plan, given, stack)
         if config.ab is not None:
             config = replace(config, ab=for_remote(config.ab, settings.speculation, plan.name, fleet.has(plain=True)))
-        speculating, notes = speculative(plan)
-        for line in [*plan.general_notes(), *notes]:
+        speculating, _ = speculative(plan)
+        for line in export_config(plan, "vllm").notes:
             note(line)
         stack.callback(fleet.close)
         fleet.start()

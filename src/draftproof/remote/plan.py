@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -56,7 +56,11 @@ class Plan:
 
     @classmethod
     def of(cls, target: str, wanted: SpeculationConfig, schedule: Schedule | None = None, extra: tuple[str, ...] = ()) -> Plan:
-        """Raises SpecError."""
+        """Raises SpecError, or OptionError for a schedule beside a depth or without a drafter."""
+        if schedule is not None and wanted.drafter == "none":
+            raise OptionError("a depth by batch with drafter none: name a drafter, or leave it out")
+        if schedule is not None and wanted.depth is not None:
+            raise OptionError(f"depth={wanted.depth} with a depth by batch, which says every depth: leave one of them out")
         return cls(target, parse_spec(wanted.drafter), wanted.depth, wanted.tree, wanted.rule, schedule, extra)
 
     @property
@@ -85,12 +89,12 @@ class Plan:
             return str(builtin("draft" if part.name == "model" else part.name))
         raise LoadError(f"drafter {part.name} has no weights of its own")
 
-    def general_notes(self) -> list[str]:
-        """What no engine can express."""
+    def general_notes(self, depth: bool = True) -> list[str]:
+        """What no engine can express. depth: whether one is written."""
         if self.name == "none":
             return []
         notes = []
-        if self.depth is None and self.schedule is None:
+        if depth and self.depth is None and self.schedule is None:
             notes.append(f"depth auto cannot be expressed: {self.k} is written; `draftproof advise` finds the best fixed depth")
         if self.rule == "match":
             notes.append("rule match (noise that target and drafter share) is draftproof's own: sampled texts keep their distribution, "
@@ -134,6 +138,35 @@ class Exported:
             script.write_text("#!/bin/sh\nset -e\ncd \"$(dirname \"$0\")\"\nexec " + " ".join(map(shlex.quote, self.command)) + ' "$@"\n',
                               encoding="utf-8")
             script.chmod(0o755)
+
+
+def unheard(plan: Plan, export: Callable[[Plan], Exported]) -> list[str]:
+    """The options of the plan's drafters, and its depth, that change nothing in what `export` writes, a sentence each."""
+    def same(other: Plan) -> bool:
+        found, changed = export(plan), export(other)
+        return (found.command, found.files) == (changed.command, changed.files)
+
+    if not plan.k:
+        return []
+    notes = []
+    for place, part in enumerate(plan.parts):
+        for key, value in part.options.items():
+            one = replace(part, options={**part.options, key: value + 1})
+            parts = (*plan.parts[:place], one, *plan.parts[place + 1:])
+            if same(replace(plan, drafter=replace(plan.drafter, parts=parts) if plan.drafter.parts else one)):
+                notes.append(f"{part.name}:{key}={value} has no counterpart, and is left out")
+    if plan.depth is not None and same(replace(plan, depth=plan.depth + 1)):
+        notes.append(f"depth {plan.depth} has no counterpart: the engine decides")
+    return notes
+
+
+def short_names(places: Iterable[str]) -> dict[str, str]:
+    """A file's name for every folder or hub id: its last part, with as many of those before it as tell them all apart."""
+    parts = {place: [part for part in place.split("/") if part] for place in places}
+    most = max(map(len, parts.values()), default=1)
+    names = ({place: "-".join(words[-count:]) for place, words in parts.items()} for count in range(1, most + 1))
+    return next((found for found in names if len(set(found.values())) == len(set(map(tuple, parts.values())))), {place: place.replace(
+        "/", "-") for place in parts})
 
 
 def refuse(plan: Plan, engine: str, able: str, instead: str = "") -> OptionError:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 from ...errors import OptionError
-from ..plan import Exported, Plan
+from ..plan import Exported, Plan, unheard
 from .hf import export as transformers
 from .llamacpp import export as llamacpp
 from .modular import export as modular
@@ -21,7 +22,9 @@ DIALECTS: Mapping[str, Callable[[Plan], Exported]] = {
 
 
 def export_config(plan: Plan, engine: str) -> Exported:
-    """`plan` for `engine`. Raises OptionError naming what the engine lacks, and what it has instead."""
+    """`plan` for `engine`. Its notes name every option that changes nothing. Raises OptionError naming what the engine lacks, and what
+    it has instead."""
     if engine not in DIALECTS:
         raise OptionError(f"unknown engine {engine!r}; expected one of {', '.join(DIALECTS)}")
-    return DIALECTS[engine](plan)
+    done = DIALECTS[engine](plan)
+    return replace(done, notes=(*done.notes, *unheard(plan, DIALECTS[engine])))

@@ -43,7 +43,7 @@ def export(plan: Plan) -> Exported:
         raise OptionError("rule lossy-typical: transformers' assistant_ensemble_weight is another; export match or ratio")
     options, assistant = _method(plan) if plan.name != "none" and plan.k else ({}, "")
     script = SCRIPT.format(drafter=plan.name, version=VERSION, target=compact(plan.target), options=repr(options), assistant=assistant)
-    notes = [*plan.general_notes(), "one sequence at a time; `transformers serve` has no flag for speculation"]
+    notes = [*plan.general_notes(depth=plan.name != "mtp"), "one sequence at a time; `transformers serve` has no flag for speculation"]
     if plan.tree:
         notes.append(f"tree {plan.tree}: chains only; the depth is kept")
     if plan.schedule is not None:

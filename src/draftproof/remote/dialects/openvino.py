@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from ...errors import OptionError
-from ..plan import Exported, Plan, compact, one_drafter, refuse
+from ..plan import Exported, Plan, compact, one_drafter, refuse, short_names
 
 VERSION = "OpenVINO GenAI 2026.4"
 ABLE = "none, ngram, model, eagle3"
@@ -27,11 +29,13 @@ def export(plan: Plan) -> Exported:
     if plan.rule == "lossy-typical":
         raise OptionError("rule lossy-typical: OpenVINO GenAI has no lossy rule; export match")
     arguments, settings, models = "", "", [plan.target]
+    if plan.name in ("model", "eagle3") and plan.k:
+        models.append(plan.path())
+    folders = {place: f"{name}-openvino" for place, name in short_names(models).items()}
     if plan.name != "none" and plan.k:
-        arguments, settings = _method(plan)
-        models += [plan.path()] if plan.name in ("model", "eagle3") else []
-    script = SCRIPT.format(drafter=plan.name, version=VERSION, target=compact(folder(plan.target)), arguments=arguments, settings=settings)
-    notes = [*plan.general_notes(), "convert first: " + "; ".join(f"optimum-cli export openvino -m {m} {folder(m)}" for m in models),
+        arguments, settings = _method(plan, folders)
+    script = SCRIPT.format(drafter=plan.name, version=VERSION, target=compact(folders[plan.target]), arguments=arguments, settings=settings)
+    notes = [*plan.general_notes(), "convert first: " + "; ".join(f"optimum-cli export openvino -m {m} {folders[m]}" for m in folders),
              "target and drafter must share the tokenizer"]
     if plan.tree and plan.name != "eagle3":
         notes.append(f"tree {plan.tree}: chains only with this drafter; the depth is kept")
@@ -45,18 +49,13 @@ def export(plan: Plan) -> Exported:
     return Exported("openvino", VERSION, files={"run.py": script}, notes=tuple(notes))
 
 
-def _method(plan: Plan) -> tuple[str, str]:
+def _method(plan: Plan, folders: Mapping[str, str]) -> tuple[str, str]:
     if plan.name == "ngram":
         size = plan.drafter.options.get("max", 4)
         return ", prompt_lookup=True", f"config.num_assistant_tokens = {plan.k}\nconfig.max_ngram_size = {size}\n"
     if plan.name in ("model", "eagle3"):
-        draft = f', draft_model=openvino_genai.draft_model({compact(folder(plan.path()))}, "CPU")'
+        draft = f', draft_model=openvino_genai.draft_model({compact(folders[plan.path()])}, "CPU")'
         tree = f"config.branching_factor = 4\nconfig.tree_depth = {plan.k}\n" if plan.tree and plan.name == "eagle3" else ""
         tokens = plan.tree if tree else plan.k
         return draft, f"config.num_assistant_tokens = {tokens}\n{tree}"
     raise refuse(plan, "OpenVINO GenAI", ABLE)
-
-
-def folder(place: str) -> str:
-    """Where the converted model is put."""
-    return place.rstrip("/").rsplit("/", 1)[-1] + "-openvino"

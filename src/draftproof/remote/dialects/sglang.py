@@ -9,6 +9,7 @@ VERSION = "SGLang 0.5.23"
 ABLE = "none, ngram, model, eagle, eagle2, eagle3, mtp, dflash, dspark"
 ALGORITHMS = {"model": "STANDALONE", "eagle": "EAGLE", "eagle2": "EAGLE", "eagle3": "EAGLE3", "mtp": "NEXTN"}
 BLOCKS = {"dflash": "DFLASH", "dspark": "DSPARK"}
+ADAPTIVE = ("eagle", "eagle2", "eagle3")
 BRANCHES = 4            # children per node of a tree, SGLang's own choice for EAGLE on Llama
 
 
@@ -28,7 +29,9 @@ def export(plan: Plan) -> Exported:
         raise OptionError("rule lossy-typical: SGLang's lossy thresholds are others; export match, ratio or block")
     elif plan.rule == "block":
         notes.append("rule block in a tree: SGLang verifies blocks in chains only; its tree rule is written")
-    if plan.schedule is not None:
+    if plan.schedule is not None and (plan.name not in ADAPTIVE or plan.tree):
+        notes.append("a depth by batch size: SGLang's adaptive mode is for chains of eagle and eagle3 only; the largest depth is written")
+    elif plan.schedule is not None:
         steps = {str(start): {"candidate_steps": [depth]} for start, depth in plan.schedule.steps}
         files["adaptive.json"] = compact(steps) + "\n"
         flags += ["--speculative-adaptive", "--speculative-adaptive-config", "adaptive.json"]
@@ -57,11 +60,13 @@ def _method(plan: Plan) -> list[str]:
 def _lost(plan: Plan) -> list[str]:
     notes = []
     if plan.name == "ngram":
-        notes.append("n-grams: SGLang matches in a tree over past texts; our min has no counterpart, max bounds the tree's depth with K")
+        notes.append("n-grams: SGLang matches in a tree over past texts; max bounds the tree's depth with K")
     if plan.name == "eagle2" and not plan.tree:
         notes.append("eagle2 without a tree is written as a chain; give --tree for EAGLE's dynamic tree")
     if plan.tree and plan.name not in ("ngram", *BLOCKS):
         notes.append(f"a tree of {plan.tree} nodes: SGLang also fixes the children per node, {BRANCHES} is written")
+    if plan.tree and plan.name in ("ngram", *BLOCKS):
+        notes.append(f"tree {plan.tree}: the number of nodes is not ours to choose with this drafter; the depth is kept")
     if plan.name == "dflash":
         notes.append("DFLASH's block holds the root and K guesses: K + 1")
     return notes
