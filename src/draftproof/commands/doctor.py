@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -12,6 +12,7 @@ from . import options as o
 from .console import emit_json, facts_lines, note, size
 
 if TYPE_CHECKING:
+    from ..drafters import Spec
     from ..drafters.vocabulary import Check
     from ..models.target import Target
 
@@ -46,26 +47,69 @@ def doctor(target: str | None, drafter: str | None, as_json: bool, **given: Any)
 
 def pair_checks(target: Target, spec: str, config: LoadConfig) -> list[Check]:
     """The self-test of the target, then the checks of the pair; what is not fatal only costs acceptance or bit-equality."""
-    from ..drafters import build, parse_spec
-    from ..drafters.translate import pair
+    from ..drafters import parse_spec
+
+    parsed = parse_spec(spec)
+    checks = target_checks(target, config)
+    for part in parsed.parts or (parsed,):
+        found = part_checks(target, part, config)
+        checks += [replace(check, name=f"{part.name}: {check.name}") for check in found] if parsed.parts else found
+    return checks
+
+
+def target_checks(target: Target, config: LoadConfig) -> list[Check]:
+    """What the target's own files must hold, whoever guesses."""
+    from ..drafters.vocabulary import Check
+
+    words, rows = target.tokenizer, target.vocab_size
+    beyond = sorted(end for end in target.eos_ids if not 0 <= end < rows)
+    ends = f"the text ends at {', '.join(map(str, sorted(target.eos_ids))) or 'no token'}"
+    checks = [Check("self-test", target.facts.invisible or not config.self_test, target.facts.invisible_reason, fatal=False),
+              Check("tokenizer", words is not None, "present" if words else "none; prompts must be token ids", fatal=False)]
+    if words is not None:
+        more = "" if words.vocab_size <= rows else "; no text with the others can be read: take the model's own tokenizer"
+        checks.append(Check("ids", not more, f"{words.vocab_size} of the tokenizer, {rows} rows of the model{more}"))
+    return [*checks, _chat(target),
+            Check("ends", not beyond, ends + (f"; {', '.join(map(str, beyond))} is beyond its {rows} tokens: correct eos_token_id"
+                                              if beyond else ""), fatal=len(beyond) == len(target.eos_ids))]
+
+
+def _chat(target: Target) -> Check:
+    from ..drafters.vocabulary import Check
+
+    if target.tokenizer is None or not target.tokenizer.has_chat_template:
+        return Check("chat", False, "the target has no chat template", fatal=False)
+    try:
+        count = len(target.tokenizer.chat([{"role": "user", "content": "Hello"}]))
+    except Exception as error:                               # the template is a program, with errors of its own
+        return Check("chat", False, f"the target's chat template cannot be rendered ({type(error).__name__}: {error})")
+    return Check("chat", True, f"the target has a chat template: Hello is {count} tokens")
+
+
+def part_checks(target: Target, part: Spec, config: LoadConfig) -> list[Check]:
+    """A drafter against the target: two vocabularies are compared, and a head is loaded, which every size of it has to fit."""
+    from ..drafters import DRAFTERS
+    from ..drafters.base import Site
     from ..drafters.vocabulary import Check, Words, compare
     from ..errors import VocabularyMismatch
     from ..models.load import builtin, load_target
 
-    template = target.tokenizer is not None and target.tokenizer.has_chat_template
-    text = target.tokenizer is not None
-    checks = [Check("self-test", target.facts.invisible or not config.self_test, target.facts.invisible_reason, fatal=False),
-              Check("tokenizer", text, "present" if text else "none; prompts must be token ids", fatal=False),
-              Check("chat", template, f"the target has {'a' if template else 'no'} chat template", fatal=False)]
-    parsed = parse_spec(spec)
-    if parsed.name == "model":
-        lm = load_target(parsed.path or builtin("draft"), config.of_draft())
-        try:
-            return checks + pair(target, lm).checks
-        except VocabularyMismatch:
-            return checks + compare(Words.of(target), Words.of(lm))
-    build(spec, target, "match", config)
-    return [*checks, Check("drafter", True, f"{spec} has no weights and no vocabulary of its own")]
+    try:
+        drafter: Any = DRAFTERS[part.name].from_spec(part.path, part.options, Site(target, "match", config))
+    except VocabularyMismatch:
+        if part.name not in ("model", "pard"):
+            raise
+        lm = load_target(part.path or builtin("draft" if part.name == "model" else part.name), config.of_draft())
+        return compare(Words.of(target), Words.of(lm))
+    if part.name in ("model", "pard"):
+        return list(drafter.checks)
+    weights, head = getattr(drafter, "weight_bytes", 0), getattr(drafter, "head", None)
+    if not weights:
+        return [Check("drafter", True, f"{part.name} has no weights and no vocabulary of its own")]
+    ids = getattr(head, "ids", None)
+    known = f"guesses {target.vocab_size if ids is None else len(ids)} of the target's {target.vocab_size} tokens"
+    count = f"{sum(p.numel() for p in head.parameters()) / 1e6:.1f} M parameters, " if head is not None else ""
+    return [Check("drafter", True, f"{part.name} fits the target: {count}{size(weights)}; {known}")]
 
 
 def report(document: dict[str, Any], target: Target, checks: list[Check], config: LoadConfig) -> list[str]:
