@@ -219,7 +219,10 @@ def test_a_benchmark_that_checks_nothing_is_told(cells: list[Any], said: str) ->
     (bench(four=(1.0, 0.1), eight=(1.0, 0.1)), "cell 1: rounds is missing"), ({"cells": [cell() | {"rounds": "9"}]}, "rounds is '9'"),
     ({"cells": [cell() | {"acceptance_length": None}]}, "acceptance_length is None"), ({"cells": [cell(), cell()]}, "twice"),
     ({"cells": [cell() | {"acceptance_length_interval": [1, 2]}]}, "acceptance_length_interval"),
-    ({"cells": [cell() | {"depth": "traced"}]}, "fixed depth"),
+    ({"cells": [cell() | {"depth": "traced"}]}, "fixed depth"), ({"cells": [cell() | {"drafted": -3}]}, "drafted is -3"),
+    ({"cells": [cell() | {"rounds": True}]}, "rounds is True"), ({"cells": [cell() | {"acceptance_length": math.inf}]}, "length is inf"),
+    *(({"cells": [cell() | {"acceptance_length_interval": {"low": low, "high": 2.6}}]}, "interval is") for low in (0, None, "2", 3.0)),
+    *(({"cells": [cell() | {"prompt_tokens": prompt}]}, "prompt_tokens is") for prompt in ("100", -1, math.nan)),
 ])
 def test_what_is_no_audition_is_told(document: dict[str, Any], said: str) -> None:
     with pytest.raises(Failure, match=said) as found:
@@ -235,6 +238,8 @@ def test_an_audition_of_fixed_and_traced_depths_has_the_fixed_ones() -> None:
 def test_a_curve_without_points_is_told() -> None:
     with pytest.raises(Failure, match="no point"):
         from_curve([], [cell()], 64, 0.0)
+    with pytest.raises(Failure, match="no pass of one row at context 64"):
+        from_curve([Point(rows, 64, 1, Spread(1, 1, 1)) for rows in (2, 4)], [cell()], 64, 0.0)
 
 
 def test_texts_that_end_at_once_are_told() -> None:

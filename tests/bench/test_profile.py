@@ -12,6 +12,7 @@ import torch
 from draftproof.bench.cells import Spread
 from draftproof.bench.profile import Plan, Point, curve, document, free_rows, plot, points_of, read_bandwidth
 from draftproof.cli import run as command
+from draftproof.commands.profile import left_out
 from draftproof.errors import Failure, OptionError
 from draftproof.models.fake import TableTarget
 
@@ -43,8 +44,11 @@ def test_a_dear_row_ends_what_is_free_even_if_a_wider_pass_is_cheap() -> None:
 
 def test_what_does_not_fit_is_left_out() -> None:
     target = TableTarget(5, context=40)
-    found = {(p.context, p.rows) for p in curve(target, Plan(rows=(1, 16), contexts=(30, 39, 64), batches=(1,), repeats=1))}
-    assert found == {(30, 1), (39, 1)}
+    plan = Plan(rows=(1, 16), contexts=(30, 39, 64), batches=(1,), repeats=1)
+    points = list(curve(target, plan))
+    assert {(p.context, p.rows) for p in points} == {(30, 1), (39, 1)}
+    assert [line.partition(": the target has room for 40 tokens")[0] for line in left_out(plan, points, target.context)] == [
+        "left out: context 30, batch 1, rows 16", "left out: context 39, batch 1, rows 16", "left out: context 64, batch 1"]
 
 
 def test_the_document_goes_both_ways_and_onto_paper(tmp_path: Path) -> None:
@@ -56,6 +60,12 @@ def test_the_document_goes_both_ways_and_onto_paper(tmp_path: Path) -> None:
     assert first["bytes"] == target.facts.weight_bytes and first["bytes_per_s"] == first["bytes"] / 1.0 and first["free_rows"] == 3
     with pytest.raises(Failure, match="no cost curve"):
         points_of({"cells": []})
+    for wrong in ({"rows": "1"}, {"batch": 0}, {"seconds": {"median": 0.0, "low": 0.0, "high": 0.0}}, {"context": True},
+                  {"seconds": {"median": "x", "low": 1, "high": 1}}, {"seconds": {"median": 1.0, "low": 2.0, "high": 2.0}}):
+        with pytest.raises(Failure, match="point 1 of the cost curve"):
+            points_of({"curve": [record["curve"][0] | wrong]})
+    with pytest.raises(Failure, match="point 2 .* a point before it"):
+        points_of({"curve": record["curve"][:1] * 2})
     pytest.importorskip("matplotlib")
     plot(record, tmp_path / "curve.png")
     assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
@@ -74,6 +84,7 @@ def test_the_command(tiny_pair: tuple[Path, Path], tmp_path: Path, capsys: pytes
     assert [(p["batch"], p["rows"]) for p in record["curve"]] == [(1, 1), (1, 4), (2, 1), (2, 4)]
     assert record["roofline"]["read_bytes_per_s"] > 0 and record["target"]["weight_bytes"] > 1000
     assert command(arguments) == 0 and "free rows" in capsys.readouterr().out
+    assert command([*arguments, "--png", "x.jpg"]) == 2 and ".png or .svg" in capsys.readouterr().err
     assert command([*arguments, "--rows", "0"]) == 2 and "integers ≥ 1" in capsys.readouterr().err
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from ..bench.profile import positive
 from ..errors import Failure
 
 NEEDED: dict[str, type | tuple[type, ...]] = {
@@ -40,11 +41,15 @@ def _wrong(cell: Any) -> str | None:
     for name, kind in NEEDED.items():
         if name not in cell:
             return f"{name} is missing"
-        if not isinstance(cell[name], kind):
-            return f"{name} is {cell[name]!r}"
-    length, interval = cell.get("acceptance_length"), cell.get("acceptance_length_interval")
-    if cell["rounds"] and not (isinstance(length, int | float) and length > 0):
+        value = cell[name]
+        if not isinstance(value, kind) or isinstance(value, bool) or isinstance(value, int) and value < 0:
+            return f"{name} is {value!r}"
+    length, interval, prompt = (cell.get(name) for name in ("acceptance_length", "acceptance_length_interval", "prompt_tokens"))
+    if cell["rounds"] and not positive(length):
         return f"acceptance_length is {length!r}"
-    if interval is not None and not (isinstance(interval, dict) and {"low", "high"} <= interval.keys()):
+    if interval is not None and not (isinstance(interval, dict) and positive(interval.get("low")) and positive(interval.get("high"))
+                                     and interval["low"] <= interval["high"]):
         return f"acceptance_length_interval is {interval!r}"
+    if prompt is not None and not (prompt == 0 or positive(prompt)):
+        return f"prompt_tokens is {prompt!r}"
     return None

@@ -241,7 +241,8 @@ def _costs(timed: Mapping[tuple[str, int], Rounds], batch: int) -> list[Cost]:
 def from_curve(points: Sequence[Point], cells: Sequence[dict[str, Any]], context: int, draft_cost: float) -> list[Cost]:
     """Costs read off a target's curve, where no engine was timed: T(1) plain, T(1 + drafted) + depth · draft_cost · T(1) with guesses.
 
-    context: the nearest measured one is taken. draft_cost: seconds to draft a token in plain passes. Raises Failure if there is no point.
+    context: the nearest measured one is taken. draft_cost: seconds to draft a token in plain passes. Raises Failure if there is
+    no point, or none of one row.
     """
     if not points:
         raise Failure("the cost curve has no point; expected the document that draftproof profile --json prints")
@@ -261,6 +262,9 @@ def from_curve(points: Sequence[Point], cells: Sequence[dict[str, Any]], context
             seconds += depth * draft_cost * plain.median
             width = plain.high / plain.median
             costs.append(Cost(spec, depth, batch, Spread(seconds, seconds / width, seconds * width), nodes, slope))
+    if not costs:
+        raise Failure(f"the cost curve has no pass of one row at context {near}, which plain decoding takes; measure it with draftproof "
+                      "profile --rows 1,…")
     return costs
 
 

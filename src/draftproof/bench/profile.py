@@ -6,6 +6,7 @@ is paid for: `free_rows` says where (Williams et al., "Roofline", 2009; arXiv 22
 
 from __future__ import annotations
 
+import math
 import random
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -175,12 +176,27 @@ def document(target: Target, points: Sequence[Point], bandwidth: float | None) -
 
 
 def points_of(record: dict[str, Any]) -> list[Point]:
-    """The curve of a document. Raises Failure if it has none."""
+    """The curve of a document. Raises Failure if it has none, or a point that cannot have been measured."""
     try:
-        return [Point(p["rows"], p["context"], p["batch"], Spread(**p["seconds"])) for p in record["curve"]]
+        points = [Point(p["rows"], p["context"], p["batch"], Spread(**p["seconds"])) for p in record["curve"]]
     except (KeyError, TypeError) as error:
         raise Failure(f"no cost curve in the document ({type(error).__name__}: {error}); "
                       "expected the output of draftproof profile --json") from error
+    seen = set()
+    for number, p in enumerate(points, 1):
+        key, times = (p.rows, p.context, p.batch), (p.seconds.low, p.seconds.median, p.seconds.high)
+        wrong = "" if all(type(n) is int and n > 0 for n in key) else f"rows, context and batch are {key}"
+        wrong = wrong or ("" if all(map(positive, times)) and sorted(times) == list(times) else f"seconds are {asdict(p.seconds)}")
+        wrong = wrong or ("rows, context and batch are those of a point before it" if key in seen else "")
+        if wrong:
+            raise Failure(f"point {number} of the cost curve: {wrong}; expected the output of draftproof profile --json")
+        seen.add(key)
+    return points
+
+
+def positive(value: Any) -> bool:
+    """Whether a value of a document is a number above 0, and finite."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
 
 
 def plot(record: dict[str, Any], file: Path) -> None:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+from click.core import ParameterSource
 
 from ..config import LoadConfig
 from ..errors import Failure, OptionError
@@ -47,6 +48,7 @@ def advise(log: Path | None, target: str | None, specs: tuple[str, ...], depths:
            **given: Any) -> int:
     """Replay LOG, time rounds here, and say per class and load what to set, what it should bring, and why."""
     _check(log, depths, given)
+    _check_unread(given)
     o.check_target(target)
     from ..advise.check import check
     from ..advise.predict import predict, thresholds, verdict
@@ -86,11 +88,30 @@ def _check(log: Path | None, depths: Sequence[tuple[int | None, ...]], given: Ma
         raise OptionError("--depth traced: a prediction is for a fixed depth; give integers ≥ 1")
 
 
+def _check_unread(given: Mapping[str, Any]) -> None:
+    """Raises OptionError for an option that was given, and that a document given beside it leaves without effect."""
+    heard, curve = given["heard"] is not None, given["curve"] is not None
+    unread = dict.fromkeys(("specs", "depths"), "--audition, which says what was heard") if heard else {}
+    unread |= dict.fromkeys(("concurrency", "rounds", "temperature"), "--profile, which says what was timed") if curve else {
+        "draft_cost": "rounds that are timed here, drafting included"}
+    if heard and curve:
+        unread |= dict.fromkeys(("log", "target", *(f.name for f in fields(LoadConfig))), "--audition and --profile: nothing is run here")
+    context = click.get_current_context()
+    for option in context.command.params:
+        name = str(option.name)
+        if name in unread and context.get_parameter_source(name) is ParameterSource.COMMANDLINE:
+            called = "LOG" if name == "log" else option.opts[0]
+            raise OptionError(f"{called} has no effect beside {unread[name]}; leave one of them out")
+
+
 def _read(file: Path) -> dict[str, Any]:
     """The JSON document in a file, which may be a command's whole output: its last line counts."""
     try:
         text = file.read_text(encoding="utf-8").strip()
-        found = json.loads(text if text.startswith("{") and "\n{" not in text else text.splitlines()[-1])
+        try:
+            found = json.loads(text)
+        except ValueError:
+            found = json.loads(text.splitlines()[-1])
     except (ValueError, IndexError, UnicodeDecodeError) as error:
         raise Failure(f"{file}: no JSON document ({error}); expected what a command printed with --json") from error
     if not isinstance(found, dict):

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from ..errors import Failure, OptionError
 from . import options as o
 from .console import console, emit_json, facts_lines, note, size
+
+if TYPE_CHECKING:
+    from ..bench.profile import Plan, Point
 
 
 class Counts(click.ParamType[tuple[int, ...]]):
@@ -41,6 +44,8 @@ def profile(target: str | None, quick: bool, png: Path | None, as_json: bool, **
     """Measure T(rows, context, batch) of a target, its roofline, and the rows up to which verification is free."""
     if png is not None and not png.absolute().parent.is_dir():
         raise OptionError(f"--png {png}: the folder does not exist; create it, or name a file elsewhere")
+    if png is not None and png.suffix not in ("", ".png", ".svg"):
+        raise OptionError(f"--png {png}: expected a name that ends in .png or .svg")
     o.check_target(target)
     settings = o.settings_of(given)
     from dataclasses import replace
@@ -64,6 +69,8 @@ def profile(target: str | None, quick: bool, png: Path | None, as_json: bool, **
     if not points:
         raise Failure(f"nothing was measured: no context of {plan.contexts} "
                       f"leaves room in the target's {model.context} tokens and its cache")
+    for line in left_out(plan, points, model.context):
+        note(line)
     record = {"machine": machine(), "versions": versions(), "command": " ".join(["draftproof", *sys.argv[1:]]),
               **bench.document(model, points, bench.read_bandwidth(model.device, 64 if quick else 256))}
     if as_json:
@@ -74,6 +81,21 @@ def profile(target: str | None, quick: bool, png: Path | None, as_json: bool, **
         write_files({png: partial(bench.plot, record)})
         note(f"picture: {png}")
     return 0
+
+
+def left_out(plan: Plan, points: Sequence[Point], longest: int) -> list[str]:
+    """What was to be measured and was not, a sentence for every context and batch."""
+    done: dict[tuple[int, int], set[int]] = {}
+    for point in points:
+        done.setdefault((point.context, point.batch), set()).add(point.rows)
+    said = []
+    for context, batch in ((context, batch) for context in plan.contexts for batch in plan.batches):
+        missing = [rows for rows in plan.rows if rows not in done.get((context, batch), ())]
+        if missing:
+            rows = "" if len(missing) == len(plan.rows) else f", rows {', '.join(map(str, missing))}"
+            said.append(f"left out: context {context}, batch {batch}{rows}: the target has room for {longest} tokens in a text, and its "
+                        "cache for so many texts of that length as fit")
+    return said
 
 
 def print_curve(record: Mapping[str, Any]) -> None:

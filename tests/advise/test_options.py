@@ -1,0 +1,36 @@
+"""advise: an option that a document leaves without effect is told, and documents may be written over many lines."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from draftproof.cli import run as command
+
+CELL = {"class": "all", "drafter": "ngram", "depth": 4, "rounds": 100, "drafted": 300, "requests": 10, "tokens": 250, "prompt_tokens": 100,
+        "acceptance_length": 2.4, "acceptance_length_interval": {"low": 2.2, "high": 2.6}}
+
+
+@pytest.fixture
+def documents(tmp_path: Path) -> list[str]:
+    heard, curve = tmp_path / "audition.json", tmp_path / "profile.json"
+    heard.write_text(json.dumps({"cells": [CELL]}, indent=0))
+    curve.write_text(json.dumps({"curve": [{"rows": r, "context": 64, "batch": 1, "seconds": {"median": t, "low": t, "high": t}}
+                                           for r, t in ((1, 0.01), (4, 0.011))]}, indent=2))
+    return [str(heard), str(curve)]
+
+
+def test_what_a_document_leaves_without_effect(documents: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    heard, curve = documents
+    both = ["advise", "--audition", heard, "--profile", curve]
+    assert command(both) == 0 and command([*both, "--draft-cost", "0.1"]) == 0
+    capsys.readouterr()
+    for more in (["--drafter", "suffix"], ["--depth", "3"], ["--concurrency", "1,4"], ["--rounds", "48"], ["--temperature", "1"],
+                 ["--target", "org/x"], ["--threads", "2"], [heard]):
+        assert command([*both, *more]) == 2
+        assert f"{'LOG' if more == [heard] else more[0]} has no effect beside --" in capsys.readouterr().err
+    for words in (["advise", heard, "--profile", curve, "--rounds", "9"], ["advise", heard, "--audition", heard, "--drafter", "ngram"],
+                  ["advise", heard, "--draft-cost", "1"]):
+        assert command(words) == 2 and "has no effect beside" in capsys.readouterr().err
