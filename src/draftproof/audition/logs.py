@@ -72,14 +72,24 @@ class NotReadable(ValueError):
     """A record of no known form; the message says what was found."""
 
 
+def check_log(path: str | Path) -> Path:
+    """The file. Raises Failure if it is missing, a pipe or a device, or compressed."""
+    file = Path(path).expanduser()
+    if not file.is_file():
+        found = "is no plain file" if file.exists() else "does not exist"
+        raise Failure(f"{path} {found}; expected a log in a file, one JSON object a line, or a .txt file")
+    with file.open("rb") as stream:
+        if stream.read(2) == b"\x1f\x8b":
+            raise Failure(f"{path} is compressed with gzip; expected plain lines: unpack it first (gunzip -k)")
+    return file
+
+
 def read_log(path: str | Path, skipped: Skipped | None = None) -> Iterator[Exchange]:
     """Every exchange of a log, in its order. Unreadable lines are counted in `skipped`, with the first few reasons.
 
-    Raises Failure if the file is missing.
+    Raises Failure as `check_log` does.
     """
-    file = Path(path).expanduser()
-    if not file.is_file():
-        raise Failure(f"{path} does not exist; expected a log, one JSON object a line, or a .txt file")
+    file = check_log(path)
     skipped = Skipped() if skipped is None else skipped
     with file.open("rb") as stream:
         yield from _documents(stream) if file.suffix == ".txt" else _records(stream, skipped)

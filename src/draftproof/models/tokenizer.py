@@ -147,11 +147,12 @@ class Tokenizer:
         """Whether the chat template knows how to tell the model about tools."""
         return "tools" in str(getattr(self.hf, "chat_template", None) or "")
 
-    def chat(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None) -> list[int]:
-        """Ids of a conversation, ready for the assistant's answer. The template runs in transformers' sandbox; it may refuse
-        the conversation (an unknown role) with an exception of its own."""
+    def chat(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None,
+             answered: bool = False) -> list[int]:
+        """Ids of a conversation, ready for the assistant's answer unless it is `answered`. The template runs in transformers' sandbox; it
+        may refuse the conversation (an unknown role) with an exception of its own."""
         if not self.has_chat_template:
             raise LoadError("this tokenizer has no chat template; use generate, or a model with one")
-        out = self.hf.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=True, return_dict=False,
+        out = self.hf.apply_chat_template(list(messages), add_generation_prompt=not answered, tokenize=True, return_dict=False,
                                           tools=list(tools) if tools else None)
         return list(out)

@@ -1,25 +1,29 @@
-"""From a log to texts worth learning from: the target's own answers, with its own template and sampling.
+"""From a log to texts worth learning from: the target's own answers, with its own template and the log's sampling.
 
 A drafter must guess what *this* target says, so answers are written again by the target by default (about 10 % of
-acceptance length; SpecForge PR 223). Texts go to a file as they are made, so that a killed run goes on where it was.
+acceptance length; SpecForge PR 223). Texts go to a file as they are made (`answers`), so that a killed run goes on where it was.
+An exchange that the target cannot take is left out, and counted with the reason.
 """
 
 from __future__ import annotations
 
-import json
 import random
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+from typing import Any
 
-from ..audition.logs import Exchange
+from ..audition.logs import Exchange, NotReadable, Skipped
 from ..engine.engine import Engine
-from ..errors import Failure
+from ..errors import Failure, OptionError, UsageError
 from ..models.target import Target
 from ..types import Sampling
+from . import answers
+from .place import identity
 from .team import ALONE, Team
 
 ROUND = 64          # prompts answered together: what a kill can lose, and what a pass can share
+ASKED = {f.name for f in fields(Sampling)} - {"max_tokens", "seed", "n", "logprobs", "prediction"}      # of a log's options
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,32 +34,77 @@ class Text:
     answer_from: int
     prompt_class: str | None = None
 
+    @property
+    def prompt(self) -> tuple[int, ...]:
+        """What the answer is to; of a text without one, all of it."""
+        return self.ids[:self.answer_from or None]
+
 
 def prompt_of(exchange: Exchange, target: Target) -> list[int] | None:
-    """Ids of the prompt as the target would be asked; None if the log has text and there is no tokenizer for it."""
+    """Ids of the prompt as the target would be asked; None if the log has text and there is no tokenizer for it.
+
+    Raises NotReadable where the target's template refuses the conversation, or an id is no token of the target's.
+    """
     if exchange.prompt_ids is not None:
-        return list(exchange.prompt_ids)
+        return _known(exchange.prompt_ids, target)
     if target.tokenizer is None:
         return None
-    if exchange.messages is not None:
-        if target.tokenizer.has_chat_template:
-            return target.tokenizer.chat(exchange.messages)
+    if exchange.messages is None:
+        return target.tokenizer.encode(exchange.prompt or "")
+    if not target.tokenizer.has_chat_template:
         return target.tokenizer.encode("\n".join(message["content"] for message in exchange.messages) + "\n")
-    return target.tokenizer.encode(exchange.prompt or "")
+    try:
+        return target.tokenizer.chat(exchange.messages)
+    except Exception as error:                  # a template is a program of its own
+        raise NotReadable(f"the chat template refuses the conversation ({type(error).__name__}: {str(error)[:80]!r})") from None
 
 
 def answer_of(exchange: Exchange, target: Target) -> list[int]:
-    """Ids of the logged answer; [] if the log has none."""
+    """Ids of the logged answer, with the token that ended it if the log has text; [] if it has no answer. Raises NotReadable."""
     if exchange.answer_ids is not None:
-        return list(exchange.answer_ids)
-    return target.tokenizer.encode_plain(exchange.answer) if exchange.answer and target.tokenizer else []
+        return _known(exchange.answer_ids, target)
+    if not exchange.answer or target.tokenizer is None:
+        return []
+    ended = exchange.finish_reason in ("stop", None) and not exchange.sampling.get("stop")       # a stop text ends without the token
+    return target.tokenizer.encode_plain(exchange.answer) + ([] if not ended else end_of(target, exchange.messages is not None))
 
 
-def as_logged(exchanges: Iterable[Exchange], target: Target, length: int) -> Iterator[Text]:
-    """Texts as the log has them, at most `length` tokens; without an answer, the prompt itself is the text."""
+def end_of(target: Target, chat: bool) -> list[int]:
+    """The token with which the target ends an answer: of a chat the one that its template writes there; [] if it has none."""
+    tokenizer = target.tokenizer
+    if tokenizer is None or not target.eos_ids:
+        return []
+    if chat and tokenizer.has_chat_template:
+        try:
+            shown = tokenizer.chat([{"role": "user", "content": "x"}, {"role": "assistant", "content": "x"}], answered=True)
+        except Exception:                       # a template is a program of its own
+            shown = []
+        if ends := [token for token in shown if token in target.eos_ids]:
+            return ends[-1:]
+    own = tokenizer.hf.eos_token_id
+    return [own if own in target.eos_ids else target.eos_ids[0]]
+
+
+def _known(ids: Sequence[int], target: Target) -> list[int]:
+    wrong = next((token for token in ids if token >= target.vocab_size), None)
+    if wrong is not None:
+        raise NotReadable(f"token id {wrong}; the target has {target.vocab_size} tokens")
+    return list(ids)
+
+
+def as_logged(exchanges: Iterable[Exchange], target: Target, length: int, skipped: Skipped | None = None) -> Iterator[Text]:
+    """Texts as the log has them, at most `length` tokens. A prompt without an answer is itself the text, but a conversation is not: its
+    turns are the user's."""
+    skipped = Skipped() if skipped is None else skipped
     for exchange in exchanges:
-        prompt, answer = prompt_of(exchange, target), answer_of(exchange, target)
-        if not prompt:
+        try:
+            prompt, answer = prompt_of(exchange, target), answer_of(exchange, target)
+            if prompt is None:
+                raise NotReadable("text, and the target has no tokenizer")
+            if exchange.messages is not None and not answer:
+                raise NotReadable("a conversation without an answer, and --as-logged has none written")
+        except NotReadable as error:
+            skipped.note(exchange.line, str(error))
             continue
         for text in _pieces(prompt, answer, length):
             yield Text(text[0], text[1], exchange.prompt_class)
@@ -73,92 +122,143 @@ def _pieces(prompt: Sequence[int], answer: Sequence[int], length: int) -> Iterat
 
 
 def regenerated(exchanges: Iterable[Exchange], engine: Engine, length: int, seed: int, file: Path,
-                progress: Callable[[int], None] | None = None, team: Team = ALONE) -> list[Text]:
-    """Texts whose answers the target wrote, with the log's sampling where it names one. Goes on from `file`, and adds to it.
+                progress: Callable[[int], None] | None = None, team: Team = ALONE, skipped: Skipped | None = None,
+                say: Callable[[str], None] = lambda line: None, quantization: str | None = None) -> list[Text]:
+    """Texts whose answers the target wrote, with the log's sampling where it names one (`ASKED`). Goes on from `file`, and adds to it.
 
     A document gives its first third as the prompt. Of a team each process answers its share, in a file of its own beside `file`, and
-    gets the texts of all. Raises Failure if no text could be made.
+    gets the texts of all. The seed is not asked of answers that are there: they are the target's whatever the draw. Raises Failure if no
+    text could be made, or the file's answers are not this target's to this log.
     """
     files = [file] if team.size == 1 else [file.with_name(f"{file.name}.{rank + 1}of{team.size}") for rank in range(team.size)]
-    made = _answer(exchanges, engine, length, seed, files[team.rank], progress, team)
+    whose = {"target": identity(engine.target.facts.name), "dtype": engine.target.facts.dtype, "quantization": quantization,
+             "length": length}
+    with answers.opened(files[team.rank], whose, say) as kept:
+        made = _Asked(engine, length, seed, kept, Skipped() if skipped is None else skipped, progress, team).all(exchanges)
     team.wait()
-    made += [pair for rank, other in enumerate(files) if rank != team.rank for pair in _resume(other)]
+    for rank, other in enumerate(files):
+        made |= {} if rank == team.rank else {index: _text(record) for index, record in answers.read(other).items()}
     if not made:
         raise Failure("the log has no prompt that the target can read; expected messages, prompts or token ids")
-    return [text for _, text in sorted(made, key=lambda pair: pair[0])]
+    return [made[index] for index in sorted(made)]
 
 
-def _answer(exchanges: Iterable[Exchange], engine: Engine, length: int, seed: int, file: Path,
-            progress: Callable[[int], None] | None, team: Team) -> list[tuple[int, Text]]:
-    """This process's share of the texts, each with its index in the log; the new ones are added to its file."""
-    made = _resume(file)
-    done = made[-1][0] if made else -1
-    waiting: list[tuple[int, list[int], Exchange]] = []
-    with file.open("a", encoding="utf-8") as out:
-        def write() -> None:
-            prompts = [prompt for _, prompt, _ in waiting]
-            wishes = [_sampling(exchange, length - len(prompt), f"{seed} {index}") for index, prompt, exchange in waiting]
-            for (index, prompt, exchange), answer in zip(waiting, engine.generate_batch(prompts, wishes), strict=True):
-                text = Text((*prompt, *answer.token_ids), len(prompt), exchange.prompt_class)
-                made.append((index, text))
-                out.write(json.dumps({"index": index, **asdict(text)}) + "\n")
-            out.flush()
-            waiting.clear()
-            if progress:
-                progress(len(made))
+@dataclass(slots=True)
+class _Asked:
+    """This process's share of the prompts, and their answers."""
 
+    engine: Engine
+    length: int
+    seed: int
+    kept: answers.Answers
+    skipped: Skipped
+    progress: Callable[[int], None] | None
+    team: Team
+
+    def all(self, exchanges: Iterable[Exchange]) -> dict[int, Text]:
+        """By index in the log, those that the file has and those that are new, which are added to it."""
+        made: dict[int, Text] = {}
+        waiting: list[tuple[int, Exchange, list[int], Sampling]] = []
         for index, exchange in enumerate(exchanges):
-            if index <= done or index % team.size != team.rank:
+            if index % self.team.size != self.team.rank:
                 continue
-            prompt = prompt_of(exchange, engine.target)
-            if not prompt:
+            try:
+                prompt, wish = self._wish(index, exchange)
+            except NotReadable as error:
+                self.skipped.note(exchange.line, str(error))
                 continue
-            if exchange.document:
-                prompt = prompt[:max(4, min(len(prompt), length) // 3)]
-            waiting.append((index, prompt[-(length // 2):], exchange))
+            if index in self.kept.made:
+                made[index] = self._checked(index, exchange, prompt)
+                continue
+            waiting.append((index, exchange, prompt, wish))
             if len(waiting) == ROUND:
-                write()
+                self._answer(waiting, made)
+                waiting.clear()
         if waiting:
-            write()
-    return made
+            self._answer(waiting, made)
+        return made
+
+    def _wish(self, index: int, exchange: Exchange) -> tuple[list[int], Sampling]:
+        prompt = prompt_of(exchange, self.engine.target)
+        if not prompt:
+            raise NotReadable("an empty prompt" if prompt is not None else "text, and the target has no tokenizer")
+        if exchange.document:
+            prompt = prompt[:max(4, min(len(prompt), self.length) // 3)]
+        prompt = prompt[-(self.length // 2):]
+        return prompt, sampling_of(exchange, self.length - len(prompt), f"{self.seed} {index}")
+
+    def _checked(self, index: int, exchange: Exchange, prompt: Sequence[int]) -> Text:
+        text = _text(self.kept.made[index])
+        if text.prompt != tuple(prompt):
+            raise Failure(f"{self.kept.file}: its answer {index} is to another prompt than line {exchange.line} of the log; expected "
+                          "answers to this log, cut to this --length. Name another file with --answers, or delete this one")
+        return text
+
+    def _answer(self, waiting: Sequence[tuple[int, Exchange, list[int], Sampling]], made: dict[int, Text]) -> None:
+        for (index, exchange, prompt, _), answer in zip(waiting, self._generated(waiting), strict=True):
+            if answer is None:
+                continue
+            made[index] = Text((*prompt, *answer), len(prompt), exchange.prompt_class)
+            self.kept.add({"index": index, **asdict(made[index])})
+        self.kept.flush()
+        if self.progress:
+            self.progress(len(made))
+
+    def _generated(self, waiting: Sequence[tuple[int, Exchange, list[int], Sampling]]) -> list[tuple[int, ...] | None]:
+        """Answers to prompts that go together; None where the engine refuses what the log asks for."""
+        try:
+            done = self.engine.generate_batch([prompt for *_, prompt, _ in waiting], [wish for *_, wish in waiting])
+            return [answer.token_ids for answer in done]
+        except UsageError as error:
+            if len(waiting) > 1:
+                return [answer for one in waiting for answer in self._generated([one])]
+            self.skipped.note(waiting[0][1].line, str(error)[:200])
+            return [None]
 
 
-def _resume(file: Path) -> list[tuple[int, Text]]:
-    """Texts already made, each with its index in the log; a last line cut short by a kill is dropped from the file."""
-    made: list[tuple[int, Text]] = []
-    whole = 0
-    if file.exists():
-        with file.open("rb") as stream:
-            for line in stream:
-                try:
-                    record = json.loads(line)
-                except ValueError:
-                    break
-                if not line.endswith(b"\n"):
-                    break
-                made.append((record["index"], Text(tuple(record["ids"]), record["answer_from"], record["prompt_class"])))
-                whole += len(line)
-        if whole < file.stat().st_size:
-            with file.open("rb+") as stream:
-                stream.truncate(whole)
-    return made
+def _text(record: Mapping[str, Any]) -> Text:
+    return Text(tuple(record["ids"]), record["answer_from"], record["prompt_class"])
 
 
-def _sampling(exchange: Exchange, room: int, key: str) -> Sampling:
-    asked = exchange.sampling
-    known = {name: asked[name] for name in ("temperature", "top_p", "top_k", "min_p") if asked.get(name) is not None}
-    seed = random.Random(key).getrandbits(48)
-    return Sampling(max_tokens=max(1, min(room, exchange.max_tokens or room)), seed=seed, **known)
+def sampling_of(exchange: Exchange, room: int, key: str) -> Sampling:
+    """What the log asks of the answer, in `room` tokens: every option that `Sampling` has, by its name. Raises NotReadable.
+
+    OpenAI's and vLLM's spellings are read: a bias by the id as text, top_k −1 for off. A schema (response_format) is not asked for.
+    """
+    given: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in exchange.sampling.items()
+                             if name in ASKED and value is not None}
+    most = max(1, min(room, exchange.max_tokens or room))
+    try:
+        if given.get("top_k") == -1:
+            given["top_k"] = 0
+        if "logit_bias" in given:
+            given["logit_bias"] = {int(token): bias for token, bias in given["logit_bias"].items()}
+        if "min_tokens" in given:
+            given["min_tokens"] = min(given["min_tokens"], most)
+        return Sampling(max_tokens=most, seed=random.Random(key).getrandbits(48), **given)
+    except (OptionError, TypeError, ValueError, AttributeError) as error:
+        raise NotReadable(f"options of a request that are none ({str(error)[:80]})") from None
 
 
 def split(texts: Sequence[Text], share: float, seed: int) -> tuple[list[Text], list[Text]]:
-    """(texts to learn from, texts held out), by a seeded shuffle; at least one text on each side."""
-    if len(texts) < 2:
-        raise Failure(f"{len(texts)} text in the data; expected at least 2, one of them to be held out")
-    order = list(range(len(texts)))
+    """(texts to learn from, texts held out), by a seeded shuffle of the prompts; at least one on each side. No prompt is on both: of
+    one that comes again its first text is held out, and nothing is learnt from the others."""
+    first: dict[tuple[int, ...], int] = {}
+    for i, text in enumerate(texts):
+        first.setdefault(text.prompt, i)
+    if len(first) < 2:
+        raise Failure(f"texts in the data: {len(texts)}, of different prompts: {len(first)}; expected at least 2 prompts, one of them to "
+                      "be held out")
+    order = list(first.values())
     random.Random(seed).shuffle(order)
-    held = max(1, min(len(texts) - 1, round(len(texts) * share)))
-    return [texts[i] for i in sorted(order[held:])], [texts[i] for i in sorted(order[:held])]
+    held = [texts[i] for i in sorted(order[:max(1, min(len(order) - 1, round(len(order) * share)))])]
+    return apart(texts, held), held
+
+
+def apart(texts: Iterable[Text], held: Iterable[Text]) -> list[Text]:
+    """The texts whose prompts are not those of the held-out ones."""
+    prompts = {text.prompt for text in held}
+    return [text for text in texts if text.prompt not in prompts]
 
 
 def mixed(own: Sequence[Text], general: Sequence[Text], share: float, seed: int) -> list[Text]:

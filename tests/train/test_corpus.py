@@ -1,0 +1,77 @@
+"""What becomes of a log's lines: which are learnt from, how an answer ends, and with which options it is written again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from draftproof.audition.logs import Exchange, NotReadable, Skipped
+from draftproof.config import LoadConfig
+from draftproof.models.fake import TableTarget
+from draftproof.models.load import load_target
+from draftproof.models.target import Target
+from draftproof.train.corpus import Text, apart, as_logged, end_of, sampling_of, split
+
+CHAT = ({"role": "user", "content": "total(values)"},)
+
+
+@pytest.fixture(scope="module")
+def target(tiny_pair: tuple[Path, Path]) -> Target:
+    return load_target(tiny_pair[0], LoadConfig(threads=1, self_test=False))
+
+
+def test_a_prompt_that_comes_again_is_on_one_side_alone() -> None:
+    texts = [Text((1, 2, i % 5, i), 3) for i in range(40)]
+    learn, held = split(texts, 0.4, 0)
+    assert len(held) == 2 and len(learn) == 24 and not {t.prompt for t in learn} & {t.prompt for t in held}
+    assert apart(texts, held) == learn
+
+
+def test_a_logged_answer_in_text_ends_as_the_target_ends_it(target: Target) -> None:
+    def answer(**more: object) -> tuple[int, ...]:
+        (text,) = as_logged([Exchange(1, **{"messages": CHAT, "answer": "result", **more})], target, 64)  # type: ignore[arg-type]
+        return text.ids[text.answer_from:]
+
+    plain = answer(finish_reason="length")
+    assert 0 not in plain and plain
+    assert answer() == answer(finish_reason="stop") == answer(messages=None, prompt="total") == (*plain, 0)
+    assert answer(finish_reason="stop", sampling={"stop": ["\n"]}) == answer(finish_reason="tool_calls") == plain
+    assert answer(answer=None, answer_ids=(4, 5)) == (4, 5)
+
+
+def test_the_end_of_a_turn_is_the_one_that_the_template_writes(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    ends = target.tokenizer.hf.convert_tokens_to_ids("<|user|>")  # type: ignore[union-attr]
+    monkeypatch.setattr(target, "eos_ids", (0, ends))
+    monkeypatch.setattr(target.tokenizer.hf, "chat_template",  # type: ignore[union-attr]
+                        "{% for m in messages %}{{ m['content'] }}<|user|>\n{% endfor %}")
+    assert end_of(target, chat=True) == [ends] and end_of(target, chat=False) == [0]
+
+
+def test_a_conversation_without_an_answer_and_ids_that_are_no_tokens_teach_nothing(target: Target) -> None:
+    skipped = Skipped()
+    log = [Exchange(1, messages=CHAT * 9), Exchange(2, messages=CHAT, answer="result"), Exchange(3, prompt_ids=(1, 2), answer_ids=(9999,)),
+           Exchange(4, messages=({"role": "user", "content": ""},) * 9, answer="")]
+    assert len(list(as_logged(log, target, 64, skipped))) == 1 and skipped.count == 3
+    assert "line 1: a conversation without an answer" in skipped.shown[0] and "token id 9999" in skipped.shown[1]
+
+
+def test_a_template_s_refusal_is_the_line_s(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(target.tokenizer.hf, "chat_template", "{{ raise_exception('no such role') }}")  # type: ignore[union-attr]
+    skipped = Skipped()
+    assert not list(as_logged([Exchange(5, messages=CHAT, answer="x")], target, 64, skipped)) and "no such role" in skipped.shown[0]
+
+
+def test_every_option_of_the_log_that_there_is_is_asked_for() -> None:
+    asked = {"temperature": 0.5, "top_p": 0.9, "top_k": -1, "logit_bias": {"5": 3}, "stop": "\n", "presence_penalty": 1, "min_tokens": 90,
+             "stop_token_ids": [3], "response_format": {"type": "text"}, "n": 3, "seed": 7, "logprobs": True}
+    wish = sampling_of(Exchange(1, prompt_ids=(1,), sampling=asked, max_tokens=40), 30, "0 1")
+    assert (wish.temperature, wish.top_p, wish.top_k, wish.logit_bias, wish.stop) == (0.5, 0.9, 0, {5: 3}, ("\n",))
+    assert (wish.presence_penalty, wish.min_tokens, wish.max_tokens, wish.stop_token_ids, wish.n) == (1, 30, 30, (3,), 1)
+    for wrong in ({"temperature": "hot"}, {"top_k": -2}, {"logit_bias": [3]}, {"top_p": 0}, {"min_tokens": "a"}, {"logit_bias": {"x": 1}}):
+        with pytest.raises(NotReadable):
+            sampling_of(Exchange(1, prompt_ids=(1,), sampling=wrong), 30, "0 1")
+
+
+def test_a_table_has_no_template() -> None:
+    assert end_of(TableTarget(9), chat=True) == []
