@@ -119,6 +119,46 @@ def test_a_checkpoint_of_another_run_and_a_damaged_one_are_refused(tmp_path: Pat
         run(tmp_path, steps=10)
 
 
+def test_a_run_that_is_over_gives_way_to_another_and_the_same_one_has_nothing_left_to_do(tmp_path: Path) -> None:
+    _, first = run(tmp_path, steps=10)
+    checkpoint.finish(tmp_path / "checkpoint.safetensors")
+    shown, again = run(tmp_path, steps=10)
+    assert not shown and all(torch.equal(first[name], again[name]) for name in first)
+    with pytest.raises(Killed):
+        run(tmp_path, steps=20, die_at=15)                          # begins anew, and is under way from its first checkpoint on
+    assert sorted(f.name for f in tmp_path.iterdir()) == ["checkpoint.safetensors"]
+    shown, _ = run(tmp_path, steps=20)
+    assert shown[-1].step == 20
+
+
+def test_other_texts_and_tensors_that_do_not_fit_are_not_gone_on_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run(tmp_path, steps=10)
+    other = [Text(text.ids[::-1], 1) for text in texts()]
+    with pytest.raises(Failure, match="another run .*data was"):
+        train(NextToken(V + 1), other, Tapper(TableTarget(V, order=1), (7,)), Plan(10, batch=4, lr=0.03), tmp_path, lambda _: None)
+    module, file = nn.Linear(2, 2), tmp_path / "c.safetensors"
+    checkpoint.save(file, 3, module, optimizers_of(module, 0.1), {"taps": (1, 2)})
+    assert checkpoint.load(file, module, optimizers_of(module, 0.1), {"taps": (1, 2)}) == 3
+    for wrong in (nn.Linear(2, 1), nn.Linear(2, 2, bias=False), nn.Sequential(nn.Linear(2, 2))):
+        with pytest.raises(Failure, match="does not fit the drafter"):
+            checkpoint.load(file, wrong, optimizers_of(wrong, 0.1), {"taps": (1, 2)})
+    checkpoint.save_file({"a": torch.zeros(1)}, file)
+    with pytest.raises(Failure, match="no checkpoint of a training run"):
+        checkpoint.load(file, module, optimizers_of(module, 0.1), {})
+
+
+def test_a_batch_without_a_guess_that_counts_moves_nothing_and_any_seed_will_do(tmp_path: Path) -> None:
+    class Silent(NextToken):
+        def loss(self, batch: Sequence[Features]) -> tuple[Tensor, Mapping[str, float]]:
+            return torch.zeros(()), {}
+
+    task, shown = Silent(V + 1), []
+    before = {name: p.clone() for name, p in task.module.state_dict().items()}
+    plan = Plan(2, batch=4, lr=0.03, seed=20261128123456)
+    train(task, texts(), Tapper(TableTarget(V, order=1), (7,)), plan, tmp_path, shown.append)
+    assert shown[-1].loss == 0 and all(torch.equal(before[name], p) for name, p in task.module.state_dict().items())
+
+
 def test_a_write_that_is_cut_short_leaves_the_last_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     module = nn.Linear(2, 2)
     checkpoint.save(tmp_path / "c.safetensors", 3, module, optimizers_of(module, 0.1), {})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import random
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -80,6 +81,15 @@ def _order(seed: int, epoch: int, count: int) -> tuple[int, ...]:
     return tuple(random.Random(f"{seed} {epoch}").sample(range(count), count))
 
 
+def data_of(task: Task, texts: Sequence[Text]) -> str:
+    """A hash of what is learnt: the texts, and which tokens a reduced vocabulary has."""
+    ids = getattr(task.module, "ids", None)
+    found = hashlib.sha256(repr(None if ids is None else ids.tolist()).encode())
+    for text in texts:
+        found.update(repr((text.ids, text.answer_from)).encode())
+    return found.hexdigest()[:16]
+
+
 @contextmanager
 def products(precision: str) -> Iterator[None]:
     """float32 products have this precision of torch's within."""
@@ -99,7 +109,7 @@ def train(task: Task, texts: Sequence[Text], tapper: Tapper, plan: Plan, folder:
     """
     optimizers = optimizers_of(task.module, plan.lr)
     whose = {"seed": plan.seed, "steps": plan.steps, "batch": plan.batch, "lr": plan.lr, "texts": len(texts), "processes": team.size,
-             "matmul": plan.matmul, **(notes or {})}
+             "matmul": plan.matmul, **(notes or {}), "data": data_of(task, texts)}
     file = folder / "checkpoint.safetensors"
     start = checkpoint.load(file, task.module, optimizers, whose)
     team.wait()                                             # nobody writes what another has not read yet
@@ -110,12 +120,13 @@ def train(task: Task, texts: Sequence[Text], tapper: Tapper, plan: Plan, folder:
             for group in optimizer.param_groups:
                 group["lr"] = plan.lr * rate(step, plan)
         # anchors and the like: a resumed run draws what the other drew
-        torch.manual_seed((plan.seed * 1_000_003 + step) * team.size + team.rank)
+        torch.manual_seed(((plan.seed * 1_000_003 + step) * team.size + team.rank) % 2**63)
         chosen = [texts[i] for i in batch_of(step, len(texts), plan)]
         read = tapper.read(team.share(chosen))
         with products(plan.matmul):
             own, figures = task.loss(read)
-            own.backward()  # type: ignore[no-untyped-call]
+            if own.requires_grad:                           # else no guess counts: nothing moves
+                own.backward()  # type: ignore[no-untyped-call]
             mean = team.average(parameters, own.detach())
             torch.nn.utils.clip_grad_norm_(parameters, plan.clip)
             for optimizer in optimizers:
