@@ -36,3 +36,10 @@ def test_wrong_layers_and_used_folders_are_refused(tmp_path: Path) -> None:
     extract(target, texts, (0,), tmp_path / "a", 100)
     with pytest.raises(Failure, match="already holds"):
         extract(target, texts, (0,), tmp_path / "a", 100)
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / "shard-00000.safetensors").write_bytes(b"another's")
+    with pytest.raises(Failure, match=r"already holds shard-00000\.safetensors; expected a new folder"):
+        extract(target, texts, (0,), tmp_path / "b", 100)
+    assert (tmp_path / "b" / "shard-00000.safetensors").read_bytes() == b"another's"
+    with pytest.raises(Failure, match="no text"):
+        extract(target, [], (0,), tmp_path / "c", 100)

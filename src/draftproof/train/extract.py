@@ -20,17 +20,19 @@ from ..errors import Failure
 from ..models.target import Target
 from .corpus import Text
 from .features import Tapper
+from .place import written
 
 
 def extract(target: Target, texts: Iterable[Text], layers: Sequence[int], folder: Path, shard_bytes: int,
             progress: Callable[[int, int], None] | None = None) -> dict[str, object]:
-    """Write the shards and, last, the index; returns it. Raises Failure if the folder already holds an extraction."""
+    """Write the shards and, last, the index; returns it. Raises Failure if the folder already holds anything, or there is no text."""
     count = len(target.parts.layers)
     wrong = [layer for layer in layers if not 0 <= layer < count]
     if wrong or not layers:
         raise Failure(f"layers {wrong or 'none'}: expected ids from 0 to {count - 1} of {target.facts.name}")
-    if (folder / "index.json").exists():
-        raise Failure(f"{folder} already holds hidden states; expected a new folder, or delete that one")
+    held = sorted(file.name for file in folder.iterdir()) if folder.exists() else []
+    if held:
+        raise Failure(f"{folder} already holds {', '.join(held[:3])}{' …' if len(held) > 3 else ''}; expected a new folder or an empty one")
     folder.mkdir(parents=True, exist_ok=True)
     tapper, rows, size, shards = Tapper(target, layers), [], 0, 0
     waiting: dict[str, Tensor] = {}
@@ -38,8 +40,9 @@ def extract(target: Target, texts: Iterable[Text], layers: Sequence[int], folder
     def write() -> None:
         nonlocal waiting, size, shards
         part = folder / f"shard-{shards:05d}.part"
-        save_file(waiting, part, metadata={"format": "pt"})
-        os.replace(part, part.with_suffix(".safetensors"))
+        with written(part, "Empty the folder before the next go"):
+            save_file(waiting, part, metadata={"format": "pt"})
+            os.replace(part, part.with_suffix(".safetensors"))
         waiting, size, shards = {}, 0, shards + 1
 
     for number, text in enumerate(texts):
@@ -54,6 +57,8 @@ def extract(target: Target, texts: Iterable[Text], layers: Sequence[int], folder
             progress(number + 1, shards)
     if waiting:
         write()
+    if not rows:
+        raise Failure("the log has no text that the target can read; expected messages, prompts or token ids")
     index = {"version": 1, "target": target.facts.name, "layers": list(layers), "dtype": target.facts.dtype, "shards": shards,
              "texts": rows}
     (folder / "index.part").write_text(json.dumps(index) + "\n", encoding="utf-8")
