@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gzip
 import importlib.util
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -119,6 +121,70 @@ def test_wrong_wishes_are_one_line(target: Path, log: Path, tmp_path: Path, caps
     assert run(["train", "abacus", "--data", str(log), "--out", str(tmp_path / "x")]) == 2
     assert run(["train", "eagle3", "--target", str(target), "--data", str(tmp_path / "none"), "--out", str(tmp_path / "x")]) == 1
     assert "does not exist" in capsys.readouterr().err
+
+
+def test_what_would_do_nothing_or_cannot_be_is_told_before_the_target_is_loaded(log: Path, tmp_path: Path,
+                                                                                  capsys: pytest.CaptureFixture[str]) -> None:
+    packed, init = tmp_path / "log.jsonl.gz", str(tmp_path)
+    packed.write_bytes(gzip.compress(log.read_bytes()))
+    for kind, wish, said in (
+        ("eagle", ["--draft-vocab", "9"], "--draft-vocab does nothing for eagle; it is of eagle3, medusa"),
+        ("mlp", ["--accept-at", "0.5"], "--accept-at does nothing for mlp"), ("mtp", ["--taps", "0"], "--taps does nothing for mtp"),
+        ("dflash", ["--shared"], "--shared does nothing"), ("medusa", ["--mask-token", "0"], "--mask-token does nothing"),
+        ("eagle3", ["--init", init, "--layers", "2"], "--layers with --init"), ("pard", ["--init", init], "needs --mask-token"),
+        ("mlp", ["--lr", "-1"], "above 0"), ("mlp", ["--lr", "nan"], "above 0"), ("mlp", ["--lr", "inf"], "above 0"),
+        ("mlp", ["--seed", "-5"], "--seed"), ("mlp", ["--replaces", "modle:x"], "unknown drafter 'modle'"),
+        ("mlp", ["--answers", str(tmp_path / "no" / "a.jsonl")], "--answers"), ("mlp", ["--data", str(packed)], "gzip"),
+        ("mlp", ["--mix", os.devnull], "no plain file"),
+    ):
+        assert run(["train", kind, "--target", "org/unknown", "--data", str(log), "--out", str(tmp_path / "x"), *wish]) in (1, 2)
+        told = capsys.readouterr().err
+        assert said in told and len(told.strip().splitlines()) == 1, (kind, wish, told)
+    assert not (tmp_path / "x.training").exists()
+
+
+def test_a_second_run_from_what_the_first_one_published_trains(target: Path, log: Path, tmp_path: Path,
+                                                               capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "head"
+    wish = [word for word in command("eagle3", target, log, out, "--steps", "6", "--lr", "0.01") if word not in ("--draft-vocab", "40")]
+    assert run(wish) == 0
+    capsys.readouterr()
+    assert run(wish) == 0
+    told = capsys.readouterr()
+    assert "nothing is left to learn" in told.err and "stands there already" in told.err and json.loads(told.out)["published"]
+    assert run([*wish, "--init", str(out), "--accept-at", "0.8"]) in (0, 3)
+    assert "step 6/6" in capsys.readouterr().err and (out / "model.safetensors").exists()
+
+
+def test_what_is_left_out_of_a_log_is_told_and_a_long_text_is_cut_to_the_context(target: Path, tmp_path: Path,
+                                                                                 capsys: pytest.CaptureFixture[str]) -> None:
+    file, unread = tmp_path / "log.jsonl", tmp_path / "unread.jsonl"
+    lines: list[object] = [{"prompt_token_ids": [i % 7, 3, i] * 60, "token_ids": [1] * 200} for i in range(6)]
+    lines += [{"prompt_token_ids": [1, 900], "token_ids": [1]}, {"messages": [{"role": "user", "content": "hi"}]}]
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    unread.write_text('{"foo": 1}\n' * 3, encoding="utf-8")
+    wish = [*command("medusa", target, file, tmp_path / "head", "--steps", "1", "--as-logged", "--batch", "1"), "--length", "999"]
+    assert run(wish) in (0, 3)
+    told = capsys.readouterr().err
+    assert "--length 999: the target's context is 256" in told and "2 lines of" in told and "line 7: token id 900" in told
+    assert run([*wish[:-2], "--seed", "1", "--mix", str(unread)]) == 1
+    told = capsys.readouterr().err
+    assert "3 lines of" in told and "--mix" in told and "no known form" in told
+    wish = ["extract", "--target", str(target), "--data", str(unread), "--layers", "1", "--threads", "1", "--out", str(tmp_path / "e")]
+    assert run(wish) == 1
+    told = capsys.readouterr().err
+    assert "no known form" in told and "no text that the target can read" in told
+
+
+def test_a_language_model_with_fewer_tokens_than_the_target_is_refused(target: Path, log: Path, tmp_path: Path,
+                                                                       capsys: pytest.CaptureFixture[str]) -> None:
+    small = tmp_path / "small"
+    LlamaForCausalLM(LlamaConfig(vocab_size=V - 1, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1,
+                                 num_key_value_heads=1)).save_pretrained(small)
+    for kind, more in (("pard", ["--mask-token", "3"]), ("model", [])):
+        wish = ["train", kind, "--target", str(target), "--data", str(log), "--out", str(tmp_path / kind), "--threads", "1", "--as-logged",
+                "--init", str(small), *more]
+        assert run(wish) == 1 and f"has {V - 1} tokens, the target {V}" in capsys.readouterr().err
 
 
 def test_a_head_reads_the_layers_that_were_asked_for(target: Path, log: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-import os
-import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from ..config import LoadConfig
+from ..errors import Failure, OptionError
 from . import options as o
 from .console import emit_json, facts_lines, note
 
 if TYPE_CHECKING:
+    from ..audition.logs import Skipped
     from ..models.target import Target
-    from ..train.base import Task
     from ..train.corpus import Text
+    from ..train.families import Wish
     from ..train.gate import Served
+    from ..train.place import Place
     from ..train.team import Team
 
 
@@ -51,7 +53,7 @@ KINDS = ("eagle", "eagle3", "medusa", "hydra", "mlp", "mtp", "pard", "dflash", "
 @click.option("--batch", type=click.IntRange(1), default=8, show_default=True, help="Texts per step.")
 @click.option("--lr", type=float, default=1e-3, show_default=True)
 @click.option("--length", type=click.IntRange(16), default=512, show_default=True, help="Longest text in tokens.")
-@click.option("--seed", type=int, default=0, show_default=True)
+@click.option("--seed", type=click.IntRange(0, 2**63 - 2), default=0, show_default=True)
 @click.option("--init", type=click.Path(exists=True, file_okay=False, path_type=Path), metavar="DIR", help="Go on from this drafter.")
 @click.option("--draft-vocab", type=click.IntRange(1), metavar="N", help="A vocabulary of the N tokens that the target writes most.")
 @click.option("--layers", type=click.IntRange(1), metavar="N")
@@ -81,36 +83,62 @@ def train(kind: str, target: str | None, data: Path, out: Path, as_json: bool, *
     Killed at any moment, the same command goes on where it was. Working files are in OUT.training. On several GPUs:
     accelerate launch --num_processes N -m draftproof train …
     """
-    import torch
-
-    from ..train.families import Wish, begin
-    from ..train.features import Tapper
-    from ..train.gate import judge, serve
-    from ..train.loop import Plan, Shown
-    from ..train.loop import train as run
+    from ..train.families import Wish
+    from ..train.place import Place
     from ..train.team import join
 
-    team = join(given["batch"])
-    say = note if team.leads else _silent
+    wish = Wish(*(given[name] for name in ("init", "draft_vocab", "layers", "depth", "mask_token", "shared", "taps", "accept_at")))
+    wish.check(kind)
+    _check(target, data, given)
+    place, team = Place.of(out, target), join(given["batch"])
     given["device"] = given["device"] or team.device
-    work = out.with_name(out.name + ".training")
-    work.mkdir(parents=True, exist_ok=True)
-    model, texts, held = _material(target, data, work, given, team, say)
+    with place.held(kind) if team.leads else nullcontext():
+        team.wait()
+        return _run(kind, target, data, place, wish, given, team, as_json)
+
+
+def _check(target: str | None, data: Path, given: dict[str, Any]) -> None:
+    """What can be told before anything is loaded."""
+    from ..audition.logs import check_log
+    from ..drafters import parse_spec
+
+    o.check_target(target)
+    for log in (data, given["mix"]):
+        if log is not None:
+            check_log(log)
+    if given["replaces"]:
+        parse_spec(given["replaces"])
+    if given["answers"] is not None and not given["answers"].absolute().parent.is_dir():
+        raise OptionError(f"--answers {given['answers']}: the folder does not exist; create it, or name a file elsewhere")
+    if not 0 < given["lr"] < float("inf"):
+        raise OptionError(f"--lr {given['lr']}: expected a number above 0")
+
+
+def _run(kind: str, target: str | None, data: Path, place: Place, wish: Wish, given: dict[str, Any], team: Team, as_json: bool) -> int:
+    import torch
+
+    from ..train import checkpoint
+    from ..train.families import begin
+    from ..train.features import Tapper
+    from ..train.gate import Verdict, judge, serve
+    from ..train.loop import Plan, Shown
+    from ..train.loop import train as run
+
+    say = note if team.leads else _silent
+    model, texts, held = _material(target, data, place.work, wish, given, team, say)
     torch.manual_seed(given["seed"])          # a fresh drafter is the same one in a run that goes on
-    task = begin(kind, model, texts, Wish(given["init"], given["draft_vocab"], given["layers"], given["depth"], given["mask_token"],
-                                            given["shared"], given["taps"], given["accept_at"]))
+    task = begin(kind, model, texts, wish)
     size = sum(p.numel() for p in task.module.parameters() if p.requires_grad)
     say(f"{kind}: {size / 1e6:.2f} M parameters to train, {len(texts)} texts to learn from, {len(held)} held out; processes: {team.size}")
-    depth = given["depth"] or 4
 
     def served(spec: str) -> Served:
-        return serve(model, spec, held, depth, min(96, given["length"] // 2), given["seed"] + 1)
+        return serve(model, spec, held, given["depth"] or 4, min(96, given["length"] // 2), given["seed"] + 1)
 
     looks: list[Served] = []
 
     def look() -> float:
-        _save(task, work / "candidate")
-        looks.append(served(f"{kind}:{work / 'candidate'}"))
+        place.save(task.save)
+        looks.append(served(f"{kind}:{place.candidate}"))
         return looks[-1].length
 
     def show(line: Shown) -> None:
@@ -119,22 +147,39 @@ def train(kind: str, target: str | None, data: Path, out: Path, as_json: bool, *
         note(f"step {line.step}/{line.steps} loss {line.loss:.3f} {figures} · {line.tokens_per_s:.0f} tokens/s{reached}")
 
     plan = Plan(given["steps"], given["batch"], given["lr"], seed=given["seed"], matmul=given["matmul"])
-    run(task, texts, Tapper(model, task.taps, keep_mb=given["keep_mb"]), plan, work, show, served=look, notes={"kind": kind}, team=team)
+    run(task, texts, Tapper(model, task.taps, keep_mb=given["keep_mb"]), plan, place.work, show, served=look,
+        notes=_notes(kind, model, wish, given), team=team)
     team.leave()
     if not team.leads:
         return 0
-    if not looks:                             # all steps were done by an earlier run
+    if not looks:
+        note(f"all {plan.steps} steps were done by an earlier run of this command; nothing is left to learn")
         look()
-    new = looks[-1]
-    rival = given["replaces"] or (f"{kind}:{out}" if (out / "config.json").exists() else None)
-    verdict = judge(new, served(rival) if rival else None, rival or "nothing")
-    note(f"{'published in ' + str(out) if verdict.publish else 'not published'}: {verdict.reason}")
+    new, standing = looks[-1], place.standing()
+    rival = given["replaces"] or (f"{standing}:{place.out}" if standing else None)
+    if given["replaces"] or not place.same():
+        verdict = judge(new, served(rival) if rival else None, rival or "nothing")
+    else:
+        verdict = Verdict(True, f"acceptance length {new.length:.3f}, and it stands there already")
+    note(f"{'published in ' + str(place.out) if verdict.publish else 'not published'}: {verdict.reason}")
+    checkpoint.finish(place.work / "checkpoint.safetensors")
     if verdict.publish:
-        publish(work / "candidate", out)
+        place.publish(kind)
     if as_json:
         emit_json({"kind": kind, "published": verdict.publish, "reason": verdict.reason, "parameters": size,
                    "acceptance_length": new.length, "rounds": new.rounds, "drafted": new.drafted, "accepted": new.accepted})
     return 0 if verdict.publish else 3
+
+
+def _notes(kind: str, model: Target, wish: Wish, given: dict[str, Any]) -> dict[str, Any]:
+    """What a run is, beside its plan and its texts: another one does not go on from its checkpoint."""
+    from dataclasses import asdict
+
+    from ..train.place import identity
+
+    return {"kind": kind, **asdict(wish), "init": wish.init and identity(wish.init), "target": identity(model.facts.name),
+            "dtype": model.facts.dtype, "quantization": given["quantization"], "length": given["length"],
+            "mix": given["mix"] and str(given["mix"])}
 
 
 @click.command(short_help="Write the target's hidden states to disk, for other trainers.")
@@ -147,15 +192,17 @@ def train(kind: str, target: str | None, data: Path, out: Path, as_json: bool, *
 @o.load_options
 def extract(target: str | None, data: Path, layers: tuple[int, ...], out: Path, length: int, shard_mb: int, **given: Any) -> None:
     """Dump ids, answer masks and hidden states of every text of a log as safetensors shards with an index."""
-    from ..audition.logs import Skipped, read_log
+    from ..audition.logs import check_log, read_log
     from ..train.corpus import as_logged
     from ..train.extract import extract as write
 
-    model, skipped = _open(target, given), Skipped()
+    check_log(data)
+    model = _open(target, given)
     for line in facts_lines(model.facts, _loading(given).cache_tokens):
         note(line)
-    index = write(model, as_logged(read_log(data, skipped), model, length), layers, out, shard_mb << 20)
-    _complain(skipped)
+    length = _capped(length, model, note)
+    with _complaining(data, note) as skipped:
+        index = write(model, as_logged(read_log(data, skipped), model, length, skipped), layers, out, shard_mb << 20)
     note(f"{len(index['texts'])} texts in {index['shards']} shards: {out}")  # type: ignore[arg-type]
 
 
@@ -180,10 +227,12 @@ def _open(target: str | None, given: dict[str, Any], packed: bool = False) -> Ta
     return open_target(target, replace(_loading(given), packed=packed, self_test=False))
 
 
-def _material(target: str | None, data: Path, work: Path, given: dict[str, Any], team: Team,
+def _material(target: str | None, data: Path, work: Path, wish: Wish, given: dict[str, Any], team: Team,
               say: Callable[[str], None]) -> tuple[Target, list[Text], list[Text]]:
     """The target, and what `_texts` makes of the log."""
     model = _open(target, given, packed=not given["as_logged"])
+    wish.fit(model)
+    given["length"] = _capped(given["length"], model, say)
     texts, held = _texts(model, data, work, given, team, say)
     if not given["as_logged"]:                # answers come sooner from packed matrices, which have no gradients
         del model
@@ -193,48 +242,48 @@ def _material(target: str | None, data: Path, work: Path, given: dict[str, Any],
     return model, texts, held
 
 
+def _capped(length: int, model: Target, say: Callable[[str], None]) -> int:
+    if length > model.context:
+        say(f"--length {length}: the target's context is {model.context} tokens, and texts are cut to that")
+    return min(length, model.context)
+
+
 def _texts(model: Target, data: Path, work: Path, given: dict[str, Any], team: Team,
            say: Callable[[str], None]) -> tuple[list[Text], list[Text]]:
     """(texts to learn from, texts held out): the target's own answers unless told otherwise, with general data beside them."""
-    from ..audition.logs import Skipped, read_log
+    from ..audition.logs import read_log
     from ..engine.engine import Engine
-    from ..train.corpus import as_logged, mixed, regenerated, split
+    from ..train.corpus import apart, as_logged, mixed, regenerated, split
 
-    skipped = Skipped()
-    exchanges = read_log(data, skipped)
-    if given["as_logged"]:
-        texts = list(as_logged(exchanges, model, given["length"]))
-    else:
-        say("letting the target answer the prompts of the log …")
-        with Engine(model, "ngram") as engine:
-            texts = regenerated(exchanges, engine, given["length"], given["seed"], given["answers"] or work / "answers.jsonl",
-                                lambda done: say(f"{done} answers") if done % 200 == 0 else None, team)
-    _complain(skipped, say)
-    learn, held = split(texts, min(0.5, given["held_out"] / max(1, len(texts))), given["seed"])
+    with _complaining(data, say) as skipped:
+        exchanges = read_log(data, skipped)
+        if given["as_logged"]:
+            texts = list(as_logged(exchanges, model, given["length"], skipped))
+        else:
+            say("letting the target answer the prompts of the log …")
+            with Engine(model, "ngram") as engine:
+                texts = regenerated(exchanges, engine, given["length"], given["seed"], given["answers"] or work / "answers.jsonl",
+                                    lambda done: say(f"{done} answers") if done % 200 == 0 else None, team, skipped, say,
+                                    given["quantization"])
+    learn, held = split(texts, min(0.5, given["held_out"] / max(1, len({text.prompt for text in texts}))), given["seed"])
     if given["mix"] is not None:
-        learn = mixed(learn, list(as_logged(read_log(given["mix"]), model, given["length"])), given["mix_share"], given["seed"])
+        with _complaining(given["mix"], say) as skipped:
+            general = list(as_logged(read_log(given["mix"], skipped), model, given["length"], skipped))
+        if not general:
+            raise Failure(f"--mix {given['mix']} has no text that the target can read; expected messages, prompts or token ids")
+        learn = mixed(learn, apart(general, held), given["mix_share"], given["seed"])
     return learn, held
 
 
-def _complain(skipped: Any, say: Callable[[str], None] = note) -> None:
-    if skipped.count:
-        more = " …" if skipped.count > len(skipped.shown) else ""
-        say(f"{skipped.count} lines of the log could not be read: {'; '.join(skipped.shown)}{more}")
+@contextmanager
+def _complaining(log: Path, say: Callable[[str], None]) -> Iterator[Skipped]:
+    """Whatever comes of it, what was left out of the log is told, and why."""
+    from ..audition.logs import Skipped
 
-
-def _save(task: Task, folder: Path) -> None:
-    """Write a drafter beside the old one and put it in its place: nobody ever loads half of it."""
-    part = folder.with_name(folder.name + ".part")
-    shutil.rmtree(part, ignore_errors=True)
-    task.save(part)
-    publish(part, folder)
-
-
-def publish(part: Path, folder: Path) -> None:
-    """Move `part` to `folder`; what stood there is gone only when the new one is in its place."""
-    old = folder.with_name(folder.name + ".old")
-    shutil.rmtree(old, ignore_errors=True)
-    if folder.exists():
-        os.replace(folder, old)
-    os.replace(part, folder)
-    shutil.rmtree(old, ignore_errors=True)
+    skipped = Skipped()
+    try:
+        yield skipped
+    finally:
+        if skipped.count:
+            more = " …" if skipped.count > len(skipped.shown) else ""
+            say(f"{skipped.count} lines of {log} were left out: {'; '.join(skipped.shown)}{more}")

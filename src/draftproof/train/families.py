@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -15,6 +15,10 @@ from ..models.heads.files import HeadFiles, read_files
 from ..models.target import Target
 from .base import Task
 from .corpus import Text
+from .place import MODELS
+
+if TYPE_CHECKING:
+    from ..models.causal import CausalLM
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +40,33 @@ class Wish:
     taps: tuple[int, ...] | None = None
     accept_at: float | None = None
 
+    def check(self, kind: str) -> None:
+        """Raises OptionError for what this kind of drafter, or one that begins in a folder, would not heed, and for what it lacks."""
+        for name, value in asdict(self).items():
+            if name == "init" or value is None or value is False:
+                continue
+            option = "--" + name.replace("_", "-")
+            if name not in HEEDED[kind]:
+                does = [other for other in HEEDED if name in HEEDED[other]]
+                raise OptionError(f"{option} does nothing for {kind}; it is of {', '.join(does)}: leave it out")
+            if self.init is not None and kind not in MODELS and name not in ("depth", "accept_at"):
+                raise OptionError(f"{option} with --init: the drafter in {self.init} has its own; leave one of them out")
+        if self.init is None and kind == "pard":
+            raise OptionError("pard is trained from a small language model: name one with --init")
+        if self.init is None and kind == "model":
+            raise OptionError("a draft model is distilled from a small language model with the target's tokenizer: name one with --init")
+        if self.mask_token is None and kind == "pard":
+            raise OptionError("pard needs --mask-token, the id of a token that no text holds")
+
+    def fit(self, target: Target) -> None:
+        """Raises OptionError for numbers that the target does not have."""
+        count = len(target.parts.layers)
+        if self.taps is not None and not all(tap < count for tap in self.taps):
+            raise OptionError(f"--taps {','.join(map(str, self.taps))}: the target has {count} layers; expected numbers from 0 to "
+                              f"{count - 1}")
+        if self.mask_token is not None and self.mask_token >= target.vocab_size:
+            raise OptionError(f"--mask-token {self.mask_token}: the target has {target.vocab_size} tokens; expected one of them")
+
     @property
     def files(self) -> HeadFiles | None:
         return None if self.init is None else read_files(self.init)
@@ -43,6 +74,13 @@ class Wish:
     def sizes(self, **names: str) -> dict[str, Any]:
         """Arguments for a constructor: its name for a size → ours, where the user gave one."""
         return {theirs: value for theirs, ours in names.items() if (value := getattr(self, ours)) is not None}
+
+
+HEEDED: Mapping[str, tuple[str, ...]] = {          # kind → the wishes that it heeds; depth is also how far every kind guesses when judged
+    "eagle": ("layers", "depth"), "eagle3": ("draft_vocab", "layers", "depth", "taps", "accept_at"), "hydra": ("layers", "depth"),
+    "medusa": ("draft_vocab", "layers", "depth"), "mlp": ("depth", "shared"), "mtp": ("layers", "depth"), "pard": ("depth", "mask_token"),
+    "dflash": ("layers", "depth", "mask_token"), "dspark": ("layers", "depth", "mask_token"), "model": ("depth",),
+}
 
 
 def counts(texts: Sequence[Text], vocab_size: int) -> Tensor:
@@ -77,11 +115,9 @@ def _eagle3(target: Target, texts: Sequence[Text], wish: Wish) -> Task:
     from .eagle3 import Eagle3Task
     from .warm import warm_eagle3
 
-    files, count = wish.files, len(target.parts.layers)
+    files = wish.files
     if files:
         head = Eagle3Head.read(files, target.parts, target.vocab_size)
-    elif wish.taps is not None and not all(tap < count for tap in wish.taps):
-        raise OptionError(f"--taps {','.join(map(str, wish.taps))}: the target has {count} layers; expected numbers from 0 to {count - 1}")
     else:
         head = Eagle3Head.fresh(target.parts, _vocabulary(target, texts, wish), **wish.sizes(layers="layers", taps="taps"))
         warm_eagle3(head, target.parts)
@@ -148,26 +184,28 @@ def _dspark(target: Target, texts: Sequence[Text], wish: Wish) -> Task:
 
 
 def _pard(target: Target, texts: Sequence[Text], wish: Wish) -> Task:
-    from ..models.causal import CausalLM
     from .pard import PardTask
 
-    if wish.init is None:
-        raise OptionError("pard is trained from a small language model: name one with --init")
-    if wish.mask_token is None:
-        raise OptionError("pard needs --mask-token, the id of a token that no text holds")
-    return PardTask(CausalLM.read(wish.init, target.device), target.parts, wish.mask_token, **wish.sizes(depth="depth"))
+    assert wish.mask_token is not None, "checked by Wish.check"
+    return PardTask(_small(target, wish), target.parts, wish.mask_token, **wish.sizes(depth="depth"))
 
 
 def _model(target: Target, texts: Sequence[Text], wish: Wish) -> Task:
-    from ..models.causal import CausalLM
     from .model import ModelTask
 
-    if wish.init is None:
-        raise OptionError("a draft model is distilled from a small language model with the target's tokenizer: name one with --init")
+    return ModelTask(_small(target, wish), target.parts)
+
+
+def _small(target: Target, wish: Wish) -> CausalLM:
+    """The language model to begin with. Rows of the target's matrix that no token of its tokenizer has need no like in it."""
+    from ..models.causal import CausalLM
+
+    assert wish.init is not None, "checked by Wish.check"
     lm = CausalLM.read(wish.init, target.device)
-    if lm.vocab_size < target.vocab_size and target.tokenizer is not None and lm.vocab_size < target.tokenizer.vocab_size:
-        raise LoadError(f"{wish.init} has {lm.vocab_size} tokens, the target {target.vocab_size}; expected the target's vocabulary")
-    return ModelTask(lm, target.parts)
+    needed = target.vocab_size if target.tokenizer is None else min(target.vocab_size, target.tokenizer.vocab_size)
+    if lm.vocab_size < needed:
+        raise LoadError(f"{wish.init} has {lm.vocab_size} tokens, the target {needed}; expected the target's vocabulary")
+    return lm
 
 
 FAMILIES: Mapping[str, Callable[[Target, Sequence[Text], Wish], Task]] = {
@@ -180,4 +218,6 @@ def begin(name: str, target: Target, texts: Sequence[Text], wish: Wish) -> Task:
     """The task of one family. Raises OptionError or LoadError."""
     if name not in FAMILIES:
         raise OptionError(f"{name!r} cannot be trained; expected one of {', '.join(FAMILIES)}")
+    wish.check(name)
+    wish.fit(target)
     return FAMILIES[name](target, texts, wish)
