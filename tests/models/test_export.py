@@ -10,6 +10,7 @@ import torch
 
 from draftproof.errors import LoadError
 from draftproof.models.fake import TableTarget
+from draftproof.models.heads.eagle import EagleHead
 from draftproof.models.heads.eagle3 import Eagle3Head
 from draftproof.models.heads.export import ENGINES, export_head
 from draftproof.models.heads.files import read_files, write_files
@@ -22,6 +23,14 @@ TARGET = TableTarget(13, order=1)
 def eagle3(folder: Path, **more: object) -> Path:
     torch.manual_seed(0)
     Eagle3Head.fresh(TARGET.parts, torch.tensor([0, 1, 2, 4, 5, 7]), **SIZES, **more).save(folder)  # type: ignore[arg-type]
+    return folder
+
+
+def eagle(folder: Path, **more: torch.Tensor) -> Path:
+    torch.manual_seed(0)
+    EagleHead.fresh(TARGET.parts, **(SIZES | {"hidden": TARGET.parts.config.hidden_size})).save(folder)
+    files = read_files(folder)
+    write_files(folder, {**files.config, "bias": "fc.bias" in more}, {**files.tensors, **more})
     return folder
 
 
@@ -136,3 +145,28 @@ def test_a_folder_in_use_is_left_alone(tmp_path: Path) -> None:
         export_head(source, "vllm", source)
     with pytest.raises(LoadError, match="unknown engine"):
         export_head(source, "abacus", tmp_path / "x")
+
+
+def test_an_eagle_1_head_has_in_each_engine_the_biases_that_it_reads(tmp_path: Path) -> None:
+    """vLLM and SGLang take `bias` for one of attention; vLLM's fc has none, SGLang's always one. What no file fills is undefined."""
+    width = TARGET.parts.config.hidden_size
+    plain, zero = eagle(tmp_path / "plain"), eagle(tmp_path / "zero", **{"fc.bias": torch.zeros(width)})
+    assert "fc.bias" not in read_files(plain).tensors
+    for source in (plain, zero):
+        vllm, sglang = tmp_path / f"{source.name} vllm", tmp_path / f"{source.name} sglang"
+        export_head(source, "vllm", vllm)
+        export_head(source, "sglang", sglang)
+        assert not [name for name in read_files(vllm).tensors if name.endswith("bias")]
+        assert [name for name in read_files(sglang).tensors if name.endswith("bias")] == ["fc.bias"]
+        assert not read_files(sglang).tensors["fc.bias"].any() and config_of(sglang)["architectures"] == ["LlamaForCausalLMEagle"]
+        assert not any(config_of(folder)[name] for folder in (vllm, sglang) for name in ("bias", "attention_bias"))
+    learnt = eagle(tmp_path / "learnt", **{"fc.bias": torch.ones(width)})
+    with pytest.raises(LoadError, match=r"fc\.bias is not zero.*SGLang"):
+        export_head(learnt, "vllm", tmp_path / "no")
+    export_head(learnt, "sglang", tmp_path / "learnt sglang")
+    assert read_files(tmp_path / "learnt sglang").tensors["fc.bias"].all()
+    attends = eagle(tmp_path / "attends", **{"layers.0.self_attn.q_proj.bias": torch.ones(32)})
+    export_head(attends, "vllm", tmp_path / "attends vllm")
+    files = read_files(tmp_path / "attends vllm")
+    biases = {name.split(".")[-2]: bool(tensor.any()) for name, tensor in files.tensors.items() if name.endswith("bias")}
+    assert biases == {"q_proj": True, "k_proj": False, "v_proj": False, "o_proj": False} and files.config["attention_bias"]

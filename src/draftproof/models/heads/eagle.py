@@ -69,8 +69,9 @@ class EagleHead(nn.Module):
 
     @classmethod
     def fresh(cls, parts: TargetParts, layers: int = 1, context: int | None = None, **sizes: Any) -> Self:
-        """Random weights. sizes: hidden, inner, heads, kv_heads, head_dim; the target's own where not given."""
-        return settle(cls(parts, Shape.like(parts, **sizes), layers, rope_fields(parts, context)), parts)
+        """Random weights, fc without a bias, which vLLM's has not. sizes: hidden, inner, heads, kv_heads, head_dim; the target's own where
+        not given."""
+        return settle(cls(parts, Shape.like(parts, **sizes), layers, rope_fields(parts, context), fc_bias=False), parts)
 
     def save(self, folder: str | Path, dtype: torch.dtype | None = None) -> None:
         """The official layout; config.json is a Llama config of so many layers, as EAGLE publishes it. dtype: None keeps it."""

@@ -4,6 +4,8 @@ Where engines differ (read in vLLM 0.32, SGLang and TensorRT-LLM as of mid 2026)
     tap ids     vLLM takes `eagle_aux_hidden_state_layer_ids` at the top as *entering layer k* (k = i + 1); SGLang and TensorRT-LLM take
                 it in `eagle_config` as *output of layer i*. vLLM would read the latter unshifted, so its config has no eagle_config.
     first layer `midlayer.` is what all three accept; TensorRT-LLM and SGLang skip or refuse `layers.0.` in some versions.
+    fc's bias   EAGLE-1's config says with `bias` whether fc has one; vLLM and SGLang read it as one of attention. vLLM's fc has none,
+                SGLang's always has one, and what no file fills stays uninitialised in both. So zeros are added, or left out.
     dialects    only vLLM honours norm_before_residual, several layers, fc_norm and norm_output in all of the versions read.
 """
 
@@ -15,10 +17,12 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ...errors import LoadError
 from .detect import detect
+from .eagle import RENAMED
 from .eagle3 import canonical, norms_of, setting
 from .files import HeadFiles, read_files, write_files
 from .medusa import understood
@@ -100,6 +104,33 @@ def _medusa_vllm(files: HeadFiles) -> Written:
     return config, tensors, ["vLLM up to 0.32: method medusa (removed in 0.33)"]
 
 
+def _eagle_vllm(files: HeadFiles) -> Written:
+    tensors, config = _attention_biases(files)
+    bias = tensors.pop("fc.bias", None)
+    if bias is not None and bool(bias.any()):
+        raise LoadError(f"{files.path}: fc.bias is not zero, and vLLM's EAGLE head has no such bias; train a head without one (new ones "
+                        "have none), or serve this one with SGLang")
+    return config, tensors, ["vLLM: method eagle"]
+
+
+def _eagle_sglang(files: HeadFiles) -> Written:
+    tensors, config = _attention_biases(files)
+    tensors.setdefault("fc.bias", torch.zeros_like(tensors["fc.weight"][:, 0]))
+    return ({**config, "architectures": ["LlamaForCausalLMEagle"]}, tensors,
+            ["SGLang: --speculative-algorithm EAGLE, a tree with --speculative-eagle-topk"])
+
+
+def _attention_biases(files: HeadFiles) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Tensors, and a config that says of biases only whether attention has them; where it has some, those that it lacks are zero."""
+    tensors = {RENAMED.get(name, name): tensor for name, tensor in files.tensors.items()}
+    biased = any(re.search(r"\.self_attn\.\w_proj\.bias$", name) for name in tensors)
+    if biased:
+        weights = {name: tensor for name, tensor in tensors.items() if re.search(r"\.self_attn\.\w_proj\.weight$", name)}
+        for name, weight in weights.items():
+            tensors.setdefault(name.removesuffix("weight") + "bias", torch.zeros_like(weight[:, 0]))
+    return tensors, {**files.config, "bias": biased, "attention_bias": biased}
+
+
 def _as_published(note: str) -> Callable[[HeadFiles], Written]:
     return lambda files: (dict(files.config), dict(files.tensors), [note])
 
@@ -159,8 +190,8 @@ WRITERS: Mapping[tuple[str, str], Callable[[HeadFiles], Written]] = {
     ("eagle3", "vllm"): _eagle3_vllm,
     ("eagle3", "sglang"): _eagle3_sglang,
     ("eagle3", "trtllm"): _eagle3_trtllm,
-    ("eagle", "vllm"): _as_published("vLLM: method eagle"),
-    ("eagle", "sglang"): _as_published("SGLang: --speculative-algorithm EAGLE, a tree with --speculative-eagle-topk"),
+    ("eagle", "vllm"): _eagle_vllm,
+    ("eagle", "sglang"): _eagle_sglang,
     ("medusa", "vllm"): _medusa_vllm,
     ("dflash", "vllm"): _as_published("vLLM: method dflash"),
     ("dflash", "sglang"): _as_published("SGLang: --speculative-algorithm DFLASH"),
