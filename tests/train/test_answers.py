@@ -11,7 +11,7 @@ from draftproof.audition.logs import Exchange, Skipped
 from draftproof.engine.engine import Engine
 from draftproof.errors import Failure
 from draftproof.models.fake import TableTarget
-from draftproof.train import answers
+from draftproof.train import answers, corpus
 from draftproof.train.corpus import Text, regenerated
 
 V = 9
@@ -50,15 +50,17 @@ def test_good_answers_behind_a_damaged_line_are_not_cut_off(tmp_path: Path) -> N
     assert made(file, asked(12)) == whole and len(file.read_bytes().splitlines()) == 13
 
 
-def test_answers_of_another_log_target_or_length_are_not_taken(tmp_path: Path) -> None:
+def test_answers_of_another_log_target_or_length_are_not_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "answers.jsonl"
     made(file, asked(6))
     with pytest.raises(Failure, match="to another prompt than line 1 .*--answers"):
         made(file, asked(6, shift=1))
     with pytest.raises(Failure, match="length was 10, is 12"):
         made(file, asked(6), length=12)
-    with pytest.raises(Failure, match="quantization was None, is 'int8'"):
-        made(file, asked(6), quantization="int8")
+    monkeypatch.setattr(corpus, "identity", lambda name: "another")
+    with pytest.raises(Failure, match="target was 'table.*', is 'another'"):
+        made(file, asked(6))
+    monkeypatch.undo()
     grown = made(file, asked(9))
     assert len(grown) == 9 and made(file, asked(4)) == grown[:4]      # a log may grow, or be cut
 

@@ -16,7 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from draftproof.cli import run
 from draftproof.config import LoadConfig
 from draftproof.engine.engine import Engine
-from draftproof.models.load import load_target
+from draftproof.models.load import builtin, load_target
 from draftproof.types import Sampling
 
 V = 61
@@ -131,11 +131,12 @@ def test_what_would_do_nothing_or_cannot_be_is_told_before_the_target_is_loaded(
         ("eagle", ["--draft-vocab", "9"], "--draft-vocab does nothing for eagle; it is of eagle3, medusa"),
         ("mlp", ["--accept-at", "0.5"], "--accept-at does nothing for mlp"), ("mtp", ["--taps", "0"], "--taps does nothing for mtp"),
         ("dflash", ["--shared"], "--shared does nothing"), ("medusa", ["--mask-token", "0"], "--mask-token does nothing"),
-        ("eagle3", ["--init", init, "--layers", "2"], "--layers with --init"), ("pard", ["--init", init], "needs --mask-token"),
+        ("eagle3", ["--init", init, "--layers", "2"], "--layers with --init"), ("eagle3", ["--init", init], "no config.json"),
+        ("mlp", ["--quantization", "int8"], "cannot teach"), ("pard", ["--init", init], "needs --mask-token"),
         ("mlp", ["--lr", "-1"], "above 0"), ("mlp", ["--lr", "nan"], "above 0"), ("mlp", ["--lr", "inf"], "above 0"),
         ("mlp", ["--seed", "-5"], "--seed"), ("mlp", ["--replaces", "modle:x"], "unknown drafter 'modle'"),
         ("mlp", ["--answers", str(tmp_path / "no" / "a.jsonl")], "--answers"), ("mlp", ["--data", str(packed)], "gzip"),
-        ("mlp", ["--mix", os.devnull], "no plain file"),
+        ("mlp", ["--init", str(builtin("eagle3"))], "a head for drafter eagle3"), ("mlp", ["--mix", os.devnull], "no plain file"),
     ):
         assert run(["train", kind, "--target", "org/unknown", "--data", str(log), "--out", str(tmp_path / "x"), *wish]) in (1, 2)
         told = capsys.readouterr().err

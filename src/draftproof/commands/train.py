@@ -103,6 +103,8 @@ def _check(target: str | None, data: Path, given: dict[str, Any]) -> None:
     from ..drafters import parse_spec
 
     o.check_target(target)
+    if given["quantization"]:
+        raise OptionError(f"--quantization {given['quantization']}: rounded weights cannot teach a drafter; leave it out here")
     for log in (data, given["mix"]):
         if log is not None:
             check_log(log)
@@ -178,8 +180,7 @@ def _notes(kind: str, model: Target, wish: Wish, given: dict[str, Any]) -> dict[
     from ..train.place import identity
 
     return {"kind": kind, **asdict(wish), "init": wish.init and identity(wish.init), "target": identity(model.facts.name),
-            "dtype": model.facts.dtype, "quantization": given["quantization"], "length": given["length"],
-            "mix": given["mix"] and str(given["mix"])}
+            "dtype": model.facts.dtype, "length": given["length"], "mix": given["mix"] and str(given["mix"])}
 
 
 @click.command(short_help="Write the target's hidden states to disk, for other trainers.")
@@ -263,8 +264,7 @@ def _texts(model: Target, data: Path, work: Path, given: dict[str, Any], team: T
             say("letting the target answer the prompts of the log …")
             with Engine(model, "ngram") as engine:
                 texts = regenerated(exchanges, engine, given["length"], given["seed"], given["answers"] or work / "answers.jsonl",
-                                    lambda done: say(f"{done} answers") if done % 200 == 0 else None, team, skipped, say,
-                                    given["quantization"])
+                                    lambda done: say(f"{done} answers") if done % 200 == 0 else None, team, skipped, say)
     learn, held = split(texts, min(0.5, given["held_out"] / max(1, len({text.prompt for text in texts}))), given["seed"])
     if given["mix"] is not None:
         with _complaining(given["mix"], say) as skipped:

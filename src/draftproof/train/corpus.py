@@ -123,7 +123,7 @@ def _pieces(prompt: Sequence[int], answer: Sequence[int], length: int) -> Iterat
 
 def regenerated(exchanges: Iterable[Exchange], engine: Engine, length: int, seed: int, file: Path,
                 progress: Callable[[int], None] | None = None, team: Team = ALONE, skipped: Skipped | None = None,
-                say: Callable[[str], None] = lambda line: None, quantization: str | None = None) -> list[Text]:
+                say: Callable[[str], None] = lambda line: None) -> list[Text]:
     """Texts whose answers the target wrote, with the log's sampling where it names one (`ASKED`). Goes on from `file`, and adds to it.
 
     A document gives its first third as the prompt. Of a team each process answers its share, in a file of its own beside `file`, and
@@ -131,8 +131,7 @@ def regenerated(exchanges: Iterable[Exchange], engine: Engine, length: int, seed
     text could be made, or the file's answers are not this target's to this log.
     """
     files = [file] if team.size == 1 else [file.with_name(f"{file.name}.{rank + 1}of{team.size}") for rank in range(team.size)]
-    whose = {"target": identity(engine.target.facts.name), "dtype": engine.target.facts.dtype, "quantization": quantization,
-             "length": length}
+    whose = {"target": identity(engine.target.facts.name), "dtype": engine.target.facts.dtype, "length": length}
     with answers.opened(files[team.rank], whose, say) as kept:
         made = _Asked(engine, length, seed, kept, Skipped() if skipped is None else skipped, progress, team).all(exchanges)
     team.wait()

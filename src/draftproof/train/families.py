@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ..errors import LoadError, OptionError
+from ..models.heads.detect import require
 from ..models.heads.files import HeadFiles, read_files
 from ..models.target import Target
 from .base import Task
@@ -41,7 +42,8 @@ class Wish:
     accept_at: float | None = None
 
     def check(self, kind: str) -> None:
-        """Raises OptionError for what this kind of drafter, or one that begins in a folder, would not heed, and for what it lacks."""
+        """Raises OptionError for what this kind of drafter, or one that begins in a folder, would not heed, and for what it lacks;
+        LoadError where that folder holds another kind."""
         for name, value in asdict(self).items():
             if name == "init" or value is None or value is False:
                 continue
@@ -51,6 +53,8 @@ class Wish:
                 raise OptionError(f"{option} does nothing for {kind}; it is of {', '.join(does)}: leave it out")
             if self.init is not None and kind not in MODELS and name not in ("depth", "accept_at"):
                 raise OptionError(f"{option} with --init: the drafter in {self.init} has its own; leave one of them out")
+        if self.init is not None and kind not in MODELS:
+            require(read_files(self.init), kind)
         if self.init is None and kind == "pard":
             raise OptionError("pard is trained from a small language model: name one with --init")
         if self.init is None and kind == "model":
