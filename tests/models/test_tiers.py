@@ -8,6 +8,8 @@ from typing import Any
 import families
 import pytest
 import torch
+import transformers
+from packaging.version import Version
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from draftproof.config import LoadConfig
@@ -67,6 +69,8 @@ def off(model: PreTrainedModel, target: Any) -> float:
     *((family, options, "a mask") for family, options in MASKED.items()),
 ])
 def test_what_one_short_pass_does_not_show_keeps_its_own_cache(family: str, options: dict[str, Any], why: str, tmp_path: Path) -> None:
+    if family == "doge" and Version(transformers.__version__) < Version("5.20"):
+        pytest.skip("its own pass over a prefix and that over the whole differ in this version")
     model = saved(family, options, tmp_path)
     target = load_target(tmp_path, LoadConfig(self_test=False, page_tokens=16))
     assert off(model, target) < 1e-3

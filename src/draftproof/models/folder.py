@@ -56,7 +56,7 @@ def read_config(path: str | Path, config: LoadConfig) -> Any:
     text = model_config.get_text_config()
     for name, least in (("num_hidden_layers", 1), ("max_position_embeddings", LEAST_CONTEXT)):
         found = getattr(text, name, None)
-        if found is not None and found < least:
+        if found is not None and 0 <= found < least:               # below 0: without a limit
             raise LoadError(f"{path}: config.json has {name}={found}; expected at least {least}")
     return model_config
 
