@@ -171,6 +171,15 @@ def test_a_full_cache_is_full_everywhere_and_harms_nothing(led: LeadingTarget) -
     led.check()
 
 
+@pytest.fixture
+def heard() -> Iterator[None]:
+    """Ctrl-C, also where whoever started the tests does not listen to it (as a shell's background jobs)."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("heard")
 @pytest.mark.parametrize("at", [1, 3, 9, 20])
 def test_ctrl_c_waits_for_the_end_of_a_pass_and_changes_no_text(at: int, led: LeadingTarget, monkeypatch: pytest.MonkeyPatch) -> None:
     """A pass that one process leaves would pair its sums with those of another."""

@@ -17,10 +17,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence, Set
-from dataclasses import dataclass
 from functools import cache
 from itertools import chain
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -49,27 +48,34 @@ class HeldLinear(nn.Linear):
             self.bias = nn.Parameter(bias.detach(), requires_grad=False)
 
 
-@dataclass(frozen=True, slots=True)
-class NoValues:
+class NoValues(Tensor):
     """The type and shape of a weight that is kept in another form, which some models ask for. Whoever would compute with it is told so: a
     product with a tensor on the device "meta" may well return memory that nobody has written."""
 
-    shape: torch.Size
-    dtype: torch.dtype
-    device: ClassVar[torch.device] = torch.device("meta")
+    @staticmethod
+    def __new__(cls, like: Tensor) -> NoValues:
+        made: NoValues = Tensor._make_wrapper_subclass(cls, like.shape, dtype=like.dtype, device=torch.device("meta"))
+        return made
 
-    def numel(self) -> int:
-        return self.shape.numel()
+    def __init__(self, like: Tensor) -> None:
+        pass
 
-    def element_size(self) -> int:
-        return self.dtype.itemsize
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        return f"NoValues({list(self.shape)}, {self.dtype})"
 
-    def __getattr__(self, name: str) -> Any:
-        raise AttributeError(f"{name}: {KEPT}")
+    def __deepcopy__(self, memo: Any) -> NoValues:
+        return self
 
     @classmethod
-    def __torch_function__(cls, function: Any, *_: Any) -> Any:
-        raise RuntimeError(f"{getattr(function, '__name__', function)}: {KEPT}")
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(function, "__name__", "")
+        if name in ("__get__", "size", "dim", "numel", "element_size", "is_floating_point"):
+            return super().__torch_function__(function, types, args, kwargs or {})  # type: ignore[no-untyped-call]
+        raise RuntimeError(f"{name or function}: {KEPT}")
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, *_: Any) -> Any:
+        raise RuntimeError(f"{function}: {KEPT}")                   # of what a property makes, as `.T` does
 
 
 class KeptLinear(nn.Module):
@@ -81,7 +87,7 @@ class KeptLinear(nn.Module):
     def __init__(self, weight: Tensor) -> None:
         super().__init__()
         self.out_features, self.in_features = weight.shape
-        self.weight = NoValues(weight.shape, weight.dtype)
+        self.weight = NoValues(weight)
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
