@@ -77,6 +77,17 @@ def test_what_a_kill_between_the_renames_took_away_comes_back(tmp_path: Path, mo
         assert everything(place.out) == old and place.standing() == "medusa"
 
 
+def test_what_a_kill_while_the_old_one_goes_leaves_is_in_nobodys_way(tmp_path: Path) -> None:
+    place = Place.of(tmp_path / "out", None)
+    with place.held("medusa"):
+        place.save(lambda folder: drafter(folder, 1.0))
+    drafter(place.work / "candidate.old", 5.0)
+    with place.held("medusa"):
+        place.save(lambda folder: drafter(folder, 2.0))
+        place.publish("medusa")
+    assert sorted(f.name for f in place.work.iterdir()) == ["lock"]
+
+
 def test_something_that_came_while_it_was_trained_is_not_published_over(tmp_path: Path) -> None:
     place = Place.of(tmp_path / "out", None)
     with place.held("medusa"):

@@ -161,6 +161,7 @@ class Place:
 def swap(new: Path, folder: Path, old: Path) -> None:
     """Move `new` to `folder`; what stood there waits in `old` until it has come."""
     if folder.exists() and any(folder.iterdir()):
+        shutil.rmtree(old, ignore_errors=True)       # what a run that was killed right here had left of it
         os.replace(folder, old)
     os.replace(new, folder)
     shutil.rmtree(old, ignore_errors=True)
