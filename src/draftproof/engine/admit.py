@@ -82,7 +82,8 @@ def encode(target: Reads, prompt: str | abc.Sequence[int]) -> tuple[int, ...]:
             size = len(prompt.encode())
         except UnicodeEncodeError as error:
             raise PromptError(f"the prompt is not valid Unicode ({error.reason}, character {error.start}); expected UTF-8 text") from error
-        if size > room * (target.tokenizer.most_bytes or size):     # before it is read, which takes seconds
+        # Before it is read, which takes seconds; and the longest token is looked for (0.1 s) only where most texts are too long.
+        if size > 8 * room and size > room * (target.tokenizer.most_bytes or size):
             raise PromptError(f"the prompt has {size} bytes, more than any {room} tokens stand for; the target's context of "
                               f"{target.context} has room for {room} tokens: shorten it")
         ids = tuple(target.tokenizer.encode(prompt))
