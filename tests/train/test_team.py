@@ -12,6 +12,7 @@ from torch import nn
 from train.processes import finish, start
 
 from draftproof.errors import OptionError
+from draftproof.train import answers
 from draftproof.train.team import ALONE, Team, join
 
 pytestmark = pytest.mark.timeout(400)
@@ -53,7 +54,7 @@ def trained(count: int, folder: Path) -> list[dict[str, Any]]:
 def test_two_processes_learn_what_one_learns(tmp_path: Path) -> None:
     (one,), two = trained(1, tmp_path / "one"), trained(2, tmp_path / "two")
     assert all(member["texts"] == one["texts"] for member in two), "both have the texts of all"
-    assert sorted(len(file.read_text().splitlines()) for file in (tmp_path / "two").glob("answers.jsonl.*")) == [5, 5]
+    assert sorted(len(answers.read(file)) for file in (tmp_path / "two").glob("answers.jsonl.*")) == [5, 5]
     assert [member["shown"] for member in two] == [one["shown"], 0] and one["shown"], "the first one shows"
     for name, value in one["weights"].items():
         assert torch.equal(two[0]["weights"][name], two[1]["weights"][name])
