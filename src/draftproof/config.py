@@ -15,6 +15,14 @@ from .types import RULES, Rule, whole
 TraceLevel = Literal["none", "summary", "full"]
 
 
+def _check_noise(temperatures: Iterable[float], seed: int) -> None:
+    wrong = [t for t in temperatures if not (isfinite(t) and t >= 0)]
+    if wrong:
+        raise OptionError(f"temperature={wrong[0]}: expected a number ≥ 0")
+    if not 0 <= seed < 2**63:
+        raise OptionError(f"seed={seed}: expected an integer in [0, 2**63)")
+
+
 class _Config:
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> Self:
@@ -24,13 +32,6 @@ class _Config:
             if name not in known:
                 raise OptionError(f"unknown {cls.__name__} option {name!r}; known: {', '.join(sorted(known))}")
         return cls(**options)
-
-    def _check_noise(self, temperatures: Iterable[float], seed: int) -> None:
-        wrong = [t for t in temperatures if not (isfinite(t) and t >= 0)]
-        if wrong:
-            raise OptionError(f"temperature={wrong[0]}: expected a number ≥ 0")
-        if not 0 <= seed < 2**63:
-            raise OptionError(f"seed={seed}: expected an integer in [0, 2**63)")
 
     def _check_whole(self) -> None:
         """Every field that counts something is an integer: 2.5 would be cut, and True is no number."""
@@ -181,6 +182,7 @@ class AbConfig(_Config):
 
     def __post_init__(self) -> None:
         self._check_whole()
+
         def need(ok: bool, name: str, expected: str) -> None:
             if not ok:
                 raise OptionError(f"ab {name}={getattr(self, name)!r}: expected {expected}")
@@ -268,7 +270,7 @@ class DemoConfig(_Config):
         for name in ("prompts", "repeats", "tokens"):
             if getattr(self, name) < 1:
                 raise OptionError(f"{name}={getattr(self, name)}: expected an integer ≥ 1")
-        self._check_noise(self.temperatures, self.seed)
+        _check_noise(self.temperatures, self.seed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -294,7 +296,7 @@ class BenchConfig(_Config):
         for name in ("precision", "budget_s"):
             if not getattr(self, name) > 0:
                 raise OptionError(f"{name}={getattr(self, name)}: expected a number > 0")
-        self._check_noise((self.temperature,), self.seed)
+        _check_noise((self.temperature,), self.seed)
         if self.each is not None and self.each < 1:
             raise OptionError(f"each={self.each}: expected an integer ≥ 1")
 
@@ -326,4 +328,4 @@ class ProveConfig(_Config):
             raise OptionError(f"draws={self.draws}: expected an integer ≥ 100: fewer texts test nothing")
         if not 0 < self.margin < 1:
             raise OptionError(f"margin={self.margin}: expected a share in (0, 1)")
-        self._check_noise(self.temperatures, self.seed)
+        _check_noise(self.temperatures, self.seed)

@@ -30,15 +30,11 @@ def text_of(prompt: list[int], count: int) -> list[int]:
     return out[1:]
 
 
-class FakeVllm:
-    """depth 0 is a plain server. die_after: tokens after which the connection breaks and the server ends."""
+class Listening:
+    """An HTTP server on a thread of its own."""
 
-    def __init__(self, depth: int = 3, plain_every: int = 0, die_after: int | None = None, delay_s: float = 0.002, port: int = 0,
-                 key: str | None = None, sick: bool = False, refusal: str = "") -> None:
-        self.depth, self.plain_every, self.die_after, self.delay_s, self.key = depth, plain_every, die_after, delay_s, key
-        self.sick, self.refusal, self.aborted = sick, refusal, 0
-        self.bodies: list[dict[str, Any]] = []
-        self.http = ThreadingHTTPServer(("127.0.0.1", port), handler_of(self))
+    def __init__(self, handler: type[BaseHTTPRequestHandler], port: int = 0) -> None:
+        self.http = ThreadingHTTPServer(("127.0.0.1", port), handler)
         self.http.daemon_threads = True
         self.url = f"http://127.0.0.1:{self.http.server_address[1]}"
         threading.Thread(target=self.http.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
@@ -46,6 +42,31 @@ class FakeVllm:
     def close(self) -> None:
         self.http.shutdown()
         self.http.server_close()
+
+
+class Answering(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+
+    def log_message(self, *words: Any) -> None:
+        pass
+
+    def answer(self, status: int, document: Any) -> None:
+        body = json.dumps(document).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+
+class FakeVllm(Listening):
+    """depth 0 is a plain server. die_after: tokens after which the connection breaks and the server ends."""
+
+    def __init__(self, depth: int = 3, plain_every: int = 0, die_after: int | None = None, delay_s: float = 0.002, port: int = 0,
+                 key: str | None = None, sick: bool = False, refusal: str = "") -> None:
+        self.depth, self.plain_every, self.die_after, self.delay_s, self.key = depth, plain_every, die_after, delay_s, key
+        self.sick, self.refusal, self.aborted = sick, refusal, 0
+        self.bodies: list[dict[str, Any]] = []
+        super().__init__(handler_of(self), port)
 
     def chunks(self, body: Mapping[str, Any], report: dict[str, list[int]]) -> Iterator[tuple[list[int], str | None]]:
         """Steps as vLLM streams them; fills `report`."""
@@ -67,19 +88,7 @@ class FakeVllm:
 
 
 def handler_of(fake: FakeVllm) -> type[BaseHTTPRequestHandler]:
-    class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
-
-        def log_message(self, *words: Any) -> None:
-            pass
-
-        def answer(self, status: int, body: Any) -> None:
-            data = json.dumps(body).encode()
-            self.send_response(status)
-            self.send_header("Content-Length", str(len(data)))
-            self.end_headers()
-            self.wfile.write(data)
-
+    class Handler(Answering):
         def do_GET(self) -> None:
             if fake.key is not None and self.path != "/health" and self.headers.get("Authorization") != f"Bearer {fake.key}":
                 return self.answer(401, {"error": "Unauthorized"})

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Callable, Iterable
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from time import monotonic
 from typing import Any
+
+from remote.fake_vllm import Answering, Listening
 
 from draftproof import Sampling
 from draftproof.remote.fleet import Fleet, Replica
@@ -32,35 +32,16 @@ def plain(body: dict[str, Any]) -> Iterable[bytes]:
     yield DONE
 
 
-class Scripted:
+class Scripted(Listening):
     """Answers every completion request with `lines(body)`. bodies: what was asked under its name."""
 
     def __init__(self, lines: Lines, name: str = "m") -> None:
         self.lines, self.name, self.bodies = lines, name, list[dict[str, Any]]()
-        self.http = ThreadingHTTPServer(("127.0.0.1", 0), handler_of(self))
-        self.http.daemon_threads = True
-        self.url = f"http://127.0.0.1:{self.http.server_address[1]}"
-        threading.Thread(target=self.http.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
-
-    def close(self) -> None:
-        self.http.shutdown()
-        self.http.server_close()
+        super().__init__(handler_of(self))
 
 
-def handler_of(server: Scripted) -> type[BaseHTTPRequestHandler]:
-    class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
-
-        def log_message(self, *words: Any) -> None:
-            pass
-
-        def answer(self, status: int, document: Any) -> None:
-            body = json.dumps(document).encode()
-            self.send_response(status)
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
-
+def handler_of(server: Scripted) -> type[Answering]:
+    class Handler(Answering):
         def do_GET(self) -> None:
             self.answer(200, {"data": [{"id": server.name, "max_model_len": 512}]})
 

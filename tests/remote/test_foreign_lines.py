@@ -10,19 +10,12 @@ import pytest
 from remote.scripted import DONE, Lines, Scripted, chunk, data, engine_over, plain, write
 
 from draftproof import Memory
-from draftproof.models.load import builtin
-from draftproof.models.outline import outline
 from draftproof.remote.vllm import VllmEngine
 from draftproof.trace.events import RoundDone
 from draftproof.trace.report import requests
 
 Make = Callable[..., VllmEngine]
 TOPS = {"tokens": ["token_id:1", "token_id:2"], "token_logprobs": [-0.5, None], "top_logprobs": [{"token_id:1": -0.5}, None]}
-
-
-@pytest.fixture(scope="module")
-def target() -> Any:
-    return outline(builtin("target"))
 
 
 @pytest.fixture

@@ -11,8 +11,6 @@ from remote.fake_vllm import PLAN, FakeVllm, text_of
 
 from draftproof import Memory, Sampling
 from draftproof.errors import Failure, OptionError
-from draftproof.models.load import builtin
-from draftproof.models.outline import outline
 from draftproof.remote.fleet import Fleet, Replica
 from draftproof.remote.vllm import Setting, VllmEngine
 from draftproof.remote.writing import Writing
@@ -22,11 +20,6 @@ from draftproof.trace.report import requests
 PROMPT = [5, 11]
 SPEC = Setting("ngram", 3, "ratio")
 Make = Callable[..., VllmEngine]
-
-
-@pytest.fixture(scope="module")
-def target() -> Any:
-    return outline(builtin("target"))
 
 
 @pytest.fixture

@@ -125,8 +125,7 @@ def check(drafters: Sequence[str], depths: Sequence[int | None], urls: Sequence[
         for name in names:
             if list(names).count(name) > 1:
                 raise OptionError(f"{option} {name} twice: every arm has one name; leave one out, or name it otherwise")
-    if not urls and (given["model"] or given["api_key_file"]):
-        raise OptionError("--model or --api-key-file without --url: they are a server's; name it, or leave them out")
+    o.check_server(urls, given)
     if given["synthetic"] and given["each"]:
         raise OptionError("--each with --synthetic: that has as many prompts as its third number says; leave one out")
     if given["workload"] and given["synthetic"]:

@@ -244,6 +244,12 @@ def check_guessing(settings: Settings, given: Mapping[str, Any]) -> None:
             raise OptionError(f"--{name} {given[name]} without a drafter: name one with --drafter, or leave it out")
 
 
+def check_server(url: object, given: Mapping[str, Any]) -> None:
+    """What only a server reads, where none is named."""
+    if not url and (given["model"] or given["api_key_file"]):
+        raise OptionError("--model or --api-key-file without --url: they are a server's; name it, or leave them out")
+
+
 def check_prediction(sampling: Sampling, spec: str) -> None:
     if sampling.prediction and "prediction" not in [part.strip() for part in spec.split("+")]:
         raise OptionError(f"--prediction with --drafter {spec}, which does not read it: use --drafter prediction, or prediction+{spec}"

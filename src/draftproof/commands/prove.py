@@ -97,8 +97,7 @@ def check(wanted: Sequence[str], given: Mapping[str, Any], html_file: Path | Non
         raise OptionError("--url with --target, --tree or --rule: a server has its own; leave them out, or leave --url out")
     if given["peer"]:
         check_peer(wanted, given)
-    if not given["url"] and (given["model"] or given["api_key_file"]):
-        raise OptionError("--model or --api-key-file without --url: they are a server's; name it, or leave them out")
+    o.check_server(given["url"], given)
     for name, level in (("workload", "run"), ("tasks", "task")):
         if given[name] and level not in wanted:
             raise OptionError(f"--{name} with --level {' and '.join(wanted)}: only level {level} reads it; "
