@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,6 +26,7 @@ from draftproof.errors import CacheFull
 from draftproof.models.fake import TableTarget
 from draftproof.models.load import WEIGHTS, load_target
 from draftproof.models.paged import PagedTarget
+from draftproof.trace.events import Times
 
 SAMPLINGS = [Sampling(temperature=temperature, seed=i, max_tokens=n, ignore_eos=True)
              for i, (temperature, n) in enumerate([(0.0, 12), (0.9, 25), (0.9, 4), (0.0, 17), (1.0, 9)])]
@@ -202,12 +204,19 @@ def test_what_a_round_took_is_told_apart(target: TableTarget, plain: list[Comple
     seen: list[tuple[float, ...]] = []
     right = Asked.seconds
 
-    def seconds(self: Asked, start: float, end: float) -> tuple[float, float, float]:
+    def told(draft: float, score: float, verify: float) -> tuple[tuple[float, float, float, float], float]:
+        return (draft, score, verify, 0.0), score + verify
+
+    def seconds(self: Asked, start: float, end: float) -> tuple[Times, float]:
         at = replace(self, start=10.0)
-        assert right(at, 10.0, 18.0) == right(at, 12.0, 18.0) == (3.0, 4.0, 1.0)
-        assert right(at, 20.0, 20.5) == (3.0, 4.0, 0.5) and right(at, 16.0, 16.5) == (3.0, 4.0, 0.0)
-        seen.append((start - self.start, *right(self, start, end)))
-        return seen[-1][1:]  # type: ignore[return-value]
+        assert right(at, 10.0, 18.0) == right(at, 12.0, 18.0) == told(3.0, 4.0, 1.0)
+        assert right(at, 20.0, 20.5) == told(3.0, 4.0, 0.5) and right(at, 16.0, 16.5) == told(3.0, 4.0, 0.0)
+        for early, verifying in ((0.75, 0.25), (2.0, 0.0)):      # a pass that was begun before is waited for in the verdict
+            begun = SimpleNamespace(seconds=lambda early=early: early)
+            assert right(replace(at, begun=begun), 10.0, 18.0) == ((3.0, 4.0 + early, verifying, 0.0), 5.0)  # type: ignore[arg-type]
+        found = right(self, start, end)
+        seen.append((start - self.start, *found[0][:3]))
+        return found
 
     monkeypatch.setattr(Asked, "seconds", seconds)
     monkeypatch.setattr(AutoDepth, "depths", lambda self, batch, rooms, whole: FixedDepth(2).depths(batch, rooms, whole))

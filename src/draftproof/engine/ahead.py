@@ -26,6 +26,7 @@ from torch import Tensor
 from ..errors import CacheFull
 from ..models.taps import rows_at
 from ..models.target import Begins, Target
+from ..trace.events import Times
 from ..types import Budget, Draft, Scores
 from .lanes import Lanes
 from .marks import Marks
@@ -112,12 +113,14 @@ class Asked:
         return replace(self, seqs=batch, budgets=[self.budgets[i] for i in rows], drafts=[self.drafts[i] for i in rows],
                        scores=_of(self.scores, rows))
 
-    def seconds(self, start: float, end: float) -> tuple[float, float, float]:
+    def seconds(self, start: float, end: float) -> tuple[Times, float]:
         """Of drafts, pass and verdict, where the host took the round up at start and had read its results by end: what it waited for of
-        drafts and pass is not the verdict's."""
+        drafts and pass is not the verdict's. Beside it how long the host waited for pass and verdict, however long the device took."""
         drafting, scoring, _ = self.marks.spans()
         left = max(0.0, drafting + scoring - (start - self.start))
-        return drafting, scoring, max(0.0, end - start - left)
+        verifying = max(0.0, end - start - left)
+        early = 0.0 if self.begun is None else self.begun.seconds()      # begun before this round, and waited for in the verdict
+        return Times(drafting, scoring + early, max(0.0, verifying - early), 0.0), scoring + verifying
 
 
 def _places(seqs: abc.Sequence[Sequence], batch: abc.Sequence[Sequence]) -> list[int]:

@@ -28,7 +28,7 @@ from ..models.graphs import recordings
 from ..models.taps import SideBySide, rows_at, side_by_side
 from ..models.target import Slot, Target
 from ..trace.events import Alternative, Times
-from ..types import LOSSY, Commit, Draft, Fate, Scores, Signals, Verdict
+from ..types import LOSSY, Budget, Commit, Draft, Fate, Scores, Signals, Verdict
 from .ahead import Asked, Begun, begun
 from .lanes import Lanes
 from .marks import Marks
@@ -54,34 +54,18 @@ class Rounds:
 
         joining: who will be in the next round beside those that go on; None if that is not known.
         """
-        start, early = perf_counter(), self._begun
-        before, self._recorded = self._recorded, recordings()         # by the start of the last round, which asked for this one, and now
-        asked, self._begun = self._under_way(batch), None
-        if asked is None:
-            asked = self._ask(batch, early)
+        start = perf_counter()
+        before, self._recorded = self._recorded, recordings()    # by the start of the last round, which may have asked for this; now
+        asked = self._asked_for(batch)                                                           # plan → propose → score
         budgets, drafts, scores = asked.budgets, asked.drafts, asked.scores
         try:
-            options = [_options(seq, draft, scores.logits) for seq, draft in zip(batch, drafts, strict=True)]
-            law = laws(scores.logits, options, scores.starts)
-            verdicts, coins, nodes = self._verify(batch, drafts, law, scores.starts)
+            law = _law(batch, drafts, scores)                                                    # → distribution
+            verdicts, coins, nodes = self._verify(batch, drafts, law, scores.starts)             # → verify
             verified = perf_counter()
-            draft_s, score_s, verify_s = asked.seconds(start, verified)
-            waited = score_s + verify_s           # by the host, however long the device took
-            if asked.begun is not None:           # what was begun before this round is waited for in the verdict
-                spent = asked.begun.seconds()
-                score_s, verify_s = score_s + spent, max(0.0, verify_s - spent)
-            for seq, budget in zip(batch, budgets, strict=True):
-                if not shares_noise(seq.rule):
-                    seq.drafted(budget.depth)
-            commits = [seq.commit(verdict, tokens) for seq, verdict, tokens in zip(batch, verdicts, nodes, strict=True)]
-            judged = [Judged(seq, budgets[i], drafts[i], nodes[i], commits[i], _fates(drafts[i], verdicts[i], commits[i]), coins.get(i))
-                      for i, seq in enumerate(batch)]
-            for one, root in zip(judged, scores.starts, strict=False):       # before what may fail: counts are those of the text
-                _count(one, scores.logits, root)
-            for seq, commit in zip(batch, commits, strict=True):
-                slot = _slot(seq)
-                self.target.rewind(slot, commit.kept[:len(commit.tokens) - 1])
-                assert slot.length == len(seq.tokens) - 1, f"{seq.id}: {slot.length} keys for {len(seq.tokens)} tokens"
+            times, waited = asked.seconds(start, verified)
+            commits = _commit(batch, budgets, verdicts, nodes)                                   # → commit
+            judged = _judged(batch, asked, verdicts, nodes, commits, coins)
+            self._rewind(batch, commits)                                                         # → rewind
         except BaseException:
             self._restore(batch)
             raise
@@ -92,16 +76,15 @@ class Rounds:
             if asks:
                 self._asked = self._early([*(seq for seq in batch if seq.finish is None), *(joining or ())])
 
-        times = Times(draft_s, score_s, verify_s, 0.0)
         try:
-            self.speculation.observe(batch, commits, _signals(scores, commits))
+            self.speculation.observe(batch, commits, _signals(scores, commits))                  # → observe
             times = times._replace(other_s=perf_counter() - verified)
             asks = joining is not None and self._begun is None and self.speculation.asks
             first = asks and not self._looks(batch)
             if first:
                 learn()
         finally:                                             # whatever is interrupted: the tokens stand, and so do the records of them
-            self._tell(judged, law, scores, verified, times)
+            self._tell(judged, law, scores, verified, times)                                     # → trace
         if not first:
             learn()
         return commits
@@ -137,6 +120,11 @@ class Rounds:
         if found is None:
             self._restore([seq for seq in asked.seqs if seq.slot is not None])
         return found
+
+    def _asked_for(self, batch: abc.Sequence[Sequence]) -> Asked:
+        """The batch's round, scored: asked for while the last one's books were kept, or now."""
+        begun, self._begun = self._begun, None
+        return self._under_way(batch) or self._ask(batch, begun)
 
     def _early(self, batch: abc.Sequence[Sequence]) -> Asked | None:
         """The round that follows, asked for; None if there is none, or if it cannot be had: whoever runs it will hear why."""
@@ -219,6 +207,13 @@ class Rounds:
             at += len(own)
         return [short_of(verdicts[i], nodes[i], dead.get(i, ())) for i in range(len(batch))], coins, nodes
 
+    def _rewind(self, batch: abc.Sequence[Sequence], commits: abc.Sequence[Commit]) -> None:
+        """Cut each cache back to its text, which lacks the key of its last token."""
+        for seq, commit in zip(batch, commits, strict=True):
+            slot = _slot(seq)
+            self.target.rewind(slot, commit.kept[:len(commit.tokens) - 1])
+            assert slot.length == len(seq.tokens) - 1, f"{seq.id}: {slot.length} keys for {len(seq.tokens)} tokens"
+
     def _restore(self, batch: abc.Sequence[Sequence]) -> None:
         """After an interruption: forget the scored nodes; no slot holds more than its text but the last token."""
         self._begun = None
@@ -235,6 +230,31 @@ class Rounds:
             one.seq.clock.delivered(verified + times.other_s, len(one.commit.tokens))
             one.seq.clock.spent(times)
         self.recorder.rounds(judged, law, scores, times)
+
+
+def _law(batch: abc.Sequence[Sequence], drafts: abc.Sequence[Draft], scores: Scores) -> Law:
+    """What each row's logits come to under its request's options."""
+    options = [_options(seq, draft, scores.logits) for seq, draft in zip(batch, drafts, strict=True)]
+    return laws(scores.logits, options, scores.starts)
+
+
+def _commit(batch: abc.Sequence[Sequence], budgets: abc.Sequence[Budget], verdicts: abc.Sequence[Verdict],
+            nodes: abc.Sequence[list[int]]) -> list[Commit]:
+    """Let the verdicts into the texts."""
+    for seq, budget in zip(batch, budgets, strict=True):
+        if not shares_noise(seq.rule):
+            seq.drafted(budget.depth)
+    return [seq.commit(verdict, tokens) for seq, verdict, tokens in zip(batch, verdicts, nodes, strict=True)]
+
+
+def _judged(batch: abc.Sequence[Sequence], asked: Asked, verdicts: abc.Sequence[Verdict], nodes: abc.Sequence[list[int]],
+            commits: abc.Sequence[Commit], coins: abc.Mapping[int, Tensor]) -> list[Judged]:
+    """Each sequence's part of the round, counted."""
+    judged = []
+    for i, (seq, draft, root) in enumerate(zip(batch, asked.drafts, asked.scores.starts, strict=False)):
+        judged.append(Judged(seq, asked.budgets[i], draft, nodes[i], commits[i], _fates(draft, verdicts[i], commits[i]), coins.get(i)))
+        _count(judged[-1], asked.scores.logits, root)        # before what may fail: counts are those of the text
+    return judged
 
 
 def _count(one: Judged, logits: Tensor, root: int) -> None:
