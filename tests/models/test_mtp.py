@@ -16,9 +16,10 @@ from torch import Tensor
 from draftproof.config import LoadConfig
 from draftproof.errors import LoadError
 from draftproof.models.heads.cache import HeadCache, HeadPass
+from draftproof.models.heads.export import ENGINES, export_head
 from draftproof.models.heads.files import HeadFiles, read_files, write_files
 from draftproof.models.heads.mtp import MtpHead
-from draftproof.models.heads.mtp_files import INDEX, inside, stitch
+from draftproof.models.heads.mtp_files import INDEX, alone, inside, stitch
 from draftproof.models.load import load_target
 from draftproof.models.target import Target
 
@@ -230,6 +231,22 @@ def test_a_deeper_head_is_stitched_in_and_a_shorter_one_refused(tmp_path: Path) 
     assert not (tmp_path / "mixed").exists()
 
 
+def test_a_config_that_counts_layers_counts_those_of_the_new_head(tmp_path: Path) -> None:
+    """An engine builds as many layers as the config says; one that does not say keeps its silence."""
+    for layers in (1, 3):
+        write_files(tmp_path / f"head{layers}", {}, plain_head(layers, layers))
+    one = {"num_hidden_layers": 1}
+    for name, config in (("plain", {**one, "num_nextn_predict_layers": 1}), ("silent", one),
+                         ("nested", {"text_config": {**one, "mtp_num_hidden_layers": 1}})):
+        write_files(tmp_path / name, config, {"model.layers.0.a.weight": torch.zeros(2)})
+        for layers in (1, 3):
+            stitch(tmp_path / f"head{layers}", tmp_path / name, tmp_path / f"{name}{layers}")
+        told = [json.loads((tmp_path / f"{name}{layers}" / "config.json").read_text()) for layers in (1, 3)]
+        assert told[0] == config
+        assert told[1] == json.loads(json.dumps(config).replace('predict_layers": 1', 'predict_layers": 3')
+                                     .replace('mtp_num_hidden_layers": 1', 'mtp_num_hidden_layers": 3')), name
+
+
 def test_stitching_refuses_what_it_would_spoil(targets: Any, tmp_path: Path) -> None:
     case = CASES["qwen3.5"]
     folder = checkpoint(targets(case)[0], case, make(case), tmp_path / "checkpoint")
@@ -240,3 +257,36 @@ def test_stitching_refuses_what_it_would_spoil(targets: Any, tmp_path: Path) -> 
     save_file({"mtp.fc.weight": torch.zeros(2, 4)}, tmp_path / "head" / "model.safetensors")
     with pytest.raises(LoadError, match=r"mtp.fc.weight: the head's is \[2, 4\]"):
         stitch(tmp_path / "head", folder, tmp_path / "out")
+    index = json.loads((folder / INDEX).read_text())
+    index["weight_map"]["model.layers.9.lost.weight"] = "model-lost.safetensors"
+    (folder / INDEX).write_text(json.dumps(index))
+    with pytest.raises(LoadError, match="model-lost.safetensors, which its index names, is missing"):
+        stitch(tmp_path / "head", folder, tmp_path / "never")
+
+
+def test_engines_get_the_head_inside_its_targets_checkpoint(targets: Any, tmp_path: Path) -> None:
+    case = CASES["mimo"]
+    folder = checkpoint(targets(case)[0], case, make(case), tmp_path / "checkpoint")
+    head = MtpHead.read(inside(str(folder), L), targets(case)[1].parts, V)
+    with torch.no_grad():
+        head.norms[0].weight.add_(0.5)
+    head.save(tmp_path / "head")
+    assert alone(tmp_path / "head") and not alone(folder) and not alone(tmp_path) and not alone("organisation/name")
+    for engine in ENGINES:
+        lines = export_head(tmp_path / "head", engine, tmp_path / engine, folder)
+        assert any("mtp" in line.lower() or "NEXTN" in line for line in lines)
+        again = MtpHead.read(inside(str(tmp_path / engine), L), targets(case)[1].parts, V)
+        assert all(torch.equal(a, b) for a, b in zip(head.state_dict().values(), again.state_dict().values(), strict=True))
+        assert not alone(tmp_path / engine)
+    lone = export_head(tmp_path / "head", "hf", tmp_path / "lone")
+    assert "name that target" in lone[0] and alone(tmp_path / "lone")
+    with pytest.raises(LoadError, match=r"vllm reads an mtp head inside its target's checkpoint; name that target \(--target\)"):
+        export_head(tmp_path / "head", "vllm", tmp_path / "no")
+    with pytest.raises(LoadError, match="brings no multi-token prediction layer of its own"):
+        export_head(tmp_path / "head", "vllm", tmp_path / "no", targets(CASES["speculators"])[0])
+    with pytest.raises(LoadError, match="is of kind model, which engines read beside their target"):
+        export_head(targets(CASES["speculators"])[0], "vllm", tmp_path / "no", folder)
+    other = checkpoint(targets(CASES["qwen3.5"])[0], CASES["qwen3.5"], make(CASES["qwen3.5"]), tmp_path / "other")
+    with pytest.raises(LoadError, match="they belong to different models"):
+        export_head(tmp_path / "head", "vllm", tmp_path / "no", other)
+    assert not (tmp_path / "no").exists()

@@ -165,6 +165,14 @@ def test_llamacpp_reads_a_flag_once() -> None:
             export_config(plan(chain, depth=3), "llamacpp")
 
 
+def test_an_mtp_head_alone_is_said_to_belong_into_a_checkpoint(tmp_path: Path) -> None:
+    """The built-in one is alone, a name of the hub and a checkpoint with a head are not known to be."""
+    for engine in ("vllm", "sglang", "trtllm"):
+        notes = [any("an mtp head alone" in note for note in export_config(plan(drafter, depth=1), engine).notes)
+                 for drafter in (f"mtp:{builtin('mtp')}", "mtp:org/x", f"mtp:{builtin('target')}", "mtp")]
+        assert notes == [True, False, False, False]
+
+
 def test_two_vocabularies(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"vocab_size": 7}')
     case = {"drafter": f"model:{tmp_path}", "target": str(builtin("target"))}

@@ -29,13 +29,16 @@ def export() -> None:
 
 @export.command(short_help="A head or draft model in another engine's layout.")
 @click.argument("folder", type=click.Path(exists=True, file_okay=False, path_type=Path))
-@click.option("--to", "engine", type=click.Choice(ENGINES), required=True)
-@click.option("--out", type=click.Path(file_okay=False, path_type=Path), required=True, metavar="DIR")
-def head(folder: Path, engine: str, out: Path) -> None:
+@click.option("--to", "engine", type=click.Choice(ENGINES), required=True, help="The engine that reads it; hf: as published.")
+@click.option("--out", type=click.Path(file_okay=False, path_type=Path), required=True, metavar="DIR", help="A new folder for it.")
+@click.option("--target", metavar="PATH|ID",
+              help="For an mtp head: its target's checkpoint, which is copied with the head in it, as engines read one.")
+def head(folder: Path, engine: str, out: Path, target: str | None) -> None:
     """Write the head in FOLDER for another engine. Tensors are renamed, never changed."""
+    o.check_target(target)
     from ..models.heads.export import export_head
 
-    for line in export_head(folder, engine, out):
+    for line in export_head(folder, engine, out, target):
         note(line)
     click.echo(out)
 

@@ -99,6 +99,9 @@ class Plan:
         if self.rule == "match":
             notes.append("rule match (noise that target and drafter share) is draftproof's own: sampled texts keep their distribution, "
                          "not their seed's text")
+        if self.name == "mtp" and self.drafter.path is not None and _alone(self.drafter.path):
+            notes.append(f"{self.drafter.path} is an mtp head alone; engines read one inside its target's checkpoint: `draftproof export "
+                         "head FOLDER --to ENGINE --target TARGET --out DIR` writes that; serve DIR with drafter mtp")
         return notes
 
     def at(self, path: str) -> Plan:
@@ -138,6 +141,12 @@ class Exported:
             script.write_text("#!/bin/sh\nset -e\ncd \"$(dirname \"$0\")\"\nexec " + " ".join(map(shlex.quote, self.command)) + ' "$@"\n',
                               encoding="utf-8")
             script.chmod(0o755)
+
+
+def _alone(path: str) -> bool:
+    from ..models.heads.mtp_files import alone
+
+    return alone(path)
 
 
 def unheard(plan: Plan, export: Callable[[Plan], Exported]) -> list[str]:

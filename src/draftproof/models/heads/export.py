@@ -26,13 +26,20 @@ from .eagle import RENAMED
 from .eagle3 import canonical, norms_of, setting
 from .files import HeadFiles, read_files, write_files
 from .medusa import understood
+from .mtp_files import COUNTS, brings, stitch
 
 ENGINES = ("vllm", "sglang", "trtllm", "hf")
+MTP = {"vllm": "vLLM: --speculative-config '{\"method\": \"mtp\", \"num_speculative_tokens\": K}'",
+       "sglang": "SGLang: --speculative-algorithm NEXTN",
+       "trtllm": "TensorRT-LLM: speculative_config with decoding_type: MTP",
+       "hf": "transformers: generate(..., use_mtp=True)"}              # each with that checkpoint as its model
 Written = tuple[dict[str, Any], dict[str, Tensor], list[str]]      # config, tensors, notes
 
 
-def export_head(source: str | Path, engine: str, out: str | Path) -> list[str]:
+def export_head(source: str | Path, engine: str, out: str | Path, target: str | Path | None = None) -> list[str]:
     """Write `source`, a head or a draft model, for `engine` into the folder `out`; returns what its user must know.
+
+    target: the checkpoint that an MTP head was trained beside: engines read such a head inside it, so `out` becomes the whole of it.
 
     Raises LoadError if the engine cannot run such a head, naming what it lacks and what to do.
     """
@@ -42,6 +49,11 @@ def export_head(source: str | Path, engine: str, out: str | Path) -> list[str]:
         raise LoadError(f"{out} is not empty; expected a new folder")
     files = read_files(source)
     kind = detect(files)
+    if kind == "mtp":
+        return _inside(files, engine, out, target)
+    if target is not None:
+        raise LoadError(f"{source} is of kind {kind}, which engines read beside their target; only an mtp head is written into a "
+                        "checkpoint: leave the target out")
     if kind in ("model", "pard"):
         shutil.copytree(files.path, out, dirs_exist_ok=True)
         return [f"{kind}: copied as it is, every engine reads the layout of transformers",
@@ -56,6 +68,26 @@ def export_head(source: str | Path, engine: str, out: str | Path) -> list[str]:
     config, tensors, notes = write(files)
     write_files(out, config, tensors)
     return notes
+
+
+def _inside(files: HeadFiles, engine: str, out: str | Path, target: str | Path | None) -> list[str]:
+    """An MTP head, in a copy of its target's checkpoint."""
+    if target is None and engine == "hf":
+        write_files(out, files.config, files.tensors)
+        return ["mtp: alone, as its family names it; transformers and other engines read it inside its target's checkpoint: name that "
+                "target, and the whole of it is written"]
+    if target is None:
+        raise LoadError(f"{engine} reads an mtp head inside its target's checkpoint; name that target (--target), and the whole of it is "
+                        "written with this head in it")
+    if not brings(target):
+        raise LoadError(f"{target} brings no multi-token prediction layer of its own: none among its tensors, and neither "
+                        f"{' nor '.join(COUNTS)} in its config; {engine} has no place for this head there, `mtp:{files.path}` runs it here")
+    try:
+        names = stitch(files.path, target, out)
+    except BaseException:
+        shutil.rmtree(out, ignore_errors=True)           # it was empty, or was not
+        raise
+    return [f"mtp: {len(names)} tensors of the head in a copy of {target}; serve that copy as the target", MTP[engine]]
 
 
 def _eagle3_vllm(files: HeadFiles) -> Written:

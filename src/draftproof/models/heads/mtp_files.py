@@ -32,6 +32,7 @@ from ...errors import LoadError
 from .files import HeadFiles, read_files
 
 INDEX = "model.safetensors.index.json"
+COUNTS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")       # by which configs say how many layers a head has
 EXPERT = re.compile(r"^(.*\.experts\.)(\d+)\.(gate_proj|up_proj|down_proj)\.weight$")
 SCALE, BLOCK = "_scale_inv", 128     # DeepSeek's FP8: a float per block of 128 × 128 beside `….weight`
 
@@ -151,14 +152,18 @@ def inside(name: str, layers: int) -> HeadFiles:
 
 def stitch(head: str | Path, target: str | Path, out: str | Path) -> list[str]:
     """Copy the target's folder to `out` with the head's tensors in place of its own, named, shaped and typed as they were: what
-    engines load. A target without any gets them as a shard of their own. Returns the names written.
+    engines load. A target without any gets them as a shard of their own. A config that counts such layers counts the head's.
+    Returns the names written.
 
     Raises LoadError if `out` is not empty, the shapes differ, or the target's head is quantised or has more layers.
     """
-    source, place = Path(target).expanduser(), Path(out).expanduser()
+    source, place = _folder(target), Path(out).expanduser()
     if place.exists() and any(place.iterdir()):
         raise LoadError(f"{place} is not empty; expected a new folder for the stitched checkpoint")
     where, depth = _places(source), _depth(source)
+    missing = sorted(shard for shard in set(where.values()) if not (source / shard).is_file())
+    if missing:
+        raise LoadError(f"{source}: {missing[0]}, which its index names, is missing; fetch the checkpoint again")
     there = {name: file for name, file in where.items() if _is_head(name, depth)}
     found = read_files(head)
     weights = understand(found.tensors, head)
@@ -177,11 +182,42 @@ def stitch(head: str | Path, target: str | Path, out: str | Path) -> list[str]:
         raise LoadError(f"{source}: its head is quantised ({quantised[0]}); stitch into the checkpoint in its original precision")
     place.mkdir(parents=True, exist_ok=True)
     _write(source, place, where, tensors)
+    config = _config(source)
+    part, name, told = _counted(config)
+    if 0 < told < weights.layers:
+        part[name] = weights.layers
+        (place / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    else:
+        shutil.copy2(source / "config.json", place / "config.json")
     return sorted(tensors)
 
 
+def brings(target: str | Path) -> bool:
+    """Whether a checkpoint has a head, or its config counts the layers of one, as that of a repack which lost them does."""
+    folder = _folder(target)
+    depth = _depth(folder)
+    return any(_is_head(name, depth) for name in _places(folder)) or _counted(_config(folder))[2] > 0
+
+
+def alone(folder: str | Path) -> bool:
+    """Whether a folder holds a head without the model that it belongs to, which other engines would look for around it."""
+    place = Path(folder).expanduser()
+    if not (place / "config.json").is_file() or not any(place.glob("*.safetensors")):
+        return False
+    return not any(re.match(r"(?:model\.)?(?:language_model\.)?layers\.0\.", name) for name in _places(place))
+
+
+def _counted(config: dict[str, Any]) -> tuple[dict[str, Any], str, int]:
+    """Where a config says how many layers the head has, under which name, and how many; 0 where it says nothing."""
+    for part in (config, config.get("text_config") or {}):
+        for name in COUNTS:
+            if isinstance(part.get(name), int) and part[name] > 0:
+                return part, name, part[name]
+    return config, COUNTS[0], 0
+
+
 def _write(source: Path, place: Path, where: Mapping[str, str], tensors: Mapping[str, Tensor]) -> None:
-    """config.json comes last, so that a copy that was cut short is no model."""
+    """All but config.json, which comes last, so that a copy that was cut short is no model."""
     touched = {where[name] for name in tensors if name in where}
     added = {name: tensor for name, tensor in tensors.items() if name not in where}
     for file in sorted(source.iterdir()):
@@ -209,7 +245,6 @@ def _write(source: Path, place: Path, where: Mapping[str, str], tensors: Mapping
         if "total_size" in known.get("metadata", {}):
             known["metadata"]["total_size"] += sum(t.numel() * t.element_size() for t in added.values())
         (place / INDEX).write_text(json.dumps(known, indent=2) + "\n", encoding="utf-8")
-    shutil.copy2(source / "config.json", place / "config.json")
 
 
 def _recognise(names: Iterable[str], source: str | Path) -> tuple[Layout, int, bool]:
@@ -275,11 +310,12 @@ def _split(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return alone
 
 
-def _folder(name: str) -> Path:
-    if Path(name).is_dir():
-        return Path(name)
+def _folder(name: str | Path) -> Path:
+    place = Path(name).expanduser()
+    if place.is_dir():
+        return place
     try:
-        found = cached_file(name, "config.json", local_files_only=True)
+        found = cached_file(str(name), "config.json", local_files_only=True)
     except (OSError, ValueError):
         found = None
     if found is None:
@@ -301,8 +337,13 @@ def _places(folder: Path) -> dict[str, str]:
     return where
 
 
+def _config(folder: Path) -> dict[str, Any]:
+    config: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    return config
+
+
 def _depth(folder: Path) -> int:
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    config = _config(folder)
     return int((config.get("text_config") or config)["num_hidden_layers"])
 
 
