@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from itertools import accumulate
 
 import pytest
 import torch
@@ -18,7 +19,6 @@ from draftproof.core.budget import (
     expected_tokens_iid,
     match_acceptance,
     memory,
-    monotone,
     overlap,
     speedup,
     survival,
@@ -101,8 +101,8 @@ def test_best_batch_is_the_best_of_all_plans():
     for seed in range(60):
         source = random.Random(seed)
         chances = [survival([source.uniform(0.2, 0.95) for _ in range(3)]) for _ in range(3)]
-        drafting = [0.0, *monotone([source.uniform(0.05, 0.5) for _ in range(3)])]
-        scoring = monotone([1 + source.uniform(0, 0.2) * r for r in range(12)])
+        drafting = [0.0, *accumulate([source.uniform(0.05, 0.5) for _ in range(3)], max)]
+        scoring = list(accumulate([1 + source.uniform(0, 0.2) * r for r in range(12)], max))
         overhead = source.uniform(0, 0.2)
 
         depths, found = best_batch(chances, drafting, scoring, overhead)
@@ -128,8 +128,8 @@ def test_one_sequence_is_planned_as_a_batch_of_one(seed):
     chances = survival([source.uniform(0.2, 1.0) for _ in range(length)])
     shares = source.choice([None, [[source.uniform(0.1, 1.0) for _ in range(length)]]])
     others = source.randint(0, 5)
-    drafting = [0.0, *monotone([source.uniform(0.0, 0.3) for _ in range(source.randint(0, 12))])]
-    scoring = monotone([1 + source.uniform(0, 0.1) * r for r in range(1 + others + source.randint(0, 12))])
+    drafting = [0.0, *accumulate([source.uniform(0.0, 0.3) for _ in range(source.randint(0, 12))], max)]
+    scoring = list(accumulate([1 + source.uniform(0, 0.1) * r for r in range(1 + others + source.randint(0, 12))], max))
     overhead = source.choice([0.0, source.uniform(0, 0.2)])
     assert best_batch([chances], drafting, scoring, overhead, shares, others) == _best_of_many(
         [chances], drafting, scoring, overhead, shares, 1 + others)
@@ -167,7 +167,3 @@ def test_memory():
     assert round(spent.logits / 1e6) == 197 and round(spent.laws / 1e6) == 164
     assert (spent.kv_tokens_lost - 1) * 128 * kib < spent.total <= spent.kv_tokens_lost * 128 * kib
     assert memory(0, 1, 10, 0, 0, 0, 0).total == 0
-
-
-def test_monotone():
-    assert monotone([1.0, 0.9, 1.2, 1.1]) == [1.0, 1.0, 1.2, 1.2]

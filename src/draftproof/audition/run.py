@@ -22,7 +22,6 @@ from ..drafters.prediction import PredictionDrafter
 from ..drafters.suffix import SuffixDrafter
 from ..errors import OptionError
 from ..models.target import Target
-from ..types import Rule
 from .counts import ALL, Counts
 from .logs import Skipped
 from .replay import Story, asked, copied, replay, room
@@ -33,7 +32,6 @@ BLOCK = 64              # requests that are counted, and kept in a partial resul
 BATCH = 8               # texts side by side, for drafters that are models
 CLASSES = 256           # of prompts that are counted apart; further ones count as `OTHER`
 OTHER = "other"
-RULE: Rule = "match"
 COPIERS: dict[str, type[Any]] = {"ngram": NgramDrafter, "suffix": SuffixDrafter, "prediction": PredictionDrafter}
 """Drafters that read nothing but the text and the request: they need no target, and may work in other processes."""
 

@@ -197,8 +197,3 @@ def memory(depth: int, batch: int, context: int, vocab_size: int, weight_bytes: 
     total = weight_bytes + draft_cache + target_cache + logits + laws
     lost = math.ceil(total / target_bytes_per_token) if target_bytes_per_token else 0
     return Memory(weight_bytes, draft_cache, target_cache, logits, laws, lost)
-
-
-def monotone(costs: Sequence[float]) -> list[float]:
-    """Measured costs made non-decreasing in rows or depth, so that noise in a table cannot make a wider pass look cheaper."""
-    return list(accumulate(costs, max))

@@ -110,11 +110,6 @@ class GrammarState:
         tokens = certain or self._tokens.table.tokenize_bytes(self._matcher.compute_ff_bytes())
         return [int(token) for token in tokens[:most]]
 
-    @property
-    def complete(self) -> bool:
-        """Whether the text may end here."""
-        return bool(self._matcher.is_accepting())
-
 
 def _check(matcher: Any) -> None:
     if matcher.is_error():

@@ -30,7 +30,7 @@ from .medusa import rows_of, target_logits
 DEPTH = 4              # of a fresh head
 EPS = 1e-6
 PREFIX = "speculator."
-TABLES, PROJECTIONS = ("emb", "head"), ("emb_proj", "head_proj")
+TABLES = ("emb", "head")
 
 
 class L2Norm(nn.Module):
