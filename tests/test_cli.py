@@ -11,6 +11,7 @@ import sys
 import time
 from pathlib import Path
 
+import click
 import pytest
 
 from draftproof.cli import COMMANDS, run
@@ -324,7 +325,9 @@ def test_help_is_quick_and_shows_the_dataclass_defaults() -> None:
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_help_names_one_default(name: str) -> None:
-    for parameter in COMMANDS[name].params:
+def test_every_option_is_explained_and_names_one_default(name: str) -> None:
+    command = COMMANDS[name]
+    for parameter in [each for one in (command, *getattr(command, "commands", {}).values()) for each in one.params]:
+        assert isinstance(parameter, click.Argument) or parameter.help, f"{name} --{parameter.name} has no help"  # type: ignore[attr-defined]
         help = getattr(parameter, "help", None) or ""
         assert help.count("[default:") <= 1 and "[default: ]" not in help, f"{name} --{parameter.name}: {help}"

@@ -55,7 +55,7 @@ class Trailing(click.Command):
 
 @export.command(cls=Trailing, short_help="The flags or the config of another engine.",
                 options_metavar="[OPTIONS] [-- ARGUMENTS OF THE ENGINE]")
-@click.option("--to", "engine", type=click.Choice(CONFIGS), required=True)
+@click.option("--to", "engine", type=click.Choice(CONFIGS), required=True, help="The engine whose words they are.")
 @o.target_option
 @o.speculation_options
 @click.option("--depth-by-batch", "schedule", metavar="START:DEPTH,…", help="Depths by batch size, as in 1:5,8:3,32:0.")

@@ -49,16 +49,20 @@ KINDS = ("eagle", "eagle3", "medusa", "hydra", "mlp", "mtp", "pard", "dflash", "
 @DATA
 @click.option("--out", type=click.Path(file_okay=False, path_type=Path), required=True, metavar="DIR",
               help="Where the drafter is published.")
-@click.option("--steps", type=click.IntRange(1), default=1000, show_default=True)
+@click.option("--steps", type=click.IntRange(1), default=1000, show_default=True,
+              help="Updates of the weights, those of a killed run included.")
 @click.option("--batch", type=click.IntRange(1), default=8, show_default=True, help="Texts per step.")
-@click.option("--lr", type=float, default=1e-3, show_default=True)
+@click.option("--lr", type=float, default=1e-3, show_default=True,
+              help="Highest learning rate; it rises for 50 steps and falls over the last half.")
 @click.option("--length", type=click.IntRange(16), default=512, show_default=True, help="Longest text in tokens.")
-@click.option("--seed", type=click.IntRange(0, 2**63 - 2), default=0, show_default=True)
+@click.option("--seed", type=click.IntRange(0, 2**63 - 2), default=0, show_default=True,
+              help="Of the order of texts, of which are held out, of the target's sampled answers and of random weights.")
 @click.option("--init", type=click.Path(exists=True, file_okay=False, path_type=Path), metavar="DIR", help="Go on from this drafter.")
-@click.option("--draft-vocab", type=click.IntRange(1), metavar="N", help="A vocabulary of the N tokens that the target writes most.")
-@click.option("--layers", type=click.IntRange(1), metavar="N")
+@click.option("--draft-vocab", type=click.IntRange(1), metavar="N",
+              help="Of eagle3, medusa: guess among the N tokens that the target writes most.")
+@click.option("--layers", type=click.IntRange(1), metavar="N", help="Layers of a new head.  [default: the family's]")
 @click.option("--depth", type=click.IntRange(1), metavar="N", help="Tokens guessed, or steps unrolled.  [default: the family's]")
-@click.option("--mask-token", type=click.IntRange(0), metavar="ID", help="Of pard and dflash: a token that no text holds.")
+@click.option("--mask-token", type=click.IntRange(0), metavar="ID", help="Of pard, dflash, dspark: a token that no text holds.")
 @click.option("--taps", type=Layers(), help="Of eagle3: 0-based layers of the target whose outputs it reads.  [default: 1, L/2 - 1, L - 4]")
 @click.option("--accept-at", type=click.FloatRange(0.1, 2), metavar="TEMPERATURE",
               help="Of eagle3: learn to be accepted at this temperature, a second run from --init.  [default: to know the target's law]")
@@ -67,7 +71,8 @@ KINDS = ("eagle", "eagle3", "medusa", "hydra", "mlp", "mtp", "pard", "dflash", "
               help="Where the target's answers are kept; drafters trained on one log may share it.  [default: in OUT.training]")
 @click.option("--as-logged", is_flag=True, help="Learn from the logged answers instead of letting the target write them again.")
 @click.option("--mix", type=click.Path(dir_okay=False, path_type=Path), metavar="LOG", help="General data to mix in, as it is logged.")
-@click.option("--mix-share", type=click.FloatRange(0, 0.95), default=0.3, show_default=True)
+@click.option("--mix-share", type=click.FloatRange(0, 0.95), default=0.3, show_default=True,
+              help="Of the texts learnt from, how many are of --mix.")
 @click.option("--held-out", type=click.IntRange(1), default=16, show_default=True, help="Texts that only judge.")
 @click.option("--keep-mb", type=click.IntRange(0), default=2048, show_default=True, metavar="N",
               help="Main memory for hidden states of texts that come again.")
@@ -187,9 +192,11 @@ def _notes(kind: str, model: Target, wish: Wish, given: dict[str, Any]) -> dict[
 @o.target_option
 @DATA
 @click.option("--layers", type=Layers(), required=True, help="0-based decoder layers whose outputs are kept.")
-@click.option("--out", type=click.Path(file_okay=False, path_type=Path), required=True, metavar="DIR")
+@click.option("--out", type=click.Path(file_okay=False, path_type=Path), required=True, metavar="DIR",
+              help="A new or empty folder for the shards.")
 @click.option("--length", type=click.IntRange(16), default=2048, show_default=True, help="Longest text in tokens.")
-@click.option("--shard-mb", type=click.IntRange(1), default=512, show_default=True)
+@click.option("--shard-mb", type=click.IntRange(1), default=512, show_default=True, metavar="N",
+              help="Size of a shard in megabytes, about.")
 @o.load_options
 def extract(target: str | None, data: Path, layers: tuple[int, ...], out: Path, length: int, shard_mb: int, **given: Any) -> None:
     """Dump ids, answer masks and hidden states of every text of a log as safetensors shards with an index."""
