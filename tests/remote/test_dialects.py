@@ -186,7 +186,13 @@ def test_the_command(tmp_path: Path) -> None:
     done = run(commands, [*arguments, "--to", "vllm", "--json", "--", "--tensor-parallel-size", "2"])
     assert done.exit_code == 0, done.output
     found = json.loads(done.stdout.splitlines()[-1])
-    assert found["engine"] == "vllm" and found["command"][-2:] == ["--tensor-parallel-size", "2"] and "0.33" in found["version"]
+    assert found["engine"] == "vllm" and "0.33" in found["version"]
+    wanted = Plan.of(str(builtin("target")), SpeculationConfig(drafter="ngram", depth=3))
+    told = list(export_config(wanted, "vllm").command)
+    assert found["command"] == [*told, "--tensor-parallel-size", "2"]
+    for words in ([], ["--"]):                           # nothing of this command's own goes with it
+        done = run(commands, [*arguments, "--to", "vllm", "--json", *words])
+        assert json.loads(done.stdout.splitlines()[-1])["command"] == told
     done = run(commands, [*arguments, "--to", "trtllm", "--out", str(tmp_path / "new")])
     assert done.exit_code == 0 and "decoding_type" in (tmp_path / "new" / "spec.yaml").read_text()
     assert os.access(tmp_path / "new" / "run.sh", os.X_OK)

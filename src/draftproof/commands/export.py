@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import takewhile
 from pathlib import Path
 from shutil import rmtree
 from typing import TYPE_CHECKING, Any
@@ -47,9 +46,10 @@ class Trailing(click.Command):
     """A command whose `extra` is what stands behind `--`, and nothing before it."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        own = list(takewhile(lambda word: word != "--", args))
-        rest = super().parse_args(ctx, own)
-        ctx.params["extra"] = tuple(args[len(own) + 1:])
+        end = args.index("--") if "--" in args else len(args)
+        extra = tuple(args[end + 1:])                    # now: click empties the list that it parses
+        rest = super().parse_args(ctx, args[:end])
+        ctx.params["extra"] = extra
         return rest
 
 

@@ -134,6 +134,9 @@ def _run(kind: str, target: str | None, data: Path, place: Place, wish: Wish, gi
     say = note if team.leads else _silent
     model, texts, held = _material(target, data, place.work, wish, given, team, say)
     torch.manual_seed(given["seed"])          # a fresh drafter is the same one in a run that goes on
+    own, wish = wish, wish.settled(kind, model)
+    if wish is not own:
+        say(f"{kind}: goes on from the one in the target's checkpoint; --layers N begins a new one")
     task = begin(kind, model, texts, wish)
     size = sum(p.numel() for p in task.module.parameters() if p.requires_grad)
     say(f"{kind}: {size / 1e6:.2f} M parameters to train, {len(texts)} texts to learn from, {len(held)} held out; processes: {team.size}")

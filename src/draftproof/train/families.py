@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -53,7 +53,7 @@ class Wish:
                 raise OptionError(f"{option} does nothing for {kind}; it is of {', '.join(does)}: leave it out")
             if self.init is not None and kind not in MODELS and name not in ("depth", "accept_at"):
                 raise OptionError(f"{option} with --init: the drafter in {self.init} has its own; leave one of them out")
-        if self.init is not None and kind not in MODELS:
+        if self.init is not None and kind not in MODELS and not (kind == "mtp" and _whole(self.init)):
             require(read_files(self.init), kind)
         if self.init is None and kind == "pard":
             raise OptionError("pard is trained from a small language model: name one with --init")
@@ -71,6 +71,13 @@ class Wish:
         if self.mask_token is not None and self.mask_token >= target.vocab_size:
             raise OptionError(f"--mask-token {self.mask_token}: the target has {target.vocab_size} tokens; expected one of them")
 
+    def settled(self, kind: str, target: Target) -> Wish:
+        """The same, but that an mtp head begins as the one in the target's own checkpoint, where there is one and no size is asked for."""
+        if kind != "mtp" or self.init is not None or self.layers is not None:
+            return self
+        place = Path(target.facts.name)
+        return replace(self, init=place) if _whole(place) else self
+
     @property
     def files(self) -> HeadFiles | None:
         return None if self.init is None else read_files(self.init)
@@ -78,6 +85,16 @@ class Wish:
     def sizes(self, **names: str) -> dict[str, Any]:
         """Arguments for a constructor: its name for a size → ours, where the user gave one."""
         return {theirs: value for theirs, ours in names.items() if (value := getattr(self, ours)) is not None}
+
+
+def _whole(folder: Path) -> bool:
+    """Whether it is a checkpoint with an mtp head in it, not a head alone."""
+    from ..models.heads.mtp_files import alone, holds
+
+    try:
+        return not alone(folder) and holds(folder)
+    except LoadError:               # no checkpoint of this machine's
+        return False
 
 
 HEEDED: Mapping[str, tuple[str, ...]] = {          # kind → the wishes that it heeds; depth is also how far every kind guesses when judged
@@ -158,11 +175,13 @@ def _mlp(target: Target, texts: Sequence[Text], wish: Wish) -> Task:
 
 def _mtp(target: Target, texts: Sequence[Text], wish: Wish) -> Task:
     from ..models.heads.mtp import MtpHead
+    from ..models.heads.mtp_files import alone, inside
     from .mtp import MtpTask
     from .warm import warm_mtp
 
-    files = wish.files
-    if files:
+    if wish.init is not None:
+        files = wish.files if alone(wish.init) else inside(str(wish.init), target.parts.config.get_text_config().num_hidden_layers)
+        assert files is not None, "it has a folder"
         head = MtpHead.read(files, target.parts, target.vocab_size)
     else:
         head = MtpHead.fresh(target.parts, **wish.sizes(layers="layers"))

@@ -53,6 +53,8 @@ FAMILIES: Mapping[str, tuple[str, str, str]] = {
     "qwen3_moe": ("qwen3_moe", "Qwen3Moe", "Qwen3Moe"),
     "llama": ("llama", "Llama", "Llama"),
 }
+NAMES = {"mimo": "mimo", **dict.fromkeys(("deepseek_v3", "deepseek_v32", "glm_moe_dsa", "glm4_moe", "glm4_moe_lite"), "deepseek")}
+"""The layout in which a family publishes its heads, where it is not Qwen's: what its engines look for."""
 ALSO = {"mimo": "qwen2", "deepseek_v32": "deepseek_v3", "glm_moe_dsa": "deepseek_v3"}     # whose configuration class reads theirs
 
 
@@ -149,14 +151,15 @@ class MtpHead(nn.Module):
 
     @classmethod
     def fresh(cls, parts: TargetParts, layers: int = 1, inner: int | None = None, settings: Mapping[str, Any] | None = None,
-              layout: str = "qwen") -> Self:
+              layout: str | None = None) -> Self:
         """Random weights. The decoder layer is the target's own kind, unless `settings` (a config) says otherwise or the target's
-        family is not known here: then Llama's. inner: width of a dense MLP."""
+        family is not known here: then Llama's. inner: width of a dense MLP; layout: by default its family's."""
         if settings is None:
             text = parts.config.get_text_config()
             settings = json.loads(text.to_json_string()) if getattr(text, "model_type", None) in FAMILIES else _llama(text)
         settings = {**settings, **({} if inner is None else {"intermediate_size": inner})}
         config = _config(settings, None, layers)
+        layout = layout or NAMES.get(settings["model_type"], "qwen")
         head = cls(LAYOUTS[layout], settings, config, layers, parts)
         head.base = int(parts.config.get_text_config().num_hidden_layers) if layout == "deepseek" else 0
         with torch.no_grad():

@@ -194,9 +194,14 @@ def stitch(head: str | Path, target: str | Path, out: str | Path) -> list[str]:
 
 def brings(target: str | Path) -> bool:
     """Whether a checkpoint has a head, or its config counts the layers of one, as that of a repack which lost them does."""
+    return holds(target) or _counted(_config(_folder(target)))[2] > 0
+
+
+def holds(target: str | Path) -> bool:
+    """Whether a checkpoint has a head."""
     folder = _folder(target)
     depth = _depth(folder)
-    return any(_is_head(name, depth) for name in _places(folder)) or _counted(_config(folder))[2] > 0
+    return any(_is_head(name, depth) for name in _places(folder))
 
 
 def alone(folder: str | Path) -> bool:
@@ -338,13 +343,19 @@ def _places(folder: Path) -> dict[str, str]:
 
 
 def _config(folder: Path) -> dict[str, Any]:
-    config: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    try:
+        config: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise LoadError(f"{folder / 'config.json'} cannot be read ({error}); expected a checkpoint as published") from error
     return config
 
 
 def _depth(folder: Path) -> int:
     config = _config(folder)
-    return int((config.get("text_config") or config)["num_hidden_layers"])
+    depth = (config.get("text_config") or config).get("num_hidden_layers")
+    if not isinstance(depth, int):
+        raise LoadError(f"{folder / 'config.json'} has no num_hidden_layers; expected that of a family with multi-token prediction")
+    return depth
 
 
 def _load(folder: Path, where: Mapping[str, str]) -> dict[str, Tensor]:
