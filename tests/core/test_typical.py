@@ -34,7 +34,7 @@ def twin(parents: tuple[int, ...], tokens: list[int], p: list[list[float]]) -> l
     def stands(node: int) -> bool:
         law = p[parents[node] + 1]
         entropy = -sum(x * math.log(x) for x in law if x > 0)
-        return law[tokens[node]] > min(0.3, 0.09 * math.exp(-entropy))
+        return law[tokens[node]] > min(0.09, 0.3 * math.exp(-entropy))
 
     found: list[tuple[int, ...]] = [()]
     for node in range(len(parents)):
@@ -63,8 +63,10 @@ def test_the_longest_typical_path_stands(seed: int, n: int, chain: bool, sharpne
 
 def test_the_threshold() -> None:
     flat, sure = torch.full((1, 8), 1 / 8).log(), torch.tensor([[0.0] + [-math.inf] * 7])
-    assert float(threshold(flat)) == pytest.approx(DELTA / 8)
-    assert float(threshold(sure)) == pytest.approx(DELTA) and EPSILON == 0.3
+    """Medusa's: `posterior_threshold` 0.09 and `posterior_alpha` 0.3; each of the two decides somewhere."""
+    even = torch.full((1, 2), 0.5).log()
+    assert (EPSILON, DELTA) == (0.09, 0.3)
+    assert float(threshold(flat)) == pytest.approx(DELTA / 8) and float(threshold(even)) == float(threshold(sure)) == EPSILON
     assert float(threshold(sure, epsilon=0.01)) == pytest.approx(0.01)
 
 

@@ -5,13 +5,16 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from draftproof import Engine, Sampling
 from draftproof.errors import SpecError
 from draftproof.models.fake import TableTarget
+from draftproof.types import Rule
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "add_a_drafter.md"
 OPTIONS = Sampling(temperature=0.7, top_p=1.0, seed=3, max_tokens=80)
@@ -28,8 +31,8 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
             del sys.modules[name]
 
 
-def example() -> str:
-    return re.findall(r"```python\n(.*?)```", DOCUMENT.read_text(), re.DOTALL)[0]
+def example(number: int = 0) -> str:
+    return re.findall(r"```python\n(.*?)```", DOCUMENT.read_text(), re.DOTALL)[number]
 
 
 @pytest.mark.parametrize("spec", ["custom:pairs:Pairs", "custom:pairs:Pairs+ngram", "suffix+custom:pairs:Pairs"])
@@ -49,6 +52,28 @@ def test_the_example_is_short() -> None:
     assert 30 <= len(example().splitlines()) <= 48
 
 
+@pytest.mark.parametrize("rule", ["match", "ratio", "block"])
+@pytest.mark.parametrize("more", [{}, {"top_k": 3}, {"temperature": 0.0}, {"repetition_penalty": 1.3}])
+def test_the_documented_example_with_a_law_runs(module: Path, rule: Rule, more: dict[str, Any]) -> None:
+    """Accepted more often than the same guesses without a law would be, where the rule reads one."""
+    (module / "bigrams.py").write_text(example(1))
+    (module / "points.py").write_text(example(1).replace("if laws and laws[0] is not None else None", "if not tokens and laws else None"))
+    target, sampling = TableTarget(12, order=1, seed=1, sharpness=2.0), replace(OPTIONS, max_tokens=400, **more)
+    with Engine(target) as engine:
+        plain = engine.generate([1, 2, 3], sampling)
+    runs = []
+    for place in ("bigrams:Bigrams", "points:Bigrams"):
+        with Engine(target, f"custom:{place}", depth=4, rule=rule) as engine:
+            engine.generate([4, 2], replace(sampling, seed=1))
+            runs.append(engine.generate([1, 2, 3], sampling))
+            assert engine.speculation.state[0] == "on"
+    accepted = [run.metrics["accepted"] for run in runs]
+    if rule == "match" or sampling.greedy:
+        assert all(run.token_ids == plain.token_ids for run in runs) and accepted[0] > 100
+    else:
+        assert accepted[0] > accepted[1] + 20
+
+
 WHOLE = """
 from draftproof.drafters.base import Needs
 class Mine:
@@ -64,8 +89,11 @@ CASES = {
     "broken module": ("1 / 0", "mod:Mine", "importing mod raised ZeroDivisionError"),
     "no class": (WHOLE, "mod:Yours", "found no such name in mod, expected a class; it has: Mine"),
     "no class but a function": (WHOLE + "def make(): ...", "mod:make", "found a function in mod, expected a class"),
-    "needs arguments": (WHOLE + "    def __init__(self, size): ...", "mod:Mine",
-                        r"could not be made \(.*size.*expected one that takes no arg"),
+    "needs arguments": (WHOLE + "    def __init__(self, size): ...", "mod:Mine", "cannot be made; expected one that takes no arg"),
+    "own error": (WHOLE + "    def __init__(self): 'a' + 1", "mod:Mine", r"making it raised TypeError: .*concatenate.* \(.*mod.py:9\)"),
+    "other error": (WHOLE + "    def __init__(self): raise RuntimeError('no weights')", "mod:Mine",
+                    "making it raised RuntimeError: no weights"),
+    "options": (WHOLE, "mod:Mine:k=3", "such drafters take no options"),
     "no name": (WHOLE.replace('"mine"', "7"), "mod:Mine", "name is 7, expected a text"),
     "no needs": (WHOLE.replace("Needs()", "None"), "mod:Mine", "needs is None, expected a draftproof.drafters.base.Needs"),
     "no observe": (WHOLE.replace("observe", "watch"), "mod:Mine", r"expected a method observe\(self, states, commits, signals\)"),

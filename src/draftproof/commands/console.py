@@ -94,5 +94,6 @@ def summary(done: Completion, facts: LoadFacts) -> str:
         parts.append(f"{metrics['tokens_per_s']:.1f} tokens/s")
     if metrics.get("acceptance_length") is not None:
         parts.append(f"acceptance length {metrics['acceptance_length']:.2f}")
-    parts += [f"drafter {speculation['drafter']}", f"depth {speculation['depth']}", f"seed {done.seed}", guarantee(speculation, facts)]
+    drafter = speculation["drafter"] + (", out of service" if speculation["state"] == "out of service" else "")
+    parts += [f"drafter {drafter}", f"depth {speculation['depth']}", f"seed {done.seed}", guarantee(speculation, facts)]
     return " · ".join(parts)

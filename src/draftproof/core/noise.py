@@ -6,7 +6,7 @@
     noise     E = −log1p(−u), float64 rounded to float32; Gumbel g = −log E, float64 rounded to float32
 
 argmax(log p + g) = argmax(log p − log E) is then a sample of p (the Gumbel-max trick), and a drafter that adds the same
-g to its own log q guesses it as often as possible without seeing p (Daliri et al., arXiv 2408.07978). Integers are equal
+g to its own log q guesses it as often as can be promised without seeing p (Daliri et al., arXiv 2408.07978). Integers are equal
 on every device. The logarithms are taken in float64 because float32 ones depend on where a token stands in its tensor
 (vector body or scalar tail) and on the device, which may change the text.
 

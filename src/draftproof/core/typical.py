@@ -1,7 +1,7 @@
 """`lossy-typical`: a guess stands if the target finds it typical. Faster, and the text is not the target's own: LOSSY.
 
 A token x is typical after its path if p(x) > min(ε, δ·exp(−H(p))), H the entropy in nats of the target's law there (Medusa,
-arXiv 2401.10774, section 3.1; ε and δ as its code sets them). No law is kept: unlikely tokens are drawn too rarely, and
+arXiv 2401.10774, section 3.1; its code sets ε = 0.09 and δ = 0.3, about √ε). No law is kept: unlikely tokens are drawn too rarely, and
 what the drafter prefers too often. Where it refuses, the next token is the target's own choice. At temperature 0 the law is
 one token and only that is typical, so the text is then plain decoding's.
 """
@@ -16,8 +16,8 @@ from torch import Tensor
 from ..types import Verdict
 from .tree import depths, path, walk
 
-EPSILON = 0.3        # a token at least so likely always stands
-DELTA = 0.09         # scales what the entropy asks for: the flatter the law, the less likely a token may be
+EPSILON = 0.09       # a likelier token always stands
+DELTA = 0.3          # scales what the entropy asks for: the flatter the law, the less likely a token may be
 
 
 def threshold(logp: Tensor, epsilon: float = EPSILON, delta: float = DELTA) -> Tensor:

@@ -1,4 +1,4 @@
-"""The drafter's protocol: one object per engine, a small state per sequence, three methods and one class attribute.
+"""The drafter's protocol: one object per engine, a small state per sequence, four methods, a name and what it needs.
 
 A drafter never sees the target's cache and never decides acceptance. Whatever it proposes, the text does not change
 (rule `match`), or its law does not (rules `ratio` and `block`); it can only make generation faster or slower.

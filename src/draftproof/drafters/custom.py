@@ -8,10 +8,11 @@ from __future__ import annotations
 import importlib
 import inspect
 import re
+import traceback
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from ..errors import SpecError
+from ..errors import DraftproofError, SpecError
 from .base import Drafter, Needs, NoOptions, Site
 
 PLACE = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
@@ -30,20 +31,30 @@ class CustomDrafter(NoOptions):
         assert path is not None, "checked"
         kind = _imported(path)
         make = getattr(kind, "from_spec", None)
+        if not (_takes(kind, 0) if make is None else _takes(make, 3)):
+            raise SpecError(f"drafter custom:{path}: the class cannot be made; expected one that takes no arguments, or that has a class "
+                            "method from_spec(path, options, site)")
         try:
             drafter = kind() if make is None else make(None, options, site)
-        except TypeError as error:
-            raise SpecError(f"drafter custom:{path}: the class could not be made ({error}); expected one that takes no arguments, "
-                            "or that has a class method from_spec(path, options, site)") from error
+        except DraftproofError:
+            raise
+        except Exception as error:                       # whatever an author's own lines raise
+            raise SpecError(f"drafter custom:{path}: making it raised {type(error).__name__}: {error}{_line(error)}") from error
         _conforms(drafter, f"drafter custom:{path}")
         return drafter      # type: ignore[no-any-return]
+
+
+def _line(error: Exception) -> str:
+    """Where it was raised, for whoever wrote that line."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
 
 
 def check_place(path: str | None) -> None:
     """Raises SpecError unless `path` reads pkg.mod:Class."""
     if path is None or not PLACE.fullmatch(path):
         raise SpecError(f"drafter spec custom:{path or ''}: expected custom:pkg.mod:Class, a module that Python can "
-                        "import and a class in it")
+                        "import and a class in it; such drafters take no options")
 
 
 def _imported(path: str) -> Any:

@@ -87,6 +87,8 @@ def encode(target: Reads, prompt: str | abc.Sequence[int]) -> tuple[int, ...]:
             raise PromptError(f"the prompt has {size} bytes, more than any {room} tokens stand for; the target's context of "
                               f"{target.context} has room for {room} tokens: shorten it")
         ids = tuple(target.tokenizer.encode(prompt))
+    elif not hasattr(prompt, "__len__") or not hasattr(prompt, "__iter__"):
+        raise PromptError(f"the prompt is of type {type(prompt).__name__}; expected a text, or a list of token ids")
     elif len(prompt) > room:
         raise _too_long(len(prompt), target.context)
     else:

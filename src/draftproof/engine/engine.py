@@ -14,7 +14,7 @@ import torch
 from ..config import EngineConfig, LoadConfig, SpeculationConfig
 from ..core.tally import Tally
 from ..drafters.base import Drafter
-from ..errors import CacheFull, Failure, OptionError
+from ..errors import CacheFull, Failure, OptionError, PromptError
 from ..models.target import Target
 from ..trace.events import VERSION, TraceStarted
 from ..trace.report import metrics
@@ -33,6 +33,7 @@ from .records import Recorder
 from .sequence import Sequence
 from .setup import check_depth, control_of, draft_bytes, open_drafter, open_target
 from .speculation import Speculation
+from .turn import Turn
 
 
 class Request:
@@ -88,7 +89,7 @@ class Engine:
     target: a folder, a hub id, a `Target`, or None for the built-in demo model. drafter: a spec such as "ngram:min=2" or a
     `Drafter`. depth: tokens to guess per round, or "auto". tree: most nodes per round (None: chains). sinks: where trace
     events go besides `Completion.trace`. others: further drafters that are loaded, which a request may name in `speculation`.
-    Not thread-safe. Raises OptionError, SpecError or LoadError.
+    Of one thread at a time: what another one asks while a round runs is refused. Raises OptionError, SpecError or LoadError.
     """
 
     def __init__(self, target: str | Target | None = None, drafter: str | Drafter = "none", depth: str | int = "auto", *,
@@ -109,6 +110,7 @@ class Engine:
         self._recorder = Recorder(self.config.trace, sinks, self.config.trace_alternatives)
         self._batch = Batch(self.target, self.lanes, self._recorder, self.config.max_batch, self.load.prefill_chunk)
         self._handles: dict[str, Request] = {}
+        self._turn, self._closed = Turn(), False
         self._profile()
         self._count, self._done, self._total = 0, 0, Tally()
         self._recorder.begin(self._header())
@@ -118,7 +120,15 @@ class Engine:
 
     def submit(self, prompt: str | abc.Sequence[int], sampling: Sampling | None = None, *, prompt_class: str | None = None,
                tenant: str = "", speculation: Mapping[str, Any] | None = None) -> list[Request]:
-        """Queue a request; one handle per sample. Raises PromptError, OptionError or CacheFull, queueing nothing."""
+        """Queue a request; one handle per sample. Raises PromptError, OptionError or CacheFull, or Failure if the engine is closed, in a
+        round in another thread, or has too many waiting; nothing is queued then."""
+        if self._closed:
+            raise Failure("this engine is closed; open another one")
+        with self._turn:
+            return self._queue(prompt, sampling, prompt_class, tenant, speculation)
+
+    def _queue(self, prompt: str | abc.Sequence[int], sampling: Sampling | None, prompt_class: str | None, tenant: str,
+               speculation: Mapping[str, Any] | None) -> list[Request]:
         ids = encode(self.target, prompt)
         options = resolve(self.target, sampling or Sampling())
         check_limits(options, self.config.max_samples, self.config.max_logprobs)
@@ -143,9 +153,10 @@ class Engine:
 
     def cancel(self, request: str) -> None:
         """End a request (all its samples) or one sample of it; an unknown or finished id is ignored."""
-        for seq in [s for s in self._batch if request in (s.id, s.request)]:
-            self._batch.end(seq, "cancelled")
-        self._settle()
+        with self._turn.lock:
+            for seq in [s for s in self._batch if request in (s.id, s.request)]:
+                self._batch.end(seq, "cancelled")
+            self._settle()
 
     def generate(self, prompt: str | abc.Sequence[int], sampling: Sampling | None = None, **options: Any) -> Completion:
         """The whole text. options: fields of `Sampling`, or prompt_class, tenant, speculation. With n > 1 see `samples`."""
@@ -154,6 +165,8 @@ class Engine:
     def generate_batch(self, prompts: abc.Sequence[str | abc.Sequence[int]], sampling: Sampling | abc.Sequence[Sampling] | None = None,
                        **options: Any) -> list[Completion]:
         """The whole texts of many prompts, in rounds they share; one `Sampling` for all, or one each."""
+        if isinstance(prompts, str):
+            raise PromptError("prompts is one text; expected a list of them, or `generate` for one")
         each = [sampling] * len(prompts) if sampling is None or isinstance(sampling, Sampling) else list(sampling)
         if len(each) != len(prompts):
             raise OptionError(f"{len(each)} sampling options for {len(prompts)} prompts; expected one for all, or one each")
@@ -209,7 +222,7 @@ class Engine:
         return state
 
     def stats(self) -> dict[str, Any]:
-        """Counts since the engine started: requests by state, the tally of all of them, the target's facts, speculation."""
+        """Counts since the engine started: requests by state, the tally of all of them, the target's name, speculation."""
         tally = sum((seq.tally for seq in self._batch.live), self._total)
         return {
             "requests": {"waiting": len(self._batch.waiting), "running": len(self._batch.live), "done": self._done},
@@ -222,12 +235,14 @@ class Engine:
         return self._recorder.add(sink)
 
     def close(self) -> None:
-        """Cancel everything, give all memory back, and flush the sinks (whoever opened a sink closes it)."""
-        for seq in list(self._batch):
-            self._batch.end(seq, "cancelled")
-        self._settle()
-        self.lanes.leave_all()
-        self._recorder.flush()
+        """Cancel everything, give all memory back, and flush the sinks (whoever opened a sink closes it). No request is taken any more."""
+        with self._turn.lock:
+            self._closed = True
+            for seq in list(self._batch):
+                self._batch.end(seq, "cancelled")
+            self._settle()
+            self.lanes.leave_all()
+            self._recorder.flush()
 
     def __enter__(self) -> Self:
         return self
@@ -270,9 +285,11 @@ class Engine:
 
     def _step(self, told: bool) -> list[TokenEvent]:
         """`step`; unless somebody is `told`, of tokens that go to a stream only."""
-        events = [event for seq, commit in self._batch.step() for event in self._deliver(seq, commit, told)]
-        self._settle()
+        with self._turn:
+            events = [event for seq, commit in self._batch.step() for event in self._deliver(seq, commit, told)]
+            self._settle()
         return events
+
 
     def _abandon(self, groups: abc.Sequence[abc.Sequence[Request]]) -> None:
         """Cancel whatever is not done, when its only reader is gone."""

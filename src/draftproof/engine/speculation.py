@@ -226,7 +226,8 @@ class Speculation:
         """Take the drafter out of service for good, saying why."""
         if self.failure:
             return
-        what = str(error) if isinstance(error, DrafterError) else f"drafter {self.name} raised {type(error).__name__}: {error}"
+        what = f"{error}" if isinstance(error, DrafterError) else f"drafter {self.name} raised {type(error).__name__}: {error}"
+        what = what if what.startswith("drafter ") else f"drafter {self.name}: {what}"
         self.failure = f"{what}; it is out of service and the text goes on without it"
         log.warning(self.failure, exc_info=None if isinstance(error, DrafterError) else error)
         self.leave_all()
