@@ -20,7 +20,7 @@ help:
 	@echo "make benchmark-view  the page on a trace of 100,000 rounds, in headless Chromium"
 	@echo "make soak         the server under 64 streaming clients for 10 minutes, then a log of 5 GB through audition"
 	@echo "make fuzz         5000 requests that the API describes or forbids, every option crossed, and nonsense"
-	@echo "make clean        remove .venv and the caches"
+	@echo "make clean        remove .venv, .venv-vllm and the caches"
 
 demo: $(VENV)/.installed
 	$(BIN)/draftproof demo

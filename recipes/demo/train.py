@@ -1,7 +1,7 @@
 """Train the demo target, or distil the demo drafter from it. Resumes from its last checkpoint.
 
-    python recipes/demo/train.py WORK target --steps 1400
-    python recipes/demo/train.py WORK draft  --steps 650             # needs WORK/target
+    python recipes/demo/train.py WORK target --steps 2000
+    python recipes/demo/train.py WORK draft  --steps 900             # needs WORK/target
 
 Llama architecture, bfloat16 autocast over float32 weights, Muon for matrices and AdamW for the rest, linear decay over
 the last half. The draft model minimises a half of cross entropy on the text and a half of KL(target || draft): what

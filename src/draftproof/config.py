@@ -49,7 +49,7 @@ class LoadConfig(_Config):
     device: str | None = None             # "cpu", "cuda", "cuda:1"
     draft_device: str | None = None       # of draft models; None: the target's. Heads stay with the target, whose states they read
     tensor_parallel: int = 1              # processes that share every block, each on a device of its own (on CPUs: all on this one)
-    threads: int | None = None            # None: the physical cores
+    threads: int | None = None            # None: torch's choice, the cores or OMP_NUM_THREADS
     reproducible: bool = True             # rows independent of their neighbours where the machine allows it (Law 2)
     self_test: bool = True                # measure at load whether speculation is invisible to the bit
     kernels: bool = True                  # on a GPU, run blocks that are known, of heads too, through kernels of our own

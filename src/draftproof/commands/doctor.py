@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 @o.load_options
 @o.json_option
 def doctor(target: str | None, drafter: str | None, as_json: bool, **given: Any) -> int:
-    """Explain the machine, the load of a target, and every check of a pair. Exits with 1 if a check fails."""
+    """Explain the machine, the load of a target, and every check of a pair. Exits with 1 if something that must hold does not."""
     config = LoadConfig.of(o.pick(LoadConfig, given))
     o.check_target(target)
     o.check_drafter(drafter)

@@ -141,7 +141,8 @@ load_options = stacked(
             help="On a GPU, our own kernels for the blocks of models that are known, or torch's.  [default: kernels]"),
     setting(LoadConfig, "compile", "--compile/--no-compile",
             help="On a GPU, join the operations between torch's products by torch.compile.  [default: no-compile]"),
-    setting(LoadConfig, "threads", type=int, metavar="N", help="CPU threads.  [default: the physical cores]"),
+    setting(LoadConfig, "threads", type=int, metavar="N", help="CPU threads.  [default: torch's choice: the cores, or OMP_NUM_THREADS]"),
+    setting(LoadConfig, "cache_tokens", type=int, metavar="N", help="Tokens, of all texts, whose keys are kept at a time, at most."),
     setting(LoadConfig, "reproducible", "--reproducible/--fast",
             help="Kernels whose rows do not depend on their neighbours, or the fastest.  [default: reproducible]"),
 )

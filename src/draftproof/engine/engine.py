@@ -306,7 +306,8 @@ class Engine:
         reach = self._batch.reach(seq)
         if not self.target.fits(reach):
             raise CacheFull(f"a prompt of {seq.prompt_tokens} tokens with max_tokens={seq.sampling.max_tokens} may need {reach}, more than "
-                            f"the cache has ({self.load.cache_tokens}); lower max_tokens, shorten the prompt, or raise cache_tokens")
+                            f"the cache has ({self.load.cache_tokens}); lower max_tokens, shorten the prompt, or raise cache_tokens "
+                            "(--cache-tokens)")
 
     def _deliver(self, seq: Sequence, commit: Commit, told: bool) -> list[TokenEvent]:
         inbox = self._handles[seq.id].inbox

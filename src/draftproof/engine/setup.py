@@ -61,7 +61,7 @@ def check_depth(target: Target, settings: SpeculationConfig) -> None:
         raise OptionError(f"depth={settings.depth}: the target's context of {target.context} leaves room for at most {target.context - 2}")
     if nodes and not target.fits(nodes + 2):
         name = "tree" if settings.tree else "depth"
-        raise OptionError(f"{name}={nodes}: so many drafted tokens do not fit the cache; lower it, or raise cache_tokens")
+        raise OptionError(f"{name}={nodes}: so many drafted tokens do not fit the cache; lower it, or raise cache_tokens (--cache-tokens)")
 
 
 def draft_bytes(drafter: Drafter | None) -> int:

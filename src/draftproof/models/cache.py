@@ -105,7 +105,7 @@ class PagePool:
             self._unpublish(page)
         else:
             raise CacheFull(
-                f"all {self.capacity - 1} cache pages of {self.page_tokens} tokens are in use; raise cache_tokens, "
+                f"all {self.capacity - 1} cache pages of {self.page_tokens} tokens are in use; raise cache_tokens (--cache-tokens), "
                 "or run fewer or shorter sequences"
             )
         self.references[page] = 1

@@ -53,7 +53,8 @@ def builtin(name: str) -> Path:
     """The folder of a built-in demo model: "target" or "draft"."""
     folder = WEIGHTS / name
     if not (folder / "config.json").exists():
-        raise LoadError(f"the built-in model {name!r} is missing at {folder}; reinstall the package, or give a path")
+        known = sorted(place.parent.name for place in WEIGHTS.glob("*/config.json"))
+        raise LoadError(f"there is no built-in {name!r}; give the path of one, as in {name}:PATH (built in are {', '.join(known)})")
     return folder
 
 
