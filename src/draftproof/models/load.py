@@ -54,7 +54,7 @@ def builtin(name: str) -> Path:
     folder = WEIGHTS / name
     if not (folder / "config.json").exists():
         known = sorted(place.parent.name for place in WEIGHTS.glob("*/config.json"))
-        raise LoadError(f"there is no built-in {name!r}; give the path of one, as in {name}:PATH (built in are {', '.join(known)})")
+        raise LoadError(f"there is no built-in model {name!r} (there are {', '.join(known)}); give the path of one, as in {name}:PATH")
     return folder
 
 

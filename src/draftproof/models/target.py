@@ -118,6 +118,5 @@ def reserve(held: int, tokens: int, most: int) -> int:
     """`tokens`, the keys that a new slot may come to hold beside `held` others. Raises CacheFull where they are more than `most`."""
     if tokens and held + tokens > most:
         raise CacheFull(f"{held} of {most} cache tokens are spoken for, and a text that may reach {tokens} wants in; raise cache_tokens "
-                        "(--cache-tokens), "
-                        "or run fewer or shorter sequences")
+                        "(--cache-tokens), or run fewer or shorter sequences")
     return tokens
