@@ -85,8 +85,10 @@ def test_a_stream_goes_on_between_other_requests_of_its_thread() -> None:
 def test_a_closed_engine_takes_nothing() -> None:
     engine = Engine(TableTarget(9, order=1, seed=1), "ngram")
     engine.generate(PROMPT, SAMPLING)
+    assert repr(engine).endswith("drafter ngram, depth auto, rule match>")
     for _ in range(2):
         engine.close()
+    assert repr(engine).endswith("rule match, closed>")
     for call in (lambda: engine.generate(PROMPT, SAMPLING), lambda: engine.submit(PROMPT), lambda: next(engine.stream(PROMPT))):
         with pytest.raises(Failure, match="closed; open another"):
             call()

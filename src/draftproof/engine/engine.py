@@ -244,6 +244,10 @@ class Engine:
             self.lanes.leave_all()
             self._recorder.flush()
 
+    def __repr__(self) -> str:
+        return (f"<Engine {self.target.facts.name}, drafter {self.settings.drafter}, depth {'auto' if self._fixed is None else self._fixed}, "
+                f"rule {self.settings.rule}{', closed' if self._closed else ''}>")
+
     def __enter__(self) -> Self:
         return self
 
