@@ -245,8 +245,9 @@ class Engine:
             self._recorder.flush()
 
     def __repr__(self) -> str:
-        return (f"<Engine {self.target.facts.name}, drafter {self.settings.drafter}, depth {'auto' if self._fixed is None else self._fixed}, "
-                f"rule {self.settings.rule}{', closed' if self._closed else ''}>")
+        depth = "auto" if self._fixed is None else self._fixed
+        return (f"<Engine {self.target.facts.name}, drafter {self.settings.drafter}, depth {depth}, rule {self.settings.rule}"
+                f"{', closed' if self._closed else ''}>")
 
     def __enter__(self) -> Self:
         return self
