@@ -216,3 +216,14 @@ def test_numbers_that_are_none_change_no_text(opened: Callable[..., Page]) -> No
     assert page.js("return document.querySelector('#text').textContent").endswith("[NaN,\"a:NaN,\"]")
     page.js("document.querySelectorAll('#text .tok')[1].click()")
     assert "–" in page.js("return document.querySelector('#token-facts').textContent")
+
+
+def test_lines_of_rounds_stand_in_their_order_however_they_are_scrolled(opened: Callable[..., Page]) -> None:
+    page = opened(header(), *request(JUDGED * 40))
+    page.show("rounds", r=0, round=0)
+    numbers = "[...document.querySelectorAll('#rounds .row')].map((row) => Number(row.firstChild.textContent))"
+    for top, first in ((3000, 88), (2700, 78), (2850, 83)):
+        page.js(f"document.querySelector('#rounds').scrollTop = {top}")
+        page.until(f"Math.min(...{numbers}) === {first}")
+        shown = page.js(f"return {numbers}")
+        assert shown == list(range(shown[0], shown[0] + len(shown)))

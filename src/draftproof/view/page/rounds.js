@@ -37,7 +37,11 @@ export const roundsView = {
       const next = new Map();
       for (let n = from; n < to; n++) next.set(n, shown.get(n) ?? line(ctx, n));
       for (const [n, row] of shown) if (!next.has(n)) row.remove();
-      for (const [n, row] of next) if (!row.isConnected || !shown.has(n)) all.append(row);
+      let after = null;                   // in the order of the rounds, for who reads or tabs through them; what stays keeps its focus
+      for (const row of [...next.values()].reverse()) {
+        if (row.parentNode !== all) all.insertBefore(row, after);
+        after = row;
+      }
       shown = next;
     };
     let asked = false;
