@@ -196,6 +196,11 @@ def test_the_keyboard_reaches_everything(page: Page, at: Callable[[str], str], f
     page.js("document.querySelector('#text').focus()")
     page.keys(Keys.ARROW_RIGHT, Keys.ARROW_RIGHT, Keys.ENTER)
     assert "role" in page.js("return document.querySelector('#token-facts').textContent")
+    where = page.js("return location.hash")
+    page.js("document.querySelector('#skip').focus()")
+    page.keys(Keys.ENTER)
+    assert page.until("document.activeElement.id") == "main"
+    assert page.js("return [location.hash, document.title]") == [where, "Text – Draftproof"]
 
 
 def test_replay_and_deep_links(page: Page, at: Callable[[str], str], folder: Path) -> None:
@@ -204,6 +209,11 @@ def test_replay_and_deep_links(page: Page, at: Callable[[str], str], folder: Pat
     assert page.until("document.querySelector('.row[aria-current] .num')?.textContent") == "5"
     page.js("document.querySelector('#replay-step').click()")
     assert page.until("document.querySelector('.row[aria-current] .num').textContent === '6'")
+    tab = page.js("const tab = document.querySelector('body > nav a[data-view=verification]'); tab.click(); return tab.hash")
+    assert "round=6" in tab, "the tabs follow the replay, and do not wait for the address"
+    assert page.until("document.title.startsWith('Verification') && document.querySelector('#replay-range').value") == "7"
+    page.show("rounds", r=index, round=5)
+    page.js("document.querySelector('#replay-step').click()")
     page.until("location.hash.includes('round=6')")
     page.js("document.querySelector('#replay-back').click(); document.querySelector('select[aria-label=\"replay speed\"]').value = '10';"
             "document.querySelector('select[aria-label=\"replay speed\"]').dispatchEvent(new Event('change'));"

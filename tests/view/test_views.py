@@ -207,6 +207,8 @@ def test_an_address_beyond_the_trace_is_told(opened: Callable[..., Page]) -> Non
     told = "return document.querySelector('#notice').hidden ? '' : document.querySelector('#notice').textContent"
     assert "names request 99; this trace has 1" in opened(*events, at="#/tree?r=99&round=1").js(told)
     assert opened(*events, at="#/tree?r=0&round=4").js(told) == ""
+    page = opened(*events, at="#/nosuch?r=0&round=4")
+    assert "names the view nosuch" in page.js(told) and page.js("return document.title").startswith("Status")
 
 
 def test_numbers_that_are_none_change_no_text(opened: Callable[..., Page]) -> None:

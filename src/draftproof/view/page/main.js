@@ -72,11 +72,14 @@ function tell(error) {
   complain(error instanceof TraceError ? error.message : `This could not be shown: ${error.message}`);
 }
 
+/** The tabs lead to the round in sight. */
+function aim() { for (const item of nav.children) item.href = link(item.dataset.view); }
+
 function draw() {
   state.view.leave?.();
   for (const view of VIEWS) view.follow = view.leave = undefined;
-  for (const item of nav.querySelectorAll('a')) {
-    item.href = link(item.dataset.view);
+  aim();
+  for (const item of nav.children) {
     if (item.dataset.view !== state.view.id) { item.removeAttribute('aria-current'); continue; }
     item.setAttribute('aria-current', 'page');
     nav.scrollLeft = item.offsetLeft - nav.offsetLeft - 40;
@@ -104,6 +107,7 @@ function welcome() {
 
 function follow(cursor) {
   state.token = 0;
+  aim();
   state.view.follow?.({ ...context(), cursor });
 }
 
@@ -125,13 +129,16 @@ function route() {
   state.request = request;
   state.token = number('token');
   const requests = state.trace?.requests ?? [];
+  if (notice.hidden && name && name !== view.id) complain(`The address names the view ${name}; there are ${VIEWS.map((one) => one.id).join(', ')}. Shown is ${view.title}.`);
   if (state.trace?.complete && notice.hidden && number('r') >= requests.length && requests.length) complain(`The address names request ${number('r')}; this trace has ${requests.length}, counted from 0. Shown is the first.`);
   if (request) {
     const fallback = view === textView || view === raceView ? request.rounds.length : Math.min(1, request.rounds.length);
     replay.set(state.trace, request, asked.has('round') && (asked.get('round') !== '0' || view !== textView) ? number('round') + 1 : fallback);
   }
   controls();
-  if (same) state.view.follow(context()); else draw();
+  if (!same) return draw();
+  aim();
+  return state.view.follow(context());
 }
 
 function controls() {
@@ -240,6 +247,7 @@ function begin() {
   nav.append(...VIEWS.map((view) => h('a', { href: `#/${view.id}`, data: { view: view.id } }, view.title)));
   document.querySelector('footer').append(replay.bar);
   document.body.append(opener);
+  document.querySelector('#skip').addEventListener('click', (event) => { event.preventDefault(); main.focus(); });      // its address would be a view's
   window.addEventListener('hashchange', route);
   document.addEventListener('keydown', keys);
   document.addEventListener('dragover', (event) => { event.preventDefault(); document.body.classList.add('drop'); });
