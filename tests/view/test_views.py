@@ -229,3 +229,22 @@ def test_lines_of_rounds_stand_in_their_order_however_they_are_scrolled(opened: 
         page.until(f"Math.min(...{numbers}) === {first}")
         shown = page.js(f"return {numbers}")
         assert shown == list(range(shown[0], shown[0] + len(shown)))
+
+
+def test_the_whole_time_of_a_text_is_told_and_its_slowest_rounds(opened: Callable[..., Page]) -> None:
+    slow = around((NodeRecord(1, -1, "rejected"),), (TokenRecord(2, "correction"),), "two", times=Times(0.001, 0.004, 0.003, 0.001))
+    started, _, *rest = request([*JUDGED, slow])
+    page = opened(header(), started, PrefillDone("r0", 0.01, 0.008, 1, TokenRecord(0, "prefill"), WORDS[0]), *rest)
+    page.show("gantt", r=0, round=0)
+    rows = page.js("return [...document.querySelectorAll('main tbody tr')].map((row) => [...row.cells].map((cell) => cell.textContent))")
+    assert [row[:2] for row in rows] == [["waiting", "0.0020"], ["prefill", "0.0080"], ["draft", "0.0060"], ["score", "0.0240"],
+                                         ["verify", "0.0030"], ["other", "0.0010"], ["between rounds", "0.0260"], ["the whole", "0.0700"]]
+    assert sum(float(row[2].removesuffix(" %")) for row in rows[:-1]) == pytest.approx(100, abs=0.3) and rows[-1][2] == "100.0 %"
+    assert rows[6][3] == "4.3 ms"
+    assert "the upright line is where the replay stands" in page.text()
+    page.js("document.querySelector('#slowest a').click()")
+    page.until("document.querySelector('.row[aria-current] .num')?.textContent === '5'")
+    assert page.js("return [...document.querySelectorAll('.head .num')].map((cell) => cell.textContent)") == [
+        "round", "stood", "draft", "score", "verify", "other"]
+    row = page.js("return [...document.querySelectorAll('.row[aria-current] .num')].map((cell) => cell.textContent)")
+    assert row == ["5", "0/1", "1.0 ms", "4.0 ms", "3.0 ms", "1.0 ms"]

@@ -1,9 +1,10 @@
 // Where every millisecond went: the rounds of a text on one time line, and plain decoding of the same text below.
 
-import { button, h, integer, number, panel, seconds, table } from './dom.js';
+import { button, h, integer, number, panel, percent, seconds, table } from './dom.js';
 import { plainPass, speedOf } from './status.js';
+import { PHASES } from './tally.js';
 
-const PHASES = ['draft', 'score', 'verify', 'other'];
+const SLOWEST = 5;
 
 /** First of `rounds` whose end lies at or behind `at`. */
 function behind(trace, rounds, at) {
@@ -16,7 +17,7 @@ function behind(trace, rounds, at) {
 }
 
 function paintLanes(canvas, ctx, span, plain) {
-  const { trace, request, cursor } = ctx, ratio = window.devicePixelRatio || 1, width = canvas.clientWidth || 600, height = 190;
+  const { trace, request, cursor } = ctx, ratio = window.devicePixelRatio || 1, width = canvas.clientWidth || 600, height = 218;
   canvas.width = width * ratio;
   canvas.height = height * ratio;
   const pen = canvas.getContext('2d'), style = getComputedStyle(canvas), colour = (name) => style.getPropertyValue(`--${name}`).trim();
@@ -24,7 +25,7 @@ function paintLanes(canvas, ctx, span, plain) {
   pen.font = '12px system-ui';
   pen.clearRect(0, 0, width, height);
   const left = 62, x = (t) => left + (t - span[0]) / (span[1] - span[0]) * (width - left - 4);
-  const lane = { draft: 8, score: 36, verify: 64, other: 92, plain: 132 };
+  const lane = { prefill: 8, draft: 36, score: 64, verify: 92, other: 120, plain: 160 };
   pen.fillStyle = colour('ink');
   for (const [name, y] of Object.entries(lane)) pen.fillText(name, 2, y + 15);
   const block = (name, y, from, to) => {
@@ -33,7 +34,8 @@ function paintLanes(canvas, ctx, span, plain) {
     pen.fillStyle = colour(name);
     pen.fillRect(a, y, Math.max(0.6, b - a), 20);
   };
-  const rounds = request.rounds;
+  const rounds = request.rounds, { prefill } = request;
+  if (prefill) block('prefill', lane.prefill, prefill.at_s - request.at - prefill.seconds, prefill.at_s - request.at);
   let painted = 0;
   for (let n = behind(trace, rounds, request.at + span[0]); n < rounds.length; n++) {
     const i = rounds[n], parts = PHASES.map((name) => trace[name].at(i));
@@ -44,12 +46,26 @@ function paintLanes(canvas, ctx, span, plain) {
   for (const [from, to] of plain(span)) block('plain', lane.plain, from, to);
   const now = cursor > 0 && rounds[cursor - 1] !== undefined ? trace.at.at(rounds[cursor - 1]) - request.at : null;
   pen.fillStyle = colour('ink');
-  if (now !== null && now >= span[0] && now <= span[1]) pen.fillRect(x(now), 4, 2, 152);
+  if (now !== null && now >= span[0] && now <= span[1]) pen.fillRect(x(now), 4, 2, 180);
   const step = 10 ** Math.floor(Math.log10((span[1] - span[0]) / 3));
   for (let t = Math.ceil(span[0] / step) * step; t <= span[1]; t += step) {
-    pen.fillRect(x(t), 160, 1, 5);
-    if (Math.round(t / step) % Math.max(1, Math.ceil((span[1] - span[0]) / step / (width / 90))) === 0 && x(t) < width - 30) pen.fillText(seconds(t), x(t) - 12, 180);
+    pen.fillRect(x(t), 188, 1, 5);
+    if (Math.round(t / step) % Math.max(1, Math.ceil((span[1] - span[0]) / step / (width / 90))) === 0 && x(t) < width - 30) pen.fillText(seconds(t), x(t) - 12, 208);
   }
+}
+
+/** Rows of the table: the phases of a text and what lies outside of them; they add up to the whole. Imported rounds have no phases. */
+function spent({ prefill, at, clock, tally }, whole) {
+  const rounds = PHASES.reduce((sum, name) => sum + clock[name], 0), told = (value) => (rounds || !tally.rounds ? value : null);
+  const reading = prefill?.seconds ?? 0, waiting = prefill ? Math.max(0, prefill.at_s - at - reading) : 0, between = Math.max(0, whole - waiting - reading - rounds);
+  const row = (name, value, count = 0) => [name, number(value, 4), value === null ? '–' : percent(value / whole), seconds(count && value !== null ? value / count : null)];
+  return [row('waiting', waiting), row('prefill', reading), ...PHASES.map((name) => row(name, told(clock[name]), tally.rounds)), row('between rounds', told(between), tally.rounds), row('the whole', whole)];
+}
+
+/** Places of the rounds that took longest, the longest first. */
+function slowest(trace, rounds) {
+  const took = rounds.map((i, ordinal) => ({ ordinal, length: PHASES.reduce((sum, name) => sum + trace[name].at(i), 0) }));
+  return took.filter(({ length }) => length > 0).sort((a, b) => b.length - a.length).slice(0, SLOWEST);
 }
 
 export const ganttView = {
@@ -91,15 +107,16 @@ export const ganttView = {
     });
     this.follow = (next) => requestAnimationFrame(() => paint(next));
     this.follow(ctx);
-    const parts = PHASES.map((name) => clock[name]), sum = parts.reduce((a, b) => a + b, 0);
+    const longest = slowest(trace, request.rounds).map(({ ordinal, length: took }, k) => [k ? ', ' : '',
+      h('a', { href: ctx.link('rounds', { round: ordinal }) }, `${trace.record(request.rounds[ordinal]).round} (${seconds(took)})`)]);
     return [panel('Where the time went',
       h('p', null, measured || pass ? `With speculation ${seconds(length)}; plain decoding of the same text ${seconds(plainLength)} (${measured ? 'measured: the run without guesses in this trace' : 'estimated: one plain pass per token'}).`
         : `The whole took ${seconds(length)}; this trace has no times of single rounds.`),
       h('div', { class: 'bar' }, button('Zoom in', () => zoom(0.5)), button('Zoom out', () => zoom(2)), button('←', () => zoom(1, -0.25), { 'aria-label': 'earlier' }), button('→', () => zoom(1, 0.25), { 'aria-label': 'later' }), button('All', () => zoom(1e9))),
       canvas,
-      table('time of the rounds', ['phase', 'seconds', 'share', 'per round'], [
-        ...PHASES.map((name, k) => [name, number(parts[k], 4), sum ? `${(100 * parts[k] / sum).toFixed(1)} %` : '–', seconds(request.tally.rounds ? parts[k] / request.tally.rounds : null)]),
-        ['all rounds', number(sum, 4), '100 %', seconds(request.tally.rounds ? sum / request.tally.rounds : null)]]),
+      h('p', { class: 'quiet' }, 'A gap in every lane is time between rounds; the upright line is where the replay stands.'),
+      table('where the time went', ['phase', 'seconds', 'share', 'per round'], spent(request, length)),
+      longest.length ? h('p', { id: 'slowest' }, 'Slowest rounds: ', longest, '.') : null,
       h('p', { class: 'quiet' }, `${integer(request.tally.rounds)} rounds. A pass that several texts share is shown in full for each of them.`))];
   },
 };

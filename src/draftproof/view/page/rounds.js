@@ -1,6 +1,7 @@
 // One line a round. Only the lines in sight exist; the list is as tall as all of them.
 
 import { h, label, panel, seconds } from './dom.js';
+import { PHASES } from './tally.js';
 import { roundWords } from './words.js';
 
 const ROW = 30, EXTRA = 12;
@@ -16,8 +17,7 @@ function line(ctx, ordinal) {
     h('span', { class: 'cells' }, nodes.map((node) => h('span', { class: `cell ${node.fate}` }, GLYPH[node.fate], ' ', request.header.vocabulary ? label(trace.piece(node.token, request), 12) : '')),
       record.nodes.length > 24 ? ` +${record.nodes.length - 24}` : '',
       own ? h('span', { class: `cell tok ${own.role}` }, own.role === 'bonus' ? '+ ' : own.role === 'correction' ? '→ ' : '', words ? label(words.at(-1) || '·', 16) : label(record.text, 16)) : null),
-    h('span', { class: 'num wide' }, seconds(trace.draft.at(i))), h('span', { class: 'num wide' }, seconds(trace.score.at(i))),
-    h('span', { class: 'num wide' }, seconds(trace.verify.at(i) + trace.other.at(i))));
+    PHASES.map((name) => h('span', { class: 'num wide' }, seconds(trace[name].at(i)))));
   row.style.setProperty('top', `${ordinal * ROW}px`);
   return row;
 }
@@ -61,6 +61,6 @@ export const roundsView = {
     paint();
     return [panel('Rounds', h('p', { class: 'quiet' }, `${count().toLocaleString('en-US')} rounds. ■ accepted, × rejected, · discarded, → correction, + bonus. A line opens its tree.`),
       h('div', { class: 'row head', 'aria-hidden': 'true' }, h('span', { class: 'num' }, 'round'), h('span', { class: 'num' }, 'stood'), h('span', { class: 'cells' }, 'guesses, and the target’s own token'),
-        h('span', { class: 'num wide' }, 'draft'), h('span', { class: 'num wide' }, 'score'), h('span', { class: 'num wide' }, 'other')), frame)];
+        PHASES.map((name) => h('span', { class: 'num wide' }, name))), frame)];
   },
 };

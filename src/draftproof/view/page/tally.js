@@ -1,5 +1,8 @@
 // The page's reading of core/tally.py and trace/report.py: counts added up round by round, ratios only when read.
 
+/** What the times of a round are told by, in their order. */
+export const PHASES = ['draft', 'score', 'verify', 'other'];
+
 const share = (part, whole) => (whole ? part / whole : null);
 
 export class Tally {
