@@ -79,7 +79,8 @@ def test_a_limit_keeps_whole_requests(trace: Path) -> None:
 def test_terminal_lines_fit_and_obey_nobody(tmp_path: Path, trace: Path) -> None:
     path = hostile(tmp_path / "hostile.jsonl")
     for file in (path, trace):
-        lines = [line for event in read_trace(file) for line in terminal.lines(event)]
+        screen = terminal.Screen()
+        lines = [line for event in read_trace(file) for line in screen.lines(event)]
         assert len(lines) > 10
         for line in lines:
             assert terminal.columns(line) <= 80
@@ -94,9 +95,29 @@ def test_terminal_lines_fit_any_window_and_figure(width: int, tmp_path: Path, tr
     times = {"draft_s": 9.9999, "score_s": 12345.6, "verify_s": 0.0, "other_s": 0.0}
     path = short(tmp_path / "t.jsonl", {**ROUND, "round": 1234567, "nodes": [node] * 1024, "text": "word " * 30, "times": times}, DONE)
     for file in (path, trace):
+        bare, coloured = terminal.Screen(width), terminal.Screen(width, True)
         for event in read_trace(file):
-            for plain, painted in zip(terminal.lines(event, width), terminal.lines(event, width, True), strict=True):
+            for plain, painted in zip(bare.lines(event), coloured.lines(event), strict=True):
                 assert terminal.columns(plain) <= width and re.sub(r"\x1b\[[0-9;]*m", "", painted) == plain
+
+
+def test_lines_of_several_requests_say_whose_they_are(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = [json.loads(line) for line in short(tmp_path / "t.jsonl", ROUND, DONE).read_text().splitlines()]
+    header, started, prefill, round_, done = lines
+    other = "hostile\u001b[31m name"
+    path = short(tmp_path / "two.jsonl", {**started, "request": other}, *({**one, "request": name} for one in (prefill, round_, done)
+                                                                       for name in (other, "r")))
+    assert run(["view", str(tmp_path / "t.jsonl"), "--terminal"]) == 0
+    alone = capsys.readouterr().out.splitlines()
+    assert alone[0] == terminal.LEGEND and len(alone[0]) <= 80 and all(glyph in alone[0] for glyph in terminal.GLYPHS.values())
+    assert alone[-2].startswith("     0 ■ ") and alone[-1].startswith("done r (length)")
+    assert run(["view", str(path), "--terminal"]) == 0
+    mixed = capsys.readouterr().out.splitlines()
+    heads = [line.split()[0] for line in mixed if "guesses" in line]
+    assert mixed.count(terminal.LEGEND) == 1 and heads == ["round", "request"], "one before the second request began, one after"
+    rounds = [line for line in mixed if "■" in line and line != terminal.LEGEND]
+    assert [line[:16] for line in rounds] == ["hostil…      0 ■", "r            0 ■"]
+    assert [line.split(" (")[0] for line in mixed[-2:]] == ["done hostile⟨001B⟩[31m name", "done r"]
 
 
 def test_terminal_colour_is_only_paint() -> None:

@@ -161,8 +161,9 @@ def write_perfetto(trace: Path, out: Path) -> None:
 
 def print_lines(trace: Path) -> None:
     width, colour = terminal_form(sys.stdout)
+    screen = terminal.Screen(width, colour)
     for event in checked(trace):
-        for line in terminal.lines(event, width, colour):
+        for line in screen.lines(event):
             click.echo(line, color=colour)
 
 
@@ -181,10 +182,11 @@ class Lines:
     """A trace sink that prints each event's lines as it comes: `generate --show`."""
 
     def __init__(self, stream: Any) -> None:
-        self._stream, (self._width, self._colour) = stream, terminal_form(stream)
+        width, self._colour = terminal_form(stream)
+        self._stream, self._screen = stream, terminal.Screen(width, self._colour)
 
     def write(self, event: Event) -> None:
-        for line in terminal.lines(event, self._width, self._colour):
+        for line in self._screen.lines(event):
             click.echo(line, file=self._stream, color=self._colour)
 
     def flush(self) -> None:

@@ -1,59 +1,80 @@
-"""Rounds as lines of text: glyphs that read without colour, 80 columns, nothing that could steer a terminal.
-
-    ■ accepted   × rejected   · discarded   → the target's token after a rejection   + after all guesses stood   o no guess
-"""
+"""Rounds as lines of text: glyphs that read without colour, 80 columns, nothing that could steer a terminal."""
 
 from __future__ import annotations
 
 import unicodedata
-from collections.abc import Callable
 from typing import Any
 
 GLYPHS = {"accepted": "■", "rejected": "×", "discarded": "·", "correction": "→", "bonus": "+", "plain": "o", "prefill": "o", "more": "…"}
 COLOURS = {"accepted": "34", "rejected": "31", "discarded": "2", "correction": "33", "bonus": "36", "plain": "0",
            "prefill": "35", "more": "0"}
-MOST_GUESSES = 12
-
-Words = Callable[[int], str]
-
-
-def heading(width: int = 80) -> str:
-    return f"{'round':>6} {'guesses':<{MOST_GUESSES + 2}} {'stood':>6} {'draft':>7} {'score':>7}  text"[:width]
+LEGEND = "■ accepted  × rejected  · discarded  → correction  + bonus  o no guess  … more"
+MOST_GUESSES, NAME = 12, 7
 
 
-def lines(event: Any, width: int = 80, colour: bool = False) -> list[str]:
-    """What a trace event (of trace/events.py) says on a terminal: none, one or two lines."""
-    kind = event.event
-    if kind == "request_started":
+class Screen:
+    """What a trace's events say, one after the other. Once two requests run at a time, every line says whose it is."""
+
+    def __init__(self, width: int = 80, colour: bool = False) -> None:
+        self._width, self._colour = width, colour
+        self._open: set[str] = set()
+        self._begun = self._mixed = self._headed = False
+
+    def lines(self, event: Any) -> list[str]:
+        """None or a few lines for an event of trace/events.py."""
+        kind = event.event
+        if kind == "trace_started":
+            self._open.clear()                            # another engine, whose names begin anew
+        if kind == "request_started":
+            return self._start(event)
+        if kind == "prefill_done":
+            return [*self._heading(), self._row(event, "prompt", ["prefill"], "", "", milliseconds(event.seconds))]
+        if kind == "round_done":
+            return [*self._heading(), self._round(event)]
+        if kind == "request_done":
+            self._open.discard(event.request)
+            return [fit(f"done {event.request} ({event.finish}): {summary(event.completion_tokens, event.metrics)}", self._width)]
+        return []
+
+    def _start(self, event: Any) -> list[str]:
+        self._open.add(event.request)
+        self._mixed = self._mixed or len(self._open) > 1
+        legend = [] if self._begun else [LEGEND]
+        self._begun, self._headed = True, False
         name = f" · {event.prompt_class}" if event.prompt_class else ""
         title = f"request {event.request}{name} · {event.prompt_tokens} prompt tokens · seed {event.seed} · rule {event.rule}"
-        return [fit(title, width), heading(width)]
-    if kind == "prefill_done":
-        return [row("prompt", ["prefill"], "", "", milliseconds(event.seconds), event.text, width, colour)]
-    if kind == "round_done":
-        return [round_line(event, width, colour)]
-    if kind == "request_done":
-        return [fit(f"done ({event.finish}): {summary(event.completion_tokens, event.metrics)}", width)]
-    return []
+        return [fit(line, self._width) for line in (*legend, title)]
 
+    def _heading(self) -> list[str]:
+        """Above the first row behind the last title."""
+        if self._headed:
+            return []
+        self._headed = True
+        heads = f"{self._whose('request')}{'round':>6} {'guesses':<{MOST_GUESSES + 2}} {'stood':>6} {'draft':>7} {'score':>7}  text"
+        return [fit(heads, self._width)]
 
-def round_line(event: Any, width: int = 80, colour: bool = False) -> str:
-    nodes, own = event.nodes, event.tokens[-1].role if event.tokens else ""
-    kinds = [node.fate for node in nodes[:MOST_GUESSES]] + ["more"] * (len(nodes) > MOST_GUESSES)
-    kinds += [own] * (own not in ("", "accepted"))
-    stood = f"{sum(node.fate == 'accepted' for node in nodes)}/{len(nodes)}" if nodes else "–"
-    times = event.times
-    return row(str(event.round), kinds, stood, milliseconds(times.draft_s), milliseconds(times.score_s), event.text, width, colour)
+    def _whose(self, request: str) -> str:
+        """The column of the request's name, where there is one."""
+        shown = fit(request, NAME)
+        return shown + " " * (NAME + 1 - columns(shown)) if self._mixed else ""
 
+    def _round(self, event: Any) -> str:
+        nodes, own = event.nodes, event.tokens[-1].role if event.tokens else ""
+        kinds = [node.fate for node in nodes[:MOST_GUESSES]] + ["more"] * (len(nodes) > MOST_GUESSES)
+        kinds += [own] * (own not in ("", "accepted"))
+        stood = f"{sum(node.fate == 'accepted' for node in nodes)}/{len(nodes)}" if nodes else "–"
+        return self._row(event, str(event.round), kinds, stood, milliseconds(event.times.draft_s), milliseconds(event.times.score_s))
 
-def row(name: str, kinds: list[str], stood: str, draft: str, score: str, text: str, width: int, colour: bool) -> str:
-    """A line that fits, whatever the width and however long its figures; its glyphs are painted last, as paint takes no columns."""
-    glyphs = "".join(GLYPHS[kind] for kind in kinds)
-    line = fit(f"{name:>6} {glyphs:<{MOST_GUESSES + 2}} {stood:>6} {draft:>7} {score:>7}  {text}", width)
-    begin = max(6, len(name)) + 1
-    places = line[begin:begin + len(glyphs)]
-    painted = "".join(paint(seen, kind, colour) if seen == GLYPHS[kind] else seen for seen, kind in zip(places, kinds, strict=False))
-    return line[:begin] + painted + line[begin + len(glyphs):]
+    def _row(self, event: Any, name: str, kinds: list[str], stood: str, draft: str, score: str) -> str:
+        """A line that fits, whatever the width and however long its figures; its glyphs are painted last, as paint takes no columns."""
+        glyphs = "".join(GLYPHS[kind] for kind in kinds)
+        front = f"{self._whose(event.request)}{name:>6} "
+        line = fit(f"{front}{glyphs:<{MOST_GUESSES + 2}} {stood:>6} {draft:>7} {score:>7}  {event.text}", self._width)
+        begin = len(front)
+        places = line[begin:begin + len(glyphs)]
+        seen = zip(places, kinds, strict=False)
+        painted = "".join(paint(one, kind, self._colour) if one == GLYPHS[kind] else one for one, kind in seen)
+        return line[:begin] + painted + line[begin + len(glyphs):]
 
 
 def summary(tokens: int, metrics: Any) -> str:
