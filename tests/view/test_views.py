@@ -220,6 +220,24 @@ def test_numbers_that_are_none_change_no_text(opened: Callable[..., Page]) -> No
     assert "–" in page.js("return document.querySelector('#token-facts').textContent")
 
 
+def test_what_is_copied_is_the_text_without_its_marks(opened: Callable[..., Page]) -> None:
+    words = ("zero\n", "\tone\n\n", "↵.", "three")
+    one = around((NodeRecord(1, -1, "accepted"),), (TokenRecord(1, "accepted"), TokenRecord(2, "bonus")), words[1] + words[2])
+    page = opened(header(words), *request([one] * 450))
+    page.show("text", r=0)
+    page.js("window.dispatchEvent(new Event('beforeprint'))")           # all blocks of the text are there
+    copy = """const range = document.createRange(), marked = document.getSelection(), data = new DataTransfer();
+        range.selectNodeContents(document.querySelector(arguments[0]));
+        marked.removeAllRanges();
+        marked.addRange(range);
+        const event = new ClipboardEvent('copy', { clipboardData: data, bubbles: true, cancelable: true });
+        (range.commonAncestorContainer.parentElement ?? document.body).dispatchEvent(event);
+        return [event.defaultPrevented, data.getData('text/plain')]"""
+    taken, text = page.js(copy, "#text")
+    assert taken and text == "zero\n" + 450 * "\tone\n\n↵."
+    assert page.js(copy, "main") == [False, ""], "what is more than the text is copied as it is"
+
+
 def test_lines_of_rounds_stand_in_their_order_however_they_are_scrolled(opened: Callable[..., Page]) -> None:
     page = opened(header(), *request(JUDGED * 40))
     page.show("rounds", r=0, round=0)

@@ -30,6 +30,17 @@ export function running(text, limit = 4000) {
   return cut.replace(UNSEEN, named).replace(/\n/g, '↵\n').replace(/\t/g, '⇥\t');
 }
 
+/** The text behind what `running` shows: a line break of the text has its mark, any other is the layout's. */
+const bare = (shown) => shown.replace(/↵?\n/g, (found) => (found.length > 1 ? '\n' : '')).replace(/⇥\t/g, '\t');
+
+/** What is copied out of one text is the text itself. */
+export function copied(event) {
+  const marked = document.getSelection(), around = marked.rangeCount ? marked.getRangeAt(0).commonAncestorContainer : null;
+  if (!(around?.nodeType === Node.TEXT_NODE ? around.parentNode : around)?.closest?.('.text')) return;
+  event.clipboardData.setData('text/plain', bare(marked.toString()));
+  event.preventDefault();
+}
+
 /** A label of one line: spaces at the ends and line breaks are visible too. */
 export function label(text, limit = 40) {
   const cut = text.length > limit ? `${text.slice(0, limit)}…` : text;

@@ -2,7 +2,7 @@
 
 import { acceptanceView } from './acceptance.js';
 import { compareView } from './compare.js';
-import { button, choice, h, label, panel } from './dom.js';
+import { button, choice, copied, h, label, panel } from './dom.js';
 import { ganttView } from './gantt.js';
 import { learnPage } from './learn.js';
 import { paysView } from './pays.js';
@@ -254,6 +254,7 @@ function begin() {
   document.addEventListener('dragleave', (event) => { if (!event.relatedTarget) document.body.classList.remove('drop'); });
   document.addEventListener('drop', (event) => { event.preventDefault(); document.body.classList.remove('drop'); if (event.dataTransfer.files.length) show(event.dataTransfer.files[0]); });
   const block = document.querySelector('#trace-data'), asked = new URLSearchParams(location.search).get('trace');
+  document.addEventListener('copy', copied);
   route();
   if (block) load(block.dataset.name, (trace, progress) => trace.read(embedded('trace-data'), progress)).then(() => { if (block.dataset.note) complain(block.dataset.note); });
   else if (asked && /^[\w.-]+$/.test(asked)) load(asked, async (trace, progress) => trace.read(await fetched(asked), progress));
