@@ -238,6 +238,26 @@ def test_what_is_copied_is_the_text_without_its_marks(opened: Callable[..., Page
     assert page.js(copy, "main") == [False, ""], "what is more than the text is copied as it is"
 
 
+def test_the_address_names_what_is_compared_and_counted(opened: Callable[..., Page]) -> None:
+    page = opened(header(), *request(JUDGED), *request(JUDGED, name="r1"), *request(JUDGED, name="r2"))
+    pick = """const select = document.querySelector(`select[aria-label="${arguments[0]}"]`);
+        select.value = arguments[1]; select.dispatchEvent(new Event('change'))"""
+    value = "document.querySelector('select[aria-label=\"{}\"]')?.value === '{}'"
+    for view, name, chosen, first in (("compare", "request to compare with", "2", "0"), ("acceptance", "rounds of", "drafter", "request")):
+        page.show(view, r=1)
+        page.until(value.format(name, first))
+        page.js(pick, name, chosen)
+        page.until(value.format(name, chosen))
+        where = page.js("return location.hash")
+        assert page.js(f"return document.querySelector('body > nav a[data-view={view}]').hash") == where
+        page.open(page.js("return location.href"))
+        page.until(value.format(name, chosen))
+        assert page.js("return document.querySelector('select[aria-label=request]').value") == "1"
+    page.show("acceptance", r=1)
+    page.js("location.hash = '#/acceptance?r=1&of=nothing'")
+    page.until(value.format("rounds of", "request"))
+
+
 def test_lines_of_rounds_stand_in_their_order_however_they_are_scrolled(opened: Callable[..., Page]) -> None:
     page = opened(header(), *request(JUDGED * 40))
     page.show("rounds", r=0, round=0)

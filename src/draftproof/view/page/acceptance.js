@@ -20,7 +20,7 @@ export function bars(title, values, most = 1, show = percent) {
 export const acceptanceView = {
   id: 'acceptance', title: 'Acceptance',
   draw(ctx) {
-    const { trace, request, state } = ctx, scope = state.scope ?? 'request';
+    const { trace, request, state } = ctx, scope = ['drafter', 'all'].includes(state.scope) ? state.scope : 'request';
     const chosen = scope === 'request' ? [request] : scope === 'drafter' ? trace.requests.filter((one) => one.drafter === request.drafter) : trace.requests;
     const tally = chosen.reduce((sum, one) => sum.add(one.tally), new Tally());
     const hazard = tally.reached.map((reached, i) => {
@@ -40,7 +40,7 @@ export const acceptanceView = {
       return [name || 'no class', drafter, integer(group.length), integer(its.drafted), integer(its.accepted),
         sum.drafted ? `${percent(its.draft_utilisation)} (${percent(low)}–${percent(high)})` : '–', number(its.acceptance_length), number(median(group.map((one) => requestMetrics(one).tokens_per_s)), 1)];
     });
-    const pick = choice('rounds of', [['request', 'this request'], ['drafter', `all requests of drafter ${request.drafter}`], ['all', 'the whole trace']], scope, (value) => { state.scope = value; ctx.redraw(); });
+    const pick = choice('rounds of', [['request', 'this request'], ['drafter', `all requests of drafter ${request.drafter}`], ['all', 'the whole trace']], scope, (value) => ctx.go('acceptance', { of: value }));
     return [
       panel('Acceptance by position', h('div', { class: 'bar' }, h('label', null, 'Rounds of ', pick)),
         hazard.length ? h('div', { class: 'scroll', tabindex: '0', role: 'region', 'aria-label': 'acceptance by position' }, bars('accepted at each position, of the rounds that reached it', hazard)) : h('p', null, nothing),

@@ -22,7 +22,7 @@ export const compareView = {
       if (!file.files.length) return;
       try { state.second = await ctx.load(file.files[0]); state.other = 0; ctx.redraw(); } catch (error) { ctx.complain(error.message); }
     });
-    const pick = choice('request to compare with', second.requests.slice(0, 2000).map((one, i) => [i, label(requestName(one), 80)]), other.index, (value) => { state.other = Number(value); ctx.redraw(); });
+    const pick = choice('request to compare with', second.requests.slice(0, 2000).map((one, i) => [i, label(requestName(one), 80)]), other.index, (value) => ctx.go('compare', { b: value }));
     const a = requestMetrics(request), b = requestMetrics(other), mine = tokenIds(trace, request), theirs = tokenIds(second, other);
     const unknown = [[request, mine], [other, theirs]].some(([one, ids]) => ids.includes(one.header.machine.unknown_token));
     const equal = mine.length === theirs.length && mine.every((token, i) => token === theirs[i]), differs = mine.findIndex((token, i) => token !== theirs[i]);

@@ -53,7 +53,8 @@ async function lesson() {
 }
 
 const link = (view, changes = {}) => {
-  const now = { r: state.request?.index ?? 0, round: Math.max(0, replay.cursor - 1), token: 0, ...changes };
+  const chosen = view === 'compare' && state.other ? { b: state.other } : view === 'acceptance' && state.scope ? { of: state.scope } : {};
+  const now = { r: state.request?.index ?? 0, round: Math.max(0, replay.cursor - 1), token: 0, ...chosen, ...changes };
   return `#/${view}?${new URLSearchParams(now)}`;
 };
 
@@ -128,6 +129,8 @@ function route() {
   if (request !== state.request) replay.play(false);
   state.request = request;
   state.token = number('token');
+  if (view === compareView) state.other = number('b');
+  if (view === acceptanceView) state.scope = asked.get('of');
   const requests = state.trace?.requests ?? [];
   if (notice.hidden && name && name !== view.id) complain(`The address names the view ${name}; there are ${VIEWS.map((one) => one.id).join(', ')}. Shown is ${view.title}.`);
   if (state.trace?.complete && notice.hidden && number('r') >= requests.length && requests.length) complain(`The address names request ${number('r')}; this trace has ${requests.length}, counted from 0. Shown is the first.`);
