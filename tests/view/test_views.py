@@ -258,6 +258,16 @@ def test_the_address_names_what_is_compared_and_counted(opened: Callable[..., Pa
     page.until(value.format("rounds of", "request"))
 
 
+def test_a_printed_page_names_its_file_and_request(opened: Callable[..., Page]) -> None:
+    page = opened(header(), *request(JUDGED), *request(JUDGED, name="r1"))
+    page.show("status", r=1)
+    shown = "const e = document.querySelector('#printed'); return getComputedStyle(e).display === 'none' ? '' : e.textContent"
+    assert page.js(shown) == ""
+    page.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": "print"})
+    assert page.js(shown).startswith("t.jsonl · r1 · model")
+    page.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": ""})
+
+
 def test_lines_of_rounds_stand_in_their_order_however_they_are_scrolled(opened: Callable[..., Page]) -> None:
     page = opened(header(), *request(JUDGED * 40))
     page.show("rounds", r=0, round=0)

@@ -148,6 +148,7 @@ function controls() {
   document.querySelector('footer').hidden = !state.request || state.view === learnView;
   const requests = state.trace?.requests ?? [];
   const pick = requests.length ? choice('request', around(requests, state.request?.index ?? 0, 1000).map((one) => [one.index, label(requestName(one), 80)]), state.request?.index ?? 0, (value) => { location.hash = link(state.view.id, { r: value, round: 0 }); }) : null;
+  document.querySelector('#printed').textContent = state.request ? `${label(state.trace.name, 60)} · ${label(requestName(state.request), 120)}` : '';
   head.replaceChildren(h('span', { class: 'file' }, state.trace ? label(state.trace.name, 60) : ''), ...(pick ? [h('label', null, 'Request ', pick)] : []),
     button('Open …', () => opener.click(), { id: 'open' }), button('Light / dark', theme, { id: 'theme' }));
 }
