@@ -177,6 +177,22 @@ def test_a_race_off_against_on(page: Page, demo: str) -> None:
     assert page.errors() == []
 
 
+def test_a_race_waits_for_who_wants_less_motion_and_says_what_its_marks_mean(page: Page) -> None:
+    with serving(letters(), "ngram:min=1,max=2", depth=3) as running:
+        still = {"name": "prefers-reduced-motion", "value": "reduce"}
+        page.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [still]})
+        page.open(running.url)
+        ask(page, "abab", "chat-race", ended=2, max_tokens=12, seed=1)
+        page.until("document.querySelector('body > nav a[aria-current]').dataset.view === 'race'", 30)
+        page.js("return new Promise((done) => setTimeout(done, 300))")
+        assert page.js("return [document.querySelector('#race-result').textContent, window.scrollY]") == ["", 0]
+        for legend in page.js("return [...document.querySelectorAll('.legend')].map((list) => list.textContent)"):
+            assert all(role in legend for role in ("accepted", "correction", "bonus", "plain", "prefill"))
+        assert page.js("return document.querySelectorAll('.legend').length") == 2, "the chat's and the race's"
+        page.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})
+        running.listener.handle_exit(signal.SIGTERM, None)
+
+
 @pytest.fixture
 def keyed() -> Iterator[Running]:
     keys = tuple(Key.of(line, 1) for line in ("alice alice-secret", "bob bob-secret", "eye eye-secret trace", "root root-secret admin"))

@@ -268,6 +268,13 @@ def test_a_printed_page_names_its_file_and_request(opened: Callable[..., Page]) 
     page.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": ""})
 
 
+def test_the_drawn_tree_has_a_legend(opened: Callable[..., Page]) -> None:
+    page = opened(header(), *request(JUDGED))
+    page.show("tree", r=0, round=0)
+    assert all(f"{glyph} {name}" in page.text() for glyph, name in (("■", "accepted"), ("×", "rejected"), ("·", "discarded"),
+                                                                    ("→", "correction"), ("+", "bonus")))
+
+
 def test_lines_of_rounds_stand_in_their_order_however_they_are_scrolled(opened: Callable[..., Page]) -> None:
     page = opened(header(), *request(JUDGED * 40))
     page.show("rounds", r=0, round=0)

@@ -83,7 +83,7 @@ export class Chat {
       h('div', { class: 'bar' }, h('button', { type: 'submit', id: 'chat-send' }, 'Send'), button('Race: off against on', () => this.race(), { id: 'chat-race' }), this.stopper = button('Stop', () => this.stop(), { id: 'chat-stop', disabled: true }),
         h('label', null, 'as ', this.kind = choice('form of the message', [['chat', 'chat message'], ['plain', 'plain prompt']], 'chat', () => {}))));
     this.answers = h('div', { id: 'chat-answer' });
-    this.legend = h('div', { hidden: true }, legend('accepted', 'correction', 'bonus', 'plain'));
+    this.legend = h('div', { hidden: true }, legend('accepted', 'correction', 'bonus', 'plain', 'prefill'));
     this.result = h('p', { class: 'verdict', id: 'chat-result', role: 'status' });
     this.panel = panel('Chat', this.form, this.answers, this.legend, this.result);
   }

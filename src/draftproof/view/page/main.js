@@ -197,7 +197,7 @@ async function load(name, read) {
 
 /** A running server behind this page, if there is one. */
 async function connect(key = '') {
-  const found = new Session({ shown: grown, told: complain, raced: (pair) => { state.starts = true; location.hash = link('race', { r: pair.on.index, round: 0 }); } });
+  const found = new Session({ shown: grown, told: complain, raced: (pair) => { state.starts = !matchMedia('(prefers-reduced-motion: reduce)').matches; location.hash = link('race', { r: pair.on.index, round: 0 }); } });
   const answer = await found.open(key);
   if (answer === 'key') return askKey(key ? 'The server does not know this key.' : '');
   if (answer !== 'open') return draw();
@@ -254,11 +254,11 @@ function begin() {
   document.querySelector('#skip').addEventListener('click', (event) => { event.preventDefault(); main.focus(); });      // its address would be a view's
   window.addEventListener('hashchange', route);
   document.addEventListener('keydown', keys);
+  document.addEventListener('copy', copied);
   document.addEventListener('dragover', (event) => { event.preventDefault(); document.body.classList.add('drop'); });
   document.addEventListener('dragleave', (event) => { if (!event.relatedTarget) document.body.classList.remove('drop'); });
   document.addEventListener('drop', (event) => { event.preventDefault(); document.body.classList.remove('drop'); if (event.dataTransfer.files.length) show(event.dataTransfer.files[0]); });
   const block = document.querySelector('#trace-data'), asked = new URLSearchParams(location.search).get('trace');
-  document.addEventListener('copy', copied);
   route();
   if (block) load(block.dataset.name, (trace, progress) => trace.read(embedded('trace-data'), progress)).then(() => { if (block.dataset.note) complain(block.dataset.note); });
   else if (asked && /^[\w.-]+$/.test(asked)) load(asked, async (trace, progress) => trace.read(await fetched(asked), progress));

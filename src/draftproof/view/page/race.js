@@ -2,6 +2,7 @@
 
 import { button, choice, h, label, number, panel, running, seconds } from './dom.js';
 import { sameTokens } from './status.js';
+import { legend } from './text.js';
 import { pairs, requestName } from './trace.js';
 import { roundWords } from './words.js';
 
@@ -77,6 +78,6 @@ export const raceView = {
     const pick = choice('pair', all.slice(0, 500).map((one, i) => [i, label(requestName(one.on), 80)]), all.indexOf(pair), (value) => ctx.go('race', { r: all[Number(value)].on.index, round: 0 }));
     const speeds = choice('speed', [0.1, 0.25, 0.5, 1, 2, 5, 10].map((v) => [v, `${v}×`]), speed, (value) => { speed = state.raceSpeed = Number(value); });
     return [panel('Race: off against on', h('div', { class: 'bar' }, button('Start or pause', start, { id: 'race-start' }), button('To the end', () => { running_ = false; t = length; show(); }, { id: 'race-end' }), h('label', null, 'Speed ', speeds), h('label', null, 'Pair ', pick)),
-      result, h('div', { class: 'lanes' }, off.panel, on.panel))];
+      result, legend('accepted', 'correction', 'bonus', 'plain', 'prefill'), h('div', { class: 'lanes' }, off.panel, on.panel))];
   },
 };

@@ -64,6 +64,7 @@ export const treeView = {
         : `Round ${record.round}: nothing was guessed (${label(record.reason || record.draft_reason || 'no reason given', 200)}).`;
       const extra = record.nodes.length > MOST ? ` Drawn are the first ${MOST}.` : '';
       return place.replaceChildren(h('p', { 'aria-live': 'polite' }, said + extra), h('div', { class: 'scroll', tabindex: '0', role: 'region', 'aria-label': 'drawing of the tree' }, drawTree(trace, request, record)),
+        h('p', { class: 'quiet' }, '■ accepted, × rejected, · discarded, → correction, + bonus. The thick line is the path that stood.'),
         h('p', null, h('a', { href: link('verification', { round: ordinal, token: 0 }) }, 'How its tokens were judged')),
         table('guesses of the round', ['guess', 'parent', 'token', 'fate', 'p', 'q', 'noise', 'coin', 'score'], record.nodes.slice(0, MOST).map((node, k) =>
           [k, node.parent < 0 ? 'text' : node.parent, label(trace.piece(node.token, request)), h('span', { title: ROLE_NAMES[node.fate] }, node.fate), chance(node.p), chance(node.q), node.noise?.toFixed(2) ?? '–', chance(node.coin), node.score?.toFixed(3) ?? '–'])),
