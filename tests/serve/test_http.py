@@ -422,10 +422,9 @@ def test_draining_finishes_what_runs_and_takes_nothing_new() -> None:
             until(lambda: running.server.worker.load[0] == 1)
             with running.client() as client:
                 client.get("/health")
-                running.server.worker.drain()
+                running.listener.handle_exit(15, None)
                 refused = client.post("/v1/completions", json={"model": "letters", "prompt": "a"})
                 assert refused.status_code == 503 and refused.headers["retry-after"] and client.get("/ready").status_code == 503
-                running.listener.handle_exit(15, None)
             assert text.result(20)["usage"]["completion_tokens"] == 40
         running.thread.join(10)
         assert not running.thread.is_alive() and not running.server.worker.alive

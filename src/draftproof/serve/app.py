@@ -38,7 +38,7 @@ from .stream import EventStream, Pacer, Reading, compact, unless_gone
 from .switching import state_of, switched
 from .ticket import Ticket
 from .translate import Headers, Order, Served
-from .worker import Worker
+from .worker import Worker, stopping
 
 log = logging.getLogger("draftproof.serve")
 M = TypeVar("M", bound=BaseModel)
@@ -281,11 +281,14 @@ class Server:
             Refusal: failed, ValidationError: failed, HTTPException: unknown})
 
         async def guarded(scope: Scope, receive: Receive, send: Send) -> None:
-            """Handlers raise what they like; a client that left needs no answer."""
+            """Handlers raise what they like; a client that left needs no answer, nor does one that a stopping server leaves."""
             try:
                 await inner(scope, receive, send)
             except ClientDisconnect:
                 pass
+            except asyncio.CancelledError:
+                if not self.worker.draining:
+                    raise
 
         return Gate(self._observed(guarded), self.config, keys, self._count, FILES)
 
@@ -302,8 +305,12 @@ class Server:
                 try:
                     answer: Response = await handler(request)
                     return answer
-                except (ClientDisconnect, asyncio.CancelledError):
+                except ClientDisconnect:
                     raise
+                except asyncio.CancelledError:
+                    if not self.worker.draining:
+                        raise
+                    return self._refuse(stopping())          # the listener waits no longer for an engine that hangs
                 except Exception as error:
                     if not isinstance(error, Refusal | UsageError | CacheFull | ValidationError):
                         log.warning("%s %s: %s", request.method, path, error, exc_info=error)

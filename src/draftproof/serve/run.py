@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import logging
 import os
 from collections.abc import Callable, Mapping
+from math import ceil
+from time import monotonic
 from typing import Any
 
 import uvicorn
@@ -23,6 +26,9 @@ from .translate import Served
 from .versions import engine_version, target_version, template_version
 from .worker import Worker
 
+log = logging.getLogger("draftproof.serve")
+
+STOP_S = 5              # for answers that are over to reach who reads them
 
 def serve_engine(open_engine: Callable[[], Engine], name: str, target: Target, drafter: str, config: ServeConfig,
                  max_batch: int = 16) -> Server:
@@ -72,7 +78,8 @@ def check_free(config: ServeConfig) -> None:
 
 
 class Listener(uvicorn.Server):
-    """Tells its address when it listens. The first signal finishes what runs (`drain_s`), the second ends the process.
+    """Tells its address when it listens. After the first signal it goes on listening and takes no new texts, until those that run are
+    done or `drain_s` is over; the second ends the process.
 
     `run` raises Failure if the address is taken.
     """
@@ -81,9 +88,9 @@ class Listener(uvicorn.Server):
         config = server.config
         super().__init__(uvicorn.Config(
             server.app(keys), host=config.host, port=config.port, log_level="warning", access_log=False, lifespan="on", server_header=False,
-            timeout_graceful_shutdown=max(1, round(config.drain_s)), timeout_keep_alive=30, h11_max_incomplete_event_size=64 << 10,
-            proxy_headers=False))
+            timeout_keep_alive=30, h11_max_incomplete_event_size=64 << 10, proxy_headers=False))
         self._server, self._told = server, told
+        self._until: float | None = None                     # when the drain is over
 
     async def startup(self, sockets: Any = None) -> None:
         try:
@@ -94,6 +101,27 @@ class Listener(uvicorn.Server):
         if self.started and self.servers and self.servers[0].sockets:
             host, port = self.servers[0].sockets[0].getsockname()[:2]
             self._told(f"http://{f'[{host}]' if ':' in host else host}:{port}")
+
+    async def on_tick(self, counter: int) -> bool:
+        """Ten times a second: whether to listen no longer."""
+        return await super().on_tick(counter) and self._drained()
+
+    def _drained(self) -> bool:
+        """Whether nothing runs any more. What still does when the time is over is ended."""
+        worker, most, now = self._server.worker, self._server.config.drain_s, monotonic()
+        running, waiting = worker.load
+        if self._until is None:
+            worker.drain()
+            self._until = now + most
+            log.info("stopping: %d requests run, %d wait; they have %g s to end", running, waiting, most)
+        left = max(0.0, self._until - now)
+        if running + waiting and left:
+            return False
+        if running + waiting:
+            worker.close(0)
+            log.warning("stopped %d requests after %g s", running + waiting, most)
+        self.config.timeout_graceful_shutdown = ceil(left) + STOP_S
+        return True
 
     def handle_exit(self, sig: int, frame: Any) -> None:
         if self.should_exit:
