@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 from serve.serving import letters, serving
 from serve.test_faults import Around
+from serve.test_http import leave, until
 from serve.test_worker import seconds_of
 
 from draftproof.config import ServeConfig
@@ -68,3 +71,39 @@ def test_a_crash_cancels_nobody() -> None:
         assert running.server.worker.restarts == 1 and seconds_of(found, "e2e_request_latency_seconds")[1] == 3
         ends = [line for line in found.splitlines() if line.startswith("draftproof:request_success_total")]
         assert len(ends) == 1 and 'finished_reason="length"' in ends[0] and ends[0].endswith(" 3.0")
+
+
+def ends_of(text: str) -> dict[str, float]:
+    """What `request_success_total` says, by reason."""
+    samples = [one for family in text_string_to_metric_families(text) for one in family.samples]
+    return {one.labels["finished_reason"]: one.value for one in samples if one.name == "draftproof:request_success_total"}
+
+
+def test_why_texts_end_is_told_apart(caplog: pytest.LogCaptureFixture) -> None:
+    step_s = [0.02]
+    config = ServeConfig(port=0, deadline_s=1.0, drain_s=0.05)
+    long: dict[str, Any] = {"prompt": "ab", "max_tokens": 4000, **FOREVER}
+    with serving(letters(), config=config, wrap=lambda engine: Around(engine, lambda: time.sleep(step_s[0])), max_batch=2) as running, \
+            ThreadPoolExecutor(3) as pool:
+        worker = running.server.worker
+        running.complete(prompt="ab", max_tokens=3, n=2, **FOREVER)
+        leave(running, long, stream=False, wait=lambda: until(lambda: worker.load == (1, 0)))
+        until(lambda: running.idle)
+        assert running.post("/v1/completions", {"prompt": "a" * 5000}).status_code == 400, "refused, and no text"
+        late = [pool.submit(running.stream, **long)]
+        until(lambda: any(sum(ticket.written) for ticket in worker._running))
+        late += [pool.submit(running.post, "/v1/completions", long) for _ in range(2)]
+        until(lambda: worker.load == (2, 1))
+        step_s[0] = 1.1                                      # over all deadlines at a time
+        assert late[0].result(20)[-1]["error"]["code"] == "deadline"
+        assert [one.result(20).status_code for one in late[1:]] == [504, 504], "one of them never ran"
+        step_s[0] = 0.02
+        with running.client() as client:
+            assert ends_of(client.get("/metrics").text) == {"length": 2, "cancelled": 1, "deadline": 3}
+        last = pool.submit(running.post, "/v1/completions", long)
+        until(lambda: worker.load == (1, 0))
+        running.listener.handle_exit(15, None)
+        assert last.result(20).status_code == 503
+        assert ends_of(running.server.metrics.text().decode()) == {"length": 2, "cancelled": 1, "deadline": 3, "stopped": 1}
+    said = [record.getMessage() for record in caplog.records if "not finished within 1 s" in record.getMessage()]
+    assert len(said) == 3 and sum(bool(re.match(r"request r\d+: ", line)) for line in said) == 2 and "a request that waits: " in str(said)

@@ -19,6 +19,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from ..core.tally import Tally
 from ..trace.events import Event, PrefillDone, RequestDone, RequestStarted, RoundDone
 from ..trace.sinks import Null
+from .refusal import Refusal
 from .ticket import Ticket
 
 PREFIX = "draftproof:"
@@ -68,16 +69,21 @@ class Metrics(Null):
         def news() -> None:
             ended = left & ticket.completions.keys() if not ticket.done else set(left)
             left.difference_update(ended)
-            if ended and ticket.admitted is not None:
+            if ended:
                 self._ended(ticket, ended, monotonic())
             tell()
 
         ticket.news = news
 
     def _ended(self, ticket: Ticket, samples: set[int], now: float) -> None:
+        ends = [end for sample in samples if (end := ending(ticket, sample)) is not None]
+        if not ends:
+            return
         with self._lock:
             name = self._bounded(ticket.prompt_class or "")
-        for sample in samples:
+            self._tallies.setdefault(name, Tally())          # which bounds the names
+            self._ends.update((name, end) for end in ends)
+        for sample in samples if ticket.admitted is not None else ():
             if sample in ticket.first:
                 self._ttft.labels(self._model, name).observe(ticket.first[sample] - ticket.queued)
             self._whole.labels(self._model, name).observe(now - ticket.queued)
@@ -119,9 +125,7 @@ class Metrics(Null):
         name, found = self._class_of.pop(event.request, None), event.metrics
         self._last.pop(event.request, None)
         if name is None:                                     # it ended in the queue
-            self._ends["", event.finish] += 1
             return
-        self._ends[name, event.finish] += 1
         self._draft_bytes, self._kv_lost = found["draft_bytes"], found["kv_tokens_lost"]
         if found["tpot_s"] is not None:
             self._tpot.labels(self._model, name).observe(found["tpot_s"])
@@ -200,6 +204,17 @@ class Metrics(Null):
         family = GaugeMetricFamily(PREFIX + name, what, labels=("model_name",))
         family.add_metric((self._model,), value)
         return family
+
+
+def ending(ticket: Ticket, sample: int) -> str | None:
+    """How a text of a ticket ended: as the engine says, or by what kept it from its end. None: it was refused before it was one."""
+    if sample in ticket.completions:
+        return ticket.completions[sample].finish_reason
+    if isinstance(ticket.error, Refusal):
+        found = "stopped" if ticket.error.code == "stopping" else {499: "cancelled", 504: "deadline"}.get(ticket.error.status)
+        if found is not None:
+            return found
+    return None if ticket.admitted is None else "error"
 
 
 def as_gauges(state: dict[str, Any]) -> dict[str, float]:

@@ -37,15 +37,15 @@ class Reading:
         try:
             for ticket in self.tickets:
                 self.worker.submit(ticket)
-        except BaseException:
-            self.leave()
+        except BaseException as error:
+            self.leave(error)
             raise
 
-    def leave(self) -> None:
+    def leave(self, why: BaseException | None = None) -> None:
         """Nobody reads any more."""
         for ticket in self.tickets:
             if not ticket.done:
-                self.worker.cancel(ticket)
+                self.worker.cancel(ticket, why)
 
     async def news(self) -> None:
         """Until a token arrived or a ticket ended. Raises what ended a ticket in error."""

@@ -252,7 +252,10 @@ class Worker:
         with self._lock:
             late = [ticket for queue in (*self._queues.values(), self._running) for ticket in queue if ticket.deadline <= now]
         for ticket in late:
-            self._end(ticket, Refusal(504, f"not finished within {self.config.deadline_s:g} s", "server_error", code="deadline"))
+            refusal = Refusal(504, f"not finished within {self.config.deadline_s:g} s", "server_error", code="deadline")
+            ids = ", ".join(handle.id for handle in ticket.handles)
+            log.warning("%s: %s", f"request {ids}" if ids else "a request that waits", refusal)
+            self._end(ticket, refusal)
 
     def _tell(self, events: Sequence[TokenEvent]) -> None:
         owners = {handle.id: ticket for ticket in self._running for handle in ticket.handles}
@@ -299,12 +302,12 @@ class Worker:
                     del self._queues[ticket.tenant]
             if ticket in self._running:
                 self._running.remove(ticket)
-        for handle in ticket.handles:
-            if not handle.done and self._engine is not None:
-                self._engine.cancel(handle.id)
         ticket.error, ticket.done = error, True
         self._spared = ticket.spare
         ticket.news()
+        for handle in ticket.handles:
+            if not handle.done and self._engine is not None:
+                self._engine.cancel(handle.id)
 
     def _probe(self, engine: Port) -> None:
         engine.stats()
