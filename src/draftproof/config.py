@@ -231,6 +231,7 @@ class ServeConfig(_Config):
     stall_s: float = 30.0                 # a step that takes longer says that the engine hangs
     events: int = 8192                    # trace events that are kept for pages which follow
     event_bytes: int = 8 << 20            # at most about so many bytes of them
+    access_log: bool = False              # a line in the log for every answer
     otel: bool = False                    # an OpenTelemetry span per request; the OTEL_* variables say where to
     ab: AbConfig | None = None            # two ways to speculate that share the traffic
 

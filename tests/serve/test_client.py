@@ -59,6 +59,7 @@ def plain(running: Running, **options: Any) -> Any:
 
 def test_models(client: Any) -> None:
     assert [model.id for model in client.models.list()] == [MODEL] and client.models.retrieve(MODEL).owned_by == "draftproof"
+    assert client.models.retrieve(MODEL)._request_id.startswith("req_")
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.9])

@@ -25,6 +25,7 @@ from ..errors import CacheFull, UsageError
 from . import schema, translate
 from .abmetrics import AbMetrics
 from .abpage import AbPage
+from .access import Access
 from .experiment import Experiment
 from .feed import Feed
 from .gate import App, Gate, Key, Receive, Scope, Send
@@ -290,7 +291,7 @@ class Server:
                 if not self.worker.draining:
                     raise
 
-        return Gate(self._observed(guarded), self.config, keys, self._count, FILES)
+        return Access(Gate(self._observed(guarded), self.config, keys, self._count, FILES), self.config.access_log)
 
     def _observed(self, app: App) -> App:
         if not self.config.otel:
@@ -313,7 +314,7 @@ class Server:
                     return self._refuse(stopping())          # the listener waits no longer for an engine that hangs
                 except Exception as error:
                     if not isinstance(error, Refusal | UsageError | CacheFull | ValidationError):
-                        log.warning("%s %s: %s", request.method, path, error, exc_info=error)
+                        log.warning("%s %s (%s): %s", request.method, path, request.state.request_id, error, exc_info=error)
                     return self._refuse(error)
 
             return Route(path, handled, methods=[method])

@@ -26,7 +26,7 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 ENVIRONMENT = "DRAFTPROOF_API_KEYS"
-SHOWN = ("X-Draftproof-Request", "Retry-After")          # of an answer, to a page of another origin
+SHOWN = ("X-Draftproof-Request", "X-Request-Id", "Retry-After")   # of an answer, to a page of another origin
 OPEN_PATHS = ("/health",)
 
 
