@@ -33,10 +33,11 @@ def draftproof(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 @contextmanager
-def started(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """A server of the demo model, and the address it told."""
+def started(*arguments: str, log: Path = Path(os.devnull)) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """A server of the demo model, and the address it told. log: where its standard error goes."""
     command = [sys.executable, "-m", "draftproof", "serve", "--port", "0", *arguments]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=ENVIRONMENT) as process:
+    with log.open("w") as errors, \
+            subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True, env=ENVIRONMENT) as process:
         try:
             assert process.stdout is not None
             line = process.stdout.readline()
@@ -49,7 +50,8 @@ def started(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
 
 def test_serve_switch_and_a_gentle_end(tmp_path: Path) -> None:
     (tmp_path / "keys").write_text("ops the-secret-key admin\n")
-    with started("--drafter", "model", "--api-key-file", str(tmp_path / "keys"), "--trace", str(tmp_path / "trace")) as (process, url):
+    with started("--drafter", "model", "--api-key-file", str(tmp_path / "keys"), "--trace", str(tmp_path / "trace"), "--access-log",
+                 log=tmp_path / "log") as (process, url):
         assert draftproof("switch", "off", "--url", url).returncode == 1, "no key"
         keyed = ("--url", url, "--api-key-file", str(tmp_path / "keys"))
         off = draftproof("switch", "off", "--json", *keyed)
@@ -69,6 +71,11 @@ def test_serve_switch_and_a_gentle_end(tmp_path: Path) -> None:
         assert got[0].status_code == 200 and got[0].json()["usage"]["completion_tokens"] == 150
         assert process.wait(30) == 0
     assert '"request_done"' in (tmp_path / "trace").read_text()
+    lines = [line for line in (tmp_path / "log").read_text().splitlines() if " draftproof." in line]
+    assert not [line for line in lines if not re.match(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d[+-]\d{4} (INFO|WARNING) draftproof\.\w+: ", line)]
+    for said in ("tenant ops switched speculation: {'enabled': False}", "stopping: 1 requests run, 0 wait; they have 60 s to end",
+                 '127.0.0.1 - "PUT /draftproof/speculation" 401 ', '127.0.0.1 ops "POST /v1/completions" 200 '):
+        assert sum(said in line for line in lines) == 1, said
 
 
 def test_a_second_signal_stops_at_once() -> None:

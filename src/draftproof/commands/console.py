@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -25,6 +26,12 @@ TIERS = {0: "a table", 1: "own cache in pages", 2: "the model's own cache", 3: "
 def note(message: str) -> None:
     """One line on standard error."""
     click.echo(message, err=True)
+
+
+def log_lines() -> None:
+    """From now on what is logged goes to standard error, each line with its time, level and source."""
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s", datefmt="%Y-%m-%dT%H:%M:%S%z")
+    logging.getLogger("draftproof").setLevel(logging.INFO)
 
 
 def emit_json(document: Mapping[str, Any]) -> None:

@@ -13,7 +13,7 @@ from ..config import EngineConfig, ServeConfig
 from ..errors import OptionError
 from . import options as o
 from .ab import ab_config, ab_options, others_of, with_drafter
-from .console import load_lines, note
+from .console import load_lines, log_lines, note
 from .remote import check_local, remote_options, serve_vllm
 from .view_files import check_apart
 
@@ -36,6 +36,7 @@ DEMO = "draftproof-demo"
 @o.setting(ServeConfig, "deadline_s", "--deadline", type=float, metavar="S", help="Seconds for a whole request.")
 @o.setting(ServeConfig, "drain_s", "--drain", type=float, metavar="S", help="Seconds to finish what runs when told to stop.")
 @o.setting(ServeConfig, "chunks", metavar="round|tokens:N|ms:T", help="What a piece of a stream holds; fixed sizes hide acceptance.")
+@o.setting(ServeConfig, "access_log", is_flag=True, help="Log a line for every answer.")
 @o.setting(ServeConfig, "otel", is_flag=True, help="Send OpenTelemetry spans; OTEL_* variables say where.")
 @ab_options
 @o.load_options
@@ -70,6 +71,7 @@ def serve(target: str | None, key_file: Path | None, name: str | None, engine: s
     except ImportError as error:
         extra = "otel" if str(error.name).startswith("opentelemetry") else "serve"
         raise OptionError(f"serve needs {error.name}: pip install 'draftproof[{extra}]'") from None
+    log_lines()
     if engine == "vllm":
         return serve_vllm(target, settings, config, name or target or DEMO, given, lambda server: Listener(
             server, keys, lambda address: click.echo(f"draftproof serves {server.served.name} on {address}")).run())

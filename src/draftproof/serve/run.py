@@ -87,8 +87,8 @@ class Listener(uvicorn.Server):
     def __init__(self, server: Server, keys: tuple[Key, ...], told: Callable[[str], None]) -> None:
         config = server.config
         super().__init__(uvicorn.Config(
-            server.app(keys), host=config.host, port=config.port, log_level="warning", access_log=False, lifespan="on", server_header=False,
-            timeout_keep_alive=30, h11_max_incomplete_event_size=64 << 10, proxy_headers=False))
+            server.app(keys), host=config.host, port=config.port, log_config=None, log_level="warning", access_log=False, lifespan="on",
+            server_header=False, timeout_keep_alive=30, h11_max_incomplete_event_size=64 << 10, proxy_headers=False))
         self._server, self._told = server, told
         self._until: float | None = None                     # when the drain is over
 
