@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from http.client import HTTPException
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 from urllib.error import HTTPError, URLError
 from urllib.parse import urlsplit
 from urllib.request import Request, urlopen
@@ -20,27 +21,42 @@ from .options import json_option
 
 KEY = "DRAFTPROOF_API_KEY"
 STATE = ("state", "drafter", "depth", "reason")     # what a server tells of its speculation, at least
+MOST_CAP = 1024                                     # that a server takes
+
+
+class Cap(click.ParamType["int | Literal['none']"]):
+    name = "N|none"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int | Literal["none"]:
+        if value == "none":
+            return "none"
+        if not re.fullmatch(r"\d{1,4}", str(value), re.ASCII) or int(value) > MOST_CAP:
+            self.fail(f"{value!r}: expected none or an integer from 0 to {MOST_CAP}", param, ctx)
+        return int(value)
 
 
 @click.command(short_help="Turn a running server's speculation on or off.")
 @click.argument("state", type=click.Choice(["on", "off", "status"]))
 @click.option("--url", default="http://127.0.0.1:8000", show_default=True, metavar="URL", help="Where the server listens.")
-@click.option("--depth-cap", type=click.IntRange(0, 1024), metavar="N", help="No draft deeper than this.")
+@click.option("--depth-cap", type=Cap(), metavar="N|none", help="No draft deeper than this; none takes the cap away.")
 @click.option("--drafter", metavar="SPEC", help="Another drafter: none, the server's own, or one that needs no files.")
 @click.option("--api-key-file", "key_file", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE",
               help=f"A file whose first line is the key.  [default: the variable {KEY}]")
 @json_option
-def switch(state: str, url: str, depth_cap: int | None, drafter: str | None, key_file: Path | None, as_json: bool) -> None:
+def switch(state: str, url: str, depth_cap: int | Literal["none"] | None, drafter: str | None, key_file: Path | None,
+           as_json: bool) -> None:
     """Turn a running server's speculation on or off. Texts that are being written go on, and do not change."""
     wanted = {"enabled": state == "on", "depth_cap": depth_cap, "drafter": drafter}
-    body = None if state == "status" else {name: value for name, value in wanted.items() if value is not None}
+    said = {name: value for name, value in wanted.items() if value is not None}
+    body = None if state == "status" else {**said, "depth_cap": None} if depth_cap == "none" else said
     if body is None and (depth_cap is not None or drafter is not None):
         raise OptionError("switch status changes nothing: leave --depth-cap and --drafter out, or say on or off")
     found = ask(url, body, key_of(key_file))
     if as_json:
         emit_json(found)
     else:
-        click.echo(f"speculation {found['state']}: drafter {found['drafter']}, depth {found['depth']} ({found['reason']})")
+        cap = "" if found.get("depth_cap") is None else f", at most {found['depth_cap']}"
+        click.echo(f"speculation {found['state']}: drafter {found['drafter']}, depth {found['depth']}{cap} ({found['reason']})")
 
 
 def key_of(file: Path | None) -> str | None:

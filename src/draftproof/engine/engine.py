@@ -203,8 +203,8 @@ class Engine:
                         drafter: str | Drafter | None = None) -> dict[str, Any]:
         """Steer guessing from the next round on, also in the middle of texts; None leaves a setting as it is. Returns the new state.
 
-        depth_cap bounds every depth. A drafter that was out of service can be brought back by naming it. Raises OptionError
-        or SpecError, changing nothing.
+        depth_cap bounds every depth, NO_CAP takes the bound away. A drafter that was out of service can be brought back by naming it.
+        Raises OptionError or SpecError, changing nothing.
         """
         if depth_cap is not None and not (whole(depth_cap) and depth_cap >= 0):
             raise OptionError(f"depth_cap={depth_cap!r}: expected an integer ≥ 0")
@@ -217,6 +217,7 @@ class Engine:
             self._profile()
         self.lanes.steer(enabled, depth_cap)
         state = self._state(self.speculation, self.settings.rule, "auto" if self._fixed is None else self._fixed)
+        state["depth_cap"] = self.speculation.depth_cap
         if self._others:
             state["others"] = {spec: dict(zip(("state", "reason"), lane.state, strict=True)) for spec, lane in self._others}
         return state
@@ -342,14 +343,16 @@ class Engine:
 
     def _state(self, lane: Speculation, rule: str, depth: int | str) -> dict[str, Any]:
         state, reason = lane.state
-        return {"state": state, "drafter": lane.name, "depth": depth if state != "none" else 0, "rule": rule, "reason": reason}
+        return {"state": state, "drafter": lane.name, "depth": depth if state == "on" else 0, "rule": rule, "reason": reason}
 
     def _speculation_of(self, seq: Sequence) -> dict[str, Any]:
         """The `speculation` of `generate --json`."""
         depth = seq.depth if seq.depth is not None else "auto" if self._fixed is None else self._fixed
         state = self._state(self.lanes.of(seq), seq.rule, depth)
-        if state["state"] == "on" and not seq.speculate:
-            state.update(state="off", depth=0, reason="the request asked for no drafter")
+        if state["state"] == "on":
+            state["reason"] = seq.reason or "no round yet"
+            if not seq.speculate:
+                state.update(state="off", depth=0, reason="the request asked for no drafter")
         return state
 
     def _header(self) -> TraceStarted:

@@ -15,7 +15,7 @@ from ..types import Budget, Commit, Draft, Signals, Verdict
 from .control import AutoDepth
 from .costs import PassCosts
 from .sequence import Sequence
-from .speculation import Speculation
+from .speculation import NO_CAP, Speculation
 
 T = TypeVar("T")
 Part = tuple[Speculation, list[int]]
@@ -124,7 +124,7 @@ class Lanes:
         """The operator's word, to every drafter."""
         for lane in self.lanes:
             if depth_cap is not None:
-                lane.depth_cap = depth_cap
+                lane.depth_cap = None if depth_cap == NO_CAP else depth_cap
             if enabled is not None:
                 lane.enabled = enabled
                 if not enabled:

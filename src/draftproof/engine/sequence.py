@@ -66,6 +66,7 @@ class Sequence:
     counts: Counts = field(default_factory=Counts)           # of its tokens, for penalties
     tally: Tally = field(default_factory=Tally)
     rounds: int = 0
+    reason: str = ""                             # why it was guessed for as it was, of its last round that was not near its end
     prefill_s: float = 0.0
     prefill_passes: int = 0
     logprobs: list[TokenLogprob] = field(default_factory=list)

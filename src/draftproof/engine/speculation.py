@@ -24,6 +24,8 @@ from .sequence import Sequence
 
 log = logging.getLogger("draftproof.engine")
 
+NO_CAP = 1 << 30         # as an operator's cap: none, deeper than any text
+ENDS = "the end of the text is near"
 INTEGERS = {torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8}
 _granted = lru_cache(maxsize=64)(Budget)         # a plan grants the same for many rounds
 
@@ -79,7 +81,7 @@ class Speculation:
         self.enabled = True
         self.depth_cap: int | None = None        # the operator's, for fixed and automatic depths alike
         self.failure = ""                        # why the drafter is out of service
-        self.reason = "no round yet"             # of the last budget
+        self.reason = "no round yet"             # of the text that was planned for last
         self._pressure, self.pressed = pressure, ""
         self._vocab_size, self._device, self._trees = vocab_size, device, trees
         self._mapped: Tensor | None = None       # the id map of laws that was found right
@@ -141,11 +143,13 @@ class Speculation:
                 depth, reason, prices = seq.depth, "fixed by the request", ()
             if not seq.speculate:
                 depth, reason = 0, "the request asked for no drafter"
-            elif depth > limit:
+            elif depth > limit or self.depth_cap == 0:           # under which a controller is not really asked
                 depth, reason = limit, bound
             nodes = max(depth, trees) if depth and trees else depth
             budgets.append(_granted(depth, nodes, part or name, reason, prices[:nodes]))
-        self.reason = budgets[-1].reason if budgets else self.reason
+            if reason != ENDS or not seq.reason:                 # every text ends: that says nothing of it
+                seq.reason = reason
+        self.reason = batch[-1].reason if batch else self.reason
         ends = [len(seq.tokens) + self._room(seq)[0] - budget.depth - 1 for seq, budget in zip(batch, budgets, strict=True)]
         self._held = Held(batch, budgets, ends, steered)
         return budgets
@@ -240,13 +244,13 @@ class Speculation:
     def _room(self, seq: Sequence) -> tuple[int, str]:
         """The deepest draft that there is room for, which shrinks as the text grows, and what bounds it."""
         assert self.drafter is not None
-        room, context = (seq.room, "the end of the text is near"), self.drafter.needs.context
+        room, context = (seq.room, ENDS), self.drafter.needs.context
         return room if context is None else min(room, (max(0, context - len(seq.tokens)), "the drafter's context ends"))
 
     def _limit(self, seq: Sequence) -> tuple[int, str]:
         """The deepest draft allowed, and what bounds it."""
         room = self._room(seq)
-        return room if self.depth_cap is None else min(room, (self.depth_cap, "the operator's cap"))
+        return room if self.depth_cap is None or self.depth_cap > room[0] else (self.depth_cap, "the operator's cap")
 
     def _checked(self, draft: Draft, budget: Budget) -> Draft:
         """The draft, on its budget and, as far as the host sees, inside the vocabulary; otherwise DrafterError saying what it broke."""

@@ -218,6 +218,7 @@ def ending(ticket: Ticket, sample: int) -> str | None:
 
 
 def as_gauges(state: dict[str, Any]) -> dict[str, float]:
-    """The state of speculation as numbers: one gauge per state that there is."""
-    states = ("none", "off", "out of service", "on")
-    return {f"spec_decode_state_{name.replace(' ', '_')}": float(state["state"] == name) for name in states}
+    """The state of speculation as numbers: one gauge per state that there is, and the operator's cap, if there is one."""
+    states, cap = ("none", "off", "out of service", "on"), state.get("depth_cap")
+    gauges = {f"spec_decode_state_{name.replace(' ', '_')}": float(state["state"] == name) for name in states}
+    return gauges if cap is None else {**gauges, "spec_decode_depth_cap": float(cap)}

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..drafters import parse_spec
+from ..engine.speculation import NO_CAP
 from ..errors import LoadError, SpecError, VocabularyMismatch
 from .refusal import Refusal
 from .schema import SwitchRequest
@@ -16,13 +17,11 @@ from .worker import Worker
 
 log = logging.getLogger("draftproof.serve")
 
-NO_CAP = 1 << 30         # deeper than any text: an engine's None leaves the cap as it is
-
 
 async def switched(worker: Worker, served: Served, wanted: SwitchRequest) -> dict[str, Any]:
     """Steer the engine from the next round on; its new state. Raises Refusal, OptionError or SpecError, changing nothing."""
     settings = wanted.model_dump(exclude_none=True)
-    if "depth_cap" in wanted.model_fields_set:
+    if "depth_cap" in wanted.model_fields_set:              # an engine's None leaves the cap as it is
         settings["depth_cap"] = NO_CAP if wanted.depth_cap is None else wanted.depth_cap
     if not settings:
         raise Refusal(400, "nothing to change: expected enabled, depth_cap or drafter")
