@@ -191,6 +191,6 @@ def expected(running: Running, case: Case) -> list[str]:
         texts = [done.text for done in case.plain(running)]
     except DraftproofError as error:
         return [str(error)]
-    found = [tools.parse(text) if case.form.endswith("call") else None for text in texts]
+    found = [tools.parse(text)[0] if case.form.endswith("call") else None for text in texts]
     return [json.dumps([(call.name, call.arguments) for call in calls]) if calls else text
             for text, calls in zip(texts, found, strict=True)]

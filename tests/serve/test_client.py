@@ -261,6 +261,20 @@ def test_a_call_and_its_result_go_back_into_the_conversation(quick: Any) -> None
     assert quick.chat.completions.create(messages=talk, max_tokens=5, tools=[WEATHER], tool_choice="none", **WARM).usage.completion_tokens
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("tokens", "finished"), [(40, 0), (110, 1), (210, 2)])
+def test_calls_before_one_that_is_cut_off_are_not_lost(quick: Any, tokens: int, finished: int, stream: bool) -> None:
+    schema = {"type": "object", "properties": {"left": {"enum": [1, 2]}}, "required": ["left"], "additionalProperties": False}
+    tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
+    got = quick.chat.completions.create(messages=ASK, max_tokens=tokens, tools=[tool], tool_choice="required", stream=stream,
+                                        logit_bias={"0": -100}, **WARM)
+    choices = [chunk.choices[0] for chunk in got] if stream else got.choices
+    said = [choice.delta if stream else choice.message for choice in choices]
+    calls, text = [call for one in said for call in one.tool_calls or ()], "".join(one.content or "" for one in said)
+    assert choices[-1].finish_reason == "length" and bool(text) == (not finished)
+    assert [(call.function.name, json.loads(call.function.arguments)["left"] in (1, 2)) for call in calls] == [("f", True)] * finished
+
+
 def test_many_at_once(table: Running) -> None:
     async def ask() -> list[Any]:
         async with openai.AsyncOpenAI(base_url=table.url + "/v1", api_key="any", max_retries=0, timeout=60) as client:

@@ -127,10 +127,10 @@ class ChatReply:
         if not held.free and finish is None and tools.may_become_call(held.text):
             return []
         delta: dict[str, Any] = {"content": held.text} if held.text else {}
-        calls = None if held.free else tools.parse(held.text)
+        calls, cut = ([], False) if held.free else tools.parse(held.text)
         if calls:
             delta = {"tool_calls": [{"index": i, **each} for i, each in enumerate(self._calls(choice, calls))]}
-            finish = "tool_calls"
+            finish = finish if cut else "tool_calls"
         entries, held.text, held.entries, held.free = held.entries, "", [], True
         out = [self._chunk(choice, delta, entries)] if delta or entries else []
         return [*out, self._chunk(choice, {}, finish=finish)] if finish else out
@@ -144,11 +144,12 @@ class ChatReply:
         return {"error": error}
 
     def _choice(self, done: Completion) -> dict[str, Any]:
-        calls = tools.parse(done.text) if self.head.order.tools else None
+        calls, cut = tools.parse(done.text) if self.head.order.tools else ([], False)
         message: dict[str, Any] = {"role": "assistant", "content": None if calls else done.text, "refusal": None}
         if calls:
             message["tool_calls"] = self._calls(done.sample, calls)
-        return {"index": done.sample, "message": message, "finish_reason": "tool_calls" if calls else finish_of(done.finish_reason),
+        finish = "tool_calls" if calls and not cut else finish_of(done.finish_reason)
+        return {"index": done.sample, "message": message, "finish_reason": finish,
                 "logprobs": None if done.logprobs is None else self._logprobs(done.logprobs)}
 
     def _calls(self, choice: int, calls: Sequence[tools.Call]) -> list[dict[str, Any]]:

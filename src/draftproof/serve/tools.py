@@ -68,26 +68,27 @@ def explained(tools: Sequence[Tool]) -> str:
     return f"You may call these functions:\n{listed}\nTo call one, answer {form} and nothing else.\n\n"
 
 
-def parse(text: str) -> list[Call] | None:
-    """The calls that a text consists of; None if it is not calls, or is cut off inside one."""
+def parse(text: str) -> tuple[list[Call], bool]:
+    """The calls that a text consists of, and whether it is cut off inside another one; none if there is text of another kind."""
     calls: list[Call] = []
     rest = text.strip()
     while rest:
         if not rest.startswith(OPEN):
-            return None
+            return (calls, True) if may_become_call(rest) else ([], False)
         inside = rest[len(OPEN):].lstrip()
         try:
             value, end = json.JSONDecoder().raw_decode(inside)
             start = inside.index('"arguments": ') + len('"arguments": ')
             _, stop = json.JSONDecoder().raw_decode(inside, start)
-            calls.append(Call(value["name"], inside[start:stop]))
+            call = Call(value["name"], inside[start:stop])
         except (ValueError, KeyError, TypeError):
-            return None
+            return calls, True
         rest = inside[end:].lstrip()
         if not rest.startswith(CLOSE):
-            return None
+            return calls, True
+        calls.append(call)
         rest = rest[len(CLOSE):].lstrip()
-    return calls or None
+    return calls, False
 
 
 def may_become_call(text: str) -> bool:
