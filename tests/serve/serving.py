@@ -27,7 +27,7 @@ from draftproof.serve.run import Listener, serve_engine
 class ChatLetters(Letters):
     """Letters that know how to chat: every turn is its letters, framed by the letters of nobody."""
 
-    has_chat_template, takes_tools = True, False
+    has_chat_template, takes_tools, knows = True, False, frozenset({"system", "tool"})
 
     def encode(self, text: str) -> list[int]:
         return [i for byte in text.encode() for i in self._of.get(byte, [])]

@@ -17,6 +17,7 @@ SHORTENED = {"NoneType": 1, "NFC": 3}     # by normaliser: how many times more b
 CONTEXT = 6  # prompt ids that a stream sees first, so that a leading space or a split character comes out as it stands in the text
 LONGEST = 4  # bytes of a character
 MARK = "�"   # what stands for bytes that are no text
+WORD, CALL_ID = "Draftproof", "abcdefghi"    # what a template is tried with: some want nine letters of an id
 
 
 class TextStream:
@@ -146,6 +147,26 @@ class Tokenizer:
     def takes_tools(self) -> bool:
         """Whether the chat template knows how to tell the model about tools."""
         return "tools" in str(getattr(self.hf, "chat_template", None) or "")
+
+    @cached_property
+    def knows(self) -> frozenset[str]:
+        """Of `system`, `tool` and `tool_calls` what the chat template writes; the others it refuses, or leaves out in silence."""
+        def called(name: str) -> list[dict[str, Any]]:
+            call = {"id": CALL_ID, "type": "function", "function": {"name": name, "arguments": {}}}
+            return [{"role": "user", "content": "a"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+
+        def answered(name: str, text: str) -> list[dict[str, Any]]:
+            return [*called(name), {"role": "tool", "name": name, "tool_call_id": CALL_ID, "content": text}]
+
+        probes = {"system": [[{"role": "system", "content": WORD}, {"role": "user", "content": "a"}]],
+                  "tool": [answered("f", WORD)], "tool_calls": [called(WORD), answered(WORD, "a")]}
+        return frozenset(name for name, talks in probes.items() if any(map(self._writes, talks)))
+
+    def _writes(self, turns: list[dict[str, Any]]) -> bool:
+        try:
+            return WORD in str(self.hf.apply_chat_template(turns, add_generation_prompt=True, tokenize=False))
+        except Exception:                                        # a template is a program, with errors of its own
+            return False
 
     def chat(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None,
              answered: bool = False) -> list[int]:

@@ -68,6 +68,16 @@ def explained(tools: Sequence[Tool]) -> str:
     return f"You may call these functions:\n{listed}\nTo call one, answer {form} and nothing else.\n\n"
 
 
+def written(name: str, arguments: Any) -> str:
+    """A call as the grammar has it."""
+    return f"{OPEN}\n{json.dumps({'name': name, 'arguments': arguments}, ensure_ascii=False)}\n{CLOSE}"
+
+
+def answered(text: str) -> str:
+    """What a call came to, for a model whose chat template has no role for it: the form that most open models are trained on."""
+    return f"<tool_response>\n{text}\n</tool_response>"
+
+
 def parse(text: str) -> tuple[list[Call], bool]:
     """The calls that a text consists of, and whether it is cut off inside another one; none if there is text of another kind."""
     calls: list[Call] = []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -132,7 +132,8 @@ def responses(request: ResponsesRequest, headers: Headers, served: Served) -> Or
         messages += [Message(role=one.role, content=one.content if isinstance(one.content, str) else "".join(p.text for p in one.content))
                      for one in request.input]
     form = request.text.format if request.text else None
-    return _order(request, headers, (conversation(messages, served, ()),), max_tokens=request.max_output_tokens, grammar=_grammar(form))
+    prompt = conversation(messages, served, (), "input")
+    return _order(request, headers, (prompt,), max_tokens=request.max_output_tokens, grammar=_grammar(form))
 
 
 def read(tickets: Sequence[Ticket], served: Served) -> None:
@@ -148,11 +149,11 @@ def read(tickets: Sequence[Ticket], served: Served) -> None:
             raise
 
 
-def conversation(messages: Sequence[Message], served: Served, may_call: Sequence[Tool]) -> tuple[int, ...]:
-    """The ids of a conversation, by the model's own template. Raises Refusal."""
+def conversation(messages: Sequence[Message], served: Served, may_call: Sequence[Tool], place: str = "messages") -> tuple[int, ...]:
+    """The ids of a conversation, by the model's own template; `place` is where the client gave it. Raises Refusal."""
     if served.tokenizer is None or not served.tokenizer.has_chat_template:
-        raise Refusal(400, f"model {served.name} has no chat template; use /v1/completions", param="messages")
-    turns = [_turn(message) for message in messages]
+        raise Refusal(400, f"model {served.name} has no chat template; use /v1/completions", param=place)
+    turns = folded([_turn(message) for message in messages], served.tokenizer.knows)
     knows_tools = served.tokenizer.takes_tools
     if may_call and not knows_tools:
         first = next((turn for turn in turns if turn["role"] == "user"), turns[0])
@@ -164,7 +165,28 @@ def conversation(messages: Sequence[Message], served: Served, may_call: Sequence
         raise
     except Exception as error:
         said = str(error).splitlines()[0][:300] if type(error).__module__.startswith("jinja2") else "it failed on it"
-        raise Refusal(400, f"the model's chat template does not take this conversation: {said}", param="messages") from error
+        raise Refusal(400, f"the model's chat template does not take this conversation: {said}", param=place) from error
+
+
+def folded(turns: Sequence[dict[str, Any]], knows: Set[str]) -> list[dict[str, Any]]:
+    """The turns for a template that `knows` only so much beside user and assistant. What the system said and what calls came to
+    stand in the user's turn beside them, or in one of its own; the assistant's calls in its text, as it would write them."""
+    out: list[dict[str, Any]] = []
+    joins = False                                            # whether the last turn holds what nobody said as the user
+    for turn in turns:
+        role, text = turn["role"], turn["content"]
+        foreign = role in ("system", "tool") and role not in knows
+        if foreign:
+            turn = {"role": "user", "content": tools.answered(text) if role == "tool" else text}
+        elif "tool_calls" in turn and "tool_calls" not in knows:
+            calls = [tools.written(**call["function"]) for call in turn["tool_calls"]]
+            turn = {"role": role, "content": "\n".join([text, *calls] if text else calls)}
+        if out and out[-1]["role"] == turn["role"] == "user" and (foreign or joins):
+            out[-1] = {**turn, "content": f"{out[-1]['content']}\n\n{turn['content']}"}
+        else:
+            out.append(turn)
+        joins = foreign
+    return out
 
 
 def _turn(message: Message) -> dict[str, Any]:
