@@ -1,18 +1,22 @@
-"""Traffic logs of every common form, read line by line: one `Exchange` a request, and a count of what could not be read.
+"""Traffic logs of every common form, read line by line: an `Exchange` for every request, and a count of what could not be read.
 
     minimal       {"prompt_token_ids": [...], "token_ids": [...], "max_tokens"?, "finish_reason"?, "class"?, "temperature"?, "logprobs"?}
-    OpenAI pairs  {"request": {"messages" | "prompt", …}, "response": {"choices": [{"message" | "text"}]}}
-    OpenAI chat   {"messages": [{"role", "content"}, …]}           the last assistant message is the answer
+    OpenAI pairs  {"request": {"messages" | "prompt", …}, "response": {"choices": [{"message" | "text"}, …]}}     one of every choice
+    OpenAI chat   {"messages": [{"role", "content"}, …], "tools"?}      one of every turn of the assistant, to the turns before it
     ShareGPT      {"conversations": [{"from": "human" | "gpt", "value"}, …]}
     plain         {"prompt", "completion"?} · {"text"} · a .txt file, one document per blank-line block
     our traces    trace_started, request_started, … (level full has the ids)
 
-A file is streamed: memory does not grow with its length (of traces, at most `OPEN` requests that have not ended are held).
+A file may also be one JSON array of such records; its lines are then its records. A file is streamed: memory does not grow with its
+length (of traces, at most `OPEN` requests that have not ended are held).
 """
 
 from __future__ import annotations
 
+import io
 import json
+import re
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -20,14 +24,15 @@ from typing import IO, Any
 
 from ..errors import Failure
 from .logprobs import Place, read_places
+from .turns import Message, NotReadable, messages_of, said_in, text_of
 
-Message = Mapping[str, str]
-SHAREGPT_ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "chatgpt": "assistant",
-                  "model": "assistant", "system": "system", "tool": "tool"}
 LONGEST = 64 << 20      # bytes of a record; a longer line is skipped without being held
 OPEN = 4096     # traced requests that may be running at a time; what was begun before them has lost its end
+PIECE = 1 << 20  # characters of an array that are read at a time
+BETWEEN = re.compile(r"[\s,\[\]]*")     # records of an array
 SHOWN = 5       # complaints kept with their line numbers
 MOST = 1 << 31  # token ids and counts are below
+JOINED = "answers put together from their text, reasoning and calls, without the marks that the model wrote between them"
 LAW = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias")
 
 
@@ -36,7 +41,8 @@ class Exchange:
     """One request and its answer, as far as the log has them: ids where it has ids, else messages or text.
 
     Exactly one of prompt_ids, messages, prompt is set. answer_ids or answer may be set. `line` counts from 1.
-    document: `prompt` is a whole text that nobody asked to continue.
+    document: `prompt` is a whole text that nobody asked to continue. joined: `answer` was put together from parts. usage: tokens of the
+    answer as the log counts them.
     """
 
     line: int
@@ -46,6 +52,8 @@ class Exchange:
     document: bool = False
     answer_ids: tuple[int, ...] | None = None
     answer: str | None = None
+    joined: bool = False
+    usage: int | None = None
     prompt_class: str | None = None
     max_tokens: int | None = None
     finish_reason: str | None = None
@@ -57,19 +65,20 @@ class Exchange:
 
 @dataclass(slots=True)
 class Skipped:
-    """What a reader left out, and why."""
+    """What a reader left out, and why; and what it had to change."""
 
     count: int = 0
     shown: list[str] = field(default_factory=list)
+    told: Counter[str] = field(default_factory=Counter)     # what was taken, but not as it stands: how many of each kind
 
     def note(self, line: int, why: str) -> None:
         self.count += 1
         if len(self.shown) < SHOWN:
             self.shown.append(f"line {line}: {why}")
 
-
-class NotReadable(ValueError):
-    """A record of no known form; the message says what was found."""
+    def remarks(self) -> list[str]:
+        """What had to be changed, a line each."""
+        return [f"{what}: {count}" for what, count in self.told.items() if count]
 
 
 def check_log(path: str | Path) -> Path:
@@ -105,20 +114,56 @@ def _lines(stream: IO[bytes]) -> Iterator[bytes]:
 
 def _records(stream: IO[bytes], skipped: Skipped) -> Iterator[Exchange]:
     trace = _Trace()
-    for number, raw in enumerate(_lines(stream), 1):
-        if not raw.strip():
-            continue
+    for number, record in _listed(stream) if _is_array(stream) else _lined(stream):
         try:
-            record = _record(raw, number)
+            if isinstance(record, NotReadable):
+                raise record
             if isinstance(record, dict) and "event" in record:
                 found = trace.read(number, record, skipped)
             else:
-                found = exchange(record, number)
+                found = list(exchanges(record, number))
         except NotReadable as error:
             skipped.note(number, str(error))
             continue
-        if found is not None:
-            yield found
+        skipped.told[JOINED] += sum(one.joined for one in found)
+        yield from found
+
+
+def _lined(stream: IO[bytes]) -> Iterator[tuple[int, Any]]:
+    """(number, record or why there is none) of every line that is not blank."""
+    for number, raw in enumerate(_lines(stream), 1):
+        if raw.strip():
+            try:
+                record = _record(raw, number)
+            except NotReadable as error:
+                record = error
+            yield number, record
+
+
+def _is_array(stream: IO[bytes]) -> bool:
+    head = stream.read(4096)
+    stream.seek(0)
+    return re.match(rb"(\xef\xbb\xbf)?\s*\[\s*\{", head) is not None
+
+
+def _listed(stream: IO[bytes]) -> Iterator[tuple[int, Any]]:
+    """As `_lined`, of an array of records, of which one at a time is held."""
+    decode, text, at, number = json.JSONDecoder().raw_decode, "", 0, 1
+    with io.TextIOWrapper(stream, "utf-8-sig", "surrogateescape") as reader:
+        while True:
+            at = BETWEEN.match(text, at).end()  # type: ignore[union-attr]
+            try:
+                record, at = decode(text, at)
+            except (ValueError, RecursionError) as error:
+                more = reader.read(max(PIECE, len(text) - at)) if len(text) - at <= LONGEST and isinstance(error, ValueError) else ""
+                if not more:
+                    if at < len(text):
+                        yield number, NotReadable("no JSON object from here to the end (a file cut short?), or one that is too long")
+                    return
+                text, at = text[at:] + more, 0
+                continue
+            yield number, record
+            number += 1
 
 
 def _record(raw: bytes, number: int) -> Any:
@@ -150,66 +195,72 @@ def _documents(stream: IO[bytes]) -> Iterator[Exchange]:
         yield Exchange(start, prompt="".join(block), document=True)
 
 
-def exchange(record: Any, line: int) -> Exchange:
-    """One record of any form but a trace's. Raises NotReadable."""
+def exchanges(record: Any, line: int) -> Iterator[Exchange]:
+    """Those of one record of any form but a trace's. Raises NotReadable."""
     if not isinstance(record, dict):
         raise NotReadable(f"a JSON {type(record).__name__}; expected an object")
     prompt_class = _class(record.get("class") or record.get("prompt_class"))
     if "prompt_token_ids" in record:
-        return Exchange(line, prompt_ids=_ids(record, "prompt_token_ids"), answer_ids=_ids(record, "token_ids"), prompt_class=prompt_class,
-                        max_tokens=_count(record.get("max_tokens")), finish_reason=_word(record.get("finish_reason")),
-                        sampling={name: record[name] for name in LAW if record.get(name) is not None},
-                        places=read_places(record.get("logprobs")))
+        yield Exchange(line, prompt_ids=_ids(record, "prompt_token_ids"), answer_ids=_ids(record, "token_ids"), prompt_class=prompt_class,
+                       max_tokens=_count(record.get("max_tokens")), finish_reason=_word(record.get("finish_reason")),
+                       sampling={name: record[name] for name in LAW if record.get(name) is not None},
+                       places=read_places(record.get("logprobs")))
+        return
     if isinstance(record.get("request"), dict):
-        return _pair(record["request"], record.get("response"), line, prompt_class)
+        yield from _pair(record["request"], record.get("response"), line, prompt_class)
+        return
     turns = record.get("messages") or record.get("conversations")
     if turns is not None:
-        messages = _messages(turns)
-        answer = messages[-1]["content"] if messages[-1]["role"] == "assistant" else None
-        return Exchange(line, messages=messages if answer is None else messages[:-1], answer=answer, prompt_class=prompt_class)
+        asked = {name: record[name] for name in ("tools", "chat_template_kwargs") if record.get(name) is not None}
+        yield from _talk(turns, line, prompt_class, asked)
+        return
     for name in ("prompt", "text"):
         if isinstance(record.get(name), str) and record[name]:
             answer = record.get("completion") or record.get("response")
-            return Exchange(line, prompt=_text(record[name]), answer=_text(answer) if isinstance(answer, str) else None,
-                            prompt_class=prompt_class, document=name == "text")
+            yield Exchange(line, prompt=text_of(record[name]), answer=text_of(answer) if isinstance(answer, str) else None,
+                           prompt_class=prompt_class, document=name == "text")
+            return
     raise NotReadable(f"no known form: keys {', '.join(repr(name)[1:-1] for name in sorted(record)[:8])[:200] or 'none'}")
 
 
-def _pair(request: Mapping[str, Any], response: Any, line: int, prompt_class: str | None) -> Exchange:
-    sampling = {k: v for k, v in request.items() if k not in ("messages", "prompt", "model", "stream")}
-    metadata = request.get("metadata")
-    prompt_class = prompt_class or (_class(metadata.get("prompt_class")) if isinstance(metadata, dict) else None)
-    choices = response.get("choices") if isinstance(response, dict) else None
-    choice = choices[0] if isinstance(choices, list) and choices and isinstance(choices[0], dict) else {}
-    message = choice.get("message")
-    answer = message.get("content") if isinstance(message, dict) else choice.get("text")
-    known: dict[str, Any] = dict(answer=_text(answer) if isinstance(answer, str) else None, prompt_class=prompt_class, sampling=sampling,
-                                 max_tokens=_count(request.get("max_tokens") or request.get("max_completion_tokens")),
-                                 finish_reason=_word(choice.get("finish_reason")), places=read_places(choice.get("logprobs")))
-    if request.get("messages"):
-        return Exchange(line, messages=_messages(request["messages"]), **known)
+def _talk(turns: Any, line: int, prompt_class: str | None, asked: Mapping[str, Any]) -> Iterator[Exchange]:
+    """Each turn of the assistant's, and the end if that waits for one."""
+    messages, spoken = messages_of(turns), False
+    for at, message in enumerate(messages):
+        if message["role"] != "assistant":
+            spoken |= message["role"] != "system"
+        elif spoken:
+            answer, joined = said_in(turns[at])
+            yield Exchange(line, messages=messages[:at], answer=answer, joined=joined, prompt_class=prompt_class, sampling=asked)
+    if messages[-1]["role"] != "assistant":
+        yield Exchange(line, messages=messages, prompt_class=prompt_class, sampling=asked)
+    elif not spoken:
+        raise NotReadable("a conversation in which nobody speaks to the assistant")
+
+
+def _pair(request: Mapping[str, Any], response: Any, line: int, prompt_class: str | None) -> Iterator[Exchange]:
+    metadata, response = request.get("metadata"), response if isinstance(response, dict) else {}
+    asked = Exchange(
+        line, max_tokens=_count(request.get("max_tokens") or request.get("max_completion_tokens")),
+        sampling={k: v for k, v in request.items() if k not in ("messages", "prompt", "model", "stream")},
+        prompt_class=prompt_class or (_class(metadata.get("prompt_class")) if isinstance(metadata, dict) else None))
     prompt = request.get("prompt")
-    if isinstance(prompt, list) and prompt:
-        return Exchange(line, prompt_ids=_ids(request, "prompt"), **known)
-    if isinstance(prompt, str) and prompt:
-        return Exchange(line, prompt=_text(prompt), **known)
-    raise NotReadable("a request without messages or prompt")
-
-
-def _messages(turns: Any) -> tuple[Message, ...]:
-    if not isinstance(turns, list) or not turns:
-        raise NotReadable("an empty conversation")
-    messages = []
-    for turn in turns:
-        if not isinstance(turn, dict):
-            raise NotReadable(f"a turn that is a {type(turn).__name__}")
-        role, content = turn.get("role") or turn.get("from"), turn.get("content", turn.get("value"))
-        if isinstance(content, list):                       # OpenAI's parts: the text of them
-            content = "".join(str(part.get("text", "")) for part in content if isinstance(part, dict))
-        if not isinstance(role, str) or role not in SHAREGPT_ROLES or not isinstance(content, str):
-            raise NotReadable(f"a turn with role {str(role)[:40]!r} and content of type {type(content).__name__}")
-        messages.append({"role": SHAREGPT_ROLES[role], "content": _text(content)})
-    return tuple(messages)
+    if request.get("messages"):
+        asked = replace(asked, messages=messages_of(request["messages"]))
+    elif isinstance(prompt, list) and prompt:
+        asked = replace(asked, prompt_ids=_ids(request, "prompt"))
+    elif isinstance(prompt, str) and prompt:
+        asked = replace(asked, prompt=text_of(prompt))
+    else:
+        raise NotReadable("a request of the Responses API (input, no messages); expected one of chat completions or completions"
+                          if request.get("input") else "a request without messages or prompt")
+    choices, usage = response.get("choices"), response.get("usage")
+    answered = [choice for choice in choices if isinstance(choice, dict)] if isinstance(choices, list) else []
+    written = _count(usage.get("completion_tokens")) if isinstance(usage, dict) and len(answered) == 1 else None
+    for choice in answered or [{}]:
+        answer, joined = said_in(choice["message"] if isinstance(choice.get("message"), dict) else {"content": choice.get("text")})
+        yield replace(asked, answer=answer, joined=joined, usage=written, finish_reason=_word(choice.get("finish_reason")),
+                      places=read_places(choice.get("logprobs")))
 
 
 def _ids(record: Mapping[str, Any], name: str) -> tuple[int, ...]:
@@ -227,15 +278,6 @@ def _whole(value: Any) -> int:
 
 def _token(value: Mapping[str, Any]) -> int:
     return _whole(value["token"])
-
-
-def _text(value: str) -> str:
-    """Text that a tokenizer takes. JSON may spell halves of characters that no text has."""
-    try:
-        value.encode("utf-8")
-    except UnicodeEncodeError:
-        raise NotReadable("text with half a character (a lone surrogate)") from None
-    return value
 
 
 def _class(value: Any) -> str | None:
@@ -258,11 +300,15 @@ class _Trace:
     def __init__(self) -> None:
         self._open: dict[str, tuple[Exchange, list[int], list[tuple[int, int]]]] = {}
 
-    def read(self, line: int, event: Mapping[str, Any], skipped: Skipped) -> Exchange | None:
-        """What ends with this event, if anything does. Raises NotReadable; a request with an unreadable event is left out."""
+    def read(self, line: int, event: Mapping[str, Any], skipped: Skipped) -> list[Exchange]:
+        """What ends with this event, none or one. Raises NotReadable; a request with an unreadable event is left out."""
         request = str(event.get("request", ""))
         try:
-            return self._event(line, event, request, skipped)
+            ended = self._event(line, event, request, skipped)
+            return [] if ended is None else [ended]
+        except NotReadable:
+            self._open.pop(request, None)
+            raise
         except (LookupError, TypeError, ValueError, AttributeError) as error:
             self._open.pop(request, None)
             found = f"{type(error).__name__}: {error}"

@@ -254,7 +254,7 @@ class Result:
     def log(self) -> dict[str, Any]:
         """`log` of `audition --json`."""
         return {"requests": self.requests, "tokens": self.tokens, "skipped": self.skipped.count, "retokenised": self.retokenised,
-                "complaints": list(self.skipped.shown)}
+                "complaints": list(self.skipped.shown), "remarks": self.skipped.remarks()}
 
 
 def log_size(log: str | Path) -> int:

@@ -16,8 +16,9 @@ from ..models.target import Target
 from ..models.tokenizer import Tokenizer
 from ..types import Sampling
 from .logprobs import Pieces, Seen, in_ids
-from .logs import Exchange, Message, NotReadable, Skipped, read_log
+from .logs import Exchange, Skipped, read_log
 from .replay import States, Story
+from .turns import Message, NotReadable
 
 GREEDY = Sampling(temperature=0.0, top_p=1.0)
 UNCLASSED = "unclassified"
@@ -104,7 +105,7 @@ class Reader:
         if exchange.prompt_ids is not None:
             prompt = list(exchange.prompt_ids)
         elif exchange.messages is not None:
-            prompt = _conversation(tokenizer, exchange.messages)
+            prompt = conversation(tokenizer, exchange.messages, exchange.sampling)
         else:
             prompt = tokenizer.encode(exchange.prompt or "")
         if exchange.document and exchange.answer is None:        # nobody asked: its first third stands for a prompt
@@ -153,12 +154,17 @@ class Read:
     seen: tuple[Seen, ...] = ()
 
 
-def _conversation(tokenizer: Tokenizer, messages: Sequence[Message]) -> list[int]:
-    """Raises NotReadable where the model's template refuses it."""
+def conversation(tokenizer: Tokenizer, messages: Sequence[Message], asked: Mapping[str, Any]) -> list[int]:
+    """Ids of the turns, as the model was asked for an answer to them: with the tools of the request, and what it told the template.
+
+    Raises NotReadable where the model's template refuses them.
+    """
     if not tokenizer.has_chat_template:
         return tokenizer.encode("\n".join(message["content"] for message in messages) + "\n")
+    tools, told = asked.get("tools"), asked.get("chat_template_kwargs")
+    listed = tools if isinstance(tools, list) and asked.get("tool_choice") != "none" and tokenizer.takes_tools else None
     try:
-        return tokenizer.chat(messages)
+        return tokenizer.chat(messages, listed, told=told if isinstance(told, dict) else None)
     except Exception as error:                  # a template is a program of its own
         raise NotReadable(f"the chat template refuses the conversation ({type(error).__name__}: {str(error)[:80]!r})") from None
 

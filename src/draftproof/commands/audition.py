@@ -162,6 +162,7 @@ def remarks(result: Result) -> list[str]:
             lines.append(f"{arm.spec} at depth {arm.shown_depth}: exact for {whole.exact} of {whole.tally.requests} requests; "
                          f"the others were sampled with noise that the log does not have: theirs is the figure of greedy drafts{more}")
     skipped = result.skipped
+    lines += skipped.remarks()
     if skipped.count:
         lines.append(f"{skipped.count} records skipped: {'; '.join(skipped.shown)}{' …' if skipped.count > len(skipped.shown) else ''}")
     return lines

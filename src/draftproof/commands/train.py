@@ -297,3 +297,5 @@ def _complaining(log: Path, say: Callable[[str], None]) -> Iterator[Skipped]:
         if skipped.count:
             more = " …" if skipped.count > len(skipped.shown) else ""
             say(f"{skipped.count} lines of {log} were left out: {'; '.join(skipped.shown)}{more}")
+        for line in skipped.remarks():
+            say(f"{log}: {line}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
@@ -169,11 +170,14 @@ class Tokenizer:
             return False
 
     def chat(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None,
-             answered: bool = False) -> list[int]:
-        """Ids of a conversation, ready for the assistant's answer unless it is `answered`. The template runs in transformers' sandbox; it
-        may refuse the conversation (an unknown role) with an exception of its own."""
+             answered: bool = False, told: Mapping[str, Any] | None = None) -> list[int]:
+        """Ids of a conversation, ready for the assistant's answer unless it is `answered`. told: what else the template shall know, by
+        its own names. The template runs in transformers' sandbox; it may refuse the conversation (an unknown role) with an exception of
+        its own."""
         if not self.has_chat_template:
             raise LoadError("this tokenizer has no chat template; use generate, or a model with one")
+        own = inspect.signature(self.hf.apply_chat_template).parameters
+        more = {name: value for name, value in (told or {}).items() if name not in own}
         out = self.hf.apply_chat_template(list(messages), add_generation_prompt=not answered, tokenize=True, return_dict=False,
-                                          tools=list(tools) if tools else None)
+                                          tools=list(tools) if tools else None, **more)
         return list(out)

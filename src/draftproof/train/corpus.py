@@ -13,7 +13,9 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from ..audition.logs import Exchange, NotReadable, Skipped
+from ..audition.logs import Exchange, Skipped
+from ..audition.stories import conversation
+from ..audition.turns import NotReadable
 from ..engine.engine import Engine
 from ..errors import Failure, OptionError, UsageError
 from ..models.target import Target
@@ -51,12 +53,7 @@ def prompt_of(exchange: Exchange, target: Target) -> list[int] | None:
         return None
     if exchange.messages is None:
         return target.tokenizer.encode(exchange.prompt or "")
-    if not target.tokenizer.has_chat_template:
-        return target.tokenizer.encode("\n".join(message["content"] for message in exchange.messages) + "\n")
-    try:
-        return target.tokenizer.chat(exchange.messages)
-    except Exception as error:                  # a template is a program of its own
-        raise NotReadable(f"the chat template refuses the conversation ({type(error).__name__}: {str(error)[:80]!r})") from None
+    return conversation(target.tokenizer, exchange.messages, exchange.sampling)
 
 
 def answer_of(exchange: Exchange, target: Target) -> list[int]:
