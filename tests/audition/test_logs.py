@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from draftproof.audition import logs
-from draftproof.audition.logs import Exchange, Skipped, read_log
+from draftproof.audition.logs import Exchange, Skipped, check_log, read_log
 from draftproof.audition.stories import Reader, tokenizer_at
 from draftproof.config import EngineConfig
 from draftproof.engine.engine import Engine
@@ -99,6 +99,24 @@ def test_a_summary_trace_has_no_prompts_and_says_so(tmp_path: Path) -> None:
     sink.close()
     skipped = Skipped()
     assert list(read_log(file, skipped)) == [] and "trace level full" in skipped.shown[0]
+
+
+def test_a_trace_without_ids_is_refused_before_anything_is_loaded(tmp_path: Path) -> None:
+    header, bare = {"event": "trace_started", "version": 1}, {k: v for k, v in STARTED.items() if k != "prompt_ids"}
+    file = tmp_path / "trace.jsonl"
+    file.write_text("".join(json.dumps(event) + "\n" for event in [header, bare, *GOOD[8:]]))
+    with pytest.raises(Failure, match="recorded with --trace-level full"):
+        check_log(file)
+    for more in (STARTED, GOOD[0]):                     # a later run, or another log, in the same file
+        file.write_text("".join(json.dumps(event) + "\n" for event in [header, bare, header, more]))
+        assert check_log(file) == file
+
+
+def test_why_an_event_is_not_readable_is_said_once(tmp_path: Path) -> None:
+    file, skipped = tmp_path / "trace.jsonl", Skipped()
+    file.write_text(json.dumps({**STARTED, "prompt_ids": None}) + "\n")
+    assert not list(read_log(file, skipped))
+    assert skipped.shown == ["line 1: a traced request without prompt ids; record with trace level full"]
 
 
 TINY = Path(__file__).parents[2] / "src" / "draftproof" / "weights" / "target"

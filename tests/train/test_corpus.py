@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from draftproof.audition.logs import Exchange, NotReadable, Skipped
+from draftproof.audition.logs import Exchange, Recorded, Skipped
+from draftproof.audition.stories import Reader
+from draftproof.audition.turns import NotReadable
 from draftproof.config import LoadConfig
 from draftproof.models.fake import TableTarget
 from draftproof.models.load import load_target
@@ -60,6 +63,17 @@ def test_a_template_s_refusal_is_the_line_s(target: Target, monkeypatch: pytest.
     monkeypatch.setattr(target.tokenizer.hf, "chat_template", "{{ raise_exception('no such role') }}")  # type: ignore[union-attr]
     skipped = Skipped()
     assert not list(as_logged([Exchange(5, messages=CHAT, answer="x")], target, 64, skipped)) and "no such role" in skipped.shown[0]
+
+
+def test_a_trace_of_other_tokens_teaches_nothing(target: Target) -> None:
+    pieces = tuple(target.tokenizer.piece(token) for token in range(target.vocab_size))  # type: ignore[union-attr]
+    traced = Exchange(1, prompt_ids=(40, 50, 60), answer_ids=(70,), recorded=Recorded("mine", pieces))
+    other = replace(traced, line=2, recorded=Recorded("theirs", (*pieces[:70], "XYZ", *pieces[71:])))
+    skipped = Skipped()
+    assert [text.ids for text in as_logged([traced, other], target, 64, skipped)] == [(40, 50, 60, 70)]
+    assert skipped.count == 1 and "line 2: traced with target theirs, whose token 70 is 'XYZ'" in skipped.shown[0]
+    assert not Reader.of(target).story(other, skipped) and Reader.of(target).story(traced, skipped)
+    assert Reader().story(other, skipped), "a drafter that copies needs no target"
 
 
 def test_every_option_of_the_log_that_there_is_is_asked_for() -> None:

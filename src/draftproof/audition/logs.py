@@ -30,10 +30,20 @@ LONGEST = 64 << 20      # bytes of a record; a longer line is skipped without be
 OPEN = 4096     # traced requests that may be running at a time; what was begun before them has lost its end
 PIECE = 1 << 20  # characters of an array that are read at a time
 BETWEEN = re.compile(r"[\s,\[\]]*")     # records of an array
+TRACE = re.compile(rb'\{"event": ?"trace_started"')
+USABLE = re.compile(rb'(?!\{"event": ?")\s*\S|.*"prompt_ids": ?\[')       # a line of a trace, or of a file that begins with one
 SHOWN = 5       # complaints kept with their line numbers
 MOST = 1 << 31  # token ids and counts are below
 JOINED = "answers put together from their text, reasoning and calls, without the marks that the model wrote between them"
 LAW = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias")
+
+
+@dataclass(frozen=True, slots=True)
+class Recorded:
+    """Where a trace's ids are from."""
+
+    target: str
+    tokens: tuple[str, ...]         # the text of each
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +69,7 @@ class Exchange:
     finish_reason: str | None = None
     sampling: Mapping[str, Any] = field(default_factory=dict)
     tenant: str = ""
+    recorded: Recorded | None = None              # of our traces, level full
     depths: tuple[tuple[int, int], ...] = ()      # of our traces: (position of a round's first token, depth it was granted)
     places: tuple[Place, ...] | None = None       # of every token of the answer, what the log says of the target's law there
 
@@ -82,7 +93,15 @@ class Skipped:
 
 
 def check_log(path: str | Path) -> Path:
-    """The file. Raises Failure if it is missing, a pipe or a device, or compressed."""
+    """The file. Raises Failure as `read_log` does, and for a trace that has no ids at all."""
+    file = _plain(path)
+    with file.open("rb") as stream:
+        if TRACE.match(stream.readline(LONGEST)) and not any(USABLE.match(line) for line in _lines(stream)):
+            raise Failure(f"{path} is a trace without prompt ids; expected one that was recorded with --trace-level full")
+    return file
+
+
+def _plain(path: str | Path) -> Path:
     file = Path(path).expanduser()
     if not file.is_file():
         found = "is no plain file" if file.exists() else "does not exist"
@@ -96,9 +115,9 @@ def check_log(path: str | Path) -> Path:
 def read_log(path: str | Path, skipped: Skipped | None = None) -> Iterator[Exchange]:
     """Every exchange of a log, in its order. Unreadable lines are counted in `skipped`, with the first few reasons.
 
-    Raises Failure as `check_log` does.
+    Raises Failure if the file is missing, a pipe or a device, or compressed.
     """
-    file = check_log(path)
+    file = _plain(path)
     skipped = Skipped() if skipped is None else skipped
     with file.open("rb") as stream:
         yield from _documents(stream) if file.suffix == ".txt" else _records(stream, skipped)
@@ -299,6 +318,7 @@ class _Trace:
 
     def __init__(self) -> None:
         self._open: dict[str, tuple[Exchange, list[int], list[tuple[int, int]]]] = {}
+        self._recorded: Recorded | None = None
 
     def read(self, line: int, event: Mapping[str, Any], skipped: Skipped) -> list[Exchange]:
         """What ends with this event, none or one. Raises NotReadable; a request with an unreadable event is left out."""
@@ -316,12 +336,16 @@ class _Trace:
 
     def _event(self, line: int, event: Mapping[str, Any], request: str, skipped: Skipped) -> Exchange | None:
         kind = event["event"]
-        if kind == "request_started":
+        if kind == "trace_started":
+            words = event.get("vocabulary")
+            self._recorded = Recorded(str(event.get("target")), tuple(words)) if isinstance(words, list) else None
+        elif kind == "request_started":
             if event.get("prompt_ids") is None:
                 raise NotReadable("a traced request without prompt ids; record with trace level full")
             sampling = {**event.get("sampling", {}), "seed": event.get("seed"), "sample": event.get("sample", 0)}
             begun = Exchange(line, prompt_ids=_ids(event, "prompt_ids"), prompt_class=_class(event.get("prompt_class")),
-                             max_tokens=_count(sampling.get("max_tokens")), sampling=sampling, tenant=str(event.get("tenant", "")))
+                             max_tokens=_count(sampling.get("max_tokens")), sampling=sampling, tenant=str(event.get("tenant", "")),
+                             recorded=self._recorded)
             self._open[request] = begun, [], []
             if len(self._open) > OPEN:
                 lost, _, _ = self._open.pop(next(iter(self._open)))

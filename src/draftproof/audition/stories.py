@@ -23,6 +23,7 @@ from .turns import Message, NotReadable
 GREEDY = Sampling(temperature=0.0, top_p=1.0)
 UNCLASSED = "unclassified"
 CHUNK = 512
+COMPARED = 32       # tokens of a traced request whose texts are compared with the target's
 NEUTRAL = {"repetition_penalty": 1, "presence_penalty": 0, "frequency_penalty": 0, "top_k": -1}     # off, as engines write it
 CONSTRAINED = ("response_format", "grammar", "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar",
                "bad_words", "min_tokens", "ignore_eos", "tool_choice")
@@ -65,6 +66,8 @@ class Reader:
         """None, and a note in `skipped`, where it cannot be replayed: no prompt, no answer, foreign ids, options that are none."""
         seen = self._seen(exchange)
         try:
+            if self.vocab_size is not None:
+                check_tokens(exchange, self.tokenizer())
             prompt, answer, made = self._ids(exchange, seen)
             sampling, known = _sampling(exchange)
         except NotReadable as error:
@@ -167,6 +170,18 @@ def conversation(tokenizer: Tokenizer, messages: Sequence[Message], asked: Mappi
         return tokenizer.chat(messages, listed, told=told if isinstance(told, dict) else None)
     except Exception as error:                  # a template is a program of its own
         raise NotReadable(f"the chat template refuses the conversation ({type(error).__name__}: {str(error)[:80]!r})") from None
+
+
+def check_tokens(exchange: Exchange, tokenizer: Tokenizer | None) -> None:
+    """Raises NotReadable if a trace's ids are of other tokens than these: `COMPARED` of its last ones are compared."""
+    recorded, ids = exchange.recorded, (*(exchange.prompt_ids or ()), *(exchange.answer_ids or ()))
+    if recorded is None or tokenizer is None:
+        return
+    for token in dict.fromkeys(ids[-COMPARED:]):
+        there, here = recorded.tokens[token] if token < len(recorded.tokens) else None, tokenizer.piece(token)
+        if there != here:
+            raise NotReadable(f"traced with target {recorded.target[:80]}, whose token {token} is {there!r}; the one here has {here!r}: "
+                              "expected the target that it was recorded with")
 
 
 def _sample(exchange: Exchange) -> int:

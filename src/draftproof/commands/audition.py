@@ -93,6 +93,9 @@ def arms_of(specs: Sequence[str], depths: Sequence[tuple[int | None, ...]]) -> l
 def prepare(log: Path, target: str | None, specs: Sequence[str], depths: Sequence[tuple[int | None, ...]],
             given: Mapping[str, Any], processes: int | None = None) -> Work:
     """The work, its target loaded only where a drafter needs it."""
+    from ..audition.logs import check_log
+
+    check_log(log)
     _begin(log, specs, processes)
     from ..audition.run import Arm, Work
     from ..audition.stories import Reader, tokenizer_at

@@ -178,7 +178,8 @@ sampling_options = stacked(
 trace_options = stacked(
     click.option("--trace", "trace_file", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE",
                  help="Write the trace, one JSON object a line."),
-    setting(EngineConfig, "trace", "--trace-level", type=click.Choice(get_args(TraceLevel)), help="How much of it."),
+    setting(EngineConfig, "trace", "--trace-level", type=click.Choice(get_args(TraceLevel)),
+            help="How much of it. full has every id and probability: what train, audition and view need."),
 )
 
 json_option = click.option("--json", "as_json", is_flag=True, help="One JSON document as the last line of standard output.")

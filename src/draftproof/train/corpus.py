@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ..audition.logs import Exchange, Skipped
-from ..audition.stories import conversation
+from ..audition.stories import check_tokens, conversation
 from ..audition.turns import NotReadable
 from ..engine.engine import Engine
 from ..errors import Failure, OptionError, UsageError
@@ -45,9 +45,11 @@ class Text:
 def prompt_of(exchange: Exchange, target: Target) -> list[int] | None:
     """Ids of the prompt as the target would be asked; None if the log has text and there is no tokenizer for it.
 
-    Raises NotReadable where the target's template refuses the conversation, or an id is no token of the target's.
+    Raises NotReadable where the target's template refuses the conversation, or an id is no token of the target's, or another one there
+    than it was where it was traced.
     """
     if exchange.prompt_ids is not None:
+        check_tokens(exchange, target.tokenizer)
         return _known(exchange.prompt_ids, target)
     if target.tokenizer is None:
         return None
