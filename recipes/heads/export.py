@@ -37,7 +37,9 @@ as many in ten, five steps deep (2.98); and on the same the steps of the table. 
 
 def row(work: Path, name: str, folder: Path) -> str:
     result = json.loads((work / f"{name}.json").read_text(encoding="utf-8"))
-    with safe_open(work / f"{name}.training" / "checkpoint.safetensors", framework="pt") as file:
+    # a run that is over leaves the one, a killed one the other
+    left = [work / f"{name}.training" / f"{file}.safetensors" for file in ("finished", "checkpoint")]
+    with safe_open(next((file for file in left if file.exists()), left[0]), framework="pt") as file:
         metadata = file.metadata()
     notes = json.loads(metadata["notes"])
     size = sum(f.stat().st_size for f in folder.glob("*.safetensors"))

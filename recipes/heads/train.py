@@ -34,7 +34,7 @@ def main() -> None:
     args = parser.parse_args()
     for name in args.names or RECIPES:
         options, share = RECIPES[name]
-        command = [sys.executable, "-m", "draftproof.cli", "train", name, "--data", str(args.work / "traffic.jsonl"),
+        command = [sys.executable, "-m", "draftproof", "train", name, "--data", str(args.work / "traffic.jsonl"),
                    "--answers", str(args.work / "answers.jsonl"), "--out", str(args.work / name), "--length", "384", "--batch", "4",
                    "--steps", str(max(1, round(STEPS * share * args.scale))), "--json", *options]
         if name == "pard":
