@@ -38,7 +38,7 @@ def test_every_kind_of_drafter(target: Target) -> None:
     assert "no weights and no vocabulary" in said(pair_checks(target, "ngram", CONFIG), "drafter")
     assert "no weights and no vocabulary" in said(pair_checks(target, "layer-skip:exit=2", CONFIG), "drafter")
     head = said(pair_checks(target, "eagle3", CONFIG), "drafter")
-    assert "8.0 MB" in head and "M parameters" in head and "of the target's 4096 tokens" in head
+    assert "8.0 MB" in head and "4.01 M parameters" in head and "of the target's 4096 tokens" in head
     names = {check.name for check in pair_checks(target, "pard", CONFIG)}
     assert {"vocabulary", "merges", "special tokens"} <= names and "drafter" not in names
     chain = pair_checks(target, "ngram+model", CONFIG)

@@ -108,8 +108,9 @@ def part_checks(target: Target, part: Spec, config: LoadConfig) -> list[Check]:
         return [Check("drafter", True, f"{part.name} has no weights and no vocabulary of its own")]
     ids = getattr(head, "ids", None)
     known = f"guesses {target.vocab_size if ids is None else len(ids)} of the target's {target.vocab_size} tokens"
-    count = f"{sum(p.numel() for p in head.parameters()) / 1e6:.1f} M parameters, " if head is not None else ""
-    return [Check("drafter", True, f"{part.name} fits the target: {count}{size(weights)}; {known}")]
+    count = getattr(drafter, "parameters", None)             # a user's own class may call something else so
+    parameters = f"{count / 1e6:.2f} M parameters, " if isinstance(count, int) else ""
+    return [Check("drafter", True, f"{part.name} fits the target: {parameters}{size(weights)}; {known}")]
 
 
 def report(document: dict[str, Any], target: Target, checks: list[Check], config: LoadConfig) -> list[str]:

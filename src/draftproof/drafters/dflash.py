@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..models.heads.cache import HeadCache
 from ..models.heads.dflash import Blocks, DFlash
-from ..models.packed import can_pack, pack
+from ..models.packed import can_pack, pack, sizes
 from ..models.taps import abreast
 from ..types import Budget, Commit, Draft, SequenceView, Signals
 from .base import Needs, Noise, NoOptions, Ranking, Site
@@ -70,7 +70,7 @@ class DFlashDrafter(NoOptions):
     def __init__(self, head: DFlash, vocab_size: int) -> None:
         """head: ready for its device; its linear layers are packed here where that pays. vocab_size: the target's."""
         self.vocab_size = vocab_size
-        self.weight_bytes = sum(p.numel() * p.element_size() for p in head.parameters())
+        self.weight_bytes, self.parameters = sizes(head)
         self.device, self.dtype = head.norm.weight.device, head.dtype
         head.requires_grad_(False).eval()
         if self.device.type == "cpu" and can_pack(self.dtype)[0]:

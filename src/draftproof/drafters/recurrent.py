@@ -22,7 +22,7 @@ from ..models.heads.cache import HeadCache, HeadPass
 from ..models.heads.compiled import CompiledHead, Made, Wish
 from ..models.heads.recorded import MOST_FED, MOST_LINES, Fed, RecordedChains, Recording, RecurrentHead
 from ..models.heads.rows import by_rows
-from ..models.packed import can_pack, pack
+from ..models.packed import can_pack, pack, sizes
 from ..models.taps import abreast, rows_in, stacked
 from ..types import Budget, Commit, Draft, SequenceView, Signals
 from .base import NOTHING, Needs, Noise, Picks, Ranking, pick
@@ -46,7 +46,7 @@ class RecurrentDrafter:
         """head: a `RecurrentHead`, ready for its device; its linear layers are packed here where that pays. graphs: whether its drafts are
         recorded where the device can. kernels: whether layers that are known then run through our own kernels for a GPU."""
         self.name, self.vocab_size = name, vocab_size
-        self.weight_bytes = sum(p.numel() * p.element_size() for p in head.parameters())
+        self.weight_bytes, self.parameters = sizes(head)
         first = next(head.parameters())
         self.device, self.dtype = first.device, first.dtype
         head.requires_grad_(False).eval()

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import LoadError
-from ..models.packed import can_pack, pack
+from ..models.packed import can_pack, pack, sizes
 from ..models.target import TargetParts
 from ..types import Budget, Commit, Draft, SequenceView, Signals
 from .base import NOTHING, Needs, Noise, Picks, Ranking, pick
@@ -79,7 +79,7 @@ class VectorDrafter(ABC):
         self.margins = Margins()
         first = next(head.parameters())
         self.device = first.device
-        self.weight_bytes = sum(p.numel() * p.element_size() for p in head.parameters())
+        self.weight_bytes, self.parameters = sizes(head)
         assert isinstance(head, nn.Module)
         head.requires_grad_(False).eval()
         if self.device.type == "cpu" and can_pack(first.dtype)[0]:

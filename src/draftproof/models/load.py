@@ -26,7 +26,7 @@ from .fused import FusedPass, can_fuse, fuse
 from .graphs import passes
 from .graphs import recorder as _recorder
 from .leading import lead
-from .packed import Linear, can_pack, multiplies_bfloat16, pack, packed, read_by_hand, widened_bytes
+from .packed import Linear, can_pack, multiplies_bfloat16, pack, packed, read_by_hand, sizes, widened_bytes
 from .paged import PagedTarget
 from .recurrent import RecurrentTarget
 from .selftest import invisible
@@ -96,7 +96,7 @@ def as_target(model: Any, config: LoadConfig | None = None, name: str = "a model
 def _made(model: Any, name: str, config: LoadConfig, tokenizer: Tokenizer | None, saved: torch.dtype, fused: bool,
           reasons: dict[str, str]) -> Target:
     device, dtype, threads = model.device, model.dtype, torch.get_num_threads()
-    weight_bytes, parameters = _sizes(model)
+    weight_bytes, parameters = sizes(model)
     text = model.config.get_text_config()
     context = _context(text)
     spared = read_by_hand(model)
@@ -272,12 +272,6 @@ def _keep_memory(reasons: dict[str, str]) -> None:
     libc = ctypes.CDLL(None)
     if hasattr(libc, "mallopt") and libc.mallopt(M_MMAP_THRESHOLD, 32 << 20) and libc.mallopt(M_TRIM_THRESHOLD, 1 << 30):
         reasons["memory"] = "freed blocks stay with the process, so that large temporaries are not faulted in every round"
-
-
-def _sizes(model: nn.Module) -> tuple[int, int]:
-    """(bytes, count) of the parameters; tied ones count once."""
-    parameters = {p.data_ptr(): p for p in model.parameters()}.values()
-    return sum(p.numel() * p.element_size() for p in parameters), sum(p.numel() for p in parameters)
 
 
 def _cache_bytes(text: Any, dtype: torch.dtype) -> int:

@@ -245,6 +245,12 @@ def joined(parts: Sequence[nn.Linear]) -> tuple[Tensor, Tensor | None]:
     return weight, torch.cat([weight.new_zeros(part.out_features) if part.bias is None else part.bias.detach() for part in parts])
 
 
+def sizes(module: nn.Module) -> tuple[int, int]:
+    """(bytes, count) of the parameters of a module that is not packed yet; tied ones count once."""
+    parameters = {p.data_ptr(): p for p in module.parameters()}.values()
+    return sum(p.numel() * p.element_size() for p in parameters), sum(p.numel() for p in parameters)
+
+
 def pack(module: nn.Module, form: Linear = packed, spared: Set[nn.Module] = frozenset()) -> None:
     """Replace every linear layer below `module` by its packed form, in place, but for those `spared`."""
     for name, child in list(module.named_children()):
