@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch import nn
 
 from draftproof.errors import Failure
+from draftproof.models.causal import CausalLM
 from draftproof.models.fake import TableTarget
+from draftproof.models.heads.files import write_files
+from draftproof.models.load import builtin
+from draftproof.train import checkpoint
 from draftproof.train.corpus import Text
 from draftproof.train.extract import extract
 
@@ -27,6 +33,21 @@ def test_shards_hold_the_states_of_every_text(tmp_path: Path) -> None:
         assert shard[f"{n}.ids"].tolist() == list(text.ids) and shard[f"{n}.mask"].sum() == len(text.ids) - 2
         expected = torch.stack([target.hidden(text.ids[:i + 1]) for i in range(len(text.ids))])
         assert torch.equal(shard[f"{n}.layer_2"], expected) and torch.equal(shard[f"{n}.layer_7"], expected)
+
+
+@pytest.mark.parametrize(("mask", "rights"), [(0o022, 0o644), (0o027, 0o640)])
+def test_weights_and_shards_have_the_rights_of_any_new_file(mask: int, rights: int, tmp_path: Path) -> None:
+    module = nn.Linear(2, 2)
+    before = os.umask(mask)
+    try:
+        extract(TableTarget(9), [Text((1, 2), 0)], (0,), tmp_path / "states", 100)
+        write_files(tmp_path / "head", {}, {"a": torch.zeros(1)})
+        checkpoint.save(tmp_path / "checkpoint.safetensors", 1, module, [], {})
+        CausalLM.read(builtin("draft")).save(tmp_path / "model")
+    finally:
+        os.umask(before)
+    found = {str(file.relative_to(tmp_path)): file.stat().st_mode & 0o777 for file in tmp_path.rglob("*.safetensors")}
+    assert len(found) == 4 and set(found.values()) == {rights}, found
 
 
 def test_wrong_layers_and_used_folders_are_refused(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from ..errors import LoadError
+from .heads.files import share
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.json", "merges.txt", "tokenizer.model",
                    "added_tokens.json", "chat_template.jinja", "generation_config.json")
@@ -59,6 +60,8 @@ class CausalLM:
             setattr(self.config, name, value)
         module = self.module if self.saved_as == torch.float32 else copy.deepcopy(self.module).to(self.saved_as)     # ties stay ties
         module.save_pretrained(target)
+        for file in target.glob("*.safetensors"):
+            share(file)
         for name in TOKENIZER_FILES:
             if self.source is not None and (self.source / name).is_file():
                 shutil.copyfile(self.source / name, target / name)

@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from ..errors import Failure
+from ..models.heads.files import save_file
 from .place import written
 
 

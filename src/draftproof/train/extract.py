@@ -13,10 +13,10 @@ import os
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
-from safetensors.torch import save_file
 from torch import Tensor
 
 from ..errors import Failure
+from ..models.heads.files import save_file
 from ..models.target import Target
 from .corpus import Text
 from .features import Tapper

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors import torch as plain
 from torch import Tensor, nn
 
 from ...errors import LoadError
@@ -85,6 +85,19 @@ def fill(module: nn.Module, tensors: Mapping[str, Tensor], source: str | Path, r
         for name, (_, tensor) in named.items():
             if name in own:
                 own[name].copy_(tensor)
+
+
+def save_file(tensors: dict[str, Tensor], file: str | Path, metadata: dict[str, str] | None = None) -> None:
+    """As safetensors does, but in a file with the rights of any new one."""
+    plain.save_file(tensors, file, metadata)
+    share(Path(file))
+
+
+def share(file: Path) -> None:
+    """Give it the rights that the umask leaves: safetensors' files are their owner's alone, and a server may be another user."""
+    mask = os.umask(0o077)                  # there is no other way to ask for it
+    os.umask(mask)
+    file.chmod(0o666 & ~mask)
 
 
 def write_files(path: str | Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:

@@ -24,12 +24,11 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 from transformers.utils import cached_file
 
 from ...errors import LoadError
-from .files import HeadFiles, read_files
+from .files import HeadFiles, read_files, save_file
 
 INDEX = "model.safetensors.index.json"
 COUNTS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")       # by which configs say how many layers a head has
