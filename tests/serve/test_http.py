@@ -162,10 +162,24 @@ def test_small_routes(running: Running) -> None:
         assert client.get("/v1/models/letters").json()["max_model_len"] == 4096
         assert client.get("/v1/models/other").status_code == 404
         assert client.get("/nothing").json()["error"]["code"] == "not_found" and client.get("/v1/completions").status_code == 405
+        assert client.get("/v1/models/").json() == client.get("/v1/models").json()
+        assert client.get("/v1/health").json() == client.get("/ping").json() == client.post("/ping").json() == client.get("/health").json()
+        assert client.get("/version").json() == {"version": client.get("/health").json()["version"]}
     assert running.post("/tokenize", {"prompt": "abc", "return_token_strs": True}).json() == {
         "count": 3, "max_model_len": 4096, "tokens": [0, 1, 6], "token_strs": ["a", "b", "c"]}
     assert running.post("/tokenize", {"messages": [{"role": "user", "content": "ab"}]}).json()["tokens"] == [9, 0, 1, 3, 9]
     assert running.post("/detokenize", {"tokens": [0, 2]}).json() == {"prompt": "aab"}
+
+
+@pytest.mark.parametrize(("method", "path", "allowed"), [
+    ("GET", "/v1/chat/completions", "POST"), ("OPTIONS", "/v1/completions", "POST"), ("DELETE", "/metrics", "GET, HEAD"),
+    ("POST", "/draftproof/speculation", "GET, HEAD, PUT")])
+def test_a_wrong_method_is_told_which_is_right(running: Running, method: str, path: str, allowed: str) -> None:
+    with running.client() as client:
+        reply = client.request(method, path)
+    error = reply.json()["error"]
+    assert (reply.status_code, reply.headers["allow"], error["code"]) == (405, allowed, "method_not_allowed")
+    assert error["message"] == f"{method} {path}: expected {allowed.replace(', ', ' or ').replace('GET or HEAD', 'GET')}"
 
 
 def test_the_api_describes_itself(running: Running) -> None:
@@ -330,6 +344,7 @@ def test_keys_are_asked_on_every_route_but_health(tmp_path: Any) -> None:
     assert [key.tenant for key in keys][0] == "alice" and [key.admin for key in keys] == [False, True]
     with serving(letters(), keys=keys) as running, running.client() as client:
         assert client.get("/health").status_code == 200
+        assert [client.get(path).status_code for path in ("/v1/health", "/ping", "/version")] == [200] * 3
         for path in ("/ready", "/metrics", "/v1/models", "/draftproof/speculation", "/nothing", "/health/", "/v1//health",
                      "/health?x=/v1/models"):
             reply = client.get(path)

@@ -17,7 +17,7 @@ from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
-from starlette.routing import Route
+from starlette.routing import Match, Route
 
 from .. import __version__
 from ..config import ServeConfig
@@ -173,6 +173,8 @@ class Server:
         return document({"object": "list", "data": [self._model()]})
 
     async def model(self, request: Request) -> Response:
+        if not request.path_params["name"]:                  # a client that ends its paths with a slash
+            return await self.models(request)
         self._known(request.path_params["name"])
         return document(self._model())
 
@@ -211,6 +213,9 @@ class Server:
 
     async def health(self, request: Request) -> Response:
         return document({"status": "alive", "version": __version__})
+
+    async def version(self, request: Request) -> Response:
+        return document({"version": __version__})
 
     async def ready(self, request: Request) -> Response:
         """200 only if the engine answers now, or is in a step that is not too long yet."""
@@ -275,10 +280,17 @@ class Server:
             return self._refuse(error)
 
         async def unknown(request: Request, error: Exception) -> Response:
-            status = error.status_code if isinstance(error, HTTPException) else 500
-            return self._refuse(Refusal(status, f"{request.method} {request.url.path}: no such route", code="not_found"))
+            status, asked = error.status_code if isinstance(error, HTTPException) else 500, f"{request.method} {request.url.path}"
+            if status != 405:
+                return self._refuse(Refusal(status, f"{asked}: no such route", code="not_found"))
+            allowed = sorted({method for one in routes if one.matches(request.scope)[0] != Match.NONE for method in one.methods or ()})
+            expected = " or ".join(method for method in allowed if method != "HEAD")
+            answer = self._refuse(Refusal(status, f"{asked}: expected {expected}", code="method_not_allowed"))
+            answer.headers["Allow"] = ", ".join(allowed)
+            return answer
 
-        inner = Starlette(routes=self._routes(), lifespan=self._lifespan, exception_handlers={
+        routes = self._routes()
+        inner = Starlette(routes=routes, lifespan=self._lifespan, exception_handlers={
             Refusal: failed, ValidationError: failed, HTTPException: unknown})
 
         async def guarded(scope: Scope, receive: Receive, send: Send) -> None:
@@ -327,7 +339,9 @@ class Server:
             route("/draftproof/speculation", self.switch, "PUT"), route("/openapi.json", self.openapi),
             route("/draftproof/ab", self.ab.look), route("/draftproof/ab", self.ab.steer, "PUT"),
             route("/draftproof/ab.json", self.ab.document), route("/draftproof/ab.css", self.ab.style),
-            route("/draftproof/events", self.page.events), *(route(path, self.page.file) for path in FILES),
+            route("/v1/health", self.health), route("/ping", self.health), route("/ping", self.health, "POST"),
+            route("/version", self.version), route("/draftproof/events", self.page.events),
+            *(route(path, self.page.file) for path in FILES),
         ]
 
     @contextlib.asynccontextmanager

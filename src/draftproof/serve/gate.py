@@ -27,7 +27,7 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 ENVIRONMENT = "DRAFTPROOF_API_KEYS"
 SHOWN = ("X-Draftproof-Request", "X-Request-Id", "Retry-After")   # of an answer, to a page of another origin
-OPEN_PATHS = ("/health",)
+OPEN_PATHS = ("/health", "/v1/health", "/ping", "/version")
 
 
 @dataclass(frozen=True, slots=True)
