@@ -133,3 +133,14 @@ def test_a_scrape_sorts_once_and_outside_the_loop(running: Running, monkeypatch:
     with running.client() as client:
         assert client.get("/metrics").status_code == 200
     assert threads and threads[0].startswith("asyncio_")
+
+
+@pytest.mark.parametrize(("method", "path", "allowed"), [
+    ("GET", "/v1/chat/completions", "POST"), ("OPTIONS", "/v1/completions", "POST"), ("DELETE", "/metrics", "GET, HEAD"),
+    ("POST", "/draftproof/speculation", "GET, HEAD, PUT")])
+def test_a_wrong_method_is_told_which_is_right(running: Running, method: str, path: str, allowed: str) -> None:
+    with running.client() as client:
+        reply = client.request(method, path)
+    error = reply.json()["error"]
+    assert (reply.status_code, reply.headers["allow"], error["code"]) == (405, allowed, "method_not_allowed")
+    assert error["message"] == f"{method} {path}: expected {allowed.replace(', ', ' or ').replace('GET or HEAD', 'GET')}"

@@ -106,7 +106,7 @@ def test_an_engine_that_dies_is_replaced_and_nothing_is_lost(crash: BaseExceptio
             all_right(running, range(8))
         assert died.is_set() and running.server.worker.restarts == 1
         until(lambda: client.get("/ready").status_code == 200)
-        assert "draftproof:worker_restarts{model_name=\"letters\"} 1.0" in client.get("/metrics").text
+        assert "draftproof:worker_restarts_total{model_name=\"letters\"} 1.0" in client.get("/metrics").text
 
 
 def test_an_engine_that_cannot_be_opened_again_at_once() -> None:

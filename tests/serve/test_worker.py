@@ -149,6 +149,8 @@ def test_times_count_the_queue() -> None:
         text = client.get("/metrics").text
     (first, firsts), (whole, wholes) = (seconds_of(text, name) for name in ("time_to_first_token_seconds", "e2e_request_latency_seconds"))
     assert firsts == wholes == 2 and 1.0 < first < whole < took
+    queued, counted = seconds_of(text, "request_queue_time_seconds")
+    assert counted == 2 and 0.5 < queued < first - 0.4, "the second alone waited"
 
 
 def test_a_crash_does_not_set_the_clock_back() -> None:

@@ -81,7 +81,7 @@ class Server:
 
     def _gauges(self) -> dict[str, float]:
         running, waiting = self.worker.load
-        return {"num_requests_running": running, "num_requests_waiting": waiting, "worker_restarts": self.worker.restarts,
+        return {"num_requests_running": running, "num_requests_waiting": waiting, "worker_restarts_total": self.worker.restarts,
                 "ready": float(self.worker.alive and not self.worker.draining), **as_gauges(self.state)}
 
     # Texts

@@ -13,9 +13,10 @@ from threading import Lock
 from time import monotonic
 from typing import Any
 
-from prometheus_client import CollectorRegistry, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Histogram, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
+from .. import __version__
 from ..core.tally import Tally
 from ..trace.events import Event, PrefillDone, RequestDone, RequestStarted, RoundDone
 from ..trace.sinks import Null
@@ -28,7 +29,7 @@ PARTS = ("draft", "score", "verify", "other")
 
 
 class Metrics(Null):
-    """A trace sink and a Prometheus collector. `look` gives what only the server knows: gauges by name.
+    """A trace sink and a Prometheus collector. `look` gives what only the server knows: gauges by name, and counters (…_total).
 
     Labels: model_name, and prompt_class (at most `classes` of them, then "other").
     """
@@ -38,6 +39,7 @@ class Metrics(Null):
         self._class_of: dict[str, str] = {}                  # of live requests
         self._tallies: dict[str, Tally] = {}
         self._prompt_tokens: Counter[str] = Counter()
+        self._cached_tokens: Counter[str] = Counter()        # of the prompts
         self._depths: Counter[tuple[str, int]] = Counter()
         self._ends: Counter[tuple[str, str]] = Counter()
         self._parts = dict.fromkeys(PARTS, 0.0)
@@ -48,13 +50,15 @@ class Metrics(Null):
         self.switches = 0
         self.registry = CollectorRegistry()
         self.registry.register(self)
+        ProcessCollector(registry=self.registry)
 
         def histogram(name: str, what: str) -> Histogram:
             return Histogram(PREFIX + name, what, ("model_name", "prompt_class"), buckets=SECONDS, registry=self.registry)
 
         self._ttft = histogram("time_to_first_token_seconds", "Submission to first token, the queue included.")
         self._tpot = histogram("time_per_output_token_seconds", "Seconds per token after the first delivery.")
-        self._gap = histogram("inter_chunk_seconds", "Between two deliveries to one text.")
+        self._gap = histogram("inter_chunk_seconds", "Between two rounds of one text, whatever is streamed of them.")
+        self._queue = histogram("request_queue_time_seconds", "Submission to the engine's taking it.")
         self._whole = histogram("e2e_request_latency_seconds", "Submission to the end of the text, the queue included.")
 
     def text(self) -> bytes:
@@ -83,10 +87,13 @@ class Metrics(Null):
             name = self._bounded(ticket.prompt_class or "")
             self._tallies.setdefault(name, Tally())          # which bounds the names
             self._ends.update((name, end) for end in ends)
-        for sample in samples if ticket.admitted is not None else ():
+        if ticket.admitted is None:
+            return
+        for sample in samples:
             if sample in ticket.first:
                 self._ttft.labels(self._model, name).observe(ticket.first[sample] - ticket.queued)
             self._whole.labels(self._model, name).observe(now - ticket.queued)
+            self._queue.labels(self._model, name).observe(ticket.admitted - ticket.queued)
 
     # The trace's side
 
@@ -98,6 +105,7 @@ class Metrics(Null):
                 self._class_of[event.request] = name = self._bounded(event.prompt_class or "")
                 self._tallies.setdefault(name, Tally())
                 self._prompt_tokens[name] += event.prompt_tokens
+                self._cached_tokens[name] += event.cached_tokens
                 self._last[event.request] = event.at_s
             elif isinstance(event, PrefillDone):
                 self._tallies[self._class_of[event.request]].prefill(event.passes)
@@ -141,10 +149,16 @@ class Metrics(Null):
             found = [*self._texts(), *self._speculation(), *self._rounds()]
         yield from found
         for name, value in self._look().items():
-            yield self._gauge(name, "Of the server, now.", value)
+            yield (self._total if name.endswith("_total") else self._gauge)(name, "Of the server, now.", value)
+        build = GaugeMetricFamily(PREFIX + "build_info", "What serves.", labels=("model_name", "version"))
+        build.add_metric((self._model, __version__), 1)
+        yield build
 
     def _texts(self) -> Iterator[Metric]:
-        yield self._counter("prompt_tokens", "Tokens of prompts.", self._prompt_tokens)
+        yield self._counter("prompt_tokens", "Tokens of prompts, a prompt once per sample.", self._prompt_tokens)
+        if any(self._cached_tokens.values()):                # engines elsewhere do not say
+            yield self._counter("prefix_cache_queries", "Tokens of prompts that were looked for.", self._prompt_tokens)
+            yield self._counter("prefix_cache_hits", "Those that were found.", self._cached_tokens)
         yield self._counter("generation_tokens", "Tokens written.", {n: t.completion_tokens for n, t in self._tallies.items()})
         passes = {name: tally.target_passes for name, tally in self._tallies.items()}
         yield self._counter("target_passes", "Rounds and prefill passes, per sequence.", passes)
@@ -157,7 +171,7 @@ class Metrics(Null):
         for status, count in list(self.refusals.items()):       # the loop counts on meanwhile
             refusals.add_metric((self._model, str(status)), count)
         yield refusals
-        yield CounterMetricFamily(PREFIX + "speculation_changes", "Times that the runtime switch was used.", value=self.switches)
+        yield self._total("speculation_changes", "Times that the runtime switch was used.", self.switches)
 
     def _speculation(self) -> Iterator[Metric]:
         drafted = {name: tally for name, tally in self._tallies.items() if tally.rounds_drafted}
@@ -198,6 +212,11 @@ class Metrics(Null):
         family = CounterMetricFamily(PREFIX + name, what, labels=("model_name", "prompt_class"))
         for prompt_class, value in values.items():
             family.add_metric((self._model, prompt_class), value)
+        return family
+
+    def _total(self, name: str, what: str, value: float) -> Metric:
+        family = CounterMetricFamily(PREFIX + name, what, labels=("model_name",))
+        family.add_metric((self._model,), value)
         return family
 
     def _gauge(self, name: str, what: str, value: float) -> Metric:
