@@ -197,6 +197,20 @@ def test_responses(running: Running, client: Any) -> None:
     assert json.loads(record.output_text)["category"] in ("alpha", "beta")
 
 
+def test_an_answer_of_responses_goes_back_into_the_conversation(running: Running, client: Any) -> None:
+    more: dict[str, Any] = {"model": MODEL, "temperature": 0, "max_output_tokens": 9, "instructions": "Be brief."}
+    first = client.responses.create(input=ASK, **more)
+    again = {"role": "user", "content": "Again."}
+    forms = [first.output, [item.to_dict() for item in first.output], [item.model_dump() for item in first.output]]     # as clients do
+    texts = {client.responses.create(input=[*ASK, *form, again], **more).output_text for form in forms}
+    assert running.target.tokenizer is not None
+    talk = [{"role": "user", "content": "Be brief.\n\n" + ASK[0]["content"]}, {"role": "assistant", "content": first.output_text}, again]
+    assert texts == {alone(running.target, running.target.tokenizer.chat(talk), Sampling(temperature=0, max_tokens=9)).text}
+    streamed = list(client.responses.create(input=ASK, stream=True, **more))
+    assert [first.instructions, streamed[0].response.instructions, streamed[-1].response.instructions] == ["Be brief."] * 3
+    assert client.responses.create(input=ASK, model=MODEL, max_output_tokens=2).instructions is None
+
+
 def test_errors(running: Running, client: Any) -> None:
     with pytest.raises(openai.BadRequestError) as unknown:
         client.chat.completions.create(messages=ASK, extra_body={"frobnicate": 1}, **GREEDY)

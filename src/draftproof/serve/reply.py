@@ -230,7 +230,7 @@ class ResponsesReply:
     def _response(self, status: str, output: list[dict[str, Any]]) -> dict[str, Any]:
         sampling = self.head.order.sampling
         return {"id": self.head.id, "object": "response", "created_at": self.head.created, "model": self.head.served.name,
-                "status": status, "output": output, "error": None, "incomplete_details": None, "instructions": None,
+                "status": status, "output": output, "error": None, "incomplete_details": None, "instructions": self.head.order.instructions,
                 "metadata": self.head.order.metadata or {},
                 "parallel_tool_calls": False, "tool_choice": "none", "tools": [], "temperature": sampling.temperature,
                 "top_p": sampling.top_p, "max_output_tokens": sampling.max_tokens, "store": False, "usage": None}

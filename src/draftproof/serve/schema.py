@@ -56,6 +56,7 @@ JsonSchema = Annotated[dict[str, Any], AfterValidator(_small)]
 Name = Annotated[str, StringConstraints(min_length=1, max_length=4096)]      # a model may be served by its path
 FunctionName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
 StopText = Annotated[str, StringConstraints(min_length=1, max_length=MAX_STOP_CHARS)]
+Empty = Annotated[list[Any], Field(max_length=0)]
 Short = Annotated[str, StringConstraints(max_length=512)]
 TOKEN_ID = "Token id"
 Id = Annotated[int, Field(ge=0, lt=1 << 31, title=TOKEN_ID)]
@@ -181,7 +182,7 @@ class Message(Strict):
     refusal: None = None
     audio: None = None
     function_call: None = None
-    annotations: Annotated[list[Any], Field(max_length=0)] | None = None
+    annotations: Empty | None = None
 
 
 class Function(Strict):
@@ -225,12 +226,18 @@ class ChatRequest(Common):
 class InputPart(Strict):
     type: Literal["input_text", "output_text"]
     text: str
+    # What answers hold beside it, here and below, so that they can be sent back as they came.
+    annotations: Empty | None = None
+    logprobs: Empty | None = None
 
 
 class InputMessage(Strict):
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
     content: str | Annotated[list[InputPart], Field(max_length=MAX_MESSAGES, fail_fast=True)]
+    id: Short | None = None
+    status: Literal["in_progress", "completed", "incomplete"] | None = None
+    phase: None = None
 
 
 class TextFormat(Strict):

@@ -63,6 +63,7 @@ class Order:
     tools: tuple[Tool, ...] = ()                            # those that may be called
     metadata: Mapping[str, str] | None = None
     user: str | None = None                                 # who asks, if the client says so
+    instructions: str | None = None                         # of the Responses API, which tells them again
 
     @property
     def choices(self) -> int:
@@ -133,7 +134,8 @@ def responses(request: ResponsesRequest, headers: Headers, served: Served) -> Or
                      for one in request.input]
     form = request.text.format if request.text else None
     prompt = conversation(messages, served, (), "input")
-    return _order(request, headers, (prompt,), max_tokens=request.max_output_tokens, grammar=_grammar(form))
+    order = _order(request, headers, (prompt,), max_tokens=request.max_output_tokens, grammar=_grammar(form))
+    return replace(order, instructions=request.instructions)
 
 
 def read(tickets: Sequence[Ticket], served: Served) -> None:
