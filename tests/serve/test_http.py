@@ -112,7 +112,7 @@ def test_numbers_of_speculation_are_absent_when_it_is_off(running: Running) -> N
     ("/v1/completions", {"prompt": "a", "logit_bias": {"-1": 1}}, 400, "logit_bias"),
     ("/v1/completions", {"prompt": "a", "best_of": 4}, 400, "best_of"),
     ("/v1/completions", {"prompt": "a", "echo": True}, 400, "echo"),
-    ("/v1/completions", {"prompt": "a", "seed": -1}, 400, "seed"),
+    ("/v1/completions", {"prompt": "a", "seed": -2**63 - 1}, 400, "seed"),
     ("/v1/completions", {"prompt": ["a"] * 33}, 400, "prompt"),
     ("/v1/completions", {"prompt": ["a"] * 30, "n": 30}, 400, "n"),
     ("/v1/completions", {"prompt": [999]}, 400, "prompt"),

@@ -61,6 +61,8 @@ def of_validation(error: ValidationError) -> Refusal:
     if unknown:
         place = ".".join([*parts, str(first["loc"][-1])[:64]]) if not parts or parts[-1] != first["loc"][-1] else place
         return Refusal(400, f"{place}: this server does not support this field; leave it out", param=place, code="unknown_parameter")
+    if first["type"] == "none_required":
+        return Refusal(400, f"{place}: this server takes no value of this field but null; leave it out", param=place, code="invalid_value")
     return Refusal(400, f"{place}: {first['msg']}", param=place, code="invalid_value" if first["type"] != "missing" else "missing")
 
 

@@ -1,8 +1,8 @@
 """What a client may send. Nothing is silently ignored: an unknown field is refused by its name, and everything has a limit.
 
 Field names and meanings are OpenAI's (Completions, Chat Completions, Responses); what vLLM's clients add to them (top_k, min_p,
-repetition_penalty, stop_token_ids, …) is taken too. `user` and `safety_identifier` only keep
-a user in one arm of an experiment.
+repetition_penalty, stop_token_ids, …) is taken too, and what those of other servers send by default where it changes nothing. `user`
+and `safety_identifier` only keep a user in one arm of an experiment.
 """
 
 from __future__ import annotations
@@ -96,6 +96,7 @@ class Speculation(Strict):
 class StreamOptions(Strict):
     include_usage: bool | None = None
     include_obfuscation: Literal[False] | None = None
+    continuous_usage_stats: Literal[False] | None = None
 
 
 class TextPart(Strict):
@@ -125,7 +126,7 @@ class Common(Strict):
 
     model: Name
     temperature: Annotated[float, Field(ge=0, le=100)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_p: Annotated[float, Field(ge=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=-1, le=1 << 30)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     repetition_penalty: Annotated[float, Field(gt=0, le=100)] | None = None
@@ -135,16 +136,21 @@ class Common(Strict):
                           Field(max_length=MAX_BIAS), BeforeValidator(_few)] | None = None
     bad_words: Annotated[list[StopText], Field(max_length=MAX_STOP)] | None = None
     min_tokens: Annotated[int, Field(ge=0, le=MAX_TOKENS)] | None = None
-    stop: StopText | Annotated[list[StopText], Field(max_length=MAX_STOP)] | None = None
+    stop: Annotated[str, StringConstraints(max_length=MAX_STOP_CHARS)] | Annotated[list[StopText], Field(max_length=MAX_STOP)] | None = None
     stop_token_ids: Annotated[list[Id], Field(max_length=MAX_STOP)] | None = None
     ignore_eos: bool | None = None
-    seed: Annotated[int, Field(ge=0, lt=1 << 63)] | None = None
+    seed: Annotated[int, Field(ge=-1 << 63, lt=1 << 63)] | None = None
     stream: bool | None = None
     user: Short | None = None
     safety_identifier: Short | None = None
     metadata: Annotated[dict[Short, Short], Field(max_length=16)] | None = None
     service_tier: Literal["auto", "default"] | None = None
     speculation: Speculation | None = None
+    skip_special_tokens: Literal[True] | None = None
+    spaces_between_special_tokens: Literal[True] | None = None
+    include_stop_str_in_output: Literal[False] | None = None
+    use_beam_search: Literal[False] | None = None
+    length_penalty: Annotated[float, Field(ge=1, le=1)] | None = None       # of beams
 
 
 class CompletionRequest(Common):
@@ -155,7 +161,7 @@ class CompletionRequest(Common):
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
     echo: Literal[False] | None = None
-    best_of: Literal[1] | None = None
+    best_of: Annotated[int, Field(ge=1, le=MAX_N)] | None = None
     suffix: Literal[""] | None = None
 
 
@@ -168,6 +174,7 @@ class ToolCall(Strict):
     id: Short
     type: Literal["function"] = "function"
     function: FunctionCall
+    index: Annotated[int, Field(ge=0, lt=MAX_TOOLS)] | None = None          # a stream tells it; the place in the list counts
 
 
 class Message(Strict):
@@ -182,6 +189,8 @@ class Message(Strict):
     refusal: None = None
     audio: None = None
     function_call: None = None
+    reasoning: None = None
+    reasoning_content: None = None
     annotations: Empty | None = None
 
 
@@ -220,6 +229,11 @@ class ChatRequest(Common):
     parallel_tool_calls: bool | None = None
     prediction: Prediction | None = None
     modalities: list[Literal["text"]] | None = None
+    reasoning_effort: None = None
+    echo: Literal[False] | None = None
+    add_special_tokens: Literal[False] | None = None
+    add_generation_prompt: Literal[True] | None = None
+    continue_final_message: Literal[False] | None = None
     store: Literal[False] | None = None
 
 
@@ -267,6 +281,8 @@ class TokenizeRequest(Strict):
     prompt: str | None = None
     messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)] | None = None
     add_special_tokens: bool = True
+    add_generation_prompt: Literal[True] | None = None
+    continue_final_message: Literal[False] | None = None
     return_token_strs: bool = False
 
 

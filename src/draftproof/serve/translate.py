@@ -32,7 +32,8 @@ from .ticket import Ticket
 
 CLASS = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
-SAME = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "min_tokens", "ignore_eos", "seed")
+SAME = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "min_tokens", "ignore_eos")
+ONE = 1e-9               # a top_p that keeps the likeliest token alone
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +95,8 @@ class Headers:
 
 
 def completion(request: CompletionRequest, headers: Headers) -> Order:
+    if request.best_of not in (None, request.n or 1):
+        raise Refusal(400, f"best_of={request.best_of}: every text is returned; leave it out, or give n={request.best_of}", param="best_of")
     prompt = request.prompt
     if isinstance(prompt, str):
         prompts: tuple[str | tuple[int, ...], ...] = (prompt,)
@@ -219,6 +222,10 @@ def _order(request: Common, headers: Headers, prompts: tuple[str | tuple[int, ..
     given: dict[str, Any] = {name: getattr(request, name) for name in SAME if getattr(request, name) is not None}
     if max_tokens is not None:
         given["max_tokens"] = max_tokens
+    if request.top_p == 0:
+        given["top_p"] = ONE
+    if request.seed not in (None, -1):                                               # −1 is none, as vLLM has it
+        given["seed"] = request.seed % (1 << 63)
     if request.top_k is not None:
         given["top_k"] = max(request.top_k, 0)                                       # −1 is off, too
     if request.stop:
