@@ -11,10 +11,11 @@ from draftproof.audition.logs import Exchange, Recorded, Skipped
 from draftproof.audition.stories import Reader
 from draftproof.audition.turns import NotReadable
 from draftproof.config import LoadConfig
+from draftproof.engine.engine import Engine
 from draftproof.models.fake import TableTarget
 from draftproof.models.load import load_target
 from draftproof.models.target import Target
-from draftproof.train.corpus import Text, apart, as_logged, end_of, sampling_of, split
+from draftproof.train.corpus import Text, apart, as_logged, end_of, regenerated, sampling_of, split
 
 CHAT = ({"role": "user", "content": "total(values)"},)
 
@@ -29,6 +30,35 @@ def test_a_prompt_that_comes_again_is_on_one_side_alone() -> None:
     learn, held = split(texts, 0.4, 0)
     assert len(held) == 2 and len(learn) == 24 and not {t.prompt for t in learn} & {t.prompt for t in held}
     assert apart(texts, held) == learn
+
+
+def test_a_document_and_a_conversation_are_on_one_side_but_for_one_whose_end_is_held_out() -> None:
+    texts = [Text((line, part), 0, line=line) for line in range(6) for part in range(4)]
+    learn, held = split(texts, 0.25, 3)
+    both = {text.line for text in learn} & {text.line for text in held}
+    assert len(held) == 6 and len(learn) == 18 and len(both) == 1
+    assert [text.ids[1] for text in held if text.line in both] == [2, 3]
+    assert learn == [text for text in texts if text not in held]
+
+
+def test_what_is_mixed_in_is_of_no_document_that_is_held_out() -> None:
+    held = [Text((1, 2, 3, 4, 5), 3), Text((9, 9, 9), 0)]
+    general = [Text((1, 2, 3, 4, 5, 6, 7), 0, line=1), Text((8, 8), 0, line=1), Text((2, 3, 4), 0, line=2), Text((9, 9, 9), 0)]
+    assert apart(general, held) == [general[2]]
+
+
+def test_a_prompt_that_loses_its_beginning_is_told(target: Target, tmp_path: Path) -> None:
+    log = [Exchange(1, prompt_ids=(5,) * 9, answer_ids=(6, 7)), Exchange(2, prompt_ids=(5,) * 8, answer_ids=(6,)),
+           Exchange(3, prompt_ids=(5,) * 60)]
+    skipped = Skipped()
+    assert [text.answer_from for text in as_logged(log, target, 16, skipped)] == [8, 8, 0, 0, 0, 0]
+    (said,) = skipped.remarks()
+    assert said == "prompts cut to their last 8 tokens, half of --length 16; give a longer one: 1"
+    skipped, table = Skipped(), TableTarget(9)
+    with Engine(table) as engine:
+        made = regenerated(log, engine, 16, 1, tmp_path / "answers.jsonl", skipped=skipped)
+        again = regenerated(log, engine, 16, 1, tmp_path / "answers.jsonl")
+    assert skipped.remarks()[0].endswith("one: 2") and [text.line for text in made] == [text.line for text in again] == [1, 2, 3]
 
 
 def test_a_logged_answer_in_text_ends_as_the_target_ends_it(target: Target) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,11 +30,13 @@ ASKED = {f.name for f in fields(Sampling)} - {"max_tokens", "seed", "n", "logpro
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """ids of prompt and answer; the answer, which alone counts, begins at `answer_from`."""
+    """ids of prompt and answer; the answer, which alone counts, begins at `answer_from`. line: of the log that it is from, which may
+    have several: pieces of a document, turns of a conversation."""
 
     ids: tuple[int, ...]
     answer_from: int
     prompt_class: str | None = None
+    line: int | None = field(default=None, compare=False)
 
     @property
     def prompt(self) -> tuple[int, ...]:
@@ -105,14 +107,22 @@ def as_logged(exchanges: Iterable[Exchange], target: Target, length: int, skippe
         except NotReadable as error:
             skipped.note(exchange.line, str(error))
             continue
+        if answer:
+            prompt = _end(prompt, length, skipped)
         for text in _pieces(prompt, answer, length):
-            yield Text(text[0], text[1], exchange.prompt_class)
+            yield Text(text[0], text[1], exchange.prompt_class, exchange.line)
+
+
+def _end(prompt: list[int], length: int, skipped: Skipped) -> list[int]:
+    """What half of a text holds of a prompt."""
+    most = length // 2
+    skipped.told[f"prompts cut to their last {most} tokens, half of --length {length}; give a longer one"] += len(prompt) > most
+    return prompt[-most:]
 
 
 def _pieces(prompt: Sequence[int], answer: Sequence[int], length: int) -> Iterator[tuple[tuple[int, ...], int]]:
     if answer:
-        kept = list(prompt[-(length // 2):])
-        yield (*kept, *answer[:length - len(kept)]), len(kept)
+        yield (*prompt, *answer[:length - len(prompt)]), len(prompt)
         return
     for start in range(0, len(prompt), length):
         piece = tuple(prompt[start:start + length])
@@ -182,7 +192,7 @@ class _Asked:
             raise NotReadable("an empty prompt" if prompt is not None else "text, and the target has no tokenizer")
         if exchange.document:
             prompt = prompt[:max(4, min(len(prompt), self.length) // 3)]
-        prompt = prompt[-(self.length // 2):]
+        prompt = _end(prompt, self.length, self.skipped)
         return prompt, sampling_of(exchange, self.length - len(prompt), f"{self.seed} {index}")
 
     def _checked(self, index: int, exchange: Exchange, prompt: Sequence[int]) -> Text:
@@ -190,13 +200,13 @@ class _Asked:
         if text.prompt != tuple(prompt):
             raise Failure(f"{self.kept.file}: its answer {index} is to another prompt than line {exchange.line} of the log; expected "
                           "answers to this log, cut to this --length. Name another file with --answers, or delete this one")
-        return text
+        return replace(text, line=exchange.line)
 
     def _answer(self, waiting: Sequence[tuple[int, Exchange, list[int], Sampling]], made: dict[int, Text]) -> None:
         for (index, exchange, prompt, _), answer in zip(waiting, self._generated(waiting), strict=True):
             if answer is None:
                 continue
-            made[index] = Text((*prompt, *answer), len(prompt), exchange.prompt_class)
+            made[index] = Text((*prompt, *answer), len(prompt), exchange.prompt_class, exchange.line)
             self.kept.add({"index": index, **asdict(made[index])})
         self.kept.flush()
         if self.progress:
@@ -215,7 +225,7 @@ class _Asked:
 
 
 def _text(record: Mapping[str, Any]) -> Text:
-    return Text(tuple(record["ids"]), record["answer_from"], record["prompt_class"])
+    return Text(tuple(record["ids"]), record["answer_from"], record["prompt_class"], record.get("line"))
 
 
 def sampling_of(exchange: Exchange, room: int, key: str) -> Sampling:
@@ -239,24 +249,36 @@ def sampling_of(exchange: Exchange, room: int, key: str) -> Sampling:
 
 
 def split(texts: Sequence[Text], share: float, seed: int) -> tuple[list[Text], list[Text]]:
-    """(texts to learn from, texts held out), by a seeded shuffle of the prompts; at least one on each side. No prompt is on both: of
-    one that comes again its first text is held out, and nothing is learnt from the others."""
+    """(texts to learn from, texts held out), by a seeded shuffle of the log's lines; at least one on each side. No prompt is on both: of
+    one that comes again its first text is held out, and nothing is learnt from the others. At most one line is on both, with its end held
+    out: where it has more texts than were still wanted."""
     first: dict[tuple[int, ...], int] = {}
     for i, text in enumerate(texts):
         first.setdefault(text.prompt, i)
     if len(first) < 2:
         raise Failure(f"texts in the data: {len(texts)}, of different prompts: {len(first)}; expected at least 2 prompts, one of them to "
                       "be held out")
-    order = list(first.values())
+    lines: dict[object, list[int]] = {}
+    for prompt, i in first.items():
+        lines.setdefault(prompt if texts[i].line is None else texts[i].line, []).append(i)
+    order = list(lines.values())
     random.Random(seed).shuffle(order)
-    held = [texts[i] for i in sorted(order[:max(1, min(len(order) - 1, round(len(order) * share)))])]
-    return apart(texts, held), held
-
-
-def apart(texts: Iterable[Text], held: Iterable[Text]) -> list[Text]:
-    """The texts whose prompts are not those of the held-out ones."""
+    most, chosen = max(1, min(len(first) - 1, round(len(first) * share))), list[int]()
+    for line in order:
+        chosen += line[-(most - len(chosen)):] if len(chosen) < most else []
+    held = [texts[i] for i in sorted(chosen)]
     prompts = {text.prompt for text in held}
-    return [text for text in texts if text.prompt not in prompts]
+    return [text for text in texts if text.prompt not in prompts], held
+
+
+def apart(general: Sequence[Text], held: Iterable[Text]) -> list[Text]:
+    """Of another log, the texts of lines none of which begins as the held-out ones do: a document is asked to go on, a conversation
+    goes on."""
+    prompts = {text.prompt for text in held}
+    lengths = sorted({len(prompt) for prompt in prompts})
+    known = [any(text.ids[:n] in prompts for n in lengths) for text in general]
+    lines = {text.line for text, found in zip(general, known, strict=True) if found and text.line is not None}
+    return [text for text, found in zip(general, known, strict=True) if not found and text.line not in lines]
 
 
 def mixed(own: Sequence[Text], general: Sequence[Text], share: float, seed: int) -> list[Text]:
