@@ -284,7 +284,8 @@ def test_the_command_prints_the_contracts_document(tmp_path: Path, capsys: pytes
 def test_text_is_tokenised_again_and_counted(tiny_pair: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     log = tmp_path / "log.jsonl"
     pair = {"request": {"messages": [{"role": "user", "content": "count"}], "temperature": 0},
-            "response": {"choices": [{"message": {"content": "one two one two one two one two"}, "finish_reason": "stop"}]}}
+            "response": {"choices": [{"message": {"content": "one two one two one two one two"}, "finish_reason": "stop"}],
+                         "usage": {"completion_tokens": 60}}}
     log.write_text(json.dumps(pair) + "\n" + json.dumps({"text": "def f():\n    return 1\n" * 6}) + "\n")
     arguments = ["audition", str(log), "--target", str(tiny_pair[0]), "--depth", "3", "--json"]
     assert command([*arguments, "--drafter", "ngram", "--drafter", f"model:{tiny_pair[1]}"]) == 0
@@ -292,8 +293,10 @@ def test_text_is_tokenised_again_and_counted(tiny_pair: tuple[Path, Path], tmp_p
     document = json.loads(said.out.splitlines()[-1])
     assert document["log"]["retokenised"] == 2 and "tokenised again" in said.err
     by = {c["drafter"]: c for c in document["cells"]}
-    assert by["ngram"]["figure"] == "exact" and by["ngram"]["accepted"] > 10
-    assert by[f"model:{tiny_pair[1]}"]["figure"] == "mixed"          # greedy request: exact; document: nobody knows
+    assert by["ngram"]["figure"] == "retokenised" and by["ngram"]["exact_requests"] == 0 and by["ngram"]["accepted"] > 10
+    assert by[f"model:{tiny_pair[1]}"]["figure"] == "mixed"          # greedy request: exact but for its ids; document: nobody knows
+    assert "exact for 0 of 2 requests, and for 1 but for their ids; the others" in said.err
+    assert "usage.completion_tokens" in said.err and "completion_tokens" in document["log"]["remarks"][0]
 
 
 @pytest.mark.parametrize("arguments, says", [

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from ..core.tally import Tally, ratio
 
 ALL = "all"
-Figure = Literal["exact", "greedy", "mixed"]
+Figure = Literal["exact", "retokenised", "greedy", "mixed"]
 
 
 @dataclass(slots=True)
@@ -47,7 +47,8 @@ class Ratio:
 
 @dataclass(slots=True)
 class Counts:
-    """Counts of some requests. exact: of how many the figures are those of the engine; of the others they are those of greedy drafts.
+    """Counts of some requests. exact: of how many the figures are those of the engine; near: of how many they would be, were the ids the
+    engine's too and not made from text; of the others they are those of greedy drafts.
 
     least, most: of requests whose log bounds the target's law, the ratio with the most and with the fewest rounds that sampled
     drafts can be expected to need (`audition.sampled`). prompt_tokens: of all requests.
@@ -55,15 +56,19 @@ class Counts:
 
     tally: Tally = field(default_factory=Tally)
     exact: int = 0
+    near: int = 0
     prompt_tokens: int = 0
     spread: Ratio = field(default_factory=Ratio)
     least: Ratio = field(default_factory=Ratio)
     most: Ratio = field(default_factory=Ratio)
 
-    def add(self, one: Tally, exact: bool, prompt_tokens: int, rounds: tuple[float, float] | None = None) -> None:
-        """One request more. rounds: fewest and most expected with sampled drafts, where the log says enough."""
+    def add(self, one: Tally, exact: bool, prompt_tokens: int, rounds: tuple[float, float] | None = None,
+            retokenised: bool = False) -> None:
+        """One request more. exact: but for its ids, if they are `retokenised`. rounds: fewest and most expected with sampled drafts,
+        where the log says enough."""
         self.tally = self.tally + one
-        self.exact += exact
+        self.exact += exact and not retokenised
+        self.near += exact and retokenised
         self.prompt_tokens += prompt_tokens
         self.spread.add(one.emitted, one.rounds)
         if rounds is not None:
@@ -71,7 +76,7 @@ class Counts:
             self.least.add(one.emitted, rounds[1])
 
     def __add__(self, other: Counts) -> Counts:
-        return Counts(self.tally + other.tally, self.exact + other.exact, self.prompt_tokens + other.prompt_tokens,
+        return Counts(self.tally + other.tally, self.exact + other.exact, self.near + other.near, self.prompt_tokens + other.prompt_tokens,
                       self.spread + other.spread, self.least + other.least, self.most + other.most)
 
     def as_dict(self) -> dict[str, Any]:
@@ -79,12 +84,14 @@ class Counts:
 
     @classmethod
     def from_dict(cls, record: Mapping[str, Any]) -> Counts:
-        return cls(Tally.from_dict(record["tally"]), record["exact"], record["prompt_tokens"],
+        return cls(Tally.from_dict(record["tally"]), record["exact"], record["near"], record["prompt_tokens"],
                    *(Ratio(**record[name]) for name in ("spread", "least", "most")))
 
     @property
     def figure(self) -> Figure:
-        return "exact" if self.exact == self.tally.requests else "mixed" if self.exact else "greedy"
+        if self.exact == self.tally.requests:
+            return "exact"
+        return "retokenised" if self.near == self.tally.requests else "mixed" if self.exact or self.near else "greedy"
 
     def sampled(self) -> dict[str, Any] | None:
         """What sampled drafts that share the target's noise would reach: bounds that hold whatever the log left out of the target's

@@ -88,7 +88,7 @@ class Part:
     def add(self, read: Read, tally: Tally, exact: bool, rounds: tuple[float, float] | None = None) -> None:
         name = read.story.prompt_class or UNCLASSED
         counts = self.classes.setdefault(OTHER if name == ALL else name, Counts())      # ALL is the whole log
-        counts.add(tally, exact or read.known, len(read.story.prompt), rounds)
+        counts.add(tally, exact or read.known, len(read.story.prompt), rounds, read.retokenised)
         self.tokens += len(read.story.answer)
         self.retokenised += read.retokenised
 

@@ -23,6 +23,7 @@ from .turns import Message, NotReadable
 GREEDY = Sampling(temperature=0.0, top_p=1.0)
 UNCLASSED = "unclassified"
 CHUNK = 512
+FEWER = "answers with far less text than usage.completion_tokens counts, such as reasoning that the log does not have"
 COMPARED = 32       # tokens of a traced request whose texts are compared with the target's
 NEUTRAL = {"repetition_penalty": 1, "presence_penalty": 0, "frequency_penalty": 0, "top_k": -1}     # off, as engines write it
 CONSTRAINED = ("response_format", "grammar", "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar",
@@ -79,6 +80,7 @@ class Reader:
         if self.vocab_size is not None and max(max(prompt), max(answer)) >= self.vocab_size:
             skipped.note(exchange.line, f"token id {max(max(prompt), max(answer))}; the target's ids are below {self.vocab_size}")
             return None
+        skipped.told[FEWER] += made and (exchange.usage or 0) > 1.25 * len(answer) + 8
         seed = exchange.sampling.get("seed")
         ends = () if sampling.ignore_eos else self.eos_ids
         story = Story(prompt, answer, sampling, seed=seed if known and isinstance(seed, int) else 0, sample=_sample(exchange),

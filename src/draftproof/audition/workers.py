@@ -14,7 +14,7 @@ from .logs import Skipped
 from .processes import context
 from .run import Part, Result, Share, Work, log_size
 
-FORMAT = "draftproof-audition-2"
+FORMAT = "draftproof-audition-3"
 POLL_S = 1.0
 Progress = Callable[[Part], None]
 

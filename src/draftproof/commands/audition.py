@@ -154,15 +154,16 @@ def remarks(result: Result) -> list[str]:
     lines = []
     if result.retokenised:
         lines.append(f"{result.retokenised} of {result.requests} requests had text where ids were expected; it was tokenised again, "
-                     "which may cut it otherwise than the model wrote it")
+                     "which may cut it otherwise than the model wrote it: their figures are those of that text")
     for at, arm in enumerate(result.arms):
         counts = [found for (index, _), found in result.counts.items() if index == at]
         whole: Counts = sum(counts[1:], counts[0])
-        if whole.figure != "exact":
+        if whole.exact + whole.near < whole.tally.requests:
             bounds = whole.sampled()
             more = "" if bounds is None else (f"; sampled drafts, on the {bounds['requests']} requests whose likeliest tokens the log has: "
                                               f"{bounds['low']:.2f} to {bounds['high']:.2f} tokens a round")
-            lines.append(f"{arm.spec} at depth {arm.shown_depth}: exact for {whole.exact} of {whole.tally.requests} requests; "
+            lines.append(f"{arm.spec} at depth {arm.shown_depth}: exact for {whole.exact} of {whole.tally.requests} requests"
+                         f"{f', and for {whole.near} but for their ids' if whole.near else ''}; "
                          f"the others were sampled with noise that the log does not have: theirs is the figure of greedy drafts{more}")
     skipped = result.skipped
     lines += skipped.remarks()
