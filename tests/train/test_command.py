@@ -14,6 +14,7 @@ from train.processes import finish, start
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from draftproof.cli import run
+from draftproof.commands import console
 from draftproof.config import LoadConfig
 from draftproof.engine.engine import Engine
 from draftproof.models.load import builtin, load_target
@@ -53,10 +54,13 @@ def command(kind: str, target: Path, log: Path, out: Path, *more: str) -> list[s
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_is_trained_published_and_served(kind: str, target: Path, log: Path, tmp_path: Path,
-                                                    capsys: pytest.CaptureFixture[str]) -> None:
+                                                    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / kind
+    monkeypatch.setattr(console, "TOLD_S", 0.0)
     assert run(command(kind, target, log, out, "--steps", "12", "--lr", "0.01")) in (0, 3)
-    result = json.loads(capsys.readouterr().out.strip().splitlines()[-1])
+    told = capsys.readouterr()
+    result = json.loads(told.out.strip().splitlines()[-1])
+    assert "12/12 answers" in told.err
     assert result["kind"] == kind and result["rounds"] > 0 and result["drafted"] > 0
     folder = out if result["published"] else out.with_name(f"{kind}.training") / "candidate"
     model = load_target(target, LoadConfig(threads=1, self_test=False))
@@ -197,8 +201,10 @@ def test_a_head_reads_the_layers_that_were_asked_for(target: Path, log: Path, tm
     assert "the target has 6 layers; expected numbers from 0 to 5" in capsys.readouterr().err
 
 
-def test_extract_from_the_command_line(target: Path, log: Path, tmp_path: Path) -> None:
+def test_extract_from_the_command_line(target: Path, log: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                       capsys: pytest.CaptureFixture[str]) -> None:
     wish = ["extract", "--target", str(target), "--data", str(log), "--threads", "1", "--out", str(tmp_path / "states"), "--layers"]
     assert run([*wish, "one"]) == 2
-    assert run([*wish, "1,5"]) == 0
+    monkeypatch.setattr(console, "TOLD_S", 0.0)
+    assert run([*wish, "1,5"]) == 0 and "12 texts" in capsys.readouterr().err
     assert json.loads((tmp_path / "states" / "index.json").read_text())["layers"] == [1, 5]

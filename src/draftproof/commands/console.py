@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import logging
 import sys
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from ..models.target import LoadFacts
 
 TABLE_WIDTH = 132                       # when nobody's terminal says otherwise
+TOLD_S = 10.0
 TIERS = {0: "a table", 1: "own cache in pages", 2: "the model's own cache", 3: "recurrent state"}
 
 
@@ -45,6 +47,33 @@ def console(error: bool = False) -> Console:
 
     stream = sys.stderr if error else sys.stdout
     return Console(file=stream, width=None if stream.isatty() else TABLE_WIDTH, highlight=False)
+
+
+class Pace:
+    """Tells every TOLD_S seconds how far a long piece of work has come, and of `total` how long the rest takes."""
+
+    def __init__(self, say: Callable[[str], None], what: str, total: int | None = None) -> None:
+        self.say, self.what, self.total = say, what, total
+        self.told = time.perf_counter()
+        self.first: tuple[int, float] | None = None          # what an earlier run left says nothing of this one's pace
+
+    def __call__(self, done: int) -> None:
+        now = time.perf_counter()
+        if self.first is None:
+            self.first = done, now
+        if now - self.told < TOLD_S:
+            return
+        self.told = now
+        (count, since), rest = self.first, (self.total or 0) - done
+        left = f" · {remaining((now - since) / (done - count) * rest)}" if rest > 0 and done > count else ""
+        self.say(f"{done}{f'/{self.total}' if self.total else ''} {self.what}{left}")
+
+
+def remaining(seconds: float) -> str:
+    """about 40 s left, about 4 min left, about 2.5 h left."""
+    if seconds < 99.5:
+        return f"about {seconds:.0f} s left"
+    return f"about {seconds / 60:.0f} min left" if seconds < 99.5 * 60 else f"about {seconds / 3600:.1f} h left"
 
 
 def size(count: float) -> str:

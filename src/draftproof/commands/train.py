@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,7 +12,7 @@ import click
 from ..config import LoadConfig
 from ..errors import Failure, OptionError
 from . import options as o
-from .console import emit_json, facts_lines, note
+from .console import Pace, emit_json, facts_lines, note, remaining
 
 if TYPE_CHECKING:
     from ..audition.logs import Skipped
@@ -154,11 +154,12 @@ def _run(kind: str, target: str | None, data: Path, place: Place, wish: Wish, gi
     def show(line: Shown) -> None:
         figures = " ".join(f"{name} {value:.3f}" for name, value in line.figures.items())
         reached = "" if line.served is None else f" · acceptance length when served {line.served:.2f}"
-        note(f"step {line.step}/{line.steps} loss {line.loss:.3f} {figures} · {line.tokens_per_s:.0f} tokens/s{reached}")
+        left = f" · {remaining(line.left_s)}" if line.step < line.steps else ""
+        note(f"step {line.step}/{line.steps} loss {line.loss:.3f} {figures} · {line.tokens_per_s:.0f} tokens/s{reached}{left}")
 
     plan = Plan(given["steps"], given["batch"], given["lr"], seed=given["seed"], matmul=given["matmul"])
     run(task, texts, Tapper(model, task.taps, keep_mb=given["keep_mb"]), plan, place.work, show, served=look,
-        notes=_notes(kind, model, wish, given), team=team)
+        notes=_notes(kind, model, wish, given), team=team, say=say)
     team.leave()
     if not team.leads:
         return 0
@@ -213,7 +214,8 @@ def extract(target: str | None, data: Path, layers: tuple[int, ...], out: Path, 
         note(line)
     length = _capped(length, model, note)
     with _complaining(data, note) as skipped:
-        index = write(model, as_logged(read_log(data, skipped), model, length, skipped), layers, out, shard_mb << 20)
+        index = write(model, as_logged(read_log(data, skipped), model, length, skipped), layers, out, shard_mb << 20,
+                      Pace(note, "texts"))
     note(f"{len(index['texts'])} texts in {index['shards']} shards: {out}")  # type: ignore[arg-type]
 
 
@@ -262,19 +264,20 @@ def _capped(length: int, model: Target, say: Callable[[str], None]) -> int:
 def _texts(model: Target, data: Path, work: Path, given: dict[str, Any], team: Team,
            say: Callable[[str], None]) -> tuple[list[Text], list[Text]]:
     """(texts to learn from, texts held out): the target's own answers unless told otherwise, with general data beside them."""
-    from ..audition.logs import read_log
+    from ..audition.logs import Exchange, read_log
     from ..engine.engine import Engine
     from ..train.corpus import apart, as_logged, mixed, regenerated, split
 
     with _complaining(data, say) as skipped:
-        exchanges = read_log(data, skipped)
+        exchanges: Iterable[Exchange] = read_log(data, skipped)
         if given["as_logged"]:
             texts = list(as_logged(exchanges, model, given["length"], skipped))
         else:
-            say("letting the target answer the prompts of the log …")
+            exchanges = list(exchanges)
+            say(f"letting the target answer the prompts of the log ({len(exchanges)}) …")
             with Engine(model, "ngram") as engine:
                 texts = regenerated(exchanges, engine, given["length"], given["seed"], given["answers"] or work / "answers.jsonl",
-                                    lambda done: say(f"{done} answers") if done % 200 == 0 else None, team, skipped, say)
+                                    Pace(say, "answers", len(team.share(exchanges))), team, skipped, say)
     learn, held = split(texts, min(0.5, given["held_out"] / max(1, len({text.prompt for text in texts}))), given["seed"])
     if given["mix"] is not None:
         with _complaining(given["mix"], say) as skipped:

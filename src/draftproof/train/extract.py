@@ -24,7 +24,7 @@ from .place import written
 
 
 def extract(target: Target, texts: Iterable[Text], layers: Sequence[int], folder: Path, shard_bytes: int,
-            progress: Callable[[int, int], None] | None = None) -> dict[str, object]:
+            progress: Callable[[int], None] | None = None) -> dict[str, object]:
     """Write the shards and, last, the index; returns it. Raises Failure if the folder already holds anything, or there is no text."""
     count = len(target.parts.layers)
     wrong = [layer for layer in layers if not 0 <= layer < count]
@@ -54,7 +54,7 @@ def extract(target: Target, texts: Iterable[Text], layers: Sequence[int], folder
         if size >= shard_bytes:
             write()
         if progress:
-            progress(number + 1, shards)
+            progress(number + 1)
     if waiting:
         write()
     if not rows:

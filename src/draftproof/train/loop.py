@@ -21,6 +21,8 @@ from .features import Tapper
 from .muon import Muon
 from .team import ALONE, Team
 
+SAVE_S, SHOW_S = 60.0, 10.0           # seconds of work that a kill may cost, and without a line of progress, at most
+
 
 @dataclass(frozen=True, slots=True)
 class Plan:
@@ -32,7 +34,7 @@ class Plan:
     warmup: int = 50
     seed: int = 0
     clip: float = 1.0
-    save_every: int = 100
+    save_every: int = 100             # steps between two checkpoints, but no more than SAVE_S seconds
     look_every: int = 250             # steps between two looks at served acceptance
     matmul: str = "highest"           # torch's precision of float32 products while a step is learned; "medium" may take bfloat16
 
@@ -46,6 +48,7 @@ class Shown:
     loss: float
     figures: Mapping[str, float]
     tokens_per_s: float
+    left_s: float                     # until the last step, looks not counted
     served: float | None = None
 
 
@@ -101,44 +104,90 @@ def products(precision: str) -> Iterator[None]:
         torch.set_float32_matmul_precision(usual)
 
 
-def train(task: Task, texts: Sequence[Text], tapper: Tapper, plan: Plan, folder: Path, show: Callable[[Shown], None],
-          served: Callable[[], float] | None = None, notes: Mapping[str, object] | None = None, team: Team = ALONE) -> None:
-    """Train `task` to the end of the plan, going on from folder/checkpoint.safetensors. The result is in task.module.
+@dataclass(slots=True)
+class _Run:
+    """What is learnt, as it is now: after `done` steps, unless Ctrl-C came while the weights were moved."""
 
-    Of a team every process calls this with the same texts and plan; the first one writes, looks and shows.
-    """
-    optimizers = optimizers_of(task.module, plan.lr)
-    whose = {"seed": plan.seed, "steps": plan.steps, "batch": plan.batch, "lr": plan.lr, "texts": len(texts), "processes": team.size,
-             "matmul": plan.matmul, **(notes or {}), "data": data_of(task, texts)}
-    file = folder / "checkpoint.safetensors"
-    start = checkpoint.load(file, task.module, optimizers, whose)
-    team.wait()                                             # nobody writes what another has not read yet
-    clock, tokens, smooth = time.perf_counter(), 0, 0.0
-    parameters = [p for p in task.module.parameters() if p.requires_grad]
-    for step in range(start, plan.steps):
-        for optimizer in optimizers:
+    task: Task
+    texts: Sequence[Text]
+    tapper: Tapper
+    plan: Plan
+    team: Team
+    file: Path
+    whose: Mapping[str, object]
+    optimizers: list[torch.optim.Optimizer]
+    done: int = 0
+    moving: bool = False
+
+    def step(self) -> tuple[float, Mapping[str, float], int]:
+        """One more: its loss, the family's figures, and how many tokens all of the team read."""
+        plan, team, step = self.plan, self.team, self.done
+        for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = plan.lr * rate(step, plan)
         # anchors and the like: a resumed run draws what the other drew
         torch.manual_seed(((plan.seed * 1_000_003 + step) * team.size + team.rank) % 2**63)
-        chosen = [texts[i] for i in batch_of(step, len(texts), plan)]
-        read = tapper.read(team.share(chosen))
+        chosen = [self.texts[i] for i in batch_of(step, len(self.texts), plan)]
+        read = self.tapper.read(team.share(chosen))
+        parameters = [p for p in self.task.module.parameters() if p.requires_grad]
         with products(plan.matmul):
-            own, figures = task.loss(read)
+            own, figures = self.task.loss(read)
             if own.requires_grad:                           # else no guess counts: nothing moves
                 own.backward()  # type: ignore[no-untyped-call]
             mean = team.average(parameters, own.detach())
             torch.nn.utils.clip_grad_norm_(parameters, plan.clip)
-            for optimizer in optimizers:
+            self.moving = True
+            for optimizer in self.optimizers:
                 optimizer.step()
                 optimizer.zero_grad(set_to_none=True)
-        tokens += sum(len(text.ids) for text in chosen)
-        loss = mean.item()
-        smooth = loss if step == start else 0.95 * smooth + 0.05 * loss
-        last = step + 1 == plan.steps
-        if team.leads and ((step + 1) % plan.save_every == 0 or last):
-            checkpoint.save(file, step + 1, task.module, optimizers, whose)
-        look = served is not None and ((step + 1) % plan.look_every == 0 or last)
-        if team.leads and (look or (step + 1) % 25 == 0 or last):
+            self.done, self.moving = step + 1, False
+        return mean.item(), figures, sum(len(text.ids) for text in chosen)
+
+    def save(self) -> None:
+        checkpoint.save(self.file, self.done, self.task.module, self.optimizers, self.whose)
+
+
+def train(task: Task, texts: Sequence[Text], tapper: Tapper, plan: Plan, folder: Path, show: Callable[[Shown], None],
+          served: Callable[[], float] | None = None, notes: Mapping[str, object] | None = None, team: Team = ALONE,
+          say: Callable[[str], None] = lambda line: None) -> None:
+    """Train `task` to the end of the plan, going on from folder/checkpoint.safetensors. The result is in task.module.
+
+    Of a team every process calls this with the same texts and plan; the first one writes, looks and shows.
+    """
+    whose = {"seed": plan.seed, "steps": plan.steps, "batch": plan.batch, "lr": plan.lr, "texts": len(texts), "processes": team.size,
+             "matmul": plan.matmul, **(notes or {}), "data": data_of(task, texts)}
+    run = _Run(task, texts, tapper, plan, team, folder / "checkpoint.safetensors", whose, optimizers_of(task.module, plan.lr))
+    run.done = start = checkpoint.load(run.file, task.module, run.optimizers, whose)
+    team.wait()                                             # nobody writes what another has not read yet
+    if 0 < start < plan.steps:
+        say(f"going on from step {start}/{plan.steps}")
+    try:
+        _steps(run, show, served)
+    except KeyboardInterrupt:
+        if team.leads and start < run.done and not run.moving:
+            run.save()
+            say(f"stopped behind step {run.done}/{plan.steps}; the same command goes on from there")
+        raise
+
+
+def _steps(run: _Run, show: Callable[[Shown], None], served: Callable[[], float] | None) -> None:
+    """All that are left, with checkpoints, looks and lines in between."""
+    plan, start, tokens, smooth = run.plan, run.done, 0, 0.0
+    began = saved = shown = time.perf_counter()
+    while run.done < plan.steps:
+        loss, figures, read = run.step()
+        step, last = run.done, run.done == plan.steps
+        tokens, smooth = tokens + read, loss if step == start + 1 else 0.95 * smooth + 0.05 * loss
+        if not run.team.leads:
+            continue
+        now = time.perf_counter()
+        if step % plan.save_every == 0 or last or now - saved > SAVE_S:
+            run.save()
+            saved = now
+        look = served is not None and (step % plan.look_every == 0 or last)
+        if look or step % 25 == 0 or last or now - shown > SHOW_S:
             length = served() if look and served is not None else None
-            show(Shown(step + 1, plan.steps, smooth, figures, tokens / (time.perf_counter() - clock), length))
+            shown = time.perf_counter()
+            began += shown - now                            # checkpoints and looks are not learning
+            pace = (shown - began) / (step - start)
+            show(Shown(step, plan.steps, smooth, figures, tokens / (shown - began), pace * (plan.steps - step), length))
