@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ from draftproof.config import LoadConfig
 from draftproof.drafters.vocabulary import Check
 from draftproof.models.load import builtin, load_target
 from draftproof.models.target import Target
+from draftproof.train import card
+from draftproof.train.place import identity
 
 CONFIG = LoadConfig(self_test=False)
 
@@ -43,6 +46,19 @@ def test_every_kind_of_drafter(target: Target) -> None:
     assert {"vocabulary", "merges", "special tokens"} <= names and "drafter" not in names
     chain = pair_checks(target, "ngram+model", CONFIG)
     assert "no weights" in said(chain, "ngram: drafter") and said(chain, "model: vocabulary")
+
+
+def test_a_head_of_another_target_is_told(target: Target, tmp_path: Path) -> None:
+    shutil.copytree(builtin("mlp"), tmp_path / "mlp")
+    names = [check.name for check in pair_checks(target, f"mlp:{tmp_path / 'mlp'}", CONFIG)]
+    assert "made for" not in names, "its folder does not say"
+    here = identity(target.facts.name)
+    for made_for, ok in ((here, True), (f"moved {here.split()[-1]}", True), ("gemma3 0123456789abcdef", False)):
+        card.write(tmp_path / "mlp", {"kind": "mlp", "target": made_for})
+        found = next(check for check in pair_checks(target, f"mlp:{tmp_path / 'mlp'}", CONFIG) if check.name == "made for")
+        assert found.ok is ok and not found.fatal and ("gemma3" in found.detail) is not ok
+    (tmp_path / "mlp" / "draftproof.json").write_text("[")
+    assert card.read(tmp_path / "mlp") is None
 
 
 def write(folder: Path, name: str, content: str) -> None:

@@ -18,6 +18,8 @@ from draftproof.commands import console
 from draftproof.config import LoadConfig
 from draftproof.engine.engine import Engine
 from draftproof.models.load import builtin, load_target
+from draftproof.train import card
+from draftproof.train.place import identity
 from draftproof.types import Sampling
 
 V = 61
@@ -85,7 +87,13 @@ def test_a_head_that_is_served_worse_is_not_published(target: Path, log: Path, t
     out = tmp_path / "head"
     assert run(command("eagle3", target, log, out, "--steps", "1", "--replaces", f"model:{target}")) == 3     # itself: guesses everything
     assert not out.exists()
-    assert "not published" in capsys.readouterr().err
+    told, candidate = capsys.readouterr(), tmp_path / "head.training" / "candidate"
+    assert "not published" in told.err and f"it stays in {candidate}" in told.err and "(95 % over 2 prompts)" in told.err
+    assert "so few held-out texts (2)" in told.err
+    result = json.loads(told.out)
+    assert result["rival"]["drafter"] == f"model:{target}" and result["rival"]["acceptance_length"] > result["acceptance_length"]
+    assert result["difference"]["low"] < result["difference"]["high"] and result["folder"] == str(candidate)
+    assert (result["steps"], result["texts"], result["held_out"]) == (1, 10, 2)
 
 
 def test_a_killed_command_ends_with_the_same_head(target: Path, log: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -154,6 +162,8 @@ def test_a_second_run_from_what_the_first_one_published_trains(target: Path, log
     wish = [word for word in command("eagle3", target, log, out, "--steps", "6", "--lr", "0.01") if word not in ("--draft-vocab", "40")]
     assert run(wish) == 0
     capsys.readouterr()
+    page, made = (out / "README.md").read_text(), card.read(out)
+    assert made is not None and made["target"] == identity(target) and made["target"] in page and "- steps: 6" in page
     assert run(wish) == 0
     told = capsys.readouterr()
     assert "nothing is left to learn" in told.err and "stands there already" in told.err and json.loads(told.out)["published"]

@@ -18,7 +18,7 @@ from draftproof.train import checkpoint
 from draftproof.train.base import Features
 from draftproof.train.corpus import Text, as_logged, mixed, regenerated, split
 from draftproof.train.features import Tapper
-from draftproof.train.gate import Served, judge, serve
+from draftproof.train.gate import Served, difference, judge, serve
 from draftproof.train.loop import Plan, Shown, batch_of, optimizers_of, rate, train
 from draftproof.types import Sampling
 
@@ -242,3 +242,17 @@ def test_only_what_is_served_better_is_published() -> None:
     assert good.length > 1 and good.drafted and 1 + good.accepted / good.rounds == pytest.approx(good.length, abs=0.2)
     assert judge(good, bad, "x").publish and not judge(bad, good, "x").publish and not judge(good, good, "x").publish
     assert not judge(bad, None, "").publish and judge(good, None, "").publish
+    assert sum(rounds for _, rounds in good.each) == good.rounds and len(good.each) == 4
+
+
+def test_a_difference_has_an_interval_over_the_prompts_that_both_had() -> None:
+    def seen(*each: tuple[int, int]) -> Served:
+        return Served(sum(e for e, _ in each) / sum(r for _, r in each), sum(r for _, r in each), 9, 9, each)
+
+    old = seen((20, 10), (40, 20), (30, 15), (20, 10))
+    same, more = difference(old, old), difference(seen((30, 10), (60, 20), (45, 15), (30, 10)), old)
+    assert same == (0, 0) and more == pytest.approx((1, 1)), "each prompt gained as much"
+    found = difference(seen((10, 10), (80, 20), (30, 15), (20, 10)), old)
+    assert found is not None and found[0] < 0 < found[1] and judge(seen((21, 10)), seen((20, 10)), "x").interval is None
+    # by hand: two prompts of ten rounds, differences 0.1 and 0.3, half the interval t · 0.1 with one degree of freedom
+    assert difference(seen((21, 10), (23, 10)), seen((20, 10), (20, 10))) == pytest.approx((0.2 - 0.715, 0.2 + 0.715))

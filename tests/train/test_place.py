@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 
 from draftproof.cli import run
 from draftproof.errors import Failure, OptionError
+from draftproof.train import card
 from draftproof.train.place import Place, identity, written
 
 
@@ -137,3 +138,13 @@ def test_weights_have_a_name_that_moves_with_them_and_what_cannot_be_written_is_
     assert one == same != other and identity("org/model") == "org/model"
     with pytest.raises(Failure, match=r"c\.bin could not be written .*goes on where it was"), written(tmp_path / "c.bin"):
         raise OSError(28, "No space left on device")
+
+
+def test_a_page_that_somebody_wrote_is_not_replaced(tmp_path: Path) -> None:
+    out = tmp_path / "head"
+    drafter(out)
+    (out / "README.md").write_text("what I know of this head")
+    with pytest.raises(OptionError, match=r"holds README\.md"):
+        Place.of(out, None).check("mlp")
+    card.write(out, {"target": "x"})
+    Place.of(out, None).check("mlp")

@@ -52,7 +52,7 @@ def pair_checks(target: Target, spec: str, config: LoadConfig) -> list[Check]:
     parsed = parse_spec(spec)
     checks = target_checks(target, config)
     for part in parsed.parts or (parsed,):
-        found = part_checks(target, part, config)
+        found = [*part_checks(target, part, config), *_made_for(target, part)]
         checks += [replace(check, name=f"{part.name}: {check.name}") for check in found] if parsed.parts else found
     return checks
 
@@ -111,6 +111,21 @@ def part_checks(target: Target, part: Spec, config: LoadConfig) -> list[Check]:
     count = getattr(drafter, "parameters", None)             # a user's own class may call something else so
     parameters = f"{count / 1e6:.2f} M parameters, " if isinstance(count, int) else ""
     return [Check("drafter", True, f"{part.name} fits the target: {parameters}{size(weights)}; {known}")]
+
+
+def _made_for(target: Target, part: Spec) -> list[Check]:
+    """Whether it was this target that taught the drafter, where its folder tells."""
+    from ..drafters.vocabulary import Check
+    from ..train import card
+    from ..train.place import identity
+
+    made = card.read(part.path) if part.path else None
+    if made is None:
+        return []
+    here = identity(target.facts.name)
+    if made["target"].split()[-1] == here.split()[-1]:       # a folder may have moved; its hash is last
+        return [Check("made for", True, "this target", fatal=False)]
+    return [Check("made for", False, f"target {made['target']}, and this is {here}: its guesses will seldom stand", fatal=False)]
 
 
 def report(document: dict[str, Any], target: Target, checks: list[Check], config: LoadConfig) -> list[str]:

@@ -124,12 +124,12 @@ def _check(target: str | None, data: Path, given: dict[str, Any]) -> None:
 def _run(kind: str, target: str | None, data: Path, place: Place, wish: Wish, given: dict[str, Any], team: Team, as_json: bool) -> int:
     import torch
 
-    from ..train import checkpoint
     from ..train.families import begin
     from ..train.features import Tapper
-    from ..train.gate import Verdict, judge, serve
+    from ..train.gate import FEW, serve
     from ..train.loop import Plan, Shown
     from ..train.loop import train as run
+    from ..train.place import identity
 
     say = note if team.leads else _silent
     model, texts, held = _material(target, data, place.work, wish, given, team, say)
@@ -140,9 +140,12 @@ def _run(kind: str, target: str | None, data: Path, place: Place, wish: Wish, gi
     task = begin(kind, model, texts, wish)
     size = sum(p.numel() for p in task.module.parameters() if p.requires_grad)
     say(f"{kind}: {size / 1e6:.2f} M parameters to train, {len(texts)} texts to learn from, {len(held)} held out; processes: {team.size}")
+    if len(held) < FEW:
+        say(f"so few held-out texts ({len(held)}) judge little better than chance; a longer log or a higher --held-out gives more")
+    depth = given["depth"] or 4
 
     def served(spec: str) -> Served:
-        return serve(model, spec, held, given["depth"] or 4, min(96, given["length"] // 2), given["seed"] + 1)
+        return serve(model, spec, held, depth, min(96, given["length"] // 2), given["seed"] + 1)
 
     looks: list[Served] = []
 
@@ -166,19 +169,34 @@ def _run(kind: str, target: str | None, data: Path, place: Place, wish: Wish, gi
     if not looks:
         note(f"all {plan.steps} steps were done by an earlier run of this command; nothing is left to learn")
         look()
-    new, standing = looks[-1], place.standing()
-    rival = given["replaces"] or (f"{standing}:{place.out}" if standing else None)
-    if given["replaces"] or not place.same():
-        verdict = judge(new, served(rival) if rival else None, rival or "nothing")
+    made = {"kind": kind, "target": identity(model.facts.name), "dtype": model.facts.dtype, "data": data.name, "steps": plan.steps,
+            "texts": len(texts), "held_out": len(held), "acceptance_length": looks[-1].length, "rounds": looks[-1].rounds, "depth": depth}
+    return _settle(kind, place, looks[-1], served, given["replaces"], {"parameters": size, **made}, as_json)
+
+
+def _settle(kind: str, place: Place, new: Served, served: Callable[[str], Served], replaces: str | None, made: dict[str, Any],
+            as_json: bool) -> int:
+    """The candidate against what it would replace: published if it is served better, with its card. made: the facts of the card."""
+    from ..train import card, checkpoint
+    from ..train.gate import Verdict, judge
+
+    standing, old = place.standing(), None
+    rival = replaces or (f"{standing}:{place.out}" if standing else None)
+    if replaces or not place.same():
+        old = served(rival) if rival else None
+        verdict = judge(new, old, rival or "nothing")
     else:
         verdict = Verdict(True, f"acceptance length {new.length:.3f}, and it stands there already")
-    note(f"{'published in ' + str(place.out) if verdict.publish else 'not published'}: {verdict.reason}")
+    card.write(place.candidate, made)
     checkpoint.finish(place.work / "checkpoint.safetensors")
     if verdict.publish:
         place.publish(kind)
+    folder = place.out if verdict.publish else place.candidate
+    note(f"published in {folder}: {verdict.reason}" if verdict.publish else f"not published: {verdict.reason}; it stays in {folder}")
     if as_json:
-        emit_json({"kind": kind, "published": verdict.publish, "reason": verdict.reason, "parameters": size,
-                   "acceptance_length": new.length, "rounds": new.rounds, "drafted": new.drafted, "accepted": new.accepted})
+        emit_json({"published": verdict.publish, "reason": verdict.reason, "folder": str(folder), **made, "drafted": new.drafted,
+                   "accepted": new.accepted, "difference": verdict.interval and dict(zip(("low", "high"), verdict.interval, strict=True)),
+                   "rival": old and {"drafter": rival, "acceptance_length": old.length, "rounds": old.rounds}})
     return 0 if verdict.publish else 3
 
 

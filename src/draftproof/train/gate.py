@@ -6,6 +6,7 @@ serving is invisible to the loss), so the engine itself judges, at one depth for
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -15,35 +16,52 @@ from ..models.target import Target
 from ..types import Sampling
 from .corpus import Text
 
+FEW = 8             # held-out texts; fewer say little
+
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """Acceptance on held-out prompts: emitted tokens per round, and its counts."""
+    """Acceptance on held-out prompts: emitted tokens per round, and its counts. each: (emitted tokens, rounds) of every prompt."""
 
     length: float
     rounds: int
     drafted: int
     accepted: int
+    each: tuple[tuple[int, int], ...] = ()
 
 
 def serve(target: Target, drafter: str | Drafter, texts: Sequence[Text], depth: int, tokens: int, seed: int,
           temperatures: Sequence[float] = (0.0, 1.0)) -> Served:
     """Let the engine answer the held-out prompts with this drafter at a fixed depth, at each temperature."""
-    drafted, accepted, rounds, emitted = 0, 0, 0, 0
+    drafted, accepted, each = 0, 0, [(0, 0)] * len(texts)
     with Engine(target, drafter, depth) as engine:
         prompts = [text.ids[:text.answer_from or max(4, len(text.ids) // 2)] for text in texts]
         for temperature in temperatures:
-            for done in engine.generate_batch(prompts, Sampling(temperature=temperature, top_p=1.0, max_tokens=tokens, seed=seed)):
-                metrics = done.metrics
-                drafted, accepted, rounds = drafted + metrics["drafted"], accepted + metrics["accepted"], rounds + metrics["rounds"]
-                emitted += done.completion_tokens - 1
-    return Served(emitted / rounds if rounds else 0.0, rounds, drafted, accepted)
+            asked = Sampling(temperature=temperature, top_p=1.0, max_tokens=tokens, seed=seed)
+            for i, done in enumerate(engine.generate_batch(prompts, asked)):
+                drafted, accepted = drafted + done.metrics["drafted"], accepted + done.metrics["accepted"]
+                each[i] = each[i][0] + done.completion_tokens - 1, each[i][1] + done.metrics["rounds"]
+    emitted, rounds = (sum(counts) for counts in zip(*each, strict=True))
+    return Served(emitted / rounds if rounds else 0.0, rounds, drafted, accepted, tuple(each))
+
+
+def difference(new: Served, old: Served) -> tuple[float, float] | None:
+    """95 % interval over prompts of new.length - old.length, paired, by the delta method; None of too few prompts to have one."""
+    n = len(new.each)
+    if n < 2 or n != len(old.each) or not new.rounds or not old.rounds:
+        return None
+    off = [n * ((a - new.length * r) / new.rounds - (b - old.length * s) / old.rounds)
+           for (a, r), (b, s) in zip(new.each, old.each, strict=True)]
+    student = 1.96 + 2.37 / (n - 1) + 2.82 / (n - 1) ** 2              # its quantile, expanded in 1/(n - 1)
+    half = student * math.sqrt(sum(x * x for x in off) / (n - 1) / n)
+    return new.length - old.length - half, new.length - old.length + half
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
     publish: bool
     reason: str
+    interval: tuple[float, float] | None = None        # of the difference in acceptance length
 
 
 def judge(new: Served, old: Served | None, name: str) -> Verdict:
@@ -51,5 +69,8 @@ def judge(new: Served, old: Served | None, name: str) -> Verdict:
     if old is None:
         return Verdict(new.accepted > 0, f"acceptance length {new.length:.3f} over {new.rounds} rounds, and nothing to replace"
                        if new.accepted else "not one of its guesses was accepted")
-    figures = f"acceptance length {new.length:.3f} ({new.rounds} rounds) against {old.length:.3f} of {name}"
-    return Verdict(new.length > old.length, figures)
+    figures = f"acceptance length {new.length:.3f} ({new.rounds} rounds) against {old.length:.3f} ({old.rounds}) of {name}"
+    interval = difference(new, old)
+    if interval is not None:
+        figures += f"; difference {interval[0]:+.3f} to {interval[1]:+.3f} (95 % over {len(new.each)} prompts)"
+    return Verdict(new.length > old.length, figures, interval)

@@ -18,6 +18,7 @@ from typing import IO
 from safetensors import SafetensorError
 
 from ..errors import Failure, OptionError, first_line
+from . import card
 
 try:
     import fcntl
@@ -25,7 +26,7 @@ except ImportError:                   # not on Windows, where nothing is locked
     fcntl = None  # type: ignore[assignment]
 
 FILES = {"config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.json",
-         "merges.txt", "tokenizer.model", "added_tokens.json", "chat_template.jinja", "model.safetensors.index.json"}
+         "merges.txt", "tokenizer.model", "added_tokens.json", "chat_template.jinja", "model.safetensors.index.json", card.FILE}
 MODELS = ("model", "pard")            # whole language models
 PARTS = 32                            # of a file of weights, that are read to tell it from another
 
@@ -168,4 +169,5 @@ def swap(new: Path, folder: Path, old: Path) -> None:
 
 
 def _of_a_drafter(file: Path) -> bool:
-    return file.is_file() and (file.name in FILES or file.suffix == ".safetensors")
+    ours = file.name == card.PAGE and file.with_name(card.FILE).is_file()           # else a page that somebody wrote
+    return file.is_file() and (file.name in FILES or file.suffix == ".safetensors" or ours)
