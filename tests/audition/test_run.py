@@ -342,6 +342,19 @@ def test_the_best_depth_follows_from_the_cost() -> None:
     assert best_depths(cells, 0.0)[0]["depth"] == 8 and best_depths(cells, 0.1)[0]["depth"] == 4 and best_depths(cells, 0.9)[0]["worth"] < 1
 
 
+def test_a_table_shows_every_value_and_a_star_only_where_it_pays(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    log = tmp_path / "log.jsonl"
+    new = {"token_ids": list(range(50, 80)), "class": "new"}
+    again = {"token_ids": [1, 2, 3] * 10, "class": "a class with quite a long name"}
+    log.write_text("".join(json.dumps({"prompt_token_ids": [1, 2, 3], **one}) + "\n" for one in (new, again)))
+    assert command(["audition", str(log), "--drafter", "ngram", "--depth", "4"]) == 0
+    said = capsys.readouterr()
+    stars = {line.split("│")[1].strip(): "4*" in line for line in said.out.splitlines() if "ngram" in line}
+    assert stars == {"new": False, "a class with quite a long name": True, "all": True} and "…" not in said.out
+    assert "acceptance length" in said.out
+    assert "off, because at --row-cost 0.05" in said.err and "ngram of class new (1.00 at depth 4)" in said.err
+
+
 def test_copying_drafters_are_heard_fast() -> None:
     """Far from the speed that is promised on a quiet machine, but far above a replay that makes tensors for every round."""
     stories = [Story((1, 2), tuple((i * i + i // 7) % 50 for i in range(2000)), Sampling(temperature=0))] * 5

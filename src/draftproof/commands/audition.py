@@ -71,8 +71,8 @@ def audition(log: Path, target: str | None, specs: tuple[str, ...], depths: tupl
     if as_json:
         emit_json({"log": result.log(), "cells": cells, "best": best, "row_cost": row_cost})
     else:
-        print_cells(cells, best)
-    for line in remarks(result):
+        print_cells(cells, best, row_cost)
+    for line in [*remarks(result), *off(best, row_cost)]:
         note(line)
     return 0
 
@@ -172,19 +172,27 @@ def remarks(result: Result) -> list[str]:
     return lines
 
 
-def print_cells(cells: Sequence[Mapping[str, Any]], best: Sequence[Mapping[str, Any]]) -> None:
+def off(best: Sequence[Mapping[str, Any]], row_cost: float) -> list[str]:
+    """Where no depth pays."""
+    names = [f"{b['drafter']} of class {b['class']} ({b['worth']:.2f} at depth {b['depth']})" for b in best if b["worth"] <= 1]
+    return [f"off, because at --row-cost {row_cost:g} no depth is worth more than a plain pass: {', '.join(names)}"] if names else []
+
+
+def print_cells(cells: Sequence[Mapping[str, Any]], best: Sequence[Mapping[str, Any]], row_cost: float) -> None:
     from rich.markup import escape
     from rich.table import Table
 
-    table = Table(title="tokens per round that a replay of the log counts; * the best depth at this row cost",
-                  title_justify="left", title_style="")
+    from ..audition.counts import worth
+
+    table = Table(title="tokens per round that a replay of the log counts, their worth in plain passes at this row cost; "
+                  "* the best depth, if it pays", title_justify="left", title_style="")
     for name in ("class", "drafter"):
         table.add_column(name, no_wrap=True)
     sampled = any(cell["sampled"] for cell in cells)
-    for name in ("depth", "requests", "rounds", "drafted", "accepted", "acceptance length", "used", "hazard", "figure",
+    for name in ("depth", "requests", "rounds", "drafted", "accepted", "acceptance length", "worth", "used", "hazard", "figure",
                  *(["sampled drafts"] if sampled else [])):
         table.add_column(name, justify="right", no_wrap=True)
-    top = {(b["class"], b["drafter"], b["depth"]) for b in best}
+    top = {(b["class"], b["drafter"], b["depth"]) for b in best if b["worth"] > 1}
     before = None
     for cell in cells:
         if before not in (None, cell["class"]):
@@ -192,11 +200,13 @@ def print_cells(cells: Sequence[Mapping[str, Any]], best: Sequence[Mapping[str, 
         before = cell["class"]
         mark = "*" if (cell["class"], cell["drafter"], cell["depth"]) in top else ""
         used, interval, length = cell["draft_utilisation"], cell["acceptance_length_interval"], cell["acceptance_length"]
+        value = worth(cell, row_cost)
+        paid = "" if value is None else f"{value:.2f}"
         spread = "" if interval is None else f" ({interval['low']:.2f}–{interval['high']:.2f})"
         plain = [str(cell[name]) for name in ("requests", "rounds", "drafted", "accepted")]
         bounds = cell["sampled"]
         between = [f"{bounds['low']:.2f}–{bounds['high']:.2f}" if bounds else ""] if sampled else []
         table.add_row(escape(cell["class"]), escape(cell["drafter"]), f"{cell['depth']}{mark}", *plain,
-                      "" if length is None else f"{length:.2f}{spread}", "" if used is None else f"{used:.0%}",
+                      "" if length is None else f"{length:.2f}{spread}", paid, "" if used is None else f"{used:.0%}",
                       " ".join(f"{h:.2f}" for h in cell["hazard"][:4]), cell["figure"], *between)
-    console().print(table)
+    console(wraps=False).print(table)

@@ -300,4 +300,4 @@ def print_table(title: str, head: Sequence[str], lines: Sequence[Sequence[str]])
         if before[0] != line[0] and "class" in head:
             table.add_section()
         table.add_row(*line)
-    console().print(table)
+    console(wraps=False).print(table)

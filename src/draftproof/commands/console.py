@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from ..engine.port import Completion
     from ..models.target import LoadFacts
 
-TABLE_WIDTH = 132                       # when nobody's terminal says otherwise
+TABLE_WIDTH = 132                       # when nobody's terminal says otherwise: where text in a table is wrapped
+UNBROKEN = 1000                         # where nothing is wrapped, and a narrower one would cut values off
 TOLD_S = 10.0
 TIERS = {0: "a table", 1: "own cache in pages", 2: "the model's own cache", 3: "recurrent state"}
 
@@ -41,12 +42,12 @@ def emit_json(document: Mapping[str, Any]) -> None:
     click.echo(json.dumps(document, allow_nan=False))
 
 
-def console(error: bool = False) -> Console:
-    """Rich writes to a terminal in its width and colours, and plain wide text to anything else."""
+def console(error: bool = False, wraps: bool = True) -> Console:
+    """Rich writes to a terminal in its width and colours, and plain wide text to anything else: what does not wrap, as wide as it is."""
     from rich.console import Console
 
     stream = sys.stderr if error else sys.stdout
-    return Console(file=stream, width=None if stream.isatty() else TABLE_WIDTH, highlight=False)
+    return Console(file=stream, width=None if stream.isatty() else TABLE_WIDTH if wraps else UNBROKEN, highlight=False)
 
 
 class Pace:

@@ -173,7 +173,7 @@ def print_table(rows: Sequence[Cell]) -> None:
                       spread(row.tokens_per_s), "" if off else row.speedup.text,
                       "" if off or row.decoding is None else f"{row.decoding.median:.2f}×", f"{row.acceptance_length:.2f}",
                       "" if off else f"{'yes' if row.identical else 'NO'} ({row.tokens} tokens)")
-    console().print(table)
+    console(wraps=False).print(table)
 
 
 def spread(value: Spread) -> str:

@@ -112,7 +112,7 @@ def print_curve(record: Mapping[str, Any]) -> None:
         share = "" if roof["share_of_limit"] is None else f" ({roof['share_of_limit']:.0%})"
         table.add_row(str(roof["context"]), str(roof["batch"]), *(f"{mine[w] * 1e3:.2f}" if w in mine else "" for w in widths),
                       str(roof["free_rows"]), rate + share)
-    console().print(table)
+    console(wraps=False).print(table)
     roof = record["roofline"]
     click.echo(f"Verification is free (at most {roof['free_means']:g} times a one-row pass) up to the rows named; this device reads "
                f"{size(roof['read_bytes_per_s'])}/s.")
