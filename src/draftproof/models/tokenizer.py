@@ -176,7 +176,7 @@ class Tokenizer:
         its own."""
         if not self.has_chat_template:
             raise LoadError("this tokenizer has no chat template; use generate, or a model with one")
-        own = inspect.signature(self.hf.apply_chat_template).parameters
+        own = inspect.signature(self.hf.apply_chat_template).parameters if told else {}
         more = {name: value for name, value in (told or {}).items() if name not in own}
         out = self.hf.apply_chat_template(list(messages), add_generation_prompt=not answered, tokenize=True, return_dict=False,
                                           tools=list(tools) if tools else None, **more)
