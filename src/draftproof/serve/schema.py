@@ -52,11 +52,22 @@ def _few(value: Any) -> Any:
     return value
 
 
+def _object(value: Any) -> Any:
+    """As vLLM has schemas: an object, or its text."""
+    try:
+        return json.loads(value) if isinstance(value, str) else value
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+
+
 JsonSchema = Annotated[dict[str, Any], AfterValidator(_small)]
+JsonText = Annotated[JsonSchema, BeforeValidator(_object)]
+Rules = Annotated[str, StringConstraints(min_length=1, max_length=MAX_SCHEMA_CHARS)]     # a regex, or Lark
 Name = Annotated[str, StringConstraints(min_length=1, max_length=4096)]      # a model may be served by its path
 FunctionName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
 StopText = Annotated[str, StringConstraints(min_length=1, max_length=MAX_STOP_CHARS)]
 Empty = Annotated[list[Any], Field(max_length=0)]
+Choices = Annotated[list[StopText], Field(min_length=1, max_length=MAX_BIAS, fail_fast=True)]
 Short = Annotated[str, StringConstraints(max_length=512)]
 TOKEN_ID = "Token id"
 Id = Annotated[int, Field(ge=0, lt=1 << 31, title=TOKEN_ID)]
@@ -121,6 +132,16 @@ class ResponseFormat(Strict):
     json_schema: SchemaFormat | None = None
 
 
+class StructuredOutputs(Strict):
+    """One of these."""
+
+    json_: JsonText | None = Field(None, alias="json")
+    regex: Rules | None = None
+    choice: Choices | None = None
+    grammar: Rules | None = None
+    json_object: Literal[True] | None = None
+
+
 class Common(Strict):
     """What all three request forms share."""
 
@@ -146,6 +167,11 @@ class Common(Strict):
     metadata: Annotated[dict[Short, Short], Field(max_length=16)] | None = None
     service_tier: Literal["auto", "default"] | None = None
     speculation: Speculation | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: JsonText | None = None                     # of older clients, as are the next three
+    guided_regex: Rules | None = None
+    guided_choice: Choices | None = None
+    guided_grammar: Rules | None = None
     skip_special_tokens: Literal[True] | None = None
     spaces_between_special_tokens: Literal[True] | None = None
     include_stop_str_in_output: Literal[False] | None = None

@@ -33,6 +33,7 @@ from .ticket import Ticket
 CLASS = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
 SAME = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "min_tokens", "ignore_eos")
+WAYS = ("json", "regex", "choice", "grammar")           # of structured_outputs, and behind guided_
 ONE = 1e-9               # a top_p that keeps the likeliest token alone
 
 
@@ -105,7 +106,7 @@ def completion(request: CompletionRequest, headers: Headers) -> Order:
     else:
         prompts = tuple(one if isinstance(one, str) else tuple(_ids(one)) for one in prompt)   # type: ignore[arg-type]
     return _order(request, headers, prompts, max_tokens=request.max_tokens, n=request.n, logprobs=request.logprobs,
-                  grammar=_grammar(request.response_format), include_usage=_usage(request))
+                  grammar=_structure(request, request.response_format), include_usage=_usage(request))
 
 
 def chat(request: ChatRequest, headers: Headers, served: Served) -> Order:
@@ -115,8 +116,10 @@ def chat(request: ChatRequest, headers: Headers, served: Served) -> Order:
     if request.max_tokens is not None and request.max_completion_tokens not in (None, request.max_tokens):
         raise Refusal(400, "max_tokens and max_completion_tokens differ; give one of them", param="max_tokens")
     may_call = tools.chosen(request.tools, request.tool_choice)
-    grammar = _grammar(request.response_format)
+    grammar = _structure(request, request.response_format)
     if may_call:
+        if grammar is not None and not {"json_schema", "json_object"} & grammar.keys():
+            raise Refusal(400, "tools beside a structure that is not JSON: leave one of them out, or say tool_choice none", param="tools")
         must = request.tool_choice not in (None, "auto")
         answer = None if grammar is None else grammar.get("json_schema", ANY_OBJECT)
         grammar = {"lark": tools.grammar(may_call, must, request.parallel_tool_calls is not False, answer)}
@@ -137,7 +140,7 @@ def responses(request: ResponsesRequest, headers: Headers, served: Served) -> Or
                      for one in request.input]
     form = request.text.format if request.text else None
     prompt = conversation(messages, served, (), "input")
-    order = _order(request, headers, (prompt,), max_tokens=request.max_output_tokens, grammar=_grammar(form))
+    order = _order(request, headers, (prompt,), max_tokens=request.max_output_tokens, grammar=_structure(request, form))
     return replace(order, instructions=request.instructions)
 
 
@@ -247,6 +250,29 @@ def _wish(body: Speculation | None, headers: Headers) -> Mapping[str, Any] | Non
     if wish and wish.get("drafter") == "off":
         wish = {**wish, "drafter": "none"}
     return wish or None
+
+
+def _structure(request: Common, form: ResponseFormat | TextFormat | None) -> dict[str, Any] | None:
+    """The grammar that an answer follows, as OpenAI's clients ask for it or as vLLM's do."""
+    found = _grammar(form)
+    asked = [] if found is None else [("text.format" if isinstance(form, TextFormat) else "response_format", found)]
+    if request.structured_outputs is not None:
+        said = request.structured_outputs.model_dump(exclude_none=True, by_alias=True)
+        if len(said) != 1:
+            raise Refusal(400, f"structured_outputs with {' and '.join(said) or 'nothing'}: expected one of {', '.join(WAYS)}, json_object",
+                          param="structured_outputs")
+        asked += [("structured_outputs", _way(way, value)) for way, value in said.items()]
+    guided = {way: getattr(request, f"guided_{way}") for way in WAYS}
+    asked += [(f"guided_{way}", _way(way, value)) for way, value in guided.items() if value is not None]
+    if len(asked) > 1:
+        raise Refusal(400, f"{asked[0][0]} and {asked[-1][0]}: an answer follows one structure; leave one out", param=asked[-1][0])
+    return asked[0][1] if asked else None
+
+
+def _way(way: str, value: Any) -> dict[str, Any]:
+    if way == "choice":
+        return {"lark": "start: " + " | ".join(map(json.dumps, value))}
+    return {{"json": "json_schema", "grammar": "lark"}.get(way, way): value}
 
 
 def _grammar(form: ResponseFormat | TextFormat | None) -> dict[str, Any] | None:
