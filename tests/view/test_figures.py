@@ -11,7 +11,7 @@ from test_views import around, header, request
 
 from draftproof.trace import figures
 from draftproof.trace.events import Event, NodeRecord, RoundDone, Times, TokenRecord
-from draftproof.view import charts, style
+from draftproof.view import charts, charts_time, style
 
 drawn = pytest.mark.skipif(importlib.util.find_spec("matplotlib") is None, reason="no matplotlib: the extra report")
 PLAIN = around((), (TokenRecord(3, "plain"),), "three", times=Times(0.0, 0.01, 0.0, 0.0), drafter="none")
@@ -39,6 +39,29 @@ def test_what_was_cut_short_is_compared_with_nothing(finish: Any) -> None:
     for one, other in ((finish, "length"), ("length", finish)):
         found = figures.runs([header(), *ends(off, one), *ends(on, other)])
         assert figures.without_guesses(found, found[1]) is (found[0] if finish in ("stop", "length") else None)
+
+
+def test_a_rule_s_run_is_paired_in_its_own_order() -> None:
+    """Plain decoding is that of any rule, but the second run of another rule is not the second of this one."""
+    one = chain(2, 1, Times(0.001, 0.01, 0.0, 0.0))
+    plain = [*request([PLAIN] * 3, "a"), *request([PLAIN] * 3, "b")]
+    found = figures.runs([header(), *plain, *request([one], "c", "ratio"), *request([one], "d")])
+    assert [figures.without_guesses(found, run) for run in found[2:]] == [found[0], found[0]]
+
+
+@drawn
+def test_the_charts_say_one_estimate() -> None:
+    rounds = [replace(PLAIN, drafter="model")] * 4 + [chain(3, 2, Times(0.002, 0.011, 0.0, 0.0))] * 3
+    run, = found = figures.runs([header(), *request(rounds)])
+    plain = figures.plain(found, found)
+    assert plain is not None and (about := plain.estimate(run)) is not None
+    with style.sheet("light") as colours:
+        for paint, data in ((charts_time.timeline, (run, None, plain)), (charts_time.gantt, (run, None, plain, 0))):
+            figure = style.figure(5.4)
+            paint(figure, colours, data)
+            told = " ".join(text.get_text() for axes in figure.axes for text in [*axes.texts, axes._left_title])
+            assert f"about {about.gain:.2f}×" in told
+    assert figures.Plain(0.01, True, "").estimate(figures.runs([header(), *request([])])[0]) is None
 
 
 def test_depths_without_times_have_no_speed() -> None:

@@ -193,6 +193,21 @@ def test_a_race_waits_for_who_wants_less_motion_and_says_what_its_marks_mean(pag
         running.listener.handle_exit(signal.SIGTERM, None)
 
 
+def test_a_race_under_another_rule_accuses_nobody(page: Page) -> None:
+    from draftproof.drafters.model import ModelDrafter
+
+    with serving(letters(), lambda: ModelDrafter(letters()), depth=3, rule="ratio") as running:
+        page.open(running.url)
+        ask(page, "abab", "chat-race", ended=2, temperature=1, seed=2, max_tokens=24)
+        told = page.until("document.querySelector('#chat-result').textContent")
+        assert page.js("return document.querySelector('#chat-result').dataset.same") == "false", "choose another seed"
+        assert "The texts differ, as they may: rule ratio keeps the distribution, not the text." in told
+        page.until("document.querySelector('#race-result')?.dataset.same", 60)
+        page.show("status", r=1)
+        assert "NO:" not in page.text()
+        running.listener.handle_exit(signal.SIGTERM, None)
+
+
 @pytest.fixture
 def keyed() -> Iterator[Running]:
     keys = tuple(Key.of(line, 1) for line in ("alice alice-secret", "bob bob-secret", "eye eye-secret trace", "root root-secret admin"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,7 @@ CUT_OFF = """const box = document.querySelector('svg.chart').getBoundingClientRe
     return [...document.querySelectorAll('svg.chart text')].filter((text) => {
       const own = text.getBoundingClientRect();
       return own.left < box.left || own.right > box.right; }).map((text) => text.textContent)"""
+VERDICT = "return document.querySelector('main .verdict').textContent"
 LIMITS = """const [rows, nodes] = arguments;
     return import('/verification.js').then(({ refusals }) => {
       const { limits, left } = refusals(rows, nodes);
@@ -131,6 +133,102 @@ def test_the_page_and_the_chart_count_costs_alike(opened: Callable[..., Page]) -
     heights = [float(point.split()[1]) for point in points[0][1:].split("L")]
     scale = (220 - heights[0]) / line.predicted[0][1]
     assert [(220 - height) / scale for height in heights] == pytest.approx([gain for _, gain in line.predicted])
+
+
+def asked(page: Page, number: int, body: str) -> Any:
+    """What the page's own functions say of a request of its trace."""
+    return page.js("""return Promise.all([fetch('/t.jsonl'), ...['trace', 'speed', 'pays'].map((name) => import(`/${name}.js`))])
+        .then(async ([file, ...all]) => {
+          const of = Object.assign({}, ...all), trace = await new of.Trace('t').read(file.body), request = trace.requests[arguments[0]];
+          return %s; })""".replace("arguments[0]", str(number)) % body)
+
+
+SLOW, BARE = Times(0.006, 0.0131, 0.001, 0.0), around((), (TokenRecord(3, "plain"),), "three", times=Times(0.0, 0.009, 0.001, 0.0))
+OFF, NOISY = replace(BARE, drafter="none"), Times(0.05, 0.013, 0.001, 0.0)
+
+
+@pytest.mark.parametrize("kind", ["off", "bare", "scores"])
+def test_plain_decoding_has_one_definition(opened: Callable[..., Page], kind: str) -> None:
+    """Status, Gantt, Pays? and the charts say one speed-up of one trace."""
+    mine = [tree(SLOW), tree(NOISY), tree(SLOW), *([BARE] * (kind == "bare") * 4)]
+    events = [header(), *request(mine), *(request([OFF] * 9, "r1", finish="cancelled") if kind == "off" else [])]
+    found = figures.runs(events)
+    base = figures.plain(found, found[:1])
+    assert base is not None and base.measured == (kind != "scores")
+    about, (line,) = base.estimate(found[0]), figures.payoffs(found, found[:1])
+    page = opened(*events)
+    assert about is not None and asked(page, 0, "of.plainOf(trace, request)") == {
+        "seconds": pytest.approx(base.seconds), "measured": base.measured, "how": base.how}
+    told = asked(page, 0, "of.estimated(trace, request)")
+    assert (told["gain"], told["high"] - told["gain"]) == pytest.approx((about.gain, about.half))
+    shown = asked(page, 0, "of.measured(trace, request)")
+    assert [one[:2] for one in shown["points"]] == [pytest.approx([speed.depth, speed.gain]) for speed in line.measured]
+    assert (shown["c"], shown["row"], shown["o"]) == pytest.approx((min(1.0, line.c), line.row, min(1.0, line.o)))
+    page.show("status", r=0)
+    assert f"about {about.gain:.2f}×" in page.text() and base.how in page.text() and "pays" not in page.js(VERDICT)
+    page.show("gantt", r=0)
+    first, whole = 0.01, 0.01 * (len(mine) + 1)
+    assert f"about {1e3 * (first + (whole - first) * about.gain):.1f} ms" in page.text() and base.how in page.text()
+
+
+def raced(gain: float, number: int, heat: float = 1.0, rule: str = "match", other: bool = False) -> list[Event]:
+    """The same request without guesses and with them, so many times as fast."""
+    one = around((NodeRecord(3, -1, "accepted"),), (TokenRecord(3, "accepted"), TokenRecord(2 if other else 3, "bonus")), "threethree")
+    pair = [*request([OFF] * 4, f"off{number}"), *request([one] * 2, f"on{number}", rule)]
+    ends = {0: 0.05, 1: 0.05 / gain}
+    for place, event in enumerate(pair):
+        if isinstance(event, RequestStarted):
+            pair[place] = replace(event, sampling={"temperature": heat}, seed=number)
+        elif isinstance(event, RoundDone) and event.round == (3 if place < 7 else 1):
+            pair[place] = replace(event, at_s=ends[place >= 7])
+    return pair
+
+
+@pytest.mark.parametrize(("gains", "told"), [
+    ([2.0], "Speculation is on: 2.00 times the speed of plain decoding in this pair of runs; whether it pays, one pair does not tell"),
+    ([2.0] * 5, "whether it pays, 5 pairs do not tell"), ([2.0] * 6, "Speculation is on and pays: 2.00 times the speed"),
+    ([0.5] * 6, "Speculation is on and costs time: 0.50 times"), ([0.5, 2.0] * 4, "no certain gain or loss; 0.50 in this one"),
+])
+def test_a_gain_is_claimed_only_where_pairs_show_it(opened: Callable[..., Page], gains: list[float], told: str) -> None:
+    events = [event for number, gain in enumerate(gains) for event in raced(gain, number)]
+    cold = [event for number in range(6) for event in raced(9.0, 10 + number, heat=0.0)]
+    page = opened(header(), *events, *cold)
+    page.show("status", r=1)
+    assert told in page.js(VERDICT), page.js(VERDICT)
+    assert f"{len(gains)} of drafter model, rule match, temperature 1: median" in page.text()
+
+
+def test_a_request_without_a_pair_is_given_no_other_s_speed(opened: Callable[..., Page]) -> None:
+    alone = request([tree(SLOW)] * 3, "alone", finish="cancelled")
+    page = opened(header(), *(event for number in range(6) for event in raced(9.0, number)), *alone)
+    page.show("status", r=12)
+    assert "9.00 times" not in page.js(VERDICT) and " about " in page.js(VERDICT)
+    assert "6 of drafter model, rule match, temperature 1: median 9.00×" in page.text()
+
+
+@pytest.mark.parametrize(("rule", "promise"), [("ratio", "keeps the distribution"), ("lossy-typical", "is lossy"), ("match", "DIFFER")])
+def test_only_rule_match_promises_the_text(opened: Callable[..., Page], rule: str, promise: str) -> None:
+    page = opened(header(), *raced(2.0, 0, rule=rule, other=True))
+    page.show("status", r=1)
+    assert ("NO: the run" in page.text()) == (rule == "match")
+    page.show("race", r=1)
+    page.js("document.querySelector('#race-end').click()")
+    said = page.js("return document.querySelector('#race-result').textContent")
+    assert promise in said and ("DIFFER" in said) == (rule == "match") and "2.00 times as fast" in said
+
+
+def test_the_status_of_what_never_guessed(opened: Callable[..., Page]) -> None:
+    rests, none = around((), (TokenRecord(3, "plain"),), "three"), OFF
+    events = [header(), *request([], "first", finish="stop"), *request([rests] * 3, "rests"), *request([none] * 3, "off")]
+    reason = "auto: no draft is expected to pay for its time"
+    page = opened(*(replace(event, reason=reason) if isinstance(event, RoundDone) and event.request == "rests" else event
+                    for event in events))
+    for number, told in enumerate(("The text ended at its first token", "Speculation is on (model), but it never guessed: no draft",
+                                   "Speculation is off for this text")):
+        page.show("status", r=number)
+        assert told in page.js(VERDICT)
+    page.show("status", r=0)
+    assert "–×" not in page.text() and "speed-up\nnot known" in page.text()
 
 
 def test_great_depths_have_few_marks(opened: Callable[..., Page]) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from math import sqrt
+from math import inf, sqrt
 from statistics import mean, median
 from typing import NamedTuple
 
@@ -127,7 +127,7 @@ def without_guesses(all_runs: Sequence[Run], run: Run) -> Run | None:
     key = run.key()
     alike = [one for one in all_runs if one.whole and one.key() == key]
     off = [one for one in alike if not one.guesses and one.report.drafter == "none"]
-    same = [one for one in alike if one.guesses and one.report.drafter == run.report.drafter]
+    same = [one for one in alike if one.guesses and (one.report.drafter, one.started.rule) == (run.report.drafter, run.started.rule)]
     return off[min(same.index(run), len(off) - 1)] if off and run in same else None
 
 
@@ -197,9 +197,14 @@ class Plain(NamedTuple):
     measured: bool
     how: str
 
+    def estimate(self, run: Run) -> Speed | None:
+        """How many times as fast a run's rounds were; None without times. What lies between rounds is not counted."""
+        timed = any(one.emitted for one in run.rounds) and sum(one.seconds for one in run.rounds) > 0
+        return _speed(0, run.rounds, self.seconds) if timed else None
+
 
 class Speed(NamedTuple):
-    """Rounds that were granted one depth: their speed-up over plain decoding, with a 95 % interval over the rounds."""
+    """Rounds that were granted one depth (0: any): their speed-up over plain decoding, with a 95 % interval over the rounds."""
 
     depth: int
     gain: float
@@ -228,16 +233,18 @@ class Payoff:
 
 
 def plain(all_runs: Sequence[Run], chosen: Sequence[Run]) -> Plain | None:
-    """Plain decoding, from runs without guesses, else from the chosen runs' rounds without one, else from their quickest passes."""
-    off = [one for run in all_runs if not run.guesses and run.report.drafter == "none" for one in run.rounds]
+    """What plain decoding of the chosen runs' target takes; `plainOf` of the page is its twin. By whole rounds: of runs without guesses,
+    else of the chosen runs' rounds without one; else by their scoring passes, as if these were no wider than a plain one."""
+    targets = {run.header.target for run in chosen}
+    bare = [run for run in all_runs if not run.guesses and run.report.drafter == "none" and run.header.target in targets]
+    off = [one for run in bare for one in run.rounds]
     own = [one for run in chosen for one in run.rounds if not one.drafted]
     for rounds, how in ((off, "passes of runs without guesses"), (own, "passes without a guess")):
         seconds, emitted = sum(one.seconds for one in rounds), sum(one.emitted for one in rounds)
         if len(rounds) > FEWEST_ROUNDS and seconds > 0 and emitted:
             return Plain(seconds / emitted, True, f"measured on {len(rounds)} {how}")
-    passes = sorted(one.score_s for run in chosen for one in run.rounds)
-    quick = passes[len(passes) // 20] if passes else 0.0
-    return Plain(quick, False, "estimated: the quickest scoring passes") if quick > 0 else None
+    passes = [one.score_s for run in chosen for one in run.rounds]
+    return Plain(mean(passes), False, "estimated: the mean scoring pass") if sum(passes) > 0 else None
 
 
 def payoffs(all_runs: Sequence[Run], chosen: Sequence[Run]) -> list[Payoff]:
@@ -280,7 +287,8 @@ def _speed(depth: int, rounds: Sequence[Round], second: float) -> Speed:
     seconds, count = sum(one.seconds for one in rounds), len(rounds)
     rate = sum(one.emitted for one in rounds) / seconds
     squares = sum((one.emitted - rate * one.seconds) ** 2 for one in rounds)
-    return Speed(depth, second * rate, count, Z95 * second * sqrt(count / (count - 1) * squares) / seconds)
+    half = Z95 * second * sqrt(count / (count - 1) * squares) / seconds if count > 1 else inf
+    return Speed(depth, second * rate, count, half)
 
 
 # Two traces

@@ -51,7 +51,9 @@ def plain_passes(run: Any, off: Any, plain: Any, begin: float, end: float, first
         shift = begin - (off.since(mine[0].at_s) - mine[0].seconds) if mine else 0.0
         found = [(shift + off.since(one.at_s) - one.seconds, one.seconds) for one in mine]
     elif plain is not None:
-        found = [(begin + n * plain.seconds, plain.seconds) for n in range(min(5000, int((end - begin) / plain.seconds) + 1))]
+        spent = sum(one.seconds for one in run.rounds[first:first + LANE_ROUNDS])
+        step = plain.seconds * (end - begin) / spent if spent else plain.seconds      # what lies between rounds counts in proportion
+        found = [(begin + n * step, min(step, plain.seconds)) for n in range(min(5000, int((end - begin) / step) + 1))]
     else:
         found = []
     return [(at, length) for at, length in found if at + length <= end * (1 + 1e-9)]
@@ -71,7 +73,8 @@ def per_token(axes: Any, colours: Colours, run: Any, off: Any, plain: Any) -> No
     base = 1e3 * sum(one.seconds for one in off.rounds) / max(1, off.report.tally.emitted) if off is not None else \
         1e3 * plain.seconds if plain is not None else 0.0
     axes.barh(0, base, height=0.55, color=colours["plain"], label="plain pass")
-    note = f"{base:.2f} ms" + (f": {base / left:.2f}× as long" if left and base else "")
+    about = "" if off is not None else "about "
+    note = f"{about}{base:.2f} ms" + (f": {about}{base / left:.2f}× as long" if left and base else "")
     axes.annotate(note if base else "not known", (base, 0), xytext=(6, 0), textcoords="offset points", va="center", fontweight="bold")
     axes.set(yticks=(0, 1), xlabel="milliseconds per token, prompt not included", xlim=(0, 1.45 * max(left, base) or 1), ylim=(-0.5, 1.6))
     axes.set_yticklabels(["plain decoding", words(run.report.drafter, 16)])
@@ -111,19 +114,21 @@ def rounds(figure: Any, colours: Colours, data: Any) -> None:
 def timeline(figure: Any, colours: Colours, data: Any) -> None:
     """(run, run without guesses or None, `figures.Plain` or None): tokens written against time."""
     run, off, plain = data
+    about = None if plain is None else plain.estimate(run)
     axes = figure.subplots()
     at, tokens = growth(run)
     axes.step(at, tokens, where="post", color=colours["score"], label=f"with {words(run.report.drafter, 24)}")
-    others = None
+    others, said = None, ""
     if off is not None:
         others = (*growth(off), "plain decoding, measured: the same request without guesses")
-    elif plain is not None and run.report.tally.emitted:
-        emitted = run.report.tally.emitted
-        others = ([at[0], at[0] + plain.seconds * emitted], [1, 1 + emitted], f"plain decoding, {plain.how}")
-    gain = ""
+        gain = others[0][-1] / others[1][-1] * tokens[-1] / at[-1] if at[-1] > 0 else 0.0
+        said = f": {gain:.2f}× as fast, prompt included" if gain else ""
+    elif about is not None:
+        # what lies between rounds counts in proportion, so that the ends tell the speed-up that the title does
+        others = ([at[0], at[0] + (at[-1] - at[0]) * about.gain], [1, tokens[-1]], f"plain decoding, {plain.how}")
+        said = f": about {about.gain:.2f}× as fast, prompt not included"
     if others is not None:
         axes.plot(others[0], others[1], color=colours["plain"], linestyle="--", label=others[2])
-        gain = f": {others[0][-1] / at[-1]:.2f}× as fast, prompt included" if at[-1] > 0 else ""
     ends = [(at[-1], tokens[-1], "score"), *([(others[0][-1], others[1][-1], "plain")] if others is not None else [])]
     for when, count, colour in ends:
         close = colour == "plain" and abs(when - at[-1]) < 0.15 * max(when, at[-1])
@@ -134,7 +139,7 @@ def timeline(figure: Any, colours: Colours, data: Any) -> None:
     axes.set(xlabel="time since the request", ylabel="tokens written", xlim=(0, None), ylim=(0, 1.2 * max(tokens[-1], 1)))
     axes.xaxis.set_major_formatter(tick)
     axes.legend(loc="lower right")
-    title(axes, f"{run.tokens} tokens in {seconds(at[-1])}{gain}", words(run.name, 60), colours)
+    title(axes, f"{run.tokens} tokens in {seconds(at[-1])}{said}", words(run.name, 60), colours)
 
 
 def growth(run: Any) -> tuple[list[float], list[int]]:

@@ -3,6 +3,7 @@
 
 import { button, choice, h, number, panel, percent, running, seconds } from './dom.js';
 import { authorised, refusal } from './live.js';
+import { keepsText, promised } from './status.js';
 import { legend, prefillSpan, roundSpans } from './text.js';
 
 const BIGGEST = Number.MAX_SAFE_INTEGER;
@@ -68,7 +69,7 @@ class Lane {
 }
 
 export class Chat {
-  #abort = null; #names = new Map();
+  #abort = null; #names = new Map(); #trace = null;
 
   /** server: {key, model, drafters}. `sent(request)` gets the trace's name of each answer; `raced(off, on)` those of a race that has ended; `ended()` is called after each message. */
   constructor(server, sent, raced, ended) {
@@ -134,8 +135,9 @@ export class Chat {
     this.#over(abort);
     if (!plain) return;
     const same = off.whole === on.whole, gain = quick.timings?.predicted_per_second / plain.timings?.predicted_per_second;
+    const asked = this.#trace?.named(quick.name), differ = !asked || keepsText(asked) ? 'The texts DIFFER.' : `The texts differ, as they may: ${promised(asked)}.`;
     this.result.dataset.same = String(same);
-    this.result.textContent = `${same ? 'The texts are equal.' : 'The texts DIFFER.'} ${Number.isFinite(gain) ? `With guesses ${number(gain)} times the speed, after the first token.` : ''}`;
+    this.result.textContent = `${same ? 'The texts are equal.' : differ} ${Number.isFinite(gain) ? `With guesses ${number(gain)} times the speed, after the first token.` : ''}`;
     this.raced(plain.name, quick.name);
   }
 
@@ -145,6 +147,7 @@ export class Chat {
 
   /** The trace has grown: colour what is shown. */
   follow(trace) {
+    this.#trace = trace;
     for (const [name, lane] of this.#names) {
       const request = trace.named(name);
       if (request) lane.paint(trace, request);

@@ -1,7 +1,7 @@
 // Where every millisecond went: the rounds of a text on one time line, and plain decoding of the same text below.
 
 import { button, h, integer, number, panel, percent, seconds, table } from './dom.js';
-import { plainPass, speedOf } from './status.js';
+import { estimated, speedOf } from './speed.js';
 import { PHASES } from './tally.js';
 
 const SLOWEST = 5;
@@ -71,9 +71,10 @@ function slowest(trace, rounds) {
 export const ganttView = {
   id: 'gantt', title: 'Gantt',
   draw(ctx) {
-    const { trace, request } = ctx, speed = speedOf(trace, request), pass = plainPass(trace, request), clock = request.clock;
-    const length = Math.max(1e-6, (clock.last ?? request.at) - request.at), measured = speed.pair;
-    const plainLength = measured ? measured.off.clock.last - measured.off.at : (clock.first === null ? 0 : clock.first - request.at) + (pass ?? 0) * request.tally.emitted;
+    const { trace, request } = ctx, measured = speedOf(trace, request).pair, about = estimated(trace, request), clock = request.clock;
+    const length = Math.max(1e-6, (clock.last ?? request.at) - request.at), first = (clock.first ?? request.at) - request.at;
+    const pass = about ? (length - first) / request.tally.emitted * about.gain : 0;      // what lies between rounds counts in proportion
+    const plainLength = measured ? measured.off.clock.last - measured.off.at : first + pass * request.tally.emitted;
     const whole = [0, Math.max(length, plainLength)];
     let span = [...whole];
     const plain = function* plain(view) {
@@ -85,10 +86,9 @@ export const ganttView = {
           yield [end - trace.score.at(i), end];
         }
       } else if (pass) {
-        const begin = (clock.first ?? request.at) - request.at;
-        for (let n = Math.max(0, Math.floor((view[0] - begin) / pass)), k = 0; n < request.tally.emitted && k < 40000; n++, k++) {
-          if (begin + n * pass > view[1]) return;
-          yield [begin + n * pass, begin + (n + 0.9) * pass];
+        for (let n = Math.max(0, Math.floor((view[0] - first) / pass)), k = 0; n < request.tally.emitted && k < 40000; n++, k++) {
+          if (first + n * pass > view[1]) return;
+          yield [first + n * pass, first + (n + 0.9) * pass];
         }
       }
     };
@@ -110,7 +110,7 @@ export const ganttView = {
     const longest = slowest(trace, request.rounds).map(({ ordinal, length: took }, k) => [k ? ', ' : '',
       h('a', { href: ctx.link('rounds', { round: ordinal }) }, `${trace.record(request.rounds[ordinal]).round} (${seconds(took)})`)]);
     return [panel('Where the time went',
-      h('p', null, measured || pass ? `With speculation ${seconds(length)}; plain decoding of the same text ${seconds(plainLength)} (${measured ? 'measured: the run without guesses in this trace' : 'estimated: one plain pass per token'}).`
+      h('p', null, measured || pass ? `With speculation ${seconds(length)}; plain decoding of the same text ${measured ? '' : 'about '}${seconds(plainLength)} (${measured ? 'measured: the run without guesses in this trace' : `one plain pass a token, ${about.plain.how}`}).`
         : `The whole took ${seconds(length)}; this trace has no times of single rounds.`),
       h('div', { class: 'bar' }, button('Zoom in', () => zoom(0.5)), button('Zoom out', () => zoom(2)), button('←', () => zoom(1, -0.25), { 'aria-label': 'earlier' }), button('→', () => zoom(1, 0.25), { 'aria-label': 'later' }), button('All', () => zoom(1e9))),
       canvas,

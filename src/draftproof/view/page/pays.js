@@ -2,8 +2,7 @@
 
 import { breakEven, expectedTokens, scoreCost, speedup } from './budget.js';
 import { h, integer, number, panel, percent, slider, svg, table } from './dom.js';
-import { plainPass } from './status.js';
-import { median } from './tally.js';
+import { plainOf, spentOf } from './speed.js';
 
 /** A line chart: series [{name, points: [[x, y]], kind}], with a line at y = 1. */
 export function lines(title, series, { most, wide, across }) {
@@ -19,29 +18,30 @@ export function lines(title, series, { most, wide, across }) {
       : svg('path', { class: `curve ${kind}`, d: points.map(([a, b], i) => `${i ? 'L' : 'M'}${x(a)} ${y(b)}`).join('') }))));
 }
 
-/** What the trace measured: per granted depth the rounds, tokens, and speed against a plain pass; and the costs in plain passes: of a
- *  level of guesses (a chain's level is one guess) and of scoring it. */
+/** What the trace measured, as trace/figures.py: per granted depth the rounds, tokens, and speed against plain decoding; and the costs in plain
+ *  passes: of a level of guesses (a chain's level is one guess) and of scoring it. */
 export function measured(trace, request) {
-  const pass = plainPass(trace, request), depths = new Map(), overhead = [];
-  let drafting = 0, levels = 0, slope = [0, 0];
+  const plain = plainOf(trace, request)?.seconds, depths = new Map();
+  const bare = spentOf(trace, request, (i) => trace.drafted.at(i) === 0 && trace.score.at(i) > 0), single = bare.rounds > 2 ? bare.score / bare.rounds : plain;
+  let drafting = 0, levels = 0, wider = 0, besides = 0, rounds = 0;
   for (const i of request.rounds) {
-    const n = trace.drafted.at(i), depth = n ? trace.depth.at(i) : 0, one = depths.get(depth) ?? { rounds: 0, tokens: 0, seconds: 0 };
+    if (!trace.drafted.at(i)) continue;
+    const depth = trace.depth.at(i), one = depths.get(depth) ?? { rounds: 0, tokens: 0, seconds: 0 };
     depths.set(depth, one);
     one.rounds += 1;
     one.tokens += trace.emitted.at(i);
     one.seconds += trace.draft.at(i) + trace.score.at(i) + trace.verify.at(i) + trace.other.at(i);
-    if (n) {
-      drafting += trace.draft.at(i);
-      levels += trace.levels.at(i);
-      if (pass) { slope[0] += trace.score.at(i) / pass - 1; slope[1] += trace.levels.at(i); }
-      overhead.push(trace.verify.at(i) + trace.other.at(i));
-    }
+    rounds += 1;
+    drafting += trace.draft.at(i);
+    levels += trace.levels.at(i);
+    wider += trace.score.at(i) - single;
+    besides += trace.verify.at(i) + trace.other.at(i);
   }
-  const base = depths.get(0), plain = base && base.rounds > 2 ? base.seconds / base.tokens : pass;
+  if (!plain || !levels) return { points: [], c: 0.1, row: 0.02, o: 0 };
+  const points = [...depths].filter(([, one]) => one.rounds >= 2 && one.seconds > 0).map(([depth, one]) => [depth, plain * one.tokens / one.seconds, one.rounds]);
   return {
-    plain, points: plain ? [...depths].filter(([depth, one]) => depth && one.rounds >= 2).map(([depth, one]) => [depth, plain * one.tokens / one.seconds, one.rounds]).sort((a, b) => a[0] - b[0]) : [],
-    c: levels && pass ? Math.min(1, drafting / levels / pass) : 0.1, row: slope[1] ? Math.max(0, Math.min(1, slope[0] / slope[1])) : 0.02,
-    o: pass && overhead.length ? Math.min(1, median(overhead) / pass) : 0,
+    points: points.sort((a, b) => a[0] - b[0]), c: Math.min(1, drafting / levels / plain), row: Math.max(0, Math.min(1, wider / levels / plain)),
+    o: Math.min(1, besides / rounds / plain),
   };
 }
 

@@ -1,7 +1,7 @@
 // The same prompt and seed, without guesses and with them, side by side on the engine's own clock.
 
 import { button, choice, h, label, number, panel, running, seconds } from './dom.js';
-import { sameTokens } from './status.js';
+import { keepsText, promised, sameTokens } from './status.js';
 import { legend } from './text.js';
 import { pairs, requestName } from './trace.js';
 import { roundWords } from './words.js';
@@ -52,8 +52,9 @@ export const raceView = {
     const finish = () => {
       running_ = false;
       const same = sameTokens(trace, pair);
+      const words = keepsText(pair.on) ? 'The texts DIFFER.' : `The texts differ, as they may: ${promised(pair.on)}.`, gain = off.length / pair.off.tokens * pair.on.tokens / on.length;
       result.dataset.same = String(same);
-      result.textContent = `${same ? `The texts are equal: all ${pair.on.tokens} tokens.` : 'The texts DIFFER.'} ${number(off.length / on.length)} times as fast with guesses (${seconds(on.length)} against ${seconds(off.length)}).`;
+      result.textContent = `${same ? `The texts are equal: all ${pair.on.tokens} tokens.` : words} ${number(gain)} times as fast with guesses (${seconds(on.length)} against ${seconds(off.length)}).`;
     };
     const show = () => { off.to(t); on.to(t); if (t >= length) finish(); };
     const tick = (now) => {

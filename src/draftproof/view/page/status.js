@@ -1,8 +1,8 @@
 // Is it on, does it help, is the text the same: the verdict in words, then every number.
 
 import { chance, h, integer, label, number, panel, percent, seconds, table } from './dom.js';
-import { median, resampled } from './tally.js';
-import { around, pairs, requestMetrics, requestName, tokenIds } from './trace.js';
+import { speedOf } from './speed.js';
+import { around, requestMetrics, requestName, tokenIds } from './trace.js';
 
 const FORMS = {
   acceptance_length: number, acceptance_length_drafted: number, draft_utilisation: percent, tokens_per_s: (v) => number(v, 1),
@@ -31,42 +31,55 @@ export function sameTokens(trace, { off, on }) {
   return a.length === b.length && a.every((token, i) => token === b[i]);
 }
 
-/** Speed against plain decoding: measured where the trace has the same request without guesses, else estimated from its passes. */
-export function speedOf(trace, request) {
-  const measured = pairs(trace).filter((pair) => pair.on.drafter === request.drafter);
-  const ratio = ({ off, on }) => requestMetrics(on).tokens_per_s / requestMetrics(off).tokens_per_s;
-  const own = measured.find((pair) => pair.on === request);
-  if (measured.length) return { kind: 'measured', own: own ? ratio(own) : null, pair: own ?? null, ...resampled(measured.map(ratio)), count: measured.length };
-  const plain = plainPass(trace, request), spent = requestMetrics(request);
-  const busy = spent.draft_s + spent.score_s + spent.verify_s + spent.other_s;
-  return { kind: 'estimated', own: plain && busy ? plain * request.tally.emitted / busy : null, pair: null, count: 0 };
-}
+/** Whether the text itself is promised to be that of plain decoding; the other rules promise its distribution, or nothing. */
+export const keepsText = ({ rule, sampling }) => rule === 'match' || (!rule.startsWith('lossy') && Number(sampling.temperature) === 0);
 
-/** Seconds of a plain pass: the median of this request's rounds without a guess, else its quickest scoring pass; null without times. */
-export function plainPass(trace, request) {
-  const bare = request.rounds.filter((i) => trace.drafted.at(i) === 0).slice(0, 2000).map((i) => trace.score.at(i));
-  if (bare.length > 2) return median(bare) || null;
-  const all = request.rounds.slice(0, 2000).map((i) => trace.score.at(i)).sort((a, b) => a - b);
-  return all.length ? all[Math.floor(all.length / 20)] || null : null;
+/** What a rule promises that does not promise the text. */
+export const promised = ({ rule }) => `rule ${label(rule)} ${rule.startsWith('lossy') ? 'is lossy' : 'keeps the distribution, not the text'}`;
+
+/** Why a drafter that is on has not guessed: null for one that was not there, or that was asked for depth 0. */
+function restsFor(trace, request) {
+  if (request.tally.drafted || request.drafter === 'none' || !request.rounds.length) return null;
+  const last = trace.record(request.rounds.at(-1)), asked = request.rounds.some((i) => trace.depth.at(i) > 0);
+  if (!asked && !last.reason.startsWith('auto: ')) return null;
+  return label((last.depth ? last.draft_reason || last.reason : last.reason).replace(/^auto: /, ''), 200);
 }
 
 export function verdict(trace, request, speed) {
-  const tally = request.tally;
-  if (!tally.rounds && !request.totals) return 'No round has run yet.';
+  const tally = request.tally, { own, about, all } = speed;
+  if (!tally.rounds && !request.totals) {
+    if (!request.done) return 'No round has run yet.';
+    return request.tokens ? 'The text ended at its first token, which reading the prompt gives: there was nothing to guess.' : `It ended (${label(request.done.finish)}) before its first token.`;
+  }
+  const rests = restsFor(trace, request);
+  if (rests) return `Speculation is on (${label(request.drafter)}), but it never guessed: ${rests}.`;
   if (!tally.drafted) return 'Speculation is off for this text: every token was one pass of the target.';
-  const gain = speed.own ?? speed.median, how = speed.kind === 'measured' ? '' : ', estimated from its own passes';
-  const kept = `${percent(tally.accepted / tally.drafted)} of the guesses stood`;
-  if (gain === null || gain === undefined) return `Speculation is on; ${kept}.`;
-  if (gain > 1.02) return `Speculation is on and pays: ${number(gain)} times the speed of plain decoding${how}; ${kept}.`;
-  if (gain < 0.98) return `Speculation is on and costs time: ${number(gain)} times the speed of plain decoding${how}; ${kept}.`;
-  return `Speculation is on and changes little: ${number(gain)} times the speed of plain decoding${how}; ${kept}.`;
+  const kept = `${percent(tally.accepted / tally.drafted)} of the guesses stood`, plain = 'times the speed of plain decoding';
+  if (speed.pair && speed.enough) {
+    const sure = { 1: ' and pays', 0: '', '-1': ' and costs time' }[speed.certain];
+    const gain = `${number(all.median)} ${plain} over the ${all.count} pairs of its kind (95 %: ${number(all.low)}–${number(all.high)})`;
+    return `Speculation is on${sure}: ${gain}${speed.certain ? '' : ', no certain gain or loss'}; ${number(own)} in this one; ${kept}.`;
+  }
+  if (speed.pair) return `Speculation is on: ${number(own)} ${plain} in this pair of runs; whether it pays, ${all.count === 1 ? 'one pair does' : `${all.count} pairs do`} not tell; ${kept}.`;
+  if (!about) return `Speculation is on; ${kept}.`;
+  const sure = !about.plain.measured ? '' : about.low > 1 ? ' and seems to pay' : about.high < 1 ? ' and seems to cost time' : '';
+  return `Speculation is on${sure}: about ${number(about.gain)} ${plain}, by an estimate; ${kept}.`;
 }
 
 function identical(trace, speed, request) {
   if (request.rule.startsWith('lossy')) return 'no: the rule is lossy';
-  if (speed.pair) return sameTokens(trace, speed.pair) ? `yes: all ${request.tokens} tokens equal those of the run without guesses` : 'NO: the run without guesses wrote other tokens';
+  if (speed.pair && keepsText(request)) return sameTokens(trace, speed.pair) ? `yes: all ${request.tokens} tokens equal those of the run without guesses` : 'NO: the run without guesses wrote other tokens';
   if (!request.tally.drafted) return 'it is plain decoding itself';
   return request.rule === 'match' ? 'by rule match; this trace has no run without guesses to compare with' : `the distribution is kept (rule ${request.rule}), not the text`;
+}
+
+/** The speed-up of this request, and that of the pairs of its kind. */
+function speedFacts(request, { own, about, all, enough }) {
+  const kind = `${all.count} of drafter ${label(request.drafter)}, rule ${label(request.rule)}${typeof request.sampling.temperature === 'number' ? `, temperature ${request.sampling.temperature}` : ''}`;
+  return [
+    ['speed-up', own !== null ? `${number(own)}×, measured against the same request without guesses` : about && request.drafter !== 'none' ? `about ${number(about.gain)}×; plain decoding ${about.plain.how}` : 'not known'],
+    ...(all.count ? [['pairs of its kind', `${kind}: median ${number(all.median)}× (${enough ? '95 %' : 'range'}: ${number(all.low)}–${number(all.high)}×)`]] : []),
+  ];
 }
 
 export const statusView = {
@@ -74,12 +87,11 @@ export const statusView = {
   draw({ trace, request, link }) {
     const speed = speedOf(trace, request), metrics = requestMetrics(request), last = request.rounds.at(-1);
     const record = last === undefined ? null : trace.record(last), machine = request.header.machine;
-    const interval = speed.low ? ` (95 % over ${speed.count} pairs: ${number(speed.low)}–${number(speed.high)}×)` : '';
     const facts = [
-      ['speculation', request.tally.drafted ? `on: drafter ${label(request.drafter)}, rule ${label(request.rule)}` : 'off'],
+      ['speculation', request.tally.drafted || restsFor(trace, request) ? `on: drafter ${label(request.drafter)}, rule ${label(request.rule)}` : 'off'],
       ['why', record ? [record.reason, record.draft_reason].filter(Boolean).map((text) => label(text, 200)).join('; ') || '–' : '–'],
       ['depth now', record ? `${record.depth}, in the last round` : '–'], ['depth asked for', metric('depth', depthOf(request.header))],
-      ['speed-up', speed.kind === 'measured' ? `${number(speed.own ?? speed.median)}× measured; all: ${number(speed.median)}×${interval}` : `${number(speed.own)}× estimated`],
+      ...speedFacts(request, speed),
       ['identical to plain decoding', identical(trace, speed, request)],
       ['invisible to the bit', label(String(machine.invisible ?? 'the trace does not say'), 300)],
       ['ended', request.done ? label(request.done.finish) + (request.done.error ? `: ${label(String(request.done.error), 300)}` : '') : 'still running, or cut off'],

@@ -320,8 +320,8 @@ export function pairs(trace) {
     waiting.set(key, group);
     if (request.tally.drafted === 0 && request.drafter === 'none') group.off.push(request);
     else {
-      const same = group.on.get(request.drafter) ?? [];
-      group.on.set(request.drafter, same);
+      const arm = JSON.stringify([request.drafter, request.rule]), same = group.on.get(arm) ?? [];
+      group.on.set(arm, same);
       same.push(request);
     }
   }
