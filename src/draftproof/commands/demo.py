@@ -49,10 +49,16 @@ def demo(quick: bool, trace_file: Path, as_json: bool, **given: Any) -> int:
     page = page_of(trace_file)
     from ..bench.cells import ALL, OFF, cells
     from ..bench.run import by_class
+    from ..trace.sinks import Jsonl
 
     prompts = by_class(packaged_prompts(), plan.prompts)
     with ExitStack() as stack:
-        arms = open_arms(stack, load, trace_file)
+        sink = Jsonl(trace_file)
+        stack.callback(sink.close)
+        arms = open_arms(stack, load)
+        warm_up(arms, prompts, plan)
+        for arm in arms:                            # the trace has what was measured, and nothing before it
+            arm.engine.events(sink)
         runs = list(watched(arms, prompts, plan))
         words = token_texts(arms[0])
     rows = cells(runs)
@@ -93,35 +99,38 @@ def packaged_prompts() -> list[dict[str, str]]:
     return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines() if line]
 
 
-def open_arms(stack: ExitStack, load: LoadConfig, trace_file: Path) -> list[Arm]:
-    """One engine per drafter over one loaded target, all writing one trace."""
+def open_arms(stack: ExitStack, load: LoadConfig) -> list[Arm]:
+    """One engine per drafter over one loaded target."""
     from ..bench.cells import OFF
     from ..bench.run import Arm
     from ..engine.engine import Engine
     from ..models.load import builtin, load_target
-    from ..trace.sinks import Jsonl
 
     note("loading the built-in models and testing the target …")
     target = load_target(builtin("target"), load)
     for line in facts_lines(target.facts, load.cache_tokens):
         note(line)
-    sink = Jsonl(trace_file)
-    stack.callback(sink.close)
     arms = []
     for drafter in DRAFTERS:
-        engine = stack.enter_context(Engine(target, drafter, load=load, config=EngineConfig(trace="summary"), sinks=[sink]))
+        engine = stack.enter_context(Engine(target, drafter, load=load, config=EngineConfig(trace="summary")))
         arms.append(Arm(OFF if drafter == "none" else drafter, engine, drafter, "0" if drafter == "none" else "auto"))
     return arms
 
 
+def warm_up(arms: Sequence[Arm], prompts: Sequence[Prompt], plan: DemoConfig) -> None:
+    from ..bench.run import measure
+
+    note("warming up …")
+    for _ in measure(arms, prompts[:1], plan.temperatures, 1, min(plan.tokens, 32), plan.seed):
+        pass
+
+
 def watched(arms: Sequence[Arm], prompts: Sequence[Prompt], plan: DemoConfig) -> Iterator[Run]:
-    """Warm up, then measure, with progress on standard error: a bar on a terminal, a line per repeat elsewhere."""
+    """Measure, with progress on standard error: a bar on a terminal, a line per repeat elsewhere."""
     from ..bench.run import measure
 
     total = len(arms) * len(prompts) * len(plan.temperatures) * plan.repeats
-    note(f"{len(prompts)} prompts, repeats {plan.repeats}, at most {plan.tokens} tokens: {total} runs; warming up …")
-    for _ in measure(arms, prompts[:1], plan.temperatures, 1, min(plan.tokens, 32), plan.seed):
-        pass
+    note(f"{len(prompts)} prompts, repeats {plan.repeats}, at most {plan.tokens} tokens: {total} runs")
     runs = measure(arms, prompts, plan.temperatures, plan.repeats, plan.tokens, plan.seed)
     if sys.stderr.isatty():
         from rich.progress import track
