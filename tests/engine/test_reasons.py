@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from engine.engine_support import table
+from engine.engine_support import VOCABULARY, table
 
 from draftproof import Completion, Engine, EngineConfig, Sampling
+from draftproof.drafters.fixed import AlwaysWrong
 from draftproof.drafters.ngram import NgramDrafter
 from draftproof.engine.speculation import NO_CAP
 from draftproof.serve.metrics import as_gauges
@@ -65,3 +66,18 @@ def test_a_switched_off_text_has_no_depth() -> None:
         engine.set_speculation(enabled=False)
         by_switch = written(engine).speculation
         assert by_wish["state"] == by_switch["state"] == "off" and by_wish["depth"] == by_switch["depth"] == 0
+
+
+@pytest.mark.parametrize("others", [0, 1])
+@pytest.mark.parametrize("beside", [False, True])
+@pytest.mark.parametrize("enabled", [True, False])
+def test_a_text_that_asked_for_no_drafter_is_recorded_under_none(others: int, beside: bool, enabled: bool) -> None:
+    """And not under the engine's: it is what a text with guesses is compared with."""
+    with Engine(table(), NgramDrafter(1, 3), depth=4, others=[AlwaysWrong(VOCABULARY)] * others) as engine:
+        engine.set_speculation(enabled=enabled)
+        handles = [engine.submit([1, 2, 3, 1, 2, 3], Sampling(seed=1, max_tokens=20, ignore_eos=True), speculation=wish)[0]
+                   for wish in ({"drafter": "none"}, None)[:1 + beside]]
+        while not all(handle.done for handle in handles):
+            engine.step()
+        found = [{event.drafter for event in handle.completion().trace if event.event == "round_done"} for handle in handles]
+    assert found == [{"none"}, {"ngram"}][:1 + beside]

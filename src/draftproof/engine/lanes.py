@@ -57,7 +57,7 @@ class Lanes:
         for i, seq in enumerate(batch):
             if i not in budgets:
                 state, why = self.of(seq).state
-                budgets[i] = Budget(0, 0, self.of(seq).name, "the request asked for no drafter" if state == "on" else why)
+                budgets[i] = Budget(0, 0, "none", "the request asked for no drafter" if state == "on" else why)
         self._planning = perf_counter() - start
         return [budgets[i] for i in range(len(batch))]
 
