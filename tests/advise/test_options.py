@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from draftproof.cli import run as command
+from draftproof.commands.bench import print_table
 
 CELL = {"class": "all", "drafter": "ngram", "depth": 4, "rounds": 100, "drafted": 300, "requests": 10, "tokens": 250, "prompt_tokens": 100,
         "acceptance_length": 2.4, "acceptance_length_interval": {"low": 2.2, "high": 2.6}}
@@ -34,3 +35,12 @@ def test_what_a_document_leaves_without_effect(documents: list[str], capsys: pyt
     for words in (["advise", heard, "--profile", curve, "--rounds", "9"], ["advise", heard, "--audition", heard, "--drafter", "ngram"],
                   ["advise", heard, "--draft-cost", "1"]):
         assert command(words) == 2 and "has no effect beside" in capsys.readouterr().err
+
+
+def test_names_with_brackets_are_shown_as_they_are(documents: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    Path(documents[0]).write_text(json.dumps({"cells": [CELL, CELL | {"class": "[/b]"}, CELL | {"class": "[math]"}]}))
+    assert command(["advise", "--audition", documents[0], "--profile", documents[1]]) == 0
+    shown = capsys.readouterr().out.partition("Verdict")[0]
+    assert "[/b]" in shown and "[math]" in shown
+    print_table("[/i] of one arm", ["class", "arm"], [["[math]", "[/b]"]])
+    assert all(name in shown for shown in [capsys.readouterr().out] for name in ("[/i]", "[math]", "[/b]"))

@@ -171,6 +171,7 @@ def _recommended(entry: Mapping[str, Any], forecasts: Sequence[Forecast]) -> boo
 
 
 def print_advice(record: Mapping[str, Any], forecasts: Sequence[Forecast]) -> None:
+    from rich.markup import escape
     from rich.table import Table
 
     from .console import size
@@ -184,8 +185,8 @@ def print_advice(record: Mapping[str, Any], forecasts: Sequence[Forecast]) -> No
             table.add_section()
         before = one.prompt_class, one.concurrency
         value = one.speedup
-        table.add_row(one.prompt_class, str(one.concurrency), one.drafter, f"{one.depth}{'*' if one.recommended else ''}",
-                      f"{value.median:.2f}× ({value.low:.2f}–{value.high:.2f})" if one.depth else "1", one.reason)
+        table.add_row(escape(one.prompt_class), str(one.concurrency), escape(one.drafter), f"{one.depth}{'*' if one.recommended else ''}",
+                      f"{value.median:.2f}× ({value.low:.2f}–{value.high:.2f})" if one.depth else "1", escape(one.reason))
     console().print(table)
     for entry in record["memory"]:
         click.echo(f"memory of {entry['drafter']} at depth {entry['depth']}, {entry['concurrency']} concurrent: {size(entry['total'])} "

@@ -291,13 +291,14 @@ def print_tables(document: Mapping[str, Any]) -> None:
 
 
 def print_table(title: str, head: Sequence[str], lines: Sequence[Sequence[str]]) -> None:
+    from rich.markup import escape
     from rich.table import Table
 
-    table = Table(title=title, title_justify="left", title_style="")
+    table = Table(title=escape(title), title_justify="left", title_style="")
     for name in head:
         table.add_column(name, justify="left" if name in ("class", "arm", "task") else "right", no_wrap=True)
     for before, line in zip([lines[0], *lines], lines, strict=False):
         if before[0] != line[0] and "class" in head:
             table.add_section()
-        table.add_row(*line)
+        table.add_row(*map(escape, line))
     console(wraps=False).print(table)
