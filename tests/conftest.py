@@ -12,8 +12,15 @@ if not torch.cuda.is_available():                       # kernels for a GPU are 
         patch.setenv("TRITON_INTERPRET", "1")
         try:
             import triton
+            from triton import language
+            from triton.runtime import interpreter
 
             triton.knobs.runtime.interpret = True
+            langs, patched = (language, language.core), interpreter._patch_lang
+            # Whatever a kernel calls has the language patched once more, to no effect and for a third of an interpreted kernel's time.
+            interpreter._patch_lang = lambda fn: patched(fn) if any(
+                each is lang for lang in langs if language.core.is_builtin(lang.load) for each in fn.__globals__.values()
+            ) else interpreter._LangPatchScope()
         except ImportError:
             pass
 
