@@ -57,13 +57,13 @@ def serve(target: str | None, key_file: Path | None, name: str | None, engine: s
     o.check_drafter(settings.speculation.drafter)
     check_apart([("--api-key-file", key_file)], [("--trace", given.get("trace_file"))])
     try:
-        from ..serve.gate import check_address, read_keys
+        from ..serve.gate import check_address, check_free, read_keys
 
         keys = read_keys(key_file)
         check_address(config, keys)
-        from ..serve.run import Listener, check_free, serve_engine
-
         check_free(config)
+        from ..serve.run import Listener, serve_engine
+
         if config.otel:
             from ..serve.otel import check
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import hmac
 import json
@@ -14,7 +15,7 @@ from typing import Any
 from starlette.middleware.cors import CORSMiddleware
 
 from ..config import ServeConfig
-from ..errors import OptionError
+from ..errors import Failure, OptionError
 from .keys import lines_of, words_of
 from .refusal import Refusal
 
@@ -76,6 +77,19 @@ def check_address(config: ServeConfig, keys: Sequence[Key]) -> None:
     if not keys and config.host not in LOOPBACK:
         raise OptionError(f"host={config.host} without an API key: this would let anyone in; give --api-key-file (or {ENVIRONMENT}), "
                           "or listen on 127.0.0.1")
+
+
+def check_free(config: ServeConfig) -> None:
+    """Before a model is loaded: whether this address can be had. It is asked for as `run.Listener` will, and given back. Raises Failure."""
+    async def ask() -> None:
+        server = await asyncio.get_running_loop().create_server(asyncio.Protocol, config.host, config.port, start_serving=False)
+        server.close()
+
+    try:
+        asyncio.run(ask())
+    except OSError as error:
+        raise Failure(f"host={config.host}, port={config.port}: {error.strerror or error}; give another with --host or --port (0: a free "
+                      "one), or stop what listens there") from None
 
 
 class Gate:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import logging
 import os
@@ -62,19 +61,6 @@ def speller(target: Target) -> Callable[[int], bytes | None]:
         return None if target.tokenizer is None else target.tokenizer.piece(token).encode()
 
     return spell
-
-
-def check_free(config: ServeConfig) -> None:
-    """Before a model is loaded: whether this address can be had. It is asked for as `Listener` will, and given back. Raises Failure."""
-    async def ask() -> None:
-        server = await asyncio.get_running_loop().create_server(asyncio.Protocol, config.host, config.port, start_serving=False)
-        server.close()
-
-    try:
-        asyncio.run(ask())
-    except OSError as error:
-        raise Failure(f"host={config.host}, port={config.port}: {error.strerror or error}; give another with --host or --port (0: a free "
-                      "one), or stop what listens there") from None
 
 
 class Listener(uvicorn.Server):
