@@ -22,7 +22,7 @@ from bits.lineup import LINEUP
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 from serve.crossing import DRAFTERS, OPTIONS, Case, Refusal, cases, expected, told
-from serve.serving import Running, letters, serving, words
+from serve.serving import Running, serving, words
 from serve.test_http import until
 
 from draftproof import Engine, Sampling
@@ -214,7 +214,7 @@ def test_a_drafter_that_cannot_be_had_is_refused() -> None:
 
 @pytest.fixture(scope="module")
 def table() -> Iterator[Running]:
-    with serving(letters(), "ngram:min=1,max=2") as server:
+    with serving(words(), "ngram:min=1,max=2") as server:
         yield server
 
 
