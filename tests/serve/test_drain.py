@@ -30,7 +30,8 @@ def stopped(running: Running) -> None:
 
 
 def test_who_comes_while_the_server_stops_is_answered() -> None:
-    with serving(letters(), wrap=slow) as running, ThreadPoolExecutor(1) as pool:
+    go = threading.Event()
+    with serving(letters(), wrap=lambda engine: Around(engine, lambda: go.wait(20) and None)) as running, ThreadPoolExecutor(1) as pool:
         text = pool.submit(running.complete, **TEXT, max_tokens=40)
         until(lambda: running.server.worker.load[0] == 1)
         running.listener.handle_exit(15, None)
@@ -40,6 +41,7 @@ def test_who_comes_while_the_server_stops_is_answered() -> None:
             assert (refused.status_code, refused.json()["error"]["code"], refused.headers["retry-after"]) == (503, "stopping", "10")
             assert (ready.status_code, client.get("/health").status_code) == (503, 200) and "is stopping" in ready.text
             assert 'draftproof:ready{model_name="letters"} 0.0' in client.get("/metrics").text
+        go.set()
         assert text.result(20)["usage"]["completion_tokens"] == 40
         stopped(running)
 

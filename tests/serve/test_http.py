@@ -409,7 +409,7 @@ def test_chunks_that_hide_acceptance(chunks: str, sizes: set[int] | None) -> Non
 
 def test_draining_finishes_what_runs_and_takes_nothing_new() -> None:
     class Slow:
-        """An engine whose steps take a moment."""
+        """An engine whose steps take a moment, the first one until it is let go."""
 
         def __init__(self, engine: Any) -> None:
             self._engine = engine
@@ -418,9 +418,11 @@ def test_draining_finishes_what_runs_and_takes_nothing_new() -> None:
             return getattr(self._engine, name)
 
         def step(self) -> Any:
+            go.wait(20)
             time.sleep(0.01)
             return self._engine.step()
 
+    go = threading.Event()
     with serving(letters(), wrap=Slow) as running:
         with ThreadPoolExecutor(1) as pool:
             text = pool.submit(running.complete, prompt="ab", seed=1, max_tokens=40, ignore_eos=True)
@@ -430,6 +432,7 @@ def test_draining_finishes_what_runs_and_takes_nothing_new() -> None:
                 running.listener.handle_exit(15, None)
                 refused = client.post("/v1/completions", json={"model": "letters", "prompt": "a"})
                 assert refused.status_code == 503 and refused.headers["retry-after"] and client.get("/ready").status_code == 503
+            go.set()
             assert text.result(20)["usage"]["completion_tokens"] == 40
         running.thread.join(10)
         assert not running.thread.is_alive() and not running.server.worker.alive
