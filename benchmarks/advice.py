@@ -148,7 +148,7 @@ def pooled(parts: Sequence[Sequence[Cost]]) -> list[Cost]:
     """One list of costs from several of the same rounds, timed at different moments: means, of the intervals the mean's, and medians of
     what few rounds said about the differences between them."""
     typical: dict[str, Callable[[Iterator[float]], float]] = {
-        "nodes": fmean, "context": fmean, "slope": median, "context_s": median, "start_s": median, "token_s": median}
+        "nodes": fmean, "context": fmean, "slope": median, "slope_error": median, "context_s": median, "start_s": median, "token_s": median}
     found = []
     for group in zip(*parts, strict=True):
         middle = fmean(cost.seconds.median for cost in group)

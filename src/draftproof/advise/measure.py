@@ -12,10 +12,12 @@ from random import Random
 from statistics import mean, median
 from typing import Any
 
+from ..audition.run import COPIERS
 from ..bench.cells import Spread
-from ..bench.profile import FREE, Plan, Point, curve, free_rows
+from ..bench.profile import FREE, Plan, Point, curve, most_free
 from ..config import EngineConfig, LoadConfig
 from ..core.budget import Memory, memory
+from ..drafters import parse_spec
 from ..engine.engine import Engine
 from ..engine.port import Handle
 from ..engine.setup import draft_bytes
@@ -24,7 +26,7 @@ from ..models.target import Target
 from ..trace.events import PrefillDone, RoundDone
 from ..trace.sinks import Memory as Sink
 from ..types import Sampling
-from .predict import OFF, Cost
+from .predict import OFF, Cost, read
 
 STARTS, STARTS_S = 24, 20.0     # texts whose beginning is timed, and seconds after which no further one is
 ALONG = 3               # rounds are timed at the beginning of answers, and after one and two thirds of them
@@ -76,10 +78,11 @@ def measure(target: Target, arms: Sequence[tuple[str, int]], texts: Sequence[tup
     costs = [cost for batch in batches for cost in _costs({key[:2]: found for key, found in timed.items() if key[2] == batch}, batch)]
     begins = sorted(costs, key=lambda cost: (cost.batch == min(batches), cost.depth == firsts[cost.drafter]))       # how it began last
     round_s = {cost.drafter: cost.seconds.median for cost in begins}
-    free = _free_rows(target, int(median(map(len, places))), batches, max((depth for _, depth in arms), default=0) + 1, clock)
+    passes = _passes(target, int(median(map(len, places))), batches, max((depth for _, depth in arms), default=0) + 1, clock)
     starts = {spec: _line([(length, seconds - rounds * round_s[spec]) for length, seconds, rounds in each]) for spec, each in begun.items()
               if spec in round_s}
-    return [replace(cost, free_rows=free[cost.batch], start_s=start, token_s=token)
+    return [replace(cost, free_rows=_free_rows(passes[cost.batch], cost.batch), passes=passes[cost.batch] if cost.drafter == OFF else (),
+                    start_s=start, token_s=token)
             for cost in costs for start, token in [starts[cost.drafter]]], weights
 
 
@@ -94,15 +97,21 @@ def _mixed(texts: Sequence[Ids]) -> list[Ids]:
     return Random(0).sample(texts, len(texts))
 
 
-def _free_rows(target: Target, context: int, batches: Sequence[int], widest: int, clock: Clock) -> dict[int, int | None]:
-    """Rows of a pass over each number of texts up to which it costs at most a quarter more; None if every width that is needed is free."""
-    found: dict[int, int | None] = {}
+def _passes(target: Target, context: int, batches: Sequence[int], widest: int, clock: Clock) -> dict[int, tuple[tuple[int, float], ...]]:
+    """(rows per text, seconds) of passes over each number of texts. A wider pass does all that a narrower one does: where the narrower
+    one took longer, the machine was busy with something else."""
+    found: dict[int, tuple[tuple[int, float], ...]] = {}
     for batch in batches:
-        widths = tuple(range(1, widest + 1))
-        points = list(curve(target, Plan(widths, (min(context, target.context // 2),), (batch,), repeats=5), clock=clock))
-        free = free_rows(points, points[0].context, batch) if points else None
-        found[batch] = None if free is None or free == max(p.rows for p in points) else free * batch
+        points = curve(target, Plan(tuple(range(1, widest + 1)), (min(context, target.context // 2),), (batch,), repeats=5), clock=clock)
+        times = {p.rows: p.seconds.median for p in points}
+        found[batch] = tuple((rows, min(s for wide, s in times.items() if wide >= rows)) for rows in times)
     return found
+
+
+def _free_rows(passes: Sequence[tuple[int, float]], batch: int) -> int | None:
+    """Rows of a pass up to which it costs at most a quarter more than one of one row per text; None if every width is free."""
+    free = most_free(dict(passes)) if passes else None
+    return None if free is None or free == passes[-1][0] else free * batch
 
 
 def _side_by_side(engines: Mapping[tuple[str, int], Engine], places: Sequence[Ids], batch: int, sampling: Sampling, rounds: int,
@@ -199,16 +208,40 @@ def _first_rounds(steps: Iterable[tuple[float, list[RoundDone]]]) -> tuple[float
     return spent, rounds
 
 
-def _plane(found: Rounds, plain: float) -> tuple[float, float]:
-    """(seconds of a round without a draft, seconds per drafted token) by medians of the rounds with a draft and of those without; plain
-    stands in where nearly all have one."""
+def _plane(found: Rounds, plain: float) -> tuple[float, float, float]:
+    """(seconds of a round without a draft, seconds per drafted token, weight of the latter) by medians of the rounds with a draft and of
+    those without; plain stands in where nearly all have one, and then what drafting costs at all is in the seconds per token, too.
+
+    The weight is one over the variance, in units of a round's; 0 where plain stood in.
+    """
     without, drafted = ([one[:2] for one in found if bool(one[1]) is kind] for kind in (False, True))
-    zero = median(seconds for seconds, _ in without) if len(without) >= FEW else plain
+    own = len(without) >= FEW
+    zero = median(seconds for seconds, _ in without) if own else plain
     if not drafted:
-        return zero, 0.0
+        return zero, 0.0, 0.0
     typical, each = (median(side) for side in zip(*drafted, strict=True))
-    slope = max(0.0, (typical - zero) / each)
-    return typical - slope * each, slope
+    return zero, (typical - zero) / each, each * each / (1 / len(drafted) + 1 / len(without)) if own else 0.0
+
+
+def _slopes(planes: Mapping[tuple[str, int], tuple[float, float, float]], deviations: Mapping[tuple[str, int], float],
+            counts: Mapping[tuple[str, int], int]) -> dict[tuple[str, int], tuple[float, float]]:
+    """(seconds per drafted token, at least 0, half its 95 % interval) of each engine.
+
+    Drafters that copy guess for nothing: a further token costs a row of the target's pass, which is the same for all of them, and one
+    mean of theirs says it. Its error is that of the rounds, or of the slopes around it if these differ by more.
+    """
+    found = {}
+    for key, (_, slope, weight) in planes.items():
+        error = 1.96 * deviations[key] / math.sqrt(weight) if weight else 0.0
+        found[key] = max(0.0, slope), error
+    alike = [key for key, (*_, weight) in planes.items() if weight and parse_spec(key[0]).name in COPIERS]
+    if len(alike) > 1:
+        total = sum(planes[key][2] for key in alike)
+        slope = sum(planes[key][2] * planes[key][1] for key in alike) / total
+        apart = sum(planes[key][2] * (planes[key][1] - slope) ** 2 for key in alike) / (len(alike) - 1)
+        within = sum(counts[key] * deviations[key] ** 2 for key in alike) / sum(counts[key] for key in alike)
+        found |= dict.fromkeys(alike, (max(0.0, slope), 1.96 * math.sqrt(max(apart, within) / total)))
+    return found
 
 
 def _costs(timed: Mapping[tuple[str, int], Rounds], batch: int) -> list[Cost]:
@@ -217,6 +250,7 @@ def _costs(timed: Mapping[tuple[str, int], Rounds], batch: int) -> list[Cost]:
 
     What a longer text costs is the same for all engines, as the target's attention is, and read off all of them: the machine may become
     slower between a short text and a long one, and each engine would make another rise of that.
+    What a longer draft costs is the same for all drafters that copy (`_slopes`).
     The interval is that of a median, 1.2533 times as wide as a mean's, with the deviation read off absolute residuals.
     """
     timed = {key: found for key, found in timed.items() if found}
@@ -226,15 +260,18 @@ def _costs(timed: Mapping[tuple[str, int], Rounds], batch: int) -> list[Cost]:
     planes = {key: _plane(found, plain) for key, found in timed.items()}
     rise = _rise((length, seconds - planes[key][0] - planes[key][1] * drafted)
                  for key, found in timed.items() for seconds, drafted, length in found)
-    costs = []
+    costs, levels, deviations = list[Cost](), {}, {}
+    for key, found in timed.items():
+        context = mean(length for *_, length in found)
+        level = [(seconds - rise * (length - context), drafted, length) for seconds, drafted, length in found]
+        zero, slope, _ = levels[key] = _plane(level, plain)
+        deviations[key] = 1.2533 * 1.4826 * median(abs(seconds - zero - slope * n) for seconds, n, _ in level)
+    slopes = _slopes(levels, deviations, {key: len(found) for key, found in timed.items()})
     for key, found in timed.items():
         nodes, context = (mean(one[side] for one in found) for side in (1, 2))
-        level = [(seconds - rise * (length - context), drafted, length) for seconds, drafted, length in found]
-        zero, slope = _plane(level, plain)
-        middle = zero + slope * nodes
-        residual = median(abs(seconds - zero - slope * n) for seconds, n, _ in level)
-        half = min(1.96 * 1.2533 * 1.4826 * residual / math.sqrt(len(found)), 0.5 * middle)
-        costs.append(Cost(*key, batch, Spread(middle, middle - half, middle + half), nodes, slope, context, rise))
+        middle = levels[key][0] + levels[key][1] * nodes
+        half = min(1.96 * deviations[key] / math.sqrt(len(found)), 0.5 * middle)
+        costs.append(Cost(*key, batch, Spread(middle, middle - half, middle + half), nodes, *slopes[key], context, rise))
     return costs
 
 
@@ -254,11 +291,12 @@ def from_curve(points: Sequence[Point], cells: Sequence[dict[str, Any]], context
             continue
         plain = mine[0].seconds
         free = max((p.rows for p in mine if p.seconds.median <= FREE * plain.median), default=1) * batch
-        costs.append(Cost(OFF, 0, batch, plain, free_rows=free))
+        passes = tuple((p.rows, p.seconds.median) for p in mine)
+        costs.append(Cost(OFF, 0, batch, plain, free_rows=free, passes=passes))
         for spec, depth in dict.fromkeys((c["drafter"], c["depth"]) for c in cells if c["rounds"] and isinstance(c["depth"], int)):
             whole = [c for c in cells if (c["drafter"], c["depth"]) == (spec, depth)]
             nodes = sum(c["drafted"] for c in whole) / sum(c["rounds"] for c in whole)
-            seconds, slope = _read(mine, 1 + nodes)
+            seconds, slope = read(passes, 1 + nodes)
             seconds += depth * draft_cost * plain.median
             width = plain.high / plain.median
             costs.append(Cost(spec, depth, batch, Spread(seconds, seconds / width, seconds * width), nodes, slope))
@@ -266,16 +304,6 @@ def from_curve(points: Sequence[Point], cells: Sequence[dict[str, Any]], context
         raise Failure(f"the cost curve has no pass of one row at context {near}, which plain decoding takes; measure it with draftproof "
                       "profile --rows 1,…")
     return costs
-
-
-def _read(points: Sequence[Point], rows: float) -> tuple[float, float]:
-    """(seconds at `rows`, slope there), linear between measured widths and beyond the last."""
-    if len(points) == 1:
-        return points[0].seconds.median, 0.0
-    after = next((i for i, p in enumerate(points) if p.rows >= rows and i), len(points) - 1)
-    low, high = points[after - 1], points[after]
-    slope = (high.seconds.median - low.seconds.median) / (high.rows - low.rows)
-    return low.seconds.median + slope * (rows - low.rows), slope
 
 
 def memory_plan(target: Target, weight_bytes: int, depth: int, batch: int, context: int, draft_bytes_per_token: int = 0) -> Memory:

@@ -23,6 +23,7 @@ from ..bench.cells import ALL, Spread
 
 MARGIN = 0.02           # a drafter that is expected to gain less is not worth its memory
 LITTLE = 1.15           # tokens per round below which hardly any guess stands
+FAR = 1.5               # times the drafts that were timed: beyond, a forecast says that it is extrapolated
 OFF = "none"
 
 
@@ -31,9 +32,9 @@ class Cost:
     """A round of a whole batch, timed. drafter "none" and depth 0: without guesses.
 
     seconds: a typical round's and its 95 % interval · nodes: drafted tokens per sequence and round, and slope: seconds for one more
-    context: tokens of the text before it, and context_s: seconds for one more
+    slope_error: half the 95 % interval of the slope · context: tokens of the text before it, and context_s: seconds for one more
     start_s, token_s: of one request before its first round, and for each token of its prompt · free_rows: rows per pass up to which a
-    plain pass is not exceeded by a quarter, None if not known
+    plain pass is not exceeded by a quarter, None if not known · passes: (rows per text, seconds) of passes of the target alone
     """
 
     drafter: str
@@ -42,11 +43,13 @@ class Cost:
     seconds: Spread
     nodes: float = 0.0
     slope: float = 0.0
+    slope_error: float = 0.0
     context: float = 0.0
     context_s: float = 0.0
     start_s: float = 0.0
     token_s: float = 0.0
     free_rows: int | None = None
+    passes: tuple[tuple[int, float], ...] = ()
 
     def at(self, nodes: float, context: float) -> float:
         """Seconds of a round that drafts `nodes` tokens per sequence after `context` of text; never below half of what was timed."""
@@ -93,13 +96,15 @@ def forecast(cell: Mapping[str, Any], plain: Cost, cost: Cost, crowd: Mapping[st
     plain_s, round_s = plain.at(0.0, context), cost.at(around, context)
     before = _seconds(plain, cell, beside, own, own / other, plain_s)
     after = _seconds(cost, cell, beside, own / length, own / length / (other / float(beside["acceptance_length"])), round_s)
-    mid, half = before / after, _log_half(cell, plain, cost)
+    mid, half = before / after, _log_half(cell, plain, cost, min(1.0, cost.slope_error * abs(around - cost.nodes) / round_s))
     round_ratio = round_s / plain_s
     gains = mid >= 1 + MARGIN
     return Forecast(
         cell["class"], plain.batch, cell["drafter"], int(cell["depth"]), Spread(mid, mid * math.exp(-half), mid * math.exp(half)),
-        _reason(length, nodes, round_ratio, gains, plain, cost), notes={
-            "acceptance_length": length, "drafted_per_round": nodes, "round_cost": round_ratio, "figure": cell.get("figure", "exact")})
+        _reason(length, nodes, around, round_s, plain_s, gains, plain) + (
+            f"; rounds that draft {around:.1f} tokens are extrapolated from {cost.nodes:.1f}" if around > FAR * cost.nodes else ""),
+        notes={"acceptance_length": length, "drafted_per_round": nodes, "drafted_timed": cost.nodes, "round_cost": round_ratio,
+               "figure": cell.get("figure", "exact")})
 
 
 def _tokens(cell: Mapping[str, Any]) -> float:
@@ -118,27 +123,41 @@ def _seconds(cost: Cost, cell: Mapping[str, Any], beside: Mapping[str, Any], rou
     return cost.start(cell.get("prompt_tokens")) + waiting + rounds * each
 
 
-def _log_half(cell: Mapping[str, Any], plain: Cost, cost: Cost) -> float:
-    """Half the width of the interval of log S: the sources are independent, so their squares add up."""
-    halves = [math.log(c.seconds.high / c.seconds.low) / 2 for c in (plain, cost) if c.seconds.low > 0]
+def _log_half(cell: Mapping[str, Any], plain: Cost, cost: Cost, moved: float) -> float:
+    """Half the width of the interval of log S: the sources are independent, so their squares add up.
+
+    moved: the same of a round's seconds alone, for the way from the drafts that were timed to those of the log."""
+    halves = [moved, *(math.log(c.seconds.high / c.seconds.low) / 2 for c in (plain, cost) if c.seconds.low > 0)]
     spread = cell.get("acceptance_length_interval")
     if spread:
         halves.append(math.log(spread["high"] / spread["low"]) / 2)
     return math.sqrt(sum(h * h for h in halves))
 
 
-def _reason(length: float, nodes: float, ratio: float, gains: bool, plain: Cost, cost: Cost) -> str:
-    said = f"{length:.2f} tokens a round, which takes {ratio:.2f}× a plain one"
+def _reason(length: float, nodes: float, around: float, round_s: float, plain_s: float, gains: bool, plain: Cost) -> str:
+    """around: drafted tokens per text in a round of the whole batch."""
+    said = f"{length:.2f} tokens a round, which takes {round_s / plain_s:.2f}× a plain one"
     if gains:
         return said
     rows, free = plain.batch * (1 + nodes), plain.free_rows
+    judging = read(plain.passes, 1 + around)[0] - plain.passes[0][1] if plain.passes else None     # what the rows add, drafting left out
     if length < LITTLE:
         why = f"of {nodes:.1f} tokens guessed a round hardly any stands"
-    elif free is not None and rows > free:
+    elif free is not None and rows > free and (judging is None or 2 * judging > round_s - plain_s):
         why = f"verification is compute-bound beyond {free} rows, and this needs {rows:.0f}"
     else:
         why = "drafting takes more time than the accepted tokens save"
     return f"{why} ({said})"
+
+
+def read(passes: Sequence[tuple[int, float]], rows: float) -> tuple[float, float]:
+    """(seconds of a pass over `rows` rows, slope there), linear between measured widths and beyond the last."""
+    if len(passes) == 1:
+        return passes[0][1], 0.0
+    after = next((i for i, (wide, _) in enumerate(passes) if wide >= rows and i), len(passes) - 1)
+    (narrow, low), (wide, high) = passes[after - 1], passes[after]
+    slope = (high - low) / (wide - narrow)
+    return low + slope * (rows - narrow), slope
 
 
 def predict(cells: Iterable[Mapping[str, Any]], costs: Sequence[Cost], apart: bool = False) -> list[Forecast]:
