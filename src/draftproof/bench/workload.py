@@ -109,7 +109,8 @@ def item_of(line: str, where: str, number: int) -> Item:
         raise Failure(f"{where}: found a JSON {type(record).__name__}; expected an object")
     inner = record["request"] if isinstance(record.get("request"), dict) else {}
     body = {**inner, **record}
-    category = str(body.get("class") or body.get("prompt_class") or body.get("category") or OTHER)
+    marked = body["metadata"].get("prompt_class") if isinstance(body.get("metadata"), dict) else None       # as our server reads it
+    category = str(body.get("class") or body.get("prompt_class") or body.get("category") or marked or OTHER)
     category = OTHER if category == ALL else category
     known: dict[str, Any] = dict(name=str(body.get("question_id", number)), prompt_class=category, category=category,
                                  max_tokens=_most(body, where), arrival_s=_time(body, where))
