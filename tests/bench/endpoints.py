@@ -15,7 +15,7 @@ LETTERS = "abcdefghijklmnopqrstuvwxyz"
 class Fake(ThreadingHTTPServer):
     """wrong: (token, margin) written third where the server may guess and the prompt holds `only`. silent: no answer tells of its drafts,
     only the counters do. lines: what every stream sends instead. malformed: a part of prompts whose answers are. gauges: what /metrics
-    says besides."""
+    says besides. key: what a client must send."""
 
     daemon_threads = True
 
@@ -23,7 +23,7 @@ class Fake(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), Handler)
         self.bodies: list[dict[str, Any]] = []
         self.engine, self.only, self.fail, self.silent = "vllm:", "", False, False
-        self.lines, self.malformed, self.gauges = "", "", ""
+        self.lines, self.malformed, self.gauges, self.key = "", "", "", ""
         self.wrong: tuple[str, float] | None = None
         self.lock = threading.Lock()
 
@@ -43,7 +43,9 @@ class Handler(BaseHTTPRequestHandler):
         pass
 
     def do_GET(self) -> None:
-        if self.path == "/v1/models":
+        if self.server.key and self.headers["Authorization"] != f"Bearer {self.server.key}":
+            self.reply("{}", 401)
+        elif self.path == "/v1/models":
             self.reply(json.dumps({"data": [{"id": "alphabet"}]}))
         else:
             n = sum(guesses(body) for body in self.server.bodies)

@@ -126,6 +126,8 @@ class Endpoint:
     def _models(self) -> list[str]:
         try:
             reply = self._http.get(f"{self.root}/v1/models", timeout=30)
+            if reply.status_code == 401:
+                raise Failure(f"{self.root} answered 401: expected a key that it takes; give --api-key-file FILE")
             reply.raise_for_status()
             names = [entry["id"] for entry in reply.json()["data"]]
         except (self._errors, ValueError, KeyError, TypeError) as error:

@@ -18,6 +18,7 @@ from ..config import BenchConfig, LoadConfig, SpeculationConfig
 from ..errors import OptionError, ParityError
 from . import options as o
 from .console import console, emit_json, facts_lines, note
+from .switch import key_of
 from .view_files import check_apart
 
 if TYPE_CHECKING:
@@ -62,7 +63,8 @@ out_file = click.Path(dir_okay=False, path_type=Path)
 @o.setting(SpeculationConfig, "rule", type=click.Choice(("match", "ratio", "block", "lossy-typical")), help="How drafts are judged.")
 @click.option("--url", "urls", multiple=True, metavar="[NAME=]URL", help="A server instead of an engine here; repeatable. Name one `off`.")
 @click.option("--model", metavar="NAME", help="The server's model.  [default: its first]")
-@click.option("--api-key-file", type=click.Path(exists=True, dir_okay=False, path_type=Path), metavar="FILE", help="Sent as bearer token.")
+@click.option("--api-key-file", type=click.Path(exists=True, dir_okay=False, path_type=Path), metavar="FILE",
+              help="Its first line has the key, as `switch` reads it.")
 @click.option("--workload", type=Path, metavar="FILE", help="Prompts, questions or traffic, JSON lines.  [default: the built-in prompts]")
 @click.option("--synthetic", metavar="IN,OUT,COUNT", help="Random prompts of IN tokens, OUT of answer.")
 @click.option("--concurrency", type=Numbers(True), metavar="N,N,…", help="Closed loop: so many requests at a time.  [default: 1]")
@@ -171,7 +173,7 @@ def server(stack: ExitStack, drafters: Sequence[str], depths: Sequence[int | Non
            config: BenchConfig, plan: Plan) -> tuple[list[Arm], list[Item], Target | None]:
     from ..bench.arms import url_arms
 
-    key = given["api_key_file"].read_text(encoding="utf-8").strip() if given["api_key_file"] else None
+    key = key_of(given["api_key_file"]) if given["api_key_file"] else None       # the variable's is for our own servers alone
     extra = {"ignore_eos": True} if given["ignore_eos"] else {}
     return url_arms(stack, urls, given["model"], key, drafters, depths, extra, plan.temperature == 0), workload(given, config, plan), None
 

@@ -21,6 +21,7 @@ from ..errors import OptionError, ParityError
 from ..types import Rule
 from . import options as o
 from .console import emit_json, facts_lines, note
+from .switch import key_of
 from .view_files import check_apart
 
 if TYPE_CHECKING:
@@ -46,7 +47,8 @@ Level = dict[str, Any]
 @click.option("--baseline-url", metavar="URL",
               help="The same model without guessing.  [default: --url, asked not to guess, as our server can]")
 @click.option("--model", metavar="NAME", help="The server's model.  [default: its first]")
-@click.option("--api-key-file", type=click.Path(exists=True, dir_okay=False, path_type=Path), metavar="FILE", help="Sent as bearer token.")
+@click.option("--api-key-file", type=click.Path(exists=True, dir_okay=False, path_type=Path), metavar="FILE",
+              help="Its first line has the key, as `switch` reads it.")
 @click.option("--level", "levels", type=click.Choice(LEVELS), multiple=True, help="Only this level; repeatable.  [default: all]")
 @click.option("--workload", type=Path, metavar="FILE", help="Prompts of the run, JSON lines.  [default: the built-in prompts]")
 @click.option("--tasks", type=Path, metavar="FILE", help='Scored prompts, JSON lines with "expect" or "answer".')
@@ -207,7 +209,7 @@ def server(stack: ExitStack, wanted: Sequence[str], given: Mapping[str, Any], co
     from ..bench.prove_task import prove_task, read_tasks
     from ..bench.prove_url import prove_url
 
-    key = given["api_key_file"].read_text(encoding="utf-8").strip() if given["api_key_file"] else None
+    key = key_of(given["api_key_file"]) if given["api_key_file"] else None       # the variable's is for our own servers alone
     ours = given["baseline_url"] is None
     drafter = {} if given["drafter"] is None else {"speculation": {"drafter": given["drafter"]}}
     arms = []

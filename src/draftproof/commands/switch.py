@@ -70,6 +70,8 @@ def key_of(file: Path | None) -> str | None:
         raise OptionError(f"--api-key-file {file}: {error}; expected a text file with a key") from None
     if not lines:
         raise OptionError(f"--api-key-file {file}: found no key; expected one a line")
+    if len(lines[0].split()) == 1:              # perhaps another engine's, whose length is not ours to judge
+        return checked(lines[0], f"--api-key-file {file}")
     return words_of(lines[0], f"--api-key-file {file}").key
 
 
