@@ -6,6 +6,7 @@ import math
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from itertools import accumulate
 from operator import mul
 from types import SimpleNamespace
@@ -37,6 +38,7 @@ CHAINS = [Draft.chain([0] * n) for n in range(33)]
 SURE, UNSURE = 0.9, 0.35                 # of the worthiest guess after every node, in rounds of two kinds
 
 
+@cache
 def grown(depth: int, nodes: int, chance: float) -> list[tuple[float, int]]:
     """P(node stands), falling, and the level of the worthiest nodes of a tree that has two guesses after every node: one of `chance`,
     one of a third of the rest."""
@@ -45,6 +47,12 @@ def grown(depth: int, nodes: int, chance: float) -> list[tuple[float, int]]:
         level = sorted((up * each for up in level for each in (chance, (1 - chance) / 3)), reverse=True)[:nodes]
         found += [(each, -at) for each in level]
     return [(each, -at) for each, at in sorted(found, reverse=True)[:nodes]]
+
+
+@cache
+def kept(depth: int, nodes: int, chance: float, drafted: int) -> list[float]:
+    """P(a node of the level stands), level by level, of the `drafted` worthiest nodes of such a tree."""
+    return [sum(each for each, at in grown(depth, nodes, chance)[:drafted] if at == k) for k in range(depth)]
 
 
 def flat(first: float, *more: float) -> Chance:
@@ -108,9 +116,9 @@ class World:
             nodes, prices = max(depth, self.tree or 0) if depth else 0, getattr(choice, "prices", ())
             if depth and self.tree:
                 self.asked += 1
-                tree = grown(depth, nodes, SURE if self.dice.random() < 1 / 3 else UNSURE)
-                drafted, luck = affordable([each for each, _ in tree], prices), self.dice.random()
-                reached = [sum(each for each, at in tree[:drafted] if at == k) for k in range(depth)]
+                tree = depth, nodes, SURE if self.dice.random() < 1 / 3 else UNSURE
+                drafted, luck = affordable([each for each, _ in grown(*tree)], prices), self.dice.random()
+                reached = kept(*tree, drafted)
                 self.tokens += sum(reached)
                 accepted = sum(luck < each for each in reached)
                 levels[arm], tokens[arm], lag[arm] = max(levels.get(arm, 0), depth), tokens.get(arm, 0) + drafted, 0
