@@ -79,15 +79,14 @@ class Numbers(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def leaves(value: Any) -> Iterator[Any]:
-    """What an operation is given or gives, out of its tuples, lists and dictionaries."""
-    if isinstance(value, tuple | list):
-        for one in value:
-            yield from leaves(one)
-    elif isinstance(value, dict):
-        yield from leaves(list(value.values()))
-    else:
-        yield value
+def leaves(value: Any, found: list[Any]) -> list[Any]:
+    """What an operation is given or gives, out of its tuples, lists and dictionaries, added to what was found."""
+    for one in value.values() if isinstance(value, dict) else value:
+        if isinstance(one, tuple | list | dict):
+            leaves(one, found)
+        else:
+            found.append(one)
+    return found
 
 
 def each(value: Any, act: Callable[[Any], Any]) -> Any:
@@ -104,7 +103,7 @@ def here(value: Any) -> Any:
 
 
 def run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    flat = list(leaves((args, kwargs)))
+    flat = leaves(kwargs, leaves(args, []))
     tensors = [value for value in flat if isinstance(value, Tensor)]
     there = [isinstance(value, Elsewhere) for value in tensors]
     name = func.overloadpacket.__name__
@@ -122,6 +121,8 @@ def run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 def _note_wait(func: Any, args: Any, kwargs: dict[str, Any], there: list[bool], asked: list[str]) -> None:
     name = func.overloadpacket.__name__
+    if name not in READS and name not in MAY_MIX:
+        return
     given = dict(zip([each.name for each in func._schema.arguments], args, strict=False)) | kwargs
     if name in READS and any(there):
         waited(name)
