@@ -69,14 +69,19 @@ def rows_of(text: Text, paths: Sequence[Sequence[int]]) -> Rows:
 
 def chosen(text: Text, logits: Tensor, paths: Sequence[Sequence[int]]) -> list[int]:
     """The target's choice after the text and each path; any token where the options leave none after a path."""
-    return _choices(text, laws(logits, [rows_of(text, paths)], (0,)), paths)
+    return _choices([text] * len(paths), laws(logits, [rows_of(text, paths)], (0,)), paths)
 
 
-def _choices(text: Text, logp: Law, paths: Sequence[Sequence[int]]) -> list[int]:
-    if text.sampling.greedy:
-        return [int(i) for i in choose(logp, None)]
-    keys = [hashed.key(text.seed, text.sample, "text", len(text.tokens) + len(p)) for p in paths]
-    return [int(i) for i in choose(logp, hashed.key_rows(keys, "cpu"))]
+def _choices(texts: Sequence[Text], logp: Law, paths: Sequence[Sequence[int]]) -> list[int]:
+    """Row by row: texts and paths are those of each row."""
+    found = [0] * len(texts)
+    for greedy in (True, False):
+        if rows := [i for i, text in enumerate(texts) if text.sampling.greedy == greedy]:
+            keys = [hashed.key(texts[i].seed, texts[i].sample, "text", len(texts[i].tokens) + len(paths[i])) for i in rows]
+            choices = choose(logp if len(rows) == len(texts) else logp.of(rows), None if greedy else hashed.key_rows(keys, "cpu"))
+            for i, choice in zip(rows, choices.tolist(), strict=True):
+                found[i] = choice
+    return found
 
 
 def plain(target: Target, text: Text) -> list[int]:
@@ -151,14 +156,19 @@ def speculate(target: Target, drafter: Any, texts: Sequence[Text], wish: BudgetO
             check_budget(draft, budget, target.vocab_size)
         roots = torch.tensor([texts[i].tokens[-1] for i in live])
         scores = target.score([slots[i] for i in live], roots, drafts)
+        ids = [draft.tokens.tolist() for draft in drafts]
+        paths = [[(), *(tuple(own[j] for j in path(draft.parents, node)) for node in range(len(own)))]
+                 for own, draft in zip(ids, drafts, strict=True)]
+        groups = [rows_of(texts[i], own) for i, own in zip(live, paths, strict=True)]
+        owners = [texts[i] for i, own in zip(live, paths, strict=True) for _ in own]
+        law = laws(scores.logits, groups, scores.starts[:-1])
+        choices = _choices(owners, law, [each for own in paths for each in own])
         commits = []
-        for row, (i, draft) in enumerate(zip(live, drafts, strict=True)):
-            ids = draft.tokens.tolist()
-            paths = [(), *(tuple(ids[j] for j in path(draft.parents, node)) for node in range(len(ids)))]
-            law = laws(scores.logits[scores.rows(row)], [rows_of(texts[i], paths)], (0,))
-            choices = _choices(texts[i], law, paths)
-            verdict = short_of(match(draft.parents, ids, choices), ids, [dead - 1 for dead in law.dead])
-            new = [*(ids[node] for node in verdict.accepted), verdict.next_token]
+        for row, (i, draft, own) in enumerate(zip(live, drafts, ids, strict=True)):
+            start, stop = scores.starts[row], scores.starts[row] + 1 + len(own)
+            dead = [at - start - 1 for at in law.dead if start < at < stop]
+            verdict = short_of(match(draft.parents, own, choices[start:stop]), own, dead)
+            new = [*(own[node] for node in verdict.accepted), verdict.next_token]
             end = next((at for at, token in enumerate(new) if token in texts[i].end_ids), len(new) - 1)
             new, kept = new[:end + 1], verdict.accepted[:end + 1]
             target.rewind(slots[i], kept if len(kept) < len(new) else kept[:-1])
