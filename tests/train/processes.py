@@ -14,8 +14,8 @@ TESTS = Path(__file__).parent.parent
 
 def start(count: int, *command: str) -> list[subprocess.Popen[str]]:
     """The command in `count` processes that find each other over loopback, as `accelerate launch --cpu` starts them."""
-    shared = {**os.environ, "PYTHONPATH": str(TESTS), "OMP_NUM_THREADS": "1", "WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1",
-              "MASTER_PORT": str(free_port()), "ACCELERATE_USE_CPU": "true", "GLOO_SOCKET_IFNAME": "lo"}
+    shared = {**os.environ, "PYTHONPATH": f"{TESTS}{os.pathsep}{TESTS.parent / 'src'}", "OMP_NUM_THREADS": "1", "WORLD_SIZE": str(count),
+              "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "ACCELERATE_USE_CPU": "true", "GLOO_SOCKET_IFNAME": "lo"}
     return [subprocess.Popen([sys.executable, *command], env={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}, text=True,
                              stdout=subprocess.PIPE, stderr=subprocess.PIPE) for rank in range(count)]
 

@@ -10,49 +10,49 @@ import pytest
 import torch
 from torch import nn
 from train.processes import finish, start
+from train.test_loop import NextToken, V
 
+from draftproof.audition.logs import Exchange
+from draftproof.engine.engine import Engine
 from draftproof.errors import OptionError
+from draftproof.models.fake import TableTarget
 from draftproof.train import answers
+from draftproof.train.corpus import regenerated
+from draftproof.train.features import Tapper
+from draftproof.train.loop import Plan, train
 from draftproof.train.team import ALONE, Team, join
 
 pytestmark = pytest.mark.timeout(400)
 needs_accelerate = pytest.mark.skipif(importlib.util.find_spec("accelerate") is None, reason="several processes need accelerate")
 
-MEMBER = """
-import json, sys
-from pathlib import Path
-import torch
-from draftproof.audition.logs import Exchange
-from draftproof.engine.engine import Engine
-from draftproof.models.fake import TableTarget
-from draftproof.train.corpus import regenerated
-from draftproof.train.features import Tapper
-from draftproof.train.loop import Plan, train
-from draftproof.train.team import join
-from train.test_loop import NextToken, V
-
-folder, team = Path(sys.argv[1]), join(4)
-torch.set_num_threads(1)
-target = TableTarget(V, order=1, sharpness=4.0)
-with Engine(target) as engine:
-    texts = regenerated([Exchange(i, (i % V, 3), max_tokens=20) for i in range(10)], engine, 24, 7, folder / "answers.jsonl", None, team)
-task, shown = NextToken(V + 1), []
-train(task, texts, Tapper(target, task.taps), Plan(40, batch=4, lr=0.03, warmup=5), folder, shown.append, served=lambda: 1.5, team=team)
-torch.save({"weights": task.module.state_dict(), "texts": [text.ids for text in texts], "shown": len(shown)}, folder / f"{team.rank}.pt")
-team.leave()
-"""
+MEMBER = "import sys; from pathlib import Path; from train.test_team import learn; learn(Path(sys.argv[1]))"
 
 
-def trained(count: int, folder: Path) -> list[dict[str, Any]]:
-    folder.mkdir()
-    for code, _, said in finish(start(count, "-c", MEMBER, str(folder))):
-        assert code == 0, said
+def learn(folder: Path) -> None:
+    """What each process of a team does, or one alone."""
+    team, target = join(4), TableTarget(V, order=1, sharpness=4.0)
+    prompts = [Exchange(i, (i % V, 3), max_tokens=20) for i in range(10)]
+    with Engine(target) as engine:
+        texts = regenerated(prompts, engine, 24, 7, folder / "answers.jsonl", None, team)
+    task, shown = NextToken(V + 1), list[Any]()
+    train(task, texts, Tapper(target, task.taps), Plan(40, batch=4, lr=0.03, warmup=5), folder, shown.append, served=lambda: 1.5, team=team)
+    learnt = {"weights": task.module.state_dict(), "texts": [text.ids for text in texts], "shown": len(shown)}
+    torch.save(learnt, folder / f"{team.rank}.pt")
+    team.leave()
+
+
+def read(folder: Path, count: int) -> list[dict[str, Any]]:
     return [torch.load(folder / f"{rank}.pt") for rank in range(count)]
 
 
 @needs_accelerate
 def test_two_processes_learn_what_one_learns(tmp_path: Path) -> None:
-    (one,), two = trained(1, tmp_path / "one"), trained(2, tmp_path / "two")
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+    learn(tmp_path / "one")
+    for code, _, said in finish(start(2, "-c", MEMBER, str(tmp_path / "two"))):
+        assert code == 0, said
+    (one,), two = read(tmp_path / "one", 1), read(tmp_path / "two", 2)
     assert all(member["texts"] == one["texts"] for member in two), "both have the texts of all"
     assert sorted(len(answers.read(file)) for file in (tmp_path / "two").glob("answers.jsonl.*")) == [5, 5]
     assert [member["shown"] for member in two] == [one["shown"], 0] and one["shown"], "the first one shows"
