@@ -5,9 +5,9 @@ from __future__ import annotations
 import httpx2
 import pytest
 from click.testing import CliRunner
-from serve.test_commands import BODY, draftproof, started
+from serve.test_commands import BODY, started
 
-from draftproof.cli import commands
+from draftproof.cli import commands, run
 from draftproof.commands.ab import ab_config
 from draftproof.config import AbConfig
 
@@ -46,7 +46,7 @@ def test_wrong_usage_is_told(arguments: tuple[str, ...], said: str) -> None:
 
 
 def test_a_server_that_compares_the_built_in_drafter_with_none() -> None:
-    assert draftproof("serve", "--ab", "nonsense vs off").returncode == 2
+    assert run(["serve", "--ab", "nonsense vs off"]) == 2
     arms = ("--ab", "model depth=3 vs ngram", "--ab-share", "0.5", "--ab-replay", "1")
     with started(*arms) as (_, url), httpx2.Client(base_url=url) as client:
         texts = set()
