@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from draftproof.advise.measure import Rounds, _costs, _free_rows
-from draftproof.advise.predict import Cost, forecast
+from draftproof.advise.predict import Cost, forecast, predict, verdict
 from draftproof.bench.cells import Spread
 
 ROW, PASS = 0.4, 5.0
@@ -67,3 +67,10 @@ def test_the_larger_part_of_what_a_round_takes_longer_is_its_reason(seconds: tup
     plain = made("none", 1.0, free_rows=_free_rows(passes, 1), passes=passes)
     one = forecast(heard(2.0, 1.5), plain, made("ngram", 2.0, nodes=2.0))
     assert one is not None and said in one.reason and "2.00× a plain one" in one.reason
+
+
+def test_a_gain_whose_interval_has_no_gain_in_it_is_not_shown() -> None:
+    unsure = {**heard(1.0), "acceptance_length_interval": {"low": 0.8, "high": 5.0}}
+    for cell, shown in ((heard(1.0), True), (unsure, False)):
+        said = verdict(predict([cell], [made("none", 1.0), made("ngram", 1.2, nodes=1.0)]))
+        assert ("not shown" not in said) is shown

@@ -290,7 +290,9 @@ def test_the_command_reads_documents(tmp_path: Path, capsys: pytest.CaptureFixtu
     document = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert document["thresholds"] == {"a": 1, "b": 1, "all": 1} and "compute-bound" in document["verdict"]
     assert document["check"]["judged"] == 1
-    assert command(arguments) == 0 and "Verdict: " in capsys.readouterr().out
+    assert command(arguments) == 0
+    said = capsys.readouterr().out
+    assert "Verdict: " in said and "a up to 1 concurrent, b up to 1 concurrent, all up to 1 concurrent" in said
     assert command(["advise", "--audition", str(heard)]) == 2 and "no LOG" in capsys.readouterr().err
     heard.write_text("nothing")
     assert command(arguments) == 1 and "no JSON document" in capsys.readouterr().err

@@ -212,5 +212,5 @@ def verdict(forecasts: Sequence[Forecast]) -> str:
             said.append(f"{where}: {one.reason}")
         else:
             said.append(f"{where}: {one.drafter} at depth {one.depth}, {one.speedup.median:.2f}× "
-                        f"({one.speedup.low:.2f}–{one.speedup.high:.2f}), {one.reason}")
+                        f"({one.speedup.low:.2f}–{one.speedup.high:.2f}{', not shown' if one.speedup.low <= 1 else ''}), {one.reason}")
     return "; ".join(said) if said else "nothing to say: the audition and the timed rounds have no drafter and depth in common"

@@ -196,4 +196,6 @@ def print_advice(record: Mapping[str, Any], forecasts: Sequence[Forecast]) -> No
         good = found["within_10_percent"]
         share = "none was measured narrowly enough" if good is None else f"{good:.0%} within 10 %"
         click.echo(f"Checked against {len(found['cells'])} measured cells, {found['judged']} of them narrow: {share}.")
+    loads = [f"{name} up to {most} concurrent" if most else f"{name} at no load" for name, most in record["thresholds"].items()]
+    click.echo(f"It pays at the loads looked at: {', '.join(loads)}.")
     click.echo(f"Verdict: {record['verdict']}.")
