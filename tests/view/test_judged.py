@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -103,6 +104,28 @@ def test_the_chart_explains_the_guess_that_stood(sheet: style.Colours) -> None:
     figure, text = said(sheet, *of_two(None, ("rejected", "rejected")))
     assert "p = 0.300" in text and "every u lies beyond" in text
     assert [bar.get_width() for bar in figure.axes[1].patches] == pytest.approx([0.4 / 0.7, 0, 0, 0.1 / 0.7])
+
+
+@drawn
+def test_block_and_lossy_are_drawn_by_their_own_rules(sheet: style.Colours) -> None:
+    record, found = of_two(Q, ("accepted", "rejected"), "block")
+    _, text = said(sheet, record, found)
+    assert "lower bound" not in text and "p/q" not in text and "u = 0.900" in text and "u = 0.100" in text
+    assert [one.limit for one in found.guesses] == [None, None]
+    lossy = {("discarded", "accepted"): "p = 0.200: typical, it stands", ("rejected", "rejected"): "the target’s own choice"}
+    for fates, told in lossy.items():
+        _, text = said(sheet, *of_two(Q, fates, "lossy-typical"))
+        assert told in text and "LOSSY" in text and "target’s choice: it stands" not in text
+
+
+@drawn
+def test_a_residual_without_q_is_a_bound(sheet: style.Colours) -> None:
+    record, _ = of_two(Q, ("rejected", "rejected"))
+    token = record.tokens[0]._replace(draft_alternatives=tuple(Alternative(i, Q[i]) for i in (1, 2)))
+    record = replace(record, nodes=record.nodes[:1], tokens=(token,))
+    found = judgement(RequestStarted("r", 0.0, 3, 0, {"temperature": 1.0}, 1, 0, rule="ratio"), record, 0)
+    assert found.at_most == [True, False, False, True]
+    assert "≤ 0.400" in said(sheet, record, found)[1]
 
 
 @drawn

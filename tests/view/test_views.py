@@ -109,6 +109,28 @@ def test_coins_are_shown_against_the_limits_that_decided(opened: Callable[..., P
     assert rows[1:] == ["1 one 0.500 0.300 discarded", "2 two 0.200 0.286 accepted"] and "guess 2, two, which stood" in page.text()
 
 
+def test_what_is_not_told_of_q_bounds_the_residual(opened: Callable[..., Page]) -> None:
+    one = judged((0.9,), ("rejected",), Q)
+    token = one.tokens[0]._replace(draft_alternatives=tuple(Alternative(i, Q[i]) for i in (1, 2)))
+    page = opened(header(), *request([replace(one, tokens=(token,))], rule="ratio"))
+    page.show("verification", r=0, round=0, token=0)
+    cells = page.js("return [...document.querySelectorAll('main tbody tr')].map((row) => row.lastChild.textContent)")
+    assert cells == ["≤ 0.400", "0.000", "0.000", "≤ 0.100"] and page.js("return document.querySelectorAll('.bar-of.most').length") == 2
+
+
+@pytest.mark.parametrize("stood", [True, False])
+def test_block_and_lossy_are_explained_by_their_own_rules(opened: Callable[..., Page], stood: bool) -> None:
+    one = judged((0.9,), ("accepted" if stood else "rejected",), Q)
+    page = opened(header(), *request([one], rule="block"), *request([one], "r1", "lossy-typical"))
+    page.show("verification", r=0, round=0, token=0)
+    assert "min(1, p/q)" not in page.text() and "lower bound" not in page.text() and page.js("return !document.querySelector('svg.chart')")
+    assert page.js("return document.querySelector('main tbody tr').innerText.split('\\t')") == ["1", "one", "0.900", one.nodes[0].fate]
+    page.show("verification", r=1, round=0, token=0)
+    assert "whatever was guessed" not in page.text() and "typical" in page.text() and "0.09" in page.text()
+    assert ("one stood, with p = 0.300" if stood else "one (p = 0.300) did not stand") in page.text()
+    assert ("log p + g" in page.text()) == (not stood)
+
+
 def test_the_page_s_limits_are_the_chart_s(opened: Callable[..., Page]) -> None:
     page, started = opened(header(), *request(JUDGED, rule="ratio")), request([], rule="ratio")[0]
     assert isinstance(started, RequestStarted)

@@ -8,7 +8,6 @@ from typing import NamedTuple
 from ..types import Fate
 from .events import NodeRecord, RequestStarted, RoundDone
 
-JOINT = ("ratio", "block")        # the rules that throw a coin
 TINY = 1e-300
 
 
@@ -36,7 +35,8 @@ def _perturbed(chance: float | None, g: float) -> float | None:
 
 
 class Guess(NamedTuple):
-    """A guess of one place. limit: what its coin had to be below; None under match, and where the trace holds too little of the laws."""
+    """A guess of one place. limit: what its coin had to be below; None but under `ratio`, and where the trace holds too little of the
+    laws, as it does of `block`, whose coins judge prefixes."""
 
     candidate: Candidate
     fate: Fate
@@ -47,7 +47,8 @@ class Guess(NamedTuple):
 class Judgement(NamedTuple):
     """Candidates come likeliest first, guesses in the order in which they were judged. greedy: temperature 0, without noise.
 
-    left: of p under `ratio` and `block`, candidate by candidate, where the guesses with a limit were refused.
+    left: of p under `ratio`, candidate by candidate, where the guesses with a limit were refused; at most that where `at_most` is true,
+    for the trace does not tell q there.
     """
 
     candidates: list[Candidate]
@@ -61,6 +62,11 @@ class Judgement(NamedTuple):
     def decisive(self) -> Guess | None:
         """The guess that stood, else the first one."""
         return next((one for one in self.guesses if one.fate == "accepted"), self.guesses[0] if self.guesses else None)
+
+    @property
+    def at_most(self) -> list[bool]:
+        points = all(one.candidate.q is None for one in self.guesses)
+        return [not points and one.q is None and left > 0 for one, left in zip(self.candidates, self.left, strict=True)]
 
     @property
     def guess(self) -> Candidate | None:
@@ -88,7 +94,7 @@ def judgement(request: RequestStarted, record: RoundDone, place: int) -> Judgeme
     noise = dict.fromkeys(rows, 0.0) if greedy else _noise(request, record.position + place, list(rows))
     found = [Candidate(key, row.get("p"), row.get("q"), noise[key], key in drafted, key == token.token) for key, row in rows.items()]
     found.sort(key=lambda one: -(one.p or 0.0))
-    limits, left = _refusals(found, nodes) if request.rule in JOINT else ([None] * len(nodes), {})
+    limits, left = _refusals(found, nodes) if request.rule == "ratio" else ([None] * len(nodes), {})
     known = {one.token: one for one in found}
     guesses = [Guess(known[node.token], node.fate, node.coin, limit) for node, limit in zip(nodes, limits, strict=True)]
     return Judgement(found, greedy, request.rule, token.role, guesses, [left.get(one.token, 0.0) for one in found])

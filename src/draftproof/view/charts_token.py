@@ -135,8 +135,11 @@ def verification(figure: Any, colours: Colours, data: Any) -> None:
     heading = f"Round {record.round}, token {place + 1} of {len(record.tokens)}: {emitted}, {judged.role}"
     no_law = "; this drafter tells no q" if judged.guess is not None and not has_law else ""
     title(laws, heading, f"★ emitted  ◇ guessed{no_law}", colours)
-    joint = judged.rule in ("ratio", "block") and judged.coin is not None
-    (toss if joint else race)(decision, colours, judged, shown, height, [words(piece(one.token), 14) for one in shown])
+    if judged.rule == "block" and judged.coin is not None:
+        prefixes(decision, colours, record, piece)
+    else:
+        joint = judged.rule == "ratio" and judged.coin is not None
+        (toss if joint else race)(decision, colours, judged, shown, height, [words(piece(one.token), 14) for one in shown])
 
 
 def race(axes: Any, colours: Colours, judged: Any, shown: Sequence[Any], height: int, _: Sequence[str]) -> None:
@@ -159,11 +162,16 @@ def race(axes: Any, colours: Colours, judged: Any, shown: Sequence[Any], height:
         f"{'one of the guesses' if several else 'the guess'} is the target’s choice: it stands" if judged.decisive.fate == "accepted" else \
         "the guesses are other tokens: they fall" if several else "the guess is another token: it falls"
     how = "temperature 0, no noise" if judged.greedy else "furthest right wins"
-    title(axes, "The same noise for both models", f"{how}; {outcome}", colours)
+    heading = "The same noise for both models"
+    if judged.rule.startswith("lossy"):
+        heading, stood = "LOSSY: what the target finds typical stands", judged.decisive is not None and judged.decisive.fate == "accepted"
+        outcome = f"p = {chance(judged.guess.p)}: typical, it stands" if stood else "no typical guess: the target’s own choice"
+        how = "whatever the noise says" if stood else how
+    title(axes, heading, f"{how}; {outcome}", colours)
 
 
 def toss(axes: Any, colours: Colours, judged: Any, shown: Sequence[Any], height: int, names: Sequence[str]) -> None:
-    """Rules ratio and block: the coin of the guess that stood, or of the first, against its limit; and what is left of p behind all."""
+    """Rule ratio: the coin of the guess that stood, or of the first, against its limit; and what is left of p behind all."""
     one, several = judged.decisive, len(judged.guesses) > 1
     order = judged.guesses.index(one) + 1
     limit_name = ("p" if one.candidate.q is None else "min(1, p/q)") if order == 1 else f"limit of guess {order}"
@@ -183,7 +191,12 @@ def toss(axes: Any, colours: Colours, judged: Any, shown: Sequence[Any], height:
     coin.set_axis_off()
     refused = sum(guess.limit is not None for guess in judged.guesses)
     residual = "residual max(0, p − q)" if not several else f"left of p behind {refused} refused"
-    axes.barh(range(len(shown)), judged.left[:len(shown)], height=0.5, color=colours["correction"])
+    bars = axes.barh(range(len(shown)), judged.left[:len(shown)], height=0.5, color=colours["correction"])
+    for line, (bar, at_most) in enumerate(zip(bars, judged.at_most, strict=False)):
+        if at_most:                                          # the trace does not tell q, which may take some of it away
+            bar.set(facecolor=colours["correction-back"], edgecolor=colours["correction"], hatch="///")
+            axes.annotate(f"≤ {chance(judged.left[line])}", (judged.left[line], line), xytext=(4, 0), textcoords="offset points",
+                          va="center", fontsize=9)
     axes.set(yticks=range(len(shown)), ylim=(height - 0.4, -0.6 - 0.55 * height), xlabel=f"{residual}, of these candidates")
     axes.set_yticklabels(names)
     axes.spines["left"].set_visible(False)
@@ -191,6 +204,19 @@ def toss(axes: Any, colours: Colours, judged: Any, shown: Sequence[Any], height:
     outcome = "u lies below: the guess stands" if one.fate == "accepted" else "u lies beyond: a draw from the residual replaces it"
     if several:
         outcome = f"guess {order} of {len(judged.guesses)}; " + (outcome if one.fate == "accepted" else "every u lies beyond its limit")
-    if judged.rule == "block":
-        outcome = "rule block judges the whole guess; this token’s own bar is a lower bound"
     title(axes, "A coin against p/q", outcome, colours)
+
+
+def prefixes(axes: Any, colours: Colours, record: Any, piece: Piece) -> None:
+    """Rule block: the coin of every prefix of the guess; their limits need whole laws, which no trace holds."""
+    nodes = record.nodes[:MOST_CANDIDATES]
+    for line, node in enumerate(nodes):
+        axes.plot([node.coin], [line], marker="o" if node.fate == "accepted" else "X", markersize=9, color=colours[node.fate])
+        axes.annotate(f"u = {node.coin:.3f}", (node.coin, line), xytext=(0, 9), textcoords="offset points", fontsize=9.5,
+                      ha="left" if node.coin < 0.2 else "right" if node.coin > 0.8 else "center")
+    axes.set(yticks=range(len(nodes)), ylim=(max(len(nodes), 4) - 0.4, -0.7), xlim=(-0.02, 1.02),
+             xlabel="coin of the prefix that ends here")
+    axes.set_yticklabels([f"{GLYPHS[node.fate]}{i}: {words(piece(node.token), 12)}" for i, node in enumerate(nodes, 1)])
+    axes.grid(True, axis="x")
+    stood = sum(node.fate == "accepted" for node in record.nodes)
+    title(axes, "A coin for every prefix", f"the longest below its own limit stands: here {stood} of {len(record.nodes)} tokens", colours)

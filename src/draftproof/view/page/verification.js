@@ -1,4 +1,5 @@
-// How one token was judged. Under `match` target and drafter run the same race with the same noise; under `ratio` and `block` a coin falls.
+// How one token was judged. Under `match` target and drafter run the same race with the same noise; under `ratio` and `block`
+// coins fall; `lossy-typical` asks whether a guess is typical.
 
 import { button, chance, h, label, number, panel, svg, table } from './dom.js';
 import { gumbel, noiseKey } from './noise.js';
@@ -82,7 +83,9 @@ function toss(trace, request, record, { rows, step }) {
       : [svg('rect', { class: 'yes', x: x(0), y: 22, width: x(limit) - x(0), height: 22 }), svg('rect', { class: 'no', x: x(limit), y: 22, width: x(1) - x(limit), height: 22 }),
         svg('text', { x: x(limit), y: 62, 'text-anchor': side(limit) }, `${of} = ${chance(limit)}`)],
     u === null ? null : [svg('line', { class: 'coin', x1: x(u), x2: x(u), y1: 14, y2: 50 }), svg('text', { x: x(u), y: 10, 'text-anchor': side(u) }, `u = ${chance(u)}`)]);
-  const most = Math.max(...left.values()), refused = limits.filter((one) => one !== null).length;
+  // what the trace does not tell of q may take some of this away
+  const most = Math.max(...left.values()), rest = (one) => (one.p === null ? '–' : [bar(most ? left.get(one.token) / most : 0, 1, atMost(one) ? 'r most' : 'r'), atMost(one) ? '≤ ' : '', chance(left.get(one.token))]);
+  const atMost = (one) => !points && one.q === null && left.get(one.token) > 0, refused = limits.filter((one) => one !== null).length;
   const head = several ? `left of p behind ${refused} refused` : 'residual max(0, p − q)';
   const rule = several ? `Several guesses stand at this place; they are judged in order, each against what the refused ones left of p. The coin below is that of guess ${order + 1}, ${name(node.token)}, which ${node.fate === 'accepted' ? 'stood' : 'was refused, as were the others'}.`
     : points ? 'This drafter tells no q: its guess is certain for it (q = 1), and stands if the coin u falls below p. A refused guess is replaced by a draw from p without it.'
@@ -92,10 +95,39 @@ function toss(trace, request, record, { rows, step }) {
     several ? table('guesses of this place, in the order in which they are judged', ['guess', 'token', 'coin u', 'limit', 'fate'], nodes.map((one, i) =>
       [i + 1, name(one.token), chance(one.coin), chance(limits[i]), h('span', { title: ROLE_NAMES[one.fate] }, one.fate)])) : null,
     table('the two distributions and the residual', ['token', 'p (target)', 'q (draft)', head], rows.map((one) =>
-      [name(one.token), [bar(one.p ?? 0, 1, 'p'), chance(one.p)], [bar(one.q ?? 0, 1, 'q'), chance(one.q)], [bar(most ? left.get(one.token) / most : 0, 1, 'r'), chance(left.get(one.token))]])),
-    h('p', { class: 'quiet' }, 'The trace holds the likeliest tokens only; the residual shown is over these.'),
+      [name(one.token), [bar(one.p ?? 0, 1, 'p'), chance(one.p)], [bar(one.q ?? 0, 1, 'q'), chance(one.q)], rest(one)])),
+    h('p', { class: 'quiet' }, `The trace holds the likeliest tokens only; the residual shown is over these.${rows.some(atMost) ? ' Where q is not told, the residual is at most what is hatched.' : ''}`),
   ];
 }
+
+/** Rule block: every prefix of the guess has a coin; its limits need whole laws, which no trace holds. */
+function prefixes(trace, request, record, { rows, step }) {
+  const name = (token) => label(trace.piece(token, request), 24), stood = record.nodes.filter((node) => node.fate === 'accepted').length;
+  return [
+    h('p', null, `Rule block judges the whole guess at once: the longest prefix whose coin u falls below its own limit stands, whatever happened to shorter ones. The limit follows from p and q of all its tokens and of the place behind it, so no coin here is to be held against p/q of one token. Here ${stood} of ${record.nodes.length} stood${stood < record.nodes.length ? ', and a draw from what they left of p replaced the next' : ''}.`),
+    table('the coins of this round', ['tokens of the prefix', 'its last token', 'coin u', 'fate'], record.nodes.map((node, i) => [i + 1, name(node.token), chance(node.coin), h('span', { title: ROLE_NAMES[node.fate] }, node.fate)])),
+    laws(trace, request, rows, step),
+  ];
+}
+
+/** As core/typical.py: a likelier token always stands; the flatter the law, the lower the limit. */
+const EPSILON = 0.09, DELTA = 0.3;
+
+function lossy(trace, request, record, found) {
+  const { step, rows } = found, guesses = step.siblings.map((i) => record.nodes[i]), name = (token) => label(trace.piece(token, request), 24);
+  const rule = `Rule lossy-typical: a guess stands if the target finds it typical, which is where p lies above min(${EPSILON}, ${DELTA} · exp(−H)); H is the entropy of p. So p above ${EPSILON} always stands; a limit below that needs all of p, which no trace holds. The text is not the target’s own: LOSSY.`;
+  if (step.node !== null) {
+    const node = record.nodes[step.node];
+    return [h('p', null, `${rule} Here ${name(node.token)} stood, with p = ${chance(node.p)}, whether or not the target would have chosen it.`), laws(trace, request, rows, step)];
+  }
+  const fell = guesses.length ? `Here ${guesses.map((node) => `${name(node.token)} (p = ${chance(node.p)})`).join(', ')} did not stand` : 'Nothing was guessed at this place';
+  return [h('p', null, `${rule} ${fell}; the target’s own choice follows.`), ...race(trace, request, found).slice(1)];
+}
+
+/** p and q of the candidates; ★ was emitted. */
+const laws = (trace, request, rows, step) => table('candidates of this place', ['token', 'p (target)', 'q (draft)'], rows.map((one) =>
+  [h('span', { class: one.token === step.token.token ? 'won' : null }, `${one.token === step.token.token ? '★ ' : ''}${label(trace.piece(one.token, request), 24)}`),
+    [bar(one.p ?? 0, 1, 'p'), chance(one.p)], [bar(one.q ?? 0, 1, 'q'), chance(one.q)]]));
 
 export const verificationView = {
   id: 'verification', title: 'Verification',
@@ -106,14 +138,12 @@ export const verificationView = {
       const record = trace.record(i), j = Math.min(token, record.tokens.length - 1);
       if (j < 0) return place.replaceChildren(h('p', null, 'This round emitted nothing.'));
       const picks = record.tokens.map((one, k) => h('a', { class: `pick tok ${one.role}`, href: link('verification', { round: ordinal, token: k }), 'aria-current': k === j ? 'true' : null }, label(trace.piece(one.token, request), 16)));
-      const one = record.tokens[j], joint = request.rule === 'ratio' || request.rule === 'block';
+      const one = record.tokens[j], explain = { ratio: toss, block: prefixes, 'lossy-typical': lossy }[request.rule];
       const parts = [h('p', { 'aria-live': 'polite' }, `Round ${record.round}, token ${j + 1} of ${record.tokens.length}: ${one.role}. Rule ${label(request.rule)}.`), h('nav', { class: 'bar', 'aria-label': 'tokens of the round' }, picks)];
       if (one.p === undefined) parts.push(h('p', { class: 'notice' }, request.header.machine.imported ? `This trace was imported from ${label(String(request.header.machine.imported))}, which tells no probabilities.`
         : 'This trace was written at level summary: it has no probabilities. Write one with --trace-level full to see how each token was judged.'));
-      else if (joint) {
-        if (request.rule === 'block') parts.push(h('p', null, 'Rule block judges the whole guess at once: it keeps the longest prefix whose coin falls below the prefix’s joint ratio, so one token’s bar below is a lower bound, not the whole story.'));
-        parts.push(...toss(trace, request, record, candidates(trace, request, record, j)));
-      } else parts.push(...race(trace, request, candidates(trace, request, record, j)));
+      else if (explain) parts.push(...explain(trace, request, record, candidates(trace, request, record, j)));
+      else parts.push(...race(trace, request, candidates(trace, request, record, j)));
       const next = (step) => button(step < 0 ? '← token' : 'token →', () => ctx.go('verification', { round: ordinal, token: Math.max(0, j + step) }), { disabled: j + step < 0 || j + step >= record.tokens.length });
       return place.replaceChildren(...parts.filter(Boolean), h('div', { class: 'bar' }, next(-1), next(1)));
     };
