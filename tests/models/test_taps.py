@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from draftproof.models.heads.eagle3 import default_taps, distinct_taps
 from draftproof.models.taps import SideBySide, abreast, rows_at, stacked
 
 
@@ -22,3 +23,10 @@ def test_side_by_side_is_a_mapping_of_layers_like_any_other() -> None:
     assert rows_at(ours, slice(0, 5)) is ours and abreast(ours, (2, 5, 7)).data_ptr() == whole.data_ptr(), "nothing is copied"
     both = stacked((ours, rows_at(ours, slice(1, 3))))
     assert torch.equal(both[5], torch.cat((plain[5], plain[5][1:3])))
+
+
+@pytest.mark.parametrize("layers", range(1, 40))
+def test_a_new_head_reads_no_layer_twice_where_there_are_enough_and_the_usual_ones_where_they_differ(layers: int) -> None:
+    taps, usual = distinct_taps(layers), default_taps(layers)
+    assert taps == usual if not 4 <= layers <= 6 else sorted(set(taps)) == list(taps) and taps[-1] == layers - 2
+    assert len(set(taps)) == 3 or layers < 4

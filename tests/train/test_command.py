@@ -6,6 +6,8 @@ import gzip
 import importlib.util
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -148,12 +150,30 @@ def test_what_would_do_nothing_or_cannot_be_is_told_before_the_target_is_loaded(
         ("mlp", ["--lr", "-1"], "above 0"), ("mlp", ["--lr", "nan"], "above 0"), ("mlp", ["--lr", "inf"], "above 0"),
         ("mlp", ["--seed", "-5"], "--seed"), ("mlp", ["--replaces", "modle:x"], "unknown drafter 'modle'"),
         ("mlp", ["--answers", str(tmp_path / "no" / "a.jsonl")], "--answers"), ("mlp", ["--data", str(packed)], "gzip"),
-        ("mlp", ["--init", str(builtin("eagle3"))], "a head for drafter eagle3"), ("mlp", ["--mix", os.devnull], "no plain file"),
+        ("mlp", ["--init", str(builtin("eagle3"))], "eagle3; expected one for mlp: name another folder, or train eagle3"),
+        ("eagle2", [], "train eagle, and serve it as eagle2:DIR"), ("mlp", ["--draft-device", "cpu"], "--draft-device does nothing here"),
+        ("mlp", ["--mix", os.devnull], "no plain file"),
     ):
         assert run(["train", kind, "--target", "org/unknown", "--data", str(log), "--out", str(tmp_path / "x"), *wish]) in (1, 2)
         told = capsys.readouterr().err
         assert said in told and len(told.strip().splitlines()) == 1, (kind, wish, told)
     assert not (tmp_path / "x.training").exists()
+
+
+@pytest.mark.parametrize("wish", [["train", "eagle3"], ["extract", "--layers", "1"]])
+def test_a_log_that_is_not_there_is_told_before_torch_is_loaded(wish: list[str], tmp_path: Path) -> None:
+    program = ("import sys; from draftproof.cli import run; code = run(sys.argv[1:]); "
+               "sys.exit(str({'torch', 'transformers'} & set(sys.modules) or '') or code)")
+    more = ["--target", str(builtin("target")), "--data", str(tmp_path / "none"), "--out", str(tmp_path / "x")]
+    done = subprocess.run([sys.executable, "-c", program, *wish, *more], capture_output=True, text=True)
+    assert done.returncode == 1 and "does not exist" in done.stderr and "{" not in done.stderr
+
+
+def test_an_option_that_is_always_refused_is_not_offered(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["train", "--help"]) == 0
+    told = capsys.readouterr().out
+    assert "--dtype" in told and "--quantization" not in told and "--draft-device" not in told
+    assert run(["extract", "--help"]) == 0 and "--quantization" in capsys.readouterr().out
 
 
 def test_a_second_run_from_what_the_first_one_published_trains(target: Path, log: Path, tmp_path: Path,
@@ -216,5 +236,8 @@ def test_extract_from_the_command_line(target: Path, log: Path, tmp_path: Path, 
     wish = ["extract", "--target", str(target), "--data", str(log), "--threads", "1", "--out", str(tmp_path / "states"), "--layers"]
     assert run([*wish, "one"]) == 2
     monkeypatch.setattr(console, "TOLD_S", 0.0)
-    assert run([*wish, "1,5"]) == 0 and "12 texts" in capsys.readouterr().err
+    assert run([*wish, "1,5", "--json"]) == 0
+    told = capsys.readouterr()
+    assert "12 texts\n" in told.err and "12 texts in 1 shard:" in told.err
+    assert json.loads(told.out)["texts"] == 12 and json.loads(told.out)["shards"] == 1 and json.loads(told.out)["tokens"] > 12
     assert json.loads((tmp_path / "states" / "index.json").read_text())["layers"] == [1, 5]

@@ -70,6 +70,11 @@ class Pace:
         self.say(f"{done}{f'/{self.total}' if self.total else ''} {self.what}{left}")
 
 
+def counted(count: int, what: str) -> str:
+    """1 text, 2 texts."""
+    return f"{count} {what}" if count == 1 else f"{count} {what}s"
+
+
 def remaining(seconds: float) -> str:
     """about 40 s left, about 4 min left, about 2.5 h left."""
     if seconds < 99.5:

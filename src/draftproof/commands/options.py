@@ -125,6 +125,16 @@ def stacked(*decorators: Decorator[Any]) -> Decorator[Any]:
     return apply
 
 
+def unlisted(*names: str) -> Decorator[Any]:
+    """The options of these names, given below this line, stay out of the help: the command refuses them, and says why."""
+    def apply(function: Any) -> Any:
+        for option in function.__click_params__:
+            option.hidden = option.hidden or option.name in names
+        return function
+
+    return apply
+
+
 target_option = click.option("--target", metavar="PATH|ID", help="A model folder or a hub id.  [default: the built-in demo model]")
 
 load_options = stacked(

@@ -12,7 +12,7 @@ import click
 from ..config import LoadConfig
 from ..errors import Failure, OptionError
 from . import options as o
-from .console import Pace, emit_json, facts_lines, note, remaining
+from .console import Pace, counted, emit_json, facts_lines, note, remaining
 
 if TYPE_CHECKING:
     from ..audition.logs import Skipped
@@ -38,13 +38,22 @@ class Layers(click.ParamType[tuple[int, ...]]):
         return tuple(int(part) for part in parts)
 
 
+class Kind(click.Choice[str]):
+    """A kind of drafter, by the name under which it is trained."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        if value == "eagle2":
+            self.fail("eagle2 is another way to use an eagle head: train eagle, and serve it as eagle2:DIR", param, ctx)
+        return super().convert(value, param, ctx)
+
+
 DATA = click.option("--data", type=click.Path(dir_okay=False, path_type=Path), required=True, metavar="LOG",
                     help="Traffic: OpenAI chat or request/response pairs, ShareGPT, our traces, {prompt} or {text} lines, or a .txt file.")
 KINDS = ("eagle", "eagle3", "medusa", "hydra", "mlp", "mtp", "pard", "dflash", "dspark", "model")
 
 
 @click.command(short_help="Train a drafter on a log of traffic.")
-@click.argument("kind", type=click.Choice(KINDS))
+@click.argument("kind", type=Kind(KINDS))
 @o.target_option
 @DATA
 @click.option("--out", type=click.Path(file_okay=False, path_type=Path), required=True, metavar="DIR",
@@ -63,7 +72,9 @@ KINDS = ("eagle", "eagle3", "medusa", "hydra", "mlp", "mtp", "pard", "dflash", "
 @click.option("--layers", type=click.IntRange(1), metavar="N", help="Layers of a new head.  [default: the family's]")
 @click.option("--depth", type=click.IntRange(1), metavar="N", help="Tokens guessed, or steps unrolled.  [default: the family's]")
 @click.option("--mask-token", type=click.IntRange(0), metavar="ID", help="Of pard, dflash, dspark: a token that no text holds.")
-@click.option("--taps", type=Layers(), help="Of eagle3: 0-based layers of the target whose outputs it reads.  [default: 1, L/2 - 1, L - 4]")
+@click.option("--taps", type=Layers(),
+              help="Of eagle3: 0-based layers of the target whose outputs it reads.  "
+                   "[default: 1, L/2 - 1, L - 4; of 4 to 6 layers 0, L/2 - 1, L - 2]")
 @click.option("--accept-at", type=click.FloatRange(0.1, 2), metavar="TEMPERATURE",
               help="Of eagle3: learn to be accepted at this temperature, a second run from --init.  [default: to know the target's law]")
 @click.option("--shared", is_flag=True, help="Of mlp: use the target's embedding and output matrix instead of own ones.")
@@ -80,6 +91,7 @@ KINDS = ("eagle", "eagle3", "medusa", "hydra", "mlp", "mtp", "pard", "dflash", "
               help="torch's precision of float32 products while learning. medium multiplies bfloat16 where the processor can: 1.7 times "
                    "as many steps with AMX, little elsewhere.")
 @click.option("--replaces", metavar="SPEC", help="The drafter it must beat when served.  [default: what is in --out, if anything]")
+@o.unlisted("quantization", "draft_device")
 @o.load_options
 @o.json_option
 def train(kind: str, target: str | None, data: Path, out: Path, as_json: bool, **given: Any) -> int:
@@ -88,14 +100,16 @@ def train(kind: str, target: str | None, data: Path, out: Path, as_json: bool, *
     Killed at any moment, the same command goes on where it was. Working files are in OUT.training. On several GPUs:
     accelerate launch --num_processes N -m draftproof train …
     """
-    from ..train.families import Wish
     from ..train.place import Place
+
+    _check(target, data, given)
+    place = Place.of(out, target)
+    from ..train.families import Wish  # from here on torch is loaded
     from ..train.team import join
 
     wish = Wish(*(given[name] for name in ("init", "draft_vocab", "layers", "depth", "mask_token", "shared", "taps", "accept_at")))
     wish.check(kind)
-    _check(target, data, given)
-    place, team = Place.of(out, target), join(given["batch"])
+    team = join(given["batch"])
     given["device"] = given["device"] or team.device
     with place.held(kind) if team.leads else nullcontext():
         team.wait()
@@ -105,20 +119,23 @@ def train(kind: str, target: str | None, data: Path, out: Path, as_json: bool, *
 def _check(target: str | None, data: Path, given: dict[str, Any]) -> None:
     """What can be told before anything is loaded."""
     from ..audition.logs import check_log
-    from ..drafters import parse_spec
 
     o.check_target(target)
     if given["quantization"]:
         raise OptionError(f"--quantization {given['quantization']}: rounded weights cannot teach a drafter; leave it out here")
+    if given["draft_device"]:
+        raise OptionError("--draft-device does nothing here: a drafter learns on the target's device; leave it out")
     for log in (data, given["mix"]):
         if log is not None:
             check_log(log)
-    if given["replaces"]:
-        parse_spec(given["replaces"])
     if given["answers"] is not None and not given["answers"].absolute().parent.is_dir():
         raise OptionError(f"--answers {given['answers']}: the folder does not exist; create it, or name a file elsewhere")
     if not 0 < given["lr"] < float("inf"):
         raise OptionError(f"--lr {given['lr']}: expected a number above 0")
+    if given["replaces"]:
+        from ..drafters import parse_spec  # loads torch
+
+        parse_spec(given["replaces"])
 
 
 def _run(kind: str, target: str | None, data: Path, place: Place, wish: Wish, given: dict[str, Any], team: Team, as_json: bool) -> int:
@@ -139,7 +156,8 @@ def _run(kind: str, target: str | None, data: Path, place: Place, wish: Wish, gi
         say(f"{kind}: goes on from the one in the target's checkpoint; --layers N begins a new one")
     task = begin(kind, model, texts, wish)
     size = sum(p.numel() for p in task.module.parameters() if p.requires_grad)
-    say(f"{kind}: {size / 1e6:.2f} M parameters to train, {len(texts)} texts to learn from, {len(held)} held out; processes: {team.size}")
+    say(f"{kind}: {size / 1e6:.2f} M parameters to train, {counted(len(texts), 'text')} to learn from, {len(held)} held out; "
+        f"processes: {team.size}")
     if len(held) < FEW:
         say(f"so few held-out texts ({len(held)}) judge little better than chance; a longer log or a higher --held-out gives more")
     depth = given["depth"] or 4
@@ -220,13 +238,17 @@ def _notes(kind: str, model: Target, wish: Wish, given: dict[str, Any]) -> dict[
 @click.option("--shard-mb", type=click.IntRange(1), default=512, show_default=True, metavar="N",
               help="Size of a shard in megabytes, about.")
 @o.load_options
-def extract(target: str | None, data: Path, layers: tuple[int, ...], out: Path, length: int, shard_mb: int, **given: Any) -> None:
+@o.json_option
+def extract(target: str | None, data: Path, layers: tuple[int, ...], out: Path, length: int, shard_mb: int, as_json: bool,
+            **given: Any) -> None:
     """Dump ids, answer masks and hidden states of every text of a log as safetensors shards with an index."""
     from ..audition.logs import check_log, read_log
-    from ..train.corpus import as_logged
+
+    o.check_target(target)
+    check_log(data)
+    from ..train.corpus import as_logged  # from here on torch is loaded
     from ..train.extract import extract as write
 
-    check_log(data)
     model = _open(target, given)
     for line in facts_lines(model.facts, _loading(given).cache_tokens):
         note(line)
@@ -234,7 +256,11 @@ def extract(target: str | None, data: Path, layers: tuple[int, ...], out: Path, 
     with _complaining(data, note) as skipped:
         index = write(model, as_logged(read_log(data, skipped), model, length, skipped), layers, out, shard_mb << 20,
                       Pace(note, "texts"))
-    note(f"{len(index['texts'])} texts in {index['shards']} shards: {out}")  # type: ignore[arg-type]
+    texts, shards = index["texts"], index["shards"]
+    note(f"{counted(len(texts), 'text')} in {counted(shards, 'shard')}: {out}")
+    if as_json:
+        emit_json({"out": str(out), "texts": len(texts), "shards": shards, "tokens": sum(text["tokens"] for text in texts),
+                   "layers": list(layers), "dtype": index["dtype"], "left_out": skipped.count})
 
 
 def _silent(line: str) -> None:

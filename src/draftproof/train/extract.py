@@ -12,6 +12,7 @@ import json
 import os
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
@@ -24,7 +25,7 @@ from .place import written
 
 
 def extract(target: Target, texts: Iterable[Text], layers: Sequence[int], folder: Path, shard_bytes: int,
-            progress: Callable[[int], None] | None = None) -> dict[str, object]:
+            progress: Callable[[int], None] | None = None) -> dict[str, Any]:
     """Write the shards and, last, the index; returns it. Raises Failure if the folder already holds anything, or there is no text."""
     count = len(target.parts.layers)
     wrong = [layer for layer in layers if not 0 <= layer < count]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..errors import LoadError, OptionError
-from ..models.heads.detect import require
+from ..models.heads.detect import detect
 from ..models.heads.files import HeadFiles, read_files
 from ..models.target import Target
 from .base import Task
@@ -54,7 +54,10 @@ class Wish:
             if self.init is not None and kind not in MODELS and name not in ("depth", "accept_at"):
                 raise OptionError(f"{option} with --init: the drafter in {self.init} has its own; leave one of them out")
         if self.init is not None and kind not in MODELS and not (kind == "mtp" and _whole(self.init)):
-            require(read_files(self.init), kind)
+            found = detect(read_files(self.init))
+            if found != kind:
+                raise LoadError(f"--init {self.init} is a head for drafter {found}; expected one for {kind}: name another folder, or train "
+                                f"{found}")
         if self.init is None and kind == "pard":
             raise OptionError("pard is trained from a small language model: name one with --init")
         if self.init is None and kind == "model":

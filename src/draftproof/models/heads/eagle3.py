@@ -87,7 +87,7 @@ class Eagle3Head(nn.Module):
         """Random weights. ids: sorted target ids of the draft vocabulary, None for all. sizes: hidden, inner, heads, kv_heads,
         head_dim; the target's own where not given. A head of another width than the target's has an embedding of its own."""
         target, shape = text_config(parts), Shape.like(parts, **sizes)
-        head = cls(parts, shape, default_taps(int(target.num_hidden_layers)) if taps is None else taps, ids,
+        head = cls(parts, shape, distinct_taps(int(target.num_hidden_layers)) if taps is None else taps, ids,
                    int(target.vocab_size) if ids is None else ids.shape[0], rope_fields(parts, context), layers,
                    shape.hidden != target.hidden_size, norms, norm_before_residual, norm_output)
         return settle(head, parts)
@@ -162,6 +162,12 @@ def default_taps(layers: int) -> tuple[int, int, int]:
     """What a head without a word about taps was trained on: the outputs of 0-based layers 1, L//2 − 1 and L − 4
     (the same hidden states that enter layers 2, L//2 and L − 3)."""
     return max(0, min(1, layers - 1)), max(0, layers // 2 - 1), max(0, layers - 4)
+
+
+def distinct_taps(layers: int) -> tuple[int, ...]:
+    """`default_taps`; of 4 to 6 layers, where these repeat, the first, the middle and the last one that another layer reads."""
+    usual, last = default_taps(layers), layers - 2
+    return usual if len(set(usual)) == 3 or layers < 4 else (0, last // 2, last)
 
 
 def tap_layers(config: Mapping[str, Any], fc: Tensor, parts: TargetParts, source: str | Path) -> tuple[int, ...]:
