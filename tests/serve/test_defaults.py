@@ -84,3 +84,11 @@ def test_seeds_below_zero(running: Running) -> None:
     found = running.complete(prompt="ab", max_tokens=9, seed=-7)
     assert found["seed"] == 2**63 - 7
     assert found["choices"][0]["text"] == alone(running.target, "ab", Sampling(seed=2**63 - 7, max_tokens=9)).text
+
+
+@pytest.mark.parametrize("path", TEXTS)
+def test_the_model_may_be_left_out(running: Running, path: str) -> None:
+    with running.client() as client:
+        reply = client.post(path, json=BODIES[path])
+    assert reply.status_code == 200 and reply.json()["model"] == running.server.served.name
+    assert running.post(path, {**BODIES[path], "model": "another"}).status_code == 404

@@ -145,7 +145,7 @@ class StructuredOutputs(Strict):
 class Common(Strict):
     """What all three request forms share."""
 
-    model: Name
+    model: Name | None = None                    # the one that is served
     temperature: Annotated[float, Field(ge=0, le=100)] | None = None
     top_p: Annotated[float, Field(ge=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=-1, le=1 << 30)] | None = None
