@@ -99,7 +99,7 @@ class Server:
         return await self._run(request, body.model, lambda headers: translate.responses(body, headers, self.served),
                                ResponsesReply, "resp_")
 
-    async def _run(self, request: Request, model: str, order_of: Callable[[Headers], Order], kind: Callable[[Head], Reply],
+    async def _run(self, request: Request, model: str | None, order_of: Callable[[Headers], Order], kind: Callable[[Head], Reply],
                    prefix: str) -> Response:
         self._known(model)
         headers, tenant = Headers.of(request.headers), request.state.tenant
