@@ -33,7 +33,7 @@ def _message(turn: Any) -> Message:
         raise NotReadable(f"a turn with role {str(said)[:40]!r} and content of type {type(content).__name__}")
     message: dict[str, Any] = {"role": role, "content": text_of(content)}
     if calls := _calls(turn):
-        message["tool_calls"] = [{"id": call.get("id"), "type": "function", "function": {"name": name, "arguments": _parsed(arguments)}}
+        message["tool_calls"] = [{"id": call.get("id"), "type": "function", "function": {"name": name, "arguments": parsed(arguments)}}
                                  for call, name, arguments in calls]
     return message | {name: text_of(turn[name]) for name in ("name", "tool_call_id") if isinstance(turn.get(name), str)}
 
@@ -72,8 +72,8 @@ def _calls(turn: Mapping[str, Any]) -> list[tuple[Mapping[str, Any], str, str]]:
     return found
 
 
-def _parsed(arguments: str) -> Any:
-    """Templates want an object; what is no JSON stays text."""
+def parsed(arguments: str) -> Any:
+    """Templates want the arguments of an earlier call as an object; what is no JSON stays text."""
     try:
         return json.loads(arguments)
     except (ValueError, RecursionError):

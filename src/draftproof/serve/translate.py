@@ -10,6 +10,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from ..audition.turns import parsed
 from ..engine.admit import encode
 from ..errors import DraftproofError, PromptError
 from ..models.tokenizer import Tokenizer
@@ -203,20 +204,12 @@ def _turn(message: Message) -> dict[str, Any]:
     turn: dict[str, Any] = {"role": "system" if message.role == "developer" else message.role, "content": _text(message.content or "")}
     if message.tool_calls:
         turn["tool_calls"] = [{"id": call.id, "type": "function",
-                               "function": {"name": call.function.name, "arguments": _arguments(call.function.arguments)}}
+                               "function": {"name": call.function.name, "arguments": parsed(call.function.arguments)}}
                               for call in message.tool_calls]
     for name in ("name", "tool_call_id"):
         if getattr(message, name) is not None:
             turn[name] = getattr(message, name)
     return turn
-
-
-def _arguments(text: str) -> Any:
-    """Templates want the arguments of an earlier call as an object; what is no JSON stays text."""
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        return text
 
 
 def _order(request: Common, headers: Headers, prompts: tuple[str | tuple[int, ...], ...], *, max_tokens: int | None,
