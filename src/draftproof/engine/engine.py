@@ -32,7 +32,7 @@ from .profile import profile
 from .records import Recorder
 from .sequence import Sequence
 from .setup import check_depth, control_of, draft_bytes, open_drafter, open_target
-from .speculation import Speculation
+from .speculation import UNASKED, Speculation
 from .turn import Turn
 
 
@@ -296,7 +296,6 @@ class Engine:
             self._settle()
         return events
 
-
     def _abandon(self, groups: abc.Sequence[abc.Sequence[Request]]) -> None:
         """Cancel whatever is not done, when its only reader is gone."""
         for handle in (handle for group in groups for handle in group if not handle.done):
@@ -352,7 +351,7 @@ class Engine:
         if state["state"] == "on":
             state["reason"] = seq.reason or "no round yet"
             if not seq.speculate:
-                state.update(state="off", depth=0, reason="the request asked for no drafter")
+                state.update(state="off", depth=0, reason=UNASKED)
         return state
 
     def _header(self) -> TraceStarted:

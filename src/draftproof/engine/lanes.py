@@ -15,7 +15,7 @@ from ..types import Budget, Commit, Draft, Signals, Verdict
 from .control import AutoDepth
 from .costs import PassCosts
 from .sequence import Sequence
-from .speculation import NO_CAP, Speculation
+from .speculation import NO_CAP, UNASKED, Speculation
 
 T = TypeVar("T")
 Part = tuple[Speculation, list[int]]
@@ -57,7 +57,7 @@ class Lanes:
         for i, seq in enumerate(batch):
             if i not in budgets:
                 state, why = self.of(seq).state
-                budgets[i] = Budget(0, 0, "none", "the request asked for no drafter" if state == "on" else why)
+                budgets[i] = Budget(0, 0, "none", UNASKED if state == "on" else why)
         self._planning = perf_counter() - start
         return [budgets[i] for i in range(len(batch))]
 

@@ -26,6 +26,7 @@ log = logging.getLogger("draftproof.engine")
 
 NO_CAP = 1 << 30         # as an operator's cap: none, deeper than any text
 ENDS = "the end of the text is near"
+UNASKED = "the request asked for no drafter"
 INTEGERS = {torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8}
 _granted = lru_cache(maxsize=64)(Budget)         # a plan grants the same for many rounds
 
@@ -141,9 +142,7 @@ class Speculation:
         for seq, (limit, bound), (depth, reason, part, prices) in zip(batch, limits, chosen, strict=True):
             if isinstance(seq.depth, int):
                 depth, reason, prices = seq.depth, "fixed by the request", ()
-            if not seq.speculate:
-                depth, reason = 0, "the request asked for no drafter"
-            elif depth > limit or self.depth_cap == 0:           # under which a controller is not really asked
+            if depth > limit or self.depth_cap == 0:           # under which a controller is not really asked
                 depth, reason = limit, bound
             nodes = max(depth, trees) if depth and trees else depth
             budgets.append(_granted(depth, nodes, part or name, reason, prices[:nodes]))
@@ -230,8 +229,11 @@ class Speculation:
         """Take the drafter out of service for good, saying why."""
         if self.failure:
             return
-        what = f"{error}" if isinstance(error, DrafterError) else f"drafter {self.name} raised {type(error).__name__}: {error}"
-        what = what if what.startswith("drafter ") else f"drafter {self.name}: {what}"
+        who, what = f"drafter {self.name}", f"{error}"
+        if not isinstance(error, DrafterError):
+            what = f"{who} raised {type(error).__name__}: {error}"
+        elif not what.startswith("drafter "):
+            what = f"{who}: {error}"
         self.failure = f"{what}; it is out of service and the text goes on without it"
         log.warning(self.failure, exc_info=None if isinstance(error, DrafterError) else error)
         self.leave_all()
