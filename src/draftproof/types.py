@@ -41,11 +41,12 @@ REFUSED_OPTIONS = {
     "best_of": "generate n samples with n and choose among them yourself",
     "num_beams": "beam search has no exact speculative form; use n samples",
     "use_beam_search": "beam search has no exact speculative form; use n samples",
-    "echo": "the prompt is not scored again; prepend it to the text yourself",
+    "echo": "prepend the prompt to the text yourself; prompt_logprobs says how likely it is",
 }
 
 
-_PLAIN = ("top_k", "min_tokens", "max_tokens", "n", "seed", "logprobs", "stop", "bad_words", "stop_token_ids", "bad_word_ids", "prediction")
+_PLAIN = ("top_k", "min_tokens", "max_tokens", "n", "seed", "logprobs", "prompt_logprobs", "stop", "bad_words", "stop_token_ids",
+          "bad_word_ids", "prediction")
 
 
 def _finite(value: Any) -> bool:
@@ -99,6 +100,7 @@ class Sampling:
     seed: int | None = None               # None: drawn, and reported
     n: int = 1                            # samples; sample i has noise index i
     logprobs: int | None = None           # None: none; k: the chosen token's and the k likeliest tokens'
+    prompt_logprobs: int | None = None    # the same of the prompt's tokens, which costs its cached prefix: all of it is read
     grammar: Mapping[str, Any] | None = None   # structured output: {"json_schema": …}, {"json_object": True}, {"regex": …} or {"lark": …}
     prediction: str | tuple[int, ...] = ()    # what the output will resemble, for drafter `prediction`; changes no token
 
@@ -131,7 +133,9 @@ class Sampling:
         need(whole(self.min_tokens) and 0 <= self.min_tokens <= self.max_tokens, "min_tokens",
              f"an integer in [0, max_tokens={self.max_tokens}]")
         need(whole(self.n) and self.n >= 1, "n", "an integer ≥ 1")
-        need(self.logprobs is None or (whole(self.logprobs) and self.logprobs >= 0), "logprobs", "None or an integer ≥ 0")
+        for name in ("logprobs", "prompt_logprobs"):
+            count = getattr(self, name)
+            need(count is None or (whole(count) and count >= 0), name, "None or an integer ≥ 0")
         need(self.seed is None or (whole(self.seed) and 0 <= self.seed < 2**63), "seed", "an integer in [0, 2**63)")
 
     @classmethod

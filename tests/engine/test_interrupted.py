@@ -163,7 +163,7 @@ def target(request: pytest.FixtureRequest) -> Target:
 
 @pytest.mark.parametrize("kind", ["none", "ngram:min=1,max=2"])
 @pytest.mark.parametrize("when", [1, 2, 3])
-@pytest.mark.parametrize("part", ["laws", "choose", "_note_logprobs"])
+@pytest.mark.parametrize("part", ["laws", "choose", "note_logprobs"])
 def test_between_a_prompt_and_its_first_token(target: Target, part: str, when: int, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of three prompts that one pass has read, the one whose token is chosen, and those whose turn had not come."""
     samplings = [Sampling(temperature=0.9, seed=i, max_tokens=20) for i in range(3)]
@@ -171,7 +171,7 @@ def test_between_a_prompt_and_its_first_token(target: Target, part: str, when: i
     with Engine(target, kind, "auto" if kind == "none" else 3, config=EngineConfig(profile_s=0)) as engine:
         handles = [engine.submit([5, 6, 7], sampling)[0] for sampling in samplings]
         calls: list[int] = []
-        once = Once(getattr(round, part), KeyboardInterrupt(), lambda: calls.append(1) or len(calls) == when, late=part == "_note_logprobs")
+        once = Once(getattr(round, part), KeyboardInterrupt(), lambda: calls.append(1) or len(calls) == when, late=part == "note_logprobs")
         monkeypatch.setattr(round, part, once)
         assert run_out(engine, handles, KeyboardInterrupt) == 1
         for handle, want in zip(handles, plain, strict=True):

@@ -20,7 +20,7 @@ TEXTS = (COMPLETIONS, CHAT, RESPONSES)
 IDLE: list[tuple[str, Any, Any, tuple[str, ...]]] = [
     ("skip_special_tokens", True, False, TEXTS), ("spaces_between_special_tokens", True, False, TEXTS),
     ("include_stop_str_in_output", False, True, TEXTS), ("use_beam_search", False, True, TEXTS), ("length_penalty", 1, 2, TEXTS),
-    ("reasoning_effort", None, "high", (CHAT,)), ("echo", False, True, (COMPLETIONS, CHAT)), ("add_special_tokens", False, True, (CHAT,)),
+    ("reasoning_effort", None, "high", (CHAT,)), ("echo", False, True, (CHAT,)), ("add_special_tokens", False, True, (CHAT,)),
     ("add_generation_prompt", True, False, (CHAT, TOKENIZE)), ("continue_final_message", False, True, (CHAT, TOKENIZE)),
     ("store", False, True, (CHAT, RESPONSES)), ("stop", "", [""], TEXTS), ("stop", [], 7, TEXTS),
 ]

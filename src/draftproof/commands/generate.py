@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 @o.sampling_options
 @o.setting(Sampling, "n", "--n", type=int, metavar="N", help="Samples; sample i has its own noise.")
 @o.setting(Sampling, "logprobs", type=int, metavar="K", help="Log-probability of each token and of the K likeliest (in --json).")
+@o.setting(Sampling, "prompt_logprobs", type=int, metavar="K", help="The same of the prompt's tokens (in --json).")
 @o.setting(Sampling, "prediction", type=o.TextFile(), help="What the text will resemble, such as a file to be edited.")
 @click.option("--prompt-ids", type=o.TokenIds(), help="Token ids instead of PROMPT.")
 @o.load_options
@@ -38,8 +39,9 @@ def generate(prompt: str | None, target: str | None, prompt_ids: tuple[int, ...]
              show: bool, **given: Any) -> None:
     """Generate text from PROMPT; - reads standard input as it is, newlines included."""
     sampling, settings = o.sampling_of(given), o.settings_of(given)
-    if sampling.logprobs is not None and not as_json:
-        raise OptionError("--logprobs without --json: log-probabilities are part of the JSON document only")
+    for name in ("logprobs", "prompt_logprobs"):
+        if getattr(sampling, name) is not None and not as_json:
+            raise OptionError(f"--{name.replace('_', '-')} without --json: log-probabilities are part of the JSON document only")
     text = read_prompt(prompt, prompt_ids)
     o.check_prediction(sampling, settings.speculation.drafter)
     if show and not given.get("trace_file"):
@@ -95,7 +97,8 @@ def print_samples(done: Sequence[Completion]) -> None:
 
 
 def document(done: Sequence[Completion]) -> dict[str, Any]:
-    """`generate --json`. Several samples stand in "samples" too, and log-probabilities in "logprobs", if they were asked for."""
+    """`generate --json`. Several samples stand in "samples" too, and log-probabilities in "logprobs" and "prompt_logprobs", if they were
+    asked for."""
     documents = [_sample(completion) for completion in done]
     return documents[0] if len(documents) == 1 else {**documents[0], "samples": documents}
 
@@ -106,7 +109,8 @@ def _sample(done: Completion) -> dict[str, Any]:
         "prompt_tokens": done.prompt_tokens, "completion_tokens": done.completion_tokens,
         "finish_reason": done.finish_reason, "seed": done.seed, "metrics": done.metrics, "speculation": done.speculation,
     }
-    if done.logprobs is not None:
-        record["logprobs"] = [{"token_id": t.token_id, "logprob": t.logprob,
-                               "top": [{"token_id": a.token, "logprob": a.probability} for a in t.top]} for t in done.logprobs]
+    for name in ("logprobs", "prompt_logprobs"):
+        if getattr(done, name) is not None:
+            record[name] = [{"token_id": t.token_id, "logprob": t.logprob,
+                             "top": [{"token_id": a.token, "logprob": a.probability} for a in t.top]} for t in getattr(done, name)]
     return record

@@ -155,7 +155,7 @@ def resolve(target: Target, sampling: Sampling) -> Sampling:
 
 def check_limits(sampling: Sampling, most_samples: int, most_logprobs: int) -> None:
     """Raises OptionError for a request that would take more than its share, whoever sends it."""
-    for name, most in (("n", most_samples), ("logprobs", most_logprobs)):
+    for name, most in (("n", most_samples), ("logprobs", most_logprobs), ("prompt_logprobs", most_logprobs)):
         if (getattr(sampling, name) or 0) > most:
             raise OptionError(f"{name}={getattr(sampling, name)}: expected at most {most}")
 

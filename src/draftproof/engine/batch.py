@@ -10,12 +10,15 @@ import torch
 
 from ..errors import CacheFull
 from ..models.taps import rows_at, rows_in, stacked
-from ..models.target import Target
-from ..types import Commit, FinishReason, Signals
+from ..models.target import Slot, Target
+from ..types import Commit, Draft, FinishReason, Scores, Signals
 from .lanes import Lanes
+from .logprobs import note_prompt
 from .records import Recorder
 from .round import Rounds
 from .sequence import Sequence, Status
+
+SCORED = 1 << 26        # logits that one pass over prompts makes, where all of a prompt's are asked for: a quarter of a gigabyte
 
 
 class Batch:
@@ -81,7 +84,8 @@ class Batch:
             if self.live and not self.target.fits(self.reach(seq)):
                 return
             try:
-                seq.slot = self.target.open(seq.prompt, seq.tenant, self.reach(seq) - seq.prompt_tokens)
+                known = seq.prompt[:1] if _told(seq) else seq.prompt     # of a cached prefix nobody knows the logits
+                seq.slot = self.target.open(known, seq.tenant, self.reach(seq) - len(known))
             except CacheFull as full:
                 if self.live:
                     return
@@ -93,18 +97,26 @@ class Batch:
             self.recorder.started(seq, seq.slot.length)
 
     def _prefill(self, batch: list[Sequence]) -> list[tuple[Sequence, Commit]]:
-        """One chunk of every prompt, all in one pass; a prompt that is complete gets its first token."""
+        """One chunk of every prompt; a prompt that is complete gets its first token."""
+        told = [seq for seq in batch if _told(seq)]
+        return self._read([seq for seq in batch if not _told(seq)], self._chunk) + \
+            self._read(told, min(self._chunk, max(1, SCORED // (self.target.vocab_size * (len(told) or 1)))))
+
+    def _read(self, batch: list[Sequence], width: int) -> list[tuple[Sequence, Commit]]:
+        """So many tokens of every prompt, all in one pass; of prompts whose log-probabilities are all told, or of none of them."""
         if not batch:
             return []
         start = perf_counter()
         slots = [seq.slot for seq in batch if seq.slot is not None]
-        for seq, slot in zip(batch, slots, strict=True):
-            if slot.length == seq.prompt_tokens:             # read to its end by a step that was interrupted: its last token again
-                self.target.truncate(slot, slot.length - 1)
+        for seq, slot in zip(batch, slots, strict=True):     # what a step that was interrupted has read: its last token again
+            known = max(0, len(seq.prompt_logprobs) - 1) if _told(seq) else seq.prompt_tokens - 1
+            if slot.length > known:
+                self.target.rewind(slot, ())
+                self.target.truncate(slot, known)
         starts = [slot.length for slot in slots]
-        chunks = [torch.tensor(seq.prompt[at:at + self._chunk], device=self.target.device) for seq, at in zip(batch, starts, strict=True)]
+        chunks = [torch.tensor(seq.prompt[at:at + width], device=self.target.device) for seq, at in zip(batch, starts, strict=True)]
         try:
-            scores = self.target.extend(slots, chunks)
+            scores = self._scored(batch, slots, chunks) if _told(batch[0]) else self.target.extend(slots, chunks)
         except Exception as error:
             return self._apart(batch, starts, error)
         spent, row = perf_counter() - start, 0
@@ -119,11 +131,21 @@ class Batch:
                 done += self._first_token(seq, scores.logits[i:i + 1])
         return done
 
+    def _scored(self, batch: list[Sequence], slots: list[Slot], chunks: list[torch.Tensor]) -> Scores:
+        """`Target.extend`, and every token of the chunks is told as likely as it was: a prompt is a draft that is known to stand."""
+        scores = self.target.score(slots, torch.cat([chunk[:1] for chunk in chunks]), [Draft.chain(chunk[1:]) for chunk in chunks])
+        for i, (seq, slot, chunk) in enumerate(zip(batch, slots, chunks, strict=True)):
+            self.target.rewind(slot, range(len(chunk) - 1))
+            note_prompt(seq, scores.logits[scores.rows(i)], slot.length - len(chunk))
+        return Scores(scores.logits[[end - 1 for end in scores.starts[1:]]], tuple(range(len(batch) + 1)), scores.taps)
+
     def _apart(self, batch: list[Sequence], starts: list[int], error: Exception) -> list[tuple[Sequence, Commit]]:
         """A prefill pass that failed, once more for each prompt by itself; the one that fails alone ends with its error."""
         for seq, start in zip(batch, starts, strict=True):
             if seq.slot is not None:
+                self.target.rewind(seq.slot, ())
                 self.target.truncate(seq.slot, min(seq.slot.length, start))
+                del seq.prompt_logprobs[start + 1 if start else 0:]
         if len(batch) == 1:
             self.end(batch[0], "error", error)
             return []
@@ -161,6 +183,11 @@ class Batch:
                 self.end(batch[0], "error", error)
                 return []
             return [done for seq in batch for done in self._round([seq])]
+
+
+def _told(seq: Sequence) -> bool:
+    """Whether the request asks how likely each token of its prompt is."""
+    return seq.sampling.prompt_logprobs is not None
 
 
 def _joined(before: Signals | None, more: Signals) -> Signals:

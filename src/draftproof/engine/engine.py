@@ -79,7 +79,8 @@ class Request:
         return Completion(
             text=seq.text.released, token_ids=tuple(seq.output), prompt_tokens=seq.prompt_tokens, finish_reason=seq.finish or "length",
             seed=seq.seed, sample=seq.sample, metrics=self._engine._metrics(seq), speculation=self._engine._speculation_of(seq),
-            logprobs=None if seq.sampling.logprobs is None else tuple(seq.logprobs), trace=tuple(seq.records),
+            logprobs=None if seq.sampling.logprobs is None else tuple(seq.logprobs),
+            prompt_logprobs=None if seq.sampling.prompt_logprobs is None else tuple(seq.prompt_logprobs), trace=tuple(seq.records),
             error=None if seq.error is None else str(seq.error))
 
 
@@ -321,7 +322,8 @@ class Engine:
         number = -1 if commit.roles[0] == "prefill" else seq.rounds - 1
         last = len(commit.tokens) - 1
         logprobs = [None] * (last + 1) if seq.sampling.logprobs is None else seq.logprobs[-1 - last:]
-        events = [TokenEvent(token, piece, role, number, seq.id, seq.sample, commit.finish if i == last else None, logprobs[i])
+        read = tuple(seq.prompt_logprobs) if number == -1 else ()
+        events = [TokenEvent(token, piece, role, number, seq.id, seq.sample, commit.finish if i == last else None, logprobs[i], read)
                   for i, (token, piece, role) in enumerate(zip(commit.tokens, seq.pieces, commit.roles, strict=True))]
         if inbox is not None:
             inbox.extend(events)

@@ -13,10 +13,13 @@ from ..types import FinishReason, Role, Sampling
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """Raw log-softmax (natural logarithm), before temperature and penalties; in `top`, `probability` is a log-probability."""
+    """Raw log-softmax (natural logarithm), before temperature and penalties; in `top`, `probability` is a log-probability.
+
+    logprob: None for the first token of a prompt, which follows nothing.
+    """
 
     token_id: int
-    logprob: float
+    logprob: float | None
     top: tuple[Alternative, ...] = ()
 
 
@@ -35,6 +38,7 @@ class TokenEvent:
     sample: int = 0
     finish: FinishReason | None = None
     logprob: TokenLogprob | None = None       # when the request asked for log-probabilities
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()      # of every token of the prompt, with the prefill's token, when it asked for those
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +54,7 @@ class Completion:
     metrics: dict[str, Any]
     speculation: dict[str, Any]
     logprobs: tuple[TokenLogprob, ...] | None = None
+    prompt_logprobs: tuple[TokenLogprob, ...] | None = None
     trace: tuple[Event, ...] = field(default=(), repr=False)
     error: str | None = None
     samples: tuple[Completion, ...] = field(default=(), repr=False)     # all of them, this one included, when n > 1

@@ -27,17 +27,14 @@ from ..errors import CacheFull
 from ..models.graphs import recordings
 from ..models.taps import SideBySide, rows_at, side_by_side
 from ..models.target import Slot, Target
-from ..trace.events import Alternative, Times
+from ..trace.events import Times
 from ..types import LOSSY, Budget, Commit, Draft, Fate, Scores, Signals, Verdict
 from .ahead import Asked, Begun, begun
 from .lanes import Lanes
+from .logprobs import note_logprobs
 from .marks import Marks
-from .port import TokenLogprob
 from .records import Judged, Recorder
 from .sequence import Sequence, Status
-
-FLOOR = -9999.0
-"""A log-probability of −inf, in a form that every JSON reader takes."""
 
 
 class Rounds:
@@ -96,7 +93,7 @@ class Rounds:
         seq.to(Status.RUNNING)                               # not before: an interrupted choice is made again
         commit = seq.commit(Verdict((), token, "prefill"), ())
         seq.tally.prefill(seq.prefill_passes)
-        _note_logprobs(seq, logits, [0], commit.tokens)
+        note_logprobs(seq, logits, [0], commit.tokens)
         seq.spell()
         seq.clock.delivered(perf_counter(), 1)
         self.recorder.prefill(seq, law)
@@ -262,7 +259,7 @@ def _count(one: Judged, logits: Tensor, root: int) -> None:
     seq, kept, emitted = one.seq, one.commit.kept, one.commit.tokens
     seq.tally.round(len(one.nodes), len(kept), one.fates.count("rejected"), len(emitted))
     seq.rounds += 1
-    _note_logprobs(seq, logits, [root, *(root + 1 + node for node in kept)][:len(emitted)], emitted)
+    note_logprobs(seq, logits, [root, *(root + 1 + node for node in kept)][:len(emitted)], emitted)
 
 
 def _fates(draft: Draft, verdict: Verdict, commit: Commit) -> tuple[Fate, ...]:
@@ -357,16 +354,3 @@ def _signals(scores: Scores, commits: abc.Sequence[Commit]) -> abc.Sequence[Sign
     kept = side_by_side(kept)
     parts = torch.split(kept.whole, [1 + len(commit.kept) for commit in commits])
     return [Signals(commit.start - 1, SideBySide(kept.layers, own)) for commit, own in zip(commits, parts, strict=True)]
-
-
-def _note_logprobs(seq: Sequence, logits: Tensor, rows: abc.Sequence[int], tokens: abc.Sequence[int]) -> None:
-    """Raw log-softmax of the emitted tokens, before temperature and penalties; tokens[j] was chosen at rows[j]."""
-    if seq.sampling.logprobs is None:
-        return
-    own = logits[list(rows)]
-    logp = (own if own.dtype == torch.float64 else own.float()).log_softmax(-1)
-    values, ids = logp.topk(min(seq.sampling.logprobs, logp.shape[-1]), -1)
-    chosen = logp[range(len(tokens)), list(tokens)].tolist()
-    for token, value, top_values, top_ids in zip(tokens, chosen, values.tolist(), ids.tolist(), strict=True):
-        top = tuple(Alternative(i, max(v, FLOOR)) for i, v in zip(top_ids, top_values, strict=True))
-        seq.logprobs.append(TokenLogprob(token, max(value, FLOOR), top))

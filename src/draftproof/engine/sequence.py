@@ -70,6 +70,7 @@ class Sequence:
     prefill_s: float = 0.0
     prefill_passes: int = 0
     logprobs: list[TokenLogprob] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
     records: list[Event] = field(default_factory=list)
     pieces: tuple[str, ...] = ()                 # the text that each token of the last commit made readable, once it is spelled
     spelled: int = 0                             # tokens of the output whose text is known

@@ -192,6 +192,8 @@ def check(sampling: Sampling) -> None:
     """Raises OptionError for what vLLM's API cannot be asked for. `sampling` as the client gave it."""
     if sampling.bad_word_ids:
         raise OptionError("bad_word_ids: vLLM takes bad words as text only; use bad_words")
+    if sampling.prompt_logprobs is not None:
+        raise OptionError("prompt_logprobs (echo with logprobs): vLLM tells them in answers that it does not stream; ask its server itself")
     if sampling.logprobs is not None and sampling.logprobs > 20:
         raise OptionError(f"logprobs={sampling.logprobs}: vLLM gives at most 20 unless it is started with --max-logprobs; lower it")
 

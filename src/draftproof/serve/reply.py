@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
 
 from ..engine.port import Completion, TokenEvent, TokenLogprob
@@ -51,18 +51,21 @@ class CompletionReply:
         self._characters = [codecs.getincrementaldecoder("utf-8")("replace") for _ in self._offsets]
 
     def whole(self, groups: Groups) -> dict[str, Any]:
-        samples = self.head.order.sampling.n
-        choices = [{"index": i * samples + done.sample, "text": done.text, "finish_reason": finish_of(done.finish_reason),
-                    "logprobs": None if done.logprobs is None else self._logprobs(i * samples + done.sample, done.logprobs)}
-                   for i, group in enumerate(groups) for done in group]
+        samples, groups = self.head.order.sampling.n, self._told(groups)
+        choices = [self._choice(i * samples + done.sample, done) for i, group in enumerate(groups) for done in group]
         return {**self._object(choices), **_totals(self.head, groups)}
 
     def first(self) -> list[dict[str, Any]]:
         return []
 
     def chunks(self, choice: int, events: Sequence[TokenEvent]) -> list[dict[str, Any]]:
-        text, finish = "".join(event.text for event in events), finish_of(events[-1].finish)
-        entries = [event.logprob for event in events if event.logprob is not None]
+        first, silent = events[0].round == -1, self.head.order.silent
+        text, finish = "" if silent else "".join(event.text for event in events), finish_of(events[-1].finish)
+        entries = [] if silent else [event.logprob for event in events if event.logprob is not None]
+        if first and self.head.order.echo:
+            text, entries = self._prompt(choice) + text, [*events[0].prompt_logprobs, *entries]
+        if silent and finish:
+            finish = "length"
         if not (text or finish or entries):
             return []
         logprobs = self._logprobs(choice, entries) if entries else None
@@ -71,10 +74,32 @@ class CompletionReply:
     def last(self, groups: Groups) -> list[dict[str, Any]]:
         if not self.head.order.include_usage:
             return []
-        return [{**self._object([]), **_totals(self.head, groups)}]
+        return [{**self._object([]), **_totals(self.head, self._told(groups))}]
 
     def failed(self, error: dict[str, Any]) -> dict[str, Any]:
         return {"error": error}
+
+    def _told(self, groups: Groups) -> Groups:
+        """The texts as far as they were asked for."""
+        if not self.head.order.silent:
+            return groups
+        return [[replace(done, text="", token_ids=(), finish_reason="length", logprobs=None if done.logprobs is None else ())
+                 for done in group] for group in groups]
+
+    def _choice(self, choice: int, done: Completion) -> dict[str, Any]:
+        text, logprobs = done.text, done.logprobs
+        if self.head.order.echo:
+            text = self._prompt(choice) + text
+            logprobs = None if logprobs is None else (*(done.prompt_logprobs or ()), *logprobs)
+        return {"index": choice, "text": text, "finish_reason": finish_of(done.finish_reason),
+                "logprobs": None if logprobs is None else self._logprobs(choice, logprobs)}
+
+    def _prompt(self, choice: int) -> str:
+        """The prompt of a choice as it was sent, or as its ids read."""
+        prompt = self.head.order.prompts[choice // self.head.order.sampling.n]
+        if isinstance(prompt, str):
+            return prompt
+        return "" if self.head.served.tokenizer is None else self.head.served.tokenizer.decode(prompt)
 
     def _object(self, choices: list[dict[str, Any]], streamed: bool = False) -> dict[str, Any]:
         out = {"id": self.head.id, "object": "text_completion", "created": self.head.created, "model": self.head.served.name,
@@ -84,7 +109,8 @@ class CompletionReply:
     def _logprobs(self, choice: int, entries: Sequence[TokenLogprob]) -> dict[str, Any]:
         tokens = [_piece(self.head.served, entry.token_id) for entry in entries]
         offsets = [self._offset(choice, entry.token_id) for entry in entries]
-        top = [{_piece(self.head.served, each.token): each.probability for each in reversed(entry.top)} for entry in entries]
+        top = [None if entry.logprob is None else {_piece(self.head.served, each.token): each.probability for each in reversed(entry.top)}
+               for entry in entries]
         return {"tokens": tokens, "token_logprobs": [entry.logprob for entry in entries], "top_logprobs": top, "text_offset": offsets}
 
     def _offset(self, choice: int, token: int) -> int:
@@ -171,7 +197,7 @@ class ChatReply:
                              "top_logprobs": [self._entry(each.token, each.probability) for each in entry.top]} for entry in entries],
                 "refusal": None}
 
-    def _entry(self, token: int, logprob: float) -> dict[str, Any]:
+    def _entry(self, token: int, logprob: float | None) -> dict[str, Any]:
         spelled = self.head.served.spell(token)
         return {"token": _piece(self.head.served, token), "logprob": logprob, "bytes": None if spelled is None else list(spelled)}
 

@@ -180,13 +180,15 @@ class Common(Strict):
 
 
 class CompletionRequest(Common):
+    """echo: the text begins with the prompt, and its log-probabilities too; max_tokens 0 is then nothing else."""
+
     prompt: Prompt
-    max_tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS)] | None = None
+    max_tokens: Annotated[int, Field(ge=0, le=MAX_TOKENS)] | None = None
     n: Annotated[int, Field(ge=1, le=MAX_N)] | None = None
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
-    echo: Literal[False] | None = None
+    echo: bool | None = None
     best_of: Annotated[int, Field(ge=1, le=MAX_N)] | None = None
     suffix: Literal[""] | None = None
 

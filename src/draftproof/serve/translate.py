@@ -67,6 +67,8 @@ class Order:
     metadata: Mapping[str, str] | None = None
     user: str | None = None                                 # who asks, if the client says so
     instructions: str | None = None                         # of the Responses API, which tells them again
+    echo: bool = False                                      # the answer begins with the prompt
+    silent: bool = False                                    # and ends with it: the engine's one token is not told
 
     @property
     def choices(self) -> int:
@@ -99,6 +101,9 @@ class Headers:
 def completion(request: CompletionRequest, headers: Headers) -> Order:
     if request.best_of not in (None, request.n or 1):
         raise Refusal(400, f"best_of={request.best_of}: every text is returned; leave it out, or give n={request.best_of}", param="best_of")
+    silent = request.max_tokens == 0
+    if silent and not request.echo:
+        raise Refusal(400, "max_tokens=0 without echo: expected at least 1, or echo true for the prompt alone", param="max_tokens")
     prompt = request.prompt
     if isinstance(prompt, str):
         prompts: tuple[str | tuple[int, ...], ...] = (prompt,)
@@ -106,8 +111,11 @@ def completion(request: CompletionRequest, headers: Headers) -> Order:
         prompts = (tuple(_ids(prompt)),)
     else:
         prompts = tuple(one if isinstance(one, str) else tuple(_ids(one)) for one in prompt)   # type: ignore[arg-type]
-    return _order(request, headers, prompts, max_tokens=request.max_tokens, n=request.n, logprobs=request.logprobs,
-                  grammar=_structure(request, request.response_format), include_usage=_usage(request))
+    order = _order(request, headers, prompts, max_tokens=1 if silent else request.max_tokens, n=request.n, logprobs=request.logprobs,
+                   grammar=_structure(request, request.response_format), include_usage=_usage(request))
+    if not request.echo:
+        return order
+    return replace(order, echo=True, silent=silent, sampling=replace(order.sampling, prompt_logprobs=request.logprobs))
 
 
 def chat(request: ChatRequest, headers: Headers, served: Served) -> Order:

@@ -25,7 +25,8 @@ from .place import identity
 from .team import ALONE, Team
 
 ROUND = 64          # prompts answered together: what a kill can lose, and what a pass can share
-ASKED = {f.name for f in fields(Sampling)} - {"max_tokens", "seed", "n", "logprobs", "prediction"}      # of a log's options
+NO_LAW = {"max_tokens", "seed", "n", "logprobs", "prompt_logprobs", "prediction"}
+ASKED = {f.name for f in fields(Sampling)} - NO_LAW                     # of a log's options
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,91 @@
+"""`echo`: the prompt in front of its answer, and how likely its tokens are. That is how harnesses rank given answers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from serve.serving import Running, serving, words
+
+from draftproof.config import ServeConfig
+
+PROMPT = "héllo, wörld 👋 and on"
+
+
+@pytest.fixture(scope="module")
+def running() -> Iterator[Running]:
+    with serving(words(), "ngram:min=1,max=2", depth=3) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def ids(running: Running) -> list[int]:
+    found: list[int] = running.post("/tokenize", {"prompt": PROMPT}).json()["tokens"]
+    return found
+
+
+ASKED: dict[str, Any] = {"seed": 4, "max_tokens": 12, "ignore_eos": True}
+
+
+def test_the_prompt_stands_before_its_answer(running: Running, ids: list[int]) -> None:
+    plain = running.complete(prompt=PROMPT, **ASKED)
+    for prompt in (PROMPT, ids):
+        found = running.complete(prompt=prompt, **ASKED, echo=True)
+        assert found["choices"] == [{**plain["choices"][0], "text": PROMPT + plain["choices"][0]["text"]}]
+        assert {**found["usage"], "prompt_tokens_details": None} == {**plain["usage"], "prompt_tokens_details": None}
+    assert running.complete(prompt=PROMPT, **ASKED, echo=False)["choices"] == plain["choices"]
+
+
+def test_how_likely_it_is(running: Running, ids: list[int]) -> None:
+    plain = running.complete(prompt=PROMPT, **ASKED, logprobs=3)["choices"][0]
+    found = running.complete(prompt=PROMPT, **ASKED, logprobs=3, echo=True)["choices"][0]
+    told, own = found["logprobs"], plain["logprobs"]
+    assert told["token_logprobs"][0] is None and told["top_logprobs"][0] is None
+    law = running.target.table.float()               # type: ignore[attr-defined]
+    assert told["token_logprobs"][1:len(ids)] == pytest.approx([float(law[a, b]) for a, b in zip(ids, ids[1:], strict=False)], abs=1e-6)
+    for name in ("tokens", "token_logprobs", "top_logprobs"):
+        assert told[name][len(ids):] == own[name]
+    assert told["text_offset"] == [0, *sorted(told["text_offset"][1:])]
+    assert told["text_offset"][len(ids)] == len(PROMPT)
+    assert [at - len(PROMPT) for at in told["text_offset"][len(ids):]] == own["text_offset"]
+
+
+def test_as_harnesses_rank_answers(running: Running, ids: list[int]) -> None:
+    """Token ids of context and continuation, one token that nobody reads; whether the continuation is the likeliest one, too."""
+    context, most = ids[:4], running.target.table.argmax(-1)      # type: ignore[attr-defined]
+    likeliest = [*context]
+    for _ in range(3):
+        likeliest.append(int(most[likeliest[-1]]))
+    answers = [likeliest, [*context, 5, 6, 7]]
+    found = running.complete(prompt=answers, max_tokens=1, temperature=0, logprobs=1, echo=True, seed=1234)
+    for choice, best in zip(found["choices"], (True, False), strict=True):
+        logprobs = choice["logprobs"]["token_logprobs"][len(context):-1]
+        tops = choice["logprobs"]["top_logprobs"][len(context):-1]
+        assert len(logprobs) == 3 and all(value == max(top.values()) for value, top in zip(logprobs, tops, strict=True)) == best
+
+
+def test_the_prompt_alone(running: Running, ids: list[int]) -> None:
+    found = running.complete(prompt=[PROMPT, "ab"], max_tokens=0, echo=True, logprobs=0, n=2)
+    assert [choice["text"] for choice in found["choices"]] == [PROMPT, PROMPT, "ab", "ab"]
+    assert {choice["finish_reason"] for choice in found["choices"]} == {"length"} and found["usage"]["completion_tokens"] == 0
+    assert len(found["choices"][1]["logprobs"]["tokens"]) == len(ids)
+    chunks = running.stream(prompt=PROMPT, max_tokens=0, echo=True, stream_options={"include_usage": True})
+    assert [chunk["choices"][0]["text"] for chunk in chunks[:-1]] == [PROMPT] and chunks[0]["choices"][0]["finish_reason"] == "length"
+    assert chunks[-1]["usage"]["completion_tokens"] == 0
+    refused = running.post("/v1/completions", {"prompt": "a", "max_tokens": 0})
+    assert refused.status_code == 400 and refused.json()["error"]["param"] == "max_tokens" and "echo" in refused.text
+
+
+@pytest.mark.parametrize("chunks", ["round", "tokens:5", "ms:5"])
+def test_a_stream_begins_with_it(chunks: str) -> None:
+    with serving(words(), "ngram:min=1,max=2", depth=3, config=ServeConfig(port=0, chunks=chunks)) as running:
+        asked = {"prompt": [PROMPT, "ab"], "n": 2, **ASKED, "logprobs": 2, "echo": True}
+        whole = running.complete(**asked)["choices"]
+        told = running.stream(**asked)
+        for choice in whole:
+            own = [each for chunk in told for each in chunk["choices"] if each["index"] == choice["index"]]
+            assert own[0]["text"].startswith(asked["prompt"][choice["index"] // 2])
+            assert "".join(each["text"] for each in own) == choice["text"]
+            for name, values in choice["logprobs"].items():
+                assert [value for each in own if each["logprobs"] for value in each["logprobs"][name]] == values
