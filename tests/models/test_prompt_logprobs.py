@@ -90,6 +90,20 @@ def test_what_an_answer_was_told_is_what_it_is_told_as_a_prompt(target: Target, 
             assert [entry.logprob for entry in told] == pytest.approx([entry.logprob for entry in one.logprobs], abs=2e-4)
 
 
+def test_how_full_the_cache_is(target: Target) -> None:
+    """What is spoken for counts, whether it is written yet or not; what is kept for later prompts alone does not."""
+    assert target.filled() == 0
+    if target.facts.tier:
+        pool = getattr(target, "pool", None)
+        whole = getattr(target, "cache_tokens", None) or (pool.capacity - 1) * pool.page_tokens       # type: ignore[union-attr]
+        slot = target.open([1, 2, 3], room=45)
+        assert target.filled() == pytest.approx(48 / whole)
+        target.extend([slot], [torch.arange(1, 41)])
+        assert target.filled() == pytest.approx(48 / whole)
+        target.close(slot)
+        assert target.filled() == 0
+
+
 def test_a_law_that_is_known() -> None:
     target = table()
     for prompt, one in zip(PROMPTS, answers(target, 3), strict=True):

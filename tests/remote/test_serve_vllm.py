@@ -76,6 +76,7 @@ def test_the_api_in_front(site: tuple[str, FakeVllm, FakeVllm]) -> None:
         assert long["choices"][0]["text"] == tokenizer.decode(ids) and long["restarted"] == 1  # type: ignore[index]
         assert "identical" not in json.dumps(long) and len(plain.bodies) == 3
         metrics = client.get("/metrics").text
+        assert "kv_cache_usage_perc" not in metrics, "its server tells of its own cache"
         assert 'spec_decode_num_accepted_tokens_total{model_name="demo",prompt_class="code"}' in metrics
 
 

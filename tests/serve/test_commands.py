@@ -64,7 +64,10 @@ def test_serve_switch_and_a_gentle_end(tmp_path: Path) -> None:
             url + "/v1/completions", json={**BODY, "max_tokens": 150}, headers=headers, timeout=60)))
         asking.start()
         with httpx2.Client(base_url=url, headers=headers) as client:
-            while 'num_requests_running{model_name="draftproof-demo"} 1.0' not in client.get("/metrics").text and asking.is_alive():
+            full = re.compile(r'kv_cache_usage_perc\{model_name="draftproof-demo"\} (?!0\.0\b)[0-9.e-]+$', re.MULTILINE)
+            busy = 'num_requests_running{model_name="draftproof-demo"} 1.0'
+            while not (busy in (told := client.get("/metrics").text) and full.search(told)):
+                assert asking.is_alive()
                 time.sleep(0.01)
         process.send_signal(signal.SIGTERM)
         asking.join(60)

@@ -294,7 +294,7 @@ NAMES = ["spec_decode_num_drafts_total", "spec_decode_num_draft_tokens_total", "
          "spec_decode_depth", "spec_decode_passes_saved", "spec_decode_drafter_bytes", "spec_decode_kv_tokens_lost", "target_passes_total",
          "rounds_total", "round_seconds_total", "time_to_first_token_seconds_bucket", "time_per_output_token_seconds_bucket",
          "inter_chunk_seconds_bucket", "num_requests_running", "num_requests_waiting", "request_queue_time_seconds_bucket", "build_info",
-         "worker_restarts_total"]
+         "worker_restarts_total", "kv_cache_usage_perc"]
 
 
 def test_metrics_have_the_names_and_the_counts() -> None:

@@ -224,12 +224,13 @@ class Engine:
         return state
 
     def stats(self) -> dict[str, Any]:
-        """Counts since the engine started: requests by state, the tally of all of them, the target's name, speculation."""
+        """Counts since the engine started: requests by state, the tally of all of them, the target's name, the share of its cache that is
+        taken, speculation."""
         tally = sum((seq.tally for seq in self._batch.live), self._total)
         return {
             "requests": {"waiting": len(self._batch.waiting), "running": len(self._batch.live), "done": self._done},
             "uptime_s": self._recorder.at(), "completion_tokens": tally.completion_tokens, "metrics": tally.as_metrics(),
-            "speculation": self.set_speculation(), "target": self.target.facts.name,
+            "speculation": self.set_speculation(), "target": self.target.facts.name, "cache_filled": self.target.filled(),
         }
 
     def events(self, sink: Sink) -> Callable[[], None]:

@@ -114,6 +114,9 @@ class CroppedTarget:
     def fits(self, tokens: int) -> bool:
         return self._held() + tokens <= self.cache_tokens
 
+    def filled(self) -> float:
+        return self._held() / self.cache_tokens
+
     def _held(self) -> int:
         return sum(max(slot.length, slot.reserved) for slot in self.slots)
 

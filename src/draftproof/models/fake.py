@@ -137,6 +137,10 @@ class TableTarget:
     def close(self, slot: TableSlot) -> None:
         self.open_slots.remove(slot)
 
+    def filled(self) -> float:
+        """It has no cache."""
+        return 0.0
+
     def fits(self, tokens: int) -> bool:
         return True
 

@@ -245,6 +245,9 @@ class LeadingTarget:
     def fits(self, tokens: int) -> bool:
         return self._target.fits(tokens)
 
+    def filled(self) -> float:
+        return self._target.filled()
+
     def check(self) -> None:
         """Audit the cache; for tests and idle moments."""
         self._target.check()

@@ -82,6 +82,10 @@ class PagedTarget:
     def fits(self, tokens: int) -> bool:
         return -(-tokens // self.pool.page_tokens) <= self.pool.available()
 
+    def filled(self) -> float:
+        pages = self.pool.capacity - 1
+        return 1 - self.pool.available() / pages
+
     def truncate(self, slot: PagedSlot, length: int) -> None:
         assert slot.nodes is None and length <= slot.length, "a slot only shrinks, between passes"
         size = self.pool.page_tokens

@@ -207,6 +207,9 @@ class RecurrentTarget:
     def fits(self, tokens: int) -> bool:
         return self._held() + tokens <= self.cache_tokens
 
+    def filled(self) -> float:
+        return self._held() / self.cache_tokens
+
     def _held(self) -> int:
         return sum(max(slot.length, slot.reserved) for slot in self.slots)
 

@@ -99,6 +99,10 @@ class Target(Protocol):
         """Whether a new slot of so many tokens could be opened now."""
         ...
 
+    def filled(self) -> float:
+        """The share of the cache that open slots hold or have reserved; what is kept for later prompts alone does not count."""
+        ...
+
 
 @runtime_checkable
 class Begins(Protocol):

@@ -65,6 +65,7 @@ class Server:
         worker.spare = self.experiment.spare
         self.started = int(time())
         self.state: dict[str, Any] = {"state": "none"}       # of speculation, as last seen
+        self.filled: float | None = None                     # share of the cache, if the engine is here
         self.depth_cap: int | None = None                    # the operator's
         self._compilers = ThreadPoolExecutor(2, "draftproof-grammar")
         self._compiling = 0
@@ -81,8 +82,9 @@ class Server:
 
     def _gauges(self) -> dict[str, float]:
         running, waiting = self.worker.load
-        return {"num_requests_running": running, "num_requests_waiting": waiting, "worker_restarts_total": self.worker.restarts,
-                "ready": float(self.worker.alive and not self.worker.draining), **as_gauges(self.state)}
+        found = {"num_requests_running": running, "num_requests_waiting": waiting, "worker_restarts_total": self.worker.restarts,
+                 "ready": float(self.worker.alive and not self.worker.draining), **as_gauges(self.state)}
+        return found if self.filled is None else {**found, "kv_cache_usage_perc": self.filled}
 
     # Texts
 
@@ -249,7 +251,8 @@ class Server:
 
     async def _look(self) -> None:
         with contextlib.suppress(Exception):
-            self.state = await asyncio.wait_for(asyncio.wrap_future(self.worker.call(lambda engine: engine.set_speculation())), ANSWER_S)
+            found = await asyncio.wait_for(asyncio.wrap_future(self.worker.call(lambda engine: engine.stats())), ANSWER_S)
+            self.state, self.filled = found["speculation"], found.get("cache_filled")
 
     # Steering
 
