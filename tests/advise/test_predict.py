@@ -12,7 +12,7 @@ import pytest
 from draftproof.advise.check import check
 from draftproof.advise.documents import cells_of
 from draftproof.advise.measure import _costs, _line, along, beginnings, from_curve, measure
-from draftproof.advise.predict import Cost, Forecast, forecast, predict, thresholds, verdict
+from draftproof.advise.predict import Cost, Forecast, Overall, forecast, overall, predict, thresholds, verdict
 from draftproof.bench.cells import Spread
 from draftproof.bench.profile import Point
 from draftproof.cli import run as command
@@ -20,6 +20,7 @@ from draftproof.drafters.ngram import NgramDrafter
 from draftproof.engine.engine import Engine
 from draftproof.errors import Failure
 from draftproof.models.fake import TableTarget
+from draftproof.remote.plan import Schedule
 from draftproof.types import Sampling
 
 
@@ -82,6 +83,23 @@ def test_the_best_is_recommended_and_off_where_it_hurts() -> None:
     chosen = {(f.prompt_class, f.concurrency): (f.drafter, f.depth) for f in advised() if f.recommended}
     assert chosen == {("chat", 1): ("ngram", 8), ("chat", 16): ("none", 0), ("code", 1): ("ngram", 8), ("code", 16): ("ngram", 8)}
     assert thresholds(advised()) == {"chat": 1, "code": 16}
+
+
+def judged(drafter: str, depth: int, load: int, speedup: float, name: str = "all") -> Forecast:
+    return Forecast(name, load, drafter, depth, Spread(speedup, speedup, speedup), "")
+
+
+def test_one_drafter_for_everything() -> None:
+    """Of all requests together; where it does not gain it is off there, and a depth that loses at some load is none for all loads."""
+    said = [judged("ngram", 2, 1, 1.3), judged("ngram", 8, 1, 1.9), judged("ngram", 2, 16, 1.05), judged("ngram", 8, 16, 0.7),
+            judged("suffix", 4, 1, 1.8), judged("suffix", 4, 16, 1.01), judged("model", 4, 1, 3.0, "code"), judged("none", 0, 1, 1.0)]
+    assert overall(said) == Overall("ngram", {1: 8, 16: 2}, 2, {1: 1.3, 16: 1.05})
+    found = overall([*said, judged("model", 4, 1, 2.2), judged("model", 4, 16, 0.5)])
+    assert found == Overall("model", {1: 4, 16: 0}, None, {}) and found.schedule == "1:4,16:0"
+    assert overall([judged("ngram", 2, 1, 1.01), judged("ngram", 2, 4, 0.9)]) is None and overall(said[6:]) is None
+    same = overall([judged("ngram", 4, load, 1.5) for load in (2, 8)])
+    assert same is not None and same.schedule == "1:4"
+    assert Schedule.of(found.schedule).steps == ((1, 4), (16, 0))
 
 
 def test_reasons_are_words() -> None:
@@ -292,6 +310,8 @@ def test_the_command_reads_documents(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert document["check"]["judged"] == 1
     assert command(arguments) == 0
     said = capsys.readouterr().out
+    assert document["overall"]["depths"] == {"1": 4, "64": 0} and "ngram, depth by concurrent requests 4 from 1 on, off from 64 on" in said
+    assert document["overall"]["export"] == "draftproof export config --to vllm --drafter ngram --depth-by-batch 1:4,64:0" in said
     assert "Verdict: " in said and "a up to 1 concurrent, b up to 1 concurrent, all up to 1 concurrent" in said
     assert command(["advise", "--audition", str(heard)]) == 2 and "no LOG" in capsys.readouterr().err
     heard.write_text("nothing")

@@ -203,6 +203,44 @@ def thresholds(forecasts: Sequence[Forecast]) -> dict[str, int | None]:
     return out
 
 
+@dataclass(frozen=True, slots=True)
+class Overall:
+    """One drafter for the whole traffic. depths: load → its best depth there, 0 where it does not gain · depth: the one that gains most
+    over all loads, each weighing the same, without a loss that counts at any; None if there is none · speedups: load → of that depth."""
+
+    drafter: str
+    depths: dict[int, int]
+    depth: int | None
+    speedups: dict[int, float]
+
+    @property
+    def schedule(self) -> str:
+        """As `export config --depth-by-batch` reads it: a load's depth from there up to the next load that was looked at."""
+        loads = sorted(self.depths)
+        starts = [(1 if i == 0 else load, self.depths[load]) for i, load in enumerate(loads)
+                  if i == 0 or self.depths[load] != self.depths[loads[i - 1]]]
+        return ",".join(f"{start}:{depth}" for start, depth in starts)
+
+
+def overall(forecasts: Sequence[Forecast]) -> Overall | None:
+    """The drafter that gains most on all requests together, off wherever it does not; None if none gains at any load."""
+    found: dict[str, dict[int, dict[int, float]]] = {}       # drafter → load → depth → speed-up
+    for one in forecasts:
+        if one.prompt_class == ALL and one.drafter != OFF:
+            found.setdefault(one.drafter, {}).setdefault(one.concurrency, {})[one.depth] = one.speedup.median
+    best = max(found, key=lambda name: sum(max(0.0, math.log(max(each.values()))) for each in found[name].values()), default=None)
+    if best is None:
+        return None
+    loads = found[best]
+    depths = {load: max(each, key=lambda depth: each[depth]) for load, each in sorted(loads.items())}
+    depths = {load: depth if loads[load][depth] >= 1 + MARGIN else 0 for load, depth in depths.items()}
+    if not any(depths.values()):
+        return None
+    fixed = [depth for depth in set.intersection(*map(set, loads.values())) if all(each[depth] >= 1 - MARGIN for each in loads.values())]
+    depth = max(fixed, key=lambda depth: math.prod(each[depth] for each in loads.values()), default=None)
+    return Overall(best, depths, depth, {} if depth is None else {load: loads[load][depth] for load in depths})
+
+
 def verdict(forecasts: Sequence[Forecast]) -> str:
     """What to do, in words: per class and load the setting, then where it stops paying."""
     said = []

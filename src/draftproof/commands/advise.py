@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
 from itertools import islice
@@ -21,7 +22,7 @@ from .console import console, emit_json, note
 from .profile import Counts
 
 if TYPE_CHECKING:
-    from ..advise.predict import Cost, Forecast
+    from ..advise.predict import Cost, Forecast, Overall
     from ..models.target import Target
 
 PROMPTS = 64            # of the log, from which timed rounds go on
@@ -51,7 +52,7 @@ def advise(log: Path | None, target: str | None, specs: tuple[str, ...], depths:
     _check_unread(given)
     o.check_target(target)
     from ..advise.check import check
-    from ..advise.predict import predict, thresholds, verdict
+    from ..advise.predict import overall, predict, thresholds, verdict
 
     document = _read(given["heard"]) if given["heard"] is not None else None
     place: str | Target | None = target
@@ -73,7 +74,7 @@ def advise(log: Path | None, target: str | None, specs: tuple[str, ...], depths:
     forecasts = predict(cells, costs)
     record: dict[str, Any] = {
         "cells": [one.as_json() for one in forecasts], "verdict": verdict(forecasts), "thresholds": thresholds(forecasts),
-        "costs": [asdict(cost) for cost in costs], "log": document.get("log"),
+        "overall": _overall(overall(forecasts), target), "costs": [asdict(cost) for cost in costs], "log": document.get("log"),
         "memory": [entry for entry in plan if _recommended(entry, forecasts)]}
     if given["measured"] is not None:
         record["check"] = check(forecasts, _read(given["measured"]))
@@ -165,6 +166,17 @@ def _memory(plan: Any) -> dict[str, int]:
     return {**asdict(plan), "total": plan.total}
 
 
+def _overall(one: Overall | None, target: str | None) -> dict[str, Any] | None:
+    """One drafter for all of it, and the command that says so in another engine's words."""
+    if one is None:
+        return None
+    depths = set(one.depths.values())
+    how = ["--depth", str(*depths)] if len(depths) == 1 else ["--depth-by-batch", one.schedule]
+    whose = [] if target is None else ["--target", target]
+    return {**asdict(one), "schedule": one.schedule,
+            "export": shlex.join(["draftproof", "export", "config", "--to", "vllm", *whose, "--drafter", one.drafter, *how])}
+
+
 def _recommended(entry: Mapping[str, Any], forecasts: Sequence[Forecast]) -> bool:
     return any(f.recommended and (f.drafter, f.depth, f.concurrency) == (entry["drafter"], entry["depth"], entry["concurrency"])
                for f in forecasts)
@@ -198,4 +210,11 @@ def print_advice(record: Mapping[str, Any], forecasts: Sequence[Forecast]) -> No
         click.echo(f"Checked against {len(found['cells'])} measured cells, {found['judged']} of them narrow: {share}.")
     loads = [f"{name} up to {most} concurrent" if most else f"{name} at no load" for name, most in record["thresholds"].items()]
     click.echo(f"It pays at the loads looked at: {', '.join(loads)}.")
+    one = record["overall"]
+    if one is not None:
+        depths = ", ".join(f"{depth} from {load} on" if depth else f"off from {load} on" for load, depth in one["depths"].items())
+        fixed = ", ".join(f"{value:.2f}× at {load}" for load, value in one["speedups"].items())
+        click.echo(f"One drafter for all classes: {one['drafter']}, depth by concurrent requests {depths}; "
+                   + (f"or depth {one['depth']} at all loads, {fixed}." if fixed else "no single depth is without loss at all loads."))
+        click.echo(f"  {one['export']}")
     click.echo(f"Verdict: {record['verdict']}.")
