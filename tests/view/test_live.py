@@ -121,6 +121,18 @@ def test_events_arrive_once_each_over_a_lost_connection(page: Page, tmp_path: Pa
             name: done[name] for name in ("rounds", "drafted", "accepted")}, tokens
 
 
+def test_a_server_that_is_gone_is_said_in_words(page: Page, tmp_path: Path) -> None:
+    """What browsers say of it ("Failed to fetch") is for whoever wrote the page."""
+    engines(tmp_path / "t.jsonl")
+    with live((tmp_path / "t.jsonl").read_text().splitlines()) as (address, _):
+        page.open(address)
+        page.until("document.querySelector('#chat-send') !== null")
+    page.js("document.querySelector('.chat textarea').value = 'abab'; document.querySelector('#chat-send').click()")
+    said = page.until("document.querySelector('#chat-answer [data-ended=failed]')?.textContent")
+    assert "the server does not answer; it may have been stopped" in said and "fetch" not in said
+    assert "the server does not answer" in page.until("document.querySelector('#notice').textContent")
+
+
 def test_numbers_of_a_text_whose_rounds_were_lost_are_the_engine_s(page: Page, tmp_path: Path) -> None:
     done = engines(tmp_path / "t.jsonl")
     lines = (tmp_path / "t.jsonl").read_text().splitlines()

@@ -1,8 +1,8 @@
 // The chat box of a running server. Every message is a request by itself, so that off and on can be compared. Closing the connection is the
 // stop button: the server then cancels in the engine.
 
-import { button, choice, h, number, panel, percent, running, seconds } from './dom.js';
-import { authorised, refusal } from './live.js';
+import { button, choice, counted, h, number, panel, percent, running, seconds } from './dom.js';
+import { authorised, reached, refusal } from './live.js';
 import { keepsText, promised } from './status.js';
 import { legend, prefillSpan, roundSpans } from './text.js';
 
@@ -170,7 +170,7 @@ export class Chat {
     let said = null;
     if (!silent) lane.begin();
     try {
-      const answer = await fetch(path, { method: 'POST', signal: abort.signal, headers: { 'Content-Type': 'application/json', ...authorised(this.server.key) }, body: JSON.stringify(body) });
+      const answer = await reached(path, { method: 'POST', signal: abort.signal, headers: { 'Content-Type': 'application/json', ...authorised(this.server.key) }, body: JSON.stringify(body) });
       if (!answer.ok) throw new Error(await refusal(answer));
       const name = answer.headers.get('x-draftproof-request') ?? '';
       if (!silent) this.#names.set(name, lane);
@@ -194,7 +194,7 @@ export class Chat {
 function summary(said) {
   if (!said) return 'Ended.';
   const { draft_n: guessed, draft_n_accepted: stood } = said.timings ?? {};
-  return `${said.usage.completion_tokens} tokens, ${rate(said)}, ${guessed ? `${stood} of ${guessed} guesses stood (${percent(stood / guessed)})` : 'no guesses'}.`;
+  return `${counted(said.usage.completion_tokens, 'token')}, ${rate(said)}, ${guessed ? `${stood} of ${guessed} guesses stood (${percent(stood / guessed)})` : 'no guesses'}.`;
 }
 
 /** The objects of a stream of completions. */

@@ -1,6 +1,6 @@
 // Two requests, of one trace or of two, number by number.
 
-import { choice, h, label, number, panel, table } from './dom.js';
+import { choice, counted, h, label, number, panel, table } from './dom.js';
 import { requestMetrics, requestName, tokenIds } from './trace.js';
 
 const wanted = { rounds: -1, target_passes: -1, tokens_per_s: 1, ttft_s: -1, tpot_s: -1, acceptance_length: 1, acceptance_length_drafted: 1, draft_utilisation: 1, passes_saved: 1 };
@@ -27,7 +27,7 @@ export const compareView = {
     const unknown = [[request, mine], [other, theirs]].some(([one, ids]) => ids.includes(one.header.machine.unknown_token));
     const equal = mine.length === theirs.length && mine.every((token, i) => token === theirs[i]), differs = mine.findIndex((token, i) => token !== theirs[i]);
     return [panel('Compare', h('div', { class: 'bar' }, h('span', null, `A: ${label(requestName(request), 80)}`), h('label', null, 'B: ', pick), h('label', { class: 'file' }, 'B from another trace: ', file)),
-      h('p', { class: 'verdict' }, unknown || request.totals || other.totals ? 'Whether the texts are equal cannot be said: an imported trace does not name all of its tokens.' : equal ? `The two texts are equal, token by token (${mine.length} tokens).` : `The two texts differ${differs >= 0 ? ` from token ${differs + 1} on` : ' in length'}; they may answer different prompts.`),
+      h('p', { class: 'verdict' }, unknown || request.totals || other.totals ? 'Whether the texts are equal cannot be said: an imported trace does not name all of its tokens.' : equal ? `The two texts are equal, token by token (${counted(mine.length, 'token')}).` : `The two texts differ${differs >= 0 ? ` from token ${differs + 1} on` : ' in length'}; they may answer different prompts.`),
       table(`A is ${trace.name}, B is ${second.name}`, ['metric', 'A', 'B', 'B / A'], Object.keys(a).map((name) => [h('code', null, name), written(a[name]), written(b[name]), verdictOf(name, a[name], b[name])])))];
   },
 };

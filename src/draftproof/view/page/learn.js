@@ -1,7 +1,7 @@
 // An explainer built of the page's own parts, on a bundled trace of the demo models.
 
 import { expectedTokens } from './budget.js';
-import { chance, h, integer, label, number, panel, percent, slider, svg, table } from './dom.js';
+import { chance, counted, h, integer, label, number, panel, percent, slider, svg, table } from './dom.js';
 import { payoff } from './pays.js';
 import { drawTree } from './tree.js';
 import { roundWords } from './words.js';
@@ -24,10 +24,10 @@ function loop(trace, request) {
   const paint = (n) => {
     const i = request.rounds[n], record = trace.record(i), words = roundWords(trace, request, record) ?? [record.text];
     place.replaceChildren(h('ol', { class: 'steps' },
-      h('li', null, h('b', null, 'Draft. '), `A cheap guesser offers ${record.nodes.length} tokens: `, record.nodes.slice(0, 16).map((node) => h('span', { class: `cell ${node.fate}` }, label(trace.piece(node.token, request), 12)))),
+      h('li', null, h('b', null, 'Draft. '), `A cheap guesser offers ${counted(record.nodes.length, 'token')}: `, record.nodes.slice(0, 16).map((node) => h('span', { class: `cell ${node.fate}` }, label(trace.piece(node.token, request), 12)))),
       h('li', null, h('b', null, 'Score. '), `The target reads them all in one pass, ${number(1e3 * record.times.score_s, 1)} ms, nearly what one token costs.`),
       h('li', null, h('b', null, 'Verify. '), `At every place the target chooses its own token. ${trace.accepted.at(i)} guesses were that token; the first that is not is rejected, and what stands behind it is discarded.`),
-      h('li', null, h('b', null, 'Commit. '), 'The text grows by ', record.tokens.map((token, j) => h('span', { class: `tok ${token.role}` }, label(words[j] || '·', 16))), `: ${record.tokens.length} tokens for one pass.`)));
+      h('li', null, h('b', null, 'Commit. '), 'The text grows by ', record.tokens.map((token, j) => h('span', { class: `tok ${token.role}` }, label(words[j] || '·', 16))), `: ${counted(record.tokens.length, 'token')} for one pass.`)));
   };
   paint(start);
   return [slider('round', { min: 0, max: Math.max(0, last), step: 1, value: start, show: integer }, paint), place];

@@ -13,6 +13,13 @@ export async function refusal(answer) {
   return told?.error?.message ?? `the server answered ${answer.status}`;
 }
 
+/** `fetch`, and words for a server that is not there: a browser's own ("Failed to fetch") say nothing to a reader. */
+export async function reached(path, options) {
+  try { return await fetch(path, options); } catch (error) {
+    throw error.name === 'AbortError' ? error : new Error('the server does not answer; it may have been stopped');
+  }
+}
+
 export class Live {
   #last = 0; #stopped = false; #waiting = []; #flushing = null; #header = null;
 
@@ -36,7 +43,7 @@ export class Live {
 
   #connect() {
     this.abort = new AbortController();
-    return fetch(`/draftproof/events?since=${this.#last}`, { headers: { Accept: 'text/event-stream', ...authorised(this.key) }, signal: this.abort.signal, cache: 'no-store' });
+    return reached(`/draftproof/events?since=${this.#last}`, { headers: { Accept: 'text/event-stream', ...authorised(this.key) }, signal: this.abort.signal, cache: 'no-store' });
   }
 
   async #follow(answer) {

@@ -1,6 +1,6 @@
 // The same prompt and seed, without guesses and with them, side by side on the engine's own clock.
 
-import { button, choice, h, label, number, panel, running, seconds } from './dom.js';
+import { button, choice, counted, h, label, number, panel, running, seconds } from './dom.js';
 import { keepsText, promised, sameTokens } from './status.js';
 import { legend } from './text.js';
 import { pairs, requestName } from './trace.js';
@@ -33,7 +33,7 @@ function runner(trace, request, title) {
       }
       text.append(...fresh);
       if (fresh.length) text.scrollTop = text.scrollHeight;
-      state.textContent = `${tokens} tokens, ${seconds(Math.min(t, length))}${t >= length ? ' – finished' : ''}`;
+      state.textContent = `${counted(tokens, 'token')}, ${seconds(Math.min(t, length))}${t >= length ? ' – finished' : ''}`;
     },
   };
 }

@@ -1,14 +1,14 @@
 // What the operator may change while the server runs: PUT /draftproof/speculation, from the next round on, for all requests.
 
 import { button, h, label, panel } from './dom.js';
-import { authorised, refusal } from './live.js';
+import { authorised, reached, refusal } from './live.js';
 
 const PATH = '/draftproof/speculation';
 
 /** The server's state of speculation. Throws what the server said. */
 export async function speculation(key, change = null) {
   const headers = { ...authorised(key), ...(change ? { 'Content-Type': 'application/json' } : {}) };
-  const answer = await fetch(PATH, { headers, cache: 'no-store', ...(change ? { method: 'PUT', body: JSON.stringify(change) } : {}) });
+  const answer = await reached(PATH, { headers, cache: 'no-store', ...(change ? { method: 'PUT', body: JSON.stringify(change) } : {}) });
   if (!answer.ok) throw new Error(await refusal(answer));
   return answer.json();
 }

@@ -289,7 +289,7 @@ export function requestName(request) {
   const heat = request.sampling.temperature, parts = [request.id, request.drafter];
   if (request.promptClass) parts.push(request.promptClass);
   if (typeof heat === 'number') parts.push(`T ${heat}`);
-  return `${parts.join(' · ')} · ${request.tokens} tokens`;
+  return `${parts.join(' · ')} · ${request.tokens} token${request.tokens === 1 ? '' : 's'}`;
 }
 
 /** At most so many of a list, with the place `index` among them. */
