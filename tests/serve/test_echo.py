@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 from serve.serving import Running, serving, words
 
+from draftproof.audition.logs import Skipped, read_log
 from draftproof.config import ServeConfig
 
 PROMPT = "héllo, wörld 👋 and on"
@@ -89,3 +93,19 @@ def test_a_stream_begins_with_it(chunks: str) -> None:
             assert "".join(each["text"] for each in own) == choice["text"]
             for name, values in choice["logprobs"].items():
                 assert [value for each in own if each["logprobs"] for value in each["logprobs"][name]] == values
+
+
+@pytest.mark.parametrize("as_ids", [False, True])
+def test_a_log_of_such_answers_has_no_prompt_in_them(running: Running, ids: list[int], tmp_path: Path, as_ids: bool) -> None:
+    """An audition counts what the model wrote. Where it cannot be seen how far the prompt goes, the record is not read."""
+    request = {"prompt": ids if as_ids else PROMPT, **ASKED, "temperature": 0.7, "top_p": 1.0, "logprobs": 2}
+    log, found = tmp_path / "log.jsonl", []
+    for echo in (False, True):
+        asked = {**request, "echo": echo}
+        log.write_text(json.dumps({"request": asked, "response": running.complete(**asked)}) + "\n")
+        found.append(next(read_log(log)))
+    assert found[0].answer and found[0].places and len(found[0].places) == ASKED["max_tokens"]
+    assert replace(found[1], sampling={}) == replace(found[0], sampling={})
+    skipped = Skipped()
+    log.write_text(json.dumps({"request": {"prompt": [1, 2], "echo": True}, "response": {"choices": [{"text": "abc"}]}}) + "\n")
+    assert not list(read_log(log, skipped)) and skipped.count == 1 and "echo" in skipped.shown[0]

@@ -24,7 +24,7 @@ from typing import IO, Any
 
 from ..errors import Failure
 from .logprobs import Place, read_places
-from .turns import Message, NotReadable, messages_of, said_in, text_of
+from .turns import Message, NotReadable, messages_of, said_in, text_of, unechoed
 
 LONGEST = 64 << 20      # bytes of a record; a longer line is skipped without being held
 OPEN = 4096     # traced requests that may be running at a time; what was begun before them has lost its end
@@ -274,8 +274,10 @@ def _pair(request: Mapping[str, Any], response: Any, line: int, prompt_class: st
         raise NotReadable("a request of the Responses API (input, no messages); expected one of chat completions or completions"
                           if request.get("input") else "a request without messages or prompt")
     choices, usage = response.get("choices"), response.get("usage")
-    answered = [choice for choice in choices if isinstance(choice, dict)] if isinstance(choices, list) else []
+    answered: list[Mapping[str, Any]] = [choice for choice in choices if isinstance(choice, dict)] if isinstance(choices, list) else []
     written = _count(usage.get("completion_tokens")) if isinstance(usage, dict) and len(answered) == 1 else None
+    if request.get("echo") is True:
+        answered = [unechoed(choice, prompt) for choice in answered]
     for choice in answered or [{}]:
         answer, joined = said_in(choice["message"] if isinstance(choice.get("message"), dict) else {"content": choice.get("text")})
         yield replace(asked, answer=answer, joined=joined, usage=written, finish_reason=_word(choice.get("finish_reason")),

@@ -54,6 +54,27 @@ def said_in(turn: Any) -> tuple[str | None, bool]:
     return text_of("".join([parts[0], content if isinstance(content, str) else "", *parts[1:]])), joined
 
 
+def unechoed(choice: Mapping[str, Any], prompt: Any) -> Mapping[str, Any]:
+    """A choice of a completion whose request had `echo`, without the prompt (a text, or ids) that its text begins with.
+
+    Raises NotReadable where it cannot be seen how far that goes.
+    """
+    text, told = choice.get("text"), choice.get("logprobs")
+    told = told if isinstance(told, dict) else {}
+    offsets = told.get("text_offset")
+    offsets = offsets if isinstance(offsets, list) and all(isinstance(at, int) for at in offsets) else []
+    if isinstance(prompt, str) and isinstance(text, str) and text.startswith(prompt):
+        cut = len(prompt)
+        first = next((i for i, at in enumerate(offsets) if at >= cut), len(offsets))
+    elif isinstance(prompt, list) and isinstance(text, str) and len(offsets) >= len(prompt):
+        first = len(prompt)
+        cut = offsets[first] if first < len(offsets) else len(text)
+    else:
+        raise NotReadable("an answer that should begin with its prompt (echo), and where that ends is not told")
+    rest = {name: values[first:] for name, values in told.items() if isinstance(values, list)} if offsets else None
+    return {**choice, "text": text[cut:], "logprobs": rest}
+
+
 def _content(turn: Mapping[str, Any]) -> Any:
     content = turn.get("content", turn.get("value"))
     if isinstance(content, list):                           # OpenAI's parts: the text of them
