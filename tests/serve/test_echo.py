@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +14,7 @@ from serve.serving import Running, serving, words
 
 from draftproof.audition.logs import Skipped, read_log
 from draftproof.config import ServeConfig
+from draftproof.serve.reply import CompletionReply
 
 PROMPT = "héllo, wörld 👋 and on"
 
@@ -93,6 +95,22 @@ def test_a_stream_begins_with_it(chunks: str) -> None:
             assert "".join(each["text"] for each in own) == choice["text"]
             for name, values in choice["logprobs"].items():
                 assert [value for each in own if each["logprobs"] for value in each["logprobs"][name]] == values
+
+
+def test_others_are_answered_while_a_prompt_is_put_into_words(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Token by token a long one takes seconds: not in the thread that answers everybody."""
+    threads, real = list[str](), CompletionReply._logprobs
+
+    def noted(*about: Any) -> Any:
+        threads.append(threading.current_thread().name)
+        return real(*about)
+
+    monkeypatch.setattr(CompletionReply, "_logprobs", noted)
+    running.complete(prompt=PROMPT, max_tokens=1, logprobs=1)
+    here = set(threads)
+    running.complete(prompt=PROMPT, max_tokens=1, logprobs=1, echo=True)
+    running.stream(prompt=PROMPT, max_tokens=1, logprobs=1, echo=True)
+    assert len(here) == 1 and not here & set(threads[1:]) and len(threads) == 3
 
 
 @pytest.mark.parametrize("as_ids", [False, True])

@@ -18,7 +18,7 @@ from .records import Recorder
 from .round import Rounds
 from .sequence import Sequence, Status
 
-SCORED = 1 << 26        # logits that one pass over prompts makes, where all of a prompt's are asked for: a quarter of a gigabyte
+SCORED = 1 << 24        # logits that one pass over prompts makes, where all of a prompt's are asked for: 64 MB
 
 
 class Batch:

@@ -127,10 +127,12 @@ class Server:
         try:
             if order.stream:
                 if await unless_gone(reading.first(), request.receive):
-                    answer = EventStream(reading, kind(head), Pacer(self.config.chunks))
+                    answer = EventStream(reading, kind(head), Pacer(self.config.chunks), order.echo)
             else:
                 groups = await unless_gone(reading.groups(), request.receive)
-                answer = None if groups is None else document(kind(head).whole(groups), reading.headers)
+                if groups is not None:                       # prompts may be told token by token, which takes long
+                    whole = await asyncio.to_thread(kind(head).whole, groups) if order.echo else kind(head).whole(groups)
+                    answer = document(whole, reading.headers)
         finally:
             if answer is None:
                 reading.leave()

@@ -116,9 +116,10 @@ class EventStream(Response):
     The head of the answer waits for the first token, so that whatever is wrong with a request has a status of its own.
     """
 
-    def __init__(self, reading: Reading, reply: Reply, pacer: Pacer) -> None:
+    def __init__(self, reading: Reading, reply: Reply, pacer: Pacer, long: bool = False) -> None:
+        """long: a piece may hold a whole prompt, token by token; pieces are put together in a thread, while others are answered."""
         super().__init__(media_type="text/event-stream")
-        self.reading, self.reply, self.pacer = reading, reply, pacer
+        self.reading, self.reply, self.pacer, self.long = reading, reply, pacer, long
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -140,7 +141,7 @@ class EventStream(Response):
             yield self._packed(self.reply.first())
             while True:
                 ended = self.reading.done
-                yield self._arrived()
+                yield await asyncio.to_thread(self._arrived) if self.long else self._arrived()
                 if ended:
                     break
                 await self.reading.news()
