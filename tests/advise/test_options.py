@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from draftproof.cli import run as command
-from draftproof.commands.bench import print_table
+from draftproof.commands.console import print_rows
 
 CELL = {"class": "all", "drafter": "ngram", "depth": 4, "rounds": 100, "drafted": 300, "requests": 10, "tokens": 250, "prompt_tokens": 100,
         "acceptance_length": 2.4, "acceptance_length_interval": {"low": 2.2, "high": 2.6}}
@@ -42,5 +42,5 @@ def test_names_with_brackets_are_shown_as_they_are(documents: list[str], capsys:
     assert command(["advise", "--audition", documents[0], "--profile", documents[1]]) == 0
     shown = capsys.readouterr().out.partition("Verdict")[0]
     assert "[/b]" in shown and "[math]" in shown
-    print_table("[/i] of one arm", ["class", "arm"], [["[math]", "[/b]"]])
+    print_rows("[/i] of one arm", ["class", "arm"], [["[math]", "[/b]"]])
     assert all(name in shown for shown in [capsys.readouterr().out] for name in ("[/i]", "[math]", "[/b]"))

@@ -13,7 +13,7 @@ import click
 from ..config import LoadConfig
 from ..errors import Failure
 from . import options as o
-from .console import console, emit_json, facts_lines, note
+from .console import emit_json, facts_lines, note, print_rows
 
 if TYPE_CHECKING:
     from ..audition.counts import Counts
@@ -179,25 +179,11 @@ def off(best: Sequence[Mapping[str, Any]], row_cost: float) -> list[str]:
 
 
 def print_cells(cells: Sequence[Mapping[str, Any]], best: Sequence[Mapping[str, Any]], row_cost: float) -> None:
-    from rich.markup import escape
-    from rich.table import Table
-
     from ..audition.counts import worth
 
-    table = Table(title="tokens per round that a replay of the log counts, their worth in plain passes at this row cost; "
-                  "* the best depth, if it pays", title_justify="left", title_style="")
-    for name in ("class", "drafter"):
-        table.add_column(name, no_wrap=True)
-    sampled = any(cell["sampled"] for cell in cells)
-    for name in ("depth", "requests", "rounds", "drafted", "accepted", "acceptance length", "worth", "used", "hazard", "figure",
-                 *(["sampled drafts"] if sampled else [])):
-        table.add_column(name, justify="right", no_wrap=True)
+    sampled, lines = any(cell["sampled"] for cell in cells), []
     top = {(b["class"], b["drafter"], b["depth"]) for b in best if b["worth"] > 1}
-    before = None
     for cell in cells:
-        if before not in (None, cell["class"]):
-            table.add_section()
-        before = cell["class"]
         mark = "*" if (cell["class"], cell["drafter"], cell["depth"]) in top else ""
         used, interval, length = cell["draft_utilisation"], cell["acceptance_length_interval"], cell["acceptance_length"]
         value = worth(cell, row_cost)
@@ -206,7 +192,10 @@ def print_cells(cells: Sequence[Mapping[str, Any]], best: Sequence[Mapping[str, 
         plain = [str(cell[name]) for name in ("requests", "rounds", "drafted", "accepted")]
         bounds = cell["sampled"]
         between = [f"{bounds['low']:.2f}–{bounds['high']:.2f}" if bounds else ""] if sampled else []
-        table.add_row(escape(cell["class"]), escape(cell["drafter"]), f"{cell['depth']}{mark}", *plain,
+        lines.append([cell["class"], cell["drafter"], f"{cell['depth']}{mark}", *plain,
                       "" if length is None else f"{length:.2f}{spread}", paid, "" if used is None else f"{used:.0%}",
-                      " ".join(f"{h:.2f}" for h in cell["hazard"][:4]), cell["figure"], *between)
-    console(wraps=False).print(table)
+                      " ".join(f"{h:.2f}" for h in cell["hazard"][:4]), cell["figure"], *between])
+    words = "class", "drafter"
+    print_rows("tokens per round that a replay of the log counts, their worth in plain passes at this row cost; * the best depth, if it "
+               "pays", [*words, "depth", "requests", "rounds", "drafted", "accepted", "acceptance length", "worth", "used", "hazard",
+                        "figure", *(["sampled drafts"] if sampled else [])], lines, words, together=1)

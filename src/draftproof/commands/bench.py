@@ -17,7 +17,7 @@ import click
 from ..config import BenchConfig, LoadConfig, SpeculationConfig
 from ..errors import OptionError, ParityError
 from . import options as o
-from .console import console, emit_json, facts_lines, note
+from .console import console, emit_json, facts_lines, note, print_rows
 from .switch import key_of
 from .view_files import check_apart
 
@@ -287,20 +287,8 @@ def print_tables(document: Mapping[str, Any]) -> None:
 
     head, lines = lines_of(document["cells"])
     narrow = [i for i, name in enumerate(head) if not name.startswith("e2e") and any(line[i] for line in lines)]     # CSV and HTML have all
-    print_table(document["note"] + "; times are p50/p99", [head[i] for i in narrow], [[line[i] for i in narrow] for line in lines])
+    words = "class", "arm", "task"
+    print_rows(document["note"] + "; times are p50/p99", [head[i] for i in narrow], [[line[i] for i in narrow] for line in lines], words,
+               together=1)
     for arm, rows in document.get("spec_bench", {}).items():
-        print_table(f"Spec-Bench's own report: {arm}", *spec_bench_lines(rows))
-
-
-def print_table(title: str, head: Sequence[str], lines: Sequence[Sequence[str]]) -> None:
-    from rich.markup import escape
-    from rich.table import Table
-
-    table = Table(title=escape(title), title_justify="left", title_style="")
-    for name in head:
-        table.add_column(name, justify="left" if name in ("class", "arm", "task") else "right", no_wrap=True)
-    for before, line in zip([lines[0], *lines], lines, strict=False):
-        if before[0] != line[0] and "class" in head:
-            table.add_section()
-        table.add_row(*map(escape, line))
-    console(wraps=False).print(table)
+        print_rows(f"Spec-Bench's own report: {arm}", *spec_bench_lines(rows), words)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -15,6 +16,7 @@ from ..types import LOSSY
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.table import Table
 
     from ..engine.engine import Engine
     from ..engine.port import Completion
@@ -48,6 +50,52 @@ def console(error: bool = False, wraps: bool = True) -> Console:
 
     stream = sys.stderr if error else sys.stdout
     return Console(file=stream, width=None if stream.isatty() else TABLE_WIDTH if wraps else UNBROKEN, highlight=False)
+
+
+def print_rows(title: str, head: Sequence[str], rows: Sequence[Sequence[str]], words: Collection[str] = (), together: int = 0) -> None:
+    """A table that cuts nothing off; a line stands where the first `together` values change. words: names of columns that are no numbers.
+
+    On a terminal that is too narrow it has no frame, and names break at spaces and soft hyphens; if need be, what stands in brackets behind
+    values is left out, which is said; where that is not enough, lines are as long as they are.
+    """
+    out = console(wraps=False)
+    forms = [(_table(title, head, rows, words, together), "")]
+    if out.width < UNBROKEN:
+        bare = [[re.sub(r" \(.*", "", value) for value in row] for row in rows]
+        names = [re.sub(r" \(.*", "", name) for name in head]
+        forms.append((_table(title, head, rows, words, together, narrow=True), ""))
+        forms.append((_table(title, names, bare, words, together, narrow=True),
+                      "Left out, for the terminal is narrow: what stands in brackets behind values. A wider one has it, or --json."))
+    table, remark = next((form for form in forms if _wide(form[0], out) <= out.width), forms[-1])
+    out.width = max(out.width, _wide(table, out))
+    out.print(table)
+    if remark:
+        note(remark)
+
+
+def _table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]], words: Collection[str], together: int,
+           narrow: bool = False) -> Table:
+    from rich.markup import escape
+    from rich.table import Table
+
+    table = Table(title=escape(title), title_justify="left", title_style="")
+    if narrow:
+        table.box, table.padding, table.pad_edge = None, (0, 1, 0, 0), False
+    for name in head:
+        shown = name.replace(" ", "\n").replace("\xad", "-\n") if narrow else name.replace("\xad", "")
+        table.add_column(escape(shown), justify="left" if name in words else "right", no_wrap=True)
+    for before, row in zip([rows[0], *rows] if rows else (), rows, strict=False):
+        if before[:together] != row[:together]:
+            table.add_row() if narrow else table.add_section()
+        table.add_row(*map(escape, row))
+    return table
+
+
+def _wide(table: Table, out: Console) -> int:
+    """Columns that it takes, its title aside, which wraps."""
+    from rich.measure import Measurement
+
+    return Measurement.get(out, out.options.update(width=UNBROKEN), table).maximum
 
 
 class Pace:

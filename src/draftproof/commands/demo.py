@@ -17,7 +17,7 @@ import click
 from ..config import DemoConfig, EngineConfig, LoadConfig
 from ..errors import LoadError, OptionError, ParityError
 from . import options as o
-from .console import console, emit_json, facts_lines, note
+from .console import console, emit_json, facts_lines, note, print_rows
 from .view import EMBEDDED_LIMIT, write_page
 from .view_files import check_apart
 
@@ -161,28 +161,19 @@ def document(rows: Sequence[Cell]) -> dict[str, Any]:
 
 
 def print_table(rows: Sequence[Cell]) -> None:
-    from rich.table import Table
-
     from ..bench.cells import OFF
 
-    table = Table(title="speculation off against every drafter; spread: 10th to 90th percentile; interval: 95 % over prompts, or "
-                        "the range of fewer than six",
-                  title_justify="left", title_style="")
-    for name in ("class", "temperature", "drafter"):
-        table.add_column(name, no_wrap=True)
-    for name in ("tokens/s (spread)", "speed-up (interval)", "decoding", "acceptance\nlength", "identical to off"):
-        table.add_column(name, justify="right", no_wrap=True)
-    before: tuple[str, float | None] | None = None
+    lines = []
     for row in rows:
-        if before not in (None, (row.prompt_class, row.temperature)):
-            table.add_section()
-        before = row.prompt_class, row.temperature
         off = row.arm == OFF
-        table.add_row(NAMES.get(row.prompt_class, row.prompt_class), "all" if row.temperature is None else f"{row.temperature:g}", row.arm,
-                      spread(row.tokens_per_s), "" if off else row.speedup.text,
-                      "" if off or row.decoding is None else f"{row.decoding.median:.2f}×", f"{row.acceptance_length:.2f}",
-                      "" if off else f"{'yes' if row.identical else 'NO'} ({row.tokens} tokens)")
-    console(wraps=False).print(table)
+        lines.append([
+            NAMES.get(row.prompt_class, row.prompt_class), "all" if row.temperature is None else f"{row.temperature:g}", row.arm,
+            spread(row.tokens_per_s), "" if off else row.speedup.text, "" if off or row.decoding is None else f"{row.decoding.median:.2f}×",
+            f"{row.acceptance_length:.2f}", "" if off else f"{'yes' if row.identical else 'NO'} ({row.tokens} tokens)"])
+    words = "class", "temper\xadature", "drafter"
+    print_rows("speculation off against every drafter; spread: 10th to 90th percentile; interval: 95 % over prompts, or the range of fewer "
+               "than six", [*words, "tokens/s (spread)", "speed-up (interval)", "decoding", "acceptance length", "identical to off"], lines,
+               words, together=2)
 
 
 def spread(value: Spread) -> str:

@@ -12,7 +12,7 @@ import click
 
 from ..errors import Failure, OptionError
 from . import options as o
-from .console import console, emit_json, facts_lines, note, size
+from .console import emit_json, facts_lines, note, print_rows, size
 
 if TYPE_CHECKING:
     from ..bench.profile import Plan, Point
@@ -99,20 +99,15 @@ def left_out(plan: Plan, points: Sequence[Point], longest: int) -> list[str]:
 
 
 def print_curve(record: Mapping[str, Any]) -> None:
-    from rich.table import Table
-
-    widths = sorted({p["rows"] for p in record["curve"]})
-    table = Table(title="milliseconds per pass, by rows per sequence", title_justify="left", title_style="")
-    for name in ("context", "batch", *map(str, widths), "free rows", "read at"):
-        table.add_column(name, justify="right", no_wrap=True)
+    widths, lines = sorted({p["rows"] for p in record["curve"]}), []
     for roof in record["roofline"]["passes"]:
         here = (roof["context"], roof["batch"])
         mine = {p["rows"]: p["seconds"]["median"] for p in record["curve"] if (p["context"], p["batch"]) == here}
         rate = "" if roof["bytes_per_s"] is None else f"{size(roof['bytes_per_s'])}/s"
         share = "" if roof["share_of_limit"] is None else f" ({roof['share_of_limit']:.0%})"
-        table.add_row(str(roof["context"]), str(roof["batch"]), *(f"{mine[w] * 1e3:.2f}" if w in mine else "" for w in widths),
-                      str(roof["free_rows"]), rate + share)
-    console(wraps=False).print(table)
+        lines.append([str(roof["context"]), str(roof["batch"]), *(f"{mine[w] * 1e3:.2f}" if w in mine else "" for w in widths),
+                      str(roof["free_rows"]), rate + share])
+    print_rows("milliseconds per pass, by rows per sequence", ["context", "batch", *map(str, widths), "free rows", "read at"], lines)
     roof = record["roofline"]
     click.echo(f"Verification is free (at most {roof['free_means']:g} times a one-row pass) up to the rows named; this device reads "
                f"{size(roof['read_bytes_per_s'])}/s.")
