@@ -111,7 +111,15 @@ static inline void fill(const void *from, long first, long n, void *to, long wid
 #define TAKES_TILES 0
 #endif
 #endif
-#if TAKES_PAIRS || TAKES_TILES
+/* Whether weights lie in twelve bits (narrow.c). */
+#ifndef TAKES_NARROW
+#if defined __AVX512BW__ && LANES == 16
+#define TAKES_NARROW 1
+#else
+#define TAKES_NARROW 0
+#endif
+#endif
+#if TAKES_NARROW
 #include <immintrin.h>
 #endif
 #if TAKES_PAIRS
@@ -344,7 +352,7 @@ static inline int worth_a_team(const layer *l, long rows) { return rows * l->gat
 
 void attended(const member *me, const course *c, const attention *a, int *failed);
 form form_of_whole(int bits, long in);
-form form_of_narrow(long in);
+form form_of_narrow(long in, int halves);
 form form_of_tiles(int bits, long in);
 int takes_tiles(void);
 void leave_tiles(void);

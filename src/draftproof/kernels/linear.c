@@ -34,8 +34,8 @@
 #endif
 
 /* part [ROWS, WIDE * PANELS] += x [ROWS, 2 * pairs] times PANELS adjoining panels. */
-#define SINGLES(ROWS, PANELS)                                                                                            \
-    KERNEL(singles_##ROWS##_##PANELS)                                                                                    \
+#define SINGLES_AS(NAME, ROWS, PANELS, FETCHED)                                                                          \
+    KERNEL(NAME##_##ROWS##_##PANELS)                                                                                     \
     {                                                                                                                    \
         panel += first * WIDE;                                                                                           \
         const float *x = rows;                                                                                           \
@@ -43,7 +43,7 @@
         words w[2 * PANELS];                                                                                             \
         TAKE(ROWS, 2 * PANELS)                                                                                           \
         for (long p = 0; p < count; p++) {                                                                               \
-            FETCH(PANELS);                                                                                               \
+            FETCHED;                                                                                                     \
             UNROLL for (int v = 0; v < 2 * PANELS; v++) w[v] = WORDS(v) << 16;                                           \
             UNROLL for (int r = 0; r < ROWS; r++)                                                                        \
                 UNROLL for (int v = 0; v < 2 * PANELS; v++) sum[r][v] += (floats)w[v] * x[r * stride + 2 * p];           \
@@ -53,6 +53,9 @@
         }                                                                                                                \
         GIVE(ROWS, 2 * PANELS)                                                                                           \
     }
+#define SINGLES(ROWS, PANELS) SINGLES_AS(singles, ROWS, PANELS, FETCH(PANELS))
+/* The same with words that lie in a cache; meanwhile, what is opened next is fetched, `apart` words of beside->words for each step. */
+#define OPENED_SINGLES(ROWS, PANELS) SINGLES_AS(opened_singles, ROWS, PANELS, __builtin_prefetch(beside->words + p * apart))
 /* The same with x in pairs of bfloat16. Nothing is fetched ahead: processors that come here do it better by themselves. */
 #define PAIRS(ROWS, PANELS)                                                                                              \
     KERNEL(pairs_##ROWS##_##PANELS)                                                                                      \
@@ -72,10 +75,17 @@
 #define FETCH(PANELS) for (int q = 0; q < PANELS; q++) fetch(panel + q * apart + p * WIDE + AHEAD(PANELS))
 #define WORDS(V) *(const words *)(panel + (V) / 2 * apart + p * WIDE + (V) % 2 * LANES)
 #define SINGLES_NAME(ROWS, PANELS) singles_##ROWS##_##PANELS,
+#define OPENED_NAME(ROWS, PANELS) opened_singles_##ROWS##_##PANELS,
 #define PAIRS_NAME(ROWS, PANELS) pairs_##ROWS##_##PANELS,
 
 EACH(SINGLES) EACH_OF_TWO(SINGLES)
 static panel_kernel *const singles[] = {EACH(SINGLES_NAME)}, *const singles_of_two[] = {EACH_OF_TWO(SINGLES_NAME)};
+#if TAKES_NARROW
+EACH(OPENED_SINGLES)
+static panel_kernel *const opened_singles[] = {EACH(OPENED_NAME)};
+#else
+static panel_kernel *const *const opened_singles = singles;
+#endif
 #if TAKES_PAIRS
 EACH(PAIRS)
 static panel_kernel *const pairs[] = {EACH(PAIRS_NAME)};
@@ -101,13 +111,14 @@ static form form_of(int bits, long in, int halves)
 {
     long length = (in + 1) / 2;
     if ((halves || is_whole(bits)) && takes_tiles()) return form_of_tiles(bits, in);
-    if (bits == 12) return halves ? form_of_narrow(in) : singles_of_narrow(form_of_narrow(in), in);
+    if (bits == 12) return halves || !TAKES_PAIRS ? form_of_narrow(in, halves) : singles_of_narrow(form_of_narrow(in, halves), in);
     if (is_whole(bits)) return form_of_whole(bits, in);
 #if TAKES_PAIRS
     if (halves) /* one stream: measured */
         return (form){MOST, 0, length, 2, length * WIDE, 1, length, in % 2 == 0, BLOCK, as_pairs, pairs, 0};
 #endif
-    return (form){MOST, MOST_OF_TWO, length, 2, length * WIDE, 2, 2 * length, !halves && in % 2 == 0, 0, as_singles, singles, singles_of_two};
+    int as_is = !halves && in % 2 == 0;
+    return (form){MOST, MOST_OF_TWO, length, 2, length * WIDE, 2, 2 * length + (as_is ? 0 : GAP), as_is, 0, as_singles, singles, singles_of_two};
 }
 
 long wide(void) { return WIDE; }
@@ -151,11 +162,14 @@ static int in_bytes(const product *p) { return is_whole(p->bits) && takes_tiles(
 /* Whether a block of all rows meets a panel before the next one does: tiles would else wait for the second cache. */
 static int is_cut(const product *p, long rows) { return in_bytes(p) && rows > MOST_SHARING; }
 
-/* Whether all rows meet a panel before they meet the next, of which there is a part for each thread to open, or to sum up. Rows in pairs take
- * narrow panels as they are, however many: what one reading leaves in the caches serves the next, measured. */
+/* Whether narrow panels are opened for rows. Pairs take them as they are, however many rows: what one reading leaves in the caches serves
+ * the next, measured. So do singles as long as one reading serves all rows. */
+static int is_opened(const product *p, long rows, int halves) { return p->bits == 12 && (TAKES_PAIRS ? !halves : rows > MOST); }
+
+/* Whether all rows meet a panel before they meet the next, of which there is a part for each thread to open, or to sum up. */
 static int is_shared(const product *p, long rows, int halves)
 {
-    return (p->bits == 12 && !halves) || is_tiled(p, rows, halves) || is_cut(p, rows);
+    return is_opened(p, rows, halves) || is_tiled(p, rows, halves) || is_cut(p, rows);
 }
 
 /* How many columns of a panel are opened at a time. */
@@ -231,13 +245,16 @@ static void multiply_opened(const product *p, const form *f, const sheaf *x, lon
 {
     const uint32_t *panel = p->panels + a * f->words;
     spares left = beside(p, a, 0);
+    long step = f->words / most(f->length, 1);
     memset(part, 0, 4 * x->rows * WIDE);
     for (long s = 0, n; s < f->length; s += n) {
         n = least(OPENED / f->columns, f->length - s);
         open_narrow(panel, s, n, &left, words);
         for (long r = 0, many; r < x->rows; r += many) {
             many = sharing(x->rows - r, f->most);
-            f->one[many - 1](words, 0, 0, x->from + r * x->stride + s * f->apart, many, x->stride, n * f->columns / 2, part + r * WIDE, 0);
+            spares next = {0, panel + (s + n) * step + r * (n * step / x->rows)};
+            opened_singles[many - 1](words, many * step / (2 * x->rows), 0, x->from + r * x->stride + s * f->apart, many, x->stride,
+                                     n * f->columns / 2, part + r * WIDE, &next);
         }
     }
 }

@@ -14,53 +14,91 @@
 #define HEAD 16 /* words before the first block: a line, of which the first four are the upper bytes */
 #define WORDS (3 * WIDE / 2) /* of a block */
 #define MOST 12
-#if TAKES_PAIRS && defined __AVXVNNI__ /* Zen 5: 0.76 of the time at nine rows, 0.97 at one; Zen 4 takes 1.05 to 1.15 (docs/log.md) */
-#define AHEAD UNROLL for (int i = 0; i < WORDS; i += 16) __builtin_prefetch(panel + 3072 + i); /* 12 KB */
+/* How many words ahead of a block a panel is fetched, if it is: */
+#if !TAKES_PAIRS
+#define AHEAD(PANELS) ((PANELS) == 1 ? 768 : 512) /* 3 KB of one stream, 2 KB of each of two, measured */
+#elif defined __AVXVNNI__ /* Zen 5: 0.76 of the time at nine rows, 0.97 at one; Zen 4 takes 1.05 to 1.15 (docs/log.md) */
+#define AHEAD(PANELS) 3072
+#endif
+#ifdef AHEAD
+#define FETCH(PANELS)                                                                                                    \
+    UNROLL for (int q = 0; q < PANELS; q++)                                                                              \
+        UNROLL for (int i = 0; i < WORDS; i += 16) __builtin_prefetch(panel + q * apart + AHEAD(PANELS) + i);
 #else
-#define AHEAD
+#define FETCH(PANELS)
 #endif
 
-#if TAKES_PAIRS
-#define EACH(DO) DO(1) DO(2) DO(3) DO(4) DO(5) DO(6) DO(7) DO(8) DO(9) DO(10) DO(11) DO(12)
+#if TAKES_NARROW
+#define EACH(DO) DO(1, 1) DO(2, 1) DO(3, 1) DO(4, 1) DO(5, 1) DO(6, 1) DO(7, 1) DO(8, 1) DO(9, 1) DO(10, 1) DO(11, 1) DO(12, 1)
 
-/* part [ROWS, WIDE] += x [ROWS, COLUMNS * count] times blocks [first, first + count) of a panel */
-#define NARROW(ROWS)                                                                                                     \
-    KERNEL(narrow_##ROWS)                                                                                                \
+/* What a row takes of a pair of columns: pairs as they are, or its two numbers one after the other. */
+#if TAKES_PAIRS
+typedef pair entry;
+#define APART 2 /* entries of a row for a block */
+#define MOST_OF_TWO 0
+#define EACH_OF_TWO(DO)
+#define PLUS(ROWS, PANELS)                                                                                               \
+    UNROLL for (int r = 0; r < ROWS; r++)                                                                                \
+        UNROLL for (int v = 0; v < 2 * PANELS; v++) sum[r][v] = plus_pairs(sum[r][v], w[v], x[r * stride + k]);
+#else
+typedef float entry;
+#define APART 4
+#define MOST_OF_TWO 6
+#define EACH_OF_TWO(DO) DO(1, 2) DO(2, 2) DO(3, 2) DO(4, 2) DO(5, 2) DO(6, 2)
+#define PLUS(ROWS, PANELS)                                                                                               \
+    UNROLL for (int r = 0; r < ROWS; r++)                                                                                \
+        UNROLL for (int v = 0; v < 2 * PANELS; v++) sum[r][v] += (floats)(w[v] << 16) * x[r * stride + 2 * k];           \
+    UNROLL for (int r = 0; r < ROWS; r++)                                                                                \
+        UNROLL for (int v = 0; v < 2 * PANELS; v++) sum[r][v] += (floats)(w[v] & 0xffff0000u) * x[r * stride + 2 * k + 1];
+#endif
+
+/* part [ROWS, WIDE * PANELS] += x [ROWS, COLUMNS * count] times blocks [first, first + count) of PANELS adjoining panels */
+#define NARROW(ROWS, PANELS)                                                                                             \
+    KERNEL(narrow_##ROWS##_##PANELS)                                                                                     \
     {                                                                                                                    \
-        const pair *x = rows;                                                                                            \
-        const __m512i upper = _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)panel)), half = _mm512_set1_epi8(15);              \
-        const int64_t *at = beside->at;                                                                                  \
-        const uint32_t *spare = beside->words;                                                                           \
-        floats sum[ROWS][2];                                                                                             \
-        words w[2];                                                                                                      \
-        TAKE(ROWS, 2)                                                                                                    \
+        const entry *x = rows;                                                                                           \
+        const __m512i half = _mm512_set1_epi8(15);                                                                       \
+        __m512i upper[PANELS];                                                                                           \
+        const int64_t *at[PANELS];                                                                                       \
+        const uint32_t *spare[PANELS];                                                                                   \
+        floats sum[ROWS][2 * PANELS];                                                                                    \
+        words w[2 * PANELS];                                                                                             \
+        UNROLL for (int q = 0; q < PANELS; q++) {                                                                        \
+            upper[q] = _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)(panel + q * apart)));                    \
+            at[q] = beside[q].at, spare[q] = beside[q].words;                                                            \
+        }                                                                                                                \
+        TAKE(ROWS, 2 * PANELS)                                                                                           \
         panel += HEAD + first * WORDS;                                                                                   \
-        for (long b = first; b < first + count; b++, panel += WORDS, x += 2) {                                           \
-            AHEAD                                                                                                        \
+        for (long b = first; b < first + count; b++, panel += WORDS, x += APART) {                                       \
+            FETCH(PANELS)                                                                                                \
             UNROLL for (int k = 0; k < 2; k++) {                                                                         \
-                if (__builtin_expect(b == *at, 0)) {                                                                     \
-                    UNROLL for (int v = 0; v < 2; v++) w[v] = *(const words *)(spare + (2 * k + v) * LANES);             \
-                    if (k) at++, spare += 2 * WIDE;                                                                      \
-                } else {                                                                                                 \
-                    __m512i numbers = _mm512_loadu_si512(panel + WIDE), below = _mm512_loadu_si512(panel + k * LANES);   \
-                    if (k) numbers = _mm512_srli_epi16(numbers, 4);                                                      \
-                    __m512i above = _mm512_shuffle_epi8(upper, _mm512_and_si512(numbers, half));                         \
-                    w[0] = (words)_mm512_unpacklo_epi8(below, above), w[1] = (words)_mm512_unpackhi_epi8(below, above);  \
+                UNROLL for (int q = 0; q < PANELS; q++) {                                                                \
+                    if (__builtin_expect(b == *at[q], 0)) {                                                              \
+                        UNROLL for (int v = 0; v < 2; v++) w[2 * q + v] = *(const words *)(spare[q] + (2 * k + v) * LANES);              \
+                        if (k) at[q]++, spare[q] += 2 * WIDE;                                                            \
+                    } else {                                                                                             \
+                        const uint32_t *here = panel + q * apart;                                                        \
+                        __m512i numbers = _mm512_loadu_si512(here + WIDE), below = _mm512_loadu_si512(here + k * LANES); \
+                        if (k) numbers = _mm512_srli_epi16(numbers, 4);                                                  \
+                        __m512i above = _mm512_shuffle_epi8(upper[q], _mm512_and_si512(numbers, half));                  \
+                        w[2 * q] = (words)_mm512_unpacklo_epi8(below, above);                                            \
+                        w[2 * q + 1] = (words)_mm512_unpackhi_epi8(below, above);                                        \
+                    }                                                                                                    \
                 }                                                                                                        \
-                UNROLL for (int r = 0; r < ROWS; r++)                                                                    \
-                    UNROLL for (int v = 0; v < 2; v++) sum[r][v] = plus_pairs(sum[r][v], w[v], x[r * stride + k]);       \
+                PLUS(ROWS, PANELS)                                                                                       \
             }                                                                                                            \
         }                                                                                                                \
-        GIVE(ROWS, 2)                                                                                                    \
+        GIVE(ROWS, 2 * PANELS)                                                                                           \
     }
-#define NARROW_NAME(ROWS) narrow_##ROWS,
-EACH(NARROW)
-static panel_kernel *const narrows[] = {EACH(NARROW_NAME)};
+#define NARROW_NAME(ROWS, PANELS) narrow_##ROWS##_##PANELS,
+EACH(NARROW) EACH_OF_TWO(NARROW)
+static panel_kernel *const narrows[] = {EACH(NARROW_NAME)}, *const narrows_of_two[] = {EACH_OF_TWO(NARROW_NAME) 0};
 #else
-static panel_kernel *const *const narrows = 0;
+#define MOST_OF_TWO 0
+static panel_kernel *const *const narrows = 0, *const *const narrows_of_two = 0;
 #endif
 
-#if TAKES_PAIRS || TAKES_TILES
+#if TAKES_NARROW
 /* Blocks [first, first + count) of a panel in linear.c's words, [count, 2, WIDE], for many rows; `left` begins with the first and goes on. */
 void open_narrow(const uint32_t *panel, long first, long count, spares *left, uint32_t *to)
 {
@@ -84,20 +122,22 @@ void open_narrow(const uint32_t *panel, long first, long count, spares *left, ui
 void open_narrow(const uint32_t *panel, long first, long count, spares *left, uint32_t *to) { (void)panel, (void)first, (void)count, (void)left, (void)to; }
 #endif
 
-static void as_pairs(const void *x, long first, long n, int halves, void *to)
+static void as_entries(const void *x, long first, long n, int halves, void *to)
 {
-    (void)halves;
-    fill(x, first, n, to, UP(n, COLUMNS));
+    if (TAKES_PAIRS) fill(x, first, n, to, UP(n, COLUMNS));
+    else widen(x, first, n, halves, to, UP(n, COLUMNS));
 }
 
-form form_of_narrow(long in)
+/* Of rows of bfloat16, or of any where rows are not taken in pairs. */
+form form_of_narrow(long in, int halves)
 {
-    long length = (in + COLUMNS - 1) / COLUMNS;
-    return (form){MOST, 0, length, COLUMNS, HEAD + length * WORDS, 2, 2 * length, in % COLUMNS == 0, BLOCK / 2, as_pairs, narrows, 0};
+    long length = (in + COLUMNS - 1) / COLUMNS, apart = TAKES_PAIRS ? 2 : 4;
+    int as_is = in % COLUMNS == 0 && halves == TAKES_PAIRS;
+    return (form){MOST, MOST_OF_TWO, length, COLUMNS, HEAD + length * WORDS, apart, apart * length + (as_is ? 0 : GAP), as_is, TAKES_PAIRS ? BLOCK / 2 : 0, as_entries, narrows, narrows_of_two};
 }
 
 /* Whether products of bfloat16 numbers can be taken with narrow panels. */
-int takes_narrow(void) { return TAKES_PAIRS || takes_tiles(); }
+int takes_narrow(void) { return TAKES_NARROW; }
 
 /* The place of a lower byte among those of two columns: output o of a panel, the first column or the second. */
 static long place(long o, long second) { return o % LANES / 4 * 16 + o / LANES * 8 + o % 4 * 2 + second; }
