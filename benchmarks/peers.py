@@ -11,7 +11,7 @@ as one or more workers (peers/), which are stopped while another one is measured
 an engine, plain or guessing at one depth, at one temperature. Rates are of decoding: the tokens after the first delivery over the time
 since it; the time until it is told beside them. Ratios are paired by prompt and repeat. Just before and just after every run the memory is
 read; a plain pass cannot take less than reading the checkpoint's matrices does at that speed, the floor, unless it reads fewer bytes: ours
-keeps bfloat16 weights in twelve bits, without loss, where the processor multiplies them in pairs. "Best" is the arm with the highest median
+keeps bfloat16 weights in twelve bits, without loss, on processors with AVX512. "Best" is the arm with the highest median
 rate of this very run. What cannot run is named with its reason. Prints tables and, as the last line, JSON; exits with 3 if a measured goal
 is missed, with 1 if our own engine did not run.
 

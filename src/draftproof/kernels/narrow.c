@@ -93,12 +93,7 @@ typedef float entry;
 #define NARROW_NAME(ROWS, PANELS) narrow_##ROWS##_##PANELS,
 EACH(NARROW) EACH_OF_TWO(NARROW)
 static panel_kernel *const narrows[] = {EACH(NARROW_NAME)}, *const narrows_of_two[] = {EACH_OF_TWO(NARROW_NAME) 0};
-#else
-#define MOST_OF_TWO 0
-static panel_kernel *const *const narrows = 0, *const *const narrows_of_two = 0;
-#endif
 
-#if TAKES_NARROW
 /* Blocks [first, first + count) of a panel in linear.c's words, [count, 2, WIDE], for many rows; `left` begins with the first and goes on. */
 void open_narrow(const uint32_t *panel, long first, long count, spares *left, uint32_t *to)
 {
@@ -119,6 +114,9 @@ void open_narrow(const uint32_t *panel, long first, long count, spares *left, ui
     }
 }
 #else
+#define MOST_OF_TWO 0
+static panel_kernel *const *const narrows = 0, *const *const narrows_of_two = 0;
+
 void open_narrow(const uint32_t *panel, long first, long count, spares *left, uint32_t *to) { (void)panel, (void)first, (void)count, (void)left, (void)to; }
 #endif
 

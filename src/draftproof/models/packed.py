@@ -4,7 +4,7 @@ A pass over few rows is limited by how fast weights stream from memory; a blocke
 layer, and a row's bits do not depend on the number of rows from two rows on (docs/log.md has the figures). The forms, first choice first:
 
 * Ours (native.py), of bfloat16 weights, in float32 or in the processor's bfloat16 instructions, those of tiles (AMX) among them: where a C
-  compiler is found. In these instructions, weights take twelve bits each, without loss (kernels/narrow.c).
+  compiler is found. With AVX512 weights take twelve bits each, without loss (kernels/narrow.c).
 * FBGEMM's, of half-precision weights under float32 products: for float32 weights that are all halves times one power of two, as those
   of a half-precision checkpoint nearly always are. The same numbers are multiplied, and half the bytes are read.
 * oneDNN's, of the weight's own type.
