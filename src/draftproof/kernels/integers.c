@@ -14,24 +14,28 @@
 #include <immintrin.h>
 #endif
 
-#define AHEAD 1024 /* words to fetch ahead */
+#define AHEAD(PANELS) ((PANELS) == 1 ? 1024 : 512) /* words to fetch ahead, measured */
 
-#if LANES == 16 /* 32 registers; EACH(DO): the rows, and whether the levels of a word are unrolled or leave no registers for the sums */
+#if LANES == 16 /* 32 registers; EACH(DO): the rows, panels, and whether the levels of a word are unrolled or leave no registers for the sums */
 #define MOST 12
-#define EACH(DO) DO(1, UNROLL) DO(2, UNROLL) DO(3, UNROLL) DO(4, UNROLL) DO(5, UNROLL) DO(6, UNROLL)                     \
-    DO(7, UNROLL) DO(8, UNROLL) DO(9, UNROLL) DO(10, UNROLL) DO(11, UNROLL) DO(12, UNROLL)
+#define EACH(DO) DO(1, 1, UNROLL) DO(2, 1, UNROLL) DO(3, 1, UNROLL) DO(4, 1, UNROLL) DO(5, 1, UNROLL) DO(6, 1, UNROLL)   \
+    DO(7, 1, UNROLL) DO(8, 1, UNROLL) DO(9, 1, UNROLL) DO(10, 1, UNROLL) DO(11, 1, UNROLL) DO(12, 1, UNROLL)
+#define MOST_OF_TWO (TAKES_PAIRS ? 0 : 5) /* two streams are faster on Intel's; of AMD's, one was where it was measured */
+#define EACH_OF_TWO(DO) DO(1, 2, UNROLL) DO(2, 2, UNROLL) DO(3, 2, UNROLL) DO(4, 2, UNROLL) DO(5, 2, UNROLL)
 #else /* 16 */
 #define MOST 5
-#define EACH(DO) DO(1, UNROLL) DO(2, UNROLL) DO(3, UNROLL) DO(4, ROLLED) DO(5, ROLLED)
+#define EACH(DO) DO(1, 1, UNROLL) DO(2, 1, UNROLL) DO(3, 1, UNROLL) DO(4, 1, ROLLED) DO(5, 1, ROLLED)
+#define MOST_OF_TWO 0
+#define EACH_OF_TWO(DO)
 #endif
 #define ROLLED _Pragma("GCC unroll 1")
 
 typedef int16_t signs __attribute__((vector_size(4 * LANES), aligned(4)));
 
 /* The words of a step */
-#define READ                                                                                                             \
-    fetch(panel + AHEAD);                                                                                                \
-    UNROLL for (int v = 0; v < 2; v++) w[v] = *(const words *)(panel + v * LANES);
+#define READ(PANELS)                                                                                                     \
+    UNROLL for (int q = 0; q < PANELS; q++) fetch(panel + q * apart + AHEAD(PANELS));                                    \
+    UNROLL for (int v = 0; v < 2 * PANELS; v++) w[v] = *(const words *)(panel + v / 2 * apart + v % 2 * LANES);
 
 /* sum + two columns of levels times two whole numbers of x */
 static inline integers plus_two(integers sum, words level, uint32_t x)
@@ -50,65 +54,66 @@ static inline integers plus_two(integers sum, words level, uint32_t x)
 /* part [ROWS, WIDE] += x [ROWS, 4 * count], of a span, times a panel. Of four columns x has the even ones and the odd ones; behind them the
  * step. */
 #define STRIDE_OF_EIGHT (SPAN / 2 + 16)
-#define EIGHT(ROWS, UNROLLED)                                                                                            \
-    KERNEL(eight_##ROWS)                                                                                                 \
+#define EIGHT(ROWS, PANELS, UNROLLED)                                                                                    \
+    KERNEL(eight_##ROWS##_##PANELS)                                                                                      \
     {                                                                                                                    \
         panel += first * WIDE;                                                                                           \
         const uint32_t *x = rows;                                                                                        \
         const float *step = (const float *)(x + SPAN / 2);                                                               \
-        floats sum[ROWS][2];                                                                                             \
-        integers whole[ROWS][2] = {0};                                                                                   \
-        words w[2], level[2];                                                                                            \
-        TAKE(ROWS, 2)                                                                                                    \
+        floats sum[ROWS][2 * PANELS];                                                                                    \
+        integers whole[ROWS][2 * PANELS] = {0};                                                                          \
+        words w[2 * PANELS], level[2 * PANELS];                                                                          \
+        TAKE(ROWS, 2 * PANELS)                                                                                           \
         for (long c = 0; c < count; c++, panel += WIDE, x += 2) {                                                        \
-            READ                                                                                                         \
+            READ(PANELS)                                                                                                 \
             UNROLLED for (int k = 0; k < 2; k++) {                                                                       \
-                UNROLL for (int v = 0; v < 2; v++) level[v] = (words)(k ? (signs)w[v] >> 8 : (signs)w[v] << 8 >> 8);     \
+                UNROLL for (int v = 0; v < 2 * PANELS; v++) level[v] = (words)(k ? (signs)w[v] >> 8 : (signs)w[v] << 8 >> 8);            \
                 UNROLL for (int r = 0; r < ROWS; r++)                                                                    \
-                    UNROLL for (int v = 0; v < 2; v++) whole[r][v] = plus_two(whole[r][v], level[v], x[r * stride + k]); \
+                    UNROLL for (int v = 0; v < 2 * PANELS; v++) whole[r][v] = plus_two(whole[r][v], level[v], x[r * stride + k]);        \
             }                                                                                                            \
         }                                                                                                                \
         UNROLL for (int r = 0; r < ROWS; r++)                                                                            \
-            UNROLL for (int v = 0; v < 2; v++) sum[r][v] = plus_span(sum[r][v], whole[r][v], step[r * stride]);          \
-        GIVE(ROWS, 2)                                                                                                    \
+            UNROLL for (int v = 0; v < 2 * PANELS; v++) sum[r][v] = plus_span(sum[r][v], whole[r][v], step[r * stride]); \
+        GIVE(ROWS, 2 * PANELS)                                                                                           \
     }
 
 /* The same of groups: of each, x holds its columns in pairs, their step and their sum. */
 #define NUMBERS (GROUP / 2 + 2)
-#define FOUR(ROWS, UNROLLED)                                                                                             \
-    KERNEL(four_##ROWS)                                                                                                  \
+#define FOUR(ROWS, PANELS, UNROLLED)                                                                                     \
+    KERNEL(four_##ROWS##_##PANELS)                                                                                       \
     {                                                                                                                    \
         panel += first * GROUP_WORDS;                                                                                    \
         const uint32_t *x = rows;                                                                                        \
-        floats sum[ROWS][2];                                                                                             \
-        TAKE(ROWS, 2)                                                                                                    \
+        floats sum[ROWS][2 * PANELS];                                                                                    \
+        TAKE(ROWS, 2 * PANELS)                                                                                           \
         for (long g = 0; g < count; g++, panel += WIDE, x += 2) {                                                        \
-            integers whole[ROWS][2] = {0};                                                                               \
-            words w[2], level[2];                                                                                        \
+            integers whole[ROWS][2 * PANELS] = {0};                                                                      \
+            words w[2 * PANELS], level[2 * PANELS];                                                                      \
             for (long c = 0; c < GROUP / 8; c++, panel += WIDE, x += 4) {                                                \
-                READ                                                                                                     \
+                READ(PANELS)                                                                                             \
                 UNROLLED for (int k = 0; k < 4; k++) {                                                                   \
-                    UNROLL for (int v = 0; v < 2; v++) level[v] = w[v] & 0xf000f;                                        \
+                    UNROLL for (int v = 0; v < 2 * PANELS; v++) level[v] = w[v] & 0xf000f;                               \
                     UNROLL for (int r = 0; r < ROWS; r++)                                                                \
-                        UNROLL for (int v = 0; v < 2; v++) whole[r][v] = plus_two(whole[r][v], level[v], x[r * stride + k]); \
-                    UNROLL for (int v = 0; v < 2; v++) w[v] >>= 4;                                                       \
+                        UNROLL for (int v = 0; v < 2 * PANELS; v++) whole[r][v] = plus_two(whole[r][v], level[v], x[r * stride + k]);    \
+                    UNROLL for (int v = 0; v < 2 * PANELS; v++) w[v] >>= 4;                                              \
                 }                                                                                                        \
             }                                                                                                            \
-            READ                                                                                                         \
-            UNROLL for (int v = 0; v < 2; v++) {                                                                         \
+            READ(PANELS)                                                                                                 \
+            UNROLL for (int v = 0; v < 2 * PANELS; v++) {                                                                \
                 const levels of = levels_of(w[v]);                                                                       \
                 UNROLL for (int r = 0; r < ROWS; r++)                                                                    \
                     sum[r][v] = plus_group(sum[r][v], of, whole[r][v], (const float *)(x + r * stride));                 \
             }                                                                                                            \
         }                                                                                                                \
-        GIVE(ROWS, 2)                                                                                                    \
+        GIVE(ROWS, 2 * PANELS)                                                                                           \
     }
 
-#define EIGHT_NAME(ROWS, UNROLLED) eight_##ROWS,
-#define FOUR_NAME(ROWS, UNROLLED) four_##ROWS,
+#define EIGHT_NAME(ROWS, PANELS, UNROLLED) eight_##ROWS##_##PANELS,
+#define FOUR_NAME(ROWS, PANELS, UNROLLED) four_##ROWS##_##PANELS,
 
-EACH(EIGHT) EACH(FOUR)
+EACH(EIGHT) EACH_OF_TWO(EIGHT) EACH(FOUR) EACH_OF_TWO(FOUR)
 static panel_kernel *const eights[] = {EACH(EIGHT_NAME)}, *const fours[] = {EACH(FOUR_NAME)};
+static panel_kernel *const eights_of_two[] = {EACH_OF_TWO(EIGHT_NAME) 0}, *const fours_of_two[] = {EACH_OF_TWO(FOUR_NAME) 0};
 
 static void as_span(const void *x, long first, long n, int halves, void *to)
 {
@@ -133,8 +138,8 @@ static void as_groups(const void *x, long first, long in, int halves, void *to)
 form form_of_whole(int bits, long in)
 {
     long four = (in + 3) / 4, groups = (in + GROUP - 1) / GROUP; /* words of eight bits, groups of four bits */
-    if (bits == 4) return (form){MOST, 0, groups, GROUP, groups * GROUP_WORDS, 0, groups * NUMBERS, 0, 0, as_groups, fours, 0};
-    return (form){MOST, 0, four, 4, four * WIDE, 0, STRIDE_OF_EIGHT, 0, SPAN / 4, as_span, eights, 0};
+    if (bits == 4) return (form){MOST, MOST_OF_TWO, groups, GROUP, groups * GROUP_WORDS, 0, groups * NUMBERS, 0, 0, as_groups, fours, fours_of_two};
+    return (form){MOST, MOST_OF_TWO, four, 4, four * WIDE, 0, STRIDE_OF_EIGHT, 0, SPAN / 4, as_span, eights, eights_of_two};
 }
 
 /* levels [out, in] → panels; what is beyond the matrix is zero. */
