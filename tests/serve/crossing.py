@@ -62,7 +62,7 @@ OPTIONS: tuple[dict[str, Any], ...] = (
     {"temperature": 0}, {"temperature": 1.0}, {"temperature": 0.7, "top_p": 0.8}, {"temperature": 1.2, "top_k": 12}, {"min_p": 0.1},
     {"repetition_penalty": 1.3}, {"presence_penalty": 0.7}, {"frequency_penalty": 0.3}, {"logit_bias": {12: 3.0, 290: -1e9}},
     {"min_tokens": 10}, {"stop": ["(", "\n\n", "e"]}, {"stop_token_ids": [10, 11]}, {"bad_words": ["self", "a"]}, {"logprobs": 3}, {"n": 3},
-    {"ignore_eos": True}, {"prediction": "def total(values):\n    return sum(values)"},
+    {"ignore_eos": True}, {"prompt_logprobs": 2}, {"prediction": "def total(values):\n    return sum(values)"},
 )
 SCHEMA = {"type": "object", "properties": {"name": {"enum": ["left", "right"]}, "size": {"type": "integer"}}, "required": ["name", "size"],
           "additionalProperties": False}
@@ -99,6 +99,8 @@ class Case:
         if "logit_bias" in said:
             said["logit_bias"] = {str(token): bias for token, bias in said["logit_bias"].items()}
         if self.route == "completions":
+            if "prompt_logprobs" in said:                       # one number says both there
+                said |= {"logprobs": said.pop("prompt_logprobs"), "echo": True}
             return {**said, "prompt": self.prompt}
         if self.route == "responses":
             form = said.pop("response_format", None)
@@ -148,17 +150,29 @@ def cases(dice: random.Random, drafter: str) -> Iterator[Case]:
         if structured and dice.random() < 0.7:
             options = {name: value for name, value in options.items() if name not in UNSURE}
         routes = ["chat"] if form.endswith("call") or option == OPTIONS[-1] else ["completions", "chat", "responses"]
+        if "prompt_logprobs" in option and len(routes) > 1:
+            routes = ["completions"]
         if {"n", "logprobs"} & set(options) and "responses" in routes:
             routes.remove("responses")
         route = dice.choice(routes)
         if route != "chat" or "prediction" not in drafter:
             options.pop("prediction", None)
+        if route != "completions":
+            options.pop("prompt_logprobs", None)
         depth = "auto" if drafter == "none" else dice.choice(("auto", 0, 1, 3, 6))
         yield Case(route, rule, depth, form, stream, dice.choice(PROMPTS), options)
 
 
 def told(running: Running, case: Case) -> list[str]:
     """What the server answers, a text for every sample, the calls of tools as JSON; or, of a case that is unsure, the refusal."""
+    texts = answered(running, case)
+    if case.body.get("echo") and not isinstance(texts[0], Refusal):
+        assert all(text.startswith(case.prompt) for text in texts), (texts, case)
+        return [text.removeprefix(case.prompt) for text in texts]
+    return texts
+
+
+def answered(running: Running, case: Case) -> list[str]:
     path, texts = ROUTES[case.route], [""] * case.options.get("n", 1)
     calls: dict[int, list[Any]] = {}
     reply = running.post(path, {**case.body, "stream": case.stream})
