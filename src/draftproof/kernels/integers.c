@@ -51,8 +51,8 @@ static inline integers plus_two(integers sum, words level, uint32_t x)
 #endif
 }
 
-/* part [ROWS, WIDE] += x [ROWS, 4 * count], of a span, times a panel. Of four columns x has the even ones and the odd ones; behind them the
- * step. */
+/* part [ROWS, WIDE * PANELS] += x [ROWS, 4 * count], of a span, times PANELS adjoining panels. Of four columns x has the even ones and the odd
+ * ones; behind them the step. */
 #define STRIDE_OF_EIGHT (SPAN / 2 + 16)
 #define EIGHT(ROWS, PANELS, UNROLLED)                                                                                    \
     KERNEL(eight_##ROWS##_##PANELS)                                                                                      \

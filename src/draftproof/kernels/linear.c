@@ -95,15 +95,6 @@ static void as_pairs(const void *x, long first, long in, int halves, void *to) {
 
 static void as_singles(const void *x, long first, long in, int halves, void *to) { widen(x, first, in, halves, to, in + in % 2); }
 
-static void as_fours(const void *x, long first, long in, int halves, void *to) { widen(x, first, in, halves, to, UP(in, 4)); }
-
-/* Narrow panels are made for rows in pairs. Others meet them opened. */
-static form singles_of_narrow(form f, long in)
-{
-    f.apart = 4, f.stride = 4 * f.length, f.as_is = in % 4 == 0, f.block = 0, f.prepare = as_fours, f.one = singles;
-    return f;
-}
-
 /* Whether a row's numbers become whole ones, too, whatever they were. */
 static int is_whole(int bits) { return bits == 8 || bits == 4; }
 
@@ -111,7 +102,7 @@ static form form_of(int bits, long in, int halves)
 {
     long length = (in + 1) / 2;
     if ((halves || is_whole(bits)) && takes_tiles()) return form_of_tiles(bits, in);
-    if (bits == 12) return halves || !TAKES_PAIRS ? form_of_narrow(in, halves) : singles_of_narrow(form_of_narrow(in, halves), in);
+    if (bits == 12) return form_of_narrow(in, halves);
     if (is_whole(bits)) return form_of_whole(bits, in);
 #if TAKES_PAIRS
     if (halves) /* one stream: measured */

@@ -120,18 +120,21 @@ static panel_kernel *const *const narrows = 0, *const *const narrows_of_two = 0;
 void open_narrow(const uint32_t *panel, long first, long count, spares *left, uint32_t *to) { (void)panel, (void)first, (void)count, (void)left, (void)to; }
 #endif
 
+static int in_pairs(int halves) { return TAKES_PAIRS && halves; }
+
 static void as_entries(const void *x, long first, long n, int halves, void *to)
 {
-    if (TAKES_PAIRS) fill(x, first, n, to, UP(n, COLUMNS));
+    if (in_pairs(halves)) fill(x, first, n, to, UP(n, COLUMNS));
     else widen(x, first, n, halves, to, UP(n, COLUMNS));
 }
 
-/* Of rows of bfloat16, or of any where rows are not taken in pairs. */
+/* Where a processor takes pairs, the kernels are for rows in pairs, and others meet the panels opened. */
 form form_of_narrow(long in, int halves)
 {
-    long length = (in + COLUMNS - 1) / COLUMNS, apart = TAKES_PAIRS ? 2 : 4;
-    int as_is = in % COLUMNS == 0 && halves == TAKES_PAIRS;
-    return (form){MOST, MOST_OF_TWO, length, COLUMNS, HEAD + length * WORDS, apart, apart * length + (as_is ? 0 : GAP), as_is, TAKES_PAIRS ? BLOCK / 2 : 0, as_entries, narrows, narrows_of_two};
+    long length = (in + COLUMNS - 1) / COLUMNS, apart = in_pairs(halves) ? 2 : 4, block = in_pairs(halves) ? BLOCK / 2 : 0;
+    int as_is = in % COLUMNS == 0 && halves == in_pairs(halves);
+    return (form){MOST, MOST_OF_TWO, length, COLUMNS, HEAD + length * WORDS, apart, apart * length + (as_is ? 0 : GAP), as_is, block, as_entries,
+                  narrows, narrows_of_two};
 }
 
 /* Whether products of bfloat16 numbers can be taken with narrow panels. */
