@@ -364,6 +364,7 @@ void multiply_in_tiles(const product *p, const form *f, const uint32_t *panel, s
                        uint32_t *room, float *part);
 void score_in_tiles(const char *key, long apart, const uint32_t *query, long n, long dim, float *to);
 void open_narrow(const uint32_t *panel, long first, long count, spares *left, uint32_t *to);
+void widen_narrow(const uint32_t *panel, long first, long count, spares *left, float *to);
 long room_for(const product *p, long rows, int halves, int threads);
 void multiplied(const member *me, const product *p, const void *x, void *room, void *y, long rows, int halves, int adding);
 int multiply(const product *p, const void *x, void *y, long rows, int halves, int threads);

@@ -18,7 +18,8 @@
 #define LARGE (1 << 20) /* weights whose last quarter of panels goes to whichever thread is there: less than that ends before they differ */
 #define SECOND_CACHE (1 << 20) /* bytes of it that rows may have, measured where it has 2 MB */
 #define FEWEST 128 /* rows in tiles, if there are so many, that a reading of all panels is for */
-#define OPENED 256 /* columns of a panel at a time: their words fit the first cache */
+#define FEWEST_OPENED 48 /* rows of float32 that a panel is opened for anew, if they fill that cache */
+#define OPENED 128 /* columns of a panel at a time: in float32 they fit the first cache, beside the rows' */
 #define OPENED_FOR_TILES 2048 /* here the second, beside the rows: fewer leave their sums to memory more often */
 
 #if LANES == 16 /* 32 registers */
@@ -34,8 +35,8 @@
 #endif
 
 /* part [ROWS, WIDE * PANELS] += x [ROWS, 2 * pairs] times PANELS adjoining panels. */
-#define SINGLES_AS(NAME, ROWS, PANELS, FETCHED)                                                                          \
-    KERNEL(NAME##_##ROWS##_##PANELS)                                                                                     \
+#define SINGLES(ROWS, PANELS)                                                                                            \
+    KERNEL(singles_##ROWS##_##PANELS)                                                                                    \
     {                                                                                                                    \
         panel += first * WIDE;                                                                                           \
         const float *x = rows;                                                                                           \
@@ -43,7 +44,7 @@
         words w[2 * PANELS];                                                                                             \
         TAKE(ROWS, 2 * PANELS)                                                                                           \
         for (long p = 0; p < count; p++) {                                                                               \
-            FETCHED;                                                                                                     \
+            FETCH(PANELS);                                                                                               \
             UNROLL for (int v = 0; v < 2 * PANELS; v++) w[v] = WORDS(v) << 16;                                           \
             UNROLL for (int r = 0; r < ROWS; r++)                                                                        \
                 UNROLL for (int v = 0; v < 2 * PANELS; v++) sum[r][v] += (floats)w[v] * x[r * stride + 2 * p];           \
@@ -53,9 +54,6 @@
         }                                                                                                                \
         GIVE(ROWS, 2 * PANELS)                                                                                           \
     }
-#define SINGLES(ROWS, PANELS) SINGLES_AS(singles, ROWS, PANELS, FETCH(PANELS))
-/* The same with words that lie in a cache; meanwhile, what is opened next is fetched, `apart` words of beside->words for each step. */
-#define OPENED_SINGLES(ROWS, PANELS) SINGLES_AS(opened_singles, ROWS, PANELS, __builtin_prefetch(beside->words + p * apart))
 /* The same with x in pairs of bfloat16. Nothing is fetched ahead: processors that come here do it better by themselves. */
 #define PAIRS(ROWS, PANELS)                                                                                              \
     KERNEL(pairs_##ROWS##_##PANELS)                                                                                      \
@@ -72,20 +70,31 @@
         }                                                                                                                \
         GIVE(ROWS, 2 * PANELS)                                                                                           \
     }
+/* part [ROWS, WIDE] += x [ROWS, count] times columns of a panel that stand in float32, [count, WIDE]. Meanwhile, what is opened next is
+ * fetched: `apart` words of beside->words for each column. */
+#define OPENED_FLOATS(ROWS, PANELS)                                                                                      \
+    KERNEL(opened_##ROWS)                                                                                                \
+    {                                                                                                                    \
+        const float *x = rows, *w = (const float *)panel;                                                                \
+        const uint32_t *next = beside->words;                                                                            \
+        floats sum[ROWS][2];                                                                                             \
+        TAKE(ROWS, 2)                                                                                                    \
+        for (long c = 0; c < count; c++, w += WIDE, next += apart) {                                                     \
+            __builtin_prefetch(next);                                                                                    \
+            UNROLL for (int r = 0; r < ROWS; r++)                                                                        \
+                UNROLL for (int v = 0; v < 2; v++) sum[r][v] += *(const floats *)(w + v * LANES) * x[r * stride + c];    \
+        }                                                                                                                \
+        GIVE(ROWS, 2)                                                                                                    \
+    }
 #define FETCH(PANELS) for (int q = 0; q < PANELS; q++) fetch(panel + q * apart + p * WIDE + AHEAD(PANELS))
 #define WORDS(V) *(const words *)(panel + (V) / 2 * apart + p * WIDE + (V) % 2 * LANES)
 #define SINGLES_NAME(ROWS, PANELS) singles_##ROWS##_##PANELS,
-#define OPENED_NAME(ROWS, PANELS) opened_singles_##ROWS##_##PANELS,
+#define OPENED_NAME(ROWS, PANELS) opened_##ROWS,
 #define PAIRS_NAME(ROWS, PANELS) pairs_##ROWS##_##PANELS,
 
-EACH(SINGLES) EACH_OF_TWO(SINGLES)
+EACH(SINGLES) EACH_OF_TWO(SINGLES) EACH(OPENED_FLOATS)
 static panel_kernel *const singles[] = {EACH(SINGLES_NAME)}, *const singles_of_two[] = {EACH_OF_TWO(SINGLES_NAME)};
-#if TAKES_NARROW
-EACH(OPENED_SINGLES)
-static panel_kernel *const opened_singles[] = {EACH(OPENED_NAME)};
-#else
-static panel_kernel *const *const opened_singles = singles;
-#endif
+static panel_kernel *const opened[] = {EACH(OPENED_NAME)};
 #if TAKES_PAIRS
 EACH(PAIRS)
 static panel_kernel *const pairs[] = {EACH(PAIRS_NAME)};
@@ -130,9 +139,6 @@ void arrange(const uint16_t *weight, uint32_t *panels, long out, long in, int th
             for (long i = 0; i < WIDE; i++) panels[(a * length + p) * WIDE + i] = word_of(weight, out, in, a * WIDE + i, 2 * p);
 }
 
-/* Steps of a block of so many rows, which lie as [blocks, rows, block]; of few rows all. */
-static long block_of(const form *f, long rows) { return f->block && (rows >= MANY || !f->apart) ? least(f->block, f->length) : f->length; }
-
 static long blocks_of(const form *f, long block) { return f->length ? (f->length + block - 1) / block : 0; }
 
 /* Words of a row's block. */
@@ -157,34 +163,42 @@ static int is_cut(const product *p, long rows) { return in_bytes(p) && rows > MO
  * the next, measured. So do singles as long as one reading serves all rows. */
 static int is_opened(const product *p, long rows, int halves) { return p->bits == 12 && (TAKES_PAIRS ? !halves : rows > MOST); }
 
+/* Steps of a block of rows, which lie as [blocks, rows, block]; of few rows all. */
+static long block_of(const product *p, const form *f, long rows, int halves)
+{
+    long block = is_opened(p, rows, halves) ? OPENED / f->columns : f->block;
+    return block && (rows >= MANY || !f->apart) ? least(block, f->length) : f->length;
+}
+
 /* Whether all rows meet a panel before they meet the next, of which there is a part for each thread to open, or to sum up. */
 static int is_shared(const product *p, long rows, int halves)
 {
     return is_opened(p, rows, halves) || is_tiled(p, rows, halves) || is_cut(p, rows);
 }
 
-/* How many columns of a panel are opened at a time. */
-static long opened(const product *p, long rows, int halves)
+/* Words that a thread needs for itself: to open a panel, tiles in linear.c's words, and, of all, to sum up. */
+static long room_to_open(const product *p, long rows, int halves)
 {
-    return is_cut(p, rows) ? 0 : is_tiled(p, rows, halves) ? OPENED_FOR_TILES : OPENED;
+    return (is_cut(p, rows) ? 0 : is_tiled(p, rows, halves) ? OPENED_FOR_TILES / 2 : OPENED) * WIDE;
 }
 
-/* Words that a thread needs for itself, to open panels and to sum up. */
-static long opening(long columns, long rows) { return columns / 2 * WIDE + UP(rows, MOST_SHARING) * WIDE; }
+static long own_room(const product *p, long rows, int halves) { return room_to_open(p, rows, halves) + UP(rows, MOST_SHARING) * WIDE; }
 
 /* Words of all rows as they are multiplied. */
 static long arranged(const product *p, const form *f, long rows, int halves)
 {
-    return UP(is_tiled(p, rows, halves) ? words_in_tiles(rows, p->in) : rows * prepared(f, block_of(f, rows)), 16);
+    return UP(is_tiled(p, rows, halves) ? words_in_tiles(rows, p->in) : rows * prepared(f, block_of(p, f, rows, halves)), 16);
 }
 
 /* How many rows are multiplied by all panels before others are: each panel reads them all, in tiles so quickly that it has to be from the
  * second cache. */
 static long together(const product *p, long rows, int halves)
 {
-    if (rows <= FEWEST || (!is_tiled(p, rows, halves) && !in_bytes(p))) return rows;
-    long fit = SECOND_CACHE / (2 * p->in), most = fit > FEWEST ? fit : FEWEST, parts = (rows + most - 1) / most;
-    return UP((rows + parts - 1) / parts, MOST_SHARING);
+    int in_floats = is_opened(p, rows, halves);
+    long fewest = in_floats ? FEWEST_OPENED : FEWEST;
+    if (rows <= fewest || !(in_floats || is_tiled(p, rows, halves) || in_bytes(p))) return rows;
+    long fit = SECOND_CACHE / ((in_floats ? 4 : 2) * p->in), parts = (rows - 1) / most(fit, fewest) + 1;
+    return UP((rows - 1) / parts + 1, in_floats ? 1 : MOST_SHARING);
 }
 
 /* Bytes of memory that `multiplied` needs. */
@@ -192,7 +206,7 @@ long room_for(const product *p, long rows, int halves, int threads)
 {
     form f = form_of(p->bits, p->in, halves);
     rows = together(p, rows, halves);
-    long own = is_shared(p, rows, halves) ? opening(opened(p, rows, halves), rows) : 0;
+    long own = is_shared(p, rows, halves) ? own_room(p, rows, halves) : 0;
     return UP(4 * (arranged(p, &f, rows, halves) + threads * own), 64);
 }
 
@@ -231,21 +245,21 @@ typedef struct {
     long rows, block, blocks, stride;
 } sheaf;
 
-/* part [rows, WIDE] = x times panel a, which is opened once for all rows, OPENED columns at a time. */
-static void multiply_opened(const product *p, const form *f, const sheaf *x, long a, uint32_t *words, float *part)
+/* part [rows, WIDE] = x times panel a, of which OPENED columns at a time are opened once for all rows, in `open`. */
+static void multiply_opened(const product *p, const form *f, const sheaf *x, long a, float *open, float *part)
 {
     const uint32_t *panel = p->panels + a * f->words;
     spares left = beside(p, a, 0);
     long step = f->words / most(f->length, 1);
     memset(part, 0, 4 * x->rows * WIDE);
-    for (long s = 0, n; s < f->length; s += n) {
-        n = least(OPENED / f->columns, f->length - s);
-        open_narrow(panel, s, n, &left, words);
+    for (long b = 0; b < x->blocks; b++) {
+        long s = b * x->block, n = least(x->block, f->length - s);
+        widen_narrow(panel, s, n, &left, open);
         for (long r = 0, many; r < x->rows; r += many) {
-            many = sharing(x->rows - r, f->most);
+            many = sharing(x->rows - r, MOST);
             spares next = {0, panel + (s + n) * step + r * (n * step / x->rows)};
-            opened_singles[many - 1](words, many * step / (2 * x->rows), 0, x->from + r * x->stride + s * f->apart, many, x->stride,
-                                     n * f->columns / 2, part + r * WIDE, &next);
+            opened[many - 1]((const uint32_t *)open, many * step / (f->columns * x->rows), 0, x->from + (b * x->rows + r) * x->stride, many,
+                             x->stride, n * f->columns, part + r * WIDE, &next);
         }
     }
 }
@@ -286,13 +300,13 @@ static long shared_out(const product *p, long pieces) { return pieces - (p->in *
 /* A team's part of y, of panels that all rows meet at once. own: a thread's memory. */
 static void multiply_all(const member *me, const product *p, const form *f, const sheaf *x, uint32_t *own, void *y, int halves, int adding)
 {
-    long count = (p->out + WIDE - 1) / WIDE, rows = x->rows, columns = opened(p, rows, halves);
-    float *part = (float *)(own + columns / 2 * WIDE);
+    long count = (p->out + WIDE - 1) / WIDE, rows = x->rows;
+    float *part = (float *)(own + room_to_open(p, rows, halves));
     MOSTLY_MINE(a, count, shared_out(p, count)) {
         if (is_cut(p, rows)) multiply_cut(p, f, x, a, part);
         else if (is_tiled(p, rows, halves))
-            multiply_in_tiles(p, f, p->panels + a * f->words, beside(p, a, 0), x->from, rows, columns, own, part);
-        else multiply_opened(p, f, x, a, own, part);
+            multiply_in_tiles(p, f, p->panels + a * f->words, beside(p, a, 0), x->from, rows, OPENED_FOR_TILES, own, part);
+        else multiply_opened(p, f, x, a, (float *)own, part);
         hand_out(p, part, rows, WIDE, y, 0, a * WIDE, halves, adding);
     }
 }
@@ -301,7 +315,7 @@ static void multiply_all(const member *me, const product *p, const form *f, cons
 static void multiply_rows(const member *me, const product *p, const void *x, void *room, void *y, long rows, int halves, int adding)
 {
     form f = form_of(p->bits, p->in, halves);
-    long count = (p->out + WIDE - 1) / WIDE, step = rows <= f.most_of_two ? 2 : 1, block = block_of(&f, rows);
+    long count = (p->out + WIDE - 1) / WIDE, step = rows <= f.most_of_two ? 2 : 1, block = block_of(p, &f, rows, halves);
     long blocks = blocks_of(&f, block), stride = stride_of(&f, block);
     long columns = blocks > 1 ? block * f.columns : p->in, words = arranged(p, &f, rows, halves);
     const sheaf whole = {words ? room : x, rows, block, blocks, stride};
@@ -315,7 +329,7 @@ static void multiply_rows(const member *me, const product *p, const void *x, voi
     }
     if (words) join(me);
     if (is_shared(p, rows, halves)) {
-        multiply_all(me, p, &f, &whole, (uint32_t *)room + words + me->index * opening(opened(p, rows, halves), rows), y, halves, adding);
+        multiply_all(me, p, &f, &whole, (uint32_t *)room + words + me->index * own_room(p, rows, halves), y, halves, adding);
     } else {
         long pieces = (count + step - 1) / step, own = shared_out(p, pieces);
         MOSTLY_MINE(i, pieces, own) multiply_panels(p, &f, &whole, i * step, least(step, count - i * step), y, halves, adding);

@@ -94,30 +94,38 @@ typedef float entry;
 EACH(NARROW) EACH_OF_TWO(NARROW)
 static panel_kernel *const narrows[] = {EACH(NARROW_NAME)}, *const narrows_of_two[] = {EACH_OF_TWO(NARROW_NAME) 0};
 
-/* Blocks [first, first + count) of a panel in linear.c's words, [count, 2, WIDE], for many rows; `left` begins with the first and goes on. */
-void open_narrow(const uint32_t *panel, long first, long count, spares *left, uint32_t *to)
+/* Blocks [first, first + count) of a panel, opened: in linear.c's words, [count, 2, WIDE], or each column in float32, [count, COLUMNS, WIDE].
+ * `left` begins with the first and goes on. */
+static inline void open_blocks(const uint32_t *panel, long first, long count, spares *left, void *to, int wide)
 {
     const __m512i upper = _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)panel)), half = _mm512_set1_epi8(15);
+    words *next = to;
     panel += HEAD + first * WORDS;
-    for (long b = first; b < first + count; b++, panel += WORDS, to += 2 * WIDE) {
-        if (b == *left->at) {
-            memcpy(to, left->words, 8 * WIDE);
-            left->at++, left->words += 2 * WIDE;
-            continue;
-        }
+    for (long b = first; b < first + count; b++, panel += WORDS) {
+        int spare = b == *left->at;
         __m512i numbers = _mm512_loadu_si512(panel + WIDE);
         for (int k = 0; k < 2; k++, numbers = _mm512_srli_epi16(numbers, 4)) {
             __m512i below = _mm512_loadu_si512(panel + k * LANES), above = _mm512_shuffle_epi8(upper, _mm512_and_si512(numbers, half));
-            _mm512_storeu_si512(to + 2 * k * LANES, _mm512_unpacklo_epi8(below, above));
-            _mm512_storeu_si512(to + (2 * k + 1) * LANES, _mm512_unpackhi_epi8(below, above));
+            words w[] = {(words)_mm512_unpacklo_epi8(below, above), (words)_mm512_unpackhi_epi8(below, above)};
+            if (__builtin_expect(spare, 0)) memcpy(w, left->words + 2 * k * LANES, sizeof w);
+            for (int column = 0; wide && column < 2; column++)
+                for (int v = 0; v < 2; v++) *next++ = column ? w[v] & 0xffff0000u : w[v] << 16;
+            for (int v = 0; !wide && v < 2; v++) *next++ = w[v];
         }
+        if (spare) left->at++, left->words += 2 * WIDE;
     }
 }
+
+void open_narrow(const uint32_t *panel, long first, long count, spares *left, uint32_t *to) { open_blocks(panel, first, count, left, to, 0); }
+
+void widen_narrow(const uint32_t *panel, long first, long count, spares *left, float *to) { open_blocks(panel, first, count, left, to, 1); }
 #else
 #define MOST_OF_TWO 0
 static panel_kernel *const *const narrows = 0, *const *const narrows_of_two = 0;
 
 void open_narrow(const uint32_t *panel, long first, long count, spares *left, uint32_t *to) { (void)panel, (void)first, (void)count, (void)left, (void)to; }
+
+void widen_narrow(const uint32_t *panel, long first, long count, spares *left, float *to) { (void)panel, (void)first, (void)count, (void)left, (void)to; }
 #endif
 
 static int in_pairs(int halves) { return TAKES_PAIRS && halves; }
