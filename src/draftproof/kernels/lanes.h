@@ -16,6 +16,13 @@
 #define CHUNK 16    /* keys that attention takes at a time */
 #define UP(n, to) (((n) + (to) - 1) / (to) * (to))
 #define MOST_SHARING 32 /* rows, of any form */
+#if LANES == 16
+#define MOST_OPENED 12 /* rows that share a reading of an opened panel: as many as there are registers for */
+#define EACH_OPENED(DO) DO(1) DO(2) DO(3) DO(4) DO(5) DO(6) DO(7) DO(8) DO(9) DO(10) DO(11) DO(12)
+#else
+#define MOST_OPENED 6
+#define EACH_OPENED(DO) DO(1) DO(2) DO(3) DO(4) DO(5) DO(6)
+#endif
 #define GROUP 64   /* columns of four bits that share a step */
 #define SPAN 512   /* columns of a row that share a step where weights have eight bits */
 #define GROUP_WORDS ((GROUP / 8 + 1) * WIDE)
@@ -256,13 +263,19 @@ typedef void panel_kernel(const uint32_t *panel, long apart, long first, const v
 /* How rows meet panels of a kind: `most` share a reading of one, `most_of_two` of two adjoining ones; a panel has `length` steps of so many
  * `columns` in so many `words`; a row has `apart` words of each step, `stride` in all. `prepare` brings n numbers of x, from the `first`
  * on, into the kernels' form; as_is: rows have it, if they are whole. block: steps after which rows may be cut, 0: never; where a step
- * has no words of its own all rows are, and `stride` is a block's. one [most], two [most_of_two]: kernels by rows. */
+ * has no words of its own all rows are, and `stride` is a block's. one [most], two [most_of_two]: kernels by rows. Of more than `direct`
+ * rows, where there are kernels for it, `at_once` steps of a panel are opened for all of them, in `room` words a step; `opened` [MOST_OPENED]
+ * take `count` opened steps as `one` takes steps, and fetch what is opened next meanwhile: `apart` words of beside->words at a time,
+ * `lines` times a step. */
 typedef struct {
     long most, most_of_two, length, columns, words, apart, stride;
     int as_is;
     long block;
     void (*prepare)(const void *x, long first, long n, int halves, void *to);
     panel_kernel *const *one, *const *two;
+    long direct, at_once, room, lines;
+    void (*open)(const uint32_t *panel, long first, long count, spares *left, uint32_t *to);
+    panel_kernel *const *opened;
 } form;
 
 /* What products of eight bits take of each SPAN of a row, and those of four of each GROUP: whole numbers below 2^14 and 2^11 in size times
@@ -364,7 +377,6 @@ void multiply_in_tiles(const product *p, const form *f, const uint32_t *panel, s
                        uint32_t *room, float *part);
 void score_in_tiles(const char *key, long apart, const uint32_t *query, long n, long dim, float *to);
 void open_narrow(const uint32_t *panel, long first, long count, spares *left, uint32_t *to);
-void widen_narrow(const uint32_t *panel, long first, long count, spares *left, float *to);
 long room_for(const product *p, long rows, int halves, int threads);
 void multiplied(const member *me, const product *p, const void *x, void *room, void *y, long rows, int halves, int adding);
 int multiply(const product *p, const void *x, void *y, long rows, int halves, int threads);

@@ -18,8 +18,7 @@
 #define LARGE (1 << 20) /* weights whose last quarter of panels goes to whichever thread is there: less than that ends before they differ */
 #define SECOND_CACHE (1 << 20) /* bytes of it that rows may have, measured where it has 2 MB */
 #define FEWEST 128 /* rows in tiles, if there are so many, that a reading of all panels is for */
-#define FEWEST_OPENED 48 /* rows of float32 that a panel is opened for anew, if they fill that cache */
-#define OPENED 128 /* columns of a panel at a time: in float32 they fit the first cache, beside the rows' */
+#define FEWEST_OPENED 48 /* rows that a panel is opened for anew, if they fill that cache */
 #define OPENED_FOR_TILES 2048 /* here the second, beside the rows: fewer leave their sums to memory more often */
 
 #if LANES == 16 /* 32 registers */
@@ -70,31 +69,13 @@
         }                                                                                                                \
         GIVE(ROWS, 2 * PANELS)                                                                                           \
     }
-/* part [ROWS, WIDE] += x [ROWS, count] times columns of a panel that stand in float32, [count, WIDE]. Meanwhile, what is opened next is
- * fetched: `apart` words of beside->words for each column. */
-#define OPENED_FLOATS(ROWS, PANELS)                                                                                      \
-    KERNEL(opened_##ROWS)                                                                                                \
-    {                                                                                                                    \
-        const float *x = rows, *w = (const float *)panel;                                                                \
-        const uint32_t *next = beside->words;                                                                            \
-        floats sum[ROWS][2];                                                                                             \
-        TAKE(ROWS, 2)                                                                                                    \
-        for (long c = 0; c < count; c++, w += WIDE, next += apart) {                                                     \
-            __builtin_prefetch(next);                                                                                    \
-            UNROLL for (int r = 0; r < ROWS; r++)                                                                        \
-                UNROLL for (int v = 0; v < 2; v++) sum[r][v] += *(const floats *)(w + v * LANES) * x[r * stride + c];    \
-        }                                                                                                                \
-        GIVE(ROWS, 2)                                                                                                    \
-    }
 #define FETCH(PANELS) for (int q = 0; q < PANELS; q++) fetch(panel + q * apart + p * WIDE + AHEAD(PANELS))
 #define WORDS(V) *(const words *)(panel + (V) / 2 * apart + p * WIDE + (V) % 2 * LANES)
 #define SINGLES_NAME(ROWS, PANELS) singles_##ROWS##_##PANELS,
-#define OPENED_NAME(ROWS, PANELS) opened_##ROWS,
 #define PAIRS_NAME(ROWS, PANELS) pairs_##ROWS##_##PANELS,
 
-EACH(SINGLES) EACH_OF_TWO(SINGLES) EACH(OPENED_FLOATS)
+EACH(SINGLES) EACH_OF_TWO(SINGLES)
 static panel_kernel *const singles[] = {EACH(SINGLES_NAME)}, *const singles_of_two[] = {EACH_OF_TWO(SINGLES_NAME)};
-static panel_kernel *const opened[] = {EACH(OPENED_NAME)};
 #if TAKES_PAIRS
 EACH(PAIRS)
 static panel_kernel *const pairs[] = {EACH(PAIRS_NAME)};
@@ -159,54 +140,56 @@ static int in_bytes(const product *p) { return is_whole(p->bits) && takes_tiles(
 /* Whether a block of all rows meets a panel before the next one does: tiles would else wait for the second cache. */
 static int is_cut(const product *p, long rows) { return in_bytes(p) && rows > MOST_SHARING; }
 
-/* Whether narrow panels are opened for rows. Pairs take them as they are, however many rows: what one reading leaves in the caches serves
- * the next, measured. So do singles as long as one reading serves all rows. */
-static int is_opened(const product *p, long rows, int halves) { return p->bits == 12 && (TAKES_PAIRS ? !halves : rows > MOST); }
+/* Whether panels are opened once for all rows. */
+static int is_opened(const form *f, long rows) { return f->opened && rows > f->direct; }
 
 /* Steps of a block of rows, which lie as [blocks, rows, block]; of few rows all. */
-static long block_of(const product *p, const form *f, long rows, int halves)
+static long block_of(const form *f, long rows)
 {
-    long block = is_opened(p, rows, halves) ? OPENED / f->columns : f->block;
-    return block && (rows >= MANY || !f->apart) ? least(block, f->length) : f->length;
+    if (is_opened(f, rows)) return least(f->at_once, f->length);
+    return f->block && (rows >= MANY || !f->apart) ? least(f->block, f->length) : f->length;
 }
 
 /* Whether all rows meet a panel before they meet the next, of which there is a part for each thread to open, or to sum up. */
-static int is_shared(const product *p, long rows, int halves)
+static int is_shared(const product *p, const form *f, long rows, int halves)
 {
-    return is_opened(p, rows, halves) || is_tiled(p, rows, halves) || is_cut(p, rows);
+    return is_opened(f, rows) || is_tiled(p, rows, halves) || is_cut(p, rows);
 }
 
 /* Words that a thread needs for itself: to open a panel, tiles in linear.c's words, and, of all, to sum up. */
-static long room_to_open(const product *p, long rows, int halves)
+static long room_to_open(const product *p, const form *f, long rows, int halves)
 {
-    return (is_cut(p, rows) ? 0 : is_tiled(p, rows, halves) ? OPENED_FOR_TILES / 2 : OPENED) * WIDE;
+    return is_opened(f, rows) ? f->at_once * f->room : is_tiled(p, rows, halves) ? OPENED_FOR_TILES / 2 * WIDE : 0;
 }
 
-static long own_room(const product *p, long rows, int halves) { return room_to_open(p, rows, halves) + UP(rows, MOST_SHARING) * WIDE; }
+static long own_room(const product *p, const form *f, long rows, int halves)
+{
+    return room_to_open(p, f, rows, halves) + UP(rows, MOST_SHARING) * WIDE;
+}
 
 /* Words of all rows as they are multiplied. */
 static long arranged(const product *p, const form *f, long rows, int halves)
 {
-    return UP(is_tiled(p, rows, halves) ? words_in_tiles(rows, p->in) : rows * prepared(f, block_of(p, f, rows, halves)), 16);
+    return UP(is_tiled(p, rows, halves) ? words_in_tiles(rows, p->in) : rows * prepared(f, block_of(f, rows)), 16);
 }
 
 /* How many rows are multiplied by all panels before others are: each panel reads them all, in tiles so quickly that it has to be from the
  * second cache. */
-static long together(const product *p, long rows, int halves)
+static long together(const product *p, const form *f, long rows, int halves)
 {
-    int in_floats = is_opened(p, rows, halves);
-    long fewest = in_floats ? FEWEST_OPENED : FEWEST;
-    if (rows <= fewest || !(in_floats || is_tiled(p, rows, halves) || in_bytes(p))) return rows;
-    long fit = SECOND_CACHE / ((in_floats ? 4 : 2) * p->in), parts = (rows - 1) / most(fit, fewest) + 1;
-    return UP((rows - 1) / parts + 1, in_floats ? 1 : MOST_SHARING);
+    int opened = is_opened(f, rows);
+    long fewest = opened ? FEWEST_OPENED : FEWEST;
+    if (rows <= fewest || !(opened || is_tiled(p, rows, halves) || in_bytes(p))) return rows;
+    long fit = SECOND_CACHE / (opened && p->bits == 12 ? 4 * p->in : 2 * p->in), parts = (rows - 1) / most(fit, fewest) + 1;
+    return UP((rows - 1) / parts + 1, opened ? 1 : MOST_SHARING);
 }
 
 /* Bytes of memory that `multiplied` needs. */
 long room_for(const product *p, long rows, int halves, int threads)
 {
     form f = form_of(p->bits, p->in, halves);
-    rows = together(p, rows, halves);
-    long own = is_shared(p, rows, halves) ? own_room(p, rows, halves) : 0;
+    rows = together(p, &f, rows, halves);
+    long own = is_shared(p, &f, rows, halves) ? own_room(p, &f, rows, halves) : 0;
     return UP(4 * (arranged(p, &f, rows, halves) + threads * own), 64);
 }
 
@@ -245,8 +228,8 @@ typedef struct {
     long rows, block, blocks, stride;
 } sheaf;
 
-/* part [rows, WIDE] = x times panel a, of which OPENED columns at a time are opened once for all rows, in `open`. */
-static void multiply_opened(const product *p, const form *f, const sheaf *x, long a, float *open, float *part)
+/* part [rows, WIDE] = x times panel a, of which a block at a time is opened once for all rows, in `open`. */
+static void multiply_opened(const product *p, const form *f, const sheaf *x, long a, uint32_t *open, float *part)
 {
     const uint32_t *panel = p->panels + a * f->words;
     spares left = beside(p, a, 0);
@@ -254,12 +237,12 @@ static void multiply_opened(const product *p, const form *f, const sheaf *x, lon
     memset(part, 0, 4 * x->rows * WIDE);
     for (long b = 0; b < x->blocks; b++) {
         long s = b * x->block, n = least(x->block, f->length - s);
-        widen_narrow(panel, s, n, &left, open);
+        f->open(panel, s, n, &left, open);
         for (long r = 0, many; r < x->rows; r += many) {
-            many = sharing(x->rows - r, MOST);
+            many = sharing(x->rows - r, MOST_OPENED);
             spares next = {0, panel + (s + n) * step + r * (n * step / x->rows)};
-            opened[many - 1]((const uint32_t *)open, many * step / (f->columns * x->rows), 0, x->from + (b * x->rows + r) * x->stride, many,
-                             x->stride, n * f->columns, part + r * WIDE, &next);
+            f->opened[many - 1](open, many * step / (f->lines * x->rows), 0, x->from + (b * x->rows + r) * x->stride, many, x->stride, n,
+                                part + r * WIDE, &next);
         }
     }
 }
@@ -301,12 +284,12 @@ static long shared_out(const product *p, long pieces) { return pieces - (p->in *
 static void multiply_all(const member *me, const product *p, const form *f, const sheaf *x, uint32_t *own, void *y, int halves, int adding)
 {
     long count = (p->out + WIDE - 1) / WIDE, rows = x->rows;
-    float *part = (float *)(own + room_to_open(p, rows, halves));
+    float *part = (float *)(own + room_to_open(p, f, rows, halves));
     MOSTLY_MINE(a, count, shared_out(p, count)) {
-        if (is_cut(p, rows)) multiply_cut(p, f, x, a, part);
+        if (is_opened(f, rows)) multiply_opened(p, f, x, a, own, part);
         else if (is_tiled(p, rows, halves))
             multiply_in_tiles(p, f, p->panels + a * f->words, beside(p, a, 0), x->from, rows, OPENED_FOR_TILES, own, part);
-        else multiply_opened(p, f, x, a, (float *)own, part);
+        else multiply_cut(p, f, x, a, part);
         hand_out(p, part, rows, WIDE, y, 0, a * WIDE, halves, adding);
     }
 }
@@ -315,7 +298,7 @@ static void multiply_all(const member *me, const product *p, const form *f, cons
 static void multiply_rows(const member *me, const product *p, const void *x, void *room, void *y, long rows, int halves, int adding)
 {
     form f = form_of(p->bits, p->in, halves);
-    long count = (p->out + WIDE - 1) / WIDE, step = rows <= f.most_of_two ? 2 : 1, block = block_of(p, &f, rows, halves);
+    long count = (p->out + WIDE - 1) / WIDE, step = rows <= f.most_of_two ? 2 : 1, block = block_of(&f, rows);
     long blocks = blocks_of(&f, block), stride = stride_of(&f, block);
     long columns = blocks > 1 ? block * f.columns : p->in, words = arranged(p, &f, rows, halves);
     const sheaf whole = {words ? room : x, rows, block, blocks, stride};
@@ -328,8 +311,8 @@ static void multiply_rows(const member *me, const product *p, const void *x, voi
         }
     }
     if (words) join(me);
-    if (is_shared(p, rows, halves)) {
-        multiply_all(me, p, &f, &whole, (uint32_t *)room + words + me->index * own_room(p, rows, halves), y, halves, adding);
+    if (is_shared(p, &f, rows, halves)) {
+        multiply_all(me, p, &f, &whole, (uint32_t *)room + words + me->index * own_room(p, &f, rows, halves), y, halves, adding);
     } else {
         long pieces = (count + step - 1) / step, own = shared_out(p, pieces);
         MOSTLY_MINE(i, pieces, own) multiply_panels(p, &f, &whole, i * step, least(step, count - i * step), y, halves, adding);
@@ -342,7 +325,8 @@ static void multiply_rows(const member *me, const product *p, const void *x, voi
  * the end. */
 void multiplied(const member *me, const product *p, const void *x, void *room, void *y, long rows, int halves, int adding)
 {
-    long part = together(p, rows, halves), each = size(halves);
+    const form f = form_of(p->bits, p->in, halves);
+    long part = together(p, &f, rows, halves), each = size(halves);
     const char *from = x;
     char *to = y;
     for (long at = 0; at < rows; at += part, from += each * part * p->in, to += each * part * p->out)

@@ -14,6 +14,7 @@
 #define HEAD 16 /* words before the first block: a line, of which the first four are the upper bytes */
 #define WORDS (3 * WIDE / 2) /* of a block */
 #define MOST 12
+#define AT_ONCE 32 /* blocks, opened: in float32 they fit the first cache, beside the rows' */
 /* How many words ahead of a block a panel is fetched, if it is: */
 #if !TAKES_PAIRS
 #define AHEAD(PANELS) ((PANELS) == 1 ? 768 : 512) /* 3 KB of one stream, 2 KB of each of two, measured */
@@ -118,14 +119,33 @@ static inline void open_blocks(const uint32_t *panel, long first, long count, sp
 
 void open_narrow(const uint32_t *panel, long first, long count, spares *left, uint32_t *to) { open_blocks(panel, first, count, left, to, 0); }
 
-void widen_narrow(const uint32_t *panel, long first, long count, spares *left, float *to) { open_blocks(panel, first, count, left, to, 1); }
+static void widen_narrow(const uint32_t *panel, long first, long count, spares *left, uint32_t *to) { open_blocks(panel, first, count, left, to, 1); }
+
+/* part [ROWS, WIDE] += x [ROWS, COLUMNS * count] times columns that are opened in float32 */
+#define OPENED(ROWS)                                                                                                     \
+    KERNEL(opened_##ROWS)                                                                                                \
+    {                                                                                                                    \
+        const float *x = rows, *w = (const float *)panel;                                                                \
+        const uint32_t *next = beside->words;                                                                            \
+        floats sum[ROWS][2];                                                                                             \
+        TAKE(ROWS, 2)                                                                                                    \
+        for (long c = 0; c < COLUMNS * count; c++, w += WIDE, next += apart) {                                           \
+            __builtin_prefetch(next);                                                                                    \
+            UNROLL for (int r = 0; r < ROWS; r++)                                                                        \
+                UNROLL for (int v = 0; v < 2; v++) sum[r][v] += *(const floats *)(w + v * LANES) * x[r * stride + c];    \
+        }                                                                                                                \
+        GIVE(ROWS, 2)                                                                                                    \
+    }
+#define OPENED_NAME(ROWS) opened_##ROWS,
+EACH_OPENED(OPENED)
+static panel_kernel *const opened[] = {EACH_OPENED(OPENED_NAME)};
 #else
 #define MOST_OF_TWO 0
 static panel_kernel *const *const narrows = 0, *const *const narrows_of_two = 0;
 
 void open_narrow(const uint32_t *panel, long first, long count, spares *left, uint32_t *to) { (void)panel, (void)first, (void)count, (void)left, (void)to; }
-
-void widen_narrow(const uint32_t *panel, long first, long count, spares *left, float *to) { (void)panel, (void)first, (void)count, (void)left, (void)to; }
+#define widen_narrow open_narrow
+static panel_kernel *const *const opened = 0;
 #endif
 
 static int in_pairs(int halves) { return TAKES_PAIRS && halves; }
@@ -136,13 +156,14 @@ static void as_entries(const void *x, long first, long n, int halves, void *to)
     else widen(x, first, n, halves, to, UP(n, COLUMNS));
 }
 
-/* Where a processor takes pairs, the kernels are for rows in pairs, and others meet the panels opened. */
+/* Where a processor takes pairs, the kernels are for rows in pairs, however many: what one reading leaves in the caches serves the next,
+ * measured. Others meet the panels opened; elsewhere they do if one reading does not serve all. */
 form form_of_narrow(long in, int halves)
 {
     long length = (in + COLUMNS - 1) / COLUMNS, apart = in_pairs(halves) ? 2 : 4, block = in_pairs(halves) ? BLOCK / 2 : 0;
     int as_is = in % COLUMNS == 0 && halves == in_pairs(halves);
     return (form){MOST, MOST_OF_TWO, length, COLUMNS, HEAD + length * WORDS, apart, apart * length + (as_is ? 0 : GAP), as_is, block, as_entries,
-                  narrows, narrows_of_two};
+                  narrows, narrows_of_two, TAKES_PAIRS ? 0 : MOST, AT_ONCE, COLUMNS * WIDE, COLUMNS, widen_narrow, in_pairs(halves) ? 0 : opened};
 }
 
 /* Whether products of bfloat16 numbers can be taken with narrow panels. */
