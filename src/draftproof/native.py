@@ -133,7 +133,7 @@ def multiply(x: Tensor, by: Product) -> Tensor:
     columns, halves = x.shape[-1], x.dtype == torch.bfloat16
     assert columns == by.columns and x.dtype in TYPES, f"x {list(x.shape)} {x.dtype} for {by.columns} columns"
     x, y = x.contiguous(), torch.empty(*x.shape[:-1], by.out, dtype=x.dtype)
-    rows = x.numel() // max(1, columns)
+    rows = math.prod(x.shape[:-1])
     if _loaded().multiply(by, x.data_ptr(), y.data_ptr(), rows, halves, torch.get_num_threads()):
         raise MemoryError(f"a product of {rows} rows found no memory to work in")
     return y

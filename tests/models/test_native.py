@@ -14,6 +14,8 @@ import torch
 from draftproof import compiler, native
 from draftproof.core import host
 from draftproof.models.between import rms_norm, turn
+from draftproof.models.int4 import StreamedInt4Linear
+from draftproof.models.int8 import StreamedInt8Linear
 from draftproof.models.packed import PackedLinear, StreamedLinear, holds_bfloat16, packed
 
 ROWS = 29
@@ -167,14 +169,29 @@ def test_rows_that_do_not_fit_a_cache_together_are_multiplied_part_by_part(rows:
 
 
 @compiled
-def test_the_number_of_threads_moves_no_bit() -> None:
+@pytest.mark.parametrize("rows", [7, 60])
+@pytest.mark.parametrize("form", [StreamedLinear, StreamedInt8Linear, StreamedInt4Linear])
+def test_the_number_of_threads_moves_no_bit(form: type[torch.nn.Module], rows: int) -> None:
     torch.manual_seed(2)
-    streamed, x, threads = StreamedLinear(torch.randn(700, 300).bfloat16(), None), torch.randn(7, 300), torch.get_num_threads()
+    streamed, x, threads = form(torch.randn(700, 300).bfloat16(), None), torch.randn(rows, 300), torch.get_num_threads()
     try:
         products = [(torch.set_num_threads(count), streamed(x))[1] for count in (1, 2, 3)]
     finally:
         torch.set_num_threads(threads)
     assert all(torch.equal(product, products[0]) for product in products)
+
+
+@compiled
+@pytest.mark.parametrize("bits", [16, 12])
+@pytest.mark.parametrize("rows", [1, 60])
+def test_a_matrix_without_columns_leaves_the_bias(rows: int, bits: int) -> None:
+    if bits == 12 and not native.takes_narrow():
+        pytest.skip("no products with weights in twelve bits here")
+    held, bias, spare = torch.zeros(40, 0).bfloat16(), torch.randn(40), None
+    panels, spare = native.arrange_narrow(held) if bits == 12 else (native.arrange(held), None)
+    for dtype in (torch.float32, torch.bfloat16):
+        got = native.multiply(torch.zeros(rows, 0, dtype=dtype), native.product(panels, bias, None, 40, 0, bits, spare))
+        assert torch.equal(got, bias.to(dtype).expand(rows, 40))
 
 
 @compiled

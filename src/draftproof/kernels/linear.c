@@ -141,7 +141,7 @@ static int in_bytes(const product *p) { return is_whole(p->bits) && takes_tiles(
 static int is_cut(const product *p, long rows) { return in_bytes(p) && rows > MOST_SHARING; }
 
 /* Whether panels are opened once for all rows. */
-static int is_opened(const form *f, long rows) { return f->opened && rows > f->direct; }
+static int is_opened(const form *f, long rows) { return f->opened && f->length && rows > f->direct; }
 
 /* Steps of a block of rows, which lie as [blocks, rows, block]; of few rows all. */
 static long block_of(const form *f, long rows)
@@ -173,8 +173,8 @@ static long arranged(const product *p, const form *f, long rows, int halves)
     return UP(is_tiled(p, rows, halves) ? words_in_tiles(rows, p->in) : rows * prepared(f, block_of(f, rows)), 16);
 }
 
-/* How many rows are multiplied by all panels before others are: each panel reads them all, in tiles so quickly that it has to be from the
- * second cache. */
+/* How many rows are multiplied by all panels before others are: where panels read them all, in tiles or opened, it is so quickly that it
+ * has to be from the second cache. */
 static long together(const product *p, const form *f, long rows, int halves)
 {
     int opened = is_opened(f, rows);
@@ -233,7 +233,7 @@ static void multiply_opened(const product *p, const form *f, const sheaf *x, lon
 {
     const uint32_t *panel = p->panels + a * f->words;
     spares left = beside(p, a, 0);
-    long step = f->words / most(f->length, 1);
+    long step = f->words / f->length;
     memset(part, 0, 4 * x->rows * WIDE);
     for (long b = 0; b < x->blocks; b++) {
         long s = b * x->block, n = least(x->block, f->length - s);

@@ -11,6 +11,7 @@ from typing import Any
 from .style import Colours, looks, title, words
 
 MOST_GROUPS, MOST_LINES, MOST_POSITIONS = 8, 5, 16
+ROOMY = 12              # bars above which a number of any size finds room in half a figure
 METRICS = {"tokens_per_s": "tokens per second", "ttft_s": "time to first token", "tpot_s": "time per token after it",
            "acceptance_length": "tokens per round", "draft_utilisation": "guesses that stood",
            "passes_per_token": "target passes per token"}
@@ -33,7 +34,7 @@ def positions(axes: Any, colours: Colours, shares: Sequence[Any]) -> None:
     axes.bar(places, values, width=0.66, color=colours["score"])
     whiskers(axes, colours, shares, places)
     for place, share in zip(places, shares, strict=True):
-        above(axes, f"{100 * share.value:.0f}%", place, share.interval[1])
+        above(axes, f"{100 * share.value:.0f}%", place, share.interval[1], len(shares))
     percent(axes.yaxis)
     axes.set(xlabel="position of the guess in its round", ylim=(0, 1.1), xticks=list(places) or [1], xlim=(0.4, max(len(shares), 1) + 0.6))
     title(axes, "A guess stands, if its round got there", "share of judged guesses, with Wilson’s 95 % interval", colours)
@@ -51,8 +52,9 @@ def whiskers(axes: Any, colours: Colours, shares: Sequence[Any], places: Sequenc
         axes.errorbar(places, values, yerr=ends, **kind)
 
 
-def above(axes: Any, text: str, x: float, y: float) -> None:
-    axes.annotate(text, (x, y), xytext=(0, 3), textcoords="offset points", ha="center", fontsize=9.5)
+def above(axes: Any, text: str, x: float, y: float, bars: int) -> None:
+    """Above one of so many bars, small enough that the words beside it stay apart."""
+    axes.annotate(text, (x, y), xytext=(0, 3), textcoords="offset points", ha="center", fontsize=min(9.5, 9.5 * ROOMY / bars))
 
 
 def percent(axis: Any) -> None:
@@ -67,7 +69,7 @@ def histogram(axes: Any, colours: Colours, lengths: Sequence[int]) -> None:
     places = range(len(lengths))
     axes.bar(places, lengths, width=0.78, color=colours["accepted-back"], edgecolor=colours["accepted"], linewidth=1.4)
     for place, count in zip(places, lengths, strict=True):
-        above(axes, f"{count:,}", place, count)
+        above(axes, f"{count:,}", place, count, len(lengths))
     axes.grid(True, axis="y")
     axes.set(xlabel="guesses of a round that stood", ylabel="rounds", xticks=list(places) or [0], ylim=(0, 1.12 * max(lengths, default=1)))
     mean = sum(place * count for place, count in zip(places, lengths, strict=True)) / total if total else 0.0
