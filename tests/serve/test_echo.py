@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from serve.serving import Running, serving, words
+from serve.serving import Running, letters, serving, words
 
 from draftproof.audition.logs import Skipped, read_log
 from draftproof.config import ServeConfig
@@ -69,6 +69,38 @@ def test_as_harnesses_rank_answers(running: Running, ids: list[int]) -> None:
         logprobs = choice["logprobs"]["token_logprobs"][len(context):-1]
         tops = choice["logprobs"]["top_logprobs"][len(context):-1]
         assert len(logprobs) == 3 and all(value == max(top.values()) for value, top in zip(logprobs, tops, strict=True)) == best
+
+
+def test_apart_as_vllm_tells_it(running: Running, ids: list[int]) -> None:
+    """Beside any answer that is not a stream: null for the first token, then each token with the likeliest ones, by id, with ranks."""
+    echoed = running.complete(prompt=PROMPT, **ASKED, logprobs=3, echo=True)["choices"][0]["logprobs"]
+    law = running.target.table.float()               # type: ignore[attr-defined]
+    for more in ({}, {"echo": True}, {"echo": True, "logprobs": 3}, {"logprobs": 1}, {"n": 2}):
+        found = running.complete(prompt=[ids, ids], **ASKED, prompt_logprobs=3, **more)["choices"]
+        for told in [choice["prompt_logprobs"] for choice in found]:
+            assert len(told) == len(ids) and told[0] is None
+            for i, entries in enumerate(told[1:], 1):
+                own, row = entries[str(ids[i])], law[ids[i - 1]]
+                assert own["logprob"] == echoed["token_logprobs"][i] and own["decoded_token"] == echoed["tokens"][i]
+                assert own["rank"] == int((row >= row[ids[i]]).sum())
+                assert [entry["rank"] for entry in entries.values()] == sorted({1, 2, 3, own["rank"]}) and len(entries) <= 4
+                assert {*echoed["top_logprobs"][i].items()} <= {(entry["decoded_token"], entry["logprob"]) for entry in entries.values()}
+    plain = running.complete(prompt=PROMPT, **ASKED)["choices"][0]
+    assert "prompt_logprobs" not in plain and found[0]["text"] == plain["text"]
+
+
+def test_apart_in_a_chat_and_not_in_a_stream() -> None:
+    with serving(letters(), "ngram", depth=3) as running:
+        asked = {"messages": [{"role": "user", "content": "abc"}], "max_tokens": 3}
+        found = running.post("/v1/chat/completions", {**asked, "prompt_logprobs": 0}).json()
+        told = found["prompt_logprobs"]
+        assert len(told) == found["usage"]["prompt_tokens"] and told[0] is None and all(len(entries) == 1 for entries in told[1:])
+        assert "prompt_logprobs" not in running.post("/v1/chat/completions", asked).json()
+        for path, body in (("/v1/chat/completions", asked), ("/v1/completions", {"prompt": "abc"})):
+            refused = running.post(path, {**body, "prompt_logprobs": 1, "stream": True})
+            assert refused.status_code == 400 and refused.json()["error"]["param"] == "prompt_logprobs" and "stream" in refused.text
+        refused = running.post("/v1/completions", {"prompt": "abc", "prompt_logprobs": 1, "logprobs": 2, "echo": True})
+        assert refused.status_code == 400 and refused.json()["error"]["param"] == "prompt_logprobs"
 
 
 def test_the_prompt_alone(running: Running, ids: list[int]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import abc
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -26,7 +27,11 @@ def note_prompt(seq: Sequence, logits: Tensor, start: int) -> None:
     if not seq.prompt_logprobs:
         seq.prompt_logprobs.append(TokenLogprob(seq.prompt[0], None))
     tokens = seq.prompt[start + 1:start + 1 + logits.shape[0]]
-    seq.prompt_logprobs += _of(logits[:len(tokens)], tokens, seq.sampling.prompt_logprobs or 0)
+    logits = logits[:len(tokens)]
+    own = logits[range(len(tokens)), list(tokens)]
+    ranks = (logits >= own[:, None]).sum(-1).tolist()
+    found = _of(logits, tokens, seq.sampling.prompt_logprobs or 0)
+    seq.prompt_logprobs += [replace(one, rank=rank) for one, rank in zip(found, ranks, strict=True)]
 
 
 def _of(logits: Tensor, tokens: abc.Sequence[int], count: int) -> list[TokenLogprob]:

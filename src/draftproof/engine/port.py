@@ -15,12 +15,14 @@ from ..types import FinishReason, Role, Sampling
 class TokenLogprob:
     """Raw log-softmax (natural logarithm), before temperature and penalties; in `top`, `probability` is a log-probability.
 
-    logprob: None for the first token of a prompt, which follows nothing.
+    logprob: None for the first token of a prompt, which follows nothing. rank: of a prompt's other tokens, how many are as likely or
+    likelier, itself among them.
     """
 
     token_id: int
     logprob: float | None
     top: tuple[Alternative, ...] = ()
+    rank: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

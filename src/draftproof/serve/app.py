@@ -131,8 +131,9 @@ class Server:
             else:
                 groups = await unless_gone(reading.groups(), request.receive)
                 if groups is not None:                       # prompts may be told token by token, which takes long
-                    whole = await asyncio.to_thread(kind(head).whole, groups) if order.echo else kind(head).whole(groups)
-                    answer = document(whole, reading.headers)
+                    whole = kind(head).whole
+                    told = await asyncio.to_thread(whole, groups) if order.echo or order.prompt_told else whole(groups)
+                    answer = document(told, reading.headers)
         finally:
             if answer is None:
                 reading.leave()

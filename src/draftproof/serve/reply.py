@@ -92,7 +92,7 @@ class CompletionReply:
             text = self._prompt(choice) + text
             logprobs = None if logprobs is None else (*(done.prompt_logprobs or ()), *logprobs)
         return {"index": choice, "text": text, "finish_reason": finish_of(done.finish_reason),
-                "logprobs": None if logprobs is None else self._logprobs(choice, logprobs)}
+                "logprobs": None if logprobs is None else self._logprobs(choice, logprobs), **_of_prompt(self.head, done)}
 
     def _prompt(self, choice: int) -> str:
         """The prompt of a choice as it was sent, or as its ids read."""
@@ -141,7 +141,7 @@ class ChatReply:
 
     def whole(self, groups: Groups) -> dict[str, Any]:
         choices = [self._choice(done) for group in groups for done in group]
-        return {**self._object("chat.completion", choices), **_totals(self.head, groups)}
+        return {**self._object("chat.completion", choices), **_totals(self.head, groups), **_of_prompt(self.head, groups[0][0])}
 
     def first(self) -> list[dict[str, Any]]:
         return [self._chunk(choice, {"role": "assistant", "content": ""}) for choice in range(self.head.order.choices)]
@@ -270,6 +270,19 @@ class ResponsesReply:
 
 def _totals(head: Head, groups: Groups) -> dict[str, Any]:
     return {"usage": usage(head.order, groups), **extras(head.order, groups)}
+
+
+def _of_prompt(head: Head, done: Completion) -> dict[str, Any]:
+    """How likely the prompt's tokens are, and their ranks, as vLLM's clients read it, if they are asked for."""
+    if not head.order.prompt_told:
+        return {}
+    told: list[dict[str, Any] | None] = []
+    for entry in done.prompt_logprobs or ():
+        likely = [(each.token, each.probability, rank) for rank, each in enumerate(entry.top, 1)]
+        ranked = {str(token): {"logprob": value, "rank": rank, "decoded_token": _piece(head.served, token)}
+                  for token, value, rank in (*likely, (entry.token_id, entry.logprob, entry.rank))}
+        told.append(None if entry.logprob is None else ranked)
+    return {"prompt_logprobs": told}
 
 
 def _part(text: str) -> dict[str, Any]:

@@ -180,9 +180,11 @@ class Common(Strict):
 
 
 class CompletionRequest(Common):
-    """echo: the text begins with the prompt, and its log-probabilities too; max_tokens 0 is then nothing else."""
+    """echo: the text begins with the prompt, and its log-probabilities too; max_tokens 0 is then nothing else. prompt_logprobs: they stand
+    apart, as vLLM's clients read them."""
 
     prompt: Prompt
+    prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     max_tokens: Annotated[int, Field(ge=0, le=MAX_TOKENS)] | None = None
     n: Annotated[int, Field(ge=1, le=MAX_N)] | None = None
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
@@ -250,6 +252,7 @@ class ChatRequest(Common):
     n: Annotated[int, Field(ge=1, le=MAX_N)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None

@@ -69,6 +69,7 @@ class Order:
     instructions: str | None = None                         # of the Responses API, which tells them again
     echo: bool = False                                      # the answer begins with the prompt
     silent: bool = False                                    # and ends with it: the engine's one token is not told
+    prompt_told: bool = False                               # how likely its tokens are stands apart
 
     @property
     def choices(self) -> int:
@@ -111,11 +112,14 @@ def completion(request: CompletionRequest, headers: Headers) -> Order:
         prompts = (tuple(_ids(prompt)),)
     else:
         prompts = tuple(one if isinstance(one, str) else tuple(_ids(one)) for one in prompt)   # type: ignore[arg-type]
+    if request.echo and request.logprobs is not None and request.prompt_logprobs not in (None, request.logprobs):
+        said = f"prompt_logprobs={request.prompt_logprobs} beside echo and logprobs={request.logprobs}"
+        raise Refusal(400, f"{said}: expected the same number", param="prompt_logprobs")
     order = _order(request, headers, prompts, max_tokens=1 if silent else request.max_tokens, n=request.n, logprobs=request.logprobs,
                    grammar=_structure(request, request.response_format), include_usage=_usage(request))
-    if not request.echo:
-        return order
-    return replace(order, echo=True, silent=silent, sampling=replace(order.sampling, prompt_logprobs=request.logprobs))
+    if request.echo:
+        order = replace(order, echo=True, silent=silent, sampling=replace(order.sampling, prompt_logprobs=request.logprobs))
+    return _telling(order, request.prompt_logprobs)
 
 
 def chat(request: ChatRequest, headers: Headers, served: Served) -> Order:
@@ -133,11 +137,22 @@ def chat(request: ChatRequest, headers: Headers, served: Served) -> Order:
         answer = None if grammar is None else grammar.get("json_schema", ANY_OBJECT)
         grammar = {"lark": tools.grammar(may_call, must, request.parallel_tool_calls is not False, answer)}
     prediction = "" if request.prediction is None else _text(request.prediction.content)
-    return _order(
+    order = _order(
         request, headers, (conversation(request.messages, served, may_call),), n=request.n,
         max_tokens=request.max_completion_tokens or request.max_tokens,
         logprobs=(request.top_logprobs or 0) if request.logprobs else None, grammar=grammar, include_usage=_usage(request),
         prediction=prediction, may_call=tuple(may_call))
+    return _telling(order, request.prompt_logprobs)
+
+
+def _telling(order: Order, count: int | None) -> Order:
+    """With the prompt's log-probabilities, if they are asked for. Raises Refusal."""
+    if count is None:
+        return order
+    if order.stream:
+        raise Refusal(400, "prompt_logprobs with stream: they are told in whole answers; leave stream out, or use echo with logprobs",
+                      param="prompt_logprobs")
+    return replace(order, prompt_told=True, sampling=replace(order.sampling, prompt_logprobs=count))
 
 
 def responses(request: ResponsesRequest, headers: Headers, served: Served) -> Order:
