@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import abc
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -27,17 +26,15 @@ def note_prompt(seq: Sequence, logits: Tensor, start: int) -> None:
     if not seq.prompt_logprobs:
         seq.prompt_logprobs.append(TokenLogprob(seq.prompt[0], None))
     tokens = seq.prompt[start + 1:start + 1 + logits.shape[0]]
-    logits = logits[:len(tokens)]
-    own = logits[range(len(tokens)), list(tokens)]
-    ranks = (logits >= own[:, None]).sum(-1).tolist()
-    found = _of(logits, tokens, seq.sampling.prompt_logprobs or 0)
-    seq.prompt_logprobs += [replace(one, rank=rank) for one, rank in zip(found, ranks, strict=True)]
+    seq.prompt_logprobs += _of(logits[:len(tokens)], tokens, seq.sampling.prompt_logprobs or 0)
 
 
 def _of(logits: Tensor, tokens: abc.Sequence[int], count: int) -> list[TokenLogprob]:
     """Raw log-softmax, before temperature and penalties; logits [n, V]: of tokens[j] at row j, and of the `count` likeliest there."""
     logp = (logits if logits.dtype == torch.float64 else logits.float()).log_softmax(-1)
     values, ids = logp.topk(min(count, logp.shape[-1]), -1)
-    chosen = logp[range(len(tokens)), list(tokens)].tolist()
-    return [TokenLogprob(token, max(value, FLOOR), tuple(Alternative(i, max(v, FLOOR)) for i, v in zip(top_ids, top_values, strict=True)))
-            for token, value, top_values, top_ids in zip(tokens, chosen, values.tolist(), ids.tolist(), strict=True)]
+    chosen = logp[range(len(tokens)), list(tokens)]
+    ranks = (logp >= chosen[:, None]).sum(-1).tolist()
+    tops = [tuple(Alternative(i, max(v, FLOOR)) for i, v in zip(*row, strict=True)) for row in zip(ids.tolist(), values.tolist(), strict=True)]
+    return [TokenLogprob(token, max(value, FLOOR), top, rank)
+            for token, value, top, rank in zip(tokens, chosen.tolist(), tops, ranks, strict=True)]

@@ -15,8 +15,8 @@ from ..types import FinishReason, Role, Sampling
 class TokenLogprob:
     """Raw log-softmax (natural logarithm), before temperature and penalties; in `top`, `probability` is a log-probability.
 
-    logprob: None for the first token of a prompt, which follows nothing. rank: of a prompt's other tokens, how many are as likely or
-    likelier, itself among them.
+    logprob: None for the first token of a prompt, which follows nothing. rank: how many tokens are as likely or likelier, itself
+    among them; None where that is not known.
     """
 
     token_id: int
