@@ -35,6 +35,7 @@ def _of(logits: Tensor, tokens: abc.Sequence[int], count: int) -> list[TokenLogp
     values, ids = logp.topk(min(count, logp.shape[-1]), -1)
     chosen = logp[range(len(tokens)), list(tokens)]
     ranks = (logp >= chosen[:, None]).sum(-1).tolist()
-    tops = [tuple(Alternative(i, max(v, FLOOR)) for i, v in zip(*row, strict=True)) for row in zip(ids.tolist(), values.tolist(), strict=True)]
+    tops = [tuple(Alternative(i, max(v, FLOOR)) for i, v in zip(*row, strict=True))
+            for row in zip(ids.tolist(), values.tolist(), strict=True)]
     return [TokenLogprob(token, max(value, FLOOR), top, rank)
             for token, value, top, rank in zip(tokens, chosen.tolist(), tops, ranks, strict=True)]
