@@ -159,9 +159,10 @@ static void open_four(const uint32_t *panel, long first, long count, spares *lef
     KERNEL(opened_four_##ROWS)                                                                                           \
     {                                                                                                                    \
         const uint32_t *x = rows, *next = beside->words;                                                                 \
-        for (long g = 0; g < count; g++, panel += WIDE, x += 2) {                                                        \
+        for (long g = 0; g < count; g++, panel += WIDE, x += 2, next += apart) {                                         \
             integers whole[ROWS][2] = {0};                                                                               \
             for (long c = 0; c < GROUP / 2; c++, panel += WIDE, x++, next += apart) { PLUS_OPENED(ROWS) }                \
+            __builtin_prefetch(next);                                                                                    \
             UNROLL for (int v = 0; v < 2; v++) {                                                                         \
                 const levels of = levels_of(*(const words *)(panel + v * LANES));                                        \
                 UNROLL for (int r = 0; r < ROWS; r++) {                                                                  \
@@ -208,9 +209,9 @@ form form_of_whole(int bits, long in)
     long four = (in + 3) / 4, groups = (in + GROUP - 1) / GROUP; /* words of eight bits, groups of four bits */
     if (bits == 4)
         return (form){MOST, MOST_OF_TWO, groups, GROUP, groups * GROUP_WORDS, NUMBERS, groups * NUMBERS, 0, 0, as_groups, fours, fours_of_two,
-                      MOST, AT_ONCE, (GROUP / 2 + 1) * WIDE, GROUP / 2, open_four, opened_fours};
+                      MOST, AT_ONCE, GROUP / 2 + 1, open_four, opened_fours};
     return (form){MOST, MOST_OF_TWO, four, 4, four * WIDE, 0, STRIDE_OF_EIGHT, 0, SPAN / 4, as_span, eights, eights_of_two,
-                  MOST, SPAN / 4, 2 * WIDE, 2, open_eight, opened_eights};
+                  MOST, SPAN / 4, 2, open_eight, opened_eights};
 }
 
 /* levels [out, in] → panels; what is beyond the matrix is zero. */

@@ -264,16 +264,16 @@ typedef void panel_kernel(const uint32_t *panel, long apart, long first, const v
  * `columns` in so many `words`; a row has `apart` words of each step, `stride` in all. `prepare` brings n numbers of x, from the `first`
  * on, into the kernels' form; as_is: rows have it, if they are whole. block: steps after which rows may be cut, 0: never; where a step
  * has no words of its own all rows are, and `stride` is a block's. one [most], two [most_of_two]: kernels by rows. Of more than `direct`
- * rows, where there are kernels for it, `at_once` steps of a panel are opened for all of them, in `room` words a step; `opened` [MOST_OPENED]
- * take `count` opened steps as `one` takes steps, and fetch what is opened next meanwhile: `apart` words of beside->words at a time,
- * `lines` times a step. */
+ * rows, where there are kernels for it, `at_once` steps of a panel are opened for all of them, in `lines` of WIDE words a step; `opened`
+ * [MOST_OPENED] take `count` opened steps as `one` takes steps, and fetch what is opened next meanwhile: for each line they read, what is
+ * `apart` words of beside->words further on. */
 typedef struct {
     long most, most_of_two, length, columns, words, apart, stride;
     int as_is;
     long block;
     void (*prepare)(const void *x, long first, long n, int halves, void *to);
     panel_kernel *const *one, *const *two;
-    long direct, at_once, room, lines;
+    long direct, at_once, lines;
     void (*open)(const uint32_t *panel, long first, long count, spares *left, uint32_t *to);
     panel_kernel *const *opened;
 } form;

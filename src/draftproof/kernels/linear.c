@@ -159,7 +159,7 @@ static int is_shared(const product *p, const form *f, long rows, int halves)
 /* Words that a thread needs for itself: to open a panel, tiles in linear.c's words, and, of all, to sum up. */
 static long room_to_open(const product *p, const form *f, long rows, int halves)
 {
-    return is_opened(f, rows) ? f->at_once * f->room : is_tiled(p, rows, halves) ? OPENED_FOR_TILES / 2 * WIDE : 0;
+    return is_opened(f, rows) ? f->at_once * f->lines * WIDE : is_tiled(p, rows, halves) ? OPENED_FOR_TILES / 2 * WIDE : 0;
 }
 
 static long own_room(const product *p, const form *f, long rows, int halves)
@@ -295,27 +295,27 @@ static void multiply_all(const member *me, const product *p, const form *f, cons
 }
 
 /* `multiplied` of rows that lie in the second cache together. */
-static void multiply_rows(const member *me, const product *p, const void *x, void *room, void *y, long rows, int halves, int adding)
+static void multiply_rows(const member *me, const product *p, const form *f, const void *x, void *room, void *y, long rows, int halves,
+                          int adding)
 {
-    form f = form_of(p->bits, p->in, halves);
-    long count = (p->out + WIDE - 1) / WIDE, step = rows <= f.most_of_two ? 2 : 1, block = block_of(&f, rows);
-    long blocks = blocks_of(&f, block), stride = stride_of(&f, block);
-    long columns = blocks > 1 ? block * f.columns : p->in, words = arranged(p, &f, rows, halves);
+    long count = (p->out + WIDE - 1) / WIDE, step = rows <= f->most_of_two ? 2 : 1, block = block_of(f, rows);
+    long blocks = blocks_of(f, block), stride = stride_of(f, block);
+    long columns = blocks > 1 ? block * f->columns : p->in, words = arranged(p, f, rows, halves);
     const sheaf whole = {words ? room : x, rows, block, blocks, stride};
     if (is_tiled(p, rows, halves)) arrange_in_tiles(me, x, rows, p->in, room);
-    else if (in_bytes(p)) arrange_whole(me, &f, p->bits, x, rows, p->in, halves, room);
+    else if (in_bytes(p)) arrange_whole(me, f, p->bits, x, rows, p->in, halves, room);
     else if (words) {
         MINE(i, rows * blocks) {
             long r = i / blocks, b = i % blocks;
-            f.prepare(x, r * p->in + b * columns, least(columns, p->in - b * columns), halves, (uint32_t *)room + (b * rows + r) * stride);
+            f->prepare(x, r * p->in + b * columns, least(columns, p->in - b * columns), halves, (uint32_t *)room + (b * rows + r) * stride);
         }
     }
     if (words) join(me);
-    if (is_shared(p, &f, rows, halves)) {
-        multiply_all(me, p, &f, &whole, (uint32_t *)room + words + me->index * own_room(p, &f, rows, halves), y, halves, adding);
+    if (is_shared(p, f, rows, halves)) {
+        multiply_all(me, p, f, &whole, (uint32_t *)room + words + me->index * own_room(p, f, rows, halves), y, halves, adding);
     } else {
         long pieces = (count + step - 1) / step, own = shared_out(p, pieces);
-        MOSTLY_MINE(i, pieces, own) multiply_panels(p, &f, &whole, i * step, least(step, count - i * step), y, halves, adding);
+        MOSTLY_MINE(i, pieces, own) multiply_panels(p, f, &whole, i * step, least(step, count - i * step), y, halves, adding);
     }
     leave_tiles();
     join(me);
@@ -330,7 +330,7 @@ void multiplied(const member *me, const product *p, const void *x, void *room, v
     const char *from = x;
     char *to = y;
     for (long at = 0; at < rows; at += part, from += each * part * p->in, to += each * part * p->out)
-        multiply_rows(me, p, from, room, to, least(part, rows - at), halves, adding);
+        multiply_rows(me, p, &f, from, room, to, least(part, rows - at), halves, adding);
 }
 
 /* y [rows, out] = x [rows, in] Wᵀ + b. Returns 0, or 1 without memory. */

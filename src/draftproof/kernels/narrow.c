@@ -109,9 +109,11 @@ static inline void open_blocks(const uint32_t *panel, long first, long count, sp
             __m512i below = _mm512_loadu_si512(panel + k * LANES), above = _mm512_shuffle_epi8(upper, _mm512_and_si512(numbers, half));
             words w[] = {(words)_mm512_unpacklo_epi8(below, above), (words)_mm512_unpackhi_epi8(below, above)};
             if (__builtin_expect(spare, 0)) memcpy(w, left->words + 2 * k * LANES, sizeof w);
-            for (int column = 0; wide && column < 2; column++)
-                for (int v = 0; v < 2; v++) *next++ = column ? w[v] & 0xffff0000u : w[v] << 16;
-            for (int v = 0; !wide && v < 2; v++) *next++ = w[v];
+            if (wide)
+                for (int v = 0; v < 2; v++) next[v] = w[v] << 16, next[v + 2] = w[v] & 0xffff0000u;
+            else
+                for (int v = 0; v < 2; v++) next[v] = w[v];
+            next += wide ? 4 : 2;
         }
         if (spare) left->at++, left->words += 2 * WIDE;
     }
@@ -163,7 +165,7 @@ form form_of_narrow(long in, int halves)
     long length = (in + COLUMNS - 1) / COLUMNS, apart = in_pairs(halves) ? 2 : 4, block = in_pairs(halves) ? BLOCK / 2 : 0;
     int as_is = in % COLUMNS == 0 && halves == in_pairs(halves);
     return (form){MOST, MOST_OF_TWO, length, COLUMNS, HEAD + length * WORDS, apart, apart * length + (as_is ? 0 : GAP), as_is, block, as_entries,
-                  narrows, narrows_of_two, TAKES_PAIRS ? 0 : MOST, AT_ONCE, COLUMNS * WIDE, COLUMNS, widen_narrow, in_pairs(halves) ? 0 : opened};
+                  narrows, narrows_of_two, TAKES_PAIRS ? 0 : MOST, AT_ONCE, COLUMNS, widen_narrow, in_pairs(halves) ? 0 : opened};
 }
 
 /* Whether products of bfloat16 numbers can be taken with narrow panels. */

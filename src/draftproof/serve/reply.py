@@ -276,13 +276,14 @@ def _of_prompt(head: Head, done: Completion) -> dict[str, Any]:
     """How likely the prompt's tokens are, and their ranks, as vLLM's clients read it, if they are asked for."""
     if not head.order.prompt_told:
         return {}
-    told: list[dict[str, Any] | None] = []
-    for entry in done.prompt_logprobs or ():
-        likely = [(each.token, each.probability, rank) for rank, each in enumerate(entry.top, 1)]
-        ranked = {str(token): {"logprob": value, "rank": rank, "decoded_token": _piece(head.served, token)}
-                  for token, value, rank in (*likely, (entry.token_id, entry.logprob, entry.rank))}
-        told.append(None if entry.logprob is None else ranked)
-    return {"prompt_logprobs": told}
+    return {"prompt_logprobs": [None if entry.logprob is None else _ranked(head.served, entry) for entry in done.prompt_logprobs or ()]}
+
+
+def _ranked(served: Served, entry: TokenLogprob) -> dict[str, Any]:
+    """By id, the likeliest first."""
+    likely = [(each.token, each.probability, rank) for rank, each in enumerate(entry.top, 1)]
+    return {str(token): {"logprob": value, "rank": rank, "decoded_token": _piece(served, token)}
+            for token, value, rank in (*likely, (entry.token_id, entry.logprob, entry.rank))}
 
 
 def _part(text: str) -> dict[str, Any]:
