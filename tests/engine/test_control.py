@@ -27,6 +27,12 @@ CHEAP, DEAR = Arm(call=0.002, level=0.0, token=0.001, lag=0.0, has=0.25), Arm(ca
 CLASSES = {"a": (0.05,), "b": (0.9,), "c": (0.5, 0.6)}
 
 
+@pytest.fixture(autouse=True)
+def _still(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Worlds have a clock of their own: on it a plan takes nothing, however busy the machine is that runs the test."""
+    monkeypatch.setattr(control_module, "perf_counter", lambda: 0.0)
+
+
 def by_class(arm: str, kind: str, at: int) -> tuple[float, ...]:
     return CLASSES[kind]
 
@@ -395,8 +401,13 @@ def test_what_is_found_costs_more_than_nothing_and_depth_need_not() -> None:
 # Survival
 
 
-def seq(name: str, kind: str | None = None, greedy: bool = True) -> Any:
-    return SimpleNamespace(id=name, prompt_class=kind, sampling=SimpleNamespace(greedy=greedy))
+def seq(name: str, kind: str | None = None, greedy: bool = True, written: int = 1) -> Any:
+    """Of a prompt of two tokens, behind which so many are written."""
+    return SimpleNamespace(id=name, prompt_class=kind, sampling=SimpleNamespace(greedy=greedy), prompt=(1, 2), tokens=[3] * (2 + written))
+
+
+def learn(survival: Survival, of: Any, at: int, granted: int, drafted: int, accepted: int) -> None:
+    survival.learn(of, len(of.tokens), at, granted, drafted, accepted)
 
 
 def test_hazards() -> None:
@@ -417,16 +428,16 @@ def test_hazards() -> None:
 def test_survival_per_class_sequence_and_position() -> None:
     survival = Survival(4)
     for at in range(60):
-        survival.learn(seq(f"code{at}", "code"), at, 4, 4, 4)
-        survival.learn(seq(f"prose{at}", "prose"), at, 4, 4, 0)
-        survival.learn(seq(f"sampled{at}", "code", False), at, 4, 4, 1)
+        learn(survival, seq(f"code{at}", "code"), at, 4, 4, 4)
+        learn(survival, seq(f"prose{at}", "prose"), at, 4, 4, 0)
+        learn(survival, seq(f"sampled{at}", "code", False), at, 4, 4, 1)
     new = [seq("n1", "code"), seq("n2", "prose"), seq("n3", "code", False), seq("n4", "unheard of")]
     (code, prose, sampled, other), shares = survival.of(new, 60, [4, 4, 4, 2])
     assert code[3] > 0.8 and prose[0] < 0.15 and sampled[0] > 0.85 and sampled[1] < 0.25
     assert prose[0] < other[0] < code[0] and len(other) == 2 and shares[0] == pytest.approx([1.0] * 4, abs=0.02)
     mine = seq("mine", "prose")
     for at in range(60, 70):
-        survival.learn(mine, at, 4, 4, 4)
+        learn(survival, mine, at, 4, 4, 4)
     (own,), _ = survival.of([mine], 70, [4])
     (later,), _ = survival.of([mine], 500, [4])
     assert own[0] > 0.6, "its own guesses count more than its class's"
@@ -435,20 +446,37 @@ def test_survival_per_class_sequence_and_position() -> None:
     assert survival.of([mine], 70, [4])[0][0][0] < own[0]
 
 
+def test_survival_per_age_of_the_answer() -> None:
+    survival = Survival(4)
+    for at in range(60):
+        learn(survival, seq(f"young{at}", "code"), at, 4, 4, 0)
+        learn(survival, seq(f"old{at}", "code", written=100), at, 4, 4, 4)
+        learn(survival, seq(f"prose{at}", "prose", written=100), at, 4, 4, 1)
+    texts = [seq("young", "code"), seq("old", "code", written=200), seq("between", "code", written=30), seq("oldest", "code", written=300)]
+    (young, old, between, oldest), _ = survival.of(texts, 60, [4] * 4)
+    assert young[0] < 0.15 and old[3] > 0.8, "what is known of an age counts more than what is known of its class"
+    assert young[0] < between[0] < old[0] and oldest == between, "an age that nobody has seen is taken to be like its class"
+    late = seq("late", "code", written=100)
+    for at in range(60, 70):
+        survival.learn(late, 3, at, 4, 4, 0)
+    assert survival.of([seq("next", "code", written=100)], 70, [4])[0][0][3] > 0.8, "learnt of the time when it was drafted, not of now"
+
+
 def test_a_change_is_believed_at_once() -> None:
     kind = Kind(2)
     for _ in range(500):
-        kind.learn(2, 2, 0)
+        kind.learn(1, 2, 2, 0)
     assert next(kind.long.means()) < 0.01
     for _ in range(4):
-        kind.learn(2, 2, 2)
+        kind.learn(20, 2, 2, 2)
     assert next(kind.long.means()) > 0.4
+    assert kind.ages[0].apply(0, 0.8) == pytest.approx(0.8, abs=0.05), "what all guesses did is not held against those of one age"
 
 
 def test_many_classes_take_bounded_memory() -> None:
     survival = Survival(2)
     for at in range(1000):
-        survival.learn(seq("one", f"class {at}"), at, 2, 2, 1)
+        learn(survival, seq("one", f"class {at}"), at, 2, 2, 1)
     assert len(survival._kinds) <= 65
 
 

@@ -93,7 +93,8 @@ class World:
 
     def _fresh(self) -> Any:
         self.made += 1
-        return SimpleNamespace(id=f"r{self.made}", tokens=[0] * self.prompt, prompt_class=self.classes[self.made % len(self.classes)],
+        return SimpleNamespace(id=f"r{self.made}", prompt=(0,) * self.prompt, tokens=[0] * self.prompt,
+                               prompt_class=self.classes[self.made % len(self.classes)],
                                sampling=SimpleNamespace(greedy=True), state=None, limit=self.prompt + self.length, read={}, depth=None)
 
     def play(self, control: Control, rounds: int) -> list[list[int]]:

@@ -269,14 +269,15 @@ class AutoDepth:
             some, deepest = free[:isqrt(len(free))], TRIAL_DEPTH if arm.costs.seen >= TRIALS else FIRST_DEPTH
             depths = {i: min(deepest, scene.rooms[i], self.max_depth) for i in some}       # several share the call and its levels
             trial = self._trial_of(arm, scene, plan, depths)
+            loss = trial.loss + self._own                        # a round with a trial is a round with a plan
             if arm.costs.seen >= TRIALS:
-                arm.credit = min(arm.credit, plain / 4 + trial.loss)
-            if arm.costs.seen < TRIALS or self.tried and trial.loss <= arm.credit:
+                arm.credit = min(arm.credit, plain / 4 + loss)
+            if arm.costs.seen < TRIALS or self.tried and loss <= arm.credit:
                 self._trial = trial
                 why = f"auto: a probe{f' of {arm.name}' if arm.name else ''} after {self.rounds - arm.asked} rounds without"
                 prices = self._prices(arm, scene, plan, [depths.get(i, depth) for i, depth in enumerate(plan.depths)])
                 return [Choice(depths[i], why, arm.name, prices[i]) if i in depths else choice for i, choice in enumerate(self._choices)]
-            wait = min(wait, (trial.loss - arm.credit) * len(self.arms) / (SHARE * plan.seconds))
+            wait = min(wait, (loss - arm.credit) * len(self.arms) / (SHARE * plan.seconds))
         if plan.drafts:
             loss, rounds = plain - scene.rows / plan.rate, 1 + self.passes.lingering(scene.rows)
             wanted = PLAIN_AFTER * rounds - min(self.passes.since_plain, self.rounds - self._timed)    # others may guess in it
@@ -315,10 +316,10 @@ class AutoDepth:
         elif any(budgets[i].depth for i in places):
             assert self._plan is not None
             stood = sum(len(verdicts[i].accepted) for i in places)
-            lost = trial.loss + (trial.tokens - stood) / trial.rate + (0.0 if drafting is None else drafting - trial.drafting)
+            lost = self._own + trial.loss + (trial.tokens - stood) / trial.rate + (0.0 if drafting is None else drafting - trial.drafting)
             trial.arm.earn(-min(lost, OVERDRAFT[trial.arm.costs.seen > TRIALS] * self._plan.seconds))
-            if stood:
-                self._planned = ()                               # a guess that stood is news: plan again at once
+            if stood > trial.tokens:
+                self._planned = ()                               # news: plan again at once
 
     # What rounds show.
 
@@ -362,7 +363,7 @@ class AutoDepth:
             unread += max(0, one.length - arm.read.get(one.seq.id, 0))
             arm.read[one.seq.id] = one.length
             arm.kinds[arm.survival.kind(one.seq)] = at
-            arm.survival.learn(one.seq, at, one.granted, one.depth, one.accepted)
+            arm.survival.learn(one.seq, one.length, at, one.granted, one.depth, one.accepted)
             if one.depth and one.nodes:
                 arm.trees = min(arm.trees + 1, SIZES)
                 arm.share += (one.drafted / one.nodes - arm.share) / arm.trees

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Row
 
@@ -12,7 +13,9 @@ Prior = tuple[list[float], float, list[float]]       # hazards, how often there 
 FIRST, WEIGHT = 0.6, 2.0        # belief in the first guess of a drafter that nobody has seen, and what it is worth in observations
 CLASS_WEIGHT = 8.0              # of the drafter's hazards against those of a class of prompts
 OWN_WEIGHT = 4.0                # of the class's against those of one sequence
-LONG, SHORT, OWN = 0.995, 0.8, 0.95      # what is left of a count after each further one
+AGES = 16, 64, 256              # tokens of an answer from which on it is of another age: what copies has more to copy from
+AGE_WEIGHT = 8.0                # of no difference between ages, in guesses that stood and in guesses that did not
+LONG, SHORT, OWN, AGE = 0.995, 0.8, 0.95, 0.999      # what is left of a count after each further one
 IDLE = 0.99                     # what is left of a sequence's own counts after each round without a draft
 CHANGE = 3.5                    # standard deviations by which the last guesses differ where the world has changed
 LEAST = 0.02                    # a chance below is no chance: nothing deeper is looked at
@@ -60,15 +63,40 @@ class Hazards:
         self.passed[k], self.reached[k] = other.passed[k], other.reached[k]
 
 
+class Age:
+    """How answers of one age differ from all of their class: what became of their guesses beside what the class's hazards said at that
+    time. So a change of them all is none of the age's. The place behind the last position is for whether there is a draft."""
+
+    def __init__(self, depth: int) -> None:
+        self._stood, self._failed, self._to_stand, self._to_fail = ([0.0] * (depth + 1) for _ in range(4))
+
+    def learn(self, k: int, stood: bool, chance: float) -> None:
+        """Guess k stood or not; chance: that the class gave it."""
+        for counts, more in ((self._stood, stood), (self._failed, not stood), (self._to_stand, chance), (self._to_fail, 1 - chance)):
+            counts[k] = counts[k] * AGE + more
+
+    def apply(self, k: int, chance: float) -> float:
+        """The class's chance, of this age: its odds times those found over those expected."""
+        good = (self._stood[k] + AGE_WEIGHT) / (self._to_stand[k] + AGE_WEIGHT) * chance
+        bad = (self._failed[k] + AGE_WEIGHT) / (self._to_fail[k] + AGE_WEIGHT) * (1 - chance)
+        return good / (good + bad)
+
+
 class Kind:
-    """Of one kind of text: hazards over a long time, unless a short one contradicts them, and how long drafts are: rows are only paid
-    for where there are tokens."""
+    """Of one kind of text: hazards over a long time, unless a short one contradicts them, how they differ by the answer's age, and how long
+    drafts are: rows are only paid for where there are tokens."""
 
     def __init__(self, depth: int) -> None:
         self.long, self.short = Hazards(depth, LONG), Hazards(depth, SHORT)
+        self.ages = [Age(depth) for _ in range(len(AGES) + 1)]
         self._had, self._granted = [0.0] * depth, [0.0] * depth
 
-    def learn(self, granted: int, drafted: int, accepted: int) -> None:
+    def learn(self, written: int, granted: int, drafted: int, accepted: int) -> None:
+        """written: tokens of the answer in front of the draft."""
+        age, known, depth = self.ages[bisect_right(AGES, written)], self.long, len(self._had)
+        age.learn(depth, drafted > 0, (known.drafts + 0.1) / (known.asked + 0.2))
+        for k in range(min(granted, accepted + 1, depth) if drafted else 0):
+            age.learn(k, k < accepted, (known.passed[k] + 0.1) / (known.reached[k] + 0.2))
         self.long.learn(granted, drafted, accepted)
         self.short.learn(granted, drafted, accepted)
         if not drafted:
@@ -100,7 +128,7 @@ class Survival:
         self._depth = depth
         self._kinds: dict[object, Kind] = {}
         self._own: dict[str, tuple[Hazards, int]] = {}          # sequence → its hazards, and the round they are from
-        self._priors: dict[object, Prior] = {}                  # of kinds that were asked about since the last thing learnt
+        self._priors: dict[tuple[object, int], Prior] = {}      # of kinds and ages that were asked about since the last thing learnt
 
     @property
     def common(self) -> Hazards:
@@ -115,12 +143,13 @@ class Survival:
         kind = seq.prompt_class, seq.sampling.greedy
         return kind if kind in self._kinds or len(self._kinds) < KINDS else (None, seq.sampling.greedy)
 
-    def learn(self, seq: Sequence, at: int, granted: int, drafted: int, accepted: int) -> None:
+    def learn(self, seq: Sequence, length: int, at: int, granted: int, drafted: int, accepted: int) -> None:
+        """What became of a draft behind the first `length` tokens of the text, in round `at`."""
         kind, own = self.kind(seq), self._own.get(seq.id)
         if kind not in self._kinds:
             self._kinds[kind] = Kind(self._depth)
         hazards = Hazards(self._depth, OWN) if own is None else own[0]
-        self._kinds[kind].learn(granted, drafted, accepted)
+        self._kinds[kind].learn(length - len(seq.prompt), granted, drafted, accepted)
         hazards.learn(granted, drafted, accepted)
         self._own[seq.id] = hazards, at
         self._priors.clear()
@@ -129,7 +158,7 @@ class Survival:
         """Per sequence: P(k tokens stand) for k = 1, 2, … up to its room, and how often there is a k-th token."""
         chances, shares = [], []
         for seq, room in zip(batch, rooms, strict=True):
-            prior, offers, lengths = self._prior(self.kind(seq))
+            prior, offers, lengths = self._prior(seq)
             hazards: Iterable[float] = prior
             own = self._own.get(seq.id)
             if own is not None:
@@ -147,11 +176,12 @@ class Survival:
 
     def first(self, seq: Sequence) -> float:
         """P(the first guess stands) in texts of this kind, where there is one."""
-        return self._prior(self.kind(seq))[0][0]
+        return self._prior(seq)[0][0]
 
-    def _prior(self, kind: object) -> Prior:
-        """Of a text of this kind."""
-        found = self._priors.get(kind)
+    def _prior(self, seq: Sequence) -> Prior:
+        """Of a text of this kind, as long as this one."""
+        kind, age = self.kind(seq), bisect_right(AGES, len(seq.tokens) - len(seq.prompt))
+        found = self._priors.get((kind, age))
         if found is None:
             common, counts = self.common, self._kinds.get(kind)
             means = list(common.means())
@@ -159,9 +189,10 @@ class Survival:
                 lengths = next(iter(self._kinds.values())).lengths() if self._kinds else [1.0] * self._depth
                 found = means, common.offers(), lengths
             else:
-                long = counts.long
-                found = list(long.means(means, CLASS_WEIGHT)), long.offers(common.offers(), CLASS_WEIGHT), counts.lengths()
-            self._priors[kind] = found
+                long, own = counts.long, counts.ages[age]
+                hazards = [own.apply(k, mean) for k, mean in enumerate(long.means(means, CLASS_WEIGHT))]
+                found = hazards, own.apply(self._depth, long.offers(common.offers(), CLASS_WEIGHT)), counts.lengths()
+            self._priors[kind, age] = found
         return found
 
     def forget(self, seq: Sequence) -> None:
