@@ -15,6 +15,7 @@ CLASS_WEIGHT = 8.0              # of the drafter's hazards against those of a cl
 OWN_WEIGHT = 4.0                # of the class's against those of one sequence
 AGES = 16, 64, 256              # tokens of an answer from which on it is of another age: what copies has more to copy from
 AGE_WEIGHT = 8.0                # of no difference between ages, in guesses that stood and in guesses that did not
+EVEN = 0.1                      # of a guess that stood and of one that did not: what a class that knows nothing says to its ages
 LONG, SHORT, OWN, AGE = 0.995, 0.8, 0.95, 0.999      # what is left of a count after each further one
 IDLE = 0.99                     # what is left of a sequence's own counts after each round without a draft
 CHANGE = 3.5                    # standard deviations by which the last guesses differ where the world has changed
@@ -94,9 +95,9 @@ class Kind:
     def learn(self, written: int, granted: int, drafted: int, accepted: int) -> None:
         """written: tokens of the answer in front of the draft."""
         age, known, depth = self.ages[bisect_right(AGES, written)], self.long, len(self._had)
-        age.learn(depth, drafted > 0, (known.drafts + 0.1) / (known.asked + 0.2))
+        age.learn(depth, drafted > 0, (known.drafts + EVEN) / (known.asked + 2 * EVEN))
         for k in range(min(granted, accepted + 1, depth) if drafted else 0):
-            age.learn(k, k < accepted, (known.passed[k] + 0.1) / (known.reached[k] + 0.2))
+            age.learn(k, k < accepted, (known.passed[k] + EVEN) / (known.reached[k] + 2 * EVEN))
         self.long.learn(granted, drafted, accepted)
         self.short.learn(granted, drafted, accepted)
         if not drafted:
