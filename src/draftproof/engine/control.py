@@ -269,15 +269,14 @@ class AutoDepth:
             some, deepest = free[:isqrt(len(free))], TRIAL_DEPTH if arm.costs.seen >= TRIALS else FIRST_DEPTH
             depths = {i: min(deepest, scene.rooms[i], self.max_depth) for i in some}       # several share the call and its levels
             trial = self._trial_of(arm, scene, plan, depths)
-            loss = trial.loss + self._own                        # a round with a trial is a round with a plan
             if arm.costs.seen >= TRIALS:
-                arm.credit = min(arm.credit, plain / 4 + loss)
-            if arm.costs.seen < TRIALS or self.tried and loss <= arm.credit:
+                arm.credit = min(arm.credit, plain / 4 + trial.loss)
+            if arm.costs.seen < TRIALS or self.tried and trial.loss <= arm.credit:
                 self._trial = trial
                 why = f"auto: a probe{f' of {arm.name}' if arm.name else ''} after {self.rounds - arm.asked} rounds without"
                 prices = self._prices(arm, scene, plan, [depths.get(i, depth) for i, depth in enumerate(plan.depths)])
                 return [Choice(depths[i], why, arm.name, prices[i]) if i in depths else choice for i, choice in enumerate(self._choices)]
-            wait = min(wait, (loss - arm.credit) * len(self.arms) / (SHARE * plan.seconds))
+            wait = min(wait, (trial.loss - arm.credit) * len(self.arms) / (SHARE * plan.seconds))
         if plan.drafts:
             loss, rounds = plain - scene.rows / plan.rate, 1 + self.passes.lingering(scene.rows)
             wanted = PLAIN_AFTER * rounds - min(self.passes.since_plain, self.rounds - self._timed)    # others may guess in it
@@ -290,11 +289,11 @@ class AutoDepth:
         return None
 
     def _trial_of(self, arm: Arm, scene: Scene, plan: Plan, depths: abc.Mapping[int, int]) -> Trial:
-        """What asking `arm` about these sequences is expected to bring and to lose, against the plan."""
+        """What asking `arm` about these sequences is expected to bring and to lose, against the plan; it needs a plan of its own."""
         asked, rest = [scene.batch[i] for i in depths], [0 if i in depths else d for i, d in enumerate(plan.depths)]
         beside = 0.0 if plan.arm is None or not any(rest) else plan.arm.costs.seconds([1.0] * max(rest), sum(rest), 0)
         if not arm.costs.seen:
-            return Trial(arm, asked, 0.0, 0.0, beside, plan.rate)
+            return Trial(arm, asked, self._own, 0.0, beside, plan.rate)
         chances, shares = arm.survival.of(asked, self.rounds, list(depths.values()))
         new = self._nodes(arm, depths.values()) if self.tree else sum(map(sum, shares))
         rows = scene.rows + self._nodes(arm if plan.arm is None else plan.arm, rest) + new
@@ -305,7 +304,7 @@ class AutoDepth:
         kept = sum(sum(chance[:d]) for chance, d in zip(plan.chances, rest, strict=True))
         brought = sum(map(sum, chances))
         seconds = drafting + between(scene.score, min(rows, len(scene.score)))
-        return Trial(arm, asked, seconds - (scene.rows + kept + brought) / plan.rate, brought, drafting, plan.rate)
+        return Trial(arm, asked, self._own + seconds - (scene.rows + kept + brought) / plan.rate, brought, drafting, plan.rate)
 
     def _charge(self, trial: Trial, batch: abc.Sequence[Sequence], budgets: abc.Sequence[Budget], verdicts: abc.Sequence[Verdict],
                 drafting: float | None) -> None:
@@ -316,7 +315,7 @@ class AutoDepth:
         elif any(budgets[i].depth for i in places):
             assert self._plan is not None
             stood = sum(len(verdicts[i].accepted) for i in places)
-            lost = self._own + trial.loss + (trial.tokens - stood) / trial.rate + (0.0 if drafting is None else drafting - trial.drafting)
+            lost = trial.loss + (trial.tokens - stood) / trial.rate + (0.0 if drafting is None else drafting - trial.drafting)
             trial.arm.earn(-min(lost, OVERDRAFT[trial.arm.costs.seen > TRIALS] * self._plan.seconds))
             if stood > trial.tokens:
                 self._planned = ()                               # news: plan again at once

@@ -123,7 +123,7 @@ class Kind:
 
 
 class Survival:
-    """Of one drafter: all its prompts, each class of them, and each sequence, every level a prior of the next."""
+    """Of one drafter: all its prompts, each class of them, its answers by age, and each sequence, every level a prior of the next."""
 
     def __init__(self, depth: int) -> None:
         self._depth = depth
@@ -190,9 +190,9 @@ class Survival:
                 lengths = next(iter(self._kinds.values())).lengths() if self._kinds else [1.0] * self._depth
                 found = means, common.offers(), lengths
             else:
-                long, own = counts.long, counts.ages[age]
-                hazards = [own.apply(k, mean) for k, mean in enumerate(long.means(means, CLASS_WEIGHT))]
-                found = hazards, own.apply(self._depth, long.offers(common.offers(), CLASS_WEIGHT)), counts.lengths()
+                long, aged = counts.long, counts.ages[age]
+                hazards = [aged.apply(k, mean) for k, mean in enumerate(long.means(means, CLASS_WEIGHT))]
+                found = hazards, aged.apply(self._depth, long.offers(common.offers(), CLASS_WEIGHT)), counts.lengths()
             self._priors[kind, age] = found
         return found
 
