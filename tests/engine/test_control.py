@@ -183,6 +183,34 @@ def test_texts_that_come_join_the_plan_where_plans_take_long(monkeypatch: pytest
     assert rates[1] > 0.97 * rates[0], rates
 
 
+@pytest.mark.parametrize(("level", "seldom"), [(0.5, True), (0.005, False)])
+def test_what_is_far_from_paying_is_planned_for_seldom(level: float, seldom: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plan takes a third of a pass. Between two trials of a drafter that loses much nothing is learnt; one that nearly pays may pay as
+    soon as the text has grown."""
+    ticks = itertools.count()
+    monkeypatch.setattr(control_module, "perf_counter", lambda: 0.3 * next(ticks))
+    world = World(chance=flat(0.02), arms={"": Arm(level=level)}, length=1000)
+    control, plans, seen = world.auto(), list[int](), [0]
+
+    def counted(*told: Any, best: Any = control._best) -> Any:
+        plans.append(control.rounds)
+        return best(*told)
+
+    def noted(*told: Any, learn: Any = control._learn) -> Any:
+        seen[0] += 1
+        return learn(*told)
+
+    monkeypatch.setattr(control, "_best", counted)
+    monkeypatch.setattr(control, "_learn", noted)
+    world.play(control, 100)
+    plans.clear()
+    seen[0] = 0
+    world.play(control, 700)
+    longest = max(later - plan for plan, later in itertools.pairwise(plans))
+    assert (longest > 64) == seldom and longest <= (128 if seldom else 32), plans
+    assert seen[0] < 300, "what a plan learns from are the last rounds before it"
+
+
 @pytest.mark.parametrize("seed", [1, 9])
 def test_a_plain_pass_right_after_guesses_is_not_what_plain_decoding_takes(seed: int) -> None:
     """The first plain passes after guesses take 15 % longer: judged by them, guesses that lose 7 % would seem to pay."""

@@ -24,6 +24,7 @@ from .survival import Hazards, Survival
 SHARE = 0.01            # of the time, for trials
 MARGIN = 0.02           # by which a draft must be expected to win before guessing begins, or another drafter takes over
 REPLAN, REST = 4, 32    # rounds between two plans for the same sequences, and at most while nothing is drafted and so nothing learnt
+FAR = 0.25              # of a plain pass: where trials are expected to lose more, no guess pays before one shows it, however texts grow
 CALM = 4                # times REPLAN, at most, where plans keep to one drafter, or to none: depths that waver are worth about the same
 THRIFT = 0.015          # of the time, about, that plans and what they learn from may take where a text is known a little
 TRIALS = 3              # rounds of a drafter before it may be chosen
@@ -230,10 +231,14 @@ class AutoDepth:
         """Where rounds are so short that plans count, `planning` and what was learnt for it, make the next one later."""
         self._spent += planning
         self._own += (self._spent - self._own) * (0.2 if self._own else 1.0)
-        rest = int(min(self._own / (THRIFT * plan.seconds), REST))
+        rest = int(self._rest(plan))
         self._spent, self._looks, self._due = 0.0, inf, self.rounds + rest
-        if self._trial is None and calm and self.tried and self._due > self._next:
-            self._next, self._looks = self._due, max(REPLAN, rest // 4)
+        if self._trial is None and calm and self.tried and rest:
+            self._next, self._looks = max(self._next, self._due), max(REPLAN, rest // 4)
+
+    def _rest(self, plan: Plan) -> float:
+        """Rounds of this plan after which the next one takes THRIFT of the time."""
+        return min(self._own / (THRIFT * plan.seconds), REST)
 
     def _told(self, scene: Scene, plan: Plan) -> list[Choice]:
         """The plan in words."""
@@ -258,7 +263,7 @@ class AutoDepth:
 
     def _tried(self, scene: Scene, plan: Plan) -> list[Choice] | None:
         """The plan with one thing tried that has not been for long, if there is credit for what it may lose."""
-        plain, wait = scene.plain.seconds, inf
+        plain, wait, far = scene.plain.seconds, inf, inf
         for arm in sorted(self.arms, key=lambda arm: arm.asked):
             if arm.credit is None:
                 arm.credit = TRIALS * OVERDRAFT[0] * plain
@@ -276,7 +281,7 @@ class AutoDepth:
                 why = f"auto: a probe{f' of {arm.name}' if arm.name else ''} after {self.rounds - arm.asked} rounds without"
                 prices = self._prices(arm, scene, plan, [depths.get(i, depth) for i, depth in enumerate(plan.depths)])
                 return [Choice(depths[i], why, arm.name, prices[i]) if i in depths else choice for i, choice in enumerate(self._choices)]
-            wait = min(wait, (trial.loss - arm.credit) * len(self.arms) / (SHARE * plan.seconds))
+            wait, far = min(wait, (trial.loss - arm.credit) * len(self.arms) / (SHARE * plan.seconds)), min(far, trial.loss - self._own)
         if plan.drafts:
             loss, rounds = plain - scene.rows / plan.rate, 1 + self.passes.lingering(scene.rows)
             wanted = PLAIN_AFTER * rounds - min(self.passes.since_plain, self.rounds - self._timed)    # others may guess in it
@@ -285,7 +290,8 @@ class AutoDepth:
                 self._trial, self._more, self._timed = Trial(None, [], loss, 0.0, 0.0, plan.rate), rounds - 1, self.rounds
                 return [AGAIN] * len(plan.depths)
         else:
-            self._next = max(self._next, self.rounds + int(min(wait, REST)))
+            longest = max(REST, CALM * self._rest(plan)) if far > FAR * plain else REST
+            self._next = max(self._next, self.rounds + int(min(wait, longest)))
         return None
 
     def _trial_of(self, arm: Arm, scene: Scene, plan: Plan, depths: abc.Mapping[int, int]) -> Trial:
