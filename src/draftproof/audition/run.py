@@ -22,11 +22,12 @@ from ..drafters.prediction import PredictionDrafter
 from ..drafters.suffix import SuffixDrafter
 from ..errors import OptionError
 from ..models.target import Target
+from ..trace.events import UNCLASSED
 from .counts import ALL, Counts
 from .logs import Skipped
 from .replay import Story, asked, copied, replay, room
 from .sampled import chances, expected_rounds
-from .stories import GREEDY, UNCLASSED, Read, Reader, states_of
+from .stories import GREEDY, Read, Reader, states_of
 
 BLOCK = 64              # requests that are counted, and kept in a partial result, together
 BATCH = 8               # texts side by side, for drafters that are models

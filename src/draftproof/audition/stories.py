@@ -14,6 +14,7 @@ from torch import Tensor
 from ..errors import Failure, OptionError
 from ..models.target import Target
 from ..models.tokenizer import Tokenizer
+from ..trace.events import UNCLASSED
 from ..types import Sampling
 from .logprobs import Pieces, Seen, in_ids
 from .logs import Exchange, Skipped, read_log
@@ -21,7 +22,6 @@ from .replay import States, Story
 from .turns import Message, NotReadable
 
 GREEDY = Sampling(temperature=0.0, top_p=1.0)
-UNCLASSED = "unclassified"
 CHUNK = 512
 FEWER = "answers with far less text than usage.completion_tokens counts, such as reasoning that the log does not have"
 COMPARED = 32       # tokens of a traced request whose texts are compared with the target's

@@ -10,6 +10,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
+from ..trace.events import UNCLASSED
 from ..view.server import HEADERS
 from .abreport import QUANTILES, report, snapshot
 from .experiment import Experiment
@@ -100,7 +101,7 @@ def _words(found: dict[str, Any]) -> str:
 def _latencies(cells: Sequence[dict[str, Any]]) -> str:
     head = ["class", "arm", "", "requests", "failed", "mixed", *(f"{name} {label}" for name in NAMES.values() for label in QUANTILES),
             "tokens a round", "first guess stood", "drafter, MB"]
-    rows = [[cell["class"] or "(none)", cell["arm"], cell["source"], cell["requests"], cell["failed"], cell["mixed"],
+    rows = [[cell["class"] or UNCLASSED, cell["arm"], cell["source"], cell["requests"], cell["failed"], cell["mixed"],
              *(_estimate(cell[name][label], 1000) for name in NAMES for label in QUANTILES),
              _number(cell["acceptance"]["acceptance_length"]), _number(cell["acceptance"]["first_guess"]),
              _number(cell["memory"]["draft_bytes"] / 1e6)] for cell in cells]
@@ -109,7 +110,7 @@ def _latencies(cells: Sequence[dict[str, Any]]) -> str:
 
 def _ratios(comparisons: Sequence[dict[str, Any]]) -> str:
     head = ["class", "", *(f"{name.removesuffix(', ms')} {label}" for name in NAMES.values() for label in QUANTILES)]
-    return _table(head, [[row["class"] or "(none)", row["source"], *(_estimate(row[name][label]) for name in NAMES for label in QUANTILES)]
+    return _table(head, [[row["class"] or UNCLASSED, row["source"], *(_estimate(row[name][label]) for name in NAMES for label in QUANTILES)]
                          for row in comparisons])
 
 
@@ -121,13 +122,13 @@ def _identity(found: dict[str, Any]) -> str:
     if not found["replays_timed"]:
         told += "; not timed: a drafter that learns from past outputs finds the very answer"
     return f"<p><small>{escape(told)}</small></p>" + _table(head, [
-        [row["class"] or "(none)", *("–" if row[name] is None else row[name] for name in names),
+        [row["class"] or UNCLASSED, *("–" if row[name] is None else row[name] for name in names),
          *(_estimate(row["paired"][name]) for name in NAMES)] for row in found["identity"]])
 
 
 def _drift(found: dict[str, Any]) -> str:
-    rows = [[row["class"] or "(none)", row["arm"], row["requests"], _number(row["baseline"]), f"{row['fallen']:.1f}", f"{row['risen']:.1f}",
-             row["alarms"], "–" if row["last_alarm"] is None else "{direction} {before:.3f} → {since:.3f}".format(**row["last_alarm"])]
+    rows = [[row["class"] or UNCLASSED, row["arm"], row["requests"], _number(row["baseline"]), f"{row['fallen']:.1f}",
+             f"{row['risen']:.1f}", row["alarms"], "–" if row["last_alarm"] is None else "{direction} {before:.3f} → {since:.3f}".format(**row["last_alarm"])]
             for row in found["classes"]]
     said = f"An alarm is a sum above {found['limit']:.0f}; about one in {found['false_alarm_once_in']} requests of a class is false."
     return f"<p><small>{escape(said)}</small></p>" + _table(

@@ -19,6 +19,7 @@ from ..config import AbConfig
 from ..core.tally import Tally
 from ..drafters import parse_spec
 from ..engine.port import Completion
+from ..trace.events import UNCLASSED
 from ..trace.report import requests
 from .ab import ALL, CANDIDATE, CONTROL, SERVED, Arm, Book, Outcome, arms_of, place
 from .drift import Drift
@@ -208,7 +209,7 @@ class Experiment:
             return
         alarm = self.drifts.setdefault((arm, prompt_class), Drift()).add(value)
         if alarm is not None:
-            self._note(f"acceptance of {arm} in class {prompt_class or '(none)'} {alarm.direction} from {alarm.before:.3f} to "
+            self._note(f"acceptance of {arm} in class {prompt_class or UNCLASSED} {alarm.direction} from {alarm.before:.3f} to "
                        f"{alarm.since:.3f} over the last {alarm.length} requests")
 
     def _class(self, name: str) -> str:

@@ -12,6 +12,7 @@ from typing import Any, ClassVar, NamedTuple
 from ..types import Fate, FinishReason, Role
 
 VERSION = 1
+UNCLASSED = "no class"      # how requests without a class are shown, and counted where they need a name
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from statistics import mean, median
 from typing import NamedTuple
 
 from ..core.tally import Tally, ratio
-from .events import Event, PrefillDone, RequestDone, RequestStarted, RoundDone, TraceStarted
+from .events import UNCLASSED, Event, PrefillDone, RequestDone, RequestStarted, RoundDone, TraceStarted
 from .report import RequestReport
 
 Z95 = 1.959963984540054
@@ -174,7 +174,7 @@ def acceptance(chosen: Sequence[Run]) -> Acceptance:
     positions = [Share(str(i + 1), passed, reached) for i, (passed, reached) in enumerate(zip(tally.passed, tally.reached, strict=True))]
     counts = [one.accepted for run in chosen for one in run.rounds if one.drafted]
     lengths = [counts.count(length) for length in range(max(counts, default=-1) + 1)]
-    return Acceptance(positions, lengths, _groups(chosen, lambda run: run.started.prompt_class or "no class"),
+    return Acceptance(positions, lengths, _groups(chosen, lambda run: run.started.prompt_class or UNCLASSED),
                       _groups(chosen, lambda run: run.kind), tally)
 
 
