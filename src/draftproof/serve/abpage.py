@@ -128,7 +128,8 @@ def _identity(found: dict[str, Any]) -> str:
 
 def _drift(found: dict[str, Any]) -> str:
     rows = [[row["class"] or UNCLASSED, row["arm"], row["requests"], _number(row["baseline"]), f"{row['fallen']:.1f}",
-             f"{row['risen']:.1f}", row["alarms"], "–" if row["last_alarm"] is None else "{direction} {before:.3f} → {since:.3f}".format(**row["last_alarm"])]
+             f"{row['risen']:.1f}", row["alarms"],
+             "–" if row["last_alarm"] is None else "{direction} {before:.3f} → {since:.3f}".format(**row["last_alarm"])]
             for row in found["classes"]]
     said = f"An alarm is a sum above {found['limit']:.0f}; about one in {found['false_alarm_once_in']} requests of a class is false."
     return f"<p><small>{escape(said)}</small></p>" + _table(
