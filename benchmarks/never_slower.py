@@ -119,8 +119,7 @@ def measure(cells: Sequence[Cell], arms: Mapping[str, Sequence[Arm]], items: Map
             pair = {}
             for arm in turn:
                 load = Load(cell.concurrency)
-                name = f"{cell.drafter}: {arm.name}"             # every drafter has an off, which finds no other's prompts in the cache
-                jobs = [Job(name, load, number, i, item, 1 + i, tokens, temperature) for i, item in enumerate(chosen)]
+                jobs = [Job(arm.name, load, number, i, item, 1 + i, tokens, temperature) for i, item in enumerate(chosen)]
                 pair[OFF if arm.name == OFF else arm.depth] = _block(arm, jobs, load)
             cell.pairs.append(pair)
             yield cell

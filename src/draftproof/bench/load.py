@@ -19,6 +19,7 @@ from .workload import Item, Message
 
 IDLE_S = 0.05                             # the longest sleep while nothing is to do
 FILLING = -2                              # repeats from here down only keep a load steady; −1 warms up
+CLIENTS = count()
 FILLERS = 1 << 20                         # more than any block needs
 
 
@@ -195,6 +196,7 @@ class Local:
         self.engine, self.tokenizer, self.context = engine, tokenizer, context
         self.options, self.clock = options or {}, clock
         self.cut = 0                      # prompts that lost their beginning
+        self._number = next(CLIENTS)      # of all in this process, whose engines may share a target
         self._flights: dict[str, _Flight] = {}
         self._failed: list[Answer] = []
 
@@ -203,9 +205,9 @@ class Local:
         sampling = Sampling.of(**asked)
         now = self.clock()
         try:
-            # A tenant of its own: no arm or repeat finds the prompts, or the answers, of another in a cache or a store.
+            # A tenant of its own: no client, arm or repeat finds the prompts, or the answers, of another in a cache or a store.
             handle = self.engine.submit(self.prompt(job), sampling, prompt_class=job.item.prompt_class,
-                                        tenant=f"{job.arm}-{job.load.name}-{job.repeat}")[0]
+                                        tenant=f"{self._number}-{job.arm}-{job.load.name}-{job.repeat}")[0]
         except (UsageError, CacheFull) as error:
             self._failed.append(Answer(job, now, now, error=str(error)))
             return

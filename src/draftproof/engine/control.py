@@ -281,7 +281,7 @@ class AutoDepth:
                 why = f"auto: a probe{f' of {arm.name}' if arm.name else ''} after {self.rounds - arm.asked} rounds without"
                 prices = self._prices(arm, scene, plan, [depths.get(i, depth) for i, depth in enumerate(plan.depths)])
                 return [Choice(depths[i], why, arm.name, prices[i]) if i in depths else choice for i, choice in enumerate(self._choices)]
-            wait, far = min(wait, (trial.loss - arm.credit) * len(self.arms) / (SHARE * plan.seconds)), min(far, trial.loss - self._own)
+            wait, far = min(wait, (trial.loss - arm.credit) * len(self.arms) / (SHARE * plan.seconds)), min(far, trial.loss)
         if plan.drafts:
             loss, rounds = plain - scene.rows / plan.rate, 1 + self.passes.lingering(scene.rows)
             wanted = PLAIN_AFTER * rounds - min(self.passes.since_plain, self.rounds - self._timed)    # others may guess in it
@@ -290,7 +290,7 @@ class AutoDepth:
                 self._trial, self._more, self._timed = Trial(None, [], loss, 0.0, 0.0, plan.rate), rounds - 1, self.rounds
                 return [AGAIN] * len(plan.depths)
         else:
-            longest = max(REST, CALM * self._rest(plan)) if far > FAR * plain else REST
+            longest = max(REST, CALM * self._rest(plan)) if far > self._own + FAR * plain else REST
             self._next = max(self._next, self.rounds + int(min(wait, longest)))
         return None
 
