@@ -263,8 +263,8 @@ class Draft:
 class Budget:
     """How far one sequence may guess this round: at most `depth` levels and `nodes` tokens, by `drafter`, for `reason`.
 
-    prices: what a tree of 1, 2, … nodes must bring, in expected tokens, to be worth the rows that it takes; empty: its size is given.
-    A drafter that chooses nodes after the noise may stop where the next ones are not worth it, one that keeps q must not.
+    prices: what a draft of 1, 2, … nodes must bring, in expected tokens, to be worth the rows that it takes; empty: its size is given.
+    A drafter that chooses nodes after the noise, or without any, may stop where the next ones are not worth it, one that keeps q must not.
     """
 
     depth: int

@@ -1,7 +1,9 @@
-"""The n-gram drafter's trees where nodes have prices: what is worth its row is drafted, by chances that are counted."""
+"""The n-gram drafter where rows have prices: what is worth its row is drafted, by chances that are counted."""
 
 from __future__ import annotations
 
+import itertools
+import random
 from itertools import accumulate
 
 import pytest
@@ -9,7 +11,8 @@ import torch
 from contract.table_rounds import SharedNoise, Text
 
 from draftproof import Sampling
-from draftproof.drafters.ngram import NgramDrafter
+from draftproof.drafters.grow import affordable
+from draftproof.drafters.ngram import Chances, NgramDrafter, _Line
 from draftproof.types import Budget, Commit, Draft
 
 GREEDY, SAMPLED = Sampling(temperature=0.0, top_p=1.0), Sampling(temperature=1.0, top_p=1.0)
@@ -40,6 +43,75 @@ def test_a_priced_tree_is_a_part_of_the_whole_one(seed: int) -> None:
         sizes.append(len(draft))
     assert sizes[0] == len(whole) and sizes[-1] == 0 and sizes == sorted(sizes, reverse=True) and len(set(sizes)) > 2
     assert guess(drafter, text, priced(1.0)).reason == "no copied token is worth its row"
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_priced_chain_is_the_beginning_of_the_whole_one(seed: int) -> None:
+    """Of what follows the place that a chain without prices copies; what costs nothing is followed to the full depth."""
+    drafter, text = NgramDrafter(), texts(seed)
+    whole, sizes = guess(drafter, text, Budget(DEPTH, DEPTH, "", "")).tokens.tolist(), []
+    for each in (0.0, 0.05, 0.2, 0.5, 1.0):
+        draft = guess(drafter, text, priced(each, DEPTH))
+        tokens = draft.tokens.tolist()
+        count = min(len(tokens), len(whole))
+        assert draft.is_chain and tokens[:count] == whole[:count]
+        assert not tokens or draft.reason.endswith(f"so {len(tokens)} copied") == (len(tokens) < DEPTH)
+        sizes.append(len(tokens))
+    assert sizes[0] == DEPTH and sizes[-1] == 0 and sizes == sorted(sizes, reverse=True) and len(set(sizes)) > 2
+    assert guess(drafter, text, priced(1.0, DEPTH)).reason == "no copied token is worth its row"
+    assert guess(drafter, Text.of([1, 2, 3], GREEDY), priced(0.0, DEPTH)).reason == "no earlier occurrence of the last 1 tokens"
+
+
+@pytest.mark.parametrize("at_least", [0, 1, 3])
+def test_what_is_affordable_brings_most_beyond_its_price(at_least: int) -> None:
+    """Against every number of nodes, where prices jump, and without any."""
+    dice = random.Random(at_least)
+    for _ in range(500):
+        chances = sorted((dice.random() for _ in range(dice.randrange(9))), reverse=True)
+        prices = [*accumulate(dice.choice((0.0, 0.1, 0.3, 1.5)) for _ in range(8))]
+        gains = {n: sum(chances[:n]) - (prices[n - 1] if n else 0.0) for n in range(min(at_least, len(chances)), len(chances) + 1)}
+        assert gains[affordable(chances, prices, at_least)] == pytest.approx(max(gains.values()))
+    assert affordable([0.5, 0.1], [], at_least) == 2
+
+
+ALONE, SECONDED, DENIED = [5, 6, 7, 8, 9, 5], [5, 6, 7, 8, 5, 6, 7, 8, 9, 5], [5, 0, 1, 2, 5, 6, 7, 8, 9, 5]
+
+
+def test_another_place_says_how_likely_a_copy_is() -> None:
+    """All copy 6, 7, 8 behind a 5. Of two places that part further on, the tokens up to there are as likely as if they never did."""
+    sizes = [len(guess(NgramDrafter(1, 1), Text.of(text, GREEDY), priced(0.15, DEPTH))) for text in (SECONDED, ALONE, DENIED)]
+    assert sizes == sorted(sizes, reverse=True) and len(set(sizes)) == 3
+    chances = Chances()
+    parting = [chances.along(True, _Line(9, [0] * 6, 3, apart).cells) for apart in (6, 4, 0, -1)]
+    assert parting[0][:4] == parting[1][:4] and parting[0][4] > parting[1][4]
+    for found in parting:
+        assert all(one > other for one, other in itertools.pairwise(found))
+    assert [each / before for before, each in itertools.pairwise(parting[2])] == \
+        pytest.approx([each / before for before, each in itertools.pairwise(parting[3])]), "behind the place where they part"
+
+
+@pytest.mark.parametrize("wrong", [False, True])
+@pytest.mark.parametrize("shape", [ALONE, SECONDED, DENIED])
+def test_chains_are_judged_by_what_became_of_their_like(shape: list[int], wrong: bool) -> None:
+    """A text goes on as it was copied, or never does; chains of another kind are not judged by it."""
+    drafter = NgramDrafter(1, 1)
+
+    def sizes() -> list[int]:
+        return [len(guess(drafter, Text.of(text, GREEDY), priced(0.15, DEPTH))) for text in (ALONE, SECONDED, DENIED)]
+
+    before = sizes()
+    for _ in range(100):
+        text = Text.of(shape, GREEDY)
+        state = drafter.open(text, None)
+        drafter.propose([state], [priced(0.15, DEPTH)], SharedNoise())
+        commit = Commit(len(text.tokens), (3, 3) if wrong else (6, 7, 8), ("bonus",) * (2 if wrong else 3), ())
+        text.tokens += commit.tokens
+        drafter.observe([state], [commit], [None])
+    after = sizes()
+    mine = (ALONE, SECONDED, DENIED).index(shape)
+    assert after[mine] == 0 if wrong else after[mine] > before[mine] or after[mine] == DEPTH
+    assert after[1] == before[1] or mine == 1
+    assert not wrong or after[:mine] + after[mine + 1:] == before[:mine] + before[mine + 1:]
 
 
 def paths(draft: Draft) -> list[tuple[int, ...]]:

@@ -101,6 +101,40 @@ def test_levels_that_no_tree_can_keep_are_not_grown(seed: int) -> None:
     assert 1 < sum(depths) / len(depths) < 3
 
 
+@pytest.mark.parametrize("batch", [1, 8])
+def test_a_chain_is_as_long_as_its_guesses_are_worth_their_rows(batch: int) -> None:
+    """In a third of the rounds nearly all of a copy stands, in the others hardly any of it, and only the drafter knows which they are."""
+    settings: dict[str, Any] = dict(even=True, knee=1.0, batch=batch, noise=0.1, arms={"": Arm(0.02, 0, 0.001, 0)})
+    rounds = 600 if batch == 1 else 150
+    off, best = best_fixed(rounds, depths=(0, 1, 2, 3, 4, 6, 8, 12), **settings)
+    rates = []
+    for prices in (False, True):
+        world = World(**settings)
+        control = world.auto(prices=prices)
+        world.play(control, 100)
+        rates.append(world.rate(control, rounds))
+    assert rates[1] > 1.1 * max(rates[0], best) and best >= off, (off, best, rates)
+
+
+def test_texts_that_join_a_plan_have_prices() -> None:
+    """They are those of the texts that it was made for, as long as it lasts; a drafter that takes none has none."""
+    for prices in (False, True):
+        world = World(batch=8, arms={"": Arm(0.02, 0, 0.001, 0)}, chance=flat(0.9), length=1000)
+        control = world.auto(prices=prices)
+        world.play(control, 100)
+        while not control.holds and control.rounds < 200:
+            world.play(control, 1)
+        assert control.holds
+        control._due, rooms = control.rounds + 1, [50] * 8
+        old = control.depths(world.live, rooms, world.live)
+        world.live[3] = world._fresh()
+        new = control.depths(world.live, rooms, world.live)
+        assert new[:3] == old[:3] and new[4:] == old[4:], "the plan goes on"
+        assert all(bool(choice.prices) == prices for choice in new if choice.depth) and new[3].depth
+        if prices:
+            assert new[3].prices == pytest.approx(old[2].prices, rel=0.35)
+
+
 def test_nodes_of_a_drafter_that_nobody_has_timed_cost_their_rows_alone() -> None:
     world = World(tree=8, depth=4)
     control = world.auto()

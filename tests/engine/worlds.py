@@ -81,6 +81,7 @@ class World:
     noise: float = 0.0                   # of a measured time, as the standard deviation of its logarithm
     depth: int = 12
     tree: int | None = None              # trees as `grown`, sure in a third of the rounds; `chance` is not looked at
+    even: bool = False                   # chains of such rounds: all their tokens are sure, or none
     seed: int = 4
 
     def __post_init__(self) -> None:
@@ -123,6 +124,13 @@ class World:
                 self.tokens += sum(reached)
                 accepted = sum(luck < each for each in reached)
                 levels[arm], tokens[arm], lag[arm] = max(levels.get(arm, 0), depth), tokens.get(arm, 0) + drafted, 0
+            elif depth and self.even:
+                self.asked += 1
+                stand = [*accumulate([SURE if self.dice.random() < 1 / 3 else UNSURE] * depth, mul)]
+                drafted, luck = affordable(stand, prices, 0), self.dice.random()
+                self.tokens += sum(stand[:drafted])
+                accepted = sum(luck < each for each in stand[:drafted])
+                levels[arm], tokens[arm], lag[arm] = max(levels.get(arm, 0), drafted), tokens.get(arm, 0) + drafted, 0
             elif depth:
                 self.asked += 1
                 self.probes += "probe" in choice.reason

@@ -32,7 +32,8 @@ class Needs:
 
     taps: layer ids whose hidden states it reads · parts: of the target's parts, which ("embed", "output", "layers")
     law: whether it can give q · tree: whether it can fill a budget of more nodes than depth · context: longest text or None
-    prediction: whether it reads the text that a request predicts
+    prediction: whether it reads the text that a request predicts · prices: whether it ends a chain where guesses
+    are not worth their rows
     """
 
     taps: tuple[int, ...] = ()
@@ -41,6 +42,7 @@ class Needs:
     tree: bool = False
     context: int | None = None
     prediction: bool = False
+    prices: bool = False
 
 
 class Noise(Protocol):

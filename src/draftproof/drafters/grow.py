@@ -356,8 +356,12 @@ def affordable(chances: Sequence[float], prices: Sequence[float], at_least: int 
     """
     if not prices:
         return len(chances)
-    gains = [brought - price for brought, price in zip(accumulate(chances), prices, strict=False)]
-    return max(range(min(at_least, len(chances)), len(chances) + 1), key=lambda n: gains[n - 1] if n else 0.0)
+    brought, kept, best = 0.0, min(at_least, len(chances)), 0.0 if not at_least else -math.inf
+    for n, (chance, price) in enumerate(zip(chances, prices, strict=False), 1):
+        brought += chance
+        if n >= kept and brought - price > best:
+            kept, best = n, brought - price
+    return kept
 
 
 def evenly(levels: int, spare: int) -> list[int]:

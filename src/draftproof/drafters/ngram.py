@@ -15,8 +15,9 @@ from __future__ import annotations
 from bisect import bisect
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import IntEnum
 from functools import lru_cache
-from typing import ClassVar, Self
+from typing import ClassVar, NamedTuple, Self
 
 import torch
 
@@ -27,9 +28,22 @@ from .grow import affordable
 
 FARTHEST_SCORE = 32     # tokens of agreement beyond which a longer match says nothing new
 PLACES = 16             # earlier occurrences that a tree looks at
+WITNESSES = 2           # and a chain whose rows have prices: the one that it copies, and another
+LEAST = 0.02            # a chance below is no chance: nothing deeper is looked at
 AGREEMENTS = (2, 3, 4, 5, 7, 9, 13, 17, 25)             # tokens from which on a node's chance is counted anew
-DOUBT, SECOND = 2.5, 0.3                                # of the first belief in a node: see `Chances`
-PRIOR, MEMORY = 10.0, 1000.0                            # observations that this belief is worth, and after which old ones fade
+FARTHEST = FARTHEST_SCORE + 96                          # and up to which chains are followed
+PRIOR, MEMORY = 10.0, 1000.0                            # observations that a first belief is worth, and after which old ones fade
+
+
+class Kind(IntEnum):
+    """What is known of a copied token beside how many tokens agree in front of it. In a tree: whether it is the first continuation there.
+    In a chain: whether another place has gone on like this one up to here, and whether it goes on with this token."""
+
+    FIRST, LATER, ALONE, SECONDED, DENIED = range(5)
+
+
+CELLS = [[bisect(AGREEMENTS, a) + kind * (1 + len(AGREEMENTS)) for a in range(FARTHEST)] for kind in Kind]         # by kind and agreement
+BELIEFS = {Kind.FIRST: (1.0, 2.5), Kind.LATER: (0.3, 2.5), Kind.ALONE: (1.0, 2.0), Kind.SECONDED: (1.0, 1.0), Kind.DENIED: (0.5, 2.0)}
 
 
 @dataclass(slots=True)
@@ -42,15 +56,12 @@ class _Grams:
 
 class Chances:
     """P(a node stands | the one above it does), counted by what is known before: whether the text is greedy, how many tokens agree before
-    the node, a, and whether it is the first continuation there. The first belief is a / (a + DOUBT), SECOND of it for later ones."""
+    the node, a, and its kind. The first belief is share · a / (a + doubt), by the kind's `BELIEFS`."""
 
     def __init__(self) -> None:
-        start = [PRIOR * a / (a + DOUBT) for a in (1, *AGREEMENTS)]
-        self._hits = [start + [SECOND * hits for hits in start] for _ in range(2)]
-        self._seen = [[PRIOR] * len(hits) for hits in self._hits]
-
-    def cell(self, agreement: int, first: bool) -> int:
-        return bisect(AGREEMENTS, agreement) + (0 if first else 1 + len(AGREEMENTS))
+        start = [PRIOR * share * a / (a + doubt) for share, doubt in BELIEFS.values() for a in (1, *AGREEMENTS)]
+        self._hits = [start.copy() for _ in range(2)]
+        self._seen = [[PRIOR] * len(start) for _ in range(2)]
 
     def of(self, greedy: bool, cell: int) -> float:
         return self._hits[greedy][cell] / self._seen[greedy][cell]
@@ -60,6 +71,16 @@ class Chances:
         if seen[cell] >= MEMORY:
             hits[cell], seen[cell] = hits[cell] / 2, seen[cell] / 2
         hits[cell], seen[cell] = hits[cell] + stood, seen[cell] + 1
+
+    def along(self, greedy: bool, cells: Sequence[int]) -> list[float]:
+        """That the first 1, 2, … tokens of a chain all stand, as long as that is likely at all."""
+        hits, seen, worth, found = self._hits[greedy], self._seen[greedy], 1.0, []
+        for cell in cells:
+            worth *= hits[cell] / seen[cell]
+            if worth < LEAST:
+                break
+            found.append(worth)
+        return found
 
 
 @dataclass(slots=True)
@@ -75,25 +96,43 @@ class _Trie:
     worth: list[float] = field(default_factory=list)
 
 
+class _Line(NamedTuple):
+    """One continuation of such a text, behind so many tokens that agree. apart: how many of its own another place goes on with, too; −1
+    without one."""
+
+    length: int
+    tokens: list[int]
+    agreement: int
+    apart: int
+
+    @property
+    def cells(self) -> list[int]:
+        """Of the chance of each token."""
+        start, split, end = self.agreement, self.agreement + self.apart, self.agreement + len(self.tokens)
+        together = CELLS[Kind.SECONDED][start:split] + CELLS[Kind.DENIED][max(start, split):split + 1]
+        return (together + CELLS[Kind.ALONE][split + 1:end])[:len(self.tokens)]
+
+
 @dataclass(slots=True)
 class NgramState:
     seq: SequenceView
     grams: dict[int, _Grams]      # n → index, longest first
     indexed: int = 0              # ends 1 … indexed are in the index
-    out: _Trie | None = None      # of the last tree that was asked for with prices
+    out: _Trie | _Line | None = None      # of the last draft that was asked for with prices
 
 
 class NgramDrafter(PerSequence[NgramState]):
     """Copies what followed the most recent earlier occurrence of the longest suffix of the text; point masses (no law).
 
-    A place that agrees with the last m tokens is followed for 2 m. A continuation that reaches the end of the text goes
-    on over its own guesses. With more nodes than depth, further occurrences (newest first, longer suffixes before shorter)
-    become branches of a trie; where nodes have prices, those are kept that are worth theirs, by chances that are counted.
+    A place that agrees with the last m tokens is followed for 2 m, and where rows have prices, as far as guesses are worth theirs, by
+    chances that are counted; a second place says how likely the first one's continuation is. A continuation that reaches the end of
+    the text goes on over its own guesses. With more nodes than depth, further occurrences (newest first, longer suffixes before
+    shorter) become branches of a trie.
     score: how many tokens before the guess agree with the place it was copied from, at most 32.
     """
 
     name = "ngram"
-    needs = Needs(tree=True)
+    needs = Needs(tree=True, prices=True)
     keys: ClassVar[Mapping[str, tuple[int, int]]] = {"min": (1, 32), "max": (1, 32)}
     takes_path: ClassVar[bool] = False
 
@@ -121,7 +160,7 @@ class NgramDrafter(PerSequence[NgramState]):
         self._index(state, text)
         state.out = None
         if budget.nodes == budget.depth:
-            return self._chain(state, text, budget.depth)
+            return self._priced(state, text, budget) if budget.prices else self._chain(state, text, budget.depth)
         trie = self._trie(state, text, budget)
         if not trie.tokens:
             return self._nothing
@@ -135,7 +174,7 @@ class NgramDrafter(PerSequence[NgramState]):
         place = {-1: -1, **{node: at for at, node in enumerate(kept)}}
         scores = torch.tensor([trie.matches[i] for i in kept], dtype=torch.float32)
         return Draft(torch.tensor([trie.tokens[i] for i in kept]), tuple(place[trie.parents[i]] for i in kept), score=scores,
-                     drafter=self.name, reason=_why(trie.matches[0], budget.depth))
+                     drafter=self.name, reason=_why(trie.matches[0], _followed(trie.matches[0]), budget.depth))
 
     def _trie(self, state: NgramState, text: Sequence[int], budget: Budget) -> _Trie:
         trie, greedy = _Trie(len(text)), state.seq.sampling.greedy
@@ -149,7 +188,7 @@ class NgramDrafter(PerSequence[NgramState]):
                     if len(trie.tokens) == budget.nodes:
                         return trie
                     below = child[node, token] = len(trie.tokens)
-                    cell = self.chances.cell(match + level, node not in taken)
+                    cell = CELLS[Kind.LATER if node in taken else Kind.FIRST][min(match + level, FARTHEST - 1)]
                     trie.tokens.append(token)
                     trie.parents.append(node)
                     trie.matches.append(match)
@@ -159,25 +198,45 @@ class NgramDrafter(PerSequence[NgramState]):
                 node = below
         return trie
 
+    def _priced(self, state: NgramState, text: Sequence[int], budget: Budget) -> Draft:
+        """A chain, as long as it is worth its rows."""
+        places = [*self._places(state, text, WITNESSES)]
+        if not places:
+            return self._nothing
+        place, *others = places
+        match, tokens = _agreement(text, place), _continuation(text, place, budget.depth)
+        apart = _apart(tokens, _continuation(text, others[0], budget.depth)) if others else -1
+        state.out = line = _Line(len(text), tokens, match, apart)
+        kept = affordable(self.chances.along(state.seq.sampling.greedy, line.cells), budget.prices, 0)
+        if not kept:
+            return self._unworthy
+        return Draft.chain(tokens[:kept], score=_alike(match, kept), drafter=self.name, reason=_why(match, kept, budget.depth))
+
     def follow(self, state: NgramState, commit: Commit) -> None:
-        """Count which nodes of the trie, also those that were not worth their rows, the text went on with."""
-        trie, state.out = state.out, None
-        if trie is None or commit.start != trie.length:
+        """Count which nodes, also those that were not worth their rows, the text went on with."""
+        out, state.out = state.out, None
+        if out is None or commit.start != out.length:
             return
-        reached, greedy = {-1: 0}, state.seq.sampling.greedy
-        for node, (token, parent, cell) in enumerate(zip(trie.tokens, trie.parents, trie.cells, strict=True)):
-            level = reached.get(parent, len(commit.tokens))
-            if level < len(commit.tokens):
-                stood = token == commit.tokens[level]
-                self.chances.learn(greedy, cell, stood)
-                if stood:
+        learn, greedy, came = self.chances.learn, state.seq.sampling.greedy, commit.tokens
+        if isinstance(out, _Line):
+            for token, chosen, cell in zip(out.tokens, came, out.cells, strict=False):
+                learn(greedy, cell, token == chosen)
+                if token != chosen:
+                    return
+            return
+        reached = {-1: 0}
+        for node, (token, parent, cell) in enumerate(zip(out.tokens, out.parents, out.cells, strict=True)):
+            level = reached.get(parent, len(came))
+            if level < len(came):
+                learn(greedy, cell, token == came[level])
+                if token == came[level]:
                     reached[node] = level + 1
 
     def _chain(self, state: NgramState, text: Sequence[int], depth: int) -> Draft:
         match, tokens = self._copied(state, text, depth)
         if not tokens:
             return self._nothing
-        return Draft.chain(tokens, score=_alike(match, len(tokens)), drafter=self.name, reason=_why(match, depth))
+        return Draft.chain(tokens, score=_alike(match, len(tokens)), drafter=self.name, reason=_why(match, _followed(match), depth))
 
     def _copied(self, state: NgramState, text: Sequence[int], depth: int) -> tuple[int, list[int]]:
         """A chain, from the place that a tree looks at first, and how many tokens agree with it; (0, []) without one."""
@@ -229,6 +288,11 @@ def _followed(match: int) -> int:
     return 2 * match
 
 
+def _apart(one: Sequence[int], other: Sequence[int]) -> int:
+    """How many tokens two lines have in common before they part."""
+    return next((level for level, (a, b) in enumerate(zip(one, other, strict=True)) if a != b), len(one))
+
+
 @lru_cache(maxsize=1024)
 def _alike(match: int, count: int) -> torch.Tensor:
     """The scores of a chain, which are all the same."""
@@ -236,9 +300,9 @@ def _alike(match: int, count: int) -> torch.Tensor:
 
 
 @lru_cache(maxsize=1024)
-def _why(match: int, depth: int) -> str:
+def _why(match: int, count: int, depth: int) -> str:
     """Why the guess is shorter than asked, where it is."""
-    return f"agreement of {match}, so {_followed(match)} copied" if _followed(match) < depth else ""
+    return f"agreement of {match}, so {count} copied" if count < depth else ""
 
 
 def _continuation(text: Sequence[int], place: int, depth: int) -> list[int]:

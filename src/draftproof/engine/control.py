@@ -42,13 +42,14 @@ OVERDRAFT = 1.0, 8.0    # plain passes that a trial is charged at most, one of t
 class AutoDepth:
     """The depth, and the part of a chain, with the most expected tokens per second. One object per drafter.
 
-    parts: names of a chain's parts, if it is one. passes: what the target's passes cost, shared by all that plan for it, and told by
-    whoever runs them. least: of an acceptance of first guesses below it nothing is drafted but trials.
+    parts: names of a chain's parts, if it is one. prices: whether the drafter ends a chain where a guess is not worth its row. passes: what
+    the target's passes cost, shared by all that plan for it, and told by whoever runs them. least: of an acceptance of first guesses
+    below it nothing is drafted but trials.
     """
 
-    def __init__(self, max_depth: int, tree: int | None = None, *, parts: abc.Sequence[str] = (), passes: PassCosts | None = None,
-                 least: float = 0.0) -> None:
-        self.max_depth, self.tree, self.least = max_depth, tree, least
+    def __init__(self, max_depth: int, tree: int | None = None, *, parts: abc.Sequence[str] = (), prices: bool = False,
+                 passes: PassCosts | None = None, least: float = 0.0) -> None:
+        self.max_depth, self.tree, self.least, self.priced = max_depth, tree, least, prices or tree is not None
         self.passes = PassCosts() if passes is None else passes
         self.arms = [Arm(name, Survival(max_depth)) for name in (None, *dict.fromkeys(parts))]
         self.rounds = 0
@@ -156,7 +157,8 @@ class AutoDepth:
                     if HORIZON / (1 + sum(own[:len(gains)])) * sum(gains) / plan.rate >= plan.arm.fee(seq, scene):
                         depths[j] = len(gains)
             joined = Plan(plan.arm, depths, plan.tokens, plan.seconds, chances)
-            told.update(zip([ids[i] for i in new], self._told(replace(scene, batch=came), joined), strict=True))
+            beside = 0.0 if plan.arm is None else self._nodes(plan.arm, plan.depths)
+            told.update(zip([ids[i] for i in new], self._told(replace(scene, batch=came), joined, beside), strict=True))
         self._planned, self._choices = ids, [told[name] for name in ids]
         return True
 
@@ -202,18 +204,21 @@ class AutoDepth:
 
     def _nodes(self, arm: Arm, depths: abc.Iterable[int]) -> float:
         """How many are expected to be drafted at these depths."""
-        return float(sum(max(d, self.tree) * arm.share if self.tree else d for d in depths if d))
+        return float(sum(max(d, self.tree or 0) * arm.share for d in depths if d))
 
-    def _prices(self, arm: Arm, scene: Scene, plan: Plan, depths: abc.Sequence[int]) -> list[tuple[float, ...]]:
-        """Of each sequence's 1, 2, … nodes: the tokens that the plan gives in the time that their rows take, beside those of the others."""
-        if not self.tree:
+    def _prices(self, arm: Arm, scene: Scene, plan: Plan, depths: abc.Sequence[int], beside: float = 0.0) -> list[tuple[float, ...]]:
+        """Of each sequence's 1, 2, … nodes: the tokens that the plan gives in the time that their rows take, beside those of the others.
+        beside: nodes of sequences that are not among these."""
+        if not self.priced:
             return [()] * len(depths)
-        score, most, prices = scene.score, max(self.max_depth, self.tree), []
-        for i, depth in enumerate(depths):
-            rows = scene.rows + self._nodes(arm, [*depths[:i], *depths[i + 1:]])
-            base, sizes = between(score, rows), range(1, most + 1) if depth else ()
-            prices.append(tuple(plan.rate * (between(score, rows + n) - base + n * arm.costs.per_token) for n in sizes))
-        return prices
+        score, most, told = scene.score, max(self.max_depth, self.tree or 0), dict[int, tuple[float, ...]]({0: ()})
+        whole = scene.rows + beside + self._nodes(arm, depths)
+        for depth in depths:
+            if depth not in told:
+                rows = min(whole - self._nodes(arm, [depth]), len(score) - most)          # more, where texts have come
+                base = between(score, rows)
+                told[depth] = tuple([plan.rate * (between(score, rows + n) - base + n * arm.costs.per_token) for n in range(1, most + 1)])
+        return [told[depth] for depth in depths]
 
     def _best_tree(self, arm: Arm, scene: Scene, chances: list[list[float]], draft: list[float],
                    score: list[float]) -> tuple[list[int], float]:
@@ -240,10 +245,10 @@ class AutoDepth:
         """Rounds of this plan after which the next one takes THRIFT of the time."""
         return min(self._own / (THRIFT * plan.seconds), REST)
 
-    def _told(self, scene: Scene, plan: Plan) -> list[Choice]:
+    def _told(self, scene: Scene, plan: Plan, beside: float = 0.0) -> list[Choice]:
         """The plan in words."""
         name = "" if plan.arm is None or plan.arm.name is None else f"{plan.arm.name}, "
-        told, prices = [], [()] * len(plan.depths) if plan.arm is None else self._prices(plan.arm, scene, plan, plan.depths)
+        told, prices = [], [()] * len(plan.depths) if plan.arm is None else self._prices(plan.arm, scene, plan, plan.depths, beside)
         for seq, depth, chance, price in zip(scene.batch, plan.depths, plan.chances, prices, strict=True):
             if depth:
                 gain = plan.rate / scene.plain.rate

@@ -44,7 +44,8 @@ def open_drafter(drafter: str | Drafter, target: Target, settings: SpeculationCo
 def control_of(settings: SpeculationConfig, drafter: Drafter | None, passes: PassCosts, least_acceptance: float) -> Control:
     if settings.depth is not None:
         return FixedDepth(settings.depth)
-    return AutoDepth(settings.max_depth, settings.tree, parts=_parts(drafter), passes=passes, least=least_acceptance)
+    prices = drafter is not None and drafter.needs.prices
+    return AutoDepth(settings.max_depth, settings.tree, parts=_parts(drafter), prices=prices, passes=passes, least=least_acceptance)
 
 
 def _parts(drafter: Drafter | None) -> list[str]:
