@@ -174,7 +174,7 @@ class NgramDrafter(PerSequence[NgramState]):
         place = {-1: -1, **{node: at for at, node in enumerate(kept)}}
         scores = torch.tensor([trie.matches[i] for i in kept], dtype=torch.float32)
         return Draft(torch.tensor([trie.tokens[i] for i in kept]), tuple(place[trie.parents[i]] for i in kept), score=scores,
-                     drafter=self.name, reason=_why(trie.matches[0], _followed(trie.matches[0]), budget.depth))
+                     drafter=self.name, reason=_why(trie.matches[0], budget.depth))
 
     def _trie(self, state: NgramState, text: Sequence[int], budget: Budget) -> _Trie:
         trie, greedy = _Trie(len(text)), state.seq.sampling.greedy
@@ -210,7 +210,8 @@ class NgramDrafter(PerSequence[NgramState]):
         kept = affordable(self.chances.along(state.seq.sampling.greedy, line.cells), budget.prices, 0)
         if not kept:
             return self._unworthy
-        return Draft.chain(tokens[:kept], score=_alike(match, kept), drafter=self.name, reason=_why(match, kept, budget.depth))
+        reason = _worth(match, kept) if kept < budget.depth else ""
+        return Draft.chain(tokens[:kept], score=_alike(match, kept), drafter=self.name, reason=reason)
 
     def follow(self, state: NgramState, commit: Commit) -> None:
         """Count which nodes, also those that were not worth their rows, the text went on with."""
@@ -236,7 +237,7 @@ class NgramDrafter(PerSequence[NgramState]):
         match, tokens = self._copied(state, text, depth)
         if not tokens:
             return self._nothing
-        return Draft.chain(tokens, score=_alike(match, len(tokens)), drafter=self.name, reason=_why(match, _followed(match), depth))
+        return Draft.chain(tokens, score=_alike(match, len(tokens)), drafter=self.name, reason=_why(match, depth))
 
     def _copied(self, state: NgramState, text: Sequence[int], depth: int) -> tuple[int, list[int]]:
         """A chain, from the place that a tree looks at first, and how many tokens agree with it; (0, []) without one."""
@@ -300,9 +301,15 @@ def _alike(match: int, count: int) -> torch.Tensor:
 
 
 @lru_cache(maxsize=1024)
-def _why(match: int, count: int, depth: int) -> str:
+def _why(match: int, depth: int) -> str:
     """Why the guess is shorter than asked, where it is."""
-    return f"agreement of {match}, so {count} copied" if count < depth else ""
+    return f"agreement of {match}, so {_followed(match)} copied" if _followed(match) < depth else ""
+
+
+@lru_cache(maxsize=1024)
+def _worth(match: int, count: int) -> str:
+    """The same where rows have prices."""
+    return f"agreement of {match}: {count} copied, further ones are not worth their rows"
 
 
 def _continuation(text: Sequence[int], place: int, depth: int) -> list[int]:
