@@ -19,14 +19,17 @@ from torch import Tensor
 from torch.nn import functional
 
 from ..core.upload import rows_of, uploaded
+from ..core.verify import shares_noise
 from ..errors import CacheFull
 from ..models.target import Slot, Target
 from ..types import Budget, Commit, Draft, DraftLaw, SequenceView, Signals
 from .base import NOTHING, Drafter, Needs, Noise, NoOptions, Picks, Ranking, Site, pick
+from .confidence import Confidence, Run
 from .grow import CANDIDATES, Margins, evenly, gaps_of, worthiest
 from .spines import spine
 from .vocabulary import Check
 
+UNWORTHY = "a further guess is not worth its time"
 SIBLINGS = CANDIDATES - 1       # beside the best, how many a tree's level considers
 
 
@@ -59,6 +62,7 @@ class ModelState:
     base: int = 0
     guess: Tensor | None = None
     offered: Offered | None = None  # of a tree whose siblings were chosen after the noise
+    run: Run | None = None          # of a chain that ends where it is not worth going on
 
 
 @dataclass(slots=True)
@@ -75,6 +79,7 @@ class _Line:
     rows: list[int] = field(default_factory=list)         # its row of every level's picks, counted over the whole round
     spine: list[Tensor] = field(default_factory=list)     # [1] int64 per level
     path: tuple[int, ...] = ()                            # the spine on the host, where it is read
+    run: Run | None = None                                # of a chain that ends where it is not worth going on
 
     @property
     def width(self) -> int:
@@ -97,9 +102,9 @@ class ModelDrafter(NoOptions):
         """vocab_size: the target's, where it differs from the draft model's by padding."""
         self.lm, self.name, self.chunk = lm, name, prefill_chunk
         self.vocab_size = vocab_size or lm.vocab_size
-        self.needs = Needs(law=True, tree=True, context=lm.context)
+        self.needs = Needs(law=True, tree=True, context=lm.context, prices=True)
         self.checks: list[Check] = []
-        self.margins = Margins()
+        self.margins, self.sure = Margins(), Confidence()
 
     @classmethod
     def from_spec(cls, path: str | None, options: Mapping[str, int], site: Site) -> Drafter:
@@ -125,6 +130,8 @@ class ModelDrafter(NoOptions):
         for state, commit in zip(states, commits, strict=True):
             stood = 0
             if state.guess is not None and commit.start == state.base:
+                if state.run is not None:
+                    state.run.teach(self.sure, commit.tokens)
                 if state.offered is not None:
                     state.offered.teach(self.margins, state.seq.sampling.greedy, commit.tokens)
                 for guessed, token in zip(state.guess.tolist(), commit.tokens, strict=False):
@@ -142,7 +149,10 @@ class ModelDrafter(NoOptions):
                 depth, reason = self._grant(state, budget.depth)
                 if depth and state.slot is not None:
                     rest = budget.without(budget.depth)
-                    lines.append(_Line(state, state.slot, place, depth, rest.nodes, reason, rest.prices))
+                    line = _Line(state, state.slot, place, depth, rest.nodes, reason, rest.prices)
+                    if budget.prices and not rest.nodes and (shares_noise(state.seq.rule) or state.seq.sampling.greedy):
+                        line.run = Run(budget, state.seq.sampling.greedy)
+                    lines.append(line)
                 else:
                     drafts[place] = Draft.empty(self.name, reason)
         if not lines:
@@ -192,7 +202,7 @@ class ModelDrafter(NoOptions):
     def _settle(self, state: ModelState, stood: int) -> None:
         """Take back a draft that is out, but for the `stood` first tokens of its spine. Without one, nothing to do."""
         if state.slot is not None and state.guess is not None:
-            state.guess, state.offered = None, None
+            state.guess, state.offered, state.run = None, None, None
             self.lm.truncate(state.slot, min(state.base + stood, len(state.seq.tokens) - 1, state.slot.length))
 
     def _draft(self, lines: Sequence[_Line], noise: Noise) -> list[Picks]:
@@ -211,11 +221,15 @@ class ModelDrafter(NoOptions):
             levels.append(picks)
             best = picks.tokens[:, :1].unbind()
             host = picks.tokens[:, 0].tolist() if read else ()
+            gaps = (picks.values[:, 0] - picks.values[:, 1]).tolist() if read and any(line.run for line in live) else ()
             dead = (picks.values[:, 0] == -math.inf).tolist() if edited else [False] * len(live)
             going: list[_Line] = []
             for i, line in enumerate(live):
                 if dead[i]:
                     line.reason = self.nothing
+                    continue
+                if gaps and line.run is not None and not line.run.takes(host[i], gaps[i], self.sure):
+                    line.reason = UNWORTHY
                     continue
                 line.rows.append(row + i)
                 line.spine.append(best[i])
@@ -225,7 +239,10 @@ class ModelDrafter(NoOptions):
                 if ended and level + 1 < line.depth:
                     line.reason = "the draft ends the text"
                 if not ended and level + 1 < line.depth:
-                    going.append(line)
+                    if gaps and line.run is not None and not line.run.goes_on(self.sure):
+                        line.reason = UNWORTHY
+                    else:
+                        going.append(line)
             row += len(live)
             if not going:
                 return levels
@@ -258,6 +275,7 @@ class ModelDrafter(NoOptions):
         drafts = []
         for line in lines:
             line.state.base, line.state.guess = len(line.state.seq.tokens), torch.cat(line.spine or [tokens.new_empty(0)])
+            line.state.run = line.run
             if not line.rows:
                 drafts.append(Draft.empty(self.name, line.reason))
                 continue

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Self
 
@@ -59,6 +59,7 @@ class PardDrafter(ModelDrafter):
     def __init__(self, lm: Target, mask_token: int, vocab_size: int | None = None, prefill_chunk: int = 512, name: str = "pard") -> None:
         """mask_token: what stands where a token is to be guessed. vocab_size: the target's, where it differs by padding."""
         super().__init__(lm, vocab_size, prefill_chunk, name)
+        self.needs = replace(self.needs, prices=False)              # all of a draft is one pass
         self.mask_token, self.margins, self.weight_bytes = mask_token, Margins(), lm.facts.weight_bytes
 
     @classmethod

@@ -261,7 +261,8 @@ class AutoDepth:
                 why = f"{name}too few of this text's guesses stand (the first in {chance[0] if chance else 0:.0%})"
             else:
                 why = "no draft is expected to pay for its time"
-            told.append(Choice(depth, f"auto: {why}", plan.arm.name if plan.arm else None, price))
+            step = plan.rate * plan.arm.costs.per_level if plan.arm and price else 0.0
+            told.append(Choice(depth, f"auto: {why}", plan.arm.name if plan.arm else None, price, step))
         return told
 
     # Trials.
@@ -285,7 +286,9 @@ class AutoDepth:
                 self._trial = trial
                 why = f"auto: a probe{f' of {arm.name}' if arm.name else ''} after {self.rounds - arm.asked} rounds without"
                 prices = self._prices(arm, scene, plan, [depths.get(i, depth) for i, depth in enumerate(plan.depths)])
-                return [Choice(depths[i], why, arm.name, prices[i]) if i in depths else choice for i, choice in enumerate(self._choices)]
+                step = plan.rate * arm.costs.per_level if self.priced else 0.0
+                return [Choice(depths[i], why, arm.name, prices[i], step) if i in depths else choice
+                        for i, choice in enumerate(self._choices)]
             wait, far = min(wait, (trial.loss - arm.credit) * len(self.arms) / (SHARE * plan.seconds)), min(far, trial.loss)
         if plan.drafts:
             loss, rounds = plain - scene.rows / plan.rate, 1 + self.passes.lingering(scene.rows)

@@ -203,6 +203,11 @@ class DraftCosts:
         return [0.0, *[call + found * reach[0] + level * levels for levels in accumulate(reach)]]
 
     @property
+    def per_level(self) -> float:
+        """Of one that is always there."""
+        return float(self._filter.weights[2]) if self.seen else 0.0
+
+    @property
     def per_token(self) -> float:
         """Beside its row; 0 until a call was timed, as beliefs have no scale before."""
         return float(self._filter.weights[3]) if self.seen else 0.0

@@ -23,7 +23,8 @@ class Choice(NamedTuple):
     depth: int
     reason: str                      # in words
     drafter: str | None = None       # of a chain, the part to be asked; None: the drafter as it is
-    prices: tuple[float, ...] = ()   # of the nodes of a tree, as a budget has them
+    prices: tuple[float, ...] = ()   # of nodes, and of a level, as a budget has them
+    step: float = 0.0
 
 
 class Control(Protocol):

@@ -139,13 +139,13 @@ class Speculation:
         rooms = [0 if isinstance(seq.depth, int) else limit for seq, (limit, _) in zip(batch, limits, strict=True)]
         chosen = self.control.depths(batch, rooms, whole)
         trees, budgets = self.tree if self.drafter.needs.tree else None, []
-        for seq, (limit, bound), (depth, reason, part, prices) in zip(batch, limits, chosen, strict=True):
+        for seq, (limit, bound), (depth, reason, part, prices, step) in zip(batch, limits, chosen, strict=True):
             if isinstance(seq.depth, int):
-                depth, reason, prices = seq.depth, "fixed by the request", ()
+                depth, reason, prices, step = seq.depth, "fixed by the request", (), 0.0
             if depth > limit or self.depth_cap == 0:           # under which a controller is not really asked
                 depth, reason = limit, bound
             nodes = max(depth, trees) if depth and trees else depth
-            budgets.append(_granted(depth, nodes, part or name, reason, prices[:nodes]))
+            budgets.append(_granted(depth, nodes, part or name, reason, prices[:nodes], step))
             if reason != ENDS or not seq.reason:                 # every text ends: that says nothing of it
                 seq.reason = reason
         self.reason = batch[-1].reason if batch else self.reason
