@@ -285,10 +285,8 @@ class AutoDepth:
             if arm.costs.seen < TRIALS or self.tried and trial.loss <= arm.credit:
                 self._trial = trial
                 why = f"auto: a probe{f' of {arm.name}' if arm.name else ''} after {self.rounds - arm.asked} rounds without"
-                prices = self._prices(arm, scene, plan, [depths.get(i, depth) for i, depth in enumerate(plan.depths)])
-                step = plan.rate * arm.costs.per_level if self.priced else 0.0
-                return [Choice(depths[i], why, arm.name, prices[i], step) if i in depths else choice
-                        for i, choice in enumerate(self._choices)]
+                chosen = self._asking(arm, scene, plan, depths, why)
+                return [chosen.get(i, choice) for i, choice in enumerate(self._choices)]
             wait, far = min(wait, (trial.loss - arm.credit) * len(self.arms) / (SHARE * plan.seconds)), min(far, trial.loss)
         if plan.drafts:
             loss, rounds = plain - scene.rows / plan.rate, 1 + self.passes.lingering(scene.rows)
@@ -301,6 +299,14 @@ class AutoDepth:
             longest = max(REST, CALM * self._rest(plan)) if far > self._own + FAR * plain else REST
             self._next = max(self._next, self.rounds + int(min(wait, longest)))
         return None
+
+    def _asking(self, arm: Arm, scene: Scene, plan: Plan, depths: abc.Mapping[int, int], why: str) -> dict[int, Choice]:
+        """The choices of a trial. Chains of a drafter that is new have no prices: what they take and bring is not known to it either."""
+        prices = self._prices(arm, scene, plan, [depths.get(i, depth) for i, depth in enumerate(plan.depths)])
+        if not self.tree and arm.costs.seen < TRIALS:
+            prices = [()] * len(prices)
+        step = plan.rate * arm.costs.per_level
+        return {i: Choice(depth, why, arm.name, prices[i], step if prices[i] else 0.0) for i, depth in depths.items()}
 
     def _trial_of(self, arm: Arm, scene: Scene, plan: Plan, depths: abc.Mapping[int, int]) -> Trial:
         """What asking `arm` about these sequences is expected to bring and to lose, against the plan; it needs a plan of its own."""
