@@ -264,8 +264,8 @@ class Budget:
     """How far one sequence may guess this round: at most `depth` levels and `nodes` tokens, by `drafter`, for `reason`.
 
     prices: what a draft of 1, 2, … nodes must bring, in expected tokens, to be worth the rows that it takes; empty: its size is given.
-    step: what a level must bring to be worth drafting, apart from its row. A drafter that chooses nodes after the noise, or without any,
-    may stop where the next ones are not worth it, one that keeps q must not.
+    step: what a level must bring to be worth drafting, apart from its row; 0 where that is not known. A drafter that chooses nodes after
+    the noise, or without any, may stop where the next ones are not worth it, one that keeps q must not.
     """
 
     depth: int

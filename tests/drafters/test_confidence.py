@@ -52,7 +52,7 @@ def test_a_priced_chain_is_a_beginning_and_spares_passes(seed: int, kind: Sampli
             return extend(*told)
 
         monkeypatch.setattr(drafter.lm, "extend", counted)
-        draft = guess(drafter, state, priced(each, 0.01 if each else 0.0))
+        draft = guess(drafter, state, priced(each, 0.01 if each else 1e-9))
         tokens = draft.tokens.tolist()
         assert tokens == whole[:len(tokens)] and passes[0] <= min(len(tokens) + 1, DEPTH)
         assert (draft.reason == UNWORTHY) == (len(tokens) < DEPTH)
@@ -107,15 +107,21 @@ def test_a_chain_that_ended_early_is_taken_back_as_others_are(kind: Sampling) ->
 @pytest.mark.parametrize("rule", ["ratio", "block"])
 def test_where_q_is_kept_nothing_is_decided_after_the_draw(rule: Rule) -> None:
     drafter, state = model_state(text_of(1, SAMPLED, rule))
-    assert len(guess(drafter, state, priced(2.0), True)) == DEPTH and state.run is None
+    assert len(guess(drafter, state, priced(2.0, 0.1), True)) == DEPTH and state.run is None
     greedy, state = model_state(text_of(1, GREEDY, rule))
-    assert len(guess(greedy, state, priced(2.0), True)) == 0, "without a draw there is nothing to bias"
+    assert len(guess(greedy, state, priced(2.0, 0.1), True)) == 0, "without a draw there is nothing to bias"
+
+
+@KINDS
+def test_before_it_is_known_what_a_level_takes_chains_are_whole(kind: Sampling) -> None:
+    drafter, state = model_state(text_of(2, kind))
+    assert len(guess(drafter, state, priced(2.0))) == DEPTH and state.run is None
 
 
 def test_texts_of_a_batch_end_by_themselves() -> None:
     drafter = model()
     states = [drafter.open(text_of(seed, GREEDY), None) for seed in range(6)]
-    budgets = [priced(each, 0.01) for each in (0.0, 0.1, 0.3, 0.6, 2.0, 0.0)]
+    budgets = [priced(each, 1e-9 + each / 10) for each in (0.0, 0.1, 0.3, 0.6, 2.0, 0.0)]
     together = drafter.propose(states, budgets, SharedNoise())
     assert len({len(draft) for draft in together}) > 2
     for seed, (draft, budget) in enumerate(zip(together, budgets, strict=True)):

@@ -150,7 +150,7 @@ class ModelDrafter(NoOptions):
                 if depth and state.slot is not None:
                     rest = budget.without(budget.depth)
                     line = _Line(state, state.slot, place, depth, rest.nodes, reason, rest.prices)
-                    if budget.prices and not rest.nodes and (shares_noise(state.seq.rule) or state.seq.sampling.greedy):
+                    if budget.step and not rest.nodes and (shares_noise(state.seq.rule) or state.seq.sampling.greedy):
                         line.run = Run(budget, state.seq.sampling.greedy)
                     lines.append(line)
                 else:

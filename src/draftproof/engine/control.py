@@ -301,12 +301,10 @@ class AutoDepth:
         return None
 
     def _asking(self, arm: Arm, scene: Scene, plan: Plan, depths: abc.Mapping[int, int], why: str) -> dict[int, Choice]:
-        """The choices of a trial. Chains of a drafter that is new have no prices: what they take and bring is not known to it either."""
+        """The choices of a trial. What a level takes of a drafter that is new is not known yet."""
         prices = self._prices(arm, scene, plan, [depths.get(i, depth) for i, depth in enumerate(plan.depths)])
-        if not self.tree and arm.costs.seen < TRIALS:
-            prices = [()] * len(prices)
-        step = plan.rate * arm.costs.per_level
-        return {i: Choice(depth, why, arm.name, prices[i], step if prices[i] else 0.0) for i, depth in depths.items()}
+        step = plan.rate * arm.costs.per_level if self.priced and arm.costs.seen >= TRIALS else 0.0
+        return {i: Choice(depth, why, arm.name, prices[i], step) for i, depth in depths.items()}
 
     def _trial_of(self, arm: Arm, scene: Scene, plan: Plan, depths: abc.Mapping[int, int]) -> Trial:
         """What asking `arm` about these sequences is expected to bring and to lose, against the plan; it needs a plan of its own."""
