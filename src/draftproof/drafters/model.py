@@ -102,7 +102,8 @@ class ModelDrafter(NoOptions):
         """vocab_size: the target's, where it differs from the draft model's by padding."""
         self.lm, self.name, self.chunk = lm, name, prefill_chunk
         self.vocab_size = vocab_size or lm.vocab_size
-        self.needs = Needs(law=True, tree=True, context=lm.context, prices=True)
+        # Elsewhere a look at a token, by which a chain would end, waits for the device.
+        self.needs = Needs(law=True, tree=True, context=lm.context, prices=lm.device.type == "cpu")
         self.checks: list[Check] = []
         self.margins, self.sure = Margins(), Confidence()
 
