@@ -1,15 +1,34 @@
-"""How sure a draft model is of its best token, counted: where a chain ends because going on is not worth its time."""
+"""Chances that are counted: how sure a draft model is of its best token, and where a chain ends because going on is not worth its time."""
 
 from __future__ import annotations
 
 import math
 from bisect import bisect
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from ..types import Budget
-from .grow import GAPS
+from .grow import GAPS, middles
 
-PRIOR, MEMORY = 10.0, 2000.0        # observations that the first belief is worth, and after which old ones fade
+PRIOR = 10.0            # observations that a first belief is worth
+MEMORY = 2000.0         # observations after which old ones fade
+
+
+class Counts:
+    """P(a guess stands), for sampled texts and greedy ones, by cells of what is known before: a first belief each, and what is counted."""
+
+    def __init__(self, beliefs: Iterable[float], memory: float = MEMORY) -> None:
+        start = [PRIOR * belief for belief in beliefs]
+        self._memory, self._hits, self._seen = memory, [start.copy() for _ in range(2)], [[PRIOR] * len(start) for _ in range(2)]
+
+    def of(self, greedy: bool, cell: int) -> float:
+        return self._hits[greedy][cell] / self._seen[greedy][cell]
+
+    def learn(self, greedy: bool, cell: int, stood: bool) -> None:
+        hits, seen = self._hits[greedy], self._seen[greedy]
+        if seen[cell] >= self._memory:
+            hits[cell], seen[cell] = hits[cell] / 2, seen[cell] / 2
+        hits[cell], seen[cell] = hits[cell] + stood, seen[cell] + 1
 
 
 class Confidence:
@@ -17,24 +36,18 @@ class Confidence:
     with a guess, and counts."""
 
     def __init__(self) -> None:
-        middles = [(low + high) / 2 for low, high in zip((0.0, *GAPS), (*GAPS, 2 * GAPS[-1]), strict=True)]
-        start = [PRIOR / (1 + math.exp(1.0 - 1.2 * gap)) for gap in middles]
-        self._hits, self._seen = [start.copy() for _ in range(2)], [[PRIOR] * len(start) for _ in range(2)]
+        self._counts = Counts(1 / (1 + math.exp(1.0 - 1.2 * gap)) for gap in middles(0.0, GAPS, 2 * GAPS[-1]))
         self._usual = [0.6, 0.6]
 
     def of(self, greedy: bool, gap: float) -> float:
-        cell = bisect(GAPS, gap)
-        return self._hits[greedy][cell] / self._seen[greedy][cell]
+        return self._counts.of(greedy, bisect(GAPS, gap))
 
     def usual(self, greedy: bool) -> float:
         """Of a token that nobody has seen yet."""
         return self._usual[greedy]
 
     def learn(self, greedy: bool, gap: float, stood: bool) -> None:
-        cell, hits, seen = bisect(GAPS, gap), self._hits[greedy], self._seen[greedy]
-        if seen[cell] >= MEMORY:
-            hits[cell], seen[cell] = hits[cell] / 2, seen[cell] / 2
-        hits[cell], seen[cell] = hits[cell] + stood, seen[cell] + 1
+        self._counts.learn(greedy, bisect(GAPS, gap), stood)
         self._usual[greedy] += 0.01 * (stood - self._usual[greedy])
 
 

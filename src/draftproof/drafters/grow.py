@@ -49,7 +49,7 @@ class Margins:
     from a guess, and counts: `learn` once per node that the target has judged."""
 
     def __init__(self) -> None:
-        gaps, shares = _middles(0.0, GAPS, 2 * GAPS[-1]), _middles(-9.0, SHARES, 0.0)
+        gaps, shares = middles(0.0, GAPS, 2 * GAPS[-1]), middles(-9.0, SHARES, 0.0)
         shape = 2, CANDIDATES, len(gaps), len(shares)
         hits = [PRIOR * _guess(*cell) for cell in product(range(2), range(CANDIDATES), gaps, shares)]
         # In flat arrays, whose single numbers are read and written in a tenth of the time that numpy's are.
@@ -119,7 +119,7 @@ class Odds(NamedTuple):
         return self.chances.flatten(0, 1)[rows, *bins]
 
 
-def _middles(low: float, edges: Sequence[float], high: float) -> list[float]:
+def middles(low: float, edges: Sequence[float], high: float) -> list[float]:
     return [(a + b) / 2 for a, b in zip((low, *edges), (*edges, high), strict=True)]
 
 

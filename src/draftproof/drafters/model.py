@@ -151,7 +151,7 @@ class ModelDrafter(NoOptions):
                 if depth and state.slot is not None:
                     rest = budget.without(budget.depth)
                     line = _Line(state, state.slot, place, depth, rest.nodes, reason, rest.prices)
-                    if budget.step and not rest.nodes and (shares_noise(state.seq.rule) or state.seq.sampling.greedy):
+                    if self.needs.prices and budget.step and not rest.nodes and (shares_noise(state.seq.rule) or state.seq.sampling.greedy):
                         line.run = Run(budget, state.seq.sampling.greedy)
                     lines.append(line)
                 else:
@@ -222,14 +222,14 @@ class ModelDrafter(NoOptions):
             levels.append(picks)
             best = picks.tokens[:, :1].unbind()
             host = picks.tokens[:, 0].tolist() if read else ()
-            gaps = (picks.values[:, 0] - picks.values[:, 1]).tolist() if read and any(line.run for line in live) else ()
+            gaps = (picks.values[:, 0] - picks.values[:, 1]).tolist() if any(line.run for line in live) else ()
             dead = (picks.values[:, 0] == -math.inf).tolist() if edited else [False] * len(live)
             going: list[_Line] = []
             for i, line in enumerate(live):
                 if dead[i]:
                     line.reason = self.nothing
                     continue
-                if gaps and line.run is not None and not line.run.takes(host[i], gaps[i], self.sure):
+                if line.run is not None and not line.run.takes(host[i], gaps[i], self.sure):
                     line.reason = UNWORTHY
                     continue
                 line.rows.append(row + i)
@@ -240,7 +240,7 @@ class ModelDrafter(NoOptions):
                 if ended and level + 1 < line.depth:
                     line.reason = "the draft ends the text"
                 if not ended and level + 1 < line.depth:
-                    if gaps and line.run is not None and not line.run.goes_on(self.sure):
+                    if line.run is not None and not line.run.goes_on(self.sure):
                         line.reason = UNWORTHY
                     else:
                         going.append(line)

@@ -24,6 +24,7 @@ import torch
 from ..errors import SpecError
 from ..types import Budget, Commit, Draft, SequenceView
 from .base import Needs, PerSequence, Site
+from .confidence import Counts
 from .grow import affordable
 
 FARTHEST_SCORE = 32     # tokens of agreement beyond which a longer match says nothing new
@@ -32,7 +33,7 @@ WITNESSES = 2           # and a chain whose rows have prices: the one that it co
 LEAST = 0.02            # a chance below is no chance: nothing deeper is looked at
 AGREEMENTS = (2, 3, 4, 5, 7, 9, 13, 17, 25)             # tokens from which on a node's chance is counted anew
 FARTHEST = FARTHEST_SCORE + 96                          # and up to which chains are followed
-PRIOR, MEMORY = 10.0, 1000.0                            # observations that a first belief is worth, and after which old ones fade
+MEMORY = 1000.0                                         # observations of a cell after which old ones fade
 
 
 class Kind(IntEnum):
@@ -54,23 +55,12 @@ class _Grams:
     before: dict[int, int] = field(default_factory=dict)
 
 
-class Chances:
+class Chances(Counts):
     """P(a node stands | the one above it does), counted by what is known before: whether the text is greedy, how many tokens agree before
     the node, a, and its kind. The first belief is share · a / (a + doubt), by the kind's `BELIEFS`."""
 
     def __init__(self) -> None:
-        start = [PRIOR * share * a / (a + doubt) for share, doubt in BELIEFS.values() for a in (1, *AGREEMENTS)]
-        self._hits = [start.copy() for _ in range(2)]
-        self._seen = [[PRIOR] * len(start) for _ in range(2)]
-
-    def of(self, greedy: bool, cell: int) -> float:
-        return self._hits[greedy][cell] / self._seen[greedy][cell]
-
-    def learn(self, greedy: bool, cell: int, stood: bool) -> None:
-        hits, seen = self._hits[greedy], self._seen[greedy]
-        if seen[cell] >= MEMORY:
-            hits[cell], seen[cell] = hits[cell] / 2, seen[cell] / 2
-        hits[cell], seen[cell] = hits[cell] + stood, seen[cell] + 1
+        super().__init__((share * a / (a + doubt) for share, doubt in BELIEFS.values() for a in (1, *AGREEMENTS)), MEMORY)
 
     def along(self, greedy: bool, cells: Sequence[int]) -> list[float]:
         """That the first 1, 2, … tokens of a chain all stand, as long as that is likely at all."""
