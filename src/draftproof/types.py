@@ -330,7 +330,12 @@ class Commit:
 
 @dataclass(frozen=True, slots=True)
 class Signals:
-    """Hidden states that the target left behind for a drafter: taps[layer] is [rows, H] for positions start … start+rows−1."""
+    """What the target left behind for a drafter at positions start … start+rows−1. taps[layer]: hidden states [rows, H]
+
+    likely: its likeliest tokens [rows, k] int64 for the position that follows each, best first, and their raw logits float32, both on
+    the host; not of prompts, nor of rounds in which nobody was to guess
+    """
 
     start: int
     taps: Mapping[int, Tensor]
+    likely: tuple[Tensor, Tensor] | None = None

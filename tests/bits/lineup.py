@@ -141,8 +141,8 @@ def behind_suffix(name: str) -> Make:
 LINEUP: dict[str, Make] = {
     "none": lambda target: "none",
     "always wrong": lambda target: AlwaysWrong(target.vocab_size),
-    **{spec: _spec(spec) for spec in ("ngram", "suffix", "prediction", "grammar", "model", "layer-skip:exit=3", "layer-skip:exit=8",
-                                      "ngram+model", "suffix+model", "prediction+suffix+model", "grammar+model")},
+    **{spec: _spec(spec) for spec in ("ngram", "suffix", "recycle", "prediction", "grammar", "model", "layer-skip:exit=3",
+                                      "layer-skip:exit=8", "ngram+model", "suffix+model", "prediction+suffix+model", "grammar+model")},
     "model, token level": token_level,
     "model, string level": string_level,
     **{name if trained(name) else f"{name}, random": head(name) for name in FRESH},

@@ -13,6 +13,7 @@ from draftproof.drafters.fixed import AlwaysWrong, Oracle
 from draftproof.drafters.model import ModelDrafter
 from draftproof.drafters.ngram import NgramDrafter
 from draftproof.drafters.prediction import PredictionDrafter, PredictionState
+from draftproof.drafters.recycle import RecycleDrafter
 from draftproof.drafters.suffix import SuffixDrafter
 from draftproof.models.fake import TableTarget
 from draftproof.types import SequenceView
@@ -49,6 +50,10 @@ CHAINS: dict[str, Callable[[TableTarget, NextToken], Any]] = {
     "suffix": lambda target, truth: SuffixDrafter(),
     "suffix-tiny": lambda target, truth: SuffixDrafter(max=2, tokens=24),
     "suffix-forgetful": lambda target, truth: SuffixDrafter(max=5, tokens=0),
+    "recycle": lambda target, truth: RecycleDrafter(),
+    "recycle-tiny": lambda target, truth: RecycleDrafter(rows=7),
+    "recycle+model": lambda target, truth: chained([RecycleDrafter(), small()]),
+    "wrong+recycle": lambda target, truth: chained([AlwaysWrong(V, truth), RecycleDrafter()]),
     "prediction-without": lambda target, truth: PredictionDrafter(),
     "prediction": lambda target, truth: Foretold(truth),
     "suffix+model": lambda target, truth: chained([SuffixDrafter(), small()]),

@@ -132,13 +132,15 @@ def opened(target: Target, drafter: Any, texts: Sequence[Text]) -> tuple[list[An
     return states, slots
 
 
-def signals_of(scores: Scores, i: int, commit: Commit) -> Signals | None:
+def signals_of(scores: Scores, i: int, commit: Commit, likely: int = 0) -> Signals | None:
     """Rows of the root and of the nodes that entered the text."""
-    if not scores.taps:
+    if not scores.taps and not likely:
         return None
     root = scores.starts[i]
     rows = [root, *(root + 1 + node for node in commit.kept)]
-    return Signals(commit.start - 1, {layer: hidden[rows] for layer, hidden in scores.taps.items()})
+    told = scores.logits[rows].float().topk(min(likely, scores.logits.shape[1]))
+    taps = {layer: hidden[rows] for layer, hidden in scores.taps.items()}
+    return Signals(commit.start - 1, taps, (told.indices, told.values) if likely else None)
 
 
 def speculate(target: Target, drafter: Any, texts: Sequence[Text], wish: BudgetOf, after: Callable[[list[Any]], None] | None = None) -> Log:
@@ -177,7 +179,8 @@ def speculate(target: Target, drafter: Any, texts: Sequence[Text], wish: BudgetO
             log.drafts.append(draft)
             log.verdicts.append(verdict)
             log.accepted += len(kept)
-        drafter.observe([states[i] for i in live], commits, [signals_of(scores, row, commit) for row, commit in enumerate(commits)])
+        likely = drafter.needs.likely
+        drafter.observe([states[i] for i in live], commits, [signals_of(scores, row, commit, likely) for row, commit in enumerate(commits)])
         log.rounds += 1
         if after:
             after(states)

@@ -290,3 +290,14 @@ def test_rows_of_a_text_by_arrays_are_those_key_by_key() -> None:
     rows = noise.key_rows([noise.key(*owner, "text", at) for owner, at in zip(owners, positions, strict=True)], "cpu")
     for count in (0, 1, noise.MANY - 1, noise.MANY, len(owners)):
         assert torch.equal(noise.shared_rows(owners[:count], positions[:count], "cpu"), rows[:count])
+
+
+def test_a_single_value_is_the_tensors_but_for_its_rounding() -> None:
+    tokens = torch.tensor([0, 1, 77, 4095, 128255])
+    for seed in (0, 1, 2**63 - 1):
+        for at in range(50):
+            row = noise.key(seed, 0, "text", at)
+            signed = noise.key_rows([row], "cpu").tolist()[0]            # as a drafter sees it
+            expected = noise.gumbel(noise.key_rows([row], "cpu"), tokens)[0].tolist()
+            for words in (row, signed):
+                assert [noise.gumbel_of(words, token) for token in tokens.tolist()] == pytest.approx(expected, rel=1e-6, abs=1e-6)

@@ -9,7 +9,7 @@ counts are those of the engine, round for round. Heads need hidden states; `stat
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -24,8 +24,8 @@ from ..drafters.suffix import SuffixState
 from ..engine.speculation import RoundNoise
 from ..types import Budget, Commit, Draft, Role, Rule, Sampling, SequenceView, Signals
 
-States = Callable[[Sequence[int]], Mapping[int, Tensor]]
-"""Token ids of a text → layer id → hidden states [n, H] after each of them."""
+States = Callable[[Sequence[int]], Signals]
+"""Token ids of a text → what the target leaves behind at each of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ class Reading:
     story: Story
     tenant: str
     tokens: list[int]
-    taps: Mapping[int, Tensor] = field(default_factory=dict)
+    seen: Signals | None = None              # of the whole text, as far as the drafter waits for any of it
     tally: Tally = field(default_factory=Tally)
     state: object = None
 
@@ -97,7 +97,12 @@ class Reading:
         return self.story.answer[len(self.tokens) - len(self.story.prompt):]
 
     def signals(self, start: int, stop: int) -> Signals | None:
-        return Signals(start, {layer: rows[start:stop] for layer, rows in self.taps.items()}) if self.taps else None
+        """Of positions start … stop − 1. Nobody is told what is likely in a prompt."""
+        if self.seen is None:
+            return None
+        likely, taps = self.seen.likely, {layer: rows[start:stop] for layer, rows in self.seen.taps.items()}
+        told = likely is not None and start >= self.prompt_tokens
+        return Signals(start, taps, (likely[0][start:stop], likely[1][start:stop]) if told and likely else None)
 
 
 class TextNoise(RoundNoise):
@@ -237,9 +242,9 @@ def replay(drafter: Drafter, stories: Sequence[Story], depth: int | None, *, nod
 def opened(drafter: Drafter, reader: Reading, states: States | None) -> Reading:
     """The reading, its drafter told where it reads hidden states from the start."""
     reader.tally.prefill()
+    if states is not None:
+        reader.seen = states([*reader.story.prompt, *reader.story.answer])
     if drafter.needs.taps:                  # it follows from the start; others join when they are first asked, as in the engine
-        if states is not None:
-            reader.taps = states([*reader.story.prompt, *reader.story.answer])
         reader.state = drafter.open(reader, reader.signals(0, reader.prompt_tokens))
     return reader
 

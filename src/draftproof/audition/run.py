@@ -60,7 +60,7 @@ class Arm:
     def remembers(self) -> bool:
         """Whether what it says depends on earlier texts."""
         spec = parse_spec(self.spec)
-        return bool(spec.parts) or spec.name in ("suffix", "custom")
+        return bool(spec.parts) or spec.name in ("suffix", "recycle", "custom")
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +168,7 @@ class Work:
         else:
             device = self.target.device if self.target else None
             batch = 1 if self.arms[arms[0]].remembers else self.batch
-            states = states_of(self.target, drafter.needs.taps)
+            states = states_of(self.target, drafter.needs)
             tallies = [tuple(replay(drafter, stories, depth, batch=batch, states=states, device=device)) for depth in depths]
         rounds = self._rounds(drafter, block, depths)
         parts = []
@@ -187,7 +187,7 @@ class Work:
             return found
         stories = [replace(block[i].story, sampling=block[i].asked or GREEDY) for i in fit]
         likely = chances(drafter, stories, [block[i].seen for i in fit], self.target.vocab_size, batch=self.batch,
-                         states=states_of(self.target, drafter.needs.taps), device=self.target.device)
+                         states=states_of(self.target, drafter.needs), device=self.target.device)
         for depth, bounds in zip(depths, found, strict=True):
             if depth is not None and (depth == 1 or law_follows_text(drafter)):
                 for i, story, each in zip(fit, stories, likely, strict=True):

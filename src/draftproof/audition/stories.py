@@ -11,11 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..core.choice import likeliest
+from ..drafters.base import Needs
 from ..errors import Failure, OptionError
 from ..models.target import Target
 from ..models.tokenizer import Tokenizer
 from ..trace.events import UNCLASSED
-from ..types import Sampling
+from ..types import Draft, Sampling, Scores, Signals
 from .logprobs import Pieces, Seen, in_ids
 from .logs import Exchange, Skipped, read_log
 from .replay import States, Story
@@ -23,6 +25,7 @@ from .turns import Message, NotReadable
 
 GREEDY = Sampling(temperature=0.0, top_p=1.0)
 CHUNK = 512
+SCORED = 1 << 24        # logits of one pass, where every row has its own
 FEWER = "answers with far less text than usage.completion_tokens counts, such as reasoning that the log does not have"
 COMPARED = 32       # tokens of a traced request whose texts are compared with the target's
 NEUTRAL = {"repetition_penalty": 1, "presence_penalty": 0, "frequency_penalty": 0, "top_k": -1}     # off, as engines write it
@@ -229,29 +232,41 @@ def _tupled(value: Any) -> Any:
 
 @dataclass(slots=True)
 class TargetStates:
-    """Hidden states of whole texts by prefill. Each text has a tenant of its own, so that no prefix comes without its states."""
+    """What the target leaves behind at whole texts, by prefill: the hidden states and the likeliest tokens that a drafter needs. Each text
+    has a tenant of its own, so that no prefix comes without its states."""
 
     target: Target
-    taps: tuple[int, ...]
+    needs: Needs
     count: int = field(default=0)
 
-    def __call__(self, ids: Sequence[int]) -> Mapping[int, Tensor]:
+    def __call__(self, ids: Sequence[int]) -> Signals:
         self.count += 1
-        target, tokens = self.target, torch.tensor(ids, device=self.target.device)
-        target.set_taps(self.taps)
+        target, tokens, layers, likely = self.target, torch.tensor(ids, device=self.target.device), self.needs.taps, self.needs.likely
+        width = min(CHUNK, max(1, SCORED // target.vocab_size)) if likely else CHUNK
+        target.set_taps(layers)
         slot = target.open(ids, f"audition {self.count}")
-        rows: dict[int, list[Tensor]] = {layer: [] for layer in self.taps}
+        rows: dict[int, list[Tensor]] = {layer: [] for layer in layers}
+        told: list[tuple[Tensor, Tensor]] = []
         try:
-            for start in range(0, len(ids), CHUNK):
-                part = tokens[start:start + CHUNK]
-                taps = target.extend([slot], [part]).taps
-                for layer in self.taps:
-                    rows[layer].append(taps[layer][:part.shape[0]].clone())
+            for start in range(0, len(ids), width):
+                part = tokens[start:start + width]
+                scores = self._scored(slot, part) if likely else target.extend([slot], [part])
+                for layer in layers:
+                    rows[layer].append(scores.taps[layer][:part.shape[0]].clone())
+                if likely:
+                    told.append(likeliest(scores.logits, likely))
         finally:
             target.close(slot)
-        return {layer: torch.cat(parts) for layer, parts in rows.items()}
+        best = (torch.cat([tokens for tokens, _ in told]), torch.cat([logits for _, logits in told])) if likely else None
+        return Signals(0, {layer: torch.cat(parts) for layer, parts in rows.items()}, best)
+
+    def _scored(self, slot: Any, part: Tensor) -> Scores:
+        """As `extend`, with the logits of every row: what is known to stand is a draft that does."""
+        scores = self.target.score([slot], part[:1], [Draft.chain(part[1:])])
+        self.target.rewind(slot, range(len(part) - 1))
+        return scores
 
 
-def states_of(target: Target | None, taps: tuple[int, ...]) -> States | None:
-    """The states that a drafter wants, None if it wants none."""
-    return TargetStates(target, taps) if target is not None and taps else None
+def states_of(target: Target | None, needs: Needs) -> States | None:
+    """What a drafter needs of the target's at every place; None if it needs nothing."""
+    return TargetStates(target, needs) if target is not None and (needs.taps or needs.likely) else None

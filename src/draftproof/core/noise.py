@@ -29,6 +29,7 @@ Test vectors (k0, k1 of `key`; h of tokens 0, 1 and 128255):
 
 from __future__ import annotations
 
+import math
 from array import array
 from collections.abc import Sequence
 from functools import lru_cache
@@ -124,6 +125,18 @@ def _mix(x: Tensor, scratch: Tensor) -> None:
         x *= multiplier
     torch.bitwise_right_shift(x, 16, out=scratch)
     x ^= scratch.bitwise_and_(0xFFFF)
+
+
+def gumbel_of(words: Sequence[int], token: int) -> float:
+    """`gumbel` of one row's key words and one token, but for the rounding to float32; for so few sooner than any array."""
+    h = _mixed(_mixed((token ^ words[0]) & 0xFFFFFFFF) + words[1] & 0xFFFFFFFF)
+    return -math.log(-math.log1p(-(h + 0.5) * 2.0**-32))
+
+
+def _mixed(h: int) -> int:
+    for shift, _, multiplier in _MIX:
+        h = (h ^ (h >> shift)) * multiplier & 0xFFFFFFFF
+    return h ^ (h >> 16)
 
 
 def uniform(keys: Tensor, tokens: Tensor) -> Tensor:

@@ -32,12 +32,14 @@ from .mtp import MtpDrafter
 from .ngram import NgramDrafter
 from .pard import PardDrafter
 from .prediction import PredictionDrafter
+from .recycle import RecycleDrafter
 from .suffix import SuffixDrafter
 
 DRAFTERS: Mapping[str, type[Named]] = {
     "none": NoDrafter,
     "ngram": NgramDrafter,
     "suffix": SuffixDrafter,
+    "recycle": RecycleDrafter,
     "prediction": PredictionDrafter,
     "grammar": GrammarDrafter,
     "model": ModelDrafter,

@@ -103,7 +103,8 @@ class ChainDrafter:
             parts=tuple(dict.fromkeys(part for needs in both for part in needs.parts)),
             law=any(needs.law for needs in both), tree=any(needs.tree for needs in both),
             context=None if None in contexts else max(c for c in contexts if c is not None),
-            prediction=any(needs.prediction for needs in both), prices=any(needs.prices for needs in both))
+            prediction=any(needs.prediction for needs in both), prices=any(needs.prices for needs in both),
+            likely=max(needs.likely for needs in both))
         self._in_chains, self._in_trees = _Classes(2), _Classes(4)
 
     @property

@@ -43,6 +43,11 @@ class Lanes:
         """The layers that any of the drafters reads."""
         return tuple(sorted({layer for lane in self.lanes for layer in lane.taps}))
 
+    @property
+    def likely(self) -> int:
+        """Of how many of the target's likeliest tokens any of the drafters is told."""
+        return max(lane.likely for lane in self.lanes)
+
     def plan(self, batch: abc.Sequence[Sequence]) -> list[Budget]:
         """A budget per sequence; those that asked for no drafter are nobody's to plan for. What follows in the round is of this batch."""
         start = perf_counter()

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..core.choice import Law, choose
+from ..core.choice import Law, choose, likeliest
 from ..core.edits import Rows
 from ..core.noise import key, key_rows, uniform
 from ..core.probs import laws
@@ -74,7 +74,8 @@ class Rounds:
                 self._asked = self._early([*(seq for seq in batch if seq.finish is None), *(joining or ())])
 
         try:
-            self.speculation.observe(batch, commits, _signals(scores, commits))                  # → observe
+            signals = _signals(scores, commits, self.speculation.likely if any([budget.depth for budget in budgets]) else 0)
+            self.speculation.observe(batch, commits, signals)                                    # → observe
             times = times._replace(other_s=perf_counter() - verified)
             asks = joining is not None and self._begun is None and self.speculation.asks
             first = asks and not self._looks(batch)
@@ -340,17 +341,32 @@ def _joint(seq: Sequence, draft: Draft, logp: Tensor) -> tuple[Verdict, Tensor]:
     return joint(seq.rule, draft, logp, thrown, key_rows(residual, logp.device)), thrown
 
 
-def _signals(scores: Scores, commits: abc.Sequence[Commit]) -> abc.Sequence[Signals | None]:
-    """The hidden states of each root and of the nodes that entered its text, if a drafter asked for layers."""
-    if not scores.taps:
+def _signals(scores: Scores, commits: abc.Sequence[Commit], likely: int) -> abc.Sequence[Signals | None]:
+    """Of each root and of the nodes that entered its text: the hidden states of the layers that a drafter asked for, and so many of the
+    likeliest tokens."""
+    if not scores.taps and not likely:
         return [None] * len(commits)
     rows = [row for root, commit in zip(scores.starts, commits, strict=False) for row in (root, *(root + 1 + n for n in commit.kept))]
     device = scores.logits.device
     # A recorded pass writes over its rows the next time; on a processor every pass has its own, and those of a chain need no copy.
     index = index_of(rows, device) if device.type == "cpu" else uploaded(rows, device)
-    kept = rows_at(scores.taps, index)
-    if len(commits) == 1:
-        return [Signals(commits[0].start - 1, kept)]
-    kept = side_by_side(kept)
-    parts = torch.split(kept.whole, [1 + len(commit.kept) for commit in commits])
-    return [Signals(commit.start - 1, SideBySide(kept.layers, own)) for commit, own in zip(commits, parts, strict=True)]
+    counts = [1 + len(commit.kept) for commit in commits]
+    kept = _apart(rows_at(scores.taps, index), counts) if scores.taps else [{} for _ in commits]
+    told = _told(scores.logits[index], likely, counts) if likely else [None] * len(commits)
+    return [Signals(commit.start - 1, own, best) for commit, own, best in zip(commits, kept, told, strict=True)]
+
+
+def _told(logits: Tensor, likely: int, counts: list[int]) -> abc.Sequence[tuple[Tensor, Tensor] | None]:
+    """The likeliest tokens of each sequence's rows."""
+    tokens, values = likeliest(logits, likely)
+    if len(counts) == 1:
+        return [(tokens, values)]
+    return [*zip(torch.split(tokens, counts), torch.split(values, counts), strict=True)]
+
+
+def _apart(taps: abc.Mapping[int, Tensor], counts: list[int]) -> abc.Sequence[abc.Mapping[int, Tensor]]:
+    """Each sequence's rows."""
+    if len(counts) == 1:
+        return [taps]
+    whole = side_by_side(taps)
+    return [SideBySide(whole.layers, own) for own in torch.split(whole.whole, counts)]

@@ -96,7 +96,16 @@ class Speculation:
     @property
     def taps(self) -> tuple[int, ...]:
         """The layers whose hidden states the drafter reads; none while it is out of service or switched off."""
-        return () if self.drafter is None or self.failure or not self.enabled or self.pressed else self.drafter.needs.taps
+        return self.drafter.needs.taps if self.drafter is not None and self._serves else ()
+
+    @property
+    def likely(self) -> int:
+        """Of how many of the target's likeliest tokens the drafter is told; of none while it is out of service or switched off."""
+        return self.drafter.needs.likely if self.drafter is not None and self._serves else 0
+
+    @property
+    def _serves(self) -> bool:
+        return not self.failure and self.enabled and not self.pressed
 
     @property
     def state(self) -> tuple[str, str]:

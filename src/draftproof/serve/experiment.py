@@ -365,7 +365,7 @@ def idle(arm: Arm, done: Sequence[Completion]) -> tuple[str, str] | None:
 def remembers(arm: Arm) -> bool:
     """Whether its drafter learns from past outputs."""
     parsed = parse_spec(arm.drafter or "none")
-    return any(part.name == "suffix" for part in parsed.parts or (parsed,))
+    return any(part.name in ("suffix", "recycle") for part in parsed.parts or (parsed,))
 
 
 def texts_of(ticket: Ticket) -> tuple[tuple[int, ...], ...]:
