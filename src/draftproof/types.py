@@ -329,13 +329,25 @@ class Commit:
 
 
 @dataclass(frozen=True, slots=True)
-class Signals:
-    """What the target left behind for a drafter at positions start … start+rows−1. taps[layer]: hidden states [rows, H]
+class Likely:
+    """The target's likeliest tokens in one round: behind the root, and behind every node of the draft that was scored, refused ones too.
 
-    likely: its likeliest tokens [rows, k] int64 for the position that follows each, best first, and their raw logits float32, both on
-    the host; not of prompts, nor of rounds in which nobody was to guess
+    nodes, parents: the draft, whosever it was · tokens [1 + nodes, k] int64, best first, and their raw logits float32, on the host
+    """
+
+    nodes: Sequence[int]
+    parents: Sequence[int]
+    tokens: Tensor
+    logits: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Signals:
+    """What the target left behind for a drafter. taps[layer]: hidden states [rows, H] of positions start … start+rows−1
+
+    likely: not of prompts, nor of rounds in which nobody was to guess
     """
 
     start: int
     taps: Mapping[int, Tensor]
-    likely: tuple[Tensor, Tensor] | None = None
+    likely: Likely | None = None

@@ -15,7 +15,7 @@ from draftproof.engine.engine import Engine
 from draftproof.models.fake import TableTarget
 from draftproof.trace.report import requests
 from draftproof.trace.sinks import Memory
-from draftproof.types import Sampling, Signals
+from draftproof.types import Sampling
 
 V = 9
 MADE = {
@@ -85,6 +85,6 @@ def test_states_reach_the_drafter_where_the_engine_would_bring_them() -> None:
             super().observe(states, commits, signals)
 
     story = Story((1, 2, 1), (2, 1, 2, 5, 1), Sampling(temperature=0))
-    replay(Listener(), [story], 3, states=lambda ids: Signals(0, {0: torch.arange(len(ids), dtype=torch.float32)[:, None]}))
+    replay(Listener(), [story], 3, states=lambda ids: {0: torch.arange(len(ids), dtype=torch.float32)[:, None]})
     assert seen[0] == (0, 3)
     assert [start for start, _ in seen[1:]] == [3 + sum(n for _, n in seen[1:i]) for i in range(1, len(seen))]

@@ -16,7 +16,7 @@ from draftproof.core.probs import laws
 from draftproof.core.tree import depths, path
 from draftproof.core.verify import match, short_of
 from draftproof.models.target import Target
-from draftproof.types import Budget, Commit, Draft, Rule, Sampling, Scores, Signals, Verdict
+from draftproof.types import Budget, Commit, Draft, Likely, Rule, Sampling, Scores, Signals, Verdict
 
 
 @dataclass(eq=False)
@@ -132,15 +132,15 @@ def opened(target: Target, drafter: Any, texts: Sequence[Text]) -> tuple[list[An
     return states, slots
 
 
-def signals_of(scores: Scores, i: int, commit: Commit, likely: int = 0) -> Signals | None:
-    """Rows of the root and of the nodes that entered the text."""
+def signals_of(scores: Scores, i: int, commit: Commit, draft: Draft, likely: int = 0) -> Signals | None:
+    """Rows of the root and of the nodes that entered the text; of all what was likely, if that is wanted."""
     if not scores.taps and not likely:
         return None
     root = scores.starts[i]
     rows = [root, *(root + 1 + node for node in commit.kept)]
-    told = scores.logits[rows].float().topk(min(likely, scores.logits.shape[1]))
+    told = scores.logits[scores.rows(i)].float().topk(min(likely, scores.logits.shape[1]))
     taps = {layer: hidden[rows] for layer, hidden in scores.taps.items()}
-    return Signals(commit.start - 1, taps, (told.indices, told.values) if likely else None)
+    return Signals(commit.start - 1, taps, Likely(draft.tokens.tolist(), draft.parents, told.indices, told.values) if likely else None)
 
 
 def speculate(target: Target, drafter: Any, texts: Sequence[Text], wish: BudgetOf, after: Callable[[list[Any]], None] | None = None) -> Log:
@@ -180,7 +180,8 @@ def speculate(target: Target, drafter: Any, texts: Sequence[Text], wish: BudgetO
             log.verdicts.append(verdict)
             log.accepted += len(kept)
         likely = drafter.needs.likely
-        drafter.observe([states[i] for i in live], commits, [signals_of(scores, row, commit, likely) for row, commit in enumerate(commits)])
+        signals = [signals_of(scores, row, commit, draft, likely) for row, (commit, draft) in enumerate(zip(commits, drafts, strict=True))]
+        drafter.observe([states[i] for i in live], commits, signals)
         log.rounds += 1
         if after:
             after(states)

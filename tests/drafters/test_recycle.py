@@ -12,11 +12,12 @@ from contract.table_rounds import Log, SharedNoise, Text, plain, speculate
 from torch import Tensor
 
 from draftproof import Engine, EngineConfig, Sampling
+from draftproof.core.tree import path
 from draftproof.drafters.fixed import AlwaysWrong
 from draftproof.drafters.ngram import NgramDrafter
 from draftproof.drafters.recycle import KEPT, LONGEST, WIDTH, RecycleDrafter, Rows
 from draftproof.models.fake import TableTarget
-from draftproof.types import Budget, Commit, Draft, Rule, Signals
+from draftproof.types import Budget, Commit, Draft, Likely, Rule, Signals
 
 GREEDY = Sampling(temperature=0.0, top_p=1.0, max_tokens=200)
 OPTIONS = {
@@ -89,7 +90,7 @@ def test_rows_are_learnt_from_rounds_whose_guesses_were_all_wrong() -> None:
 
 
 @pytest.mark.parametrize("vocabulary", [3, KEPT, 40])
-def test_the_engine_tells_what_was_likely_behind_every_row_that_entered_a_text(vocabulary: int) -> None:
+def test_the_engine_tells_what_was_likely_behind_every_row(vocabulary: int) -> None:
     lm, heard = target(vocabulary), list[tuple[list[int], Tensor, Tensor]]()
 
     class Listener(RecycleDrafter):
@@ -104,11 +105,13 @@ def test_the_engine_tells_what_was_likely_behind_every_row_that_entered_a_text(v
                 assert (signal is not None) == self.asked            # near the end of all texts nobody is
                 if signal is None:
                     continue
-                assert signal.likely is not None and signal.start == commit.start - 1
-                tokens, logits = signal.likely
-                assert len(tokens) == len(logits) == len(commit.kept) + 1 and not signal.taps
-                for at, (own, values) in enumerate(zip(tokens, logits, strict=True), signal.start + 1):
-                    heard.append((list(state.seq.tokens[:at]), own, values))
+                likely, before = signal.likely, list(state.seq.tokens[:commit.start])
+                assert likely is not None and not signal.taps
+                assert len(likely.tokens) == len(likely.logits) == len(likely.nodes) + 1
+                assert [likely.nodes[node] for node in commit.kept] == list(commit.tokens[:len(commit.kept)])
+                for row, (own, values) in enumerate(zip(likely.tokens, likely.logits, strict=True)):
+                    way = path(likely.parents, row - 1) if row else ()
+                    heard.append(([*before, *(likely.nodes[node] for node in way)], own, values))
             super().observe(states, commits, signals)
             self.asked = False
 
@@ -138,22 +141,24 @@ def test_nobody_is_told_while_speculation_is_off() -> None:
 # What is remembered
 
 
-def rows_of(*tokens: int) -> tuple[Tensor, Tensor]:
-    return torch.tensor([[token, 9] for token in tokens]), torch.tensor([[0.0, -1.0]] * len(tokens))
+def add(rows: Rows, tenant: str, text: Sequence[int], start: int, *tokens: int) -> None:
+    """Rows that spoke of tokens start, start + 1, … of a text."""
+    endings = [tuple(text[max(0, at - LONGEST):at]) for at in range(start, start + len(tokens))]
+    rows.add(tenant, endings, torch.tensor([[token, 9] for token in tokens]), torch.tensor([[0.0, -1.0]] * len(tokens)))
 
 
 def test_the_oldest_rows_are_forgotten_and_nothing_is_left_of_them() -> None:
     rows = Rows(3)
-    rows.add("a", [1, 2, 3], 1, *rows_of(5, 6))                  # behind 1; behind 2
-    rows.add("b", [1, 7], 1, *rows_of(8))
+    add(rows, "a", [1, 2, 3], 1, 5, 6)                  # behind 1; behind 2
+    add(rows, "b", [1, 7], 1, 8)
     assert set(rows.of("a")) == {(1,), (1, 2), (2,)} and set(rows.of("b")) == {(1,)}
     assert rows[rows.of("a")[(1,)]][0][0] == 5 and rows[rows.of("b")[(1,)]][0][0] == 8
-    rows.add("b", [1, 7], 1, *rows_of(4))                        # in the place of a's oldest
+    add(rows, "b", [1, 7], 1, 4)                        # in the place of a's oldest
     assert set(rows.of("a")) == {(1, 2), (2,)} and rows[rows.of("b")[(1,)]][0][0] == 4
-    rows.add("b", [1, 7, 7], 2, *rows_of(3))
+    add(rows, "b", [1, 7, 7], 2, 3)
     assert not rows.of("a") and "a" not in rows._tables
     assert set(rows.of("b")) == {(1,), (1, 7), (7,)}
-    rows.add("b", [1, 2, 3, 4, 5, 6], 1, *rows_of(1, 2, 3, 4, 5))      # more than fit
+    add(rows, "b", [1, 2, 3, 4, 5, 6], 1, 1, 2, 3, 4, 5)      # more than fit
     assert {rows[at][0][0] for at in rows.of("b").values()} == {3, 4, 5}
     assert rows[rows.of("b")[(2, 3, 4)]][1][:2] == [0.0, -1.0] and rows[0][1][2] == -float("inf")
 
@@ -195,7 +200,7 @@ def test_a_prompt_is_copied_as_ngrams_would() -> None:
 def test_a_tree_offers_what_else_a_row_found_likely_and_the_copy() -> None:
     drafter = RecycleDrafter()
     likely = torch.arange(10, 10 + KEPT)[None], torch.linspace(0, -0.7, KEPT)[None]
-    drafter.rows.add("", [1, 2, 3, 4], 4, *likely)
+    drafter.rows.add("", [(1, 2, 3, 4)], *likely)
     draft = guess(drafter, [1, 2, 3, 4], Budget(1, 20, "", ""))
     assert sorted(draft.tokens.tolist()) == list(range(10, 10 + WIDTH)) and set(draft.parents) == {-1}
     assert draft.tokens[0] == 10 and draft.score is not None and draft.score.tolist() == sorted(draft.score.tolist(), reverse=True)
@@ -204,7 +209,7 @@ def test_a_tree_offers_what_else_a_row_found_likely_and_the_copy() -> None:
 
 def test_options_that_judge_by_a_law_get_the_rows_best_and_no_noise() -> None:
     drafter = RecycleDrafter()
-    drafter.rows.add("", [1, 2], 2, torch.tensor([[3, 4]]), torch.tensor([[0.0, -0.1]]))
+    drafter.rows.add("", [(1, 2)], torch.tensor([[3, 4]]), torch.tensor([[0.0, -0.1]]))
     sampling = Sampling(temperature=1.0, top_p=1.0)
     for rule in ("ratio", "block"):
         draft = guess(drafter, [1, 2], Budget(1, 1, "", ""), sampling, rule)
@@ -228,7 +233,7 @@ def test_where_nothing_stands_no_row_is_paid_for_any_more() -> None:
                 told = torch.stack([lm.law([*text.tokens, *truth[:n]]).float() for n in range(kept + 1)]).topk(KEPT)
                 text.tokens += truth[:kept + 1]
                 drafter.observe([state], [Commit(start, tuple(truth[:kept + 1]), ("plain",) * (kept + 1), tuple(range(kept)))],
-                                [Signals(start - 1, {}, (told.indices, told.values))])
+                                [Signals(start - 1, {}, Likely(tokens[:kept], tuple(range(-1, kept - 1)), told.indices, told.values))])
                 found.append(len(tokens))
         sizes[sharpness] = sum(found[-40:]) / len(found[-40:])
     assert sizes[0.0] < 0.2 and sizes[30.0] > 4

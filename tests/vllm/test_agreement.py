@@ -18,7 +18,7 @@ from draftproof.config import LoadConfig
 from draftproof.drafters import build
 from draftproof.models.heads.export import export_head
 from draftproof.models.load import WEIGHTS, builtin, load_target
-from draftproof.types import Sampling, Signals
+from draftproof.types import Sampling
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1800)]
 DEPTH, TOKENS, PROMPTS = 4, 128, 64
@@ -63,7 +63,7 @@ def states_of(target: Any, taps: tuple[int, ...]) -> Any:
     from draftproof.train.corpus import Text
     from draftproof.train.features import Tapper
 
-    return (lambda ids: Signals(0, Tapper(target, taps).read([Text(tuple(ids), 0)])[0].taps)) if taps else None
+    return (lambda ids: Tapper(target, taps).read([Text(tuple(ids), 0)])[0].taps) if taps else None
 
 
 def test_the_small_draft_model() -> None:

@@ -9,7 +9,7 @@ counts are those of the engine, round for round. Heads need hidden states; `stat
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -22,10 +22,13 @@ from ..drafters.base import Drafter
 from ..drafters.occurrences import TextIndex
 from ..drafters.suffix import SuffixState
 from ..engine.speculation import RoundNoise
-from ..types import Budget, Commit, Draft, Role, Rule, Sampling, SequenceView, Signals
+from ..types import Budget, Commit, Draft, Likely, Role, Rule, Sampling, SequenceView, Signals
 
-States = Callable[[Sequence[int]], Signals]
-"""Token ids of a text → what the target leaves behind at each of them."""
+States = Callable[[Sequence[int]], Mapping[int, Tensor]]
+"""Token ids of a text → layer id → hidden states [n, H] after each of them."""
+
+Passes = Callable[[Sequence[int], Draft], Likely]
+"""A text and a draft that follows it → what is likely behind the text and behind every node."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +62,7 @@ class Reading:
     story: Story
     tenant: str
     tokens: list[int]
-    seen: Signals | None = None              # of the whole text, as far as the drafter waits for any of it
+    taps: Mapping[int, Tensor] = field(default_factory=dict)
     tally: Tally = field(default_factory=Tally)
     state: object = None
 
@@ -96,13 +99,10 @@ class Reading:
         """What the text will say next."""
         return self.story.answer[len(self.tokens) - len(self.story.prompt):]
 
-    def signals(self, start: int, stop: int) -> Signals | None:
-        """Of positions start … stop − 1. Nobody is told what is likely in a prompt."""
-        if self.seen is None:
+    def signals(self, start: int, stop: int, likely: Likely | None = None) -> Signals | None:
+        if not self.taps and likely is None:
             return None
-        likely, taps = self.seen.likely, {layer: rows[start:stop] for layer, rows in self.seen.taps.items()}
-        told = likely is not None and start >= self.prompt_tokens
-        return Signals(start, taps, (likely[0][start:stop], likely[1][start:stop]) if told and likely else None)
+        return Signals(start, {layer: rows[start:stop] for layer, rows in self.taps.items()}, likely)
 
 
 class TextNoise(RoundNoise):
@@ -213,12 +213,14 @@ def granted(story: Story, position: int) -> int:
 
 
 def replay(drafter: Drafter, stories: Sequence[Story], depth: int | None, *, nodes: int | None = None, batch: int = 8, tenant: str = "",
-           states: States | None = None, capped: bool = True, device: torch.device | None = None) -> list[Tally]:
+           states: States | None = None, passes: Passes | None = None, capped: bool = True,
+           device: torch.device | None = None) -> list[Tally]:
     """Counts of every story with this drafter at a fixed depth, `batch` stories side by side, in their order.
 
     depth: None takes those of the rounds that wrote the story.
     nodes: most nodes per round, None for chains. capped: a draft is no longer than what may still be emitted (as our engine does;
-    others draft on). A drafter with memory across texts (suffix) meets them in order only with batch=1.
+    others draft on). passes: for a drafter that is told what
+    was likely. A drafter with memory across texts (suffix, recycle) meets them in order only with batch=1.
     """
     noise = TextNoise(device or torch.device("cpu"))
     waiting = [Reading(f"replay-{i}", story, story.tenant or tenant, [*story.prompt, story.answer[0]]) for i, story in enumerate(stories)]
@@ -235,21 +237,22 @@ def replay(drafter: Drafter, stories: Sequence[Story], depth: int | None, *, nod
                     drafter.close(reader.state)
             live = [reader for reader in live if reader.left]
             if live:
-                _round(drafter, live, depth, nodes, noise, capped)
+                _round(drafter, live, depth, nodes, noise, capped, passes)
     return tallies
 
 
 def opened(drafter: Drafter, reader: Reading, states: States | None) -> Reading:
     """The reading, its drafter told where it reads hidden states from the start."""
     reader.tally.prefill()
-    if states is not None:
-        reader.seen = states([*reader.story.prompt, *reader.story.answer])
     if drafter.needs.taps:                  # it follows from the start; others join when they are first asked, as in the engine
+        if states is not None:
+            reader.taps = states([*reader.story.prompt, *reader.story.answer])
         reader.state = drafter.open(reader, reader.signals(0, reader.prompt_tokens))
     return reader
 
 
-def _round(drafter: Drafter, live: Sequence[Reading], depth: int | None, nodes: int | None, noise: TextNoise, capped: bool) -> None:
+def _round(drafter: Drafter, live: Sequence[Reading], depth: int | None, nodes: int | None, noise: TextNoise, capped: bool,
+           passes: Passes | None) -> None:
     budgets = [_budget(drafter, reader, depth, nodes, capped) for reader in live]
     wanted = [i for i, budget in enumerate(budgets) if budget.depth]
     drafts = [Draft.empty(drafter.name) for _ in live]
@@ -261,7 +264,7 @@ def _round(drafter: Drafter, live: Sequence[Reading], depth: int | None, nodes: 
             drafts[i] = draft
     commits, signals = [], []
     for reader, draft in zip(live, drafts, strict=True):
-        start = len(reader.tokens)
+        start, likely = len(reader.tokens), passes(reader.tokens, draft) if passes and wanted else None
         kept, rejected = _walk(draft, reader.left)
         emitted = tuple(reader.left[:len(kept) + 1])
         roles: list[Role] = ["accepted"] * len(kept)
@@ -269,7 +272,7 @@ def _round(drafter: Drafter, live: Sequence[Reading], depth: int | None, nodes: 
         reader.tokens += emitted
         reader.tally.round(len(draft), len(kept), rejected if len(emitted) > len(kept) else 0, len(emitted))
         commits.append(Commit(start, emitted, tuple(roles), kept))
-        signals.append(reader.signals(start - 1, start + len(kept)))
+        signals.append(reader.signals(start - 1, start + len(kept), likely))
     here = [i for i, reader in enumerate(live) if reader.state is not None]
     if here:
         drafter.observe([live[i].state for i in here], [commits[i] for i in here], [signals[i] for i in here])

@@ -27,7 +27,7 @@ from .counts import ALL, Counts
 from .logs import Skipped
 from .replay import Story, asked, copied, replay, room
 from .sampled import chances, expected_rounds
-from .stories import GREEDY, Read, Reader, states_of
+from .stories import GREEDY, Read, Reader, passes_of, states_of
 
 BLOCK = 64              # requests that are counted, and kept in a partial result, together
 BATCH = 8               # texts side by side, for drafters that are models
@@ -168,8 +168,8 @@ class Work:
         else:
             device = self.target.device if self.target else None
             batch = 1 if self.arms[arms[0]].remembers else self.batch
-            states = states_of(self.target, drafter.needs)
-            tallies = [tuple(replay(drafter, stories, depth, batch=batch, states=states, device=device)) for depth in depths]
+            states, passes = states_of(self.target, drafter.needs.taps), passes_of(self.target, drafter.needs.likely)
+            tallies = [tuple(replay(drafter, stories, depth, batch=batch, states=states, passes=passes, device=device)) for depth in depths]
         rounds = self._rounds(drafter, block, depths)
         parts = []
         for at, mine, expected in zip(arms, tallies, rounds, strict=True):
@@ -187,7 +187,7 @@ class Work:
             return found
         stories = [replace(block[i].story, sampling=block[i].asked or GREEDY) for i in fit]
         likely = chances(drafter, stories, [block[i].seen for i in fit], self.target.vocab_size, batch=self.batch,
-                         states=states_of(self.target, drafter.needs), device=self.target.device)
+                         states=states_of(self.target, drafter.needs.taps), device=self.target.device)
         for depth, bounds in zip(depths, found, strict=True):
             if depth is not None and (depth == 1 or law_follows_text(drafter)):
                 for i, story, each in zip(fit, stories, likely, strict=True):

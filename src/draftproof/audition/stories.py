@@ -12,20 +12,18 @@ import torch
 from torch import Tensor
 
 from ..core.choice import likeliest
-from ..drafters.base import Needs
 from ..errors import Failure, OptionError
 from ..models.target import Target
 from ..models.tokenizer import Tokenizer
 from ..trace.events import UNCLASSED
-from ..types import Draft, Sampling, Scores, Signals
+from ..types import Draft, Likely, Sampling
 from .logprobs import Pieces, Seen, in_ids
 from .logs import Exchange, Skipped, read_log
-from .replay import States, Story
+from .replay import Passes, States, Story
 from .turns import Message, NotReadable
 
 GREEDY = Sampling(temperature=0.0, top_p=1.0)
 CHUNK = 512
-SCORED = 1 << 24        # logits of one pass, where every row has its own
 FEWER = "answers with far less text than usage.completion_tokens counts, such as reasoning that the log does not have"
 COMPARED = 32       # tokens of a traced request whose texts are compared with the target's
 NEUTRAL = {"repetition_penalty": 1, "presence_penalty": 0, "frequency_penalty": 0, "top_k": -1}     # off, as engines write it
@@ -232,41 +230,54 @@ def _tupled(value: Any) -> Any:
 
 @dataclass(slots=True)
 class TargetStates:
-    """What the target leaves behind at whole texts, by prefill: the hidden states and the likeliest tokens that a drafter needs. Each text
-    has a tenant of its own, so that no prefix comes without its states."""
+    """Hidden states of whole texts by prefill. Each text has a tenant of its own, so that no prefix comes without its states."""
 
     target: Target
-    needs: Needs
+    taps: tuple[int, ...]
     count: int = field(default=0)
 
-    def __call__(self, ids: Sequence[int]) -> Signals:
+    def __call__(self, ids: Sequence[int]) -> Mapping[int, Tensor]:
         self.count += 1
-        target, tokens, layers, likely = self.target, torch.tensor(ids, device=self.target.device), self.needs.taps, self.needs.likely
-        width = min(CHUNK, max(1, SCORED // target.vocab_size)) if likely else CHUNK
-        target.set_taps(layers)
+        target, tokens = self.target, torch.tensor(ids, device=self.target.device)
+        target.set_taps(self.taps)
         slot = target.open(ids, f"audition {self.count}")
-        rows: dict[int, list[Tensor]] = {layer: [] for layer in layers}
-        told: list[tuple[Tensor, Tensor]] = []
+        rows: dict[int, list[Tensor]] = {layer: [] for layer in self.taps}
         try:
-            for start in range(0, len(ids), width):
-                part = tokens[start:start + width]
-                scores = self._scored(slot, part) if likely else target.extend([slot], [part])
-                for layer in layers:
-                    rows[layer].append(scores.taps[layer][:part.shape[0]].clone())
-                if likely:
-                    told.append(likeliest(scores.logits, likely))
+            for start in range(0, len(ids), CHUNK):
+                part = tokens[start:start + CHUNK]
+                taps = target.extend([slot], [part]).taps
+                for layer in self.taps:
+                    rows[layer].append(taps[layer][:part.shape[0]].clone())
         finally:
             target.close(slot)
-        best = (torch.cat([tokens for tokens, _ in told]), torch.cat([logits for _, logits in told])) if likely else None
-        return Signals(0, {layer: torch.cat(parts) for layer, parts in rows.items()}, best)
-
-    def _scored(self, slot: Any, part: Tensor) -> Scores:
-        """As `extend`, with the logits of every row: what is known to stand is a draft that does."""
-        scores = self.target.score([slot], part[:1], [Draft.chain(part[1:])])
-        self.target.rewind(slot, range(len(part) - 1))
-        return scores
+        return {layer: torch.cat(parts) for layer, parts in rows.items()}
 
 
-def states_of(target: Target | None, needs: Needs) -> States | None:
-    """What a drafter needs of the target's at every place; None if it needs nothing."""
-    return TargetStates(target, needs) if target is not None and (needs.taps or needs.likely) else None
+def states_of(target: Target | None, taps: tuple[int, ...]) -> States | None:
+    """The states that a drafter wants, None if it wants none."""
+    return TargetStates(target, taps) if target is not None and taps else None
+
+
+@dataclass(slots=True)
+class TargetPasses:
+    """The pass that a round of the engine's runs, for what is likely behind a draft: a log does not say it of guesses that were refused."""
+
+    target: Target
+    count: int
+
+    def __call__(self, text: Sequence[int], draft: Draft) -> Likely:
+        target, tokens = self.target, torch.tensor(text, device=self.target.device)
+        target.set_taps(())
+        slot = target.open(text, "audition")                # most of the text was read for the round before
+        try:
+            while slot.length < len(text) - 1:
+                target.extend([slot], [tokens[slot.length:-1][:CHUNK]])
+            scores = target.score([slot], tokens[-1:], [draft])
+            return Likely(draft.tokens.tolist(), draft.parents, *likeliest(scores.logits[:1 + len(draft)], self.count))
+        finally:
+            target.close(slot)
+
+
+def passes_of(target: Target | None, likely: int) -> Passes | None:
+    """What tells a drafter what was likely, None if it does not ask."""
+    return TargetPasses(target, likely) if target is not None and likely else None

@@ -33,7 +33,7 @@ class Needs:
     taps: layer ids whose hidden states it reads · parts: of the target's parts, which ("embed", "output", "layers")
     law: whether it can give q · tree: whether it can fill a budget of more nodes than depth · context: longest text or None
     prediction: whether it reads the text that a request predicts · prices: whether it ends a chain where guesses
-    are not worth their rows · likely: how many of the target's likeliest tokens it is told behind every row that entered a text
+    are not worth their rows · likely: how many of the target's likeliest tokens it is told behind every row
     """
 
     taps: tuple[int, ...] = ()

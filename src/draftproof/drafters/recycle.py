@@ -58,12 +58,11 @@ class Rows:
         """Where the row behind an ending is; no more than what the tenant's own texts left there."""
         return self._tables.get(tenant, {})
 
-    def add(self, tenant: str, text: Sequence[int], start: int, tokens: Tensor, logits: Tensor) -> None:
-        """The rows [n, k] that spoke of tokens start … start + n − 1 of a text."""
+    def add(self, tenant: str, endings: Sequence[Ending], tokens: Tensor, logits: Tensor) -> None:
+        """Rows [n, k], and the last tokens before each."""
         count, rows = len(self._owners), tokens.shape[0]
-        for at in range(start, start + rows):
+        for before in endings:
             self._forget(self._next)
-            before = tuple(text[max(0, at - LONGEST):at])
             table = self._tables.setdefault(tenant, {})
             for n in range(len(before)):
                 table[before[n:]] = self._next
@@ -182,7 +181,7 @@ class RecycleDrafter(NoOptions):
     keys: ClassVar[Mapping[str, tuple[int, int]]] = {"rows": (1, 100_000_000)}
     takes_path: ClassVar[bool] = False
 
-    def __init__(self, rows: int = 50_000) -> None:
+    def __init__(self, rows: int = 100_000) -> None:
         """rows: how many of the target's rows are remembered, about 700 bytes each."""
         self.rows, self.chances = Rows(rows), Chances()
         self._nothing = Draft.empty(self.name, "nothing is known of the last token")
@@ -273,8 +272,12 @@ class RecycleDrafter(NoOptions):
     def observe(self, states: Sequence[RecycleState], commits: Sequence[Commit], signals: Sequence[Signals | None]) -> None:
         for state, commit, signal in zip(states, commits, signals, strict=True):
             self._learn(state, commit)
-            if signal is not None and signal.likely is not None:
-                self.rows.add(state.seq.tenant, state.seq.tokens, signal.start + 1, *signal.likely)
+            likely = None if signal is None else signal.likely
+            if likely is not None:
+                endings = [tuple(state.seq.tokens[max(0, commit.start - LONGEST):commit.start])]
+                for token, parent in zip(likely.nodes, likely.parents, strict=True):
+                    endings.append((*endings[parent + 1], token)[-LONGEST:])
+                self.rows.add(state.seq.tenant, endings, likely.tokens, likely.logits)
 
     def _learn(self, state: RecycleState, commit: Commit) -> None:
         """Count which offers the text went on with."""

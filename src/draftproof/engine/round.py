@@ -28,7 +28,7 @@ from ..models.graphs import recordings
 from ..models.taps import SideBySide, rows_at, side_by_side
 from ..models.target import Slot, Target
 from ..trace.events import Times
-from ..types import LOSSY, Budget, Commit, Draft, Fate, Scores, Signals, Verdict
+from ..types import LOSSY, Budget, Commit, Draft, Fate, Likely, Scores, Signals, Verdict
 from .ahead import Asked, Begun, begun
 from .lanes import Lanes
 from .logprobs import note_logprobs
@@ -74,8 +74,8 @@ class Rounds:
                 self._asked = self._early([*(seq for seq in batch if seq.finish is None), *(joining or ())])
 
         try:
-            signals = _signals(scores, commits, self.speculation.likely if any([budget.depth for budget in budgets]) else 0)
-            self.speculation.observe(batch, commits, signals)                                    # → observe
+            told = _likely(scores, nodes, drafts, self.speculation.likely if any([budget.depth for budget in budgets]) else 0)
+            self.speculation.observe(batch, commits, _signals(scores, commits, told))            # → observe
             times = times._replace(other_s=perf_counter() - verified)
             asks = joining is not None and self._begun is None and self.speculation.asks
             first = asks and not self._looks(batch)
@@ -341,32 +341,27 @@ def _joint(seq: Sequence, draft: Draft, logp: Tensor) -> tuple[Verdict, Tensor]:
     return joint(seq.rule, draft, logp, thrown, key_rows(residual, logp.device)), thrown
 
 
-def _signals(scores: Scores, commits: abc.Sequence[Commit], likely: int) -> abc.Sequence[Signals | None]:
-    """Of each root and of the nodes that entered its text: the hidden states of the layers that a drafter asked for, and so many of the
-    likeliest tokens."""
-    if not scores.taps and not likely:
-        return [None] * len(commits)
+def _signals(scores: Scores, commits: abc.Sequence[Commit], told: abc.Sequence[Likely | None]) -> abc.Sequence[Signals | None]:
+    """The hidden states of each root and of the nodes that entered its text, if a drafter asked for layers, and what was likely."""
+    if not scores.taps:
+        return [None if likely is None else Signals(commit.start - 1, {}, likely) for commit, likely in zip(commits, told, strict=True)]
     rows = [row for root, commit in zip(scores.starts, commits, strict=False) for row in (root, *(root + 1 + n for n in commit.kept))]
     device = scores.logits.device
     # A recorded pass writes over its rows the next time; on a processor every pass has its own, and those of a chain need no copy.
     index = index_of(rows, device) if device.type == "cpu" else uploaded(rows, device)
-    counts = [1 + len(commit.kept) for commit in commits]
-    kept = _apart(rows_at(scores.taps, index), counts) if scores.taps else [{} for _ in commits]
-    told = _told(scores.logits[index], likely, counts) if likely else [None] * len(commits)
-    return [Signals(commit.start - 1, own, best) for commit, own, best in zip(commits, kept, told, strict=True)]
+    kept = rows_at(scores.taps, index)
+    if len(commits) == 1:
+        return [Signals(commits[0].start - 1, kept, told[0])]
+    kept = side_by_side(kept)
+    parts = torch.split(kept.whole, [1 + len(commit.kept) for commit in commits])
+    return [Signals(commit.start - 1, SideBySide(kept.layers, own), likely)
+            for commit, own, likely in zip(commits, parts, told, strict=True)]
 
 
-def _told(logits: Tensor, likely: int, counts: list[int]) -> abc.Sequence[tuple[Tensor, Tensor] | None]:
-    """The likeliest tokens of each sequence's rows."""
-    tokens, values = likeliest(logits, likely)
-    if len(counts) == 1:
-        return [(tokens, values)]
-    return [*zip(torch.split(tokens, counts), torch.split(values, counts), strict=True)]
-
-
-def _apart(taps: abc.Mapping[int, Tensor], counts: list[int]) -> abc.Sequence[abc.Mapping[int, Tensor]]:
-    """Each sequence's rows."""
-    if len(counts) == 1:
-        return [taps]
-    whole = side_by_side(taps)
-    return [SideBySide(whole.layers, own) for own in torch.split(whole.whole, counts)]
+def _likely(scores: Scores, nodes: abc.Sequence[list[int]], drafts: abc.Sequence[Draft], count: int) -> abc.Sequence[Likely | None]:
+    """So many of the likeliest tokens behind every row, if a drafter asked for them."""
+    if not count:
+        return [None] * len(nodes)
+    tokens, logits = likeliest(scores.logits[:scores.starts[-1]], count)
+    own = [slice(start, start + 1 + len(draft)) for start, draft in zip(scores.starts, drafts, strict=False)]
+    return [Likely(ids, draft.parents, tokens[rows], logits[rows]) for ids, draft, rows in zip(nodes, drafts, own, strict=True)]
