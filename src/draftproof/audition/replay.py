@@ -217,10 +217,9 @@ def replay(drafter: Drafter, stories: Sequence[Story], depth: int | None, *, nod
            device: torch.device | None = None) -> list[Tally]:
     """Counts of every story with this drafter at a fixed depth, `batch` stories side by side, in their order.
 
-    depth: None takes those of the rounds that wrote the story.
-    nodes: most nodes per round, None for chains. capped: a draft is no longer than what may still be emitted (as our engine does;
-    others draft on). passes: for a drafter that is told what
-    was likely. A drafter with memory across texts (suffix, recycle) meets them in order only with batch=1.
+    depth: None takes those of the rounds that wrote the story. nodes: most nodes per round, None for chains. passes: for a drafter that is
+    told what was likely. capped: a draft is no longer than what may still be emitted (as our engine does; others draft on). A drafter with
+    memory across texts (suffix, recycle) meets them in order only with batch=1.
     """
     noise = TextNoise(device or torch.device("cpu"))
     waiting = [Reading(f"replay-{i}", story, story.tenant or tenant, [*story.prompt, story.answer[0]]) for i, story in enumerate(stories)]

@@ -26,8 +26,8 @@ from ..types import Budget, Commit, Draft, SequenceView
 from .base import Needs, PerSequence, Site
 from .confidence import Counts
 from .grow import affordable
+from .occurrences import FARTHEST_SCORE, agreed
 
-FARTHEST_SCORE = 32     # tokens of agreement beyond which a longer match says nothing new
 PLACES = 16             # earlier occurrences that a tree looks at
 WITNESSES = 2           # and a chain whose rows have prices: the one that it copies, and another
 LEAST = 0.02            # a chance below is no chance: nothing deeper is looked at
@@ -171,7 +171,7 @@ class NgramDrafter(PerSequence[NgramState]):
         child: dict[tuple[int, int], int] = {}                 # (parent, token) → node
         taken: set[int] = set()                                # nodes that have a child
         for place in self._places(state, text, PLACES):
-            match, node = _agreement(text, place), -1
+            match, node = agreed(text, place), -1
             for level, token in enumerate(_continuation(text, place, min(budget.depth, _followed(match)))):
                 below = child.get((node, token))
                 if below is None:
@@ -194,7 +194,7 @@ class NgramDrafter(PerSequence[NgramState]):
         if not places:
             return self._nothing
         place, *others = places
-        match, tokens = _agreement(text, place), _continuation(text, place, budget.depth)
+        match, tokens = agreed(text, place), _continuation(text, place, budget.depth)
         apart = _apart(tokens, _continuation(text, others[0], budget.depth)) if others else -1
         state.out = line = _Line(len(text), tokens, match, apart)
         kept = affordable(self.chances.along(state.seq.sampling.greedy, line.cells), budget.prices, 0)
@@ -234,7 +234,7 @@ class NgramDrafter(PerSequence[NgramState]):
         place = next(self._places(state, text, 1), None)
         if place is None:
             return 0, []
-        match = _agreement(text, place)
+        match = agreed(text, place)
         return match, _continuation(text, place, min(depth, _followed(match)))
 
     def chain(self, state: NgramState, depth: int) -> list[int]:
@@ -309,11 +309,3 @@ def _continuation(text: Sequence[int], place: int, depth: int) -> list[int]:
     while len(copied) < depth:
         copied.append(copied[len(copied) - period])
     return copied
-
-
-def _agreement(text: Sequence[int], place: int) -> int:
-    """How many tokens before `place` equal the last tokens of the text, at most FARTHEST_SCORE."""
-    n, most = 0, min(place, FARTHEST_SCORE)
-    while n < most and text[place - 1 - n] == text[-1 - n]:
-        n += 1
-    return n

@@ -19,6 +19,15 @@ FIRST = 0x9E3779B97F4A7C15                                       # of a single t
 FACTORS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB, 0xD6E8FEB86659FD93, 0xA0761D6478BD642F, 0xE7037ED1A0B428DB, 0x8EBC6AF09C88C6E3)
 BULK = 48                                                        # new tokens from which numpy is faster than a loop
 SEPARATOR = -1
+FARTHEST_SCORE = 32     # tokens of agreement beyond which a longer match says nothing new
+
+
+def agreed(text: Sequence[int], place: int) -> int:
+    """How many tokens before `place` equal the last tokens of the text, at most FARTHEST_SCORE."""
+    n, most = 0, min(place, FARTHEST_SCORE)
+    while n < most and text[place - 1 - n] == text[-1 - n]:
+        n += 1
+    return n
 
 
 def gram_lengths(longest: int) -> tuple[int, ...]:

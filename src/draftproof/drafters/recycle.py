@@ -28,6 +28,7 @@ from ..types import Budget, Commit, Draft, Sampling, SequenceView, Signals
 from .base import Needs, Noise, NoOptions, Site
 from .confidence import Counts
 from .grow import GAPS, affordable, middles
+from .occurrences import agreed
 
 LONGEST = 4             # tokens of an ending
 KEPT = 8                # likeliest tokens of a row
@@ -35,7 +36,6 @@ LEVELS = 4              # whose noise is keyed at once
 WIDTH = 5               # guesses at one place of a tree
 BACKED = (1, 5, 9)      # and on a row's guess that a copy agrees with
 AGREEMENTS = (2, 3, 4, 5, 7, 9, 13, 17, 25)             # tokens from which on a copy's chance is counted anew
-FARTHEST = 32           # beyond which agreement says nothing new
 BEYOND = GAPS[-1]       # how far below the last of a row's tokens the next one is taken to be
 RARE = 1e-4             # of the likeliest token's chance: a token below is not drawn
 LEAST = 0.02            # a chance below is no chance
@@ -178,7 +178,7 @@ class RecycleDrafter(NoOptions):
 
     name = "recycle"
     needs = Needs(tree=True, prices=True, likely=KEPT)
-    keys: ClassVar[Mapping[str, tuple[int, int]]] = {"rows": (1, 100_000_000)}
+    keys: ClassVar[Mapping[str, tuple[int, int]]] = {"rows": (1, 10_000_000)}
     takes_path: ClassVar[bool] = False
 
     def __init__(self, rows: int = 100_000) -> None:
@@ -235,7 +235,7 @@ class RecycleDrafter(NoOptions):
 
         tail = tuple(text[-LONGEST:])
         place, known = _found(state.copies, tail)
-        offer(-1, 0, 1.0, tail, place, _agreement(text, place) if known else 0)
+        offer(-1, 0, 1.0, tail, place, agreed(text, place) if known else 0)
         while heap and len(tokens) < budget.nodes:
             less, _, parent, level, one, before, agreement = heapq.heappop(heap)
             if floors and -less <= floors[len(tokens)]:
@@ -313,14 +313,6 @@ def _found(copies: Mapping[Ending, int], before: Ending) -> tuple[int, int]:
         if place is not None:
             return place, len(before) - n
     return -1, 0
-
-
-def _agreement(text: Sequence[int], place: int) -> int:
-    """How many tokens before `place` equal the last tokens of the text, at most FARTHEST."""
-    n, most = 0, min(place, FARTHEST)
-    while n < most and text[place - 1 - n] == text[-1 - n]:
-        n += 1
-    return n
 
 
 def _perturbed(tokens: list[int], logits: list[float], sampling: Sampling, key: Key | None) -> tuple[list[int], list[float]]:
