@@ -85,3 +85,19 @@ def test_the_built_in_head_drafts_by_our_kernels_what_it_drafts_by_torch(tempera
         texts.append([one.token_ids for one in done])
         lengths.append(sum(one.metrics["acceptance_length"] for one in done) / 3)
     assert texts[0] == texts[1] and lengths[0] > 0.9 * lengths[1] > 1.5, lengths
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("tree", [None, 15])
+def test_rows_are_remembered_across_the_bus(temperature: float, tree: int | None) -> None:
+    """What was likely is read from the device each round: texts are plain decoding's, and a text that is written again is guessed."""
+    from draftproof import Engine, LoadConfig, Sampling
+
+    sampling = Sampling(temperature=temperature, seed=3, max_tokens=120, ignore_eos=True)
+    texts, lengths = [], []
+    for drafter, nodes in (("none", None), ("recycle", tree)):
+        with Engine(None, drafter, 6, tree=nodes, load=LoadConfig(device="cuda", dtype="bfloat16")) as engine:
+            done = [engine.generate("class Stack:", sampling) for _ in range(2)]
+        texts.append([one.token_ids for one in done])
+        lengths.append(done[1].metrics["acceptance_length"])
+    assert texts[0] == texts[1] and lengths[1] > 4, lengths
