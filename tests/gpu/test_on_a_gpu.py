@@ -95,8 +95,8 @@ def test_rows_are_remembered_across_the_bus(temperature: float, tree: int | None
 
     sampling = Sampling(temperature=temperature, seed=3, max_tokens=120, ignore_eos=True)
     texts, lengths = [], []
-    for drafter, nodes in (("none", None), ("recycle", tree)):
-        with Engine(None, drafter, 6, tree=nodes, load=LoadConfig(device="cuda", dtype="bfloat16")) as engine:
+    for drafter, depth, nodes in (("none", None, None), ("recycle", 6, tree)):
+        with Engine(None, drafter, depth, tree=nodes, load=LoadConfig(device="cuda", dtype="bfloat16")) as engine:
             done = [engine.generate("class Stack:", sampling) for _ in range(2)]
         texts.append([one.token_ids for one in done])
         lengths.append(done[1].metrics["acceptance_length"])
