@@ -95,7 +95,7 @@ def test_rows_are_remembered_across_the_bus(temperature: float, tree: int | None
 
     sampling = Sampling(temperature=temperature, seed=3, max_tokens=120, ignore_eos=True)
     texts, lengths = [], []
-    for drafter, depth, nodes in (("none", None, None), ("recycle", 6, tree)):
+    for drafter, depth, nodes in (("none", "auto", None), ("recycle", 6, tree)):
         with Engine(None, drafter, depth, tree=nodes, load=LoadConfig(device="cuda", dtype="bfloat16")) as engine:
             done = [engine.generate("class Stack:", sampling) for _ in range(2)]
         texts.append([one.token_ids for one in done])
