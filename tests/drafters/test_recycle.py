@@ -15,11 +15,12 @@ from draftproof import Engine, EngineConfig, Sampling
 from draftproof.core.tree import path
 from draftproof.drafters.fixed import AlwaysWrong
 from draftproof.drafters.ngram import NgramDrafter
-from draftproof.drafters.recycle import KEPT, LONGEST, WIDTH, RecycleDrafter, Rows
+from draftproof.drafters.recycle import KEPT, LENGTHS, WIDTH, RecycleDrafter, Rows
 from draftproof.models.fake import TableTarget
 from draftproof.types import Budget, Commit, Draft, Likely, Rule, Signals
 
 GREEDY = Sampling(temperature=0.0, top_p=1.0, max_tokens=200)
+SMALL = 8           # a vocabulary of which a row is remembered whole
 OPTIONS = {
     "greedy": {"temperature": 0.0},
     "sampled": {"temperature": 1.0},
@@ -30,7 +31,7 @@ OPTIONS = {
 }
 
 
-def target(vocab_size: int = KEPT, seed: int = 3) -> TableTarget:
+def target(vocab_size: int = SMALL, seed: int = 3) -> TableTarget:
     """What follows depends on two tokens; a row of it is remembered whole, unless the vocabulary is larger."""
     return TableTarget(vocab_size, order=2, seed=seed, sharpness=1.0)
 
@@ -74,7 +75,7 @@ def test_rows_are_learnt_from_rounds_whose_guesses_were_all_wrong() -> None:
     lm = target()
     texts = [plain(lm, Text.of([seed, 1], GREEDY, seed=seed)) for seed in range(3)]
     truth = {tuple(text[:n]): text[n] for text in texts for n in range(1, len(text))}
-    wrong = AlwaysWrong(KEPT, lambda text: truth.get(tuple(text), 0))
+    wrong = AlwaysWrong(SMALL, lambda text: truth.get(tuple(text), 0))
 
     class Misled(RecycleDrafter):
         def propose(self, states: Any, budgets: Any, noise: Any) -> list[Draft]:
@@ -143,7 +144,7 @@ def test_nobody_is_told_while_speculation_is_off() -> None:
 
 def add(rows: Rows, tenant: str, text: Sequence[int], start: int, *tokens: int) -> None:
     """Rows that spoke of tokens start, start + 1, … of a text."""
-    endings = [tuple(text[max(0, at - LONGEST):at]) for at in range(start, start + len(tokens))]
+    endings = [tuple(text[max(0, at - LENGTHS[0]):at]) for at in range(start, start + len(tokens))]
     rows.add(tenant, endings, torch.tensor([[token, 9] for token in tokens]), torch.tensor([[0.0, -1.0]] * len(tokens)))
 
 
@@ -160,14 +161,14 @@ def test_the_oldest_rows_are_forgotten_and_nothing_is_left_of_them() -> None:
     assert set(rows.of("b")) == {(1,), (1, 7), (7,)}
     add(rows, "b", [1, 2, 3, 4, 5, 6], 1, 1, 2, 3, 4, 5)      # more than fit
     assert {rows[at][0][0] for at in rows.of("b").values()} == {3, 4, 5}
-    assert rows[rows.of("b")[(2, 3, 4)]][1][:2] == [0.0, -1.0] and rows[0][1][2] == -float("inf")
+    assert rows[rows.of("b")[(3, 4)]][1][:2] == [0.0, -1.0] and rows[0][1][2] == -float("inf")
 
 
 def test_memory_is_bounded_and_the_newest_row_of_an_ending_speaks() -> None:
     lm, drafter = target(), RecycleDrafter(rows=30)
     write(lm, drafter, range(5), OPTIONS["sampled"])
     table = drafter.rows.of("")
-    assert set(table.values()) <= set(range(30)) and 30 < len(table) <= 30 * LONGEST
+    assert set(table.values()) <= set(range(30)) and 30 < len(table) <= 30 * len(LENGTHS)
 
 
 def test_a_tenants_rows_serve_that_tenant_only() -> None:
@@ -207,6 +208,14 @@ def test_a_tree_offers_what_else_a_row_found_likely_and_the_copy() -> None:
     assert 7 in guess(drafter, [4, 7, 0, 4], Budget(1, 20, "", "")).tokens.tolist()       # a copy, where one token says the same as a row
 
 
+def test_the_longest_ending_that_is_known_speaks_and_of_equal_ones_the_newest() -> None:
+    drafter = RecycleDrafter()
+    for before, token in (((0, 9, 1, 2), 5), ((0, 8, 1, 2), 6)):
+        drafter.rows.add("", [before], torch.tensor([[token, 3]]), torch.tensor([[0.0, -5.0]]))
+    for text, token in (([0, 9, 1, 2], 5), ([4, 0, 9, 1, 2], 5), ([0, 8, 1, 2], 6), ([7, 7, 1, 2], 6), ([2], 6)):
+        assert guess(drafter, text, Budget(1, 1, "", "")).tokens.tolist() == [token]
+
+
 def test_options_that_judge_by_a_law_get_the_rows_best_and_no_noise() -> None:
     drafter = RecycleDrafter()
     drafter.rows.add("", [(1, 2)], torch.tensor([[3, 4]]), torch.tensor([[0.0, -0.1]]))
@@ -244,7 +253,7 @@ def test_a_priced_draft_is_a_part_of_the_whole_one() -> None:
     write(lm, drafter, range(10), OPTIONS["sampled"])
     for nodes in (6, 24):
         for seed in range(30, 40):
-            text = plain(lm, Text.of([seed % KEPT, 1], Sampling(temperature=1.0, top_p=1.0, max_tokens=20), seed=seed))
+            text = plain(lm, Text.of([seed % SMALL, 1], Sampling(temperature=1.0, top_p=1.0, max_tokens=20), seed=seed))
             sampling, sizes = Sampling(temperature=1.0, top_p=1.0), []
             whole = guess(drafter, text, Budget(6, nodes, "", ""), sampling)
             for each in (0.0, 0.1, 0.3, 0.6, 1.1):

@@ -126,8 +126,8 @@ def best(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 
 def likeliest(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Of each row [N, V] the likeliest tokens int64 [N, k], best first, and their logits float32, on the host; k = min(count, V). Equal ones
-    come in any order."""
+    """Of each row [N, V] the likeliest tokens int64 [N, k], best first, and their logits float32, on the host; k = min(count, V).
+    Equal ones come in any order."""
     k = min(count, logits.shape[1])
     values, tokens = best(logits.float(), k) if logits.is_cpu else logits.topk(k)
     return tokens.cpu(), values.float().cpu()

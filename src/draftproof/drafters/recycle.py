@@ -1,7 +1,7 @@
 """`recycle`: what the target thought the last time these words stood here, and what it would choose now.
 
 After Token Recycling (Luo et al., arXiv 2408.08696), which keeps the likeliest tokens of every row of the target's for the token before it.
-Here they are kept for the last 1, 2, 3 and 4 tokens, with their logits; the longest ending that is known speaks. Where the text is sampled
+Here they are kept for the last 1, 2, 4 and 8 tokens, with their logits; the longest ending that is known speaks. Where the text is sampled
 under `match`, the noise that the target is about to add is known, so a remembered row gives the token that the target would choose today: a
 copy can only repeat the choice of that day. Endings that no row is known of, such as those of a prompt, are copied as `ngram` does.
 """
@@ -30,8 +30,8 @@ from .confidence import Counts
 from .grow import GAPS, affordable, middles
 from .occurrences import agreed
 
-LONGEST = 4             # tokens of an ending
-KEPT = 8                # likeliest tokens of a row
+LENGTHS = (8, 4, 2, 1)            # tokens of an ending
+KEPT = 16               # likeliest tokens of a row
 LEVELS = 4              # whose noise is keyed at once
 WIDTH = 5               # guesses at one place of a tree
 BACKED = (1, 5, 9)      # and on a row's guess that a copy agrees with
@@ -43,6 +43,11 @@ MEMORY = 2000.0         # observations of a cell after which old ones fade
 
 Ending = tuple[int, ...]
 Key = tuple[int, ...]             # of a place's noise
+
+
+def endings(before: Ending) -> list[Ending]:
+    """What the last tokens of a text are known by, the longest first."""
+    return [before[-n:] for n in LENGTHS if n <= len(before)]
 
 
 class Rows:
@@ -58,14 +63,14 @@ class Rows:
         """Where the row behind an ending is; no more than what the tenant's own texts left there."""
         return self._tables.get(tenant, {})
 
-    def add(self, tenant: str, endings: Sequence[Ending], tokens: Tensor, logits: Tensor) -> None:
+    def add(self, tenant: str, texts: Sequence[Ending], tokens: Tensor, logits: Tensor) -> None:
         """Rows [n, k], and the last tokens before each."""
         count, rows = len(self._owners), tokens.shape[0]
-        for before in endings:
+        for before in texts:
             self._forget(self._next)
             table = self._tables.setdefault(tenant, {})
-            for n in range(len(before)):
-                table[before[n:]] = self._next
+            for ending in endings(before):
+                table[ending] = self._next
             self._owners[self._next] = tenant, before
             self._next = (self._next + 1) % count
         first, width = (self._next - rows) % count, tokens.shape[1]
@@ -84,9 +89,9 @@ class Rows:
             return
         tenant, before = owner
         table = self._tables[tenant]
-        for n in range(len(before)):
-            if table.get(before[n:]) == at:
-                del table[before[n:]]
+        for ending in endings(before):
+            if table.get(ending) == at:
+                del table[ending]
         if not table:
             del self._tables[tenant]
 
@@ -103,11 +108,11 @@ class Chances(Counts):
     """P(a guess stands | all before it do), by where it is from: a row, known by how many tokens, the guess's rank and gap there, and by
     how many tokens a copy agrees that says the same; or a copy, by how many tokens agree and whether it is the only guess."""
 
-    COPIES = LONGEST * WIDTH * (len(GAPS) + 1) * (len(BACKED) + 1)
+    COPIES = len(LENGTHS) * WIDTH * (len(GAPS) + 1) * (len(BACKED) + 1)
 
     def __init__(self) -> None:
         gaps = middles(0.0, GAPS, 2 * GAPS[-1])
-        rows = (self._belief(rank, gap) * (1.0 + 0.1 * backed) for _ in range(LONGEST) for rank in range(WIDTH) for gap in gaps
+        rows = (self._belief(rank, gap) * (1.0 + 0.1 * backed) for _ in LENGTHS for rank in range(WIDTH) for gap in gaps
                 for backed in range(len(BACKED) + 1))
         copies = (share * a / (a + 2.0) for a in (1, *AGREEMENTS) for share in (1.0, 0.3))
         super().__init__((min(belief, 0.95) for belief in (*rows, *copies)), MEMORY)
@@ -117,9 +122,9 @@ class Chances(Counts):
         return 0.7 / (1 + math.exp(0.5 - gap)) if rank == 0 else 0.25 * math.exp(-gap) / rank
 
     @staticmethod
-    def row(length: int, rank: int, gap: float, agreement: int) -> int:
-        """agreement: 0 where no copy says the same."""
-        return (((length - 1) * WIDTH + rank) * (len(GAPS) + 1) + bisect(GAPS, gap)) * (len(BACKED) + 1) + bisect(BACKED, agreement)
+    def row(which: int, rank: int, gap: float, agreement: int) -> int:
+        """which: of `LENGTHS`; agreement: 0 where no copy says the same."""
+        return ((which * WIDTH + rank) * (len(GAPS) + 1) + bisect(GAPS, gap)) * (len(BACKED) + 1) + bisect(BACKED, agreement)
 
     @classmethod
     def copy(cls, agreement: int, beside: bool) -> int:
@@ -233,7 +238,7 @@ class RecycleDrafter(NoOptions):
                 if stands >= LEAST:
                     heapq.heappush(heap, (-stands, next(order), node, level, one, before, agreement))
 
-        tail = tuple(text[-LONGEST:])
+        tail = tuple(text[-LENGTHS[0]:])
         place, known = _found(state.copies, tail)
         offer(-1, 0, 1.0, tail, place, agreed(text, place) if known else 0)
         while heap and len(tokens) < budget.nodes:
@@ -245,7 +250,7 @@ class RecycleDrafter(NoOptions):
             parents.append(parent)
             chances.append(-less)
             if level + 1 < budget.depth:
-                behind = (*before, one.token)[-LONGEST:]
+                behind = (*before, one.token)[-LENGTHS[0]:]
                 place, known = (one.place, 0) if 0 <= one.place < len(text) else _found(state.copies, behind)
                 offer(node, level + 1, -less, behind, place, agreement + 1 if one.place >= 0 else known)
         return tokens, parents, chances
@@ -254,16 +259,16 @@ class RecycleDrafter(NoOptions):
         """What may stand behind an ending. place: where a copy would go on, −1 without one; so many tokens agree in front of it."""
         copied = view.text[place] if place >= 0 else -1
         found: list[Offer] = []
-        for length in range(len(before), 0, -1):
-            if agreement > length < LONGEST:
+        for which, length in enumerate(LENGTHS):
+            at = view.rows.get(before[-length:]) if length <= len(before) else None
+            if at is None and agreement >= length:
                 break                                            # a copy knows more of what came before
-            at = view.rows.get(before[len(before) - length:])
             if at is not None:
                 tokens, values = _perturbed(*self.rows[at], view.sampling, key)
                 for rank, (token, value) in enumerate(zip(tokens[:view.width], values, strict=False)):
                     gap = values[0] - (value if rank else values[1])
                     same = token == copied
-                    found.append(Offer(token, Chances.row(length, rank, gap, agreement if same else 0), place + 1 if same else -1))
+                    found.append(Offer(token, Chances.row(which, rank, gap, agreement if same else 0), place + 1 if same else -1))
                 break
         if place >= 0 and (not found or view.width > 1) and all(one.token != copied for one in found):
             found.append(Offer(copied, Chances.copy(agreement, bool(found)), place + 1))
@@ -274,10 +279,10 @@ class RecycleDrafter(NoOptions):
             self._learn(state, commit)
             likely = None if signal is None else signal.likely
             if likely is not None:
-                endings = [tuple(state.seq.tokens[max(0, commit.start - LONGEST):commit.start])]
+                texts = [tuple(state.seq.tokens[max(0, commit.start - LENGTHS[0]):commit.start])]
                 for token, parent in zip(likely.nodes, likely.parents, strict=True):
-                    endings.append((*endings[parent + 1], token)[-LONGEST:])
-                self.rows.add(state.seq.tenant, endings, likely.tokens, likely.logits)
+                    texts.append((*texts[parent + 1], token)[-LENGTHS[0]:])
+                self.rows.add(state.seq.tenant, texts, likely.tokens, likely.logits)
 
     def _learn(self, state: RecycleState, commit: Commit) -> None:
         """Count which offers the text went on with."""
@@ -301,17 +306,17 @@ def _index(state: RecycleState, text: Sequence[int]) -> None:
     """Where each ending stood last; that of the whole text is no earlier place."""
     copies = state.copies
     for end in range(state.indexed + 1, len(text)):
-        for n in range(max(0, end - LONGEST), end):
-            copies[tuple(text[n:end])] = end
+        for ending in endings(tuple(text[max(0, end - LENGTHS[0]):end])):
+            copies[ending] = end
     state.indexed = max(state.indexed, len(text) - 1)
 
 
 def _found(copies: Mapping[Ending, int], before: Ending) -> tuple[int, int]:
     """Where the longest known part of an ending stood last, and how long it is; (−1, 0) if nowhere."""
-    for n in range(len(before)):
-        place = copies.get(before[n:])
+    for ending in endings(before):
+        place = copies.get(ending)
         if place is not None:
-            return place, len(before) - n
+            return place, len(ending)
     return -1, 0
 
 
