@@ -187,7 +187,7 @@ class RecycleDrafter(NoOptions):
     takes_path: ClassVar[bool] = False
 
     def __init__(self, rows: int = 100_000) -> None:
-        """rows: how many of the target's rows are remembered, at most a kilobyte each."""
+        """rows: how many of the target's rows are remembered, about a kilobyte each."""
         self.rows, self.chances = Rows(rows), Chances()
         self._nothing = Draft.empty(self.name, "nothing is known of the last token")
         self._unworthy = Draft.empty(self.name, "no guess is worth its row")
