@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ..core.tally import Tally
-from ..drafters import parse_spec
+from ..drafters import REMEMBER, parse_spec
 from ..drafters.base import Drafter, PerSequence
 from ..drafters.model import ModelDrafter
 from ..drafters.ngram import NgramDrafter
@@ -60,7 +60,7 @@ class Arm:
     def remembers(self) -> bool:
         """Whether what it says depends on earlier texts."""
         spec = parse_spec(self.spec)
-        return bool(spec.parts) or spec.name in ("suffix", "recycle", "custom")
+        return bool(spec.parts) or spec.name in {*REMEMBER, "custom"}
 
 
 @dataclass(frozen=True, slots=True)

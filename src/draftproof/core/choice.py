@@ -76,11 +76,11 @@ def perturbed_top(law: Law | Tensor, keys: Tensor | None, k: int, ids: Tensor | 
         law = Law(law.shape[1], law)
     assert 1 <= k <= law.size, "k distinct tokens need as many columns"
     if keys is None:
-        return law.few[::-1] if law.few is not None and k == law.few[0].shape[1] == 1 else best(law.whole, k)
+        return law.few[::-1] if law.few is not None and k == law.few[0].shape[1] == 1 else _best(law.whole, k)
     if keys.device.type == "cpu" and (law.few is not None or law.size > _DENSE or compiled(law.whole)):
         return _searched(law, keys, k, ids, counts)
     tokens = torch.arange(law.size, dtype=torch.int32, device=keys.device) if ids is None else ids
-    return best(_plus(law.whole, gumbel(keys, tokens), counts), k)
+    return _best(_plus(law.whole, gumbel(keys, tokens), counts), k)
 
 
 def _searched(law: Law, noise: Tensor, k: int, ids: Tensor | None, counts: Sequence[int] | None) -> tuple[Tensor, Tensor]:
@@ -110,7 +110,7 @@ def _plus(logp: Tensor, noise: Tensor, counts: Sequence[int] | None) -> Tensor:
     return logp + noise.repeat_interleave(uploaded(counts, noise.device), 0, output_size=logp.shape[0])
 
 
-def best(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
+def _best(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """The k largest scores [N, V] and their columns, ties by the lowest column."""
     if k == 1:
         columns = first_largest(scores)
@@ -129,7 +129,7 @@ def likeliest(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """Of each row [N, V] the likeliest tokens int64 [N, k], best first, and their logits float32, on the host; k = min(count, V).
     Equal ones come in any order."""
     k = min(count, logits.shape[1])
-    values, tokens = best(logits.float(), k) if logits.is_cpu else logits.topk(k)
+    values, tokens = _best(logits.float(), k) if logits.is_cpu else logits.topk(k)
     return tokens.cpu(), values.float().cpu()
 
 

@@ -57,6 +57,7 @@ DRAFTERS: Mapping[str, type[Named]] = {
     "custom": CustomDrafter,
 }
 
+REMEMBER = frozenset({"suffix", "recycle"})       # what these say depends on earlier texts
 BETWEEN = re.compile(r"\+(?=(?:" + "|".join(DRAFTERS) + r")(?:[:+]|$))")     # other pluses are of a path
 
 

@@ -26,12 +26,11 @@ from ..types import Budget, Commit, Draft, SequenceView
 from .base import Needs, PerSequence, Site
 from .confidence import Counts
 from .grow import affordable
-from .occurrences import FARTHEST_SCORE, agreed
+from .occurrences import AGREEMENTS, FARTHEST_SCORE, agreed
 
 PLACES = 16             # earlier occurrences that a tree looks at
 WITNESSES = 2           # and a chain whose rows have prices: the one that it copies, and another
 LEAST = 0.02            # a chance below is no chance: nothing deeper is looked at
-AGREEMENTS = (2, 3, 4, 5, 7, 9, 13, 17, 25)             # tokens from which on a node's chance is counted anew
 FARTHEST = FARTHEST_SCORE + 96                          # and up to which chains are followed
 MEMORY = 1000.0                                         # observations of a cell after which old ones fade
 

@@ -19,6 +19,7 @@ FIRST = 0x9E3779B97F4A7C15                                       # of a single t
 FACTORS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB, 0xD6E8FEB86659FD93, 0xA0761D6478BD642F, 0xE7037ED1A0B428DB, 0x8EBC6AF09C88C6E3)
 BULK = 48                                                        # new tokens from which numpy is faster than a loop
 SEPARATOR = -1
+AGREEMENTS = (2, 3, 4, 5, 7, 9, 13, 17, 25)             # tokens from which on a copy's chance is counted anew
 FARTHEST_SCORE = 32     # tokens of agreement beyond which a longer match says nothing new
 
 

@@ -28,14 +28,13 @@ from ..types import Budget, Commit, Draft, Sampling, SequenceView, Signals
 from .base import Needs, Noise, NoOptions, Site
 from .confidence import Counts
 from .grow import GAPS, affordable, middles
-from .occurrences import agreed
+from .occurrences import AGREEMENTS, agreed
 
 LENGTHS = (8, 4, 2, 1)            # tokens of an ending
 KEPT = 16               # likeliest tokens of a row
 LEVELS = 4              # whose noise is keyed at once
 WIDTH = 5               # guesses at one place of a tree
 BACKED = (1, 5, 9)      # and on a row's guess that a copy agrees with
-AGREEMENTS = (2, 3, 4, 5, 7, 9, 13, 17, 25)             # tokens from which on a copy's chance is counted anew
 BEYOND = GAPS[-1]       # how far below the last of a row's tokens the next one is taken to be
 RARE = 1e-4             # of the likeliest token's chance: a token below is not drawn
 LEAST = 0.02            # a chance below is no chance

@@ -17,7 +17,7 @@ from typing import Any
 
 from ..config import AbConfig
 from ..core.tally import Tally
-from ..drafters import parse_spec
+from ..drafters import REMEMBER, parse_spec
 from ..engine.port import Completion
 from ..trace.events import UNCLASSED
 from ..trace.report import requests
@@ -365,7 +365,7 @@ def idle(arm: Arm, done: Sequence[Completion]) -> tuple[str, str] | None:
 def remembers(arm: Arm) -> bool:
     """Whether its drafter learns from past outputs."""
     parsed = parse_spec(arm.drafter or "none")
-    return any(part.name in ("suffix", "recycle") for part in parsed.parts or (parsed,))
+    return any(part.name in REMEMBER for part in parsed.parts or (parsed,))
 
 
 def texts_of(ticket: Ticket) -> tuple[tuple[int, ...], ...]:
