@@ -41,6 +41,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from draftproof.bench.statistics import normal_tail, uniform_fit
+from draftproof.models.recurrent import CACHES, cache_name
 
 ALARM = 1e-6            # of a kept law, both tests together
 TOGETHER = 20           # texts read in one pass
@@ -53,17 +54,18 @@ class Reader:
 
     def __init__(self, folder: Path) -> None:
         self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        self._cache = cache_name(self.model) or CACHES[0]
 
     @torch.inference_mode()
     def laws(self, prompt: Sequence[int], texts: Tensor, temperature: float) -> Tensor:
         """Log-probabilities of every token at every place of the texts [n, length], which follow the prompt: [n · length, V], float64."""
         cache = DynamicCache()
-        first = self.model(torch.tensor([prompt]), past_key_values=cache, use_cache=True, logits_to_keep=1).logits
+        first = self.model(torch.tensor([prompt]), use_cache=True, logits_to_keep=1, **{self._cache: cache}).logits
         found = []
         for some in texts.split(TOGETHER):
             own = deepcopy(cache)
             own.batch_repeat_interleave(len(some))
-            rest = self.model(some[:, :-1], past_key_values=own, use_cache=True).logits
+            rest = self.model(some[:, :-1], use_cache=True, **{self._cache: own}).logits
             found.append(torch.cat([first.expand(len(some), -1, -1), rest], 1))
         logits = torch.cat(found).flatten(0, 1).double()
         return (logits / temperature).log_softmax(-1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, GPTJModel, PreTrainedModel
 
 COMMON = {
     "vocab_size": 200,
@@ -40,9 +40,10 @@ FAMILIES: dict[str, dict[str, object]] = {
     "cohere": {},
     "gpt_oss": {"head_dim": 16, "sliding_window": 24, **MOE},
     "bloom": {"n_layer": 3, "n_head": 4},
+    "xglm": {"d_model": 64, "num_layers": 3, "attention_heads": 4, "ffn_dim": 96},
     "gptj": {"n_embd": 64, "n_layer": 3, "n_head": 4, "rotary_dim": 8, "n_positions": 256},
 }
-TIER_2 = {"bloom", "gptj"}  # their attention takes no function from outside
+TIER_2 = {"bloom", "xglm"} | {"gptj" for _ in range(not GPTJModel._supports_attention_backend)}  # attention that takes no function from outside
 
 
 def build(family: str, seed: int = 0) -> PreTrainedModel:

@@ -26,7 +26,7 @@ ASKED = Sampling(temperature=0, max_tokens=20, ignore_eos=True)
 CONVOLUTIONS = {"layer_types": ["conv", "full_attention", "conv"], "block_ff_dim": 96, "conv_L_cache": 3}
 
 
-@pytest.fixture(scope="module", params=["gptj", "bloom", "lfm2"])
+@pytest.fixture(scope="module", params=["xglm", "bloom", "lfm2"])
 def target(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> CroppedTarget:
     folder = tmp_path_factory.mktemp(request.param)
     if request.param == "lfm2":  # of short convolutions, whose states have no length
@@ -107,7 +107,7 @@ def test_between_keys_and_values(target: CroppedTarget, plain: list[tuple[int, .
 
 def test_a_failed_pass_keeps_every_key_that_it_can(tmp_path: Path, hooks: list[Any]) -> None:
     """Nothing is read again where layers can be cut, so that the text's keys keep their bits."""
-    families.save("gptj", tmp_path)
+    families.save("xglm", tmp_path)
     target = load_target(tmp_path, LoadConfig(self_test=False))
     assert isinstance(target, CroppedTarget)
     slot, rows = target.open([]), torch.tensor(PROMPTS[0])
@@ -144,7 +144,7 @@ def test_a_cut_behind_what_the_cache_kept(family: str, options: dict[str, Any], 
         target.truncate(slot, length)
 
 
-@pytest.mark.parametrize("family", ["gptj", "rwkv"])
+@pytest.mark.parametrize("family", ["xglm", "rwkv"])
 def test_texts_wait_until_the_cache_has_room_for_all_they_may_become(family: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
     options = families.FAMILIES.get(family, {"attention_hidden_size": 64})

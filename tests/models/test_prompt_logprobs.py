@@ -38,7 +38,7 @@ def target(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     if request.param == "paged":
         folder = request.getfixturevalue("tiny_pair")[0]
     else:
-        families.save("gptj", folder)
+        families.save("xglm", folder)
     found = load_target(folder, LoadConfig(device="cpu", self_test=False, page_tokens=16))
     assert found.facts.tier == KINDS.index(request.param)
     return found

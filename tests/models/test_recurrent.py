@@ -20,7 +20,7 @@ from draftproof.drafters.ngram import NgramDrafter
 from draftproof.errors import LoadError, OptionError
 from draftproof.models import recurrent
 from draftproof.models.load import load_target
-from draftproof.models.recurrent import REPLAY, RecurrentTarget
+from draftproof.models.recurrent import CACHES, REPLAY, RecurrentTarget, cache_name
 from draftproof.types import Draft
 
 NEW = 64
@@ -67,7 +67,7 @@ REFUSED = {
     ),
     "recurrent_gemma": (
         {"lru_width": 64, "attention_window_size": 24, "block_types": ["recurrent", "recurrent", "attention"], "head_dim": 16},
-        "hands back no past_key_values",
+        "expected its cache in the output",
     ),
 }  # fmt: skip
 
@@ -165,6 +165,14 @@ def test_a_family_whose_cached_passes_are_wrong_is_refused_with_what_was_measure
     with pytest.raises(LoadError, match=found) as error:
         load_target(tmp_path, LoadConfig(self_test=False, threads=torch.get_num_threads()))
     assert family in str(error.value) and "transformers" in str(error.value)
+
+
+@pytest.mark.parametrize("name", CACHES)
+def test_a_cache_goes_by_the_name_that_the_model_has_for_it(name: str) -> None:
+    forward = {}
+    exec(f"def forward(self, input_ids, {name}=None, use_cache=None, **more): ...", forward)
+    assert cache_name(type("Model", (torch.nn.Module,), {"forward": forward["forward"]})()) == name
+    assert cache_name(torch.nn.Linear(1, 1)) is None
 
 
 def test_the_check_at_load_sees_a_rejection_that_leaves_a_trace(hybrid: RecurrentTarget, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -100,8 +100,9 @@ def test_refusals_before_any_process_starts(tmp_path: Path) -> None:
     families.save("llama", tmp_path)
     config = AutoConfig.from_pretrained(tmp_path)
     plan = config.base_model_tp_plan
-    config.base_model_tp_plan = {**plan, "embed_tokens": "embedding_rowwise"}       # as transformers 5.17 has it where they are tied
-    assert divided(config, 2).num_attention_heads == config.num_attention_heads // 2
+    for name in ("embed_tokens", "embed_in"):       # as transformers 5.17 has it where they are tied, and 5.24 by a family's own name
+        config.base_model_tp_plan = {**plan, name: "embedding_rowwise"}
+        assert divided(config, 2).num_attention_heads == config.num_attention_heads // 2
     config.base_model_tp_plan = {**plan, "layers.*.mlp.up_embed": "embedding_rowwise"}
     with pytest.raises(LoadError, match="not supported .embedding_rowwise."):
         divided(config, 2)

@@ -14,7 +14,7 @@ from transformers.cache_utils import DynamicLayer, LinearAttentionLayer
 from ..errors import LoadError, first_line
 from ..types import Draft, Scores
 from .passes import inferring
-from .recurrent import ADVICE, difference
+from .recurrent import ADVICE, CACHES, cache_name, difference
 from .taps import Taps, rows_at, stacked
 from .target import LoadFacts, TargetParts, reserve
 from .tokenizer import Tokenizer
@@ -69,6 +69,7 @@ class CroppedTarget:
         self.device = next(model.parameters()).device
         self.slots: list[CroppedSlot] = []
         self._taps = Taps(parts.layers)
+        self._cache_name = cache_name(model) or CACHES[0]  # who takes none is found out by `check`
 
     @inferring
     def check(self) -> None:
@@ -99,7 +100,7 @@ class CroppedTarget:
             rows.append(self.score([slot], part[:1], [Draft.chain(part[1:])]).logits)
             if slot.cache.get_seq_length() < slot.length + len(slot.nodes):
                 raise LoadError(f"{self.facts.name}: a pass leaves nothing in the cache that it is given; expected a model that keeps keys "
-                                f"and values in past_key_values; {ADVICE}")
+                                f"and values there; {ADVICE}")
             self.rewind(slot, range(len(part) - 1))
         return torch.cat(rows)
 
@@ -193,7 +194,7 @@ class CroppedTarget:
         if self.whole_tiles and rows == 1 and at + 1 < self.context:
             ids = ids.repeat(2)
         positions = torch.arange(at, at + ids.shape[0], device=self.device)[None]
-        out = self.model(input_ids=ids[None], position_ids=positions, past_key_values=slot.cache, use_cache=True)
+        out = self.model(input_ids=ids[None], position_ids=positions, use_cache=True, **{self._cache_name: slot.cache})
         logits: Tensor = out.logits[0, :rows]
         return logits
 

@@ -15,6 +15,7 @@ from ..config import LoadConfig
 from ..errors import Failure, first_line
 from .folder import end_ids, read_config, read_tokenizer, saved_dtype
 from .load import _device, _dtype, _load_model, builtin
+from .recurrent import cache_name
 
 LOOKED_UP = 10          # tokens of prompt lookup where no depth is asked for
 WIDE = 6                # rows of a pass that scores five guesses
@@ -69,7 +70,8 @@ class TransformersPeer:
             if ids.shape[1] > rows:
                 with torch.inference_mode():
                     before = self.model(input_ids=ids[:, :-rows], use_cache=True)
-                    ways.append(self.model(input_ids=ids[:, -rows:], past_key_values=before.past_key_values).logits[0, -1])
+                    behind = {cache: before[cache]} if (cache := cache_name(self.model)) else {}
+                    ways.append(self.model(input_ids=ids[:, -rows:], **behind).logits[0, -1])
         pad = torch.zeros_like(ids[:, :3])
         both = torch.cat((torch.cat((pad, ids), 1), torch.cat((ids[:, :1].expand(1, 3), ids), 1)))
         mask = torch.ones_like(both)

@@ -30,7 +30,15 @@ CHUNK = 512  # tokens per pass when a state is rebuilt from its text
 ROWS = 12  # tokens that the check at load decodes in several ways
 ADVICE = "decode it with transformers' own generate, or look for a release of transformers that mends this"
 STATES = (Cache, CacheLayerMixin, LinearAttentionCacheLayerMixin)
-CACHES = ("past_key_values", "cache_params", "state")  # what families call their cache, in forward's arguments and its output
+# what families call their cache, in forward's arguments and its output: the first since transformers 5.24, where it stands for the next two
+CACHES = ("cache", "past_key_values", "cache_params", "state")
+
+
+def cache_name(model: nn.Module) -> str | None:
+    """One of `CACHES`; None for a model that takes no cache."""
+    takes = inspect.signature(model.forward).parameters
+    return next((name for name in CACHES if name in takes), None)
+
 
 @dataclass(frozen=True, slots=True)
 class Mark:
@@ -100,12 +108,12 @@ class RecurrentTarget:
         self.slots: list[RecurrentSlot] = []
         self._taps = Taps(parts.layers)
         takes = inspect.signature(model.forward).parameters
-        names = [name for name in CACHES if name in takes]
-        if not names:
+        name = cache_name(model)
+        if name is None:
             raise LoadError(
                 f"{self._name()} takes none of {', '.join(CACHES)}; expected a cache that is handed from pass to pass; {ADVICE}"
             )
-        self._cache_name = names[0]
+        self._cache_name = name
         self._takes_positions, self._takes_keep = "position_ids" in takes, "logits_to_keep" in takes
 
     @inferring

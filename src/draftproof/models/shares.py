@@ -29,7 +29,7 @@ from .packed import Linear
 DIVIDED = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
 DIMENSION = {"colwise": 0, "rowwise": 1}    # of a weight [out, in] that is divided
 WHOLE = {"replicated_with_grad_allreduce"}  # held by every process
-EMBEDDING = "embed_tokens", "embedding_rowwise"  # in plans of some versions; held by every process as well
+EMBEDDING = "embedding_rowwise"             # of tokens; in plans of some versions, and held by every process as well
 PATIENCE = timedelta(minutes=5)             # within one pass, and while the others load
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 
@@ -99,7 +99,7 @@ def divided(config: Any, count: int) -> Any:
     plan = getattr(config, "base_model_tp_plan", None)
     if not plan or config.get_text_config() is not config:
         raise LoadError(f"{name} has no plan for it in this version of transformers; use one device")
-    strange = sorted({style for layer, style in plan.items() if (layer, style) != EMBEDDING} - set(DIMENSION) - WHOLE)
+    strange = sorted({style for layer, style in plan.items() if style != EMBEDDING or "*" in layer} - set(DIMENSION) - WHOLE)
     if strange or getattr(config, "quantization_config", None):
         raise LoadError(f"{name} comes apart in ways that are not supported ({', '.join(strange) or 'its weights are quantised'}); "
                         "use one device, or serve --engine vllm")
