@@ -57,6 +57,24 @@ def test_how_likely_it_is(running: Running, ids: list[int]) -> None:
     assert [at - len(PROMPT) for at in told["text_offset"][len(ids):]] == own["text_offset"]
 
 
+def test_where_tokens_of_a_prompt_begin_that_names_special_ones(running: Running, tmp_path: Path) -> None:
+    """Sent as text they stand in the answer; sent as ids they write nothing, as in any text."""
+    prompt = "<|user|>héllo 👋<|assistant|>so"
+    prompt_ids = running.post("/tokenize", {"prompt": prompt}).json()["tokens"]
+    for sent in (prompt, prompt_ids):
+        for choice in running.complete(prompt=sent, **ASKED, logprobs=0, echo=True, n=2)["choices"]:
+            told, text = choice["logprobs"], choice["text"]
+            for token, at in list(zip(told["tokens"], told["text_offset"], strict=True))[:len(prompt_ids) + 1]:
+                assert "\ufffd" in token or text.startswith(token, at) or sent is prompt_ids and token.startswith("<|"), (token, at)
+            assert told["text_offset"][len(prompt_ids)] == len(prompt if sent is prompt else "héllo 👋so")
+    request, log = {"prompt": prompt, **ASKED, "logprobs": 0}, tmp_path / "log.jsonl"
+    found = []
+    for echo in (False, True):
+        log.write_text(json.dumps({"request": {**request, "echo": echo}, "response": running.complete(**request, echo=echo)}) + "\n")
+        found.append(next(read_log(log)))
+    assert found[0].answer == found[1].answer and found[0].places == found[1].places
+
+
 def test_as_harnesses_rank_answers(running: Running, ids: list[int]) -> None:
     """Token ids of context and continuation, one token that nobody reads; whether the continuation is the likeliest one, too."""
     context, most = ids[:4], running.target.table.argmax(-1)      # type: ignore[attr-defined]

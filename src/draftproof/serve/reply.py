@@ -94,6 +94,13 @@ class CompletionReply:
         return {"index": choice, "text": text, "finish_reason": finish_of(done.finish_reason),
                 "logprobs": None if logprobs is None else self._logprobs(choice, logprobs), **_of_prompt(self.head, done)}
 
+    def _sent(self, choice: int, token: int) -> bytes:
+        """What a special token writes: nothing, unless it stands in a prompt that was sent as text and is told again."""
+        prompt = self.head.order.prompts[choice // self.head.order.sampling.n]
+        spelled = _piece(self.head.served, token)
+        stands = self.head.order.echo and isinstance(prompt, str) and prompt.startswith(spelled, self._offsets[choice])
+        return spelled.encode() if stands else b""
+
     def _prompt(self, choice: int) -> str:
         """The prompt of a choice as it was sent, or as its ids read."""
         prompt = self.head.order.prompts[choice // self.head.order.sampling.n]
@@ -117,7 +124,7 @@ class CompletionReply:
         """The character of the text at which the token begins; one that goes on with a character begins where that one does."""
         decoder = self._characters[choice]
         unfinished = decoder.getstate()[0]
-        written = decoder.decode(_written(self.head.served, token))
+        written = decoder.decode(_written(self.head.served, token) or self._sent(choice, token))
         offset = self._offsets[choice] + bool(unfinished and written.startswith("\ufffd"))       # what was unfinished stays so
         self._offsets[choice] += len(written)
         return offset
