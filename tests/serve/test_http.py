@@ -475,6 +475,15 @@ def test_names_of_hosts_know_no_capitals() -> None:
         assert client.get("/health", headers={"Host": "other"}).status_code == 403
 
 
+def test_the_likeliest_tokens_have_the_one_beside_them_that_was_written(running: Running) -> None:
+    """As OpenAI and vLLM tell a completion's: up to one more than was asked for."""
+    for count in (0, 2):
+        told = running.complete(prompt="abba", seed=4, max_tokens=30, temperature=2.0, logprobs=count)["choices"][0]["logprobs"]
+        entries = list(zip(told["tokens"], told["token_logprobs"], told["top_logprobs"], strict=True))
+        assert all(token in top and (top[token] == own or "\ufffd" in token) for token, own, top in entries)
+        assert max(len(top) for _, _, top in entries) == count + 1
+
+
 def test_offsets_of_tokens_that_write_nothing() -> None:
     """A special token has a piece to show, and no place in the text: the next token begins where it stands."""
     target = words()

@@ -116,9 +116,12 @@ class CompletionReply:
     def _logprobs(self, choice: int, entries: Sequence[TokenLogprob]) -> dict[str, Any]:
         tokens = [_piece(self.head.served, entry.token_id) for entry in entries]
         offsets = [self._offset(choice, entry.token_id) for entry in entries]
-        top = [None if entry.logprob is None else {_piece(self.head.served, each.token): each.probability for each in reversed(entry.top)}
-               for entry in entries]
+        top = [None if entry.logprob is None else {token: entry.logprob, **self._likeliest(entry)}
+               for token, entry in zip(tokens, entries, strict=True)]
         return {"tokens": tokens, "token_logprobs": [entry.logprob for entry in entries], "top_logprobs": top, "text_offset": offsets}
+
+    def _likeliest(self, entry: TokenLogprob) -> dict[str, float]:
+        return {_piece(self.head.served, each.token): each.probability for each in reversed(entry.top)}
 
     def _offset(self, choice: int, token: int) -> int:
         """The character of the text at which the token begins; one that goes on with a character begins where that one does."""
