@@ -230,6 +230,20 @@ def test_admission_waits_for_room_in_order_and_refuses_what_can_never_fit() -> N
     assert not target.open_slots
 
 
+def test_where_nobody_guesses_a_fixed_depth_needs_no_room() -> None:
+    target, prompt, sampling = Small(vocab_size=11, order=2, seed=0), [1] * 39, Sampling(seed=1, max_tokens=1)
+    with Engine(target=target, drafter="ngram:min=1,max=2", depth=2) as engine:
+        want = alone(target, prompt, sampling).token_ids
+        assert engine.generate(prompt, sampling, speculation={"drafter": "none"}).token_ids == want
+        assert engine.generate(prompt, sampling, speculation={"depth": 0}).token_ids == want
+        engine.set_speculation(enabled=False)
+        assert engine.generate(prompt, sampling).token_ids == want
+        assert engine.generate(prompt, sampling, speculation={"depth": 2}).token_ids == want
+        engine.set_speculation(enabled=True)
+        with pytest.raises(OptionError, match="depth=2 after a prompt of 39"):
+            engine.generate(prompt, sampling)
+
+
 class Tapped(TableTarget):
     """Shows as hidden state the token that each row was fed, so that a drafter's signals can be checked."""
 

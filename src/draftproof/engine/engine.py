@@ -305,8 +305,9 @@ class Engine:
 
     def _check_fits(self, seq: Sequence) -> None:
         """With nothing else running: refuse what could never run. Raises OptionError or CacheFull."""
-        depth = seq.depth if isinstance(seq.depth, int) else self.settings.depth if seq.depth is None else None
-        needed = seq.prompt_tokens + (depth or 0) + 1
+        told = self._speculation_of(seq)["depth"]                   # 0 where nobody guesses
+        depth = told if isinstance(told, int) else 0
+        needed = seq.prompt_tokens + depth + 1
         if depth and (needed > self.target.context or not self.target.fits(needed)):
             raise OptionError(f"depth={depth} after a prompt of {seq.prompt_tokens} tokens needs {needed} tokens; the target's context is "
                               f"{self.target.context}, its cache {self.load.cache_tokens}: lower the depth, or shorten the prompt")
