@@ -484,6 +484,16 @@ def test_the_likeliest_tokens_have_the_one_beside_them_that_was_written(running:
         assert max(len(top) for _, _, top in entries) == count + 1
 
 
+@pytest.mark.parametrize(("header", "body", "found"), [
+    ("off", {}, ("off", 0, "match")), ("off", {"rule": "ratio"}, ("off", 0, "ratio")), ("off", {"drafter": "ngram"}, ("on", 3, "match")),
+    ('{"rule": "ratio"}', {"depth": 2}, ("on", 2, "ratio")),
+    ('{"rule": "ratio", "depth": 1}', {"depth": 2, "rule": "block"}, ("on", 2, "block")), ("on", {"drafter": "off"}, ("off", 0, "match"))])
+def test_what_a_body_does_not_say_the_header_says(running: Running, header: str, body: dict[str, Any], found: tuple[str, Any, str]) -> None:
+    answer = running.post("/v1/completions", {"prompt": "abab", "max_tokens": 4, "seed": 1, "speculation": body},
+                          headers={"X-Draftproof-Speculation": header}).json()
+    assert tuple(answer["speculation"][name] for name in ("state", "depth", "rule")) == found
+
+
 def test_offsets_of_tokens_that_write_nothing() -> None:
     """A special token has a piece to show, and no place in the text: the next token begins where it stands."""
     target = words()

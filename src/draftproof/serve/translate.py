@@ -262,8 +262,8 @@ def _order(request: Common, headers: Headers, prompts: tuple[str | tuple[int, ..
 
 
 def _wish(body: Speculation | None, headers: Headers) -> Mapping[str, Any] | None:
-    wish = body.model_dump(exclude_none=True) if body is not None else headers.speculation
-    if wish and wish.get("drafter") == "off":
+    wish = {**(headers.speculation or {}), **(body.model_dump(exclude_none=True) if body is not None else {})}
+    if wish.get("drafter") == "off":
         wish = {**wish, "drafter": "none"}
     return wish or None
 
