@@ -23,6 +23,7 @@ IDLE: list[tuple[str, Any, Any, tuple[str, ...]]] = [
     ("reasoning_effort", None, "high", (CHAT,)), ("echo", False, True, (CHAT,)), ("add_special_tokens", False, True, (CHAT,)),
     ("add_generation_prompt", True, False, (CHAT, TOKENIZE)), ("continue_final_message", False, True, (CHAT, TOKENIZE)),
     ("store", False, True, (CHAT, RESPONSES)), ("stop", "", [""], TEXTS), ("stop", [], 7, TEXTS),
+    ("top_logprobs", 0, 1, (CHAT,)),
 ]
 
 

@@ -124,7 +124,7 @@ def completion(request: CompletionRequest, headers: Headers) -> Order:
 
 def chat(request: ChatRequest, headers: Headers, served: Served) -> Order:
     """Raises Refusal for a conversation that the model's template does not take."""
-    if request.top_logprobs is not None and not request.logprobs:
+    if request.top_logprobs and not request.logprobs:         # 0 is what vLLM's clients send by default
         raise Refusal(400, "top_logprobs without logprobs: set logprobs to true", param="top_logprobs")
     if request.max_tokens is not None and request.max_completion_tokens not in (None, request.max_tokens):
         raise Refusal(400, "max_tokens and max_completion_tokens differ; give one of them", param="max_tokens")
