@@ -494,6 +494,15 @@ def test_what_a_body_does_not_say_the_header_says(running: Running, header: str,
     assert tuple(answer["speculation"][name] for name in ("state", "depth", "rule")) == found
 
 
+def test_more_prompts_than_a_key_may_ever_have_open() -> None:
+    """Each counts as one. To try again later, as a 429 asks, would not help; and nothing of it is begun."""
+    with serving(letters(), config=ServeConfig(port=0, max_per_tenant=2)) as running:
+        refused = running.post("/v1/completions", {"prompt": ["ab"] * 3, "max_tokens": 2})
+        assert refused.status_code == 400 and refused.json()["error"]["param"] == "prompt" and "Retry-After" not in refused.headers
+        assert "3 prompts" in refused.text and "at most 2" in refused.text
+        assert len(running.complete(prompt=["ab"] * 2, max_tokens=2)["choices"]) == 2
+
+
 def test_offsets_of_tokens_that_write_nothing() -> None:
     """A special token has a piece to show, and no place in the text: the next token begins where it stands."""
     target = words()

@@ -111,6 +111,9 @@ class Server:
             order, arm = await self._aside(request, lambda: self.experiment.enter(order_of(headers), tenant))
             if order.choices > schema.MAX_N * 4:
                 raise Refusal(400, f"{order.choices} texts in one request; expected at most {schema.MAX_N * 4}", param="n")
+            if len(order.prompts) > self.config.max_per_tenant:      # to wait would not help
+                raise Refusal(400, f"{len(order.prompts)} prompts in one request, each counted as one; expected at most "
+                              f"{self.config.max_per_tenant}", param="prompt")
             await self._compiled(order)
             head = Head(prefix + secrets.token_hex(12), int(time()), order, self.served)
             reading = Reading(self.worker, [self._ticket(order, prompt, request) for prompt in order.prompts])
