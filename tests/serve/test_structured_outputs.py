@@ -64,7 +64,10 @@ def test_an_object_of_any_kind(running: Running) -> None:
     ({"guided_regex": "a", "response_format": {"type": "json_object"}}, "guided_regex"),
     ({"structured_outputs": {"structural_tag": "a"}}, "structured_outputs.structural_tag"),
     ({"structured_outputs": {"json": "{"}}, "structured_outputs.json"), ({"guided_json": "[]"}, "guided_json"),
-    ({"guided_choice": []}, "guided_choice"), ({"guided_regex": "("}, None), ({"guided_grammar": "nonsense"}, None),
+    ({"guided_choice": []}, "guided_choice"), ({"guided_regex": "("}, "guided_regex"), ({"guided_grammar": "nonsense"}, "guided_grammar"),
+    ({"structured_outputs": {"json": {"type": "nonsense"}}}, "structured_outputs"),
+    ({"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "nonsense"}}}}, "response_format"),
+    ({"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "nonsense"}}}]}, "tools"),
     ({"guided_regex": "a", "tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
 ])
 def test_what_cannot_be_kept_is_refused(running: Running, body: dict[str, Any], param: str | None) -> None:

@@ -164,7 +164,9 @@ class Server:
             await asyncio.wait_for(asyncio.shield(work), self.config.grammar_s)
         except TimeoutError:
             raise Refusal(400, f"the schema does not compile within {self.config.grammar_s:g} s; make it simpler",
-                          param="response_format") from None
+                          param=order.structure) from None
+        except UsageError as error:
+            raise Refusal(400, str(error), param=order.structure) from None
 
     def _compiled_one(self, work: asyncio.Future[Any]) -> None:
         self._compiling -= 1

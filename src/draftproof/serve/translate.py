@@ -70,6 +70,7 @@ class Order:
     echo: bool = False                                      # the answer begins with the prompt
     silent: bool = False                                    # and ends with it: the engine's one token is not told
     prompt_told: bool = False                               # how likely its tokens are stands apart
+    structure: str = ""                                     # the field that the grammar is from
 
     @property
     def choices(self) -> int:
@@ -116,7 +117,7 @@ def completion(request: CompletionRequest, headers: Headers) -> Order:
         said = f"prompt_logprobs={request.prompt_logprobs} beside echo and logprobs={request.logprobs}"
         raise Refusal(400, f"{said}: expected the same number", param="prompt_logprobs")
     order = _order(request, headers, prompts, max_tokens=1 if silent else request.max_tokens, n=request.n, logprobs=request.logprobs,
-                   grammar=_structure(request, request.response_format), include_usage=_usage(request))
+                   structure=_structure(request, request.response_format), include_usage=_usage(request))
     if request.echo:
         order = replace(order, echo=True, silent=silent, sampling=replace(order.sampling, prompt_logprobs=request.logprobs))
     return _telling(order, request.prompt_logprobs)
@@ -129,18 +130,18 @@ def chat(request: ChatRequest, headers: Headers, served: Served) -> Order:
     if request.max_tokens is not None and request.max_completion_tokens not in (None, request.max_tokens):
         raise Refusal(400, "max_tokens and max_completion_tokens differ; give one of them", param="max_tokens")
     may_call = tools.chosen(request.tools, request.tool_choice)
-    grammar = _structure(request, request.response_format)
+    place, grammar = _structure(request, request.response_format)
     if may_call:
         if grammar is not None and not {"json_schema", "json_object"} & grammar.keys():
             raise Refusal(400, "tools beside a structure that is not JSON: leave one of them out, or say tool_choice none", param="tools")
         must = request.tool_choice not in (None, "auto")
         answer = None if grammar is None else grammar.get("json_schema", ANY_OBJECT)
-        grammar = {"lark": tools.grammar(may_call, must, request.parallel_tool_calls is not False, answer)}
+        place, grammar = "tools", {"lark": tools.grammar(may_call, must, request.parallel_tool_calls is not False, answer)}
     prediction = "" if request.prediction is None else _text(request.prediction.content)
     order = _order(
         request, headers, (conversation(request.messages, served, may_call),), n=request.n,
         max_tokens=request.max_completion_tokens or request.max_tokens,
-        logprobs=(request.top_logprobs or 0) if request.logprobs else None, grammar=grammar, include_usage=_usage(request),
+        logprobs=(request.top_logprobs or 0) if request.logprobs else None, structure=(place, grammar), include_usage=_usage(request),
         prediction=prediction, may_call=tuple(may_call))
     return _telling(order, request.prompt_logprobs)
 
@@ -164,7 +165,7 @@ def responses(request: ResponsesRequest, headers: Headers, served: Served) -> Or
                      for one in request.input]
     form = request.text.format if request.text else None
     prompt = conversation(messages, served, (), "input")
-    order = _order(request, headers, (prompt,), max_tokens=request.max_output_tokens, grammar=_structure(request, form))
+    order = _order(request, headers, (prompt,), max_tokens=request.max_output_tokens, structure=_structure(request, form))
     return replace(order, instructions=request.instructions)
 
 
@@ -236,7 +237,7 @@ def _turn(message: Message) -> dict[str, Any]:
 
 
 def _order(request: Common, headers: Headers, prompts: tuple[str | tuple[int, ...], ...], *, max_tokens: int | None,
-           grammar: Mapping[str, Any] | None, n: int | None = None, logprobs: int | None = None, include_usage: bool = False,
+           structure: tuple[str, Mapping[str, Any] | None], n: int | None = None, logprobs: int | None = None, include_usage: bool = False,
            prediction: str = "", may_call: tuple[Tool, ...] = ()) -> Order:
     given: dict[str, Any] = {name: getattr(request, name) for name in SAME if getattr(request, name) is not None}
     if max_tokens is not None:
@@ -253,12 +254,12 @@ def _order(request: Common, headers: Headers, prompts: tuple[str | tuple[int, ..
         given["logit_bias"] = {int(token): bias for token, bias in request.logit_bias.items()}
     sampling = Sampling(
         **given, bad_words=tuple(request.bad_words or ()), stop_token_ids=tuple(request.stop_token_ids or ()), n=n or 1, logprobs=logprobs,
-        grammar=grammar, prediction=prediction)
+        grammar=structure[1], prediction=prediction)
     metadata = request.metadata or {}
     said = metadata.get("prompt_class")
     return Order(prompts, sampling, _wish(request.speculation, headers), _class(said, "metadata.prompt_class") or headers.prompt_class,
                  bool(request.stream), include_usage, may_call, request.metadata,
-                 request.user or request.safety_identifier or metadata.get("user"))
+                 request.user or request.safety_identifier or metadata.get("user"), structure=structure[0])
 
 
 def _wish(body: Speculation | None, headers: Headers) -> Mapping[str, Any] | None:
@@ -268,8 +269,8 @@ def _wish(body: Speculation | None, headers: Headers) -> Mapping[str, Any] | Non
     return wish or None
 
 
-def _structure(request: Common, form: ResponseFormat | TextFormat | None) -> dict[str, Any] | None:
-    """The grammar that an answer follows, as OpenAI's clients ask for it or as vLLM's do."""
+def _structure(request: Common, form: ResponseFormat | TextFormat | None) -> tuple[str, dict[str, Any] | None]:
+    """The grammar that an answer follows, as OpenAI's clients ask for it or as vLLM's do, behind the field that has it."""
     found = _grammar(form)
     asked = [] if found is None else [("text.format" if isinstance(form, TextFormat) else "response_format", found)]
     if request.structured_outputs is not None:
@@ -282,7 +283,7 @@ def _structure(request: Common, form: ResponseFormat | TextFormat | None) -> dic
     asked += [(f"guided_{way}", _way(way, value)) for way, value in guided.items() if value is not None]
     if len(asked) > 1:
         raise Refusal(400, f"{asked[0][0]} and {asked[-1][0]}: an answer follows one structure; leave one out", param=asked[-1][0])
-    return asked[0][1] if asked else None
+    return asked[0] if asked else ("", None)
 
 
 def _way(way: str, value: Any) -> dict[str, Any]:
