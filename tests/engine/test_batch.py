@@ -217,8 +217,6 @@ def test_admission_waits_for_room_in_order_and_refuses_what_can_never_fit() -> N
             assert h.completion().token_ids == alone(target, [1, 2, i], sampling).token_ids
         with pytest.raises(CacheFull, match="max_tokens=60"):
             engine.generate([1, 2], Sampling(max_tokens=60))
-        with pytest.raises(OptionError, match="depth=2 after a prompt of 39"):
-            engine.generate([1] * 39, Sampling(max_tokens=1))
         first = engine.submit([1, 2], sampling)[0]
         engine.step()
         never = engine.submit([1, 2], Sampling(max_tokens=60))[0]
@@ -230,18 +228,21 @@ def test_admission_waits_for_room_in_order_and_refuses_what_can_never_fit() -> N
     assert not target.open_slots
 
 
-def test_where_nobody_guesses_a_fixed_depth_needs_no_room() -> None:
-    target, prompt, sampling = Small(vocab_size=11, order=2, seed=0), [1] * 39, Sampling(seed=1, max_tokens=1)
+def test_a_fixed_depth_is_cut_to_the_room_that_a_text_has_left() -> None:
+    """Alone as among others, and where nobody guesses: 39 of 40 tokens are the prompt's."""
+    target, prompt, sampling = Small(vocab_size=11, order=2, seed=0), [1, 2, 3] * 13, Sampling(seed=1, max_tokens=1)
+    want = alone(target, prompt, sampling).token_ids
     with Engine(target=target, drafter="ngram:min=1,max=2", depth=2) as engine:
-        want = alone(target, prompt, sampling).token_ids
-        assert engine.generate(prompt, sampling, speculation={"drafter": "none"}).token_ids == want
-        assert engine.generate(prompt, sampling, speculation={"depth": 0}).token_ids == want
-        engine.set_speculation(enabled=False)
+        for asked in ({}, {"drafter": "none"}, {"depth": 0}, {"depth": 2}):
+            assert engine.generate(prompt, sampling, speculation=asked).token_ids == want
+        engine.submit([1, 2], sampling)
         assert engine.generate(prompt, sampling).token_ids == want
-        assert engine.generate(prompt, sampling, speculation={"depth": 2}).token_ids == want
-        engine.set_speculation(enabled=True)
-        with pytest.raises(OptionError, match="depth=2 after a prompt of 39"):
-            engine.generate(prompt, sampling)
+        for switched in (False, True):
+            engine.set_speculation(enabled=switched)
+            assert engine.generate(prompt, sampling).token_ids == want
+        longer = Sampling(seed=1, max_tokens=3)
+        found = engine.generate(prompt[:37], longer)
+        assert found.token_ids == alone(target, prompt[:37], longer).token_ids and len(found.token_ids) == 3
 
 
 class Tapped(TableTarget):

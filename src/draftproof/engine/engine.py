@@ -304,13 +304,7 @@ class Engine:
             self.cancel(handle.id)
 
     def _check_fits(self, seq: Sequence) -> None:
-        """With nothing else running: refuse what could never run. Raises OptionError or CacheFull."""
-        told = self._speculation_of(seq)["depth"]                   # 0 where nobody guesses
-        depth = told if isinstance(told, int) else 0
-        needed = seq.prompt_tokens + depth + 1
-        if depth and (needed > self.target.context or not self.target.fits(needed)):
-            raise OptionError(f"depth={depth} after a prompt of {seq.prompt_tokens} tokens needs {needed} tokens; the target's context is "
-                              f"{self.target.context}, its cache {self.load.cache_tokens}: lower the depth, or shorten the prompt")
+        """With nothing else running: refuse what could never run. Raises CacheFull."""
         reach = self._batch.reach(seq)
         if not self.target.fits(reach):
             raise CacheFull(f"a prompt of {seq.prompt_tokens} tokens with max_tokens={seq.sampling.max_tokens} may need {reach}, more than "
