@@ -86,6 +86,25 @@ def test_one_wait_a_round_and_the_text_of_the_cpu(temperature: float, rounds: li
                 assert len(waits) == 1 or spec == "model" and all("drafters/model.py" in wait for wait in waits[1:]), waits
 
 
+@pytest.mark.parametrize("spec", ["recycle"])
+def test_trees_and_what_was_likely_are_looked_at_once(spec: str, rounds: list[list[str]]) -> None:
+    """Texts of several options, trees and depths: beside the verdict a round waits for its trees' levels, or for what was likely."""
+    load = LoadConfig(device=NAME, **LOAD)  # type: ignore[arg-type]
+    heats = [Sampling(temperature=t, max_tokens=8 + 3 * i, seed=3, ignore_eos=True) for i, t in enumerate((0.0, 0.8))]
+    with elsewhere():
+        target = load_target(builtin("target"), load)
+        for tree in (None, 8):
+            with Engine(target, spec, 3, load=load, tree=tree) as engine:
+                done = engine.generate_batch([PROMPT, "x = [1, 2, "], heats)
+            assert all(one.speculation["state"] == "on" for one in done), done[0].speculation
+    assert sum(one.metrics["drafted"] for one in done)
+    for waits in rounds:
+        rest = [wait for wait in waits if "choices = " not in wait and "choices_there()" not in wait]
+        assert len(rest) == len(waits) - 1
+        assert all("unpacked(packed(levels)" in wait for wait in rest) and len(rest) <= 1 or \
+            spec == "recycle" and all("core/choice.py" in wait for wait in rest), waits
+
+
 def test_the_count_sees_what_waits() -> None:
     with elsewhere():
         x = torch.arange(5.0).to(NAME)

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from ..core.host import COLD
-from ..core.noise import gumbel_of
+from ..core.noise import gumbel_of, key
 from ..core.verify import shares_noise
 from ..types import Budget, Commit, Draft, Sampling, SequenceView, Signals
 from .base import Needs, Noise, NoOptions, Site
@@ -32,7 +32,6 @@ from .occurrences import AGREEMENTS, agreed
 
 LENGTHS = (8, 4, 2, 1)            # tokens of an ending
 KEPT = 16               # likeliest tokens of a row
-LEVELS = 4              # whose noise is keyed at once
 WIDTH = 5               # guesses at one place of a tree
 BACKED = (1, 5, 9)      # and on a row's guess that a copy agrees with
 BEYOND = GAPS[-1]       # how far below the last of a row's tokens the next one is taken to be
@@ -160,16 +159,15 @@ class _View(NamedTuple):
 
 @dataclass(slots=True)
 class _Keys:
-    """The keys of the noise of the tokens that come next, made as guesses get there."""
+    """The keys of the shared noise of the tokens that come next, made as guesses get there: on the host, where they are read. The engine's
+    lie on the target's device, and a look would wait for it."""
 
     seq: SequenceView
-    noise: Noise
     made: list[Key] = field(default_factory=list)
 
     def of(self, level: int) -> Key:
         while level >= len(self.made):
-            start = len(self.seq.tokens) + len(self.made)
-            self.made += map(tuple, self.noise.keys([self.seq] * LEVELS, range(start, start + LEVELS)).tolist())
+            self.made.append(key(self.seq.seed, self.seq.sample, "text", len(self.seq.tokens) + len(self.made)))
         return self.made[level]
 
 
@@ -202,13 +200,13 @@ class RecycleDrafter(NoOptions):
         """Rows stay; they are the drafter's."""
 
     def propose(self, states: Sequence[RecycleState], budgets: Sequence[Budget], noise: Noise) -> list[Draft]:
-        return [self._guess(state, budget, noise) if budget.depth else Draft.empty(self.name)
+        return [self._guess(state, budget) if budget.depth else Draft.empty(self.name)
                 for state, budget in zip(states, budgets, strict=True)]
 
-    def _guess(self, state: RecycleState, budget: Budget, noise: Noise) -> Draft:
+    def _guess(self, state: RecycleState, budget: Budget) -> Draft:
         text, seq = state.seq.tokens, state.seq
         _index(state, text)
-        keys = _Keys(seq, noise) if shares_noise(seq.rule) and not seq.sampling.greedy else None
+        keys = _Keys(seq) if shares_noise(seq.rule) and not seq.sampling.greedy else None
         tokens, parents, chances = self._grow(state, text, budget, keys)
         if not tokens:
             return self._unworthy if state.out and state.out.offers[-1] else self._nothing
