@@ -254,9 +254,9 @@ def _union(first: Draft, rest: Draft) -> Draft:
                 parents.append(above)
                 scores.append(score)
             place.append(node)
-    ids = torch.tensor(tokens, dtype=torch.int64, device=rest.tokens.device)
+    ids = torch.tensor(tokens, dtype=torch.int64)
     known = first.score is not None and rest.score is not None
-    score = torch.tensor(scores, device=rest.tokens.device) if known else None
+    score = torch.tensor(scores) if known else None
     return Draft(ids, tuple(parents), score=score, drafter=f"{first.drafter}+{rest.drafter}")
 
 

@@ -54,12 +54,12 @@ def spine(tokens: Tensor, values: Tensor, extra: Sequence[int], law: DraftLaw | 
     law: rows per level; the draft's has one per node. score: perturbed margin."""
     if not any(extra):
         return Draft.chain(tokens[:, 0], score=_margins(values), law=law, drafter=name, reason=reason)
-    return beside(tokens.tolist(), values.tolist(), extra, law, name, reason, tokens.device)
+    return beside(tokens.tolist(), values.tolist(), extra, law, name, reason)
 
 
 def beside(ids: Sequence[Sequence[int]], heights: Sequence[Sequence[float]], extra: Sequence[int], law: DraftLaw | None, name: str,
-           reason: str, device: torch.device | str = "cpu") -> Draft:
-    """`spine` of numbers on the host."""
+           reason: str) -> Draft:
+    """`spine` of numbers on the host, where the draft stays."""
     flat: list[int] = []
     parents: list[int] = []
     score_of: list[float] = []
@@ -77,8 +77,8 @@ def beside(ids: Sequence[Sequence[int]], heights: Sequence[Sequence[float]], ext
             score_of.append(min(height - rival, SURE))
             row.append(level)
         parent = first
-    return Draft(torch.tensor(flat, device=device), tuple(parents), score=torch.tensor(score_of, device=device), drafter=name,
-                 reason=reason, law=None if law is None else DraftLaw(law.logq, tuple(row), law.ids))
+    return Draft(torch.tensor(flat, dtype=torch.int64), tuple(parents), score=torch.tensor(score_of), drafter=name, reason=reason,
+                 law=None if law is None else DraftLaw(law.logq, tuple(row), law.ids))
 
 
 def _margins(values: Tensor) -> Tensor | None:
