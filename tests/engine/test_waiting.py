@@ -73,7 +73,7 @@ def test_one_wait_a_round_and_the_text_of_the_cpu(temperature: float, rounds: li
     load = LoadConfig(device=NAME, **LOAD)  # type: ignore[arg-type]
     with elsewhere():
         target = load_target(builtin("target"), load)
-        for spec in ("none", "ngram", "model", "eagle3", "mtp", Wrong(NAME)):
+        for spec in ("none", "ngram", "model", "pard", "eagle3", "mtp", "medusa", "mlp", Wrong(NAME)):
             rounds.clear()
             with Engine(target, spec, 0 if spec == "none" else 3, load=load) as engine:
                 done = engine.generate_batch([PROMPT, "x = [1, 2, "], sampling)
@@ -86,7 +86,7 @@ def test_one_wait_a_round_and_the_text_of_the_cpu(temperature: float, rounds: li
                 assert len(waits) == 1 or spec == "model" and all("drafters/model.py" in wait for wait in waits[1:]), waits
 
 
-@pytest.mark.parametrize("spec", ["recycle"])
+@pytest.mark.parametrize("spec", ["medusa", "mlp", "pard", "recycle"])
 def test_trees_and_what_was_likely_are_looked_at_once(spec: str, rounds: list[list[str]]) -> None:
     """Texts of several options, trees and depths: beside the verdict a round waits for its trees' levels, or for what was likely."""
     load = LoadConfig(device=NAME, **LOAD)  # type: ignore[arg-type]

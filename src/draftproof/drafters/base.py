@@ -20,6 +20,7 @@ from ..core.choice import Law, perturbed_top
 from ..core.edits import Counts, Rows
 from ..core.host import COLD, HOT
 from ..core.probs import check_finite, laws
+from ..core.upload import uploaded
 from ..models.target import Target
 from ..types import Budget, Commit, Draft, Rule, SequenceView, Signals
 
@@ -258,7 +259,8 @@ def pick(logits: Tensor, groups: Sequence[Rows], seqs: Sequence[SequenceView], p
     best, columns = perturbed_top(law, keys, k, ids, counts)
     if any(quiet) and not greedy:
         rows = [row for row, still in enumerate(still for still, count in zip(quiet, counts, strict=True) for _ in range(count)) if still]
-        best[rows], columns[rows] = perturbed_top(law.of(rows), None, k)
+        here = uploaded(rows, best.device)
+        best[here], columns[here] = perturbed_top(law.of(rows), None, k)
     if law.dead:
         best[list(law.dead)] = -math.inf
     return Picks(columns if ids is None else ids[columns], best, law.whole if noise.keep_law and not greedy else None, ids,

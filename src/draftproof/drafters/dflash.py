@@ -14,6 +14,7 @@ from typing import ClassVar, Self
 import torch
 from torch import Tensor
 
+from ..core.upload import uploaded
 from ..models.heads.cache import HeadCache
 from ..models.heads.dflash import Blocks, DFlash
 from ..models.packed import can_pack, pack, sizes
@@ -144,8 +145,8 @@ class DFlashDrafter(NoOptions):
 
     def _pass(self, states: Sequence[BlockState], depth: int) -> Slots:
         """One pass over the blocks of these sequences."""
-        anchors, positions = torch.tensor([[state.seq.tokens[-1] for state in states], [len(state.seq.tokens) - 1 for state in states]],
-                                          device=self.device).unbind()
+        anchors, positions = uploaded([[state.seq.tokens[-1] for state in states], [len(state.seq.tokens) - 1 for state in states]],
+                                      self.device).unbind()
         attend = Blocks(self.head, [state.cache for state in states if state.cache is not None])
         return self._slots(self.head.hidden(anchors, positions, attend)[:, :depth], anchors)
 
@@ -179,7 +180,7 @@ class DFlashDrafter(NoOptions):
             return
         counts = [window.ahead for window, _ in behind]
         flat = torch.cat([window.due(window.ahead) for window, _ in behind])
-        places = torch.tensor([at for window, _ in behind for at in range(window.at, window.end)], device=self.device)
+        places = uploaded([at for window, _ in behind for at in range(window.at, window.end)], self.device)
         found = [self.head.keys(self.head.fuse(flat[at:at + CHUNK]), places[at:at + CHUNK]) for at in range(0, flat.shape[0], CHUNK)]
         for layer, parts in enumerate(zip(*found, strict=True)):
             keys, values = (torch.cat(part) if len(found) > 1 else part[0] for part in zip(*parts, strict=True))

@@ -30,7 +30,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ..core.upload import sent
+from ..core.upload import sent, uploaded
 from ..models.heads.compiled import Made, Offered
 from ..types import Draft
 
@@ -230,10 +230,10 @@ class Growth:
 
     def _together(self, count: int, device: torch.device) -> Company:
         """Of so many candidates a node."""
-        kinds = torch.tensor(self.greedy, device=device).long() * CANDIDATES
-        widths = torch.tensor(self.widths, device=device)[:, None] if len(set(self.widths)) > 1 else None
-        ends = torch.tensor(endings(self.ends), device=device)[:, None, None] if any(self.ends) else None
-        return Company(kinds[:, None, None] + torch.arange(count, device=device), self.margins.table(device), widths, ends)
+        kinds = uploaded([[[greedy * CANDIDATES]] for greedy in self.greedy], device)
+        widths = uploaded(self.widths, device)[:, None] if len(set(self.widths)) > 1 else None
+        ends = uploaded(endings(self.ends), device)[:, None, None] if any(self.ends) else None
+        return Company(kinds + torch.arange(count, device=device), self.margins.table(device), widths, ends)
 
     def _settled(self, worth: Tensor) -> bool:
         """Whether every tree already has so many candidates worthier than the whole frontier that none below can enter."""

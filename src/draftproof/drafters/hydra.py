@@ -10,6 +10,7 @@ from typing import ClassVar, Self, cast
 import torch
 from torch import Tensor
 
+from ..core.upload import uploaded
 from ..models.heads.cache import HeadCache, HeadPass
 from ..models.heads.detect import require
 from ..models.heads.files import read_files
@@ -101,7 +102,7 @@ class HydraDrafter(NoOptions, VectorDrafter):
         taps = [state.window.due(count) for state, count in zip(states, counts, strict=True)]
         places = [at for state in states for at in range(state.window.at, state.window.end)]
         attend = HeadPass(caches, counts)
-        out = self.head.prefix_embeding_layer(self.head.read_target(torch.cat(taps)), torch.tensor(places, device=self.device), attend)
+        out = self.head.prefix_embeding_layer(self.head.read_target(torch.cat(taps)), uploaded(places, self.device), attend)
         attend.done()
         end = 0
         for state, count in zip(states, counts, strict=True):

@@ -8,6 +8,7 @@ from typing import ClassVar, Self
 
 from torch import Tensor
 
+from ..core.upload import uploaded
 from ..models.heads.detect import require
 from ..models.heads.files import read_files
 from ..models.heads.medusa import MedusaHead
@@ -50,7 +51,9 @@ class MedusaDrafter(NoOptions, VectorDrafter):
         places = [(i, level) for i, line in enumerate(lines) for level in range(line.depth)]
         logits = self.begin(lines, max(line.depth for line in lines))
         mine = [lines[i] for i, _ in places]
-        flat = logits.flatten(0, 1) if len(places) == logits.shape[0] * logits.shape[1] else logits[tuple(zip(*places, strict=True))]
+        flat = logits.flatten(0, 1)
+        if len(places) < len(flat):
+            flat = flat[uploaded([i * logits.shape[1] + level for i, level in places], flat.device)]
         picks = pick(flat, [line.state.ranking.rows(()) for line in mine], [line.seq for line in mine],
                      [len(lines[i].seq.tokens) + level for i, level in places], noise, max(2, 1 + max(line.extra[0] for line in lines)),
                      self.head.ids, self.vocab_size)

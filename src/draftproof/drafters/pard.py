@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from ..core.upload import rows_of, uploaded
 from ..errors import LoadError
 from ..models.target import Target
 from ..types import Budget, Commit, Draft, SequenceView, Signals
@@ -36,10 +37,10 @@ class Masks:
         self.rows, starts = rows, [0]
         for depth in depths:
             starts.append(starts[-1] + depth)
-        self.starts, self.last = torch.tensor([starts[:-1], depths], device=rows.device).unbind()
+        self.starts, self.last = uploaded([starts[:-1], depths], rows.device).unbind()
 
     def logits(self, level: int | Tensor, line: Tensor, came: Tensor, previous: Tensor | None) -> Tensor:
-        at = torch.as_tensor(level, device=self.rows.device)
+        at = level if isinstance(level, Tensor) else uploaded(level, self.rows.device)
         return self.rows[self.starts[line] + torch.minimum(self.last[line] - 1, at)]      # a tree asks every level of all, and cuts
 
     def beliefs(self) -> list[Tensor]:
@@ -127,11 +128,10 @@ class PardDrafter(ModelDrafter):
         slots = [state.slot for state in states if state.slot is not None]
         texts = [state.seq.tokens for state in states]
         while behind := [(slot, text) for slot, text in zip(slots, texts, strict=True) if len(text) - slot.length > self.chunk]:
-            parts = [torch.tensor(text[slot.length:slot.length + self.chunk], device=self.lm.device) for slot, text in behind]
+            parts = [uploaded(text[slot.length:slot.length + self.chunk], self.lm.device) for slot, text in behind]
             self.lm.extend([slot for slot, _ in behind], parts)
         unread = [list(text[slot.length:]) for slot, text in zip(slots, texts, strict=True)]
-        fed = [torch.tensor(ids + [self.mask_token] * (depth - 1), device=self.lm.device)
-               for ids, depth in zip(unread, depths, strict=True)]
+        fed = [uploaded(ids + [self.mask_token] * (depth - 1), self.lm.device) for ids, depth in zip(unread, depths, strict=True)]
         done = False
         try:
             scores = self.lm.score(slots, torch.stack([ids[0] for ids in fed]), [Draft.chain(ids[1:]) for ids in fed])
@@ -146,7 +146,7 @@ class PardDrafter(ModelDrafter):
                     self.lm.rewind(slot, ())
                     self.lm.truncate(slot, min(slot.length, len(state.seq.tokens) - 1))
         lasts = [start + len(ids) - 1 for start, ids in zip(scores.starts, unread, strict=False)]
-        logits = scores.logits[[last + i for last, depth in zip(lasts, depths, strict=True) for i in range(depth)]]
+        logits = rows_of(scores.logits, [last + i for last, depth in zip(lasts, depths, strict=True) for i in range(depth)])
         return functional.pad(logits, (0, self.vocab_size - logits.shape[-1]), value=-math.inf)
 
 

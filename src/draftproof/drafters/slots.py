@@ -15,6 +15,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from ..core.upload import rows_of, uploaded
 from ..types import Draft, SequenceView
 from .base import NOTHING, Noise, Picks, Ranking, pick
 from .grow import CANDIDATES, Growth, Margins, evenly
@@ -73,7 +74,7 @@ def chains(lines: Sequence[Line], slots: Slots, noise: Noise, vocab_size: int, d
     while live:
         deepest = max(line.depth for line in lines) if at_once else level + 1
         todo = [(i, at) for at in range(level, deepest) for i in live if at < lines[i].depth]
-        line_of, level_of = torch.tensor(todo, device=device).unbind(1)
+        line_of, level_of = uploaded(todo, device).unbind(1)
         logits = slots.logits(level_of if at_once else level, line_of, came, previous)
         picks = pick(logits, [lines[i].ranking.rows(lines[i].path) for i, _ in todo], [lines[i].seq for i, _ in todo],
                      [len(lines[i].seq.tokens) + at for i, at in todo], noise, width, slots.ids, vocab_size)
@@ -86,7 +87,7 @@ def chains(lines: Sequence[Line], slots: Slots, noise: Noise, vocab_size: int, d
         if at_once:
             break
         live = [todo[n][0] for n in going]
-        came = torch.tensor(going, dtype=torch.int64, device=device)
+        came = uploaded(going, device, torch.int64)
         previous = picks.tokens[:, 0][came]
     return _collect(lines, levels, slots.beliefs(), vocab_size, name)
 
@@ -118,7 +119,7 @@ def _collect(lines: Sequence[Line], levels: Sequence[Picks], beliefs: Sequence[T
     if not beliefs:
         return drafts
     sure = torch.cat(list(beliefs)).float()
-    return [replace(draft, score=sure[line.rows]) if line.rows and not any(line.extra[:len(line.rows)]) else draft
+    return [replace(draft, score=rows_of(sure, line.rows)) if line.rows and not any(line.extra[:len(line.rows)]) else draft
             for line, draft in zip(lines, drafts, strict=True)]
 
 
@@ -173,7 +174,7 @@ def _whole(lines: Sequence[Line], slots: Slots, noise: Noise, count: int, vocab_
     """Candidates of all places at once, where they do not depend on each other: tokens, values, shares [B, deepest, K]."""
     deepest = max(line.depth for line in lines)
     todo = [(line, i, at) for i, line in enumerate(lines) for at in range(deepest)]
-    line_of, level_of = torch.tensor([(i, at) for _, i, at in todo], device=device).unbind(1)
+    line_of, level_of = uploaded([(i, at) for _, i, at in todo], device).unbind(1)
     picks = pick(slots.logits(level_of, line_of, line_of, None), [line.ranking.rows(()) for line, _, _ in todo],
                  [line.seq for line, _, _ in todo], [len(line.seq.tokens) + at for line, _, at in todo], noise, count, slots.ids,
                  vocab_size, shares=True)

@@ -21,6 +21,7 @@ from typing import ClassVar, cast
 import torch
 from torch import Tensor
 
+from ..core.upload import uploaded
 from ..errors import CacheFull
 from ..models.target import Slot, Target
 from ..types import Budget, Draft, Scores
@@ -182,7 +183,7 @@ class TranslatedLm:
             for token in ids.tolist():
                 slot.own += self.read(token)
                 slot.ends.append(len(slot.own))
-        missing = [torch.tensor(slot.own[slot.inner.length:], device=self.device) for slot in slots]
+        missing = [uploaded(slot.own[slot.inner.length:], self.device) for slot in slots]
         scores = self.lm.extend([slot.inner for slot in slots], missing)
         logits = scores.logits.new_full((len(slots), self.vocab_size), -math.inf)
         return Scores(logits.index_copy_(1, self.ids, scores.logits[:, self.columns]), scores.starts)

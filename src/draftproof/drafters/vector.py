@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..core.upload import uploaded
 from ..errors import LoadError
 from ..models.packed import can_pack, pack, sizes
 from ..models.target import TargetParts
@@ -158,7 +159,7 @@ class VectorDrafter(ABC):
     # Drafts.
 
     def roots(self, lines: Sequence[Line]) -> Tensor:
-        return torch.tensor([line.seq.tokens[-1] for line in lines], device=self.device)
+        return uploaded([line.seq.tokens[-1] for line in lines], self.device)
 
     def hidden(self, lines: Sequence[Line]) -> Tensor:
         """What the target feeds to its output matrix [B, H], at the last position it has read."""
@@ -185,7 +186,7 @@ class VectorDrafter(ABC):
             row += len(live)
             tokens = picks.tokens[:, 0]
             if going and len(going) < len(live):
-                rows = torch.tensor(going, device=self.device)
+                rows = uploaded(going, self.device)
                 carry, tokens = self.keep(carry, rows), tokens[rows]
             live = [live[i] for i in going]
         return collected(lines, levels, self.vocab_size, self.name)

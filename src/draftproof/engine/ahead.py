@@ -20,9 +20,9 @@ from collections import abc
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
-import torch
 from torch import Tensor
 
+from ..core.upload import uploaded
 from ..errors import CacheFull
 from ..models.taps import rows_at
 from ..models.target import Begins, Target
@@ -132,6 +132,6 @@ def _places(seqs: abc.Sequence[Sequence], batch: abc.Sequence[Sequence]) -> list
 def _of(scores: Scores, rows: abc.Sequence[int]) -> Scores:
     """The scores of these sequences, of all in a pass."""
     starts = scores.starts
-    index = torch.tensor([row for i in rows for row in range(starts[i], starts[i + 1])], device=scores.logits.device)
+    index = uploaded([row for i in rows for row in range(starts[i], starts[i + 1])], scores.logits.device)
     ends = accumulate((starts[i + 1] - starts[i] for i in rows), initial=0)
     return Scores(scores.logits[index], tuple(ends), rows_at(scores.taps, index))

@@ -8,6 +8,7 @@ from time import perf_counter
 
 import torch
 
+from ..core.upload import uploaded
 from ..errors import CacheFull
 from ..models.taps import rows_at, rows_in, stacked
 from ..models.target import Slot, Target
@@ -114,7 +115,7 @@ class Batch:
                 self.target.rewind(slot, ())
                 self.target.truncate(slot, known)
         starts = [slot.length for slot in slots]
-        chunks = [torch.tensor(seq.prompt[at:at + width], device=self.target.device) for seq, at in zip(batch, starts, strict=True)]
+        chunks = [uploaded(seq.prompt[at:at + width], self.target.device) for seq, at in zip(batch, starts, strict=True)]
         try:
             scores = self._scored(batch, slots, chunks) if _told(batch[0]) else self.target.extend(slots, chunks)
         except Exception as error:

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from ...core.upload import uploaded
 from ...errors import LoadError
 from ..target import TargetParts
 from .blocks import RMSNorm, Rope, rotate
@@ -162,7 +163,7 @@ class DFlash(nn.Module):
         if self.mask_embedding is not None:
             return self.mask_embedding.view(1, 1, -1)
         assert self.layout.mask_token is not None
-        return self.embed(torch.tensor([[self.layout.mask_token]], device=self.norm.weight.device))
+        return self.embed(uploaded([[self.layout.mask_token]], self.norm.weight.device))
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[…, H] → [… , Vd]. The target's output matrix gets no gradient."""
