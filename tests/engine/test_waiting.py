@@ -9,14 +9,16 @@ from typing import Any
 
 import pytest
 import torch
-from elsewhere import NAME, WAITS, elsewhere
+from elsewhere import NAME, WAITS, each, elsewhere, leaves
 
 from draftproof import Engine, LoadConfig, Sampling
 from draftproof.core.upload import rows_of, sent, uploaded
 from draftproof.drafters.base import Needs, Noise
 from draftproof.engine import ahead
 from draftproof.engine.marks import Marks
+from draftproof.engine.plans import FixedDepth
 from draftproof.engine.round import Rounds
+from draftproof.engine.speculation import Speculation
 from draftproof.models.cache import PagedSlot
 from draftproof.models.load import builtin, load_target
 from draftproof.types import Budget, Commit, Draft, SequenceView, Signals
@@ -141,6 +143,34 @@ def test_a_slot_reads_its_tokens_when_it_is_asked() -> None:
         assert slot.tokens == [1, 2, 3, 4, 5] and WAITS
         slot.cut(1)
         assert slot.tokens == [1] and slot.length == 1
+
+
+class Far(torch.Tensor):
+    """Says that it lies on a device that is not there; operations over two of them fail."""
+
+    held: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, held: torch.Tensor, device: str) -> Far:
+        made = torch.Tensor._make_wrapper_subclass(cls, held.shape, dtype=held.dtype, device=device)  # type: ignore[attr-defined]
+        made.held = held
+        return made  # type: ignore[no-any-return]
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        device, = {str(x.device) for x in leaves(args, []) if isinstance(x, Far)}
+        found = func(*each(args, lambda x: x.held if isinstance(x, Far) else x), **(kwargs or {}))
+        return each(found, lambda x: Far(x, device))
+
+
+def test_guesses_lie_on_as_many_devices_as_there_are_drafters() -> None:
+    """A chain's draft model may have a GPU of its own, beside a head on the target's."""
+    lane = Speculation(None, FixedDepth(3), 10, torch.device("cuda:0"))
+    given = [([3, 99], "cuda:0"), ([-7], "cuda:1"), ([], "cuda:0"), ([5], "cpu"), ([12, 4], "cuda:1"), ([8], "cuda:0")]
+    drafts = [Draft.chain(ids if device == "cpu" else Far(torch.tensor(ids, dtype=torch.int64), device)) for ids, device in given]
+    found = lane._within(drafts)
+    assert [getattr(one.tokens, "held", one.tokens).tolist() for one in found] == [[3, 9], [0], [], [5], [9, 4], [8]]
+    assert [str(one.tokens.device) for one in found] == [device for _, device in given]
 
 
 def test_marks_are_of_the_host_where_there_are_no_events() -> None:

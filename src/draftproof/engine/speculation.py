@@ -283,13 +283,16 @@ class Speculation:
         return None
 
     def _within(self, drafts: list[Draft]) -> list[Draft]:
-        """With every token that lies on a device inside the vocabulary, all of them at once: a look would wait for the device, and a guess
-        that is no token becomes a wrong one."""
-        far = [i for i, draft in enumerate(drafts) if len(draft) and not draft.tokens.is_cpu]
-        if far:
-            tokens = [drafts[i].tokens for i in far]
-            inside = (tokens[0] if len(far) == 1 else torch.cat(tokens)).clamp(0, self._vocab_size - 1)
-            for i, own in zip(far, torch.split(inside, [len(one) for one in tokens]), strict=True):
+        """With every token that lies on a device inside the vocabulary, all of a device at once: a look would wait for it, and a guess that
+        is no token becomes a wrong one."""
+        far: dict[torch.device, list[int]] = {}
+        for i, draft in enumerate(drafts):
+            if len(draft) and not draft.tokens.is_cpu:
+                far.setdefault(draft.tokens.device, []).append(i)
+        for here in far.values():
+            tokens = [drafts[i].tokens for i in here]
+            inside = (tokens[0] if len(here) == 1 else torch.cat(tokens)).clamp(0, self._vocab_size - 1)
+            for i, own in zip(here, torch.split(inside, [len(one) for one in tokens]), strict=True):
                 one = drafts[i]
                 drafts[i] = Draft(own, one.parents, one.score, one.law, one.drafter, one.reason)       # `replace` takes twice as long
         return drafts
