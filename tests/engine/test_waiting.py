@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +14,10 @@ from elsewhere import NAME, WAITS, each, elsewhere, leaves
 
 from draftproof import Engine, LoadConfig, Sampling
 from draftproof.core.upload import rows_of, sent, uploaded
-from draftproof.drafters.base import Needs, Noise
+from draftproof.drafters.base import Needs, Noise, Picks
+from draftproof.drafters.grow import Margins
+from draftproof.drafters.model import ModelDrafter, _Line
+from draftproof.drafters.spines import collected
 from draftproof.engine import ahead
 from draftproof.engine.marks import Marks
 from draftproof.engine.plans import FixedDepth
@@ -143,6 +147,24 @@ def test_a_slot_reads_its_tokens_when_it_is_asked() -> None:
         assert slot.tokens == [1, 2, 3, 4, 5] and WAITS
         slot.cut(1)
         assert slot.tokens == [1] and slot.length == 1
+
+
+def test_trees_of_all_texts_are_shaped_after_one_look() -> None:
+    """Beside a chain, whatever it is of, and of a draft model."""
+    with elsewhere():
+        tokens, values = torch.arange(24).view(8, 3).to(NAME), torch.arange(24.0, 0.0, -1.0).view(8, 3).to(NAME)
+        seq = SimpleNamespace(sampling=Sampling(temperature=0.0))
+        lines = [SimpleNamespace(seq=seq, rows=[i, i + 2], extra=[1, 2], reason="") for i in range(2)]
+        WAITS.clear()
+        drafts = collected(lines, [Picks(tokens[:4], values[:4], None), Picks(tokens[4:], values[4:], None)], 30, "some")
+        assert len(WAITS) == 2 and [draft.tokens.tolist() for draft in drafts] == [[0, 1, 6, 7, 8], [3, 4, 9, 10, 11]], WAITS
+        drafter = ModelDrafter.__new__(ModelDrafter)
+        drafter.name, drafter.margins = "model", Margins()
+        states = [SimpleNamespace(seq=SimpleNamespace(tokens=[1], sampling=seq.sampling)) for _ in lines]
+        trees = [_Line(state, None, i, 2, 3, "", rows=[i, i + 2], spine=[tokens[i, :1]]) for i, state in enumerate(states)]  # type: ignore[arg-type]
+        WAITS.clear()
+        found = drafter._finish(trees, [Picks(tokens, values, None, shares=-values)])
+        assert len(WAITS) == 3 and all(len(draft) == 5 for draft in found), WAITS
 
 
 class Far(torch.Tensor):

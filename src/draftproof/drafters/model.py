@@ -273,6 +273,8 @@ class ModelDrafter(NoOptions):
         tokens, values = torch.cat([p.tokens for p in levels]), torch.cat([p.values for p in levels])
         shares = None if levels[0].shares is None else torch.cat([p.shares for p in levels if p.shares is not None]).float()
         logq = None if levels[0].logq is None else torch.cat([p.logq for p in levels if p.logq is not None])
+        if any(line.spare for line in lines):                       # one look for all of them
+            tokens, values, shares = tokens.cpu(), values.cpu(), None if shares is None else shares.cpu()
         drafts = []
         for line in lines:
             line.state.base, line.state.guess = len(line.state.seq.tokens), torch.cat(line.spine or [tokens.new_empty(0)])

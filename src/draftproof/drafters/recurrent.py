@@ -217,7 +217,7 @@ class RecurrentDrafter:
             return None
         self._went(lines, fed, made.last.clone())
         if widest:
-            every = zip(lines, depths, made.tokens.clone(), made.values.clone(), strict=True)
+            every = zip(lines, depths, *(part.to("cpu", copy=True) for part in (made.tokens, made.values)), strict=True)
             return [spine(tokens[:n], values[:n], line.extra, None, self.name, "") for line, n, tokens, values in every]
         return [Draft.chain(own if n == depth else own[:n], score=worth if n == depth else worth[:n], drafter=self.name)
                 for n, own, worth in zip(depths, made.first.clone().unbind(), made.margins.clamp(max=SURE).unbind(), strict=True)]

@@ -32,6 +32,8 @@ def collected(lines: Sequence[Line], levels: Sequence[Picks], vocab_size: int, n
     order = index_of([row for line in lines for row in line.rows], levels[0].tokens.device)
     tokens, values = torch.cat([p.tokens for p in levels])[order], torch.cat([p.values for p in levels])[order]
     logq, ids = joined_laws(levels, vocab_size)
+    if any(any(line.extra[:len(line.rows)]) for line in lines):         # trees are shaped on the host: one look for all of them
+        tokens, values = tokens.cpu(), values.cpu()
     margins = _margins(values)
     drafts, end = [], 0
     for line in lines:
