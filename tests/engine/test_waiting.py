@@ -13,6 +13,7 @@ import torch
 from elsewhere import NAME, WAITS, each, elsewhere, leaves
 
 from draftproof import Engine, LoadConfig, Sampling
+from draftproof.core.choice import likeliest
 from draftproof.core.upload import rows_of, sent, uploaded
 from draftproof.drafters.base import Needs, Noise, Picks
 from draftproof.drafters.grow import Margins
@@ -107,8 +108,8 @@ def test_trees_and_what_was_likely_are_looked_at_once(spec: str, rounds: list[li
     for waits in rounds:
         rest = [wait for wait in waits if "choices = " not in wait and "choices_there()" not in wait]
         assert len(rest) == len(waits) - 1
-        assert all("unpacked(packed(levels)" in wait for wait in rest) and len(rest) <= 1 or \
-            spec == "recycle" and all("core/choice.py" in wait for wait in rest), waits
+        place = "core/choice.py" if spec == "recycle" else "unpacked(packed(levels)"
+        assert len(rest) <= 1 and all(place in wait for wait in rest), waits
 
 
 def test_the_count_sees_what_waits() -> None:
@@ -124,6 +125,15 @@ def test_the_count_sees_what_waits() -> None:
         y = uploaded([1, 2, 3], NAME) + sent(torch.ones(3).long(), NAME)
         found = rows_of(x, [0, 2]), rows_of(x, [1, 2]), rows_of(x, []), x[1:3] * 2
         assert not WAITS and y.tolist() == [2, 3, 4] and [len(each) for each in found] == [2, 2, 0, 2]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_was_likely_crosses_as_it_is(dtype: torch.dtype) -> None:
+    logits = torch.randperm(60, generator=torch.Generator().manual_seed(1)).view(3, 20).to(dtype) - 30
+    expected = likeliest(logits, 4)
+    with elsewhere():
+        found = likeliest(logits.to(NAME), 4)
+    assert all(map(torch.equal, found, expected)) and [each.dtype for each in found] == [torch.int64, torch.float32]
 
 
 @pytest.mark.parametrize("rows", [[], [3], [1, 2, 3], [3, 2, 1], [0, 2], [2, 2, 3]])

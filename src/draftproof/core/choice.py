@@ -129,8 +129,12 @@ def likeliest(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """Of each row [N, V] the likeliest tokens int64 [N, k], best first, and their logits float32, on the host; k = min(count, V).
     Equal ones come in any order."""
     k = min(count, logits.shape[1])
-    values, tokens = _best(logits.float(), k) if logits.is_cpu else logits.topk(k)
-    return tokens.cpu(), values.float().cpu()
+    if logits.is_cpu:
+        values, tokens = _best(logits.float(), k)
+        return tokens, values
+    values, tokens = logits.topk(k)
+    both = torch.stack((tokens.int(), values.float().view(torch.int32))).cpu()          # their bits, in one look
+    return both[0].long(), both[1].view(torch.float32)
 
 
 def largest(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
