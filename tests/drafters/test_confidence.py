@@ -135,3 +135,9 @@ def test_a_level_is_drafted_for_what_it_may_bring() -> None:
     assert run.takes(1, 8.0, sure) and run.goes_on(sure)
     assert run.takes(2, 0.5, sure) and not run.goes_on(sure), "two in five times three in five is not worth 0.4"
     assert not Run(priced(0.5), True).takes(1, 0.1, sure)
+
+
+@KINDS
+def test_of_a_vocabulary_of_one_token_all_is_sure(kind: Sampling) -> None:
+    drafter = ModelDrafter(TableTarget(1, order=1), 1)
+    assert guess(drafter, drafter.open(Text.of([0, 0], kind), None), priced(0.05, 0.01)).tokens.tolist() == [0] * DEPTH

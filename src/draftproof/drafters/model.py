@@ -222,7 +222,7 @@ class ModelDrafter(NoOptions):
             levels.append(picks)
             best = picks.tokens[:, :1].unbind()
             host = picks.tokens[:, 0].tolist() if read else ()
-            gaps = (picks.values[:, 0] - picks.values[:, 1]).tolist() if any(line.run for line in live) else ()
+            gaps = gaps_of(picks.values[:, :2])[:, 0].tolist() if any(line.run for line in live) else ()
             dead = (picks.values[:, 0] == -math.inf).tolist() if edited else [False] * len(live)
             going: list[_Line] = []
             for i, line in enumerate(live):
