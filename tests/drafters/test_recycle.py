@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import accumulate
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from itertools import accumulate, count
 from typing import Any
 
 import pytest
@@ -13,9 +14,10 @@ from torch import Tensor
 
 from draftproof import Engine, EngineConfig, Sampling
 from draftproof.core.tree import path
+from draftproof.drafters import recycle
 from draftproof.drafters.fixed import AlwaysWrong
 from draftproof.drafters.ngram import NgramDrafter
-from draftproof.drafters.recycle import KEPT, LENGTHS, WIDTH, RecycleDrafter, Rows
+from draftproof.drafters.recycle import KEPT, LENGTHS, WIDTH, RecycleDrafter, Rows, endings
 from draftproof.models.fake import TableTarget
 from draftproof.types import Budget, Commit, Draft, Likely, Rule, Signals
 
@@ -179,6 +181,37 @@ def test_a_tenants_rows_serve_that_tenant_only() -> None:
         draft, = drafter.propose([drafter.open(text, None)], [Budget(1, 1, "", "")], SharedNoise())
         assert (len(draft) == 1) == known
         assert known or draft.reason == "nothing is known of the last token"
+
+
+def test_an_interruption_leaves_no_row_that_is_anothers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wherever Ctrl-C falls: every tenant finds its own rows only, and the next ones are remembered as ever."""
+    for at in range(8):
+        calls = count()
+
+        def interrupted(before: Sequence[int], at: int = at, calls: Iterator[int] = calls) -> list[tuple[int, ...]]:
+            if next(calls) == at:
+                raise KeyboardInterrupt
+            return endings(tuple(before))
+
+        rows = Rows(2)
+        add(rows, "a", [1, 2, 3], 1, 5, 5)
+        monkeypatch.setattr(recycle, "endings", interrupted)
+        for _ in range(2):
+            with suppress(KeyboardInterrupt):
+                add(rows, "b", [1, 2, 3], 1, 8, 8)
+        monkeypatch.undo()
+        for tenant, token in (("a", 5), ("b", 8)):
+            assert all(rows[place][0][0] == token for place in rows.of(tenant).values())
+        add(rows, "b", [1, 2, 3], 1, 8, 8)
+        assert set(rows.of("b")) == {(1,), (1, 2), (2,)} and not rows.of("a")
+        add(rows, "a", [1, 2, 3], 1, 5, 5)
+        assert not rows.of("b") and {rows[place][0][0] for place in rows.of("a").values()} == {5}
+
+
+def test_of_rows_that_another_drafter_wants_wider_the_likeliest_are_remembered() -> None:
+    rows = Rows(3)
+    rows.add("", [(1,)], torch.arange(2 * KEPT)[None], -torch.arange(2.0 * KEPT)[None])
+    assert rows[0] == (list(range(KEPT)), [-float(i) for i in range(KEPT)])
 
 
 # What is guessed

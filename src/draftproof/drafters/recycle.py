@@ -62,20 +62,20 @@ class Rows:
         return self._tables.get(tenant, {})
 
     def add(self, tenant: str, texts: Sequence[Ending], tokens: Tensor, logits: Tensor) -> None:
-        """Rows [n, k], and the last tokens before each."""
-        count, rows = len(self._owners), tokens.shape[0]
-        for before in texts:
-            self._forget(self._next)
+        """Rows [n, k], and the last tokens before each. An interruption leaves places that nobody finds, and no row that is another's."""
+        count = len(self._owners)
+        texts, tokens, logits = texts[-count:], tokens[-count:, :KEPT], logits[-count:, :KEPT]
+        places, width = [(self._next + i) % count for i in range(len(texts))], tokens.shape[1]
+        for at in places:
+            self._forget(at)
+        self._tokens[places, :width], self._logits[places, :width] = tokens.numpy(), logits.numpy()
+        self._logits[places, width:] = -math.inf
+        for at, before in zip(places, texts, strict=True):
+            self._owners[at] = tenant, before
             table = self._tables.setdefault(tenant, {})
             for ending in endings(before):
-                table[ending] = self._next
-            self._owners[self._next] = tenant, before
-            self._next = (self._next + 1) % count
-        first, width = (self._next - rows) % count, tokens.shape[1]
-        places = slice(first, first + rows) if first + rows <= count else np.arange(first, first + rows) % count
-        self._tokens[places, :width], self._logits[places, :width] = tokens.numpy(), logits.numpy()
-        if width < KEPT:
-            self._logits[places, width:] = -math.inf
+                table[ending] = at
+        self._next = (self._next + len(texts)) % count
 
     def __getitem__(self, at: int) -> tuple[list[int], list[float]]:
         """Its likeliest tokens and their logits, best first; −inf where there are no more."""
@@ -86,12 +86,13 @@ class Rows:
         if owner is None:
             return
         tenant, before = owner
-        table = self._tables[tenant]
+        table = self._tables.get(tenant, {})                 # without one where an interruption came between
         for ending in endings(before):
             if table.get(ending) == at:
                 del table[ending]
         if not table:
-            del self._tables[tenant]
+            self._tables.pop(tenant, None)
+        self._owners[at] = None
 
 
 class Offer(NamedTuple):
