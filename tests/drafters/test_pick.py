@@ -95,3 +95,15 @@ def test_a_drafter_that_overflowed_is_none_whose_options_leave_nothing() -> None
     logits[1] = torch.nan
     with pytest.raises(Failure, match="the largest logit is nan"):
         pick(logits, groups, texts, [4], SharedNoise(), 8)
+
+
+def test_a_small_vocabulary_has_as_many_candidates_whatever_the_options() -> None:
+    """Levels of a draft, some with texts whose options name tokens, stand one under the other."""
+    ids, logits = torch.tensor([0, 3, 5]), torch.randn(2, 3, generator=torch.Generator().manual_seed(1))
+    shapes = set()
+    for options in ("sampled", "looks back"):
+        texts, groups = asked(options, (1, 1))
+        picks = pick(logits, groups, texts, [4, 4], SharedNoise(), 8, ids, V)
+        shapes.add(tuple(picks.tokens.shape))
+        assert set(picks.tokens.flatten().tolist()) == set(ids.tolist()) and (picks.values > -torch.inf).all()
+    assert shapes == {(2, 3)}

@@ -249,11 +249,11 @@ def pick(logits: Tensor, groups: Sequence[Rows], seqs: Sequence[SequenceView], p
     """
     quiet = [seq.sampling.greedy for seq in seqs]
     greedy, edited = all(quiet), any(g.edited for g in groups)
+    k = min(k, logits.shape[-1])                            # a wider row has no more tokens
     if ids is not None and edited:
         logits, ids = _widened(logits, ids, vocab_size), None
     law = Law(logits.shape[-1], logits.float()) if greedy and not edited and not shares else laws(logits, groups, ())
     check_finite(logits, law.dead)
-    k = min(k, law.size)
     counts = [len(g.paths) for g in groups]
     keys = None if greedy else noise.keys(seqs, positions).to(logits.device)     # a draft model may have a device of its own
     best, columns = perturbed_top(law, keys, k, ids, counts)
