@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +13,14 @@ from engine.engine_support import PROMPTS, alone, check_counts, foresight, table
 from draftproof import Completion, Engine, EngineConfig, LoadConfig, Sampling
 from draftproof.drafters.base import Needs
 from draftproof.drafters.fixed import Oracle
+from draftproof.drafters.ngram import NgramDrafter, NgramState
 from draftproof.engine import ahead, batch, round
 from draftproof.engine.engine import Request
 from draftproof.models.load import load_target
 from draftproof.models.paged import PagedTarget
 from draftproof.models.target import Target
 from draftproof.trace.sinks import Memory
+from draftproof.types import SequenceView
 
 
 class Once:
@@ -93,6 +95,36 @@ def test_behind_a_commit(part: str, error: BaseException, last: bool, early: boo
             assert run_out(engine, handles, type(error)) == 1 and once.fired
             check(engine, handles, plain)
         assert not target.open_slots
+
+
+def test_in_the_middle_of_a_guess() -> None:
+    """What a drafter had half done is let go, and not gone on with: an index that has a place twice would never end."""
+    target, sampling = table(), Sampling(temperature=0.9, seed=1, max_tokens=20)
+
+    class Half(NgramDrafter):
+        opened, interrupted = 0, False
+
+        def start(self, seq: SequenceView) -> NgramState:
+            self.opened += 1
+            return super().start(seq)
+
+        def _index(self, state: NgramState, text: Sequence[int]) -> None:
+            before = state.indexed
+            super()._index(state, text)
+            if not self.interrupted and len(text) > 12:
+                self.interrupted, state.indexed = True, before
+                raise KeyboardInterrupt
+
+    drafter = Half(1, 2)
+    with Engine(target, drafter, 3) as engine:
+        handle = engine.submit(PROMPTS[0], sampling)[0]
+        with pytest.raises(KeyboardInterrupt):
+            while not handle.done:
+                engine.step()
+        assert handle._seq.state is None
+        assert run_out(engine, [handle], KeyboardInterrupt) == 0 and drafter.opened == 2
+        check(engine, [handle], [alone(target, PROMPTS[0], sampling)])
+    assert not target.open_slots
 
 
 def test_between_commit_and_rewind() -> None:

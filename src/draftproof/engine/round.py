@@ -135,9 +135,9 @@ class Rounds:
         """Ask the device for a round's drafts and scores. early: the pass that was begun."""
         start, marks = perf_counter(), Marks(self.target.device)
         budgets = self.speculation.plan(batch)
-        drafts = self.speculation.propose(batch, budgets)
-        marks.mark()
         try:
+            drafts = self.speculation.propose(batch, budgets)
+            marks.mark()
             scores, drafts, early = self._score(batch, drafts, early)
         except BaseException:
             self._restore(batch)
