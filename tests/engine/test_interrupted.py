@@ -185,6 +185,43 @@ def test_a_sink_that_fails_once(at: int, trace: Any) -> None:
     assert not target.open_slots
 
 
+@pytest.mark.parametrize("at", [1, 2, 3])
+def test_a_sink_that_fails_where_texts_end(at: int) -> None:
+    """Several at once: the books of each are closed, and once."""
+    class Sink(Memory):
+        ends = 0
+
+        def write(self, event: Any) -> None:
+            self.ends += event.event == "request_done"
+            if event.event == "request_done" and self.ends == at:
+                raise OSError("the collector is gone")
+            super().write(event)
+
+    target, sampling = table(), Sampling(temperature=0, max_tokens=6, ignore_eos=True)
+    plain = [alone(target, prompt, sampling) for prompt in PROMPTS[:3]]
+    with Engine(target, sinks=[Sink()]) as engine:
+        handles = [engine.submit(prompt, sampling)[0] for prompt in PROMPTS[:3]]
+        with pytest.raises(OSError, match="the collector is gone"):
+            while not all(handle.done for handle in handles):
+                engine.step()
+        assert not engine.step()
+        check(engine, handles, plain)
+
+
+@pytest.mark.parametrize("name", ["leave", "forget"])
+def test_while_a_text_ends(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a drafter does there may take its time: `suffix` remembers the text. The next step ends it."""
+    target, sampling = table(), Sampling(temperature=0.9, seed=1, max_tokens=9)
+    plain = [alone(target, PROMPTS[i], sampling) for i in range(2)]
+    with Engine(target, "suffix", 3) as engine:
+        handles = [engine.submit(PROMPTS[i], sampling)[0] for i in range(2)]
+        once = Once(getattr(engine.lanes, name), KeyboardInterrupt(), lambda: handles[0]._seq.finish is not None)
+        monkeypatch.setattr(engine.lanes, name, once)
+        assert run_out(engine, handles, KeyboardInterrupt) == 1
+        check(engine, handles, plain)
+    assert not target.open_slots
+
+
 @pytest.fixture(scope="module", params=["table", "paged"])
 def target(request: pytest.FixtureRequest) -> Target:
     if request.param == "table":

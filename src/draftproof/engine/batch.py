@@ -58,21 +58,22 @@ class Batch:
         """End every text whose last token stands."""
         for seq in list(self.live):
             if seq.finish is not None:
-                self.end(seq, seq.finish)
+                self.end(seq, seq.finish, seq.error)
 
     def end(self, seq: Sequence, finish: FinishReason, error: BaseException | None = None) -> None:
-        """Give back what the sequence holds; its text stays."""
-        if seq in self.live:
-            self.live.remove(seq)
-        elif seq in self.waiting:
-            self.waiting.remove(seq)
+        """Give back what the sequence holds; its text stays. Interrupted, it is among the live, and the next step ends it."""
+        seq.finish, seq.error = finish, error
         self.speculation.leave(seq)
         self.speculation.forget(seq)
         if seq.slot is not None:
             slot, seq.slot = seq.slot, None
             self.target.close(slot)
         seq.spell()
-        seq.finish, seq.error, seq.signals = finish, error, None
+        seq.finish, seq.signals = finish, None
+        if seq in self.live:
+            self.live.remove(seq)
+        elif seq in self.waiting:
+            self.waiting.remove(seq)
         seq.to(Status.DONE)
         self.ended.append(seq)
         if not self.live:

@@ -326,13 +326,18 @@ class Engine:
         return events
 
     def _settle(self) -> None:
-        """Close the books on the sequences that ended."""
-        for seq in self._batch.ended:
+        """Close the books on the sequences that ended, once on each, whatever comes between."""
+        while self._batch.ended:
+            seq = self._batch.ended[0]
+            figures = self._metrics(seq)
+            del self._batch.ended[0]
+            handle = self._handles.pop(seq.id)
             self._total = self._total + seq.tally
             self._done += 1
-            self._recorder.done(seq, self._metrics(seq))
-            self._handles.pop(seq.id).settle()
-        self._batch.ended.clear()
+            try:
+                self._recorder.done(seq, figures)
+            finally:
+                handle.settle()
 
     def _metrics(self, seq: Sequence) -> dict[str, Any]:
         size, per_token = draft_bytes(self.lanes.of(seq).drafter), self.target.facts.cache_bytes_per_token
