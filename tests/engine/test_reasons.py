@@ -81,3 +81,10 @@ def test_a_text_that_asked_for_no_drafter_is_recorded_under_none(others: int, be
             engine.step()
         found = [{event.drafter for event in handle.completion().trace if event.event == "round_done"} for handle in handles]
     assert found == [{"none"}, {"ngram"}][:1 + beside]
+
+
+@pytest.mark.parametrize(("depth", "wish", "told"), [(4, "auto", 4), (4, 2, 2), ("auto", "auto", "auto"), ("auto", 2, 2)])
+def test_the_depth_that_is_told_is_the_one_that_was_guessed_by(depth: Any, wish: Any, told: Any) -> None:
+    """An engine of a fixed depth has no automatic one for a request that asks for it."""
+    with engine_of(depth) as engine:
+        assert written(engine, depth=wish).speculation["depth"] == told

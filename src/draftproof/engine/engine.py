@@ -349,7 +349,7 @@ class Engine:
 
     def _speculation_of(self, seq: Sequence) -> dict[str, Any]:
         """The `speculation` of `generate --json`."""
-        depth = seq.depth if seq.depth is not None else "auto" if self._fixed is None else self._fixed
+        depth = seq.depth if isinstance(seq.depth, int) else "auto" if self._fixed is None else self._fixed
         state = self._state(self.lanes.of(seq), seq.rule, depth)
         if state["state"] == "on":
             state["reason"] = seq.reason or "no round yet"
