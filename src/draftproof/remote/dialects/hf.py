@@ -7,7 +7,7 @@ from typing import Any
 from ...errors import OptionError
 from ..plan import Exported, Plan, compact, one_drafter, refuse, vocabularies_differ
 
-VERSION = "transformers 5.23"
+VERSION = "transformers 5.24"
 ABLE = "none, ngram, model, mtp, dflash, layer-skip"
 SCRIPT = '''"""Generate with {drafter}, written for {version}: python run.py PROMPT [TOKENS]"""
 
