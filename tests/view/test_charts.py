@@ -18,14 +18,16 @@ import pytest
 from test_imports import write_all
 from traces import HOSTILE, engines, hostile
 
+from draftproof import Engine, EngineConfig, Sampling
 from draftproof.cli import run
 from draftproof.core import budget
 from draftproof.core.tally import Tally
+from draftproof.models.fake import TableTarget
 from draftproof.remote.imports import load
 from draftproof.trace import figures, judged
 from draftproof.trace.events import NodeRecord, RoundDone, TokenRecord
 from draftproof.trace.report import requests
-from draftproof.trace.sinks import read_trace, to_json
+from draftproof.trace.sinks import Jsonl, read_trace, to_json
 from draftproof.view import bundle, charts, charts_time, charts_token, style
 
 drawn = pytest.mark.skipif(importlib.util.find_spec("matplotlib") is None, reason="no matplotlib: the extra report")
@@ -329,6 +331,17 @@ def test_the_command_draws_files(trace: Path, runs: list[figures.Run], tmp_path:
     one, index = tmp_path / "a.png", str(named(runs, "chain").index)
     assert run(["view", str(trace), "--chart", "gantt", "--request", index, "--round", "1", "--out", str(one)]) == 0
     assert one.read_bytes().startswith(b"\x89PNG")
+
+
+@drawn
+@pytest.mark.parametrize("request_id", [None, "0", "1"])
+def test_rounds_behind_the_start_of_another_request_are_found(request_id: str | None, tmp_path: Path) -> None:
+    path, out = tmp_path / "side.jsonl", tmp_path / "tree.svg"
+    target, sink = TableTarget(vocab_size=6, order=1, seed=1), Jsonl(path)
+    with Engine(target, "ngram", 4, config=EngineConfig(trace="full"), sinks=[sink]) as engine:
+        engine.generate([0, 1, 2], Sampling(temperature=0.9, seed=7, max_tokens=24, n=2))
+    sink.close()
+    assert run(["view", str(path), "--chart", "tree", *(["--request", request_id] if request_id else []), "--out", str(out)]) == 0
 
 
 @drawn

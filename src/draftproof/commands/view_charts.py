@@ -208,9 +208,9 @@ def _record(events: Iterable[Event], number: int | None, run: Run) -> tuple[Roun
             words[event.target] = event.vocabulary or words.get(event.target, ())
         elif isinstance(event, RequestStarted):
             ordinal += 1
-            if ordinal > run.index:
-                break
             if event.request == run.started.request:            # of several engines in one trace, each may have this id
+                if mine:
+                    break
                 mine = ordinal == run.index
         elif mine and isinstance(event, RoundDone) and event.request == run.started.request:
             says = (len({node.fate for node in event.nodes}), "accepted" in {token.role for token in event.tokens[:1]})
