@@ -93,6 +93,13 @@ def test_a_default_that_is_no_number_is_refused(folder: Path) -> None:
         load_target(folder, SMALL)
 
 
+@pytest.mark.parametrize(("text", "said"), [("{", "generation_config.json cannot be read"), ("[]", "generation_config.json holds a list")])
+def test_damaged_defaults_are_not_passed_over_as_if_there_were_none(text: str, said: str, folder: Path) -> None:
+    (folder / "generation_config.json").write_text(text)
+    with pytest.raises(LoadError, match=said):
+        load_target(folder, SMALL)
+
+
 @pytest.mark.parametrize("sharded", [False, True])
 def test_without_a_dtype_the_weights_own_is_taken(sharded: bool, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     say(folder / "config.json", dtype=None, torch_dtype=None)

@@ -46,6 +46,7 @@ def read_config(path: str | Path, config: LoadConfig) -> Any:
                 f"{folder} has no safetensors weights (found: {', '.join(other) or 'none'}); pickled weights can run code and "
                 "are never read; convert them with save_pretrained"
             )
+        _check_defaults(folder / "generation_config.json")
     elif os.sep in str(path) and str(path).count("/") != 1 or str(path).startswith((".", "~")):
         raise LoadError(f"{path} does not exist; expected a folder with config.json and safetensors weights, or a hub id such as org/name")
     model_config = configuration(path, config.trust_remote_code)
@@ -59,6 +60,16 @@ def read_config(path: str | Path, config: LoadConfig) -> Any:
         if found is not None and 0 <= found < least:               # below 0: without a limit
             raise LoadError(f"{path}: config.json has {name}={found}; expected at least {least}")
     return model_config
+
+
+def _check_defaults(file: Path) -> None:
+    """Raises LoadError for a file that transformers would pass over as if it were not there: texts would end elsewhere, unseen."""
+    try:
+        found = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+    except (OSError, ValueError) as error:
+        raise LoadError(f"{file} cannot be read ({first_line(error)}); correct it, or remove it to do without defaults") from None
+    if not isinstance(found, dict):
+        raise LoadError(f"{file} holds a {type(found).__name__}; expected an object")
 
 
 def saved_dtype(path: str | Path, model_config: Any) -> torch.dtype:
