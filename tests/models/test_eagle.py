@@ -21,7 +21,7 @@ from draftproof.models.heads.cache import HeadCache, HeadPass
 from draftproof.models.heads.detect import detect, require
 from draftproof.models.heads.eagle import EagleHead
 from draftproof.models.heads.eagle3 import Eagle3Head
-from draftproof.models.heads.files import HeadFiles, read_files
+from draftproof.models.heads.files import HeadFiles, read_files, write_files
 from draftproof.models.packed import pack
 from draftproof.models.target import TargetParts
 
@@ -460,6 +460,25 @@ def test_a_head_that_does_not_fit_is_refused_with_the_reason(case: str) -> None:
     name, change, message = REFUSED[case]
     with pytest.raises(LoadError, match=message):
         Eagle3Head.read(broken(name, change), parts(), V)
+
+
+@pytest.mark.parametrize(("settings", "message"), [
+    ({"rms_norm_eps": "x"}, "rms_norm_eps='x'; expected a number"),
+    ({"eagle_config": "x"}, "eagle_config='x'; expected an object"),
+    ({"dflash_config": {"target_layer_ids": 5}}, "target_layer_ids=5; expected a list of numbers"),
+    ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": ["x"]}}, r"layer_ids=\['x'\]; expected a list of numbers"),
+])
+def test_a_field_of_another_kind_is_named(settings: dict[str, Any], message: str, tmp_path: Path) -> None:
+    config, tensors = eagle1()
+    write_files(tmp_path, {**config, **settings}, tensors)
+    with pytest.raises(LoadError, match=message):
+        read_files(tmp_path)
+
+
+def test_fields_left_empty_and_numbers_in_words_are_read(tmp_path: Path) -> None:
+    config, tensors = eagle1()
+    write_files(tmp_path, {**config, "rms_norm_eps": "1e-05", "rope_scaling": None, "eagle_config": {"target_layer_ids": None}}, tensors)
+    assert read_files(tmp_path).config["rms_norm_eps"] == "1e-05"
 
 
 @pytest.mark.parametrize(("change", "message"), [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
@@ -15,6 +16,12 @@ from safetensors import torch as plain
 from torch import Tensor, nn
 
 from ...errors import LoadError
+
+NUMBERS = {"head_dim", "hidden_size", "hidden_state_offset", "hydra_num_heads", "hydra_num_layers", "input_embedding_scale", "logit_scale",
+           "max_position_embeddings", "medusa_num_heads", "n_predict", "num_attention_heads", "num_target_layers", "output_multiplier",
+           "rms_norm_eps", "rope_theta", "sliding_window", "swa_window_size", "vocab_size"}
+OBJECTS = {"dflash_config", "eagle_config", "rope_parameters", "rope_scaling", "transformer_layer_config"}
+LISTS = {"aux_hidden_state_layer_ids", "eagle_aux_hidden_state_layer_ids", "target_layer_ids"}         # of numbers
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +50,7 @@ def read_files(path: str | Path) -> HeadFiles:
         raise LoadError(f"{config_file} is no JSON ({error}); fetch the head again") from None
     if not isinstance(config, dict):
         raise LoadError(f"{config_file} holds a {type(config).__name__}; expected an object")
+    _check_kinds(config_file, config)
     shards = sorted(folder.glob("*.safetensors"))
     if not shards:
         other = sorted(f.name for f in folder.iterdir() if f.suffix in (".bin", ".pt", ".pth", ".ckpt", ".pkl"))
@@ -61,6 +69,25 @@ def read_files(path: str | Path) -> HeadFiles:
         except SafetensorError as error:
             raise LoadError(f"{shard} cannot be read ({error}); the file is damaged or incomplete, fetch it again") from None
     return HeadFiles(folder, config, tensors)
+
+
+def _check_kinds(file: Path, config: Mapping[str, Any]) -> None:
+    """Raises LoadError for a field that is no number, object or list of numbers where every layout of a head has one."""
+    for name, value in config.items():
+        expected = ("a number" if name in NUMBERS and not _number(value) else
+                    "an object" if name in OBJECTS and not isinstance(value, dict) else
+                    "a list of numbers" if name in LISTS and not (isinstance(value, list) and all(map(_number, value))) else None)
+        if expected and value is not None:
+            raise LoadError(f"{file} has {name}={value!r}; expected {expected}: fetch the head again")
+        if isinstance(value, dict) and name in OBJECTS:
+            _check_kinds(file, value)
+
+
+def _number(value: Any) -> bool:
+    try:
+        return math.isfinite(float(value))
+    except (TypeError, ValueError):
+        return False
 
 
 def fill(module: nn.Module, tensors: Mapping[str, Tensor], source: str | Path, rename: Callable[[str], str] | None = None,
