@@ -332,3 +332,10 @@ def test_every_option_is_explained_and_names_one_default(name: str) -> None:
         assert isinstance(parameter, click.Argument) or parameter.help, f"{name} --{parameter.name} has no help"  # type: ignore[attr-defined]
         help = getattr(parameter, "help", None) or ""
         assert help.count("[default:") <= 1 and "[default: ]" not in help, f"{name} --{parameter.name}: {help}"
+
+
+@pytest.mark.parametrize(("command", "words"), [
+    ("generate", "json|schema:FILE|regex:TEXT|lark:FILE"), ("audition", "N|traced"), ("advise", "N,M,…"), ("serve", "SHARE|shadow")])
+def test_help_has_words_as_they_are_taken(command: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run([command, "--help"]) == 0
+    assert words in capsys.readouterr().out

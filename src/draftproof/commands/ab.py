@@ -48,7 +48,8 @@ class Shares(click.ParamType[tuple[float, ...]]):
 ab_options = o.stacked(
     click.option("--ab", "arms", metavar="'A vs B'",
                  help="Compare two drafters on the traffic: a spec or off each, with depth=N behind it."),
-    o.setting(AbConfig, "share", "--ab-share", type=ShareOrShadow(), help="Of requests that A writes; shadow: none, it writes them again."),
+    o.setting(AbConfig, "share", "--ab-share", type=ShareOrShadow(), metavar=ShareOrShadow.name,
+              help="Of requests that A writes; shadow: none, it writes them again."),
     o.setting(AbConfig, "stages", "--ab-stages", type=Shares(), metavar="1%,10%,…",
               help="Shares of a roll-out of A, which goes back to B by itself."),
     o.setting(AbConfig, "replay", "--ab-replay", type=Share(),

@@ -33,8 +33,8 @@ FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 @click.argument("log", type=FILE, required=False)
 @o.target_option
 @drafters_option
-@click.option("--depth", "depths", type=Depths(), multiple=True, default=(DEPTHS,), show_default="1,2,4,8",
-              help="How far it guesses; repeatable.")
+@click.option("--depth", "depths", type=Depths(), metavar="N,M,…", multiple=True, default=(DEPTHS,),
+              show_default="1,2,4,8", help="How far it guesses; repeatable.")
 @click.option("--concurrency", type=Counts(), default=(1, 4), show_default="1,4", help="Requests side by side.")
 @click.option("--audition", "heard", type=FILE, metavar="FILE", help="What audition --json printed, instead of replaying LOG.")
 @click.option("--profile", "curve", type=FILE, metavar="FILE", help="What profile --json printed, instead of timing rounds of the engine.")

@@ -181,7 +181,7 @@ sampling_options = stacked(
     setting(Sampling, "seed", type=int, metavar="S", help="The noise.  [default: drawn, and printed]"),
     setting(Sampling, "ignore_eos", "--ignore-eos", is_flag=True, flag_value=True, help="Go on after the model's end of text."),
     setting(Sampling, "stop", type=str, metavar="TEXT", multiple=True, help="Stop before this text; repeatable."),
-    setting(Sampling, "grammar", type=Grammar(), help="What the text must follow."),
+    setting(Sampling, "grammar", type=Grammar(), metavar=Grammar.name, help="What the text must follow."),
     setting(Sampling, "stop_token_ids", "--stop-token-id", type=int, metavar="ID", multiple=True, help="Stop at this token; repeatable."),
 )
 
