@@ -325,6 +325,12 @@ def test_help_is_quick_and_shows_the_dataclass_defaults() -> None:
     assert time.monotonic() - before < 5
 
 
+def test_a_terminal_of_another_encoding_costs_no_result() -> None:
+    done = subprocess.run([sys.executable, "-m", "draftproof", "generate", "--help"],
+                          env={**environment(), "PYTHONIOENCODING": "latin-1"}, capture_output=True, encoding="latin-1")
+    assert done.returncode == 0 and "A+B \\u2026" in done.stdout, done.stderr
+
+
 @pytest.mark.parametrize("name", COMMANDS)
 def test_every_option_is_explained_and_names_one_default(name: str) -> None:
     command = COMMANDS[name]

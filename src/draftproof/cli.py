@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from io import TextIOWrapper
 
 import click
 
@@ -48,6 +49,8 @@ def run(arguments: Sequence[str] | None = None) -> int:
     sys.stderr = sys.stderr or open(os.devnull, "w", encoding="utf-8")
     if sys.stdout is None:
         return _complain("standard output is closed, and results would be lost; expected a terminal, a file or a pipe", 1)
+    if isinstance(sys.stdout, TextIOWrapper):           # as standard error has it: what another encoding lacks costs no result
+        sys.stdout.reconfigure(errors="backslashreplace")
     if not sys.stderr.isatty():
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")      # other libraries' bars belong on a terminal too
     try:
