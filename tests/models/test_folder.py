@@ -100,6 +100,18 @@ def test_damaged_defaults_are_not_passed_over_as_if_there_were_none(text: str, s
         load_target(folder, SMALL)
 
 
+@pytest.mark.parametrize("described", [{"model_type": "llama"}, {"num_hidden_layers": 60}])
+def test_a_configuration_of_a_far_larger_model_is_refused_before_there_is_memory_for_it(
+        described: dict[str, Any], folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda *_, **__: pytest.fail("memory was taken"))
+    if "model_type" in described:                               # and nothing else: what its family has by default
+        (folder / "config.json").write_text(json.dumps(described))
+    else:
+        say(folder / "config.json", **described)
+    with pytest.raises(LoadError, match=r"config.json describes LlamaForCausalLM of [\d,]+ weights, and the files hold [\d,]+; expected"):
+        load_target(folder, SMALL)
+
+
 @pytest.mark.parametrize("sharded", [False, True])
 def test_without_a_dtype_the_weights_own_is_taken(sharded: bool, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     say(folder / "config.json", dtype=None, torch_dtype=None)

@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
+from copy import deepcopy
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError, safe_open
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import cached_file
 
 from ..config import LoadConfig
@@ -19,6 +21,7 @@ from ..errors import LoadError, first_line
 from .tokenizer import Tokenizer
 
 LEAST_CONTEXT = 2  # a prompt and what follows it
+MISSING = 2  # times as many numbers in a model as in its files: beyond what any form of saving leaves out
 TYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}  # names in safetensors
 
 
@@ -108,6 +111,26 @@ def why_not(error: BaseException, model_config: Any) -> str:
 def _settings(config: Mapping[str, Any]) -> list[tuple[str, Any]]:
     nested = [pair for value in config.values() if isinstance(value, dict) for pair in _settings(value)]
     return [*config.items(), *nested]
+
+
+def check_size(path: str | Path, model_config: Any, trust_remote_code: bool) -> None:
+    """Raises LoadError for a configuration of far more weights than a folder's files hold, before there is memory for any of them."""
+    files = sorted(Path(path).glob("*.safetensors"))
+    if not files or getattr(model_config, "quantization_config", None):            # several weights in one number
+        return
+    try:
+        held = 0
+        for file in files:
+            with safe_open(file, "pt") as opened:
+                held += sum(prod(opened.get_slice(name).get_shape()) for name in opened.keys())
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(deepcopy(model_config), trust_remote_code=trust_remote_code)
+    except Exception:  # the load itself says what is wrong
+        return
+    described = sum(weight.numel() for weight in model.parameters())
+    if described > MISSING * held:
+        raise LoadError(f"{path}: config.json describes {type(model).__name__} of {described:,} weights, and the files hold {held:,}; "
+                        "expected the config.json of these weights, and all of their files")
 
 
 def check_weights(path: str | Path, model: Any, info: Mapping[str, Any], shares: int, reasons: dict[str, str]) -> None:

@@ -21,7 +21,7 @@ from ..errors import LoadError, first_line
 from . import float8, int4, int8, rows
 from .between import compare, compiled_between
 from .cropped import CroppedTarget
-from .folder import check_weights, defaults_of, end_ids, read_config, read_tokenizer, saved_dtype, why_not
+from .folder import check_size, check_weights, defaults_of, end_ids, read_config, read_tokenizer, saved_dtype, why_not
 from .fused import FusedPass, can_fuse, fuse
 from .graphs import passes
 from .graphs import recorder as _recorder
@@ -194,6 +194,7 @@ def _fuse(model: Any, tier: int, linear: Linear | None, config: LoadConfig, ours
 
 def _load_model(path: str | Path, config: LoadConfig, model_config: Any, dtype: torch.dtype, ranks: Ranks | None,
                 reasons: dict[str, str]) -> Any:
+    check_size(path, model_config, config.trust_remote_code)
     try:
         model, info = load_share(str(path), model_config, dtype, ranks) if ranks else AutoModelForCausalLM.from_pretrained(
             str(path),
