@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from draftproof.bench import sweep
 from draftproof.cli import run
 
 ROOT = Path(__file__).parents[2]
@@ -32,6 +36,30 @@ def test_bench_tells_first_and_writes_what_it_can(workload: Path, capsys: pytest
     complaint = said.err.splitlines()[-1]
     assert "/dev/full: No space left on device" in complaint and "unforeseen" not in complaint and str(page) not in complaint
     assert "</html>" in page.read_text() and {file.name for file in folder.iterdir()} == {"off.jsonl", "ngram.jsonl"}
+
+
+@pytest.mark.parametrize("after", [0, 1, 3])
+def test_an_interrupted_bench_tells_what_it_has_measured(after: int, workload: Path, monkeypatch: pytest.MonkeyPatch,
+                                                         capsys: pytest.CaptureFixture[str]) -> None:
+    plain, table = sweep.sweep, workload.with_name("cells.csv")
+
+    def interrupted(*given: Any, **more: Any) -> Iterator[Any]:
+        yield from islice(plain(*given, **more), after)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(sweep, "sweep", interrupted)
+    asked = ["--tokens", "4", "--repeats", "2", "--most-repeats", "2", "--csv", str(table), "--json"]
+    assert run(["bench", "--drafter", "ngram", "--workload", str(workload), *asked]) == 130
+    said = capsys.readouterr()
+    assert said.err.splitlines()[-1] == "draftproof: interrupted"
+    if after == 0:
+        assert not said.out and not table.exists()
+        return
+    document = json.loads(said.out.splitlines()[-1])
+    assert document["note"].startswith(f"INTERRUPTED after {after} of 4 answers")
+    cells = {cell["arm"]: cell for cell in document["cells"] if cell["class"] == "all"}
+    assert sum(cell["requests"] for cell in cells.values()) == after and list(cells) == ["off", "ngram"][:after]
+    assert len(table.read_text().splitlines()) == 1 + len(document["cells"])
 
 
 @needs_full

@@ -98,8 +98,8 @@ def bench(drafters: tuple[str, ...], depths: tuple[int | None, ...], urls: tuple
                 config.temperature, config.seed)
     with ExitStack() as stack:
         arms, items, target = (server if urls else here)(stack, drafters, depths or (None,), urls, given, config, plan)
-        answers, counted = measure(arms, items, plan)
-        document = describe(answers, arms, plan, counted, target)
+        answers, counted, stopped = measure(arms, items, plan)
+        document = describe(answers, arms, plan, counted, target, stopped)
     if as_json:
         emit_json(document)
     else:
@@ -109,6 +109,8 @@ def bench(drafters: tuple[str, ...], depths: tuple[int | None, ...], urls: tuple
         differing = {c["arm"] for c in document["cells"] if c["identical"] is False}
         if differing:
             raise ParityError(f"not identical to speculation off, on a target that is invisible to the bit: {', '.join(sorted(differing))}")
+    if stopped:
+        raise KeyboardInterrupt
     return 0
 
 
@@ -191,17 +193,27 @@ def workload(given: Mapping[str, Any], config: BenchConfig, plan: Plan, vocab_si
     return first_of_each(items, config.each or BUILT_IN_EACH)
 
 
-def measure(arms: Sequence[Arm], items: Sequence[Item], plan: Plan) -> tuple[list[Answer], Mapping[tuple[str, Load], Counters]]:
-    """All answers, and what servers counted meanwhile for each arm under each load."""
+def measure(arms: Sequence[Arm], items: Sequence[Item], plan: Plan) -> tuple[list[Answer], Mapping[tuple[str, Load], Counters], str]:
+    """All answers, what servers counted meanwhile for each arm under each load, and what is missing: nothing, unless an interruption came
+    behind the first answer."""
     from ..bench.meter import Meter
     from ..bench.sweep import expected, sweep, warm_up
 
     note(f"{len(items)} items, arms {', '.join(arm.name for arm in arms)}, loads {', '.join(load.name for load in plan.loads)}: "
          f"{expected(arms, items, plan)} answers or more; warming up …")
     warm_up(arms, items, plan)
-    meter = Meter()
-    answers = list(watched(sweep(arms, items, plan, around=meter.around), expected(arms, items, plan)))
-    return answers, meter.counted
+    answers: list[Answer] = []
+    meter, stopped = Meter(), ""
+    total = expected(arms, items, plan)
+    try:
+        for answer in watched(sweep(arms, items, plan, around=meter.around), total):
+            answers.append(answer)
+    except KeyboardInterrupt:
+        if not answers:
+            raise
+        stopped = f"INTERRUPTED after {len(answers)} of {max(total, len(answers))} answers"
+        note(f"{stopped}: what follows is of these")
+    return answers, meter.counted, stopped
 
 
 def watched(answers: Iterator[Answer], total: int) -> Iterator[Answer]:
@@ -222,8 +234,8 @@ def watched(answers: Iterator[Answer], total: int) -> Iterator[Answer]:
 
 
 def describe(answers: Sequence[Answer], arms: Sequence[Arm], plan: Plan, counted: Mapping[tuple[str, Load], Counters],
-             target: Target | None) -> dict[str, Any]:
-    """The JSON document of `bench`."""
+             target: Target | None, stopped: str = "") -> dict[str, Any]:
+    """The JSON document of `bench`. stopped: what is missing."""
     from ..bench.load import Local
     from ..bench.machine import machine, versions
     from ..bench.summary import is_spec_bench, rows, serving, spec_bench
@@ -231,6 +243,8 @@ def describe(answers: Sequence[Answer], arms: Sequence[Arm], plan: Plan, counted
 
     loads: list[Load] = list(dict.fromkeys(a.job.load for a in answers))
     notes = [f"{len(answers)} answers, {max(a.job.repeat for a in answers) + 1} repeats, temperature {plan.temperature:g}"]
+    if stopped:
+        notes.insert(0, stopped)
     if any(a.job.item.prompt_class == SYNTHETIC for a in answers):
         notes.append("SYNTHETIC prompts of random tokens: they say nothing about acceptance on real text")
     cut = sum(arm.client.cut for arm in arms if isinstance(arm.client, Local))
