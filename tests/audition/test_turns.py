@@ -12,8 +12,9 @@ from draftproof.audition import logs
 from draftproof.audition.logs import Exchange, Skipped, read_log
 from draftproof.audition.stories import conversation
 from draftproof.config import LoadConfig
-from draftproof.models.load import load_target
+from draftproof.models.load import builtin, load_target
 from draftproof.models.tokenizer import Tokenizer
+from draftproof.models.turns import written
 
 ASK = {"role": "user", "content": "hi"}
 CALL = {"id": "c1", "type": "function", "function": {"name": "look", "arguments": '{"at": 3}'}}
@@ -100,3 +101,16 @@ def test_the_template_hears_of_tools_and_of_what_the_request_tells_it(tokenizer:
         return tokenizer.decode(conversation(tokenizer, (ASK,), asked))
 
     assert shown(asked) == "look;off|hi" and shown({**asked, "tool_choice": "none"}) == "off|hi" and shown({}) == "|hi"
+
+
+def test_turns_that_a_template_does_not_know_are_read_as_the_server_sends_them(tmp_path: Path) -> None:
+    """The built-in model's template refuses all but user and assistant."""
+    known, system = Tokenizer.load(str(builtin("target"))), {"role": "system", "content": "Be brief."}
+    spoken = [system, ASK, CALLED, FOUND, {"role": "assistant", "content": "a cat is there"}]
+    first, last = read(tmp_path, {"messages": spoken})
+    user = {"role": "user", "content": "Be brief.\n\nhi"}
+    assert first.messages is not None and conversation(known, first.messages, {}) == known.chat([user])
+    assert last.messages is not None
+    call = {"role": "assistant", "content": written("look", {"at": 3})}
+    told = {"role": "user", "content": "<tool_response>\na cat\n</tool_response>"}
+    assert conversation(known, last.messages, {}) == known.chat([user, call, told])

@@ -13,6 +13,7 @@ from typing import Any
 from tokenizers.pre_tokenizers import ByteLevel
 
 from ..errors import LoadError
+from .turns import folded
 
 SHORTENED = {"NoneType": 1, "NFC": 3}     # by normaliser: how many times more bytes a text may have before it than after
 CONTEXT = 6  # prompt ids that a stream sees first, so that a leading space or a split character comes out as it stands in the text
@@ -171,13 +172,14 @@ class Tokenizer:
 
     def chat(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None,
              answered: bool = False, told: Mapping[str, Any] | None = None) -> list[int]:
-        """Ids of a conversation, ready for the assistant's answer unless it is `answered`. told: what else the template shall know, by
-        its own names. The template runs in transformers' sandbox; it may refuse the conversation (an unknown role) with an exception of
-        its own."""
+        """Ids of a conversation, ready for the assistant's answer unless it is `answered`, `folded` for what the template does not know.
+        told: what else it shall know, by its own names. The template runs in transformers' sandbox; it may refuse the conversation (an
+        unknown role) with an exception of its own."""
         if not self.has_chat_template:
             raise LoadError("this tokenizer has no chat template; use generate, or a model with one")
         own = inspect.signature(self.hf.apply_chat_template).parameters if told else {}
         more = {name: value for name, value in (told or {}).items() if name not in own}
-        out = self.hf.apply_chat_template(list(messages), add_generation_prompt=not answered, tokenize=True, return_dict=False,
+        turns = folded(messages, self.knows)
+        out = self.hf.apply_chat_template(turns, add_generation_prompt=not answered, tokenize=True, return_dict=False,
                                           tools=list(tools) if tools else None, **more)
         return list(out)

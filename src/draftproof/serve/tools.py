@@ -11,10 +11,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ..models.turns import CLOSE, OPEN
 from .refusal import Refusal
 from .schema import NamedTool, Tool
 
-OPEN, CLOSE = "<tool_call>", "</tool_call>"
 FREE = r"(.|\n)*"
 
 
@@ -66,16 +66,6 @@ def explained(tools: Sequence[Tool]) -> str:
     listed = "\n".join(json.dumps(tool.function.model_dump(exclude_none=True)) for tool in tools)
     form = f'{OPEN}{{"name": …, "arguments": {{…}}}}{CLOSE}'
     return f"You may call these functions:\n{listed}\nTo call one, answer {form} and nothing else.\n\n"
-
-
-def written(name: str, arguments: Any) -> str:
-    """A call as the grammar has it."""
-    return f"{OPEN}\n{json.dumps({'name': name, 'arguments': arguments}, ensure_ascii=False)}\n{CLOSE}"
-
-
-def answered(text: str) -> str:
-    """What a call came to, for a model whose chat template has no role for it: the form that most open models are trained on."""
-    return f"<tool_response>\n{text}\n</tool_response>"
 
 
 def parse(text: str) -> tuple[list[Call], bool]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -14,6 +14,7 @@ from ..audition.turns import parsed
 from ..engine.admit import encode
 from ..errors import DraftproofError, PromptError
 from ..models.tokenizer import Tokenizer
+from ..models.turns import folded
 from ..types import Sampling
 from . import tools
 from .refusal import Refusal, of_validation
@@ -199,27 +200,6 @@ def conversation(messages: Sequence[Message], served: Served, may_call: Sequence
     except Exception as error:
         said = str(error).splitlines()[0][:300] if type(error).__module__.startswith("jinja2") else "it failed on it"
         raise Refusal(400, f"the model's chat template does not take this conversation: {said}", param=place) from error
-
-
-def folded(turns: Sequence[dict[str, Any]], knows: Set[str]) -> list[dict[str, Any]]:
-    """The turns for a template that `knows` only so much beside user and assistant. What the system said and what calls came to
-    stand in the user's turn beside them, or in one of its own; the assistant's calls in its text, as it would write them."""
-    out: list[dict[str, Any]] = []
-    joins = False                                            # whether the last turn holds what nobody said as the user
-    for turn in turns:
-        role, text = turn["role"], turn["content"]
-        foreign = role in ("system", "tool") and role not in knows
-        if foreign:
-            turn = {"role": "user", "content": tools.answered(text) if role == "tool" else text}
-        elif "tool_calls" in turn and "tool_calls" not in knows:
-            calls = [tools.written(**call["function"]) for call in turn["tool_calls"]]
-            turn = {"role": role, "content": "\n".join([text, *calls] if text else calls)}
-        if out and out[-1]["role"] == turn["role"] == "user" and (foreign or joins):
-            out[-1] = {**turn, "content": f"{out[-1]['content']}\n\n{turn['content']}"}
-        else:
-            out.append(turn)
-        joins = foreign
-    return out
 
 
 def _turn(message: Message) -> dict[str, Any]:
