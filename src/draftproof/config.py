@@ -58,7 +58,7 @@ class LoadConfig(_Config):
     packed: bool = True                   # pack linear layers where that is faster; not for training, which needs plain matrices
     quantization: str | None = None       # "int8", "int4", on a GPU "int4", "fp8": rounded at load; another model, whose text is its own
     page_tokens: int = 256                # keys per cache page, the attention kernel's block
-    prefill_chunk: int = 512              # tokens per prefill pass
+    prefill_chunk: int = 512              # tokens per prefill pass, of all prompts together
     cache_tokens: int = 65_536            # most tokens whose keys are kept at a time
     trust_remote_code: bool = False       # never true by default
 

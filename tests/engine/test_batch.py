@@ -10,6 +10,7 @@ from engine.engine_support import OPTIONS, PROMPTS, alone, check_counts, drafter
 
 from draftproof import Engine, EngineConfig, LoadConfig, OptionError, Sampling
 from draftproof.drafters.fixed import Oracle
+from draftproof.engine.batch import shares
 from draftproof.errors import CacheFull, Failure
 from draftproof.models.fake import TableTarget
 from draftproof.types import Draft
@@ -174,6 +175,30 @@ def test_one_request_that_excludes_every_token_does_not_end_the_others() -> None
     assert not target.open_slots
 
 
+@pytest.mark.parametrize(("left", "most", "given"), [
+    ([5], 8, [5]), ([50], 8, [8]), ([50, 50], 8, [4, 4]), ([3, 50, 50], 8, [3, 5, 0]), ([50, 9, 2], 8, [4, 2, 2]),
+    ([50, 1, 1], 8, [6, 1, 1]), ([2, 2, 2], 8, [2, 2, 2]), ([9, 9], 1, [1, 0]), ([9, 9, 1], 3, [1, 1, 1])])
+def test_what_each_prompt_has_read_of_a_pass(left: list[int], most: int, given: list[int]) -> None:
+    assert shares(left, most) == given
+
+
+def test_a_pass_over_prompts_reads_a_chunk_of_all_of_them_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that texts that run wait for no more than that, and a short prompt does not wait for a long one."""
+    target, read, sampling = TableTarget(vocab_size=11, order=2, seed=0), list[list[int]](), Sampling(seed=1, max_tokens=4)
+    extend = target.extend
+    prompts = [[i % 11 for i in range(n)] for n in (40, 30, 4, 9, 2)]
+    want = [alone(target, prompt, sampling).token_ids for prompt in prompts]
+    monkeypatch.setattr(target, "extend", lambda slots, chunks: (read.append([len(chunk) for chunk in chunks]), extend(slots, chunks))[1])
+    with Engine(target=target, drafter="none", load=LoadConfig(prefill_chunk=8)) as engine:
+        handles, order = [engine.submit(prompt, sampling)[0] for prompt in prompts], []
+        while not all(h.done for h in handles):
+            engine.step()
+            order += [i for i, h in enumerate(handles) if h.done and i not in order]
+    assert [h.completion().token_ids for h in handles] == want
+    assert all(sum(chunks) <= 8 for chunks in read) and sum(map(sum, read)) == sum(map(len, prompts)) and len(read) == 11
+    assert order == [4, 2, 3, 0, 1] and all(chunks[0] >= 4 for chunks in read[:-1])
+
+
 class Small(TableTarget):
     """Has room for 40 tokens at a time."""
 
@@ -292,7 +317,7 @@ def test_hidden_states_cover_the_text_without_a_gap() -> None:
         got = engine.generate_batch([[1, 2, i] * 4 for i in range(3)], OPTIONS["ignore_eos"])
         assert engine.speculation.state[0] == "on", engine.speculation.failure
     assert [g.token_ids for g in got] == [w.token_ids for w in want] and sum(g.metrics["accepted"] for g in got) > 20
-    assert all(g.metrics["target_passes"] == g.metrics["rounds"] + 3 for g in got)
+    assert all(g.metrics["target_passes"] >= g.metrics["rounds"] + 3 for g in got), "every prompt came in three chunks or more"
 
 
 def test_an_empty_draft_is_an_ordinary_answer() -> None:

@@ -41,7 +41,7 @@ class Batch:
         return seq.limit + (self.speculation.tree or 0)
 
     def step(self) -> list[tuple[Sequence, Commit]]:
-        """Admit what fits, prefill one chunk of each prompt, run one round; what was committed, in order."""
+        """Admit what fits, prefill a chunk of the prompts, run one round; what was committed, in order."""
         self.target.set_taps(self.speculation.taps)
         self._end_finished()                                 # by a step that was interrupted
         with torch.inference_mode():
@@ -99,24 +99,27 @@ class Batch:
             self.recorder.started(seq, seq.slot.length)
 
     def _prefill(self, batch: list[Sequence]) -> list[tuple[Sequence, Commit]]:
-        """One chunk of every prompt; a prompt that is complete gets its first token."""
+        """A chunk of the prompts: those whose texts run wait for it. A prompt that is complete gets its first token."""
         told = [seq for seq in batch if _told(seq)]
         return self._read([seq for seq in batch if not _told(seq)], self._chunk) + \
-            self._read(told, min(self._chunk, max(1, SCORED // (self.target.vocab_size * (len(told) or 1)))))
+            self._read(told, min(self._chunk, max(1, SCORED // self.target.vocab_size)))
 
-    def _read(self, batch: list[Sequence], width: int) -> list[tuple[Sequence, Commit]]:
-        """So many tokens of every prompt, all in one pass; of prompts whose log-probabilities are all told, or of none of them."""
+    def _read(self, batch: list[Sequence], most: int) -> list[tuple[Sequence, Commit]]:
+        """At most so many tokens, all in one pass; of prompts whose log-probabilities are all told, or of none of them."""
         if not batch:
             return []
         start = perf_counter()
-        slots = [seq.slot for seq in batch if seq.slot is not None]
-        for seq, slot in zip(batch, slots, strict=True):     # what a step that was interrupted has read: its last token again
+        for seq in batch:                                    # what a step that was interrupted has read: its last token again
             known = max(0, len(seq.prompt_logprobs) - 1) if _told(seq) else seq.prompt_tokens - 1
-            if slot.length > known:
-                self.target.rewind(slot, ())
-                self.target.truncate(slot, known)
+            if seq.slot is not None and seq.slot.length > known:
+                self.target.rewind(seq.slot, ())
+                self.target.truncate(seq.slot, known)
+        widths = shares([seq.prompt_tokens - seq.slot.length for seq in batch if seq.slot is not None], most)
+        batch = [seq for seq, width in zip(batch, widths, strict=True) if width]
+        slots = [seq.slot for seq in batch if seq.slot is not None]
         starts = [slot.length for slot in slots]
-        chunks = [uploaded(seq.prompt[at:at + width], self.target.device) for seq, at in zip(batch, starts, strict=True)]
+        chunks = [uploaded(seq.prompt[at:at + width], self.target.device)
+                  for seq, at, width in zip(batch, starts, filter(None, widths), strict=True)]
         try:
             scores = self._scored(batch, slots, chunks) if _told(batch[0]) else self.target.extend(slots, chunks)
         except Exception as error:
@@ -185,6 +188,18 @@ class Batch:
                 self.end(batch[0], "error", error)
                 return []
             return [done for seq in batch for done in self._round([seq])]
+
+
+def shares(left: abc.Sequence[int], most: int) -> list[int]:
+    """How many of so many tokens each prompt has read, of those that are `left` of it. The oldest, which stands first, gets half at least,
+    so that all are done some day; of the others those that are done soonest come first."""
+    first = min(left[0], most if len(left) == 1 else max(1, most // 2))
+    given, room = [first] + [0] * (len(left) - 1), most - first
+    for i in sorted(range(1, len(left)), key=left.__getitem__):
+        given[i] = min(left[i], room)
+        room -= given[i]
+    given[0] += min(left[0] - first, room)
+    return given
 
 
 def _told(seq: Sequence) -> bool:

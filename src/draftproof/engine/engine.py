@@ -149,7 +149,7 @@ class Engine:
         return handles
 
     def step(self) -> list[TokenEvent]:
-        """Admit what fits, prefill one chunk of each waiting prompt, run one round; the tokens that arrived, in order."""
+        """Admit what fits, prefill a chunk of the prompts, run one round; the tokens that arrived, in order."""
         return self._step(told=True)
 
     def cancel(self, request: str) -> None:
