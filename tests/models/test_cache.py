@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 
 import pytest
 import torch
 
-from draftproof import gpu, native
+from draftproof import Engine, LoadConfig, Sampling, gpu, native
 from draftproof.errors import CacheFull
 from draftproof.models.cache import PagedSlot, PagePool
+from draftproof.models.load import load_target
+from draftproof.models.paged import PagedTarget
+from draftproof.trace.events import RequestStarted
 
 P = 4
 
@@ -154,3 +158,29 @@ def test_keys_are_copied_between_pages_in_every_layer(way: str, monkeypatch: pyt
             wanted[8:11], wanted[12:15], wanted[25] = old[4:7], old[4:7], old[17]
             assert torch.equal(store, wanted)
         p.grow()
+
+
+def test_prompts_that_come_together_read_what_they_have_in_common_once_or_twice(tiny_pair: tuple[Path, Path],
+                                                                                monkeypatch: pytest.MonkeyPatch) -> None:
+    """None of them finds it where it is admitted. Another tenant reads it again."""
+    target = load_target(tiny_pair[0], LoadConfig(device="cpu", self_test=False, page_tokens=16))
+    assert isinstance(target, PagedTarget)
+    common, read = [7 * i % 200 for i in range(100)], list[int]()
+    prompts = [common + [100 + i] * (5 + i) for i in range(6)]
+    asked = [Sampling(seed=i, temperature=0.8, max_tokens=6, ignore_eos=True) for i in range(6)]
+    load, extend = LoadConfig(prefill_chunk=32), target.extend
+    with Engine(target, "none") as engine:
+        want = [engine.generate(prompt, sampling, tenant=f"alone {i}").token_ids
+                for i, (prompt, sampling) in enumerate(zip(prompts, asked, strict=True))]
+    monkeypatch.setattr(target, "extend", lambda slots, chunks: (read.extend(map(len, chunks)), extend(slots, chunks))[1])
+    with Engine(target, "ngram", 2, load=load) as engine:
+        handles = [engine.submit(prompt, sampling, tenant="a")[0] for prompt, sampling in zip(prompts, asked, strict=True)]
+        handles += engine.submit(prompts[0], asked[0], tenant="b")
+        while not all(handle.done for handle in handles):
+            engine.step()
+            target.pool.check(target.slots)
+        found = [handle.completion() for handle in handles]
+    assert [one.token_ids for one in found] == [*want, want[0]]
+    cached = [event.cached_tokens for one in found for event in one.trace if isinstance(event, RequestStarted)]
+    assert len(cached) == 7 and cached[0] == cached[6] == 0 and sum(cached) >= 4 * 96
+    assert sum(read) + sum(cached) == sum(map(len, prompts)) + len(prompts[0])

@@ -11,7 +11,7 @@ import torch
 from ..core.upload import uploaded
 from ..errors import CacheFull
 from ..models.taps import rows_at, rows_in, stacked
-from ..models.target import Slot, Target
+from ..models.target import Adopts, Slot, Target
 from ..types import Commit, Draft, FinishReason, Scores, Signals
 from .lanes import Lanes
 from .logprobs import note_prompt
@@ -96,7 +96,6 @@ class Batch:
             self.waiting.popleft()
             self.live.append(seq)
             seq.to(Status.PREFILL)
-            self.recorder.started(seq, seq.slot.length)
 
     def _prefill(self, batch: list[Sequence]) -> list[tuple[Sequence, Commit]]:
         """A chunk of the prompts: those whose texts run wait for it. A prompt that is complete gets its first token."""
@@ -109,14 +108,11 @@ class Batch:
         if not batch:
             return []
         start = perf_counter()
-        for seq in batch:                                    # what a step that was interrupted has read: its last token again
-            known = max(0, len(seq.prompt_logprobs) - 1) if _told(seq) else seq.prompt_tokens - 1
-            if seq.slot is not None and seq.slot.length > known:
-                self.target.rewind(seq.slot, ())
-                self.target.truncate(seq.slot, known)
+        for seq in batch:
+            self._ready(seq)
         widths = shares([seq.prompt_tokens - seq.slot.length for seq in batch if seq.slot is not None], most)
         batch = [seq for seq, width in zip(batch, widths, strict=True) if width]
-        slots = [seq.slot for seq in batch if seq.slot is not None]
+        slots = [self._begun(seq) for seq in batch]
         starts = [slot.length for slot in slots]
         chunks = [uploaded(seq.prompt[at:at + width], self.target.device)
                   for seq, at, width in zip(batch, starts, filter(None, widths), strict=True)]
@@ -135,6 +131,24 @@ class Batch:
             if at + len(chunk) == seq.prompt_tokens:
                 done += self._first_token(seq, scores.logits[i:i + 1])
         return done
+
+    def _ready(self, seq: Sequence) -> None:
+        """Its slot holds what need not be read: what others have read by now of a prompt that was not begun, and of one that an interrupted
+        step has read, all but its last token."""
+        assert seq.slot is not None, f"{seq.id}: a prompt has a slot"
+        if not (seq.begun or _told(seq)) and isinstance(self.target, Adopts):
+            self.target.adopt(seq.slot, seq.prompt)
+        known = max(0, len(seq.prompt_logprobs) - 1) if _told(seq) else seq.prompt_tokens - 1
+        if seq.slot.length > known:
+            self.target.rewind(seq.slot, ())
+            self.target.truncate(seq.slot, known)
+
+    def _begun(self, seq: Sequence) -> Slot:
+        assert seq.slot is not None, f"{seq.id}: a prompt has a slot"
+        if not seq.begun:
+            seq.begun = True
+            self.recorder.started(seq, seq.slot.length)
+        return seq.slot
 
     def _scored(self, batch: list[Sequence], slots: list[Slot], chunks: list[torch.Tensor]) -> Scores:
         """`Target.extend`, and every token of the chunks is told as likely as it was: a prompt is a draft that is known to stand."""

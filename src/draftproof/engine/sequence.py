@@ -67,6 +67,7 @@ class Sequence:
     tally: Tally = field(default_factory=Tally)
     rounds: int = 0
     reason: str = ""                             # why it was guessed for as it was, of its last round that was not near its end
+    begun: bool = False                          # whether a pass has read of its prompt
     prefill_s: float = 0.0
     prefill_passes: int = 0
     logprobs: list[TokenLogprob] = field(default_factory=list)

@@ -79,6 +79,15 @@ class PagedTarget:
         self.slots.append(slot)
         return slot
 
+    def adopt(self, slot: PagedSlot, tokens: Sequence[int]) -> None:
+        """See `Adopts`."""
+        assert slot.length == slot.shared * self.pool.page_tokens, "a slot has written nothing of its own"
+        pages = self.pool.find(tokens, slot.tenant)
+        for page in slot.pages[: len(pages)]:
+            self.pool.release(page)
+        slot.pages[: len(pages)], slot.shared = pages, len(pages)
+        slot.held = list(tokens[: len(pages) * self.pool.page_tokens])
+
     def fits(self, tokens: int) -> bool:
         return -(-tokens // self.pool.page_tokens) <= self.pool.available()
 

@@ -105,6 +105,15 @@ class Target(Protocol):
 
 
 @runtime_checkable
+class Adopts(Protocol):
+    """What a target has beside `Target` if a slot may read what other texts have left in the cache since it was opened."""
+
+    def adopt(self, slot: Any, tokens: Sequence[int]) -> None:
+        """Of a text that begins with `tokens`, none of which was read by a pass: from now on slot.length is as `open` would have it."""
+        ...
+
+
+@runtime_checkable
 class Begins(Protocol):
     """What a target has beside `Target` if its plain passes may begin before anybody has read what they go on from."""
 
