@@ -96,14 +96,17 @@ class CompletionReply:
 
     def _sent(self, choice: int, token: int) -> bytes:
         """What a special token writes: nothing, unless it stands in a prompt that was sent as text and is told again."""
-        prompt = self.head.order.prompts[choice // self.head.order.sampling.n]
+        prompt = self._given(choice)
         spelled = _piece(self.head.served, token)
         stands = self.head.order.echo and isinstance(prompt, str) and prompt.startswith(spelled, self._offsets[choice])
         return spelled.encode() if stands else b""
 
+    def _given(self, choice: int) -> str | tuple[int, ...]:
+        return self.head.order.prompts[choice // self.head.order.sampling.n]
+
     def _prompt(self, choice: int) -> str:
         """The prompt of a choice as it was sent, or as its ids read."""
-        prompt = self.head.order.prompts[choice // self.head.order.sampling.n]
+        prompt = self._given(choice)
         if isinstance(prompt, str):
             return prompt
         return "" if self.head.served.tokenizer is None else self.head.served.tokenizer.decode(prompt)

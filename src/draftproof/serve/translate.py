@@ -187,9 +187,10 @@ def conversation(messages: Sequence[Message], served: Served, may_call: Sequence
     """The ids of a conversation, by the model's own template; `place` is where the client gave it. Raises Refusal."""
     if served.tokenizer is None or not served.tokenizer.has_chat_template:
         raise Refusal(400, f"model {served.name} has no chat template; use /v1/completions", param=place)
-    turns = folded([_turn(message) for message in messages], served.tokenizer.knows)
+    turns = [_turn(message) for message in messages]
     knows_tools = served.tokenizer.takes_tools
     if may_call and not knows_tools:
+        turns = folded(turns, served.tokenizer.knows)        # the tokenizer would do it behind what is explained here
         first = next((turn for turn in turns if turn["role"] == "user"), turns[0])
         first["content"] = tools.explained(may_call) + (first["content"] or "")
     listed = [{"type": "function", "function": tool.function.model_dump(exclude_none=True)} for tool in may_call] if knows_tools else None
