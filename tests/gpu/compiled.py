@@ -27,9 +27,9 @@ TURN = {"heads": HALF, "angles": HALF, "factors": HALF, "eps": "fp32", "write_to
         "values": HALF, "rows": NUMBER, "writes": NUMBER}
 PLACED = {"angles": HALF, "write_to": PLACES, "keys": HALF, "values": HALF}
 ATTEND = {"heads": HALF, "keys": HALF, "values": HALF, "position": PLACES, "take": PLACES, "table": PLACES, "sight": PLACES,
-          "out": WIDE, "logs": WIDE, "scale": "fp32", "window": NUMBER, "rows": NUMBER, "most": NUMBER, "tiles": NUMBER}
+          "out": WIDE, "logs": WIDE, "scale": "fp32", "window": NUMBER, "rows": NUMBER, "wide": NUMBER, "most": NUMBER, "tiles": NUMBER}
 MOVE = {"stores": PLACES, "source": PLACES, "target": PLACES, "moves": NUMBER, "kind": HALF}
-MERGE = {"parts_out": WIDE, "logs": WIDE, "out": HALF, "rows": NUMBER, "parts": NUMBER}
+MERGE = {"parts_out": WIDE, "logs": WIDE, "out": HALF, "rows": NUMBER, "wide": NUMBER, "parts": NUMBER}
 
 
 def made(name: str, types: dict[str, str], stages: int = 3, warps: int = 4, target: int = 90, **sizes: Any) -> dict[str, Any]:
@@ -85,7 +85,7 @@ def small(target: int = 90) -> dict[str, dict[str, Any]]:
         "turn": made("turn", TURN, target=target, HEADS=8, KV=2, DIM=64, HALF=32, SOME=8, NORMED=True),
         "attend": made("attend", ATTEND, target=target, STRIDE=768, KV=2, GROUP=4, DIM=64, DEEP=64, PAGE=128, BLOCK=128, SPLIT=1,
                        QUERIES=32, WINDOWED=True, SIGHTED=True),
-        "merge": made("merge", MERGE, target=target, HEADS=8, DIM=64, DEEP=64, SOME=16),
+        "merge": made("merge", MERGE, target=target, STRIDE=512, DIM=64, DEEP=64, SOME=16),
         "move": made("move", MOVE, target=target, WIDTH=1024, BLOCK=1024, SOME=4),
     }
 

@@ -136,7 +136,7 @@ def test_half_a_head_is_a_multiple_of_what_a_program_takes() -> None:
 
 
 @pytest.mark.parametrize("heads, kv, page, window", [(8, 2, 64, None), (5, 1, 128, None), (6, 2, 128, 50), (8, 2, 64, 50), (4, 2, 64, 130)])
-def test_attention_along_pages(heads: int, kv: int, page: int, window: int | None) -> None:
+def test_attention_along_pages(heads: int, kv: int, page: int, window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     dim, rows, text = 32, 3, 250                                                # three parts of a text
     whole, keys, values = some(rows, (heads + 2 * kv) * dim).half(), some(text, kv, dim).half(), some(text, kv, dim, seed=1).half()
     pages = torch.randperm(8, generator=torch.Generator().manual_seed(3))[:-(-text // page)] + 1
@@ -153,6 +153,12 @@ def test_attention_along_pages(heads: int, kv: int, page: int, window: int | Non
                 for seated, pages_of in ((take, table), (torch.cat((take, torch.full_like(take, -1))), torch.cat((table, 0 * table))))]
     assert torch.equal(*attended), "a path on which nobody sits changes nothing"
     found = attended[0]
+    with monkeypatch.context() as patch:
+        patch.setattr(calls, "ROOM", 1)
+        parts, launch = [], calls._launch
+        patch.setattr(calls, "_launch", lambda kernel, grid, *given, **more: (parts.append(grid[1]), launch(kernel, grid, *given, **more)))
+        one = calls.attend(whole, *stored, gpu.Tiles(at, take, table, tiles), dim**-0.5, window, page).view(rows, heads, dim)
+    assert torch.equal(one, found) and parts == [1, heads // kv] * kv, "one key head after the other, where parts would take much room"
     for row, position in enumerate(at.tolist()):
         first = max(0, position - window + 1) if window else 0
         for head in range(heads):

@@ -16,6 +16,7 @@ from . import BLOCK, QUERIES, Tiles, kernels
 LINKS = (9, 0)  # compute capability from which kernels of a stream may overlap
 PART = 128  # keys of a part of a text, and of a block where pages are a multiple of it and heads not wider
 SOME_HEADS, SOME_PARTS, SOME_ROWS = 8, 16, 4
+ROOM = 1 << 30  # bytes of the parts that wait to be joined: 512 rows of 32 heads of 128 numbers behind 16 k tokens
 GATING = 1024  # outputs of a program
 MERGING = 1  # warps that join the parts of one head of one row
 FEW = 16  # rows of the smallest tile of a product
@@ -188,18 +189,22 @@ def attend(heads: Tensor, keys: Tensor, values: Tensor, tiles: Tiles, scaling: f
     [rows, 2]: 128 bits, which of the keys behind its position a row sees; None: none of them."""
     kv, dim = keys.shape[1:]
     rows, asked = heads.shape[0], heads.shape[1] // dim - 2 * kv
-    most = tiles.table.shape[1]
+    most, group = tiles.table.shape[1], asked // kv
     parts, deep = triton.cdiv(most * page, PART), max(16, triton.next_power_of_2(dim))
     block = PART if page % PART == 0 and dim <= PART else BLOCK
     out = heads.new_empty(rows, asked * dim, dtype=kind)
-    some = out if parts == 1 else heads.new_empty(parts, rows, asked, dim, dtype=torch.float32)
-    logs = heads.new_empty(parts, rows, asked, dtype=torch.float32)
-    grid = (tiles.table.shape[0] * tiles.tiles, kv, parts)
-    _launch(kernels.attend, grid, heads.device, heads, keys, values, tiles.position, tiles.take, tiles.table,
-            heads if sight is None else sight, some, logs, scaling * LOG2_E, window or 0, rows, most, tiles.tiles, heads.shape[1], kv,
-            asked // kv, dim, deep, page, block, PART // block, QUERIES, bool(window), sight is not None, num_warps=4)
-    if parts > 1:
-        _launch(kernels.merge, (rows, asked), heads.device, some, logs, out, rows, parts, asked, dim, deep, SOME_PARTS, num_warps=MERGING)
+    some = kv if parts == 1 else min(kv, max(1, ROOM // (4 * parts * rows * group * dim)))
+    averages = out if parts == 1 else heads.new_empty(parts, rows, some * group, dim, dtype=torch.float32)
+    logs = heads.new_empty(parts, rows, some * group, dtype=torch.float32)
+    for first in range(0, kv, some):
+        here, begin = min(some, kv - first), first * group * dim
+        _launch(kernels.attend, (tiles.table.shape[0] * tiles.tiles, here, parts), heads.device,
+                heads[:, begin:], keys[:, first:], values[:, first:], tiles.position, tiles.take, tiles.table,
+                heads if sight is None else sight, averages, logs, scaling * LOG2_E, window or 0, rows, some * group, most, tiles.tiles,
+                heads.shape[1], kv, group, dim, deep, page, block, PART // block, QUERIES, bool(window), sight is not None, num_warps=4)
+        if parts > 1:
+            _launch(kernels.merge, (rows, here * group), heads.device, averages, logs, out[:, begin:], rows, some * group, parts,
+                    asked * dim, dim, deep, SOME_PARTS, num_warps=MERGING)
     return out
 
 

@@ -231,12 +231,13 @@ def turn(heads, angles, factors, eps, write_to, write_from, keys, values, rows, 
     tl.store(values + cell + DIM // 2, tl.load(first + KV * DIM + DIM // 2, mask=stored, other=0.0), mask=stored)
 
 
-@triton.jit(do_not_specialize=["window", "rows", "most", "tiles"])
-def attend(heads, keys, values, position, take, table, sight, out, logs, scale, window, rows, most, tiles, STRIDE: tl.constexpr,
+@triton.jit(do_not_specialize=["window", "rows", "wide", "most", "tiles"])
+def attend(heads, keys, values, position, take, table, sight, out, logs, scale, window, rows, wide, most, tiles, STRIDE: tl.constexpr,
            KV: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, DEEP: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr,
            SPLIT: tl.constexpr, QUERIES: tl.constexpr, WINDOWED: tl.constexpr, SIGHTED: tl.constexpr, LINKED: tl.constexpr):
-    """One tile of queries, one key head, SPLIT blocks of keys (Dao et al., arXiv 2205.14135): a part's average, and its log₂-sum. SIGHTED:
-    bits of a row's sight say which of the 128 keys behind its position it sees."""
+    """One tile of queries, one key head, SPLIT blocks of keys (Dao et al., arXiv 2205.14135): a part's average, and its log₂-sum.
+    wide: heads of a row of out and logs; KV: key heads of a place. SIGHTED: bits of a row's sight say which of the 128 keys behind its
+    position it sees."""
     _begin(LINKED)
     tile, kv, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     SEATS: tl.constexpr = QUERIES // GROUP
@@ -287,15 +288,16 @@ def attend(heads, keys, values, position, take, table, sight, out, logs, scale, 
             sums = tl.dot(weights.to(asked.dtype), v, sums * fade[:, None])
             top = higher
     sums = sums / tl.where(total > 0, total, 1.0)[:, None]
-    place = (part.to(tl.int64) * rows + row) * (KV * GROUP) + head
+    place = (part.to(tl.int64) * rows + row) * wide + head
     tl.store(out + place[:, None] * DIM + d[None, :], sums.to(out.dtype.element_ty), mask=there)
     tl.store(logs + place, top + tl.log2(tl.where(total > 0, total, 1.0)), mask=sits)
 
 
-@triton.jit(do_not_specialize=["rows", "parts"])
-def merge(parts_out, logs, out, rows, parts, HEADS: tl.constexpr, DIM: tl.constexpr, DEEP: tl.constexpr, SOME: tl.constexpr,
+@triton.jit(do_not_specialize=["rows", "wide", "parts"])
+def merge(parts_out, logs, out, rows, wide, parts, STRIDE: tl.constexpr, DIM: tl.constexpr, DEEP: tl.constexpr, SOME: tl.constexpr,
           LINKED: tl.constexpr):
-    """Join the parts of one head of one row, SOME at a time. A part that nothing was seen of weighs exactly nothing; not all are."""
+    """Join the parts of one head of one row, SOME at a time. A part that nothing was seen of weighs exactly nothing; not all are.
+    wide: heads of a row of the parts; STRIDE: numbers of one of out, which may have more heads."""
     _begin(LINKED)
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     part, d = tl.arange(0, SOME), tl.arange(0, DEEP)
@@ -304,7 +306,7 @@ def merge(parts_out, logs, out, rows, parts, HEADS: tl.constexpr, DIM: tl.conste
     top, total, sums = tl.full((), float("-inf"), tl.float32), tl.zeros((), tl.float32), tl.zeros((DEEP,), tl.float32)
     for start in range(0, parts, SOME):
         here = start + part < parts
-        place = ((start + part) * rows + row) * HEADS + head
+        place = ((start + part) * rows + row) * wide + head
         log = tl.load(logs + place, mask=here, other=float("-inf"))
         average = tl.load(parts_out + place[:, None] * DIM + d[None, :], mask=here[:, None] & deep[None, :], other=0.0)
         higher = tl.maximum(top, tl.max(log, 0))
@@ -313,7 +315,7 @@ def merge(parts_out, logs, out, rows, parts, HEADS: tl.constexpr, DIM: tl.conste
         total = total * fade + tl.sum(weight, 0)
         sums = sums * fade + tl.sum(weight[:, None] * average, 0)
         top = higher
-    tl.store(out + (row * HEADS + head) * DIM + d, (sums / total).to(out.dtype.element_ty), mask=deep)
+    tl.store(out + row * STRIDE + head * DIM + d, (sums / total).to(out.dtype.element_ty), mask=deep)
 
 
 @triton.jit(do_not_specialize=["moves"])
