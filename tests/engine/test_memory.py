@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import gc
+import sys
+from types import SimpleNamespace
 
 import pytest
 
 from draftproof import Engine
-from draftproof.engine.memory import EVERY_S, Pressure, freeze
+from draftproof.engine.memory import EVERY_S, Pressure, _thaw, freeze
 from draftproof.models.fake import TableTarget
 
 
@@ -53,3 +55,17 @@ def test_the_collector_leaves_alone_what_an_engine_found_and_nothing_later(monke
             patch.delattr(gc, name)
         Engine(TableTarget(5, order=1, seed=0)).close()
     assert gc.get_freeze_count() <= found and gc.is_tracked(later[0])
+
+
+@pytest.mark.parametrize("bound", ["nanobind", "pybind11_builtins", None])
+def test_at_the_end_the_collector_reaches_what_nanobind_would_call_leaked(bound: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton's bindings of 3.9 wrote thirty lines behind every command's answer."""
+    ends: list[object] = []
+    monkeypatch.setattr("atexit.register", ends.append)
+    freeze.cache_clear()
+    freeze()
+    attribute = SimpleNamespace(attribute=type(bound, (type,), {"__module__": bound})("attribute", (), {})) if bound else None
+    monkeypatch.setitem(sys.modules, "triton._C.libtriton", SimpleNamespace(ir=attribute) if bound else None)
+    assert ends == [_thaw] and gc.get_freeze_count() > 10_000
+    _thaw()
+    assert (gc.get_freeze_count() == 0) == (bound == "nanobind")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
+import sys
 from collections.abc import Callable
 from functools import cache
 from math import inf
@@ -21,6 +23,15 @@ def freeze() -> None:
     it takes a fifth of a second, which came in the middle of a round, once in some hundred rounds of many sequences."""
     gc.collect()
     gc.freeze()
+    atexit.register(_thaw)
+
+
+def _thaw() -> None:
+    """At the end of the process, where Triton is bound by nanobind (since 3.9): on standard error that one calls leaked, in tens of lines,
+    whatever the collector does not reach then. Elsewhere it may stay frozen: the last collection takes a second."""
+    triton = sys.modules.get("triton._C.libtriton")
+    if triton is not None and type(triton.ir.attribute).__module__ == "nanobind":
+        gc.unfreeze()
 
 
 def free_share(device: torch.device) -> float | None:
