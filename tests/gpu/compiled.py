@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from triton import compile as build
-from triton import knobs
 from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 
 from draftproof.gpu import calls, kernels
@@ -41,7 +41,7 @@ def made(name: str, types: dict[str, str], stages: int = 3, warps: int = 4, targ
     signature = {argument: "constexpr" if argument in sizes else types[argument] for argument in kernel.arg_names}
     aligned = {(place(argument),): [["tt.divisibility", 16]] for argument, kind in types.items() if kind[0] == "*"}
     source = ASTSource(kernel, signature, {(place(argument),): size for argument, size in sizes.items()}, aligned)
-    options = {"num_warps": warps, "num_stages": stages, **({"launch_pdl": True} if linked else {})}
+    options = {"num_warps": warps, "num_stages": stages, "enable_fp_fusion": True, **({"launch_pdl": True} if linked else {})}
     found = build(source, target=GPUTarget("cuda", target, 32), options=options)
     text = found.asm["ptx"]
     assert len(found.asm["cubin"]) and found.metadata.shared <= ROOM[target], (name, target, found.metadata.shared)
@@ -57,7 +57,7 @@ def spilled(text: str) -> int:
     with tempfile.TemporaryDirectory() as work:
         source = Path(work) / "kernel.ptx"
         source.write_text(text)
-        said = subprocess.run([knobs.nvidia.ptxas.path, "-v", "--gpu-name", "sm_90a", str(source), "-o", str(source.with_suffix(".cubin"))],
+        said = subprocess.run([get_ptxas(90).path, "-v", "--gpu-name", "sm_90a", str(source), "-o", str(source.with_suffix(".cubin"))],
                               capture_output=True, text=True, check=True).stderr
     return int(re.findall(r"(\d+) bytes spill stores", said)[0])
 

@@ -200,10 +200,11 @@ def test_a_kernel_is_launched_where_its_tensors_are(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(torch.cuda, "device", Here)
     monkeypatch.setattr(calls, "linked", lambda device: device.index == 1)
-    second = torch.device("cuda:1")
+    second, fused = torch.device("cuda:1"), {"enable_fp_fusion": True}
     calls._launch(Kernel(), (2, 3), second, 5, num_warps=4)
     calls._launch(Kernel(), (1,), torch.device("cpu"), 6)
-    assert launched == [((2, 3), [second], (5,), {"num_warps": 4, "launch_pdl": True, "LINKED": True}), ((1,), [], (6,), {"LINKED": False})]
+    assert launched == [((2, 3), [second], (5,), {**fused, "num_warps": 4, "launch_pdl": True, "LINKED": True}),
+                        ((1,), [], (6,), {**fused, "LINKED": False})]
 
 
 def test_rows_see_what_their_bits_say_behind_them() -> None:

@@ -6,6 +6,8 @@ by such as were seen to give the same bits (`calls.large`); tiles of queries hav
 LINKED: kernels of one stream begin while the one before them ends (programmatic dependent launch, from compute capability 9.0 on). The
 small ones let their successor begin at once, a product behind its loop; each waits before it touches what another writes, and asks before
 that for what was there when the pass began: weights of norms, angles, how rows attend, and the lines of memory that keys lie in.
+
+A mask joins vectors alone, a number by way of zeros: the interpreter of Triton 3.9 makes no mask of a vector's and a number's.
 """
 
 import triton
@@ -166,7 +168,7 @@ def heads(x, weight, steps, bias, angles, write_to, out, keys, values, rows, HEA
     _wait(LINKED)
     # after it: the kernel before the norm may be the one that looks the angles up, and the sums are waited for longer
     below, target = weight + HALF * INPUTS, tl.load(write_to + m, mask=m < rows, other=-1).to(tl.int64)[:, None]
-    turns, cos = inside & (head < HEADS + KV), angles + row * (2 * DIM) + at[None, :]
+    turns, cos = inside & (tl.zeros_like(m) + head < HEADS + KV)[:, None], angles + row * (2 * DIM) + at[None, :]
     sin = cos + DIM
     cos_one, cos_two = tl.load(cos, mask=turns, other=0.0).to(tl.float32), tl.load(cos + HALF, mask=turns, other=0.0).to(tl.float32)
     sin_one, sin_two = tl.load(sin, mask=turns, other=0.0).to(tl.float32), tl.load(sin + HALF, mask=turns, other=0.0).to(tl.float32)
@@ -203,7 +205,7 @@ def turn(heads, angles, factors, eps, write_to, write_from, keys, values, rows, 
     asks, holds = (head < HEADS) & (here < rows), (head >= HEADS) & (head < HEADS + KV) & (here < writes)
     source = tl.load(write_from + place, mask=place < writes, other=0)
     target = tl.load(write_to + place, mask=place < writes, other=-1).to(tl.int64)
-    holds = holds & (target >= 0)
+    holds = holds & (target + tl.zeros_like(head) >= 0)
     row = tl.where(head < HEADS, place, source).to(tl.int64)[:, None]
     inside = (asks | holds)[:, None] & (at < DIM // 2)[None, :]
     first = heads + row * ((HEADS + 2 * KV) * DIM) + head[:, None] * DIM + at[None, :]
