@@ -83,6 +83,10 @@ def nested(ids: list[int] | None, **more: Any) -> dict[str, Any]:
     return {"eagle_config": {"eagle_aux_hidden_state_layer_ids": ids, "use_aux_hidden_state": True, **more}}
 
 
+def rotary(scaling: dict[str, Any], **fields: Any) -> dict[str, Any]:
+    return {"architectures": ["LlamaForCausalLMEagle3"], **COMMON, "rope_scaling": scaling, **fields}
+
+
 # name → (config, tensors, what a reference must know)
 LAYOUTS: dict[str, Callable[[], tuple[dict[str, Any], Tensors, dict[str, Any]]]] = {
     "official": lambda: ({"architectures": ["LlamaForCausalLM"], "model_type": "llama", "draft_vocab_size": VD, **COMMON},
@@ -94,6 +98,11 @@ LAYOUTS: dict[str, Callable[[], tuple[dict[str, Any], Tensors, dict[str, Any]]]]
                           body("midlayer") | BOTH, {"taps": [1, 5, 9], "theta": 500.0}),
     "angelslim": lambda: ({"architectures": ["Eagle3LlamaForCausalLM"], "target_model_type": "qwen3", **COMMON},
                           body("midlayer", bias=True) | BOTH, {}),
+    "specforge-mrope": lambda: (
+        rotary({"type": "mrope", "mrope_section": [1, 1, 2]}, rope_theta=500.0), body("midlayer") | BOTH, {"theta": 500.0}),
+    "rope-by-kind-of-layer": lambda: (
+        rotary({"full_attention": {"rope_theta": 500.0}, "sliding_attention": {"rope_theta": 10.0}}, layer_types=["full_attention"]),
+        body("layers.0") | BOTH, {"theta": 500.0}),
     "nvidia": lambda: ({"architectures": ["LlamaForCausalLMEagle3"], **COMMON,
                         **nested([1, 7, 12], use_input_layernorm_in_first_layer=True, use_last_layernorm=True, next_layer_regular=True)},
                        body("layers.0") | OFFSETS, {}),
@@ -451,6 +460,10 @@ REFUSED: dict[str, tuple[str, Callable[[dict[str, Any], Tensors], Any], str]] = 
     "a missing norm of 3.1": ("speculators", lambda c, t: c.update(fc_norm=True), "missing tensors: fc_norm.0.weight"),
     "both norms before fc": ("norm-before-fc", lambda c, t: c.update(fc_norm=True), "exclude each other"),
     "another activation": ("official", lambda c, t: c.update(hidden_act="gelu"), "expected silu"),
+    "a rope that is not known": ("official", lambda c, t: c.update(rope_scaling={"type": "su", "factor": 4.0}), "rope.*'su'.*expected"),
+    "a rope per kind of layer": ("official", lambda c, t: c.update(rope_parameters={
+        "full_attention": {"rope_theta": 1e6}, "sliding_attention": {"rope_theta": 1e4}}), "for every kind of layer"),
+    "a rope that lacks its factor": ("official", lambda c, t: c.update(rope_scaling={"rope_type": "linear"}), "rope.*'linear'"),
     "heads that do not divide": ("official", lambda c, t: c.update(head_dim=10), "do not divide"),
 }
 

@@ -17,6 +17,7 @@ from torch.nn import functional
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from ... import native
+from ...errors import LoadError
 from ..attention import compiled
 from ..between import angles_held, signed
 from ..packed import HeldLinear, joined
@@ -93,8 +94,9 @@ class Rope(nn.Module):
 
     def __init__(self, config: Mapping[str, Any], head_dim: int) -> None:
         super().__init__()
-        rope = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
+        rope = _rotary(config)
         kind = str(rope.get("rope_type") or rope.get("type") or "default")
+        kind = "default" if kind == "mrope" else kind       # positions in text, height and width: in a text they are one
         theta = float(rope.get("rope_theta") or config.get("rope_theta") or 10000.0)
         factor = float(rope.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0)
         self.rotary = int(head_dim * factor)
@@ -106,7 +108,11 @@ class Rope(nn.Module):
                      "rope_scaling": {**rope, "rope_type": kind, "rope_theta": theta},
                      "rope_parameters": {**rope, "rope_type": kind, "rope_theta": theta, "partial_rotary_factor": factor}}
             like = SimpleNamespace(**known, standardize_rope_params=lambda: None)
-            frequencies, self.scale = ROPE_INIT_FUNCTIONS[kind](like, torch.device("cpu"))
+            try:
+                frequencies, self.scale = ROPE_INIT_FUNCTIONS[kind](like, torch.device("cpu"))
+            except (KeyError, AttributeError, TypeError) as error:
+                raise LoadError(f"the head's rope is of type {kind!r} with {', '.join(sorted(rope))} (failed at {error}); expected "
+                                f"default, mrope or {', '.join(ROPE_INIT_FUNCTIONS)} with all that it needs: look at its config.json") from error
         self.register_buffer("inv_freq", frequencies, persistent=False)
         self.whole = self.rotary == head_dim
         self._table: Tensor | None = None
@@ -129,6 +135,19 @@ class Rope(nn.Module):
             cos, sin = self(torch.arange(angles_held(count)))
             self._table = torch.stack((cos, signed(sin)), 1).to(dtype)
         return self._table
+
+
+def _rotary(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The rotary fields. Raises LoadError where kinds of layers have their own and the head is of several kinds: it has one rope."""
+    rope = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
+    told = {kind: fields for kind, fields in rope.items() if isinstance(fields, dict)}
+    if not told:
+        return rope
+    mine = [told[kind] for kind in dict.fromkeys(config.get("layer_types") or told) if kind in told]
+    if not mine or any(fields != mine[0] for fields in mine):
+        raise LoadError(f"the head's rope_parameters has fields for every kind of layer ({', '.join(told)}); expected one rope "
+                        "for all layers of the head")
+    return dict(mine[0])
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
