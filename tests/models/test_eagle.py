@@ -87,6 +87,11 @@ def rotary(scaling: dict[str, Any], **fields: Any) -> dict[str, Any]:
     return {"architectures": ["LlamaForCausalLMEagle3"], **COMMON, "rope_scaling": scaling, **fields}
 
 
+def without(tensors: Tensors, name: str) -> Tensors:
+    return {other: tensor for other, tensor in tensors.items() if other != name}
+
+
+UNWRAPPED = {"lm_head.weight", "d2t", "t2d", "mask_hidden"}
 # name → (config, tensors, what a reference must know)
 LAYOUTS: dict[str, Callable[[], tuple[dict[str, Any], Tensors, dict[str, Any]]]] = {
     "official": lambda: ({"architectures": ["LlamaForCausalLM"], "model_type": "llama", "draft_vocab_size": VD, **COMMON},
@@ -106,6 +111,21 @@ LAYOUTS: dict[str, Callable[[], tuple[dict[str, Any], Tensors, dict[str, Any]]]]
     "nvidia": lambda: ({"architectures": ["LlamaForCausalLMEagle3"], **COMMON,
                         **nested([1, 7, 12], use_input_layernorm_in_first_layer=True, use_last_layernorm=True, next_layer_regular=True)},
                        body("layers.0") | OFFSETS, {}),
+    "nvidia-last-layer-tapped": lambda: (
+        {"architectures": ["LlamaForCausalLMEagle3"], **COMMON, **nested([8, 12, L], norm_before_fc=True)},
+        body("layers.0") | OFFSETS | {"input_norm.weight": 1 + 0.3 * torch.randn(3 * HT)}, {"taps": [7, 11, L - 1]}),
+    "nvidia-no-taps": lambda: (
+        {"architectures": ["LlamaForCausalLMEagle3"], **COMMON, **nested([], use_aux_hidden_state=False)},
+        without(body("layers.0") | OFFSETS, "fc.weight"), {"taps": [L - 1], "last": True}),
+    "automodel": lambda: (
+        {"architectures": ["LlamaEagle3DraftModel"], "model_type": "llama", "draft_vocab_size": VD, "target_hidden_size": HT, **COMMON},
+        {name if name in UNWRAPPED else f"model.{name}": tensor for name, tensor in (
+            body("layers.0") | BOTH | {"embed_tokens.weight": random(V, H)}).items()}, {}),
+    "output-of-the-target": lambda: (
+        {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": None, **COMMON}, without(body("midlayer"), "lm_head.weight"), {}),
+    "output-tied": lambda: (
+        {"architectures": ["LlamaForCausalLMEagle3"], "tie_word_embeddings": True, **COMMON},
+        without(body("midlayer"), "lm_head.weight") | {"embed_tokens.weight": random(V, H)}, {"tied": True}),
     "deepspec": lambda: ({"architectures": ["Qwen3Eagle3Model"], "target_layer_ids": [1, 3, 5, 7, 9], "ttt_length": 7, **COMMON},
                          body("layers.0", taps=5, size=V, qk=True) | {"embed_tokens.weight": random(V, H)}, {"taps": [1, 3, 5, 7, 9]}),
     "speculators": lambda: (speculators(), body("layers.0") | BOTH | {"embed_tokens.weight": random(V, H)}, {"nbr": True}),
@@ -179,17 +199,19 @@ def mlp(t: Tensors, at: str, x: Tensor) -> Tensor:
 
 def eagle3_reference(t: Tensors, target: TargetParts, features: list[Tensor], tokens: list[int], facts: dict[str, Any]) -> list[Tensor]:
     """Logits of every entry: len(features) true ones, then recurrences on the head's own output."""
+    t = {name.removeprefix("model."): tensor for name, tensor in t.items()}
+    assert target.embed is not None and target.output is not None and target.norm is not None
     first = next(name for name in ("midlayer.0", "midlayer", "layers.0") if f"{name}.hidden_norm.weight" in t)
     second = next((name for name in ("midlayer.1", "layers.1", "additional_layers.0") if f"{name}.mlp.up_proj.weight" in t), None)
     theta, hidden = facts.get("theta", 10000.0), []
-    assert target.embed is not None
     table = t.get("embed_tokens.weight", target.embed.weight.detach())
+    output = t.get("lm_head.weight", table if facts.get("tied") else target.output.weight.detach())
     for x in features:
         if "input_norm.weight" in t:
             x = rms(x, t["input_norm.weight"])
         if "fc_norm.0.weight" in t:
             x = torch.cat([rms(x[i * HT:(i + 1) * HT], t[f"fc_norm.{i}.weight"]) for i in range(3)])
-        hidden.append(t["fc.weight"] @ x)
+        hidden.append(target.norm(x).detach() if facts.get("last") else t["fc.weight"] @ x)
     logits: list[Tensor] = []
     while len(logits) < len(tokens):
         normed = [rms(h, t[f"{first}.hidden_norm.weight"]) for h in hidden]
@@ -202,7 +224,7 @@ def eagle3_reference(t: Tensors, target: TargetParts, features: list[Tensor], to
             ys = [y + a for y, a in zip(ys, deep, strict=True)]
             ys = [y + mlp(t, second, rms(y, t[f"{second}.post_attention_layernorm.weight"])) for y in ys]
         outs = [rms(y, t["norm.weight"]) for y in ys]
-        logits = [t["lm_head.weight"] @ out for out in outs]
+        logits = [output @ out for out in outs]
         hidden = hidden + [(outs if facts.get("output") else ys)[len(hidden) - 1]]
     return logits
 

@@ -50,6 +50,13 @@ def test_a_round_trip_is_bit_equal(tmp_path: Path, engine: str) -> None:
     assert all(torch.equal(t, read_files(tmp_path / "out").tensors[n]) for n, t in read_files(tmp_path / "again").tensors.items())
 
 
+def test_a_head_that_borrows_its_output_is_not_exported(tmp_path: Path) -> None:
+    files = read_files(eagle3(tmp_path / "head"))
+    write_files(tmp_path / "head", files.config, {name: t for name, t in files.tensors.items() if name != "lm_head.weight"})
+    with pytest.raises(LoadError, match="no lm_head.weight of its own"):
+        export_head(tmp_path / "head", "vllm", tmp_path / "out")
+
+
 def test_each_engine_gets_the_taps_in_its_own_numbering(tmp_path: Path) -> None:
     source = eagle3(tmp_path / "head")
     taps = [1, 3, 4]                                # outputs of 0-based layers: 1, L // 2 − 1, L − 4 of 8

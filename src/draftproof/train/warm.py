@@ -19,6 +19,7 @@ FAMILIES = {"llama", "mistral", "ministral", "qwen2", "qwen3"}      # whose norm
 @torch.no_grad()
 def warm_eagle3(head: Eagle3Head, parts: TargetParts) -> None:
     """Output rows of the draft vocabulary; the fused state begins as the last tap's, its layer as the target's last one."""
+    assert head.lm_head is not None and head.fc is not None, "a fresh head has both"
     _copy(head.lm_head.weight, _weight(parts.output), head.ids)
     if not _alike(parts) or head.shape.hidden != head.target_hidden:
         return

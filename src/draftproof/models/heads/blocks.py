@@ -112,7 +112,7 @@ class Rope(nn.Module):
                 frequencies, self.scale = ROPE_INIT_FUNCTIONS[kind](like, torch.device("cpu"))
             except (KeyError, AttributeError, TypeError) as error:
                 raise LoadError(f"the head's rope is of type {kind!r} with {', '.join(sorted(rope))} (failed at {error}); expected "
-                                f"default, mrope or {', '.join(ROPE_INIT_FUNCTIONS)} with all that it needs: look at its config.json") from error
+                                f"default, mrope or {', '.join(ROPE_INIT_FUNCTIONS)}, and all that it needs, in config.json") from error
         self.register_buffer("inv_freq", frequencies, persistent=False)
         self.whole = self.rotary == head_dim
         self._table: Tensor | None = None

@@ -34,6 +34,8 @@ def require(files: HeadFiles, *wanted: str) -> None:
 
 
 def _by_tensors(tensors: Mapping[str, Any], config: Mapping[str, Any]) -> str | None:
+    if any(name.startswith(("model.fc.", "model.midlayer.")) for name in tensors):        # NeMo Automodel's heads; not a language model's
+        tensors = {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
     names = list(tensors)
 
     def some(pattern: str) -> bool:

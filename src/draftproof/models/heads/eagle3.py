@@ -8,7 +8,9 @@
 y is fed back for h; with `norm_output` (3.1) norm(y) is. 3.1 also norms every tap (`fc_norm.{i}`), an older variant all of them
 together (`input_norm`, config norm_before_fc). Layer names: `midlayer.` (official, SpecForge, AngelSlim), `layers.{i}.`
 (speculators, NVIDIA ModelOpt, DeepSpec), `midlayer.{i}.`, and SGLang's `additional_layers.{i}.`, whose `hidden_norm` is the
-input norm of layer i + 1. The output has a reduced vocabulary of its own, see vocabulary.py.
+input norm of layer i + 1; NeMo Automodel writes `model.` before all but the output. The output has a reduced vocabulary of its own, see
+vocabulary.py; a head without `draft_vocab_size` may leave it out and use the target's. Without `fc` (NVIDIA's use_aux_hidden_state: false)
+h is what the target feeds to its output matrix.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ from .blocks import RMSNorm, Rope
 from .eagle import ROTARY, count_layers, embedding, give_biases, kept, require_vocabulary, rope_fields, settle, text_config
 from .files import HeadFiles, converted, fill, needed, write_files
 from .layers import Attend, FirstLayer, HeadLayer, HeadLayers, Runs, Shape
+from .medusa import target_logits
 from .vocabulary import draft_ids, mask, offsets
 
 TABLES = frozenset({"d2t", "t2d"})      # read here, not by the module
@@ -40,8 +43,9 @@ class Eagle3Head(nn.Module):
 
     def __init__(self, parts: TargetParts, shape: Shape, taps: Sequence[int], ids: Tensor | None, size: int, config: Mapping[str, Any],
                  layers: int = 1, own_embed: bool = False, norms: str = "", norm_before_residual: bool = False,
-                 norm_output: bool = False) -> None:
-        """size: rows of the output. config: rotary fields and max_position_embeddings. norms: "", "fc_norm" or "input_norm"."""
+                 norm_output: bool = False, fused: bool = True) -> None:
+        """size: rows of the output, 0 for the target's. config: rotary fields and max_position_embeddings. norms: "", "fc_norm" or
+        "input_norm". fused: whether there is an fc."""
         super().__init__()
         target = text_config(parts)
         self.shape, self.taps, self.depth, self.norms, self.config = shape, tuple(taps), layers, norms, kept(config)
@@ -50,12 +54,12 @@ class Eagle3Head(nn.Module):
         self.target_hidden, self.vocab_size = int(target.hidden_size), int(target.vocab_size)
         self._parts = (parts,)              # in a tuple, so that the target's weights are not this module's
         width = self.target_hidden * len(self.taps)
-        self.fc = nn.Linear(width, shape.hidden, bias=False)
+        self.fc = nn.Linear(width, shape.hidden, bias=False) if fused else None
         self.fc_norm = nn.ModuleList(RMSNorm(self.target_hidden, shape.eps) for _ in self.taps) if norms == "fc_norm" else None
         self.input_norm = RMSNorm(width, shape.eps) if norms == "input_norm" else None
         self.layers = HeadLayers([FirstLayer(shape, norm_before_residual), *(HeadLayer(shape) for _ in range(layers - 1))])
         self.norm = RMSNorm(shape.hidden, shape.eps)
-        self.lm_head = nn.Linear(shape.hidden, size, bias=False)
+        self.lm_head = nn.Linear(shape.hidden, size, bias=False) if size else None
         self.embed_tokens = nn.Embedding(self.vocab_size, shape.hidden) if own_embed else None
         self.rope = Rope(config, shape.head_dim)
         self.register_buffer("ids", ids, persistent=False)
@@ -68,16 +72,20 @@ class Eagle3Head(nn.Module):
         if len(tensors) != len(files.tensors):
             raise LoadError(f"{source}: two tensors have the same place (midlayer. and layers.0.?); expected one layout")
         config = files.config.get("transformer_layer_config") or files.config
-        lm_head, fc = needed(tensors, "lm_head.weight", source), needed(tensors, "fc.weight", source)
+        tied = _lends_output(tensors, config, files.config)
+        fc, size = _fc(tensors, files.config, source), 0 if tied else needed(tensors, "lm_head.weight", source).shape[0]
         require_vocabulary(tensors, config, vocab_size, source)
-        ids = draft_ids(tensors, lm_head.shape[0], vocab_size, source)
+        ids = draft_ids(tensors, size or vocab_size, vocab_size, source)
         shape, own_embed = Shape.of(tensors, config, source), "embed_tokens.weight" in tensors
-        _require_embed(parts, shape, own_embed, source)
-        taps = tap_layers(files.config, fc, parts, source)
+        _require_borrowed(parts, shape, own_embed, tied or fc is None, source)
+        taps = (int(text_config(parts).num_hidden_layers) - 1,) if fc is None else tap_layers(files.config, fc, parts, source)
         flags = {name: bool(setting(files.config, name)) for name in ("norm_before_residual", "norm_output")}
-        head = cls(parts, shape, taps, ids, lm_head.shape[0], config, count_layers(tensors), own_embed, norms_of(files, tensors), **flags)
+        own = tensors["embed_tokens.weight"] if tied and own_embed and config.get("tie_word_embeddings") else None
+        head = cls(parts, shape, taps, ids, size if own is None else own.shape[0], config, count_layers(tensors), own_embed,
+                   norms_of(files, tensors), **flags, fused=fc is not None)
         give_biases(head, tensors)
-        fill(head, files.tensors, source, canonical, unused=TABLES | ROTARY)
+        found = files.tensors if own is None else {**files.tensors, "lm_head.weight": own}
+        fill(head, found, source, canonical, unused=TABLES | ROTARY)
         return settle(head, parts)
 
     @classmethod
@@ -100,12 +108,14 @@ class Eagle3Head(nn.Module):
             tensors = {re.sub(r"^layers\.0\.", "midlayer.", name): tensor for name, tensor in tensors.items()}
         if self.ids is not None:
             tensors |= {"d2t": offsets(self.ids), "t2d": mask(self.ids, self.vocab_size)}
+        size = None if self.lm_head is None else self.lm_head.out_features
         config = {"architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", **self.config, **self.shape.config(),
-                  "num_hidden_layers": self.depth, "vocab_size": self.vocab_size, "draft_vocab_size": self.lm_head.out_features,
+                  "num_hidden_layers": self.depth, "vocab_size": self.vocab_size, "draft_vocab_size": size,
                   "target_hidden_size": self.target_hidden, "norm_before_residual": self.norm_before_residual,
                   "norm_output": self.norm_output, "fc_norm": self.norms == "fc_norm", "norm_before_fc": self.norms == "input_norm",
                   "tie_word_embeddings": False,
-                  "eagle_config": {"eagle_aux_hidden_state_layer_ids": list(self.taps), "use_aux_hidden_state": True}}
+                  "eagle_config": {"eagle_aux_hidden_state_layer_ids": [] if self.fc is None else list(self.taps),
+                                   "use_aux_hidden_state": self.fc is not None}}
         write_files(folder, config, tensors)
 
     @property
@@ -123,7 +133,9 @@ class Eagle3Head(nn.Module):
             features = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], -1)
         elif self.input_norm is not None:
             features = self.input_norm(features)
-        fused: Tensor = self.fc(features)
+        read = self._parts[0].norm if self.fc is None else self.fc
+        assert read is not None, "refused at construction"
+        fused: Tensor = read(features)
         return fused
 
     def step(self, tokens: Tensor, hidden: Tensor, positions: Tensor, attend: Attend | Runs) -> Tensor:
@@ -137,13 +149,16 @@ class Eagle3Head(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[R, Vd] over the draft vocabulary, for the token after the one that `step` read."""
-        logits: Tensor = self.lm_head(hidden if self.norm_output else self.norm(hidden))
+        hidden = hidden if self.norm_output else self.norm(hidden)
+        if self.lm_head is None:
+            return target_logits(self._parts[0], hidden)
+        logits: Tensor = self.lm_head(hidden)
         return logits
 
 
 def canonical(name: str) -> str:
     """Our name of a published tensor: every layer is `layers.{i}.`."""
-    name = re.sub(r"^midlayer\.(\d+)\.", r"layers.\1.", name)
+    name = re.sub(r"^midlayer\.(\d+)\.", r"layers.\1.", name.removeprefix("model."))
     name = re.sub(r"^midlayer\.", "layers.0.", name)
     further = re.match(r"additional_layers\.(\d+)\.(.*)", name)
     if further is None:
@@ -173,11 +188,13 @@ def distinct_taps(layers: int) -> tuple[int, ...]:
 def tap_layers(config: Mapping[str, Any], fc: Tensor, parts: TargetParts, source: str | Path) -> tuple[int, ...]:
     """The taps as 0-based layers whose *outputs* are read. Which numbering a list has is decided by the field that gives it:
     a top-level `eagle_aux_hidden_state_layer_ids` counts the layers that a hidden state *enters* (speculators, vLLM), the one
-    in `eagle_config` (SpecForge, NVIDIA) and `target_layer_ids` (DeepSpec) count outputs."""
+    in `eagle_config` (SpecForge, NVIDIA) and `target_layer_ids` (DeepSpec) count outputs. One in `eagle_config` that names the layer behind
+    the last, and not 1, with which lists of outputs begin, counts those entered, too (NVIDIA's third gpt-oss head): no layer has it."""
     target, name = text_config(parts), "eagle_aux_hidden_state_layer_ids"
     layers, width = int(target.num_hidden_layers), int(target.hidden_size)
+    nested = [int(i) for i in (config.get("eagle_config") or {}).get(name) or ()]
     given = {name: [int(i) - 1 for i in config.get(name) or ()], "target_layer_ids": [int(i) for i in config.get("target_layer_ids") or ()],
-             f"eagle_config.{name}": [int(i) for i in (config.get("eagle_config") or {}).get(name) or ()]}
+             f"eagle_config.{name}": [i - 1 for i in nested] if layers in nested and 1 not in nested else nested}
     given = {field: found for field, found in given.items() if found}
     if len({tuple(found) for found in given.values()}) > 1:
         raise LoadError(f"{source}: config.json names different taps ({'; '.join(f'{f}: outputs {ids}' for f, ids in given.items())}); "
@@ -204,8 +221,24 @@ def norms_of(files: HeadFiles, tensors: Iterable[str]) -> str:
     return chosen[0] if chosen and (said[chosen[0]] is not False or not has[chosen[0]]) else ""
 
 
-def _require_embed(parts: TargetParts, shape: Shape, own: bool, source: str | Path) -> None:
+def _lends_output(tensors: Mapping[str, Tensor], config: Mapping[str, Any], outer: Mapping[str, Any]) -> bool:
+    """Whether a head without an output is meant to be so: it has the whole vocabulary, and the embedding's matrix or the target's."""
+    told = outer.get("draft_vocab_size") in (None, config.get("vocab_size")) and not TABLES & tensors.keys()
+    return "lm_head.weight" not in tensors and told and ("draft_vocab_size" in outer or bool(config.get("tie_word_embeddings")))
+
+
+def _fc(tensors: Mapping[str, Tensor], config: Mapping[str, Any], source: str | Path) -> Tensor | None:
+    """None for a head that says it reads no layers but the last."""
+    alone = (config.get("eagle_config") or {}).get("use_aux_hidden_state") is False and "fc.weight" not in tensors
+    return None if alone else needed(tensors, "fc.weight", source)
+
+
+def _require_borrowed(parts: TargetParts, shape: Shape, own: bool, more: bool, source: str | Path) -> None:
+    """more: whether it uses the target's output matrix or final norm."""
     width = int(text_config(parts).hidden_size)
+    if more and (shape.hidden != width or parts.output is None or parts.norm is None):
+        raise LoadError(f"{source}: fc.weight or lm_head.weight is missing, and a head of width {shape.hidden} cannot use the target's "
+                        f"parts, of width {width}, in its place; expected the complete head: fetch it again")
     if parts.embed is None or not own and shape.hidden != width:
         raise LoadError(f"{source}: embed_tokens.weight is missing, and the target's embedding, of width {width}, does not fit a head "
                         f"of width {shape.hidden}; expected an embedding of the head's own: fetch the complete head")

@@ -170,6 +170,10 @@ def _as_published(note: str) -> Callable[[HeadFiles], Written]:
 def _midlayer(files: HeadFiles) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Tensors in the official names and a flat Llama config."""
     tensors = {canonical(name): tensor for name, tensor in files.tensors.items()}
+    missing = [name for name in ("fc.weight", "lm_head.weight") if name not in tensors]
+    if missing:
+        raise LoadError(f"{files.path} has no {' and no '.join(missing)} of its own; expected both, which engines look for: give them "
+                        "this head as it was published")
     several = any(name.startswith("layers.1.") for name in tensors)
     if not several:
         tensors = {re.sub(r"^layers\.0\.", "midlayer.", name): tensor for name, tensor in tensors.items()}
