@@ -102,6 +102,26 @@ def test_one_call_drafts_what_the_lines_draft(dtype: torch.dtype, some: bool, la
     assert ended and grown and spared, "texts ended, trees grew, and some nodes were not worth their price"
 
 
+@compiled
+@pytest.mark.parametrize(("depth", "nodes"), [(4, 4), (4, 12)])
+@pytest.mark.parametrize("layers", [1, 2])
+def test_a_head_that_slides_does_so_however_it_is_run(layers: int, depth: int, nodes: int) -> None:
+    """The call knows no windows: it drafts while a text fits them, and to the end of what it drafts."""
+    target, one, twin = drafters(torch.float32, None, layers=layers)
+    _, free, _ = drafters(torch.float32, None, layers=layers)
+    for drafter in (one, twin):
+        drafter.head.layers.windows = (20,) * layers  # type: ignore[attr-defined]
+    off = 0
+    for length in (5, 12, 15, 16, 17, 18, 19, 20, 21, 22, 60):
+        states = [opened(target, each, [text(length, 0.0, length)])[0] for each in (one, twin, free)]
+        drafts = [each.propose(state, [Budget(depth, nodes, "", "")], SharedNoise())[0]
+                  for each, state in zip((one, twin, free), states, strict=True)]
+        assert same(*drafts[:2]), (length, drafts)
+        assert same(drafts[0], drafts[2]) or length > 21 - depth, length
+        off += not same(drafts[0], drafts[2])
+    assert off
+
+
 HEADS = [(torch.float32, False, {}), (torch.bfloat16, True, {"layers": 2, "norms": "fc_norm"}),
          (torch.float32, True, {"norms": "input_norm", "norm_output": True}), (torch.bfloat16, False, {"norm_before_residual": True})]
 

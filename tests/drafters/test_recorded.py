@@ -147,6 +147,14 @@ def both(target: TableTarget, drafters: Sequence[Any], texts: Callable[[], list[
     return len(drafts)
 
 
+def test_a_head_that_slides_is_recorded_while_the_text_fits_its_window(monkeypatch: pytest.MonkeyPatch) -> None:
+    target, *drafters, recorder = pair(eagle3, monkeypatch)
+    for drafter in drafters:
+        drafter.head.layers.windows = (24, 24)
+    assert both(target, drafters, lambda: [text(1, 0.0), text(2, 0.7, 9)], lambda at, left: (4, 4 + 4 * (at % 2)))
+    assert recorder.replays
+
+
 @pytest.mark.parametrize("build", HEADS)
 def test_recorded_chains_are_those_of_the_levels(build: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Depths from 1 to 8, one greedy text, one sampled, and five of both; nearly every draft is rejected, as the heads know nothing."""

@@ -87,6 +87,12 @@ def rotary(scaling: dict[str, Any], **fields: Any) -> dict[str, Any]:
     return {"architectures": ["LlamaForCausalLMEagle3"], **COMMON, "rope_scaling": scaling, **fields}
 
 
+def sliding(kinds: list[str], **fields: Any) -> dict[str, Any]:
+    """As `speculators` writes it: its own layers slide unless they are asked not to."""
+    body = {"model_type": "llama", **COMMON, "layer_types": kinds, "sliding_window": 3, "use_sliding_window": True, **fields}
+    return speculators(transformer_layer_config=body)
+
+
 def without(tensors: Tensors, name: str) -> Tensors:
     return {other: tensor for other, tensor in tensors.items() if other != name}
 
@@ -131,6 +137,11 @@ LAYOUTS: dict[str, Callable[[], tuple[dict[str, Any], Tensors, dict[str, Any]]]]
     "speculators": lambda: (speculators(), body("layers.0") | BOTH | {"embed_tokens.weight": random(V, H)}, {"nbr": True}),
     "speculators-taps-qwen": lambda: (speculators(eagle_aux_hidden_state_layer_ids=[3, 6, 14], norm_before_residual=False),
                                       body("layers.0", qk=True) | BOTH | {"embed_tokens.weight": random(V, H)}, {"taps": [2, 5, 13]}),
+    "speculators-sliding": lambda: (
+        sliding(["sliding_attention"]), body("layers.0") | BOTH | {"embed_tokens.weight": random(V, H)}, {"nbr": True, "windows": [3]}),
+    "speculators-sliding-second": lambda: (
+        sliding(["full_attention", "sliding_attention"], num_hidden_layers=2),
+        body("layers.0") | BOTH | layer("layers.1", H, ("input_layernorm", "post_attention_layernorm")), {"nbr": True, "windows": [99, 3]}),
     "3.1-fc-norm-norm-output": lambda: (speculators(fc_norm=True, norm_output=True), body("layers.0") | BOTH | {
         f"fc_norm.{i}.weight": 1 + 0.3 * torch.randn(HT) for i in range(3)}, {"nbr": True, "output": True}),
     "norm-before-fc": lambda: (speculators(norm_before_fc=True), body("layers.0") | BOTH | {
@@ -167,8 +178,8 @@ def turned(x: Tensor, position: int, theta: float) -> Tensor:
     return out
 
 
-def attention(t: Tensors, at: str, xs: list[Tensor], theta: float) -> list[Tensor]:
-    """Causal attention over inputs xs at positions 0, 1, …, one head at a time."""
+def attention(t: Tensors, at: str, xs: list[Tensor], theta: float, window: int = 99) -> list[Tensor]:
+    """Causal attention over inputs xs at positions 0, 1, …, one head at a time; each sees itself and the window − 1 before it."""
     def project(kind: str, x: Tensor, heads: int) -> Tensor:
         y = t[f"{at}.self_attn.{kind}_proj.weight"] @ x
         if f"{at}.self_attn.{kind}_proj.bias" in t:
@@ -185,8 +196,9 @@ def attention(t: Tensors, at: str, xs: list[Tensor], theta: float) -> list[Tenso
         for head, q in enumerate(project("q", x, HEADS)):
             shared = head // (HEADS // KV)
             q = turned(q, i, theta)
-            weights = torch.stack([q @ keys[j][shared] / math.sqrt(D) for j in range(i + 1)]).softmax(0)
-            heads.append(sum((weights[j] * values[j][shared] for j in range(i + 1)), torch.zeros(D)))
+            seen = range(max(0, i + 1 - window), i + 1)
+            weights = torch.stack([q @ keys[j][shared] / math.sqrt(D) for j in seen]).softmax(0)
+            heads.append(sum((weight * values[j][shared] for weight, j in zip(weights, seen, strict=True)), torch.zeros(D)))
         outs.append(t[f"{at}.self_attn.o_proj.weight"] @ torch.cat(heads))
     return outs
 
@@ -203,7 +215,7 @@ def eagle3_reference(t: Tensors, target: TargetParts, features: list[Tensor], to
     assert target.embed is not None and target.output is not None and target.norm is not None
     first = next(name for name in ("midlayer.0", "midlayer", "layers.0") if f"{name}.hidden_norm.weight" in t)
     second = next((name for name in ("midlayer.1", "layers.1", "additional_layers.0") if f"{name}.mlp.up_proj.weight" in t), None)
-    theta, hidden = facts.get("theta", 10000.0), []
+    theta, hidden, windows = facts.get("theta", 10000.0), [], facts.get("windows", [99, 99])
     table = t.get("embed_tokens.weight", target.embed.weight.detach())
     output = t.get("lm_head.weight", table if facts.get("tied") else target.output.weight.detach())
     for x in features:
@@ -216,11 +228,12 @@ def eagle3_reference(t: Tensors, target: TargetParts, features: list[Tensor], to
     while len(logits) < len(tokens):
         normed = [rms(h, t[f"{first}.hidden_norm.weight"]) for h in hidden]
         wide = [torch.cat((rms(table[token], t[f"{first}.input_layernorm.weight"]), n)) for token, n in zip(tokens, normed, strict=False)]
-        ys = [(n if facts.get("nbr") else h) + a for n, h, a in zip(normed, hidden, attention(t, first, wide, theta), strict=True)]
+        ys = [(n if facts.get("nbr") else h) + a for n, h, a in zip(normed, hidden, attention(t, first, wide, theta, windows[0]),
+                                                                                    strict=True)]
         ys = [y + mlp(t, first, rms(y, t[f"{first}.post_attention_layernorm.weight"])) for y in ys]
         if second:
             name = "hidden_norm" if second.startswith("additional") else "input_layernorm"
-            deep = attention(t, second, [rms(y, t[f"{second}.{name}.weight"]) for y in ys], theta)
+            deep = attention(t, second, [rms(y, t[f"{second}.{name}.weight"]) for y in ys], theta, windows[1])
             ys = [y + a for y, a in zip(ys, deep, strict=True)]
             ys = [y + mlp(t, second, rms(y, t[f"{second}.post_attention_layernorm.weight"])) for y in ys]
         outs = [rms(y, t["norm.weight"]) for y in ys]
@@ -356,7 +369,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", [*LAYOUTS, "eagle-1", "eagle-1-hass"])
+@pytest.mark.parametrize("name", [*(name for name in LAYOUTS if name != "speculators-sliding-second"), "eagle-1", "eagle-1-hass"])
 def test_the_compiled_layers_are_the_layers(name: str, dtype: torch.dtype, calls: list[int]) -> None:
     head = head_of(name)
     features, tokens = torch.randn(5, len(head.taps) * HT).to(dtype), [3, 17, 0, 39, 8, 21, 30]
@@ -405,10 +418,11 @@ def test_sequences_of_a_pass_do_not_meet_in_the_compiled_layers(calls: list[int]
 
 
 @pytest.mark.parametrize("kernels", [True, False])
+@pytest.mark.parametrize("name", ["official", "speculators-sliding"])
 @pytest.mark.parametrize("true", [3, 62, 130])
-def test_a_tree_node_sees_its_ancestors_and_nothing_else(kernels: bool, true: int, calls: list[int]) -> None:
+def test_a_tree_node_sees_its_ancestors_and_nothing_else(true: int, name: str, kernels: bool, calls: list[int]) -> None:
     """Two branches of two nodes in two masked passes give what each branch gives as a chain; at the edge of a page, too."""
-    head = ready(head_of("official"))
+    head = ready(head_of(name))
     with torch.inference_mode() if kernels else torch.no_grad():
         grow_two_branches(head, true)
     assert len(calls) == (11 if kernels else 0)
@@ -486,6 +500,8 @@ REFUSED: dict[str, tuple[str, Callable[[dict[str, Any], Tensors], Any], str]] = 
     "a rope per kind of layer": ("official", lambda c, t: c.update(rope_parameters={
         "full_attention": {"rope_theta": 1e6}, "sliding_attention": {"rope_theta": 1e4}}), "for every kind of layer"),
     "a rope that lacks its factor": ("official", lambda c, t: c.update(rope_scaling={"rope_type": "linear"}), "rope.*'linear'"),
+    "a window of no size": (
+        "speculators-sliding", lambda c, t: c["transformer_layer_config"].pop("sliding_window"), "sliding_window is None; expected"),
     "heads that do not divide": ("official", lambda c, t: c.update(head_dim=10), "do not divide"),
 }
 

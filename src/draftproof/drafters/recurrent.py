@@ -20,6 +20,7 @@ from ..models.graphs import recorder
 from ..models.heads.blocks import join
 from ..models.heads.cache import HeadCache, HeadPass
 from ..models.heads.compiled import CompiledHead, Made, Wish
+from ..models.heads.layers import HeadLayers
 from ..models.heads.recorded import MOST_FED, MOST_LINES, Fed, RecordedChains, Recording, RecurrentHead
 from ..models.heads.rows import by_rows
 from ..models.packed import can_pack, pack, sizes
@@ -127,11 +128,17 @@ class RecurrentDrafter:
             tree = self.dynamic and not noise.keep_law and line.budget.nodes > line.budget.depth
             line.due = self._missing(line.state)
             guesses = (deepest - 1) * WIDEST if tree else deepest
-            if (trees if tree else chains) and line.due and line.state.ranking.plain and line.cache.pooled(line.due + guesses):
+            plain = line.state.ranking.plain and self._whole(line.state, deepest)
+            if (trees if tree else chains) and line.due and plain and line.cache.pooled(line.due + guesses):
                 (ways.planted if tree else ways.replayed).append(line)
             else:
                 (ways.trees if tree else ways.chains).append(line)
         return ways
+
+    def _whole(self, state: RecurrentState, depth: int) -> bool:
+        """Whether all layers see all of a text and so many guesses: kernels and recordings know no windows."""
+        layers = getattr(self.head, "layers", None)
+        return not isinstance(layers, HeadLayers) or layers.whole(state.window.held + self._missing(state) + depth - 1)
 
     # The text's own entries.
 
@@ -292,10 +299,12 @@ class RecurrentDrafter:
 
     def _compiled(self, lines: Sequence[Line], noise: Noise, candidates: int, widest: int = 0) -> Made | None:
         """A chain, or a tree that extends `widest` nodes per level, by one call of the kernels, which feeds what waits first; None where
-        they go the way of torch: several sequences, options that change a law, or a rule that asks for it."""
+        they go the way of torch: several sequences, options that change a law, a rule that asks for it, or layers that slide."""
         if self.compiled is None or noise.keep_law or len(lines) > 1 or not lines[0].state.ranking.plain:
             return None
         state, budget, cache = lines[0].state, lines[0].budget, lines[0].cache
+        if not self._whole(state, budget.depth):
+            return None
         while self._missing(state) > CHUNK:
             self._feed([state])
         rows, text = self._due(state) if self._missing(state) else (None, ())

@@ -153,9 +153,22 @@ class HeadCache:
 class HeadPass:
     """The attention of one pass of a head over several sequences. See the head of this file."""
 
-    def __init__(self, caches: Sequence[HeadCache], counts: Sequence[int], masks: Sequence[Tensor | None] | None = None) -> None:
+    def __init__(self, caches: Sequence[HeadCache], counts: Sequence[int], masks: Sequence[Tensor | None] | None = None,
+                 window: int | None = None) -> None:
+        """window: how many entries a row sees at most, of its own path, itself among them."""
         assert len(caches) == len(counts) and (masks is None or len(masks) == len(caches)), "one count, and one mask, per cache"
-        self.caches, self.counts, self._given = caches, counts, masks
+        self.caches, self.counts, self._given, self._windows = caches, counts, masks, {} if window is None else {window: self}
+        if window is not None and any(cache.length + n > window for cache, n in zip(caches, counts, strict=True)):
+            self._given = [_recent(mask, cache.length, n, window, cache.device) for cache, n, mask in zip(
+                caches, counts, masks or [None] * len(caches), strict=True)]
+
+    def within(self, window: int | None) -> HeadPass:
+        """The same pass for a layer that slides."""
+        if window is None:
+            return self
+        if window not in self._windows:
+            self._windows[window] = HeadPass(self.caches, self.counts, self._given, window)
+        return self._windows[window]
 
     @cached_property
     def masks(self) -> Sequence[Tensor | None]:
@@ -214,6 +227,13 @@ def _causal(held: int, new: int, device: torch.device) -> Tensor | None:
     if new == 1:
         return None
     return torch.ones(new, held + new, dtype=torch.bool, device=device).tril(held)
+
+
+def _recent(mask: Tensor | None, held: int, new: int, window: int, device: torch.device) -> Tensor:
+    """A pass's mask without what lies further back than the window. A row sees all entries of its path, so their number is its place;
+    guesses, of which a path has fewer than a window, are never too far back."""
+    seen = torch.ones(new, held + new, dtype=torch.bool, device=device).tril(held) if mask is None else mask
+    return seen & (torch.arange(held + new, device=device) > seen.sum(1, keepdim=True) - 1 - window)
 
 
 def _attend(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:

@@ -119,7 +119,7 @@ ROPE = ("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor"
 
 def kept(config: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of a head's config that its tensors do not show."""
-    return {name: config[name] for name in (*ROPE, "layer_types") if config.get(name) is not None}
+    return {name: config[name] for name in (*ROPE, "layer_types", "sliding_window", "use_sliding_window") if config.get(name) is not None}
 
 
 def text_config(parts: TargetParts) -> Any:

@@ -58,6 +58,7 @@ class Eagle3Head(nn.Module):
         self.fc_norm = nn.ModuleList(RMSNorm(self.target_hidden, shape.eps) for _ in self.taps) if norms == "fc_norm" else None
         self.input_norm = RMSNorm(width, shape.eps) if norms == "input_norm" else None
         self.layers = HeadLayers([FirstLayer(shape, norm_before_residual), *(HeadLayer(shape) for _ in range(layers - 1))])
+        self.layers.windows = windows_of(config, layers)
         self.norm = RMSNorm(shape.hidden, shape.eps)
         self.lm_head = nn.Linear(shape.hidden, size, bias=False) if size else None
         self.embed_tokens = nn.Embedding(self.vocab_size, shape.hidden) if own_embed else None
@@ -208,6 +209,18 @@ def tap_layers(config: Mapping[str, Any], fc: Tensor, parts: TargetParts, source
         raise LoadError(f"{source}: fc.weight is {list(fc.shape)}; expected [H, {len(taps) * width}], {len(taps)} taps ({origin}) of the "
                         f"target's hidden size {width}: the taps are wrong, or the head was trained for another target")
     return taps
+
+
+def windows_of(config: Mapping[str, Any], layers: int) -> Sequence[int | None]:
+    """How far each layer sees, () if none slides. Only a list of the head's own layers says so (speculators); longer ones, and a
+    sliding_window without one, are the target's, and heads with such a config are trained without a window."""
+    kinds = config.get("layer_types") or ()
+    if len(kinds) != layers or "sliding_attention" not in kinds or config.get("use_sliding_window") is False:
+        return ()
+    window = config.get("sliding_window")
+    if not isinstance(window, int) or window < 1:
+        raise LoadError(f"layers of the head slide (layer_types) and sliding_window is {window!r}; expected how many entries they see")
+    return [window if kind == "sliding_attention" else None for kind in kinds]
 
 
 def norms_of(files: HeadFiles, tensors: Iterable[str]) -> str:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import ctypes
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -165,25 +165,31 @@ class FirstLayer(nn.Module):
 
 
 class HeadLayers(nn.ModuleList):
-    """A head's layers, one after the other. Parameters are named as in a list."""
+    """A head's layers, one after the other. Parameters are named as in a list. windows: how far each sees, if any slides; a `HeadPass` is
+    told so here, any other way of attending is for texts that fit them (`whole`)."""
 
+    windows: Sequence[int | None] = ()
     _table: ctypes.Array[native.Layer] | None = None
 
     def forward(self, x: Tensor, rope: Rope, positions: Tensor, attend: Attend | Runs, beside: Tensor | None = None) -> Tensor:
         """x, beside [R, H], entries at positions [R] → [R, H]."""
         if isinstance(attend, Runs):
             return attend.run(self, x, beside)
-        table = self.table() if served(x) and isinstance(attend, HeadPass) and rope.whole else None
+        passes = [attend.within(window) for window in self.windows or (None,)] if isinstance(attend, HeadPass) else []
+        table = self.table() if served(x) and passes and rope.whole and len(set(self.windows)) < 2 else None
         if table is not None:
-            assert isinstance(attend, HeadPass)
             cos, sin = rope.angles(positions, x.dtype)
             x = x.clone(memory_format=torch.contiguous_format)
-            native.blocks(table, 0, len(self), x, cos, sin, attend.courses(), beside)
+            native.blocks(table, 0, len(self), x, cos, sin, passes[0].courses(), beside)
             return x
         turn = rope(positions)
         for number, layer in enumerate(self):
-            x = layer(x, turn, attend, number, beside)
+            x = layer(x, turn, passes[number] if len(passes) > 1 else passes[0] if passes else attend, number, beside)
         return x
+
+    def whole(self, entries: int) -> bool:
+        """Whether every layer sees all of so many entries."""
+        return all(window is None or entries <= window for window in self.windows)
 
     def table(self) -> ctypes.Array[native.Layer] | None:
         """The layers for the kernels; None unless every product of every layer is one of ours."""
