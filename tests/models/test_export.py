@@ -15,6 +15,7 @@ from draftproof.models.heads.eagle3 import Eagle3Head
 from draftproof.models.heads.export import ENGINES, export_head
 from draftproof.models.heads.files import read_files, write_files
 from draftproof.models.heads.medusa import MedusaHead
+from draftproof.models.heads.peagle import PEagleHead
 
 SIZES = {"heads": 2, "kv_heads": 1, "head_dim": 16, "inner": 48, "hidden": 32}
 TARGET = TableTarget(13, order=1)
@@ -48,6 +49,19 @@ def test_a_round_trip_is_bit_equal(tmp_path: Path, engine: str) -> None:
     assert all(torch.equal(tensor, state[name]) for name, tensor in after.state_dict().items())
     assert export_head(tmp_path / "out", "hf", tmp_path / "again")
     assert all(torch.equal(t, read_files(tmp_path / "out").tensors[n]) for n, t in read_files(tmp_path / "again").tensors.items())
+
+
+def test_a_parallel_head_names_its_mask_as_vllm_looks_for_it(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    head = PEagleHead.fresh(TARGET.parts, layers=2, **SIZES)
+    head.mask_token = 3
+    head.save(tmp_path / "head")
+    files = read_files(tmp_path / "head")
+    write_files(tmp_path / "head", {name: value for name, value in files.config.items() if name != "pard_token"}, files.tensors)
+    assert export_head(tmp_path / "head", "vllm", tmp_path / "out") == ["vLLM: method eagle3 with parallel_drafting=true"]
+    assert config_of(tmp_path / "out")["pard_token"] == 3
+    after = PEagleHead.read(read_files(tmp_path / "out"), TARGET.parts, 13)
+    assert after.taps == head.taps and torch.equal(after.mask_hidden, head.mask_hidden)
 
 
 def test_a_head_that_borrows_its_output_is_not_exported(tmp_path: Path) -> None:

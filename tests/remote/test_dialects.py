@@ -33,6 +33,7 @@ CASES: dict[str, dict[str, Any]] = {
     "eagle3": {"drafter": "eagle3:org/eagle3", "depth": 4},
     "eagle3-block": {"drafter": "eagle3:org/eagle3", "depth": 4, "rule": "block"},
     "eagle3-tree": {"drafter": "eagle3:org/eagle3", "depth": 4, "tree": 15},
+    "peagle": {"drafter": "peagle:org/peagle", "depth": 6},
     "mtp": {"drafter": "mtp:org/mtp", "depth": 2},
     "medusa": {"drafter": "medusa:org/medusa", "depth": 3},
     "dflash": {"drafter": "dflash:org/dflash", "depth": 7},

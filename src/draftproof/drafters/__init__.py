@@ -31,6 +31,7 @@ from .model import ModelDrafter
 from .mtp import MtpDrafter
 from .ngram import NgramDrafter
 from .pard import PardDrafter
+from .peagle import PEagleDrafter
 from .prediction import PredictionDrafter
 from .recycle import RecycleDrafter
 from .suffix import SuffixDrafter
@@ -46,6 +47,7 @@ DRAFTERS: Mapping[str, type[Named]] = {
     "eagle": EagleDrafter,
     "eagle2": Eagle2Drafter,
     "eagle3": Eagle3Drafter,
+    "peagle": PEagleDrafter,
     "layer-skip": LayerSkipDrafter,
     "medusa": MedusaDrafter,
     "hydra": HydraDrafter,

@@ -31,10 +31,11 @@ from .vocabulary import Words, require_same
 class Masks:
     """`Slots` of one pass: logits [sum of depths, V] of the last text token and the masks, sequence after sequence."""
 
-    tied, ids = False, None
+    tied = False
 
-    def __init__(self, rows: Tensor, depths: Sequence[int]) -> None:
-        self.rows, starts = rows, [0]
+    def __init__(self, rows: Tensor, depths: Sequence[int], ids: Tensor | None = None) -> None:
+        """ids: the target's id of each column, None for its vocabulary."""
+        self.rows, self.ids, starts = rows, ids, [0]
         for depth in depths:
             starts.append(starts[-1] + depth)
         self.starts, self.last = uploaded([starts[:-1], depths], rows.device).unbind()

@@ -22,7 +22,7 @@ def detect(files: HeadFiles) -> str:
     found = _by_tensors(files.tensors, files.config) or _by_config(files.config)
     if found is None:
         raise LoadError(f"{files.path} holds no draft head that is known (tensors: {', '.join(sorted(files.tensors)[:6])} …); "
-                        "expected a head of eagle, eagle3, medusa, hydra, mlp, dflash, dspark, mtp or pard")
+                        "expected a head of eagle, eagle3, peagle, medusa, hydra, mlp, dflash, dspark, mtp or pard")
     return found
 
 

