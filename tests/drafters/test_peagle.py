@@ -83,8 +83,8 @@ def test_it_serves_from_its_folder(tmp_path: Path) -> None:
     target = load_target(builtin("target"))
     torch.manual_seed(0)
     PEagleHead.fresh(target.parts, layers=2).save(tmp_path)
-    texts = [Engine(target=str(builtin("target")), drafter=drafter, depth=depth).generate("def f(", Sampling(max_tokens=24, temperature=0.0))
-             for drafter, depth in ((f"peagle:{tmp_path}", 4), ("none", 0))]
+    texts = [Engine(target=str(builtin("target")), drafter=drafter, depth=depth).generate(
+        "def f(", Sampling(max_tokens=24, temperature=0.0)) for drafter, depth in ((f"peagle:{tmp_path}", 4), ("none", 0))]
     assert texts[0].token_ids == texts[1].token_ids and texts[0].metrics["drafted"] > 0
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -326,6 +327,28 @@ def test_eagle_1(more: dict[str, bool], tmp_path: Path) -> None:
     head.save(tmp_path)
     again = EagleHead.read(read_files(tmp_path), target, V)
     assert torch.equal(served(again, features, tokens), served(head, features, tokens))
+
+
+def of_speculators(config: dict[str, Any], tensors: Tensors) -> tuple[dict[str, Any], Tensors]:
+    """The first generation: the layer is `transformer`, and its config stands inside."""
+    renamed = {re.sub(r"^layers\.0\.", "transformer.", re.sub(r"^fc\.", "fusion_fc.", name)): tensor for name, tensor in tensors.items()}
+    return {"architectures": ["EagleSpeculator"], "speculators_model_type": "eagle", "transformer_layer_config": config}, renamed
+
+
+def of_automodel(config: dict[str, Any], tensors: Tensors) -> tuple[dict[str, Any], Tensors]:
+    return {**config, "architectures": ["LlamaEagleDraftModel"]}, {f"model.{name}": tensor for name, tensor in tensors.items()}
+
+
+@pytest.mark.parametrize("wrap", [of_speculators, of_automodel])
+def test_eagle_1_in_other_words(wrap: Callable[[dict[str, Any], Tensors], tuple[dict[str, Any], Tensors]]) -> None:
+    config, tensors = eagle1(bias=True, embed=True)
+    config |= {"rope_theta": 500.0, "num_attention_heads": HEADS, "head_dim": None}
+    plain, files = HeadFiles(Path("head"), config, tensors), HeadFiles(Path("head"), *wrap(config, tensors))
+    assert detect(files) == "eagle"
+    one, other = (EagleHead.read(each, parts(), V) for each in (plain, files))
+    features, tokens = torch.randn(4, H), [3, 17, 0, 39, 8]
+    assert torch.equal(served(one, features, tokens), served(other, features, tokens))
+    assert other.shape.eps == 1e-5 and torch.equal(other.rope.inv_freq, Rope({"rope_theta": 500.0}, D).inv_freq)
 
 
 # To serve

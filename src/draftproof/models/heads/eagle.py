@@ -53,8 +53,11 @@ class EagleHead(nn.Module):
     @classmethod
     def read(cls, files: HeadFiles, parts: TargetParts, vocab_size: int) -> Self:
         """A published head. Raises LoadError where tensors are missing, unread, of other sizes, or of another vocabulary."""
-        source, tensors = files.path, {RENAMED.get(name, name): tensor for name, tensor in files.tensors.items()}
-        config = files.config["model"] if isinstance(files.config.get("model"), dict) else files.config
+        source, tensors = files.path, {eagle_name(name): tensor for name, tensor in files.tensors.items()}
+        if len(tensors) != len(files.tensors):
+            raise LoadError(f"{source}: two tensors have the same place (fc. and fusion_fc.?); expected one layout")
+        inner = (files.config.get(name) for name in ("model", "transformer_layer_config"))
+        config = next((found for found in inner if isinstance(found, dict)), files.config)
         fc = needed(tensors, "fc.weight", source)
         if fc.ndim != 2 or fc.shape[1] != 2 * fc.shape[0]:
             raise LoadError(f"{source}: fc.weight is {list(fc.shape)}; expected [H, 2H], embedding and one hidden state: "
@@ -115,6 +118,12 @@ class EagleHead(nn.Module):
 RENAMED = {"fusion_fc.weight": "fc.weight", "fusion_fc.bias": "fc.bias"}       # speculators, first generation
 ROTARY = frozenset(f"layers.{i}.self_attn.rotary_emb.inv_freq" for i in range(8))    # written by old transformers, computed here
 ROPE = ("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor", "max_position_embeddings")
+
+
+def eagle_name(name: str) -> str:
+    """Our name of a published tensor: NeMo Automodel writes `model.` before it, the first speculators called the layer `transformer`."""
+    name = name.removeprefix("model.")
+    return f"layers.0.{name.removeprefix('transformer.')}" if name.startswith("transformer.") else RENAMED.get(name, name)
 
 
 def kept(config: Mapping[str, Any]) -> dict[str, Any]:

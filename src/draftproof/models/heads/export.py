@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ...errors import LoadError
 from .detect import detect
-from .eagle import RENAMED
+from .eagle import eagle_name
 from .eagle3 import canonical, norms_of, setting
 from .files import HeadFiles, read_files, write_files
 from .medusa import understood
@@ -161,13 +161,14 @@ def _eagle_sglang(files: HeadFiles) -> Written:
 
 def _attention_biases(files: HeadFiles) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Tensors, and a config that says of biases only whether attention has them; where it has some, those that it lacks are zero."""
-    tensors = {RENAMED.get(name, name): tensor for name, tensor in files.tensors.items()}
+    tensors = {eagle_name(name): tensor for name, tensor in files.tensors.items()}
     biased = any(re.search(r"\.self_attn\.\w_proj\.bias$", name) for name in tensors)
     if biased:
         weights = {name: tensor for name, tensor in tensors.items() if re.search(r"\.self_attn\.\w_proj\.weight$", name)}
         for name, weight in weights.items():
             tensors.setdefault(name.removesuffix("weight") + "bias", torch.zeros_like(weight[:, 0]))
-    return tensors, {**files.config, "bias": biased, "attention_bias": biased}
+    config = files.config.get("transformer_layer_config") or files.config
+    return tensors, {**config, "architectures": ["LlamaForCausalLM"], "bias": biased, "attention_bias": biased}
 
 
 def _as_published(note: str) -> Callable[[HeadFiles], Written]:
