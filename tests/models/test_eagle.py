@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from draftproof import native
 from draftproof.errors import LoadError
+from draftproof.models.heads import files as files_of_heads
 from draftproof.models.heads.blocks import Rope, join
 from draftproof.models.heads.cache import HeadCache, HeadPass
 from draftproof.models.heads.detect import detect, require
@@ -547,6 +548,15 @@ def test_a_field_of_another_kind_is_named(settings: dict[str, Any], message: str
     write_files(tmp_path, {**config, **settings}, tensors)
     with pytest.raises(LoadError, match=message):
         read_files(tmp_path)
+
+
+def test_a_head_is_found_by_its_hub_id_where_it_was_fetched_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config, tensors = eagle1()
+    write_files(tmp_path, config, tensors)
+    monkeypatch.setattr(files_of_heads, "cached_file", lambda name, file, **more: str(tmp_path / file) if name == "org/head" else None)
+    assert read_files("org/head").path == tmp_path
+    with pytest.raises(LoadError, match="hf download org/other"):
+        read_files("org/other")
 
 
 def test_fields_left_empty_and_numbers_in_words_are_read(tmp_path: Path) -> None:

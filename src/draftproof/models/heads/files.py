@@ -14,6 +14,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors import torch as plain
 from torch import Tensor, nn
+from transformers.utils import cached_file
 
 from ...errors import LoadError
 
@@ -34,13 +35,15 @@ class HeadFiles:
 
 
 def read_files(path: str | Path) -> HeadFiles:
-    """Read a folder with config.json and *.safetensors (one file or shards). Pickled weights are refused: they can run code.
+    """Read a folder, or the hub's copy of an id that was fetched before, with config.json and *.safetensors (one file or shards). Pickled
+    weights are refused: they can run code.
 
     Raises LoadError with what was found, what was expected and what to do.
     """
-    folder = Path(path).expanduser()
-    if not folder.is_dir():
-        raise LoadError(f"{path} is no folder; expected one with config.json and safetensors weights")
+    folder = folder_of(path)
+    if folder is None:
+        raise LoadError(f"{path} is no folder, and the hub's cache has no such id; expected a folder with config.json and safetensors "
+                        f"weights, or the id of a head that was fetched before: hf download {path}")
     config_file = folder / "config.json"
     if not config_file.is_file():
         raise LoadError(f"{folder} has no config.json; expected a head's folder as published")
@@ -69,6 +72,18 @@ def read_files(path: str | Path) -> HeadFiles:
         except SafetensorError as error:
             raise LoadError(f"{shard} cannot be read ({error}); the file is damaged or incomplete, fetch it again") from None
     return HeadFiles(folder, config, tensors)
+
+
+def folder_of(path: str | Path) -> Path | None:
+    """A folder, or the one in which the hub keeps what it has fetched of an id; None if there is neither."""
+    place = Path(path).expanduser()
+    if place.is_dir():
+        return place
+    try:
+        found = cached_file(str(path), "config.json", local_files_only=True)
+    except (OSError, ValueError):
+        found = None
+    return None if found is None else Path(found).parent
 
 
 def _check_kinds(file: Path, config: Mapping[str, Any]) -> None:

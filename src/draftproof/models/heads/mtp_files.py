@@ -25,10 +25,9 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from torch import Tensor
-from transformers.utils import cached_file
 
 from ...errors import LoadError
-from .files import HeadFiles, read_files, save_file
+from .files import HeadFiles, folder_of, read_files, save_file
 
 INDEX = "model.safetensors.index.json"
 COUNTS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")       # by which configs say how many layers a head has
@@ -315,16 +314,10 @@ def _split(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _folder(name: str | Path) -> Path:
-    place = Path(name).expanduser()
-    if place.is_dir():
-        return place
-    try:
-        found = cached_file(str(name), "config.json", local_files_only=True)
-    except (OSError, ValueError):
-        found = None
+    found = folder_of(name)
     if found is None:
         raise LoadError(f"{name} is neither a folder nor in the hub's cache; expected the target's checkpoint on this machine")
-    return Path(found).parent
+    return found
 
 
 def _places(folder: Path) -> dict[str, str]:
