@@ -526,6 +526,8 @@ REFUSED: dict[str, tuple[str, Callable[[dict[str, Any], Tensors], Any], str]] = 
     "a rope that lacks its factor": ("official", lambda c, t: c.update(rope_scaling={"rope_type": "linear"}), "rope.*'linear'"),
     "a window of no size": (
         "speculators-sliding", lambda c, t: c["transformer_layer_config"].pop("sliding_window"), "sliding_window is None; expected"),
+    "latent attention": ("nvidia", lambda c, t: t.update({"layers.0.self_attn.kv_a_proj_with_mqa.weight": t.pop(
+        "layers.0.self_attn.k_proj.weight")}), "latent attention.*kv_a_proj_with_mqa"),
     "heads that do not divide": ("official", lambda c, t: c.update(head_dim=10), "do not divide"),
 }
 

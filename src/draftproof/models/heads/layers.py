@@ -57,6 +57,10 @@ class Shape:
     @classmethod
     def of(cls, tensors: Mapping[str, Tensor], config: Mapping[str, Any], source: str | Path) -> Self:
         """From the tensors of `layers.0.`; the config is asked for what no tensor shows: the head count and the norm's epsilon."""
+        latent = next((name for name in tensors if ".kv_a_proj" in name), None)
+        if latent is not None:
+            raise LoadError(f"{source}: its layers have latent attention (tensor {latent}), as heads for Kimi have; expected layers "
+                            "with q_proj, k_proj and v_proj: no others are read here")
         q, k, o, up = (needed(tensors, f"layers.0.{name}.weight", source)
                        for name in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.o_proj", "mlp.up_proj"))
         q_norm = tensors.get("layers.0.self_attn.q_norm.weight")
