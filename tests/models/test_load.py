@@ -12,6 +12,8 @@ import torch
 from draftproof.config import LoadConfig
 from draftproof.errors import CacheFull, LoadError
 from draftproof.models import selftest
+from draftproof.models.heads.detect import detect
+from draftproof.models.heads.files import read_files
 from draftproof.models.load import as_target, builtin, load_target
 from draftproof.models.packed import PackedLinear, can_pack, has_half_products, scale_to_halves
 from draftproof.models.paged import PagedTarget
@@ -31,6 +33,21 @@ def test_refusals_say_what_was_found_and_what_to_do(tmp_path: Path) -> None:
         load_target(tmp_path)
     with pytest.raises(LoadError, match="built-in model 'nothing'"):
         builtin("nothing")
+
+
+def test_an_assistant_over_the_targets_keys_is_refused_by_name(tmp_path: Path) -> None:
+    """Gemma 4's: a causal language model by its class's name, which reads the target's keys and hidden states."""
+    config = {"model_type": "gemma4_assistant", "architectures": ["Gemma4AssistantForCausalLM"], "backbone_hidden_size": 32,
+              "text_config": {"model_type": "gemma4_text", "hidden_size": 32, "hidden_size_per_layer_input": 0, "num_hidden_layers": 4,
+                              "num_kv_shared_layers": 4, "vocab_size_per_layer_input": 0, "vocab_size": 64}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    from safetensors.torch import save_file
+
+    save_file({"pre_projection.weight": torch.zeros(4, 8)}, tmp_path / "model.safetensors")
+    with pytest.raises(LoadError, match="gemma4_assistant.*keys of its target"):
+        load_target(tmp_path)
+    with pytest.raises(LoadError, match="gemma4_assistant.*keys of its target"):
+        detect(read_files(tmp_path))
 
 
 def test_an_encoder_decoder_model_is_refused(tmp_path: Path) -> None:

@@ -19,6 +19,10 @@ def detect(files: HeadFiles) -> str:
     Tensors are asked first, for two families never share theirs; then architectures and fields. A head of EAGLE-1 and 2 is
     `eagle`. Raises LoadError if it is none of these.
     """
+    kind = str(files.config.get("model_type"))
+    if kind.endswith("_assistant"):         # Gemma 4's; its class's name is a language model's
+        raise LoadError(f"{files.path} is a {kind}, which reads the keys of its target; expected a head that reads hidden states, or a "
+                        "language model")
     found = _by_tensors(files.tensors, files.config) or _by_config(files.config)
     if found is None:
         raise LoadError(f"{files.path} holds no draft head that is known (tensors: {', '.join(sorted(files.tensors)[:6])} …); "
