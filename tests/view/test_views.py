@@ -423,3 +423,22 @@ def test_the_whole_time_of_a_text_is_told_and_its_slowest_rounds(opened: Callabl
         "round", "stood", "draft", "score", "verify", "other"]
     row = page.js("return [...document.querySelectorAll('.row[aria-current] .num')].map((cell) => cell.textContent)")
     assert row == ["5", "0/1", "1.0 ms", "4.0 ms", "3.0 ms", "1.0 ms"]
+
+
+def test_what_cannot_be_seen_is_named_and_marks_do_not_pile_up(opened: Callable[..., Page]) -> None:
+    words = ("zero", "a\U000e0041", "\u3164b", "c\u180e", "d" + "\u0301" * 40, "👩\u200d👧\ufe0f", "e\u0301\u0323")
+    rounds = [around((NodeRecord(i, -1, "rejected"),), (TokenRecord(i, "correction"),), words[i]) for i in range(1, len(words))]
+    page = opened(header(words), *request(rounds))
+    page.show("text", r=0)
+    text = page.js("return document.querySelector('#text').textContent")
+    for named in ("a⟨U+E0041⟩", "⟨U+3164⟩b", "c⟨U+180E⟩", "d\u0301\u0301\u0301\u0301⟨U+0301⟩", words[5], words[6]):
+        assert named in text
+    page.show("tree", r=0, round=3)
+    assert "\u0301" * 5 not in page.text()
+
+
+def test_a_label_is_cut_between_characters(opened: Callable[..., Page]) -> None:
+    long = around((NodeRecord(1, -1, "rejected"),), (TokenRecord(1, "correction"),), "x")
+    page = opened(header(("zero", "x" * 39 + "🚀🚀")), *request([long]))
+    page.show("tree", r=0, round=0)
+    assert "x" * 39 + "…" in page.text() and "U+D83D" not in page.text()

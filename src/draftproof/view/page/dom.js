@@ -20,13 +20,17 @@ function build(element, props, children) {
 export const h = (tag, props, ...children) => build(document.createElement(tag), props, children);
 export const svg = (tag, props, ...children) => build(document.createElementNS(SVG_SPACE, tag), props, children);
 
-// Characters that would hide, reorder or break what stands around them. The joiner of emoji stays.
-const UNSEEN = /[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u00ad\u061c\u200b\u200c\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb]|[\ud800-\udbff](?![\udc00-\udfff])|(?<![\ud800-\udbff])[\udc00-\udfff]/g;
-const named = (char) => `⟨U+${char.charCodeAt(0).toString(16).toUpperCase().padStart(4, '0')}⟩`;
+// Characters that would hide, reorder or break what stands around them, and marks that pile up over the lines above. What joins and
+// chooses emoji stays.
+const UNSEEN = /[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u2028\u2029\ufff9-\ufffb]|\p{Cs}|(?![\u200d\ufe00-\ufe0f])\p{Default_Ignorable_Code_Point}|(?<=\p{M}{4})\p{M}/gu;
+const named = (char) => `⟨U+${char.codePointAt(0).toString(16).toUpperCase().padStart(4, '0')}⟩`;
+
+/** The beginning of a text, which ends between two characters. */
+const start = (text, limit) => text.slice(0, limit).replace(/[\ud800-\udbff]$/, '');
 
 /** Running text: line breaks stay, everything unseen gets a name, very long pieces are cut and say so. */
 export function running(text, limit = 4000) {
-  const cut = text.length > limit ? `${text.slice(0, limit)} … (${text.length} characters)` : text;
+  const cut = text.length > limit ? `${start(text, limit)} … (${text.length} characters)` : text;
   return cut.replace(UNSEEN, named).replace(/\n/g, '↵\n').replace(/\t/g, '⇥\t');
 }
 
@@ -43,7 +47,7 @@ export function copied(event) {
 
 /** A label of one line: spaces at the ends and line breaks are visible too. */
 export function label(text, limit = 40) {
-  const cut = text.length > limit ? `${text.slice(0, limit)}…` : text;
+  const cut = text.length > limit ? `${start(text, limit)}…` : text;
   const plain = cut.replace(UNSEEN, named).replace(/\n/g, '↵').replace(/\t/g, '⇥').replace(/^ +| +$/g, (run) => '␣'.repeat(run.length));
   return plain === '' ? '∅' : plain;
 }
