@@ -425,6 +425,15 @@ def test_the_whole_time_of_a_text_is_told_and_its_slowest_rounds(opened: Callabl
     assert row == ["5", "0/1", "1.0 ms", "4.0 ms", "3.0 ms", "1.0 ms"]
 
 
+def test_the_marks_of_a_histogram_are_what_they_say(opened: Callable[..., Page]) -> None:
+    page = opened(header(), *request([around((NodeRecord(1, -1, "rejected"),), (TokenRecord(3, "correction"),), "three")] * 3))
+    page.show("acceptance", r=0)
+    marks = page.js("""return [...document.querySelectorAll('svg.chart')[1].querySelectorAll('line.grid')].map((line) =>
+        [Number(line.nextSibling.textContent), Number(line.getAttribute('y1'))])""")
+    (zero, ground), (most, top) = marks[0], marks[-1]
+    assert zero == 0 and most >= 3 and [y for _, y in marks] == [pytest.approx(ground - (ground - top) * mark / most) for mark, _ in marks]
+
+
 def test_what_cannot_be_seen_is_named_and_marks_do_not_pile_up(opened: Callable[..., Page]) -> None:
     words = ("zero", "a\U000e0041", "\u3164b", "c\u180e", "d" + "\u0301" * 40, "👩\u200d👧\ufe0f", "e\u0301\u0323")
     rounds = [around((NodeRecord(i, -1, "rejected"),), (TokenRecord(i, "correction"),), words[i]) for i in range(1, len(words))]

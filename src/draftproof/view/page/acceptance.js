@@ -45,7 +45,7 @@ export const acceptanceView = {
       panel('Acceptance by position', h('div', { class: 'bar' }, h('label', null, 'Rounds of ', pick)),
         hazard.length ? h('div', { class: 'scroll', tabindex: '0', role: 'region', 'aria-label': 'acceptance by position' }, bars('accepted at each position, of the rounds that reached it', hazard)) : h('p', null, nothing),
         h('p', { class: 'quiet' }, 'P(the guess at this position is accepted | the walk reached it), with Wilson’s 95 % interval.')),
-      panel('How many guesses stood', lengths.length ? h('div', { class: 'scroll', tabindex: '0', role: 'region', 'aria-label': 'histogram' }, bars('rounds by number of accepted guesses', lengths, Math.max(1, ...lengths.map((one) => one.value)), integer)) : h('p', null, nothing),
+      panel('How many guesses stood', lengths.length ? h('div', { class: 'scroll', tabindex: '0', role: 'region', 'aria-label': 'histogram' }, bars('rounds by number of accepted guesses', lengths, 2 * Math.ceil(Math.max(1, ...lengths.map((one) => one.value)) / 2), integer)) : h('p', null, nothing),
         h('p', { class: 'quiet' }, `${integer(tally.roundsDrafted)} rounds with a guess, by the number of guesses accepted.`)),
       panel('By class of prompts and drafter', table('acceptance by class and drafter', ['class', 'drafter', 'requests', 'guessed', 'accepted', 'of all guesses (95 %)', 'tokens per round', 'tokens/s (median)'], rows)),
     ];
