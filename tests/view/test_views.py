@@ -446,6 +446,18 @@ def test_what_cannot_be_seen_is_named_and_marks_do_not_pile_up(opened: Callable[
     assert "\u0301" * 5 not in page.text()
 
 
+@pytest.mark.parametrize("width", [320, 360])
+def test_the_replay_fits_a_small_screen(opened: Callable[..., Page], width: int) -> None:
+    page = opened(header(), *request([BARE]))
+    page.size(width, 700)
+    try:
+        beyond = page.js("""return [...document.querySelectorAll('footer *')]
+            .filter((one) => one.getBoundingClientRect().right > innerWidth).map((one) => one.outerHTML.slice(0, 60))""")
+        assert beyond == [] and page.js("return document.querySelector('#replay-range').clientWidth") >= 60
+    finally:
+        page.size(1200, 900)
+
+
 def test_a_label_is_cut_between_characters(opened: Callable[..., Page]) -> None:
     long = around((NodeRecord(1, -1, "rejected"),), (TokenRecord(1, "correction"),), "x")
     page = opened(header(("zero", "x" * 39 + "🚀🚀")), *request([long]))
