@@ -458,6 +458,21 @@ def test_the_replay_fits_a_small_screen(opened: Callable[..., Page], width: int)
         page.size(1200, 900)
 
 
+def test_costs_beyond_the_sliders_are_told_as_measured(opened: Callable[..., Page]) -> None:
+    plain = around((), (TokenRecord(3, "plain"),), "three", times=Times(0.0, 0.01, 0.0, 0.0))
+    dear = around((NodeRecord(3, -1, "accepted"),), (TokenRecord(3, "accepted"), TokenRecord(3, "bonus")), "threethree",
+                  times=Times(0.025, 0.01, 0.0, 0.0))
+    page = opened(header(), *request([plain] * 4 + [dear] * 4))
+    page.show("pays", r=0)
+    assert "acceptance 100.0 %" in page.text() and "a guess costs 2.500 plain passes" in page.text()
+
+
+def test_costs_that_no_time_tells_are_said_to_be_an_example(opened: Callable[..., Page]) -> None:
+    page = opened(header(), *request([replace(tree(Times(0.0, 0.0, 0.0, 0.0)), drafter="model")] * 4))
+    page.show("pays", r=0)
+    assert "the costs are an example" in page.text() and "a guess costs" not in page.text()
+
+
 def test_a_label_is_cut_between_characters(opened: Callable[..., Page]) -> None:
     long = around((NodeRecord(1, -1, "rejected"),), (TokenRecord(1, "correction"),), "x")
     page = opened(header(("zero", "x" * 39 + "🚀🚀")), *request([long]))

@@ -37,10 +37,10 @@ export function measured(trace, request) {
     wider += trace.score.at(i) - single;
     besides += trace.verify.at(i) + trace.other.at(i);
   }
-  if (!plain || !levels) return { points: [], c: 0.1, row: 0.02, o: 0 };
+  if (!plain || !levels) return { points: [], cost: null, c: 0.1, row: 0.02, o: 0 };
   const points = [...depths].filter(([, one]) => one.rounds >= 2 && one.seconds > 0).map(([depth, one]) => [depth, plain * one.tokens / one.seconds, one.rounds]);
   return {
-    points: points.sort((a, b) => a[0] - b[0]), c: Math.min(1, drafting / levels / plain), row: Math.max(0, Math.min(1, wider / levels / plain)),
+    points: points.sort((a, b) => a[0] - b[0]), cost: drafting / levels / plain, c: Math.min(1, drafting / levels / plain), row: Math.max(0, Math.min(1, wider / levels / plain)),
     o: Math.min(1, besides / rounds / plain),
   };
 }
@@ -82,9 +82,10 @@ export const paysView = {
   draw({ trace, request }) {
     const found = measured(trace, request), tally = request.tally, judged = tally.reached.reduce((a, b) => a + b, 0);
     const trees = request.rounds.some((i) => trace.drafted.at(i) > trace.levels.at(i));
-    const alpha = judged ? Math.min(0.99, tally.accepted / judged) : 0.7;
-    return [panel('Does it pay, and how deep?', h('p', null, judged ? `The sliders begin with what this request measured: acceptance ${percent(alpha)}, a guess costs ${number(found.c, 3)} plain passes${trees ? ', counted by levels of the trees' : ''}.` : 'Nothing was guessed here; the sliders begin with an example.'),
-      payoff({ ...found, alpha }, tally.hazard, found.points),
+    const alpha = judged ? tally.accepted / judged : 0.7;
+    const costs = found.cost === null ? '; the costs are an example, as its times do not tell them' : `, a guess costs ${number(found.cost, 3)} plain passes${trees ? ', counted by levels of the trees' : ''}`;
+    return [panel('Does it pay, and how deep?', h('p', null, judged ? `The sliders begin with what this request measured: acceptance ${percent(alpha)}${costs}.` : 'Nothing was guessed here; the sliders begin with an example.'),
+      payoff({ ...found, alpha: Math.min(0.99, alpha) }, tally.hazard, found.points),
       h('p', { class: 'quiet' }, 'S = E / (γc + v + o) with E = 1 + Σ α^k tokens per round at depth γ (Leviathan et al., arXiv 2211.17192); v grows with the rows of a pass, and so with the batch: that is why guessing pays least on a busy server.'))];
   },
 };
