@@ -198,3 +198,23 @@ def test_files_that_cannot_be_written_or_read(tmp_path: Path) -> None:
     path.write_text(good.replace(f'"version":{VERSION}', '"version":99') + "\n")
     with pytest.raises(Failure, match="version 99"):
         list(read_trace(path))
+
+
+def test_a_request_s_drafter_is_the_whole_chain_whichever_part_guessed_last(tmp_path: Path) -> None:
+    sink = Jsonl(tmp_path / "t.jsonl")
+    with Engine(table(), "ngram+suffix", 3, sinks=[sink]) as engine:
+        engine.generate_batch(PROMPTS, OPTIONS["warm"])
+        engine.generate(PROMPTS[0], OPTIONS["warm"], speculation={"drafter": "none"})
+    sink.close()
+    events = list(read_trace(tmp_path / "t.jsonl"))
+    assert {event.drafter for event in events if isinstance(event, RoundDone)} > {"none", "ngram"}, "rounds name the part"
+    assert [report.drafter for report in requests(events).values()] == [*["ngram+suffix"] * len(PROMPTS), "none"]
+
+
+@pytest.mark.parametrize(("own", "last", "said"), [
+    ("a+b+c", "b+c", "a+b+c"), ("a+b", "other", "other"), ("a+b", "none", "none"), ("", "a", "a"), ("a", "a", "a"), ("ab", "a", "a"),
+])
+def test_a_drafter_that_took_over_is_named(own: str, last: str, said: str) -> None:
+    started = RequestStarted("r", 0.0, 3, 0, {}, 1, 0, drafter=own)
+    (report,) = requests([started, RoundDone("r", 0, 1.0, 1, 3, 0, last, "", "", (), (), "", TIMES)]).values()
+    assert report.drafter == said

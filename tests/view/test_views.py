@@ -478,3 +478,15 @@ def test_a_label_is_cut_between_characters(opened: Callable[..., Page]) -> None:
     page = opened(header(("zero", "x" * 39 + "🚀🚀")), *request([long]))
     page.show("tree", r=0, round=0)
     assert "x" * 39 + "…" in page.text() and "U+D83D" not in page.text()
+
+
+def test_a_chain_of_drafters_is_one_drafter_whichever_part_guessed_last(opened: Callable[..., Page]) -> None:
+    guess = around((NodeRecord(3, -1, "accepted"),), (TokenRecord(3, "accepted"), TokenRecord(3, "bonus")), "threethree", drafter="suffix")
+    ends = [[guess, replace(guess, drafter="model")], [replace(guess, drafter="model"), guess]]
+    events = [header(), *(event for n, rounds in enumerate(ends) for event in request(rounds, f"r{n}"))]
+    events = [replace(event, drafter="suffix+model") if isinstance(event, RequestStarted) else event for event in events]
+    assert [run.report.drafter for run in figures.runs(events)] == 2 * ["suffix+model"]
+    page = opened(*events)
+    page.show("acceptance", r=0)
+    rows = page.js("return [...document.querySelectorAll('main tbody tr')].map(({cells}) => [cells[1].textContent, cells[2].textContent])")
+    assert rows == [["suffix+model", "2"]]

@@ -147,7 +147,7 @@ class Batch:
         assert seq.slot is not None, f"{seq.id}: a prompt has a slot"
         if not seq.begun:
             seq.begun = True
-            self.recorder.started(seq, seq.slot.length)
+            self.recorder.started(seq, seq.slot.length, self.speculation.of(seq).name if seq.speculate else "none")
         return seq.slot
 
     def _scored(self, batch: list[Sequence], slots: list[Slot], chunks: list[torch.Tensor]) -> Scores:

@@ -82,12 +82,12 @@ class Recorder:
             for sink in self._sinks:
                 sink.write(header)
 
-    def started(self, seq: Sequence, cached_tokens: int) -> None:
+    def started(self, seq: Sequence, cached_tokens: int, drafter: str) -> None:
         if self.level == "none":
             return
         self._emit(seq, RequestStarted(
             seq.id, self.at(seq.clock.submitted), seq.prompt_tokens, cached_tokens, _json_options(seq.sampling), seq.seed, seq.sample,
-            seq.prompt_class, seq.tenant, seq.prompt if self.level == "full" else None, seq.rule))
+            seq.prompt_class, seq.tenant, seq.prompt if self.level == "full" else None, seq.rule, drafter))
 
     def prefill(self, seq: Sequence, law: Law) -> None:
         """After the commit of the first token; law: of its one row."""

@@ -82,6 +82,7 @@ class RequestStarted:
     tenant: str = ""
     prompt_ids: tuple[int, ...] | None = None       # level full
     rule: str = "match"                             # of this request; a name that begins with "lossy" is one that keeps no law
+    drafter: str = ""                               # of this request, a chain with all its parts; "" in older traces
 
 
 @dataclass(frozen=True, slots=True)

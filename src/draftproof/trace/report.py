@@ -68,12 +68,17 @@ def metrics(tally: Tally, clock: Clock, draft_bytes: int = 0, kv_tokens_lost: in
     }
 
 
+def whole(own: str, part: str) -> str:
+    """The drafter of a request one of whose rounds `part` drafted: its own, if that is a part of it, else what took over."""
+    return own if set(part.split("+")) <= set(own.split("+")) else part
+
+
 @dataclass(slots=True)
 class RequestReport:
     """One request as its trace tells it. `finish` is None while it runs, or if the trace was cut.
 
-    loaded: the drafter that the trace's header names. totals: what an engine said of a request whose rounds it does not tell
-    (see `remote.imports`).
+    own: the drafter that its start names; loaded: the one that the trace's header names. totals: what an engine said of a request
+    whose rounds it does not tell (see `remote.imports`).
     """
 
     request: str
@@ -85,12 +90,13 @@ class RequestReport:
     finish: FinishReason | None = None
     draft_bytes: int = 0
     kv_tokens_lost: int = 0
+    own: str = ""
     loaded: str = "none"
     totals: dict[str, Any] | None = None
 
     @classmethod
     def of(cls, started: RequestStarted, loaded: str = "none") -> Self:
-        return cls(started.request, started.prompt_class, started.prompt_tokens, Clock(started.at_s), loaded=loaded)
+        return cls(started.request, started.prompt_class, started.prompt_tokens, Clock(started.at_s), own=started.drafter, loaded=loaded)
 
     def metrics(self) -> dict[str, Any]:
         if self.totals is not None:
@@ -109,7 +115,7 @@ class RequestReport:
             self.tally.round(len(fates), fates.count("accepted"), fates.count("rejected"), len(event.tokens))
             self.clock.delivered(event.at_s, len(event.tokens))
             self.clock.spent(event.times)
-            self.drafter = event.drafter
+            self.drafter = whole(self.own, event.drafter)
         elif isinstance(event, RequestDone):
             self.finish = event.finish
             self.draft_bytes = event.metrics.get("draft_bytes") or 0

@@ -166,7 +166,7 @@ export class Trace {
       sample: whole(record.sample) ? record.sample : 0, promptClass: typeof record.prompt_class === 'string' ? record.prompt_class : '',
       rule: typeof record.rule === 'string' ? record.rule : 'match', promptIds: Array.isArray(record.prompt_ids) ? record.prompt_ids : null,
       header: this.headers.at(-1), prefill: null, done: null, totals: null, withheld: record.withheld === true, broken: false, rounds: [], line: [this.#pages.length - 1, start, end], tally: new Tally(), clock: new Clock(record.at_s),
-      drafter: 'none', tokens: 0,
+      own: typeof record.drafter === 'string' ? record.drafter : '', drafter: 'none', tokens: 0,
     };
     this.requests.push(request);
     this.#current.set(record.request, request);
@@ -197,7 +197,7 @@ export class Trace {
     request.tally.round(record.nodes.length, accepted, rejected, emitted);
     request.clock.delivered(record.at_s, emitted);
     request.clock.spent(t.draft_s, t.score_s, t.verify_s, t.other_s);
-    request.drafter = record.drafter;
+    request.drafter = wholeOf(request.own, record.drafter);
     request.tokens += emitted;
   }
 
@@ -256,6 +256,12 @@ export class Trace {
     if (token === WITHHELD) return '▒';
     return token === header.machine.unknown_token ? '(not told)' : `#${token}`;
   }
+}
+
+/** As trace/report.py's `whole`: the drafter of a request one of whose rounds `part` drafted. */
+function wholeOf(own, part) {
+  const parts = own.split('+');
+  return part.split('+').every((one) => parts.includes(one)) ? own : part;
 }
 
 function checkRound(record) {
