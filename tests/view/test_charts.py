@@ -10,7 +10,8 @@ import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterator
-from itertools import combinations
+from dataclasses import replace
+from itertools import combinations, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -434,3 +435,33 @@ def test_labels_show_what_cannot_be_seen() -> None:
     assert style.words(" a b ") == "␣a b␣" and style.words("") == "∅" and style.words("  ") == "␣␣" and style.words("\n\t") == "↵⇥"
     assert style.words("x" * 99, 10) == "x" * 9 + "…" and re.fullmatch(r"⟨202E⟩.*", style.words(HOSTILE[3]))
     assert style.seconds(1.5) == "1.50 s" and style.seconds(0.0015) == "1.5 ms" and style.tick(0.4) == "400 ms" and style.tick(0.0) == "0"
+
+
+def overlap(texts: list[Any]) -> list[tuple[str, str]]:
+    """Texts of one axis that lie over their neighbours."""
+    texts = sorted(texts, key=lambda text: text.get_window_extent().x0)
+    return [(a.get_text(), b.get_text()) for a, b in pairwise(texts) if a.get_window_extent().overlaps(b.get_window_extent())]
+
+
+@drawn
+@pytest.mark.parametrize("stall", [0.3, 1.0])
+def test_labels_of_short_passes_are_left_out(runs: list[figures.Run], sheet: style.Colours, stall: float) -> None:
+    off, chain = named(runs, "off"), named(runs, "chain")
+    rounds = [one._replace(at_s=chain.started.at_s + 0.1 + n * 0.02 + stall * (n > 5), score_s=0.016) for n, one in enumerate(chain.rounds)]
+    plain = [one._replace(at_s=off.started.at_s + 0.1 + n * 0.002, score_s=0.002) for n, one in enumerate(off.rounds)]
+    figure = style.figure(5.4)
+    charts_time.gantt(figure, sheet, (replace(chain, rounds=rounds), replace(off, rounds=plain), None, 0))
+    figure.canvas.draw()
+    labels = [text for text in figure.axes[0].texts if text.get_text().startswith("+")]
+    assert bool(labels) == (stall < 1) and overlap(labels) == []
+
+
+@drawn
+def test_the_legends_of_a_verification_hide_nothing(trace: Path, runs: list[figures.Run], sheet: style.Colours) -> None:
+    chain = named(runs, "chain")
+    record = record_of(trace, chain, 2, {"accepted", "rejected"})
+    figure = style.figure(4.8)
+    charts_token.verification(figure, sheet, (record, 0, judged.judgement(chain.started, record, 0), str))
+    figure.canvas.draw()
+    for axes in figure.axes:
+        assert not axes.get_legend().get_window_extent().overlaps(axes.get_window_extent())

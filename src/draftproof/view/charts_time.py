@@ -5,12 +5,14 @@ The numbers are a `trace.figures.Run` and, where the trace has it, the same requ
 
 from __future__ import annotations
 
+from math import inf
 from typing import Any
 
 from .style import Colours, seconds, tick, title, words
 
 PHASES = ("draft", "score", "verify", "other")
 MOST_ROUNDS, LANE_ROUNDS = 60, 14
+ROOM = 0.03                           # of the clock's width: what a label over a pass takes
 
 
 def gantt(figure: Any, colours: Colours, data: Any) -> None:
@@ -25,12 +27,10 @@ def gantt(figure: Any, colours: Colours, data: Any) -> None:
         for phase, length in zip(PHASES, one.parts, strict=True):
             lanes.broken_barh([(at, length)], (1.15, 0.7), facecolor=colours[phase], edgecolor=colours["card"], linewidth=0.4)
             at += length
-        lanes.annotate(f"+{one.emitted}", (run.since(one.at_s) - one.seconds / 2, 1.85), xytext=(0, 3), textcoords="offset points",
-                       ha="center", fontsize=9.5, fontweight="bold" if one.accepted else "normal")
     passes = plain_passes(run, off, plain, begin, end, first)
     lanes.broken_barh(passes, (0.1, 0.7), facecolor=colours["plain"], edgecolor=colours["card"], linewidth=0.8)
-    for at, length in passes:
-        lanes.annotate("+1", (at + length / 2, 0.8), xytext=(0, 3), textcoords="offset points", ha="center", fontsize=9.5)
+    _label(lanes, ROOM * (end - begin), 1.85, [(run.since(one.at_s) - one.seconds / 2, one.emitted, one.accepted > 0) for one in shown])
+    _label(lanes, ROOM * (end - begin), 0.8, [(at + length / 2, 1, False) for at, length in passes])
     lanes.set(ylim=(0, 2.25), yticks=(0.45, 1.5), xlim=(begin, end))
     lanes.set_yticklabels(["plain decoding", words(run.report.drafter, 16)])
     lanes.xaxis.set_major_formatter(tick)
@@ -41,6 +41,15 @@ def gantt(figure: Any, colours: Colours, data: Any) -> None:
     title(lanes, f"{tokens} tokens in {len(shown)} passes; plain decoding makes {len(passes)} in that time",
           f"{words(run.name, 60)}, rounds {shown[0].number}–{shown[-1].number} of {len(run.rounds):,}; plain: {how}", colours)
     per_token(bars, colours, run, off, plain)
+
+
+def _label(lanes: Any, room: float, height: float, passes: list[tuple[float, int, bool]]) -> None:
+    """What passes (middle, tokens, whether guesses stood) brought, over those that leave a label its room."""
+    places = [-inf, *(middle for middle, _, _ in passes), inf]
+    for before, (middle, tokens, stood), behind in zip(places, passes, places[2:], strict=False):
+        if min(middle - before, behind - middle) >= room:
+            lanes.annotate(f"+{tokens}", (middle, height), xytext=(0, 3), textcoords="offset points", ha="center", fontsize=9.5,
+                           fontweight="bold" if stood else "normal")
 
 
 def plain_passes(run: Any, off: Any, plain: Any, begin: float, end: float, first: int) -> list[tuple[float, float]]:

@@ -11,6 +11,7 @@ MOST_NODES, MOST_CANDIDATES = 48, 9
 GLYPHS = {"accepted": "■ ", "rejected": "× ", "discarded": "· ", "correction": "→ ", "bonus": "+ ", "plain": "", "root": ""}
 STYLES = {"accepted": ("-", 2.4), "rejected": ("--", 1.4), "discarded": (":", 1.2), "correction": ("-", 2.0), "bonus": ("-", 2.0),
           "plain": ("-", 1.4), "root": ("-", 1.2)}
+BELOW = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.08), "ncols": 2}        # of the axes, where no mark can lie under a legend
 
 Piece = Callable[[int], str]
 
@@ -129,7 +130,7 @@ def verification(figure: Any, colours: Colours, data: Any) -> None:
              xticks=[mark * step for mark in range(6) if mark * step <= 1])
     marks = [("★ " if one.emitted else "") + ("◇ " if one.drafted else "") for one in shown]
     laws.set_yticklabels([mark + words(piece(one.token), 14) for mark, one in zip(marks, shown, strict=True)])
-    laws.legend(loc="lower right")
+    laws.legend(**BELOW)
     laws.xaxis.grid(True)
     emitted = words(piece(record.tokens[place].token), 16)
     heading = f"Round {record.round}, token {place + 1} of {len(record.tokens)}: {emitted}, {judged.role}"
@@ -156,7 +157,7 @@ def race(axes: Any, colours: Colours, judged: Any, shown: Sequence[Any], height:
     axes.set(yticks=range(len(shown)), ylim=(height - 0.4, -0.6), xlim=(middle - half, middle + half))
     axes.set_yticklabels(["" if judged.greedy else f"g {one.g:+.2f}" for one in shown])
     axes.grid(True, axis="x")
-    axes.legend(loc="lower left")
+    axes.legend(**BELOW)
     several = len(judged.guesses) > 1
     outcome = "nothing was guessed here" if judged.decisive is None else \
         f"{'one of the guesses' if several else 'the guess'} is the target’s choice: it stands" if judged.decisive.fate == "accepted" else \
