@@ -25,7 +25,7 @@ h1{font-size:1.5rem}h2{font-size:1.15rem;margin-top:2rem}table{border-collapse:c
 th,td{padding:.3rem .6rem;text-align:right;border-bottom:1px solid #d8dee4}
 th:first-child,td:first-child,th:nth-child(2),td:nth-child(2){text-align:left}
 .good{color:#116329}.bad{color:#a40e26;font-weight:600}.scroll{overflow-x:auto}img{max-width:100%}
-code{background:#f3f4f6;padding:.1rem .3rem}
+code{background:#f3f4f6;padding:.1rem .3rem}pre{white-space:pre-wrap;overflow-wrap:anywhere}
 @media(prefers-color-scheme:dark){body{background:#12161b;color:#e6e9ec}th,td{border-color:#333b44}code{background:#20262d}
 .good{color:#56d364}.bad{color:#ff7b72}}"""
 
@@ -65,7 +65,8 @@ def page(title: str, body: str) -> str:
 
 def html_table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
     rows = "".join("<tr>" + "".join(f"<td>{escape(text)}</td>" for text in line) + "</tr>" for line in lines)
-    return f'<div class="scroll"><table><tr>{"".join(f"<th>{escape(name)}</th>" for name in head)}</tr>{rows}</table></div>'
+    return (f'<div class="scroll" tabindex="0" role="region" aria-label="{escape(" by ".join(head[:2]))}"><table><tr>'
+            + "".join(f'<th scope="col">{escape(name)}</th>' for name in head) + f"</tr>{rows}</table></div>")
 
 
 def number(value: float | None, form: str = ".2f", scale: float = 1.0) -> str:

@@ -22,12 +22,13 @@ STYLE = """\
 :root { color-scheme: light dark; font: 14px/1.45 system-ui, sans-serif; }
 body { margin: 1.5rem; }
 h1 { font-size: 1.3rem; } h2 { font-size: 1.05rem; margin-top: 1.6rem; }
-div { overflow-x: auto; }
+div { overflow-x: auto; } h1 { overflow-wrap: anywhere; }
 table { border-collapse: collapse; } th, td { padding: .15rem .6rem; text-align: right; white-space: nowrap; }
 th { font-weight: 600; border-bottom: 1px solid; } td { border-bottom: 1px solid #8883; }
 th:first-child, td:first-child { text-align: left; } .words td { text-align: left; white-space: normal; }
 .wrong { font-weight: 700; } small { opacity: .75; }
 """
+LOOKS = ('<p><a href="">Look again</a> · <a href="?every">every 15 seconds</a></p>', '<p>Every 15 seconds · <a href="?">stay</a></p>')
 NAMES = {"ttft_s": "first token, ms", "tpot_s": "per token, ms", "e2e_s": "whole, ms"}
 NOTES = """Each value stands with its 95 % bootstrap interval; … is an end that so few requests cannot bound. Ratios are candidate over
 control: below 1 the candidate is faster. Arms share the engine: where requests of both ran together (mixed), each also waited for what
@@ -41,10 +42,12 @@ class AbPage:
         self._experiment = experiment
 
     async def look(self, request: Request) -> Response:
-        """HTML for whoever accepts it, else JSON."""
+        """HTML for whoever accepts it, else JSON. A page that comes anew takes a reader's place away: it does with ?every only."""
         if "text/html" not in request.headers.get("accept", ""):
             return await self.document(request)
-        return Response(await asyncio.to_thread(lambda: page(self._found())), media_type="text/html", headers={**HEADERS, "Vary": "Accept"})
+        every = "every" in request.query_params
+        return Response(await asyncio.to_thread(lambda: page(self._found(), every)), media_type="text/html",
+                        headers={**HEADERS, "Vary": "Accept"})
 
     async def document(self, request: Request) -> Response:
         return Response(await asyncio.to_thread(lambda: compact(self._found())), media_type="application/json",
@@ -66,18 +69,20 @@ class AbPage:
         return report(snapshot(self._experiment))
 
 
-def page(found: dict[str, Any]) -> str:
-    """The report as HTML."""
+def page(found: dict[str, Any], every: bool) -> str:
+    """The report as HTML; every: that comes anew every 15 seconds."""
     about, rollout = found["experiment"], found["rollout"]
     title = "No experiment" if about is None else about["name"]
-    parts = [f"<h1>{escape(title)}</h1>", _words(found), "<h2>Latency and acceptance</h2>", f"<p><small>{escape(NOTES)}</small></p>",
+    parts = [f"<h1>{escape(title)}</h1>", LOOKS[every], _words(found),
+             "<h2>Latency and acceptance</h2>", f"<p><small>{escape(NOTES)}</small></p>",
              _latencies(found["cells"])]
     if about is not None:
         parts += ["<h2>Candidate over control</h2>", _ratios(found["comparisons"]), "<h2>Texts written again with both arms</h2>",
                   _identity(found)]
     parts += ["<h2>Acceptance against its own past</h2>", _drift(found["drift"]), "<h2>What happened</h2>",
               _table(["after", "event"], [[_span(one["at_s"]), one["event"]] for one in reversed(rollout["history"])], "words")]
-    return ("<!doctype html>\n<html lang=\"en\"><head><meta charset=\"utf-8\"><meta http-equiv=\"refresh\" content=\"15\">"
+    return ("<!doctype html>\n<html lang=\"en\"><head><meta charset=\"utf-8\"><meta name=\"viewport\" content=\"width=device-width\">"
+            + "<meta http-equiv=\"refresh\" content=\"15\">" * every +
             f"<title>{escape(title)} · Draftproof</title><link rel=\"stylesheet\" href=\"/draftproof/ab.css\"></head>\n<body>"
             + "\n".join(parts) + "\n</body></html>\n")
 
@@ -137,9 +142,11 @@ def _drift(found: dict[str, Any]) -> str:
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[Any]], kind: str = "") -> str:
-    top = "".join(f"<th>{escape(name)}</th>" for name in head) if any(head) else ""
+    top = "".join(f"<th scope=\"col\">{escape(name)}</th>" for name in head) if any(head) else ""
+    name = escape(" by ".join(filter(None, head[:2])) or "the experiment")
     body = "\n".join("<tr>" + "".join(f"<td>{escape(str(value))}</td>" for value in row) + "</tr>" for row in rows)
-    return f"<div><table class=\"{kind}\"><thead><tr>{top}</tr></thead><tbody>\n{body}\n</tbody></table></div>"
+    return (f"<div tabindex=\"0\" role=\"region\" aria-label=\"{name}\"><table class=\"{kind}\"><thead><tr>{top}</tr></thead>"
+            f"<tbody>\n{body}\n</tbody></table></div>")
 
 
 def _estimate(found: dict[str, Any] | None, scale: float = 1.0) -> str:
