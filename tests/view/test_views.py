@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import pairwise
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 from browser import Page, chromium, serving
+from test_browser import AXE, SERIOUS
 
 from draftproof.trace import figures
 from draftproof.trace.events import (
@@ -490,3 +492,52 @@ def test_a_chain_of_drafters_is_one_drafter_whichever_part_guessed_last(opened: 
     page.show("acceptance", r=0)
     rows = page.js("return [...document.querySelectorAll('main tbody tr')].map(({cells}) => [cells[1].textContent, cells[2].textContent])")
     assert rows == [["suffix+model", "2"]]
+
+
+@pytest.mark.parametrize("dark", [False, True])
+def test_what_is_not_written_yet_can_be_read(opened: Callable[..., Page], dark: bool) -> None:
+    rounds = [around((NodeRecord(3, -1, "accepted"),), (TokenRecord(3, "accepted"), TokenRecord(2, "bonus")), "threetwo"),
+              around((NodeRecord(1, -1, "rejected"),), (TokenRecord(2, "correction"),), "two"), BARE]
+    page = opened(header(), *request(rounds * 3))
+    page.size(1200, 900, dark)
+    try:
+        page.show("text", r=0, round=1)
+        page.driver.execute_cdp_cmd("Runtime.evaluate", {"expression": gzip.decompress(AXE.read_bytes()).decode()})
+        assert page.js("return document.querySelectorAll('.tok.future').length") > 3 and page.js(SERIOUS) == []
+    finally:
+        page.size(1200, 900)
+
+
+PRINTED = """window.dispatchEvent(new Event(arguments[0]));
+    const dark = [27, 31, 36], drawn = document.querySelector('canvas'), { width, height } = drawn;      // the light theme's ink
+    const pen = Object.assign(document.createElement('canvas'), { width, height }).getContext('2d', { willReadFrequently: true });
+    pen.drawImage(drawn, 0, 0);
+    const { data } = pen.getImageData(0, 0, width, height);
+    let found = 0;
+    for (let i = 0; i < data.length; i += 4) if (data[i + 3] === 255 && dark.every((one, k) => data[i + k] === one)) found += 1;
+    return [getComputedStyle(document.body).color, found > 0]"""
+
+
+def test_on_paper_ink_is_dark_whatever_the_screen_shows(opened: Callable[..., Page]) -> None:
+    page = opened(header(), *request([BARE] * 4))
+    page.show("gantt", r=0)
+    page.js("document.querySelector('#theme').click()")
+    page.until("document.documentElement.dataset.theme === 'dark'")
+    page.js("return new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))")
+    assert page.js(PRINTED, "beforeprint") == ["rgb(27, 31, 36)", True]
+    assert page.js(PRINTED, "afterprint") == ["rgb(232, 234, 237)", False]
+
+
+def test_on_paper_nothing_is_cut_off(opened: Callable[..., Page]) -> None:
+    nodes = tuple(NodeRecord(1, i - 1, "rejected" if i == 0 else "discarded") for i in range(12))
+    page = opened(header(), *request([around(nodes, (TokenRecord(3, "correction"),), "three")]), *raced(2.0, 0))
+    page.size(760, 900)
+    try:
+        page.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": "print"})
+        page.show("tree", r=0, round=0)
+        assert page.js("return document.querySelector('svg.tree').getBoundingClientRect().right") <= 760
+        page.show("race", r=2)
+        assert page.js("return [...document.querySelectorAll('.lane')].every((lane) => getComputedStyle(lane).overflowY === 'visible')")
+    finally:
+        page.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": ""})
+        page.size(1200, 900)

@@ -107,6 +107,7 @@ export const ganttView = {
     });
     this.follow = (next) => requestAnimationFrame(() => paint(next));
     this.follow(ctx);
+    this.repaint = () => paint(last);
     const longest = slowest(trace, request.rounds).map(({ ordinal, length: took }, k) => [k ? ', ' : '',
       h('a', { href: ctx.link('rounds', { round: ordinal }) }, `${trace.record(request.rounds[ordinal]).round} (${seconds(took)})`)]);
     return [panel('Where the time went',

@@ -78,7 +78,7 @@ function aim() { for (const item of nav.children) item.href = link(item.dataset.
 
 function draw() {
   state.view.leave?.();
-  for (const view of VIEWS) view.follow = view.leave = undefined;
+  for (const view of VIEWS) view.follow = view.leave = view.repaint = undefined;
   aim();
   for (const item of nav.children) {
     if (item.dataset.view !== state.view.id) { item.removeAttribute('aria-current'); continue; }
@@ -159,6 +159,14 @@ function theme() {
   const dark = document.documentElement.dataset.theme ? document.documentElement.dataset.theme === 'dark' : matchMedia('(prefers-color-scheme: dark)').matches;
   document.documentElement.dataset.theme = dark ? 'light' : 'dark';
   if (state.view.follow) state.view.follow(context());
+}
+
+let lit = '';
+/** Paper is light, whatever the screen shows. */
+function paper(printing) {
+  const root = document.documentElement.dataset;
+  if (printing) { lit = root.theme ?? ''; root.theme = 'light'; } else if (lit) root.theme = lit; else delete root.theme;
+  state.view.repaint?.();
 }
 
 /** A file as a trace, not yet shown. */
@@ -255,6 +263,8 @@ function begin() {
   window.addEventListener('hashchange', route);
   document.addEventListener('keydown', keys);
   document.addEventListener('copy', copied);
+  window.addEventListener('beforeprint', () => paper(true));
+  window.addEventListener('afterprint', () => paper(false));
   document.addEventListener('dragover', (event) => { event.preventDefault(); document.body.classList.add('drop'); });
   document.addEventListener('dragleave', (event) => { if (!event.relatedTarget) document.body.classList.remove('drop'); });
   document.addEventListener('drop', (event) => { event.preventDefault(); document.body.classList.remove('drop'); if (event.dataTransfer.files.length) show(event.dataTransfer.files[0]); });
