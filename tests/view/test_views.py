@@ -541,3 +541,28 @@ def test_on_paper_nothing_is_cut_off(opened: Callable[..., Page]) -> None:
     finally:
         page.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": ""})
         page.size(1200, 900)
+
+
+@pytest.mark.parametrize("ended", [False, True])
+def test_a_request_without_a_token_has_no_phases(opened: Callable[..., Page], ended: bool) -> None:
+    started, *_ = request([])
+    page = opened(header(), started, *[RequestDone("r0", 2.5, "error", 0, {}, "no room")] * ended)
+    page.show("gantt", r=0)
+    told = "It ended after 2.50 s without a token." if ended else "No token has come yet."
+    assert told in page.text() and "µs" not in page.text()
+    rows = page.js("return [...document.querySelectorAll('main tbody tr')].map(({cells}) => cells[0].textContent + cells[1].textContent)")
+    assert rows == ["the whole2.5000"] * ended
+    page.show("status", r=0)
+    facts = page.js("return [...document.querySelectorAll('.facts dd')].map((one) => one.textContent)")
+    assert facts[0] == "–" and "it is plain decoding itself" not in facts
+
+
+def test_a_text_of_one_token_had_no_rounds_to_time(opened: Callable[..., Page]) -> None:
+    page = opened(header(), *request([]))
+    page.show("gantt", r=0)
+    assert "The whole took 10.0 ms: the prompt gave the only token." in page.text()
+
+
+def test_a_trace_without_a_request_is_told(opened: Callable[..., Page]) -> None:
+    page = opened(header())
+    assert "no request" in page.js("return document.querySelector('#notice').textContent")

@@ -55,11 +55,18 @@ function paintLanes(canvas, ctx, span, plain) {
 }
 
 /** Rows of the table: the phases of a text and what lies outside of them; they add up to the whole. Imported rounds have no phases. */
-function spent({ prefill, at, clock, tally }, whole) {
+function spent({ prefill, at, clock, tally, tokens }, whole) {
   const rounds = PHASES.reduce((sum, name) => sum + clock[name], 0), told = (value) => (rounds || !tally.rounds ? value : null);
   const reading = prefill?.seconds ?? 0, waiting = prefill ? Math.max(0, prefill.at_s - at - reading) : 0, between = Math.max(0, whole - waiting - reading - rounds);
   const row = (name, value, count = 0) => [name, number(value, 4), value === null ? '–' : percent(value / whole), seconds(count && value !== null ? value / count : null)];
+  if (!tokens) return [row('the whole', whole)];
   return [row('waiting', waiting), row('prefill', reading), ...PHASES.map((name) => row(name, told(clock[name]), tally.rounds)), row('between rounds', told(between), tally.rounds), row('the whole', whole)];
+}
+
+/** What there is to say where no round has a time. */
+function untimed({ done, tokens }, length) {
+  if (!tokens) return done ? `It ended after ${seconds(length)} without a token.` : 'No token has come yet.';
+  return `The whole took ${seconds(length)}${tokens > 1 ? '; this trace has no times of single rounds' : ': the prompt gave the only token'}.`;
 }
 
 /** Places of the rounds that took longest, the longest first. */
@@ -72,7 +79,7 @@ export const ganttView = {
   id: 'gantt', title: 'Gantt',
   draw(ctx) {
     const { trace, request } = ctx, measured = speedOf(trace, request).pair, about = estimated(trace, request), clock = request.clock;
-    const length = Math.max(1e-6, (clock.last ?? request.at) - request.at), first = (clock.first ?? request.at) - request.at;
+    const length = Math.max(1e-6, (clock.last ?? request.done?.at_s ?? request.at) - request.at), first = (clock.first ?? request.at) - request.at;
     const pass = about ? (length - first) / request.tally.emitted * about.gain : 0;      // what lies between rounds counts in proportion
     const plainLength = measured ? measured.off.clock.last - measured.off.at : first + pass * request.tally.emitted;
     const whole = [0, Math.max(length, plainLength)];
@@ -112,11 +119,11 @@ export const ganttView = {
       h('a', { href: ctx.link('rounds', { round: ordinal }) }, `${trace.record(request.rounds[ordinal]).round} (${seconds(took)})`)]);
     return [panel('Where the time went',
       h('p', null, measured || pass ? `With speculation ${seconds(length)}; plain decoding of the same text ${measured ? '' : 'about '}${seconds(plainLength)} (${measured ? 'measured: the run without guesses in this trace' : `one plain pass a token, ${about.plain.how}`}).`
-        : `The whole took ${seconds(length)}; this trace has no times of single rounds.`),
+        : untimed(request, length)),
       h('div', { class: 'bar' }, button('Zoom in', () => zoom(0.5)), button('Zoom out', () => zoom(2)), button('←', () => zoom(1, -0.25), { 'aria-label': 'earlier' }), button('→', () => zoom(1, 0.25), { 'aria-label': 'later' }), button('All', () => zoom(1e9))),
       canvas,
       h('p', { class: 'quiet' }, 'A gap in every lane is time between rounds; the upright line is where the replay stands.'),
-      table('where the time went', ['phase', 'seconds', 'share', 'per round'], spent(request, length)),
+      request.tokens || request.done ? table('where the time went', ['phase', 'seconds', 'share', 'per round'], spent(request, length)) : null,
       longest.length ? h('p', { id: 'slowest' }, 'Slowest rounds: ', longest, '.') : null,
       h('p', { class: 'quiet' }, `${integer(request.tally.rounds)} rounds. A pass that several texts share is shown in full for each of them.`))];
   },

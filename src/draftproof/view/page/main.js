@@ -191,7 +191,7 @@ async function load(name, read) {
   try {
     await read(trace, progress);
     Object.assign(state, { trace, request: null, second: null });
-    complain(trace.damage ?? '');
+    complain(trace.damage ?? (trace.requests.length ? '' : 'This trace holds no request: its writer served none, or none yet.'));
     route();
   } catch (error) {
     Object.assign(state, before);

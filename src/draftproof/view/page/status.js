@@ -69,7 +69,7 @@ export function verdict(trace, request, speed) {
 function identical(trace, speed, request) {
   if (request.rule.startsWith('lossy')) return 'no: the rule is lossy';
   if (speed.pair && keepsText(request)) return sameTokens(trace, speed.pair) ? `yes: all ${request.tokens} tokens equal those of the run without guesses` : 'NO: the run without guesses wrote other tokens';
-  if (!request.tally.drafted) return 'it is plain decoding itself';
+  if (!request.tally.drafted) return request.tokens ? 'it is plain decoding itself' : '–';
   return request.rule === 'match' ? 'by rule match; this trace has no run without guesses to compare with' : `the distribution is kept (rule ${request.rule}), not the text`;
 }
 
@@ -85,10 +85,10 @@ function speedFacts(request, { own, about, all, enough }) {
 export const statusView = {
   id: 'status', title: 'Status',
   draw({ trace, request, link }) {
-    const speed = speedOf(trace, request), metrics = requestMetrics(request), last = request.rounds.at(-1);
+    const { tally } = request, speed = speedOf(trace, request), metrics = requestMetrics(request), last = request.rounds.at(-1);
     const record = last === undefined ? null : trace.record(last), machine = request.header.machine;
     const facts = [
-      ['speculation', request.tally.drafted || restsFor(trace, request) ? `on: drafter ${label(request.drafter)}, rule ${label(request.rule)}` : 'off'],
+      ['speculation', !tally.rounds && !request.totals ? '–' : tally.drafted || restsFor(trace, request) ? `on: drafter ${label(request.drafter)}, rule ${label(request.rule)}` : 'off'],
       ['why', record ? [record.reason, record.draft_reason].filter(Boolean).map((text) => label(text, 200)).join('; ') || '–' : '–'],
       ['depth now', record ? `${record.depth}, in the last round` : '–'], ['depth asked for', metric('depth', depthOf(request.header))],
       ...speedFacts(request, speed),
