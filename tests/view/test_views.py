@@ -566,3 +566,17 @@ def test_a_text_of_one_token_had_no_rounds_to_time(opened: Callable[..., Page]) 
 def test_a_trace_without_a_request_is_told(opened: Callable[..., Page]) -> None:
     page = opened(header())
     assert "no request" in page.js("return document.querySelector('#notice').textContent")
+
+
+def test_what_another_key_wrote_is_not_blamed_on_the_trace_s_level(page: Page, tmp_path: Path) -> None:
+    hidden = around((NodeRecord(-1, -1, "rejected"),), (TokenRecord(-1, "correction"),))
+    lines = [to_json(event) for event in (header(), *request([hidden]))]
+    lines[1] = lines[1][:-1] + ',"withheld":true}'
+    (tmp_path / "t.jsonl").write_text("".join(line + "\n" for line in lines))
+    with serving({"t.jsonl": tmp_path / "t.jsonl"}) as address:
+        page.open(address("t.jsonl") + "#/verification?r=0&round=0")
+        assert "of another key" in page.text() and "--trace-level" not in page.text()
+        page.show("text", r=0)
+        page.js("document.querySelectorAll('#text .tok')[1].click()")
+        assert "correction" in page.js("return document.querySelector('#token-facts').textContent") and "--trace-level" not in page.text()
+    assert page.errors() == []

@@ -53,7 +53,7 @@ export function tokenFacts(trace, request, ordinal, j) {
   if (!node && rival) facts.push(['guessed instead', `${label(trace.piece(rival.token, request))} (p ${chance(rival.p)}, q ${chance(rival.q)})`]);
   if (token.alternatives?.length) facts.push(['target’s likeliest', list(token.alternatives)]);
   if (token.draft_alternatives?.length) facts.push(['drafter’s likeliest', list(token.draft_alternatives)]);
-  if (token.p === undefined && !request.header.machine.imported) facts.push(['note', 'probabilities stand in traces of level full (--trace-level full)']);
+  if (token.p === undefined && !request.header.machine.imported && !request.withheld) facts.push(['note', 'probabilities stand in traces of level full (--trace-level full)']);
   return facts;
 }
 

@@ -129,6 +129,13 @@ const laws = (trace, request, rows, step) => table('candidates of this place', [
   [h('span', { class: one.token === step.token.token ? 'won' : null }, `${one.token === step.token.token ? '★ ' : ''}${label(trace.piece(one.token, request), 24)}`),
     [bar(one.p ?? 0, 1, 'p'), chance(one.p)], [bar(one.q ?? 0, 1, 'q'), chance(one.q)]]));
 
+/** Why a token has no probabilities. */
+function untold({ header: { machine }, withheld }) {
+  if (withheld) return 'This request is of another key: its figures are shown, and nothing of its text.';
+  if (machine.imported) return `This trace was imported from ${label(String(machine.imported))}, which tells no probabilities.`;
+  return 'This trace was written at level summary: it has no probabilities. Write one with --trace-level full to see how each token was judged.';
+}
+
 export const verificationView = {
   id: 'verification', title: 'Verification',
   draw(ctx) {
@@ -140,8 +147,7 @@ export const verificationView = {
       const picks = record.tokens.map((one, k) => h('a', { class: `pick tok ${one.role}`, href: link('verification', { round: ordinal, token: k }), 'aria-current': k === j ? 'true' : null }, label(trace.piece(one.token, request), 16)));
       const one = record.tokens[j], explain = { ratio: toss, block: prefixes, 'lossy-typical': lossy }[request.rule];
       const parts = [h('p', { 'aria-live': 'polite' }, `Round ${record.round}, token ${j + 1} of ${record.tokens.length}: ${one.role}. Rule ${label(request.rule)}.`), h('nav', { class: 'bar', 'aria-label': 'tokens of the round' }, picks)];
-      if (one.p === undefined) parts.push(h('p', { class: 'notice' }, request.header.machine.imported ? `This trace was imported from ${label(String(request.header.machine.imported))}, which tells no probabilities.`
-        : 'This trace was written at level summary: it has no probabilities. Write one with --trace-level full to see how each token was judged.'));
+      if (one.p === undefined) parts.push(h('p', { class: 'notice' }, untold(request)));
       else if (explain) parts.push(...explain(trace, request, record, candidates(trace, request, record, j)));
       else parts.push(...race(trace, request, candidates(trace, request, record, j)));
       const next = (step) => button(step < 0 ? '← token' : 'token →', () => ctx.go('verification', { round: ordinal, token: Math.max(0, j + step) }), { disabled: j + step < 0 || j + step >= record.tokens.length });
