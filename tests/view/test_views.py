@@ -580,3 +580,8 @@ def test_what_another_key_wrote_is_not_blamed_on_the_trace_s_level(page: Page, t
         page.js("document.querySelectorAll('#text .tok')[1].click()")
         assert "correction" in page.js("return document.querySelector('#token-facts').textContent") and "--trace-level" not in page.text()
     assert page.errors() == []
+
+
+def test_a_comparison_beyond_the_trace_is_told(opened: Callable[..., Page]) -> None:
+    page = opened(header(), *request([BARE] * 2), at="#/compare?r=0&b=7")
+    assert "request 7" in page.js("return document.querySelector('#notice').textContent")

@@ -134,6 +134,8 @@ function route() {
   const requests = state.trace?.requests ?? [];
   if (notice.hidden && name && name !== view.id) complain(`The address names the view ${name}; there are ${VIEWS.map((one) => one.id).join(', ')}. Shown is ${view.title}.`);
   if (state.trace?.complete && notice.hidden && number('r') >= requests.length && requests.length) complain(`The address names request ${number('r')}; this trace has ${requests.length}, counted from 0. Shown is the first.`);
+  const others = state.second?.requests ?? requests;
+  if (state.trace?.complete && notice.hidden && view === compareView && state.other >= others.length && requests.length) complain(`The address compares with request ${state.other}; its trace has ${others.length}, counted from 0. Shown is the first.`);
   if (request) {
     const fallback = view === textView || view === raceView ? request.rounds.length : Math.min(1, request.rounds.length);
     replay.set(state.trace, request, asked.has('round') && (asked.get('round') !== '0' || view !== textView) ? number('round') + 1 : fallback);
