@@ -84,13 +84,12 @@ def encode(target: Reads, prompt: str | abc.Sequence[int]) -> tuple[int, ...]:
             raise PromptError(f"the prompt is not valid Unicode ({error.reason}, character {error.start}); expected UTF-8 text") from error
         # Before it is read, which takes seconds; and the longest token is looked for (0.1 s) only where most texts are too long.
         if size > 8 * room and size > room * (target.tokenizer.most_bytes or size):
-            raise PromptError(f"the prompt has {size} bytes, more than any {room} tokens stand for; the target's context of "
-                              f"{target.context} has room for {room} tokens: shorten it")
+            raise _too_long(f"{size} bytes, more than any {room} tokens stand for", target.context)
         ids = tuple(target.tokenizer.encode(prompt))
     elif not hasattr(prompt, "__len__") or not hasattr(prompt, "__iter__"):
         raise PromptError(f"the prompt is of type {type(prompt).__name__}; expected a text, or a list of token ids")
     elif len(prompt) > room:
-        raise _too_long(len(prompt), target.context)
+        raise _too_long(f"{len(prompt)} tokens", target.context)
     else:
         try:
             ids = tuple(index(token) for token in prompt)
@@ -102,12 +101,14 @@ def encode(target: Reads, prompt: str | abc.Sequence[int]) -> tuple[int, ...]:
     if wrong is not None:
         raise PromptError(f"the prompt holds token id {wrong}; expected ids in [0, {target.vocab_size})")
     if len(ids) > room:
-        raise _too_long(len(ids), target.context)
+        raise _too_long(f"{len(ids)} tokens", target.context)
     return ids
 
 
-def _too_long(tokens: int, context: int) -> PromptError:
-    return PromptError(f"the prompt has {tokens} tokens; the target's context of {context} has room for {context - 1}: shorten it")
+def _too_long(found: str, context: int) -> PromptError:
+    """In the words by which clients know this error, and shorten a conversation."""
+    return PromptError(f"the prompt has {found}; this model's maximum context length is {context} tokens, and the last is for the answer: "
+                       f"shorten it to {context - 1}")
 
 
 def resolve(target: Target, sampling: Sampling) -> Sampling:
