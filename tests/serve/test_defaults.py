@@ -23,7 +23,12 @@ IDLE: list[tuple[str, Any, Any, tuple[str, ...]]] = [
     ("reasoning_effort", None, "high", (CHAT,)), ("echo", False, True, (CHAT,)), ("add_special_tokens", False, True, (CHAT,)),
     ("add_generation_prompt", True, False, (CHAT, TOKENIZE)), ("continue_final_message", False, True, (CHAT, TOKENIZE)),
     ("store", False, True, (CHAT, RESPONSES)), ("stop", "", [""], TEXTS), ("stop", [], 7, TEXTS),
-    ("top_logprobs", 0, 1, (CHAT,)),
+    ("top_logprobs", 0, 1, (CHAT,)), ("include", [], ["message.output_text.logprobs"], (RESPONSES,)),
+    ("include", ["reasoning.encrypted_content", "web_search_call.action.sources"], [7], (RESPONSES,)),
+    ("tools", [], [{}], (CHAT, RESPONSES)),
+    ("reasoning", None, {"effort": "low"}, (RESPONSES,)),
+    ("truncation", "disabled", "auto", (RESPONSES,)),
+    ("background", False, True, (RESPONSES,)), ("previous_response_id", None, "resp_1", (RESPONSES,)),
 ]
 
 

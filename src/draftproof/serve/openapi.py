@@ -14,7 +14,7 @@ from .translate import CLASS, Served
 BODIES: dict[tuple[str, str], tuple[type[BaseModel], str]] = {
     ("/v1/completions", "post"): (schema.CompletionRequest, "Text from a prompt."),
     ("/v1/chat/completions", "post"): (schema.ChatRequest, "The next turn of a conversation."),
-    ("/v1/responses", "post"): (schema.ResponsesRequest, "The Responses API, text only."),
+    ("/v1/responses", "post"): (schema.ResponsesRequest, "The Responses API, text and function calls."),
     ("/tokenize", "post"): (schema.TokenizeRequest, "Text to ids."),
     ("/detokenize", "post"): (schema.DetokenizeRequest, "Ids to text."),
     ("/draftproof/speculation", "put"): (schema.SwitchRequest, "Steer speculation from the next round on."),

@@ -13,6 +13,7 @@ from .numbers import extras, usage
 from .translate import Order, Served
 
 Groups = Sequence[Sequence[Completion]]      # of each prompt, its samples
+Status = Literal["in_progress", "completed", "incomplete"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,7 +217,7 @@ class ChatReply:
 
 
 class ResponsesReply:
-    """The Responses API, text only: every event of a stream has a type and a number."""
+    """The Responses API, text and calls: every event of a stream has a type and a number. Text flows once it cannot become a call."""
 
     done_mark = False
 
@@ -225,35 +226,61 @@ class ResponsesReply:
         self._number = 0
         self._item = "msg_" + head.id.removeprefix("resp_")
         self._text = ""
+        self._flows = not head.order.tools
 
     def whole(self, groups: Groups) -> dict[str, Any]:
         done = groups[0][0]
-        cut = finish_of(done.finish_reason) == "length"
-        return {**self._response("incomplete" if cut else "completed", [self._message(done.text, "incomplete" if cut else "completed")]),
-                "incomplete_details": {"reason": "max_output_tokens"} if cut else None, "usage": self._usage(groups),
-                **extras(self.head.order, groups)}
+        calls, partly = tools.parse(done.text) if self.head.order.tools else ([], False)
+        cut = finish_of(done.finish_reason) == "length" and (partly or not calls)
+        status: Status = "incomplete" if cut else "completed"
+        output = [self._call(i, call) for i, call in enumerate(calls)] or [self._message(done.text, status)]
+        return {**self._response(status, output), "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
+                "usage": self._usage(groups), **extras(self.head.order, groups)}
 
     def first(self) -> list[dict[str, Any]]:
         empty = self._response("in_progress", [])
-        return [self._event("response.created", response=empty), self._event("response.in_progress", response=empty),
-                self._event("response.output_item.added", output_index=0, item=self._message(None, "in_progress")),
-                self._event("response.content_part.added", **self._place(), part=_part(""))]
+        begun = [self._event("response.created", response=empty), self._event("response.in_progress", response=empty)]
+        return [*begun, *self._opened()] if self._flows else begun
 
     def chunks(self, choice: int, events: Sequence[TokenEvent]) -> list[dict[str, Any]]:
         text = "".join(event.text for event in events)
         self._text += text
-        return [self._event("response.output_text.delta", **self._place(), delta=text, logprobs=[])] if text else []
+        if self._flows:
+            return self._delta(text)
+        if tools.may_become_call(self._text):
+            return []
+        self._flows = True
+        return [*self._opened(), *self._delta(self._text)]
 
     def last(self, groups: Groups) -> list[dict[str, Any]]:
         response = self.whole(groups)
         end = "response.completed" if response["status"] == "completed" else "response.incomplete"
-        return [self._event("response.output_text.done", **self._place(), text=self._text, logprobs=[]),
-                self._event("response.content_part.done", **self._place(), part=_part(self._text)),
-                self._event("response.output_item.done", output_index=0, item=response["output"][0]),
-                self._event(end, response=response)]
+        told = [event for i, item in enumerate(response["output"])
+                for event in (self._closed(item) if item["type"] == "message" else self._called(i, item))]
+        return [*told, self._event(end, response=response)]
 
     def failed(self, error: dict[str, Any]) -> dict[str, Any]:
         return self._event("error", **{name: error[name] for name in ("code", "message", "param")})     # its own type has no place there
+
+    def _opened(self) -> list[dict[str, Any]]:
+        return [self._event("response.output_item.added", output_index=0, item=self._message(None, "in_progress")),
+                self._event("response.content_part.added", **self._place(), part=_part(""))]
+
+    def _delta(self, text: str) -> list[dict[str, Any]]:
+        return [self._event("response.output_text.delta", **self._place(), delta=text, logprobs=[])] if text else []
+
+    def _closed(self, message: dict[str, Any]) -> list[dict[str, Any]]:
+        late = [] if self._flows else [*self._opened(), *self._delta(self._text)]       # a call that was cut off
+        return [*late, self._event("response.output_text.done", **self._place(), text=self._text, logprobs=[]),
+                self._event("response.content_part.done", **self._place(), part=_part(self._text)),
+                self._event("response.output_item.done", output_index=0, item=message)]
+
+    def _called(self, index: int, call: dict[str, Any]) -> list[dict[str, Any]]:
+        place = {"item_id": call["id"], "output_index": index}
+        return [self._event("response.output_item.added", output_index=index, item={**call, "arguments": "", "status": "in_progress"}),
+                self._event("response.function_call_arguments.delta", **place, delta=call["arguments"]),
+                self._event("response.function_call_arguments.done", **place, name=call["name"], arguments=call["arguments"]),
+                self._event("response.output_item.done", output_index=index, item=call)]
 
     def _place(self) -> dict[str, Any]:
         return {"item_id": self._item, "output_index": 0, "content_index": 0}
@@ -262,17 +289,23 @@ class ResponsesReply:
         self._number += 1
         return {"type": kind, "sequence_number": self._number - 1, **fields}
 
-    def _message(self, text: str | None, status: Literal["in_progress", "completed", "incomplete"]) -> dict[str, Any]:
+    def _message(self, text: str | None, status: Status) -> dict[str, Any]:
         content = [] if text is None else [_part(text)]
         return {"id": self._item, "type": "message", "role": "assistant", "status": status, "content": content}
 
-    def _response(self, status: str, output: list[dict[str, Any]]) -> dict[str, Any]:
-        sampling = self.head.order.sampling
+    def _call(self, index: int, call: tools.Call) -> dict[str, Any]:
+        name = f"{self.head.id.removeprefix('resp_')}_{index}"
+        return {"id": f"fc_{name}", "type": "function_call", "status": "completed", "call_id": f"call_{name}", "name": call.name,
+                "arguments": call.arguments}
+
+    def _response(self, status: Status, output: list[dict[str, Any]]) -> dict[str, Any]:
+        order, sampling = self.head.order, self.head.order.sampling
+        told = {"instructions": None, "tools": [], "tool_choice": "auto" if order.tools else "none",
+                "parallel_tool_calls": bool(order.tools), **order.told}
         return {"id": self.head.id, "object": "response", "created_at": self.head.created, "model": self.head.served.name,
-                "status": status, "output": output, "error": None, "incomplete_details": None, "instructions": self.head.order.instructions,
-                "metadata": self.head.order.metadata or {},
-                "parallel_tool_calls": False, "tool_choice": "none", "tools": [], "temperature": sampling.temperature,
-                "top_p": sampling.top_p, "max_output_tokens": sampling.max_tokens, "store": False, "usage": None}
+                "status": status, "output": output, "error": None, "incomplete_details": None, "metadata": order.metadata or {},
+                **told, "temperature": sampling.temperature, "top_p": sampling.top_p, "max_output_tokens": sampling.max_tokens,
+                "store": False, "usage": None}
 
     def _usage(self, groups: Groups) -> dict[str, Any]:
         counts = usage(self.head.order, groups)

@@ -74,8 +74,6 @@ Id = Annotated[int, Field(ge=0, lt=1 << 31, title=TOKEN_ID)]
 Ids = Annotated[list[Id], Field(min_length=1, max_length=MAX_IDS, fail_fast=True)]
 
 
-
-
 def _form(prompt: Any) -> str | None:
     """What a prompt begins with says which form it has: a mistake further on is then told as what it is."""
     if isinstance(prompt, list):
@@ -285,6 +283,53 @@ class InputMessage(Strict):
     phase: None = None
 
 
+class Item(Strict):
+    call_id: Short
+    id: Short | None = None
+    status: Literal["in_progress", "completed", "incomplete"] | None = None
+    namespace: None = None
+    caller: None = None
+
+
+class CalledItem(Item):
+    type: Literal["function_call"]
+    name: FunctionName
+    arguments: str
+
+
+class ResultItem(Item):
+    """What a call came to."""
+
+    type: Literal["function_call_output"]
+    output: str | Annotated[list[InputPart], Field(max_length=MAX_MESSAGES, fail_fast=True)]
+    name: None = None
+
+
+ITEMS = {"message": "Message", "function_call": "Called", "function_call_output": "Result"}    # capitals: no step in a client's place
+
+
+def _item(item: Any) -> str | None:
+    kind = item.get("type", "message") if isinstance(item, dict) else getattr(item, "type", None)
+    return ITEMS.get(kind) if isinstance(kind, str) else None
+
+
+InputItem = Annotated[
+    Annotated[InputMessage, Tag("Message")] | Annotated[CalledItem, Tag("Called")] | Annotated[ResultItem, Tag("Result")],
+    Discriminator(_item, "input_item", "expected a message, a function_call or a function_call_output")]
+
+
+class FunctionTool(Strict):
+    type: Literal["function"]
+    name: FunctionName
+    description: str | None = None
+    parameters: JsonSchema | None = None
+    strict: bool | None = None
+
+
+class NamedFunction(ToolName):
+    type: Literal["function"]
+
+
 class TextFormat(Strict):
     type: Literal["text", "json_object", "json_schema"]
     name: Short | None = None
@@ -297,12 +342,25 @@ class TextOptions(Strict):
     format: TextFormat | None = None
 
 
+# What answers of text and calls have none of, so that it may be asked for.
+Nowhere = Literal["reasoning.encrypted_content", "file_search_call.results", "web_search_call.results", "web_search_call.action.sources",
+                  "message.input_image.image_url", "computer_call_output.output.image_url", "code_interpreter_call.outputs"]
+
+
 class ResponsesRequest(Common):
-    input: str | Annotated[list[InputMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
+    input: str | Annotated[list[InputItem], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
     instructions: str | None = None
     max_output_tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS)] | None = None
     text: TextOptions | None = None
+    tools: Annotated[list[FunctionTool], Field(max_length=MAX_TOOLS)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedFunction | None = None
+    parallel_tool_calls: bool | None = None
+    include: Annotated[list[Nowhere], Field(max_length=16)] | None = None
     store: Literal[False] | None = None
+    truncation: Literal["disabled"] | None = None
+    background: Literal[False] | None = None
+    previous_response_id: None = None
+    reasoning: None = None
 
 
 class TokenizeRequest(Strict):

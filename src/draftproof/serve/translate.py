@@ -22,18 +22,30 @@ from .schema import (
     ChatRequest,
     Common,
     CompletionRequest,
+    Function,
+    FunctionCall,
+    FunctionTool,
+    InputItem,
+    InputMessage,
+    InputPart,
     Message,
+    NamedFunction,
+    NamedTool,
     ResponseFormat,
     ResponsesRequest,
+    ResultItem,
     Speculation,
     TextFormat,
     TextPart,
     Tool,
+    ToolCall,
+    ToolName,
 )
 from .ticket import Ticket
 
 CLASS = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
+Structure = tuple[str, Mapping[str, Any] | None]         # the field that a grammar is from, and the grammar
 SAME = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "min_tokens", "ignore_eos")
 WAYS = ("json", "regex", "choice", "grammar")           # of structured_outputs, and behind guided_
 ONE = 1e-9               # a top_p that keeps the likeliest token alone
@@ -67,7 +79,7 @@ class Order:
     tools: tuple[Tool, ...] = ()                            # those that may be called
     metadata: Mapping[str, str] | None = None
     user: str | None = None                                 # who asks, if the client says so
-    instructions: str | None = None                         # of the Responses API, which tells them again
+    told: Mapping[str, Any] = field(default_factory=dict)   # what the Responses API tells again
     echo: bool = False                                      # the answer begins with the prompt
     silent: bool = False                                    # and ends with it: the engine's one token is not told
     prompt_told: bool = False                               # how likely its tokens are stands apart
@@ -131,18 +143,12 @@ def chat(request: ChatRequest, headers: Headers, served: Served) -> Order:
     if request.max_tokens is not None and request.max_completion_tokens not in (None, request.max_tokens):
         raise Refusal(400, "max_tokens and max_completion_tokens differ; give one of them", param="max_tokens")
     may_call = tools.chosen(request.tools, request.tool_choice)
-    place, grammar = _structure(request, request.response_format)
-    if may_call:
-        if grammar is not None and not {"json_schema", "json_object"} & grammar.keys():
-            raise Refusal(400, "tools beside a structure that is not JSON: leave one of them out, or say tool_choice none", param="tools")
-        must = request.tool_choice not in (None, "auto")
-        answer = None if grammar is None else grammar.get("json_schema", ANY_OBJECT)
-        place, grammar = "tools", {"lark": tools.grammar(may_call, must, request.parallel_tool_calls is not False, answer)}
+    structure = _calling(request, may_call, _structure(request, request.response_format))
     prediction = "" if request.prediction is None else _text(request.prediction.content)
     order = _order(
         request, headers, (conversation(request.messages, served, may_call),), n=request.n,
         max_tokens=request.max_completion_tokens or request.max_tokens,
-        logprobs=(request.top_logprobs or 0) if request.logprobs else None, structure=(place, grammar), include_usage=_usage(request),
+        logprobs=(request.top_logprobs or 0) if request.logprobs else None, structure=structure, include_usage=_usage(request),
         prediction=prediction, may_call=tuple(may_call))
     return _telling(order, request.prompt_logprobs)
 
@@ -162,12 +168,47 @@ def responses(request: ResponsesRequest, headers: Headers, served: Served) -> Or
     if isinstance(request.input, str):
         messages.append(Message(role="user", content=request.input))
     else:
-        messages += [Message(role=one.role, content=one.content if isinstance(one.content, str) else "".join(p.text for p in one.content))
-                     for one in request.input]
+        for item in request.input:
+            _append(messages, item)
+    may_call = tools.chosen(_listed(request.tools), _chosen(request.tool_choice))
     form = request.text.format if request.text else None
-    prompt = conversation(messages, served, (), "input")
-    order = _order(request, headers, (prompt,), max_tokens=request.max_output_tokens, structure=_structure(request, form))
-    return replace(order, instructions=request.instructions)
+    prompt = conversation(messages, served, may_call, "input")
+    order = _order(request, headers, (prompt,), max_tokens=request.max_output_tokens,
+                   structure=_calling(request, may_call, _structure(request, form)), may_call=tuple(may_call))
+    said = request.model_dump(exclude_none=True, include={"instructions", "tools", "tool_choice", "parallel_tool_calls"})
+    return replace(order, told=said)
+
+
+def _append(messages: list[Message], item: InputItem) -> None:
+    """An item as a turn of a chat. Calls belong to the turn of the assistant before them."""
+    if isinstance(item, InputMessage):
+        messages.append(Message(role=item.role, content=_text(item.content)))
+    elif isinstance(item, ResultItem):
+        messages.append(Message(role="tool", tool_call_id=item.call_id, content=_text(item.output)))
+    else:
+        call = ToolCall(id=item.call_id, function=FunctionCall(name=item.name, arguments=item.arguments))
+        last = messages.pop() if messages and messages[-1].role == "assistant" else Message(role="assistant", content="")
+        messages.append(last.model_copy(update={"tool_calls": [*(last.tool_calls or ()), call]}))
+
+
+def _listed(listed: Sequence[FunctionTool] | None) -> list[Tool]:
+    return [Tool(type="function", function=Function(**dict(one.model_dump(exclude={"type"})))) for one in listed or ()]
+
+
+def _chosen(choice: str | NamedFunction | None) -> str | NamedTool | None:
+    return NamedTool(type="function", function=ToolName(name=choice.name)) if isinstance(choice, NamedFunction) else choice
+
+
+def _calling(request: ChatRequest | ResponsesRequest, may_call: Sequence[Tool], structure: Structure) -> Structure:
+    """The structure of an answer that may be a call, too. Raises Refusal."""
+    grammar = structure[1]
+    if not may_call:
+        return structure
+    if grammar is not None and not {"json_schema", "json_object"} & grammar.keys():
+        raise Refusal(400, "tools beside a structure that is not JSON: leave one of them out, or say tool_choice none", param="tools")
+    must = request.tool_choice not in (None, "auto")
+    answer = None if grammar is None else grammar.get("json_schema", ANY_OBJECT)
+    return "tools", {"lark": tools.grammar(may_call, must, request.parallel_tool_calls is not False, answer)}
 
 
 def read(tickets: Sequence[Ticket], served: Served) -> None:
@@ -218,7 +259,7 @@ def _turn(message: Message) -> dict[str, Any]:
 
 
 def _order(request: Common, headers: Headers, prompts: tuple[str | tuple[int, ...], ...], *, max_tokens: int | None,
-           structure: tuple[str, Mapping[str, Any] | None], n: int | None = None, logprobs: int | None = None, include_usage: bool = False,
+           structure: Structure, n: int | None = None, logprobs: int | None = None, include_usage: bool = False,
            prediction: str = "", may_call: tuple[Tool, ...] = ()) -> Order:
     given: dict[str, Any] = {name: getattr(request, name) for name in SAME if getattr(request, name) is not None}
     if max_tokens is not None:
@@ -250,7 +291,7 @@ def _wish(body: Speculation | None, headers: Headers) -> Mapping[str, Any] | Non
     return wish or None
 
 
-def _structure(request: Common, form: ResponseFormat | TextFormat | None) -> tuple[str, dict[str, Any] | None]:
+def _structure(request: Common, form: ResponseFormat | TextFormat | None) -> Structure:
     """The grammar that an answer follows, as OpenAI's clients ask for it or as vLLM's do, behind the field that has it."""
     found = _grammar(form)
     asked = [] if found is None else [("text.format" if isinstance(form, TextFormat) else "response_format", found)]
@@ -301,7 +342,7 @@ def _class(said: str | None, place: str) -> str | None:
     return said
 
 
-def _text(content: str | Sequence[TextPart]) -> str:
+def _text(content: str | Sequence[TextPart | InputPart]) -> str:
     return content if isinstance(content, str) else "".join(part.text for part in content)
 
 
