@@ -16,9 +16,11 @@ from draftproof.drafters.fixed import AlwaysWrong
 from draftproof.engine.engine import Engine
 from draftproof.errors import OptionError
 from draftproof.models.fake import TableTarget
-from draftproof.models.grammar import grammar_of
+from draftproof.models.grammar import MOST_SPACE, grammar_of
 from draftproof.models.load import builtin, load_target
 from draftproof.models.target import Target
+from draftproof.serve import tools
+from draftproof.serve.schema import Tool
 from draftproof.types import Budget, Draft, Sampling, SequenceView
 
 pytest.importorskip("llguidance")
@@ -139,3 +141,25 @@ def test_a_mask_waits_for_no_compiler(target: Target, monkeypatch: pytest.Monkey
     """The masks in torch's own form bring torch's compiler with them: seconds, in the first round that needs a mask."""
     monkeypatch.setitem(sys.modules, "llguidance.torch", None)
     assert grammar_of(target, {"regex": "[ab]+"}).masks([[]]).any()
+
+
+CALL = tools.grammar([Tool.model_validate({"type": "function", "function": {"name": "f", "parameters": SCHEMA}})], True, False, None)
+
+
+@pytest.mark.parametrize("grammar", [{"json_schema": SCHEMA}, {"json_schema": {**SCHEMA, "x-guidance": {"coerce_one_of": True}}},
+                                     {"lark": CALL}], ids=["schema", "guided", "call"])
+def test_a_model_that_likes_spaces_comes_to_an_end(target: Target, plain: Engine, grammar: dict[str, object]) -> None:
+    """JSON lets any number of them stand between its parts, and small models go on with them until max_tokens."""
+    assert target.tokenizer is not None
+    space, = target.tokenizer.encode_plain(" ")
+    options = replace(wish(1.0, **grammar), max_tokens=800, logit_bias={space: 100.0})
+    done = plain.generate(PROMPT, options)
+    assert done.finish_reason == "stop" and re.search("alpha|beta", done.text)
+    assert max(map(len, re.findall(" +", done.text))) == MOST_SPACE
+
+
+def test_a_schema_may_say_how_much_space_it_takes(target: Target, plain: Engine) -> None:
+    assert target.tokenizer is not None
+    space, = target.tokenizer.encode_plain(" ")
+    options = replace(wish(1.0, json_schema={**SCHEMA, "x-guidance": {"whitespace_flexible": False}}), logit_bias={space: 100.0})
+    assert not re.search(" {2}", plain.generate(PROMPT, options).text)

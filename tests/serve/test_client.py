@@ -287,7 +287,7 @@ def test_a_call_and_its_result_go_back_into_the_conversation(quick: Any) -> None
 
 
 @pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize(("tokens", "finished"), [(40, 0), (110, 1), (210, 2)])
+@pytest.mark.parametrize(("tokens", "finished"), [(40, 0), (110, 1), (190, 2)])
 def test_calls_before_one_that_is_cut_off_are_not_lost(quick: Any, tokens: int, finished: int, stream: bool) -> None:
     schema = {"type": "object", "properties": {"left": {"enum": [1, 2]}}, "required": ["left"], "additionalProperties": False}
     tool = {"type": "function", "function": {"name": "f", "parameters": schema}}

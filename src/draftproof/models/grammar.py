@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 KEPT = 64       # compiled grammars, per target
 KINDS = ("json_schema", "json_object", "regex", "lark")
+MOST_SPACE = 40  # characters of white space at a place in JSON: as many as ten levels are indented by
 
 
 class GrammarTokens:
@@ -111,6 +112,17 @@ class GrammarState:
         return [int(token) for token in tokens[:most]]
 
 
+def spaced(schema: Any) -> Any:
+    """The schema with a bound on white space, which JSON leaves free: a small model may write nothing else until max_tokens.
+
+    A schema that says itself how much there may be (`x-guidance`, as llguidance reads it) is left as it is.
+    """
+    said = schema.get("x-guidance", {}) if isinstance(schema, Mapping) else None
+    if not isinstance(said, Mapping) or {"whitespace_flexible", "whitespace_pattern"} & said.keys():
+        return schema
+    return {**schema, "x-guidance": {**said, "whitespace_pattern": rf"[\x20\x0A\x0D\x09]{{1,{MOST_SPACE}}}"}}
+
+
 def _check(matcher: Any) -> None:
     if matcher.is_error():
         raise OptionError(f"grammar: {matcher.get_error().splitlines()[0][:300]}")
@@ -127,6 +139,6 @@ def _compiled(grammar: Mapping[str, Any]) -> str:
             return str(LLMatcher.grammar_from_regex(value))
         if kind == "lark":
             return str(LLMatcher.grammar_from_lark(value))
-        return str(LLMatcher.grammar_from_json_schema({"type": "object"} if kind == "json_object" else value))
+        return str(LLMatcher.grammar_from_json_schema(spaced({"type": "object"} if kind == "json_object" else value)))
     except (ValueError, TypeError) as error:
         raise OptionError(f"grammar {kind}: {error}") from None

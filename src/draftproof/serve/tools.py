@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ..models.grammar import spaced
 from ..models.turns import CLOSE, OPEN
 from .refusal import Refusal
 from .schema import NamedTool, Tool
@@ -51,11 +52,11 @@ def grammar(tools: Sequence[Tool], must: bool, parallel: bool, answer: Mapping[s
     if not must and answer is None:
         lines += ["answer: TEXT", f"TEXT: /{FREE}/ & ~/{OPEN}{FREE}/"]
     elif not must:
-        lines.append(f"answer: %json {json.dumps(answer)}")
+        lines.append(f"answer: %json {json.dumps(spaced(answer))}")
     rules = []
     for number, tool in enumerate(tools):
         head = json.dumps('{"name": ' + json.dumps(tool.function.name) + ', "arguments": ')
-        schema = json.dumps(tool.function.parameters or {"type": "object"})
+        schema = json.dumps(spaced(tool.function.parameters or {"type": "object"}))
         lines += [f'f{number}: {head} a{number} "}}"', f"a{number}: %json {schema}"]
         rules.append(f"f{number}")
     return "\n".join([*lines, "function: " + " | ".join(rules)]) + "\n"
