@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gzip
+import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -21,3 +23,13 @@ def test_a_prompt_that_is_too_long_is_told_in_the_words_that_clients_look_for(ru
     error = running.post("/v1/completions", {"prompt": prompt}).json()["error"]
     assert error["code"] == "context_length_exceeded"
     assert f"this model's maximum context length is {running.target.context} tokens" in error["message"]
+
+
+def test_a_body_that_is_compressed_is_refused_for_what_it_is(running: Running) -> None:
+    """It was called invalid JSON."""
+    plain = json.dumps({"prompt": "ab", "max_tokens": 2}).encode()
+    with running.client() as client:
+        refused = client.post("/v1/completions", content=gzip.compress(plain), headers={"Content-Encoding": "gzip"})
+        assert refused.status_code == 415 and "gzip" in refused.json()["error"]["message"], refused.text
+        assert refused.headers["accept-encoding"] == "identity"
+        assert client.post("/v1/completions", content=plain, headers={"Content-Encoding": "identity"}).status_code == 200

@@ -131,6 +131,9 @@ class Gate:
             length = headers.get("content-length", "0")
             if length.isdecimal() and int(length) > self._config.max_body_bytes:
                 raise self._too_large()
+            encoding = headers.get("content-encoding", "identity")
+            if encoding.lower() != "identity":
+                raise Refusal(415, f"Content-Encoding {encoding!r}: bodies are not unpacked here; send it as it is", code="body_encoded")
         except Refusal as refusal:
             self._refused(refusal.status)
             return await answer(send, refusal)

@@ -27,7 +27,8 @@ PLAIN = {"/v1/models": "The model.", "/v1/models/{name}": "One model.", "/health
 REFUSALS = {
     "400": "not supported, or out of bounds: `error.param` names it", "401": "no valid key", "403": "not allowed", "404": "no such model",
     "409": "not in this state: the message says what is in the way",
-    "413": "too large", "429": "too many of this key", "503": "no place, or stopping", "504": "not finished in time",
+    "413": "too large", "415": "a compressed body",
+    "429": "too many of this key", "503": "no place, or stopping", "504": "not finished in time",
 }
 
 

@@ -28,7 +28,7 @@ class Refusal(Exception):
     @property
     def headers(self) -> dict[str, str]:
         headers = {} if self.retry_after is None else {"Retry-After": str(self.retry_after)}
-        return {**headers, "WWW-Authenticate": "Bearer"} if self.status == 401 else headers
+        return {**headers, **{401: {"WWW-Authenticate": "Bearer"}, 415: {"Accept-Encoding": "identity"}}.get(self.status, {})}
 
 
 def of_error(error: BaseException) -> Refusal:
