@@ -20,7 +20,7 @@ from draftproof.models.grammar import MOST_SPACE, grammar_of
 from draftproof.models.load import builtin, load_target
 from draftproof.models.target import Target
 from draftproof.serve import tools
-from draftproof.serve.schema import Tool
+from draftproof.serve.schema import MAX_TOOLS, Tool
 from draftproof.types import Budget, Draft, Sampling, SequenceView
 
 pytest.importorskip("llguidance")
@@ -163,3 +163,15 @@ def test_a_schema_may_say_how_much_space_it_takes(target: Target, plain: Engine)
     space, = target.tokenizer.encode_plain(" ")
     options = replace(wish(1.0, json_schema={**SCHEMA, "x-guidance": {"whitespace_flexible": False}}), logit_bias={space: 100.0})
     assert not re.search(" {2}", plain.generate(PROMPT, options).text)
+
+
+def test_calls_are_no_more_than_may_be_sent_back(target: Target) -> None:
+    assert target.tokenizer is not None
+    listed = [Tool.model_validate({"type": "function", "function": {"name": "f"}})]
+    state = grammar_of(target, {"lark": tools.grammar(listed, True, True, None)})
+    one = tools.OPEN + '{"name": "f", "arguments": {}}' + tools.CLOSE
+    text = target.tokenizer.encode_plain(one * (MAX_TOOLS - 1))
+    state.follow(text)
+    assert len(state.masks([[]])[0].nonzero()) > len(target.eos_ids), "another one may follow"
+    state.follow([*text, *target.tokenizer.encode_plain(one)])
+    assert {int(token) for token in state.masks([[]])[0].nonzero()} <= set(target.eos_ids)

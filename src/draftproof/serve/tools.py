@@ -14,7 +14,7 @@ from typing import Any
 from ..models.grammar import spaced
 from ..models.turns import CLOSE, OPEN
 from .refusal import Refusal
-from .schema import NamedTool, Tool
+from .schema import MAX_TOOLS, NamedTool, Tool
 
 FREE = r"(.|\n)*"
 
@@ -47,7 +47,7 @@ def chosen(tools: Sequence[Tool] | None, choice: str | NamedTool | None) -> list
 
 def grammar(tools: Sequence[Tool], must: bool, parallel: bool, answer: Mapping[str, Any] | None) -> str:
     """Lark for llguidance. must: only calls, no text · parallel: more than one · answer: the JSON schema of a text, if it has one."""
-    calls = "call (gap call)*" if parallel else "call"
+    calls = f"call (gap call){{0,{MAX_TOOLS - 1}}}" if parallel else "call"        # no more than a conversation takes back
     lines = [f"start: {calls}" if must else f"start: answer | {calls}", f'call: "{OPEN}" gap function gap "{CLOSE}"', r"gap: /\n?/"]
     if not must and answer is None:
         lines += ["answer: TEXT", f"TEXT: /{FREE}/ & ~/{OPEN}{FREE}/"]
