@@ -68,7 +68,6 @@ class Server:
         self.filled: float | None = None                     # share of the cache, if the engine is here
         self.depth_cap: int | None = None                    # the operator's
         self._compilers = ThreadPoolExecutor(2, "draftproof-grammar")
-        self._compiling = 0
         self._readers = ThreadPoolExecutor(2, "draftproof-reader")   # of long bodies
         self.reading: Counter[str] = Counter()               # requests that are being read, by tenant
         self._detach: Callable[[], None] = lambda: None
@@ -152,26 +151,21 @@ class Server:
                       monotonic() + self.config.deadline_s)
 
     async def _compiled(self, order: Order) -> None:
-        """Compile the order's grammar outside the engine's thread. Raises Refusal if it takes too long."""
+        """Compile the order's grammar outside the engine's thread. Raises Refusal if it takes too long, or its turn does not come."""
         if order.sampling.grammar is None:
             return
-        if self._compiling >= 8:
-            raise Refusal(503, "too many grammars are being compiled", "server_error", retry_after=1)
-        self._compiling += 1
-        work = asyncio.get_running_loop().run_in_executor(self._compilers, self._compile, order.sampling.grammar)
-        work.add_done_callback(self._compiled_one)
+        work = self._compilers.submit(self._compile, order.sampling.grammar)
+        told = asyncio.wrap_future(work)
+        told.add_done_callback(lambda one: one.cancelled() or one.exception())   # read, so that a late failure is not reported as lost
         try:
-            await asyncio.wait_for(asyncio.shield(work), self.config.grammar_s)
+            await asyncio.wait_for(asyncio.shield(told), self.config.grammar_s)
         except TimeoutError:
+            if work.cancel():                                # it has not begun: others take long
+                raise Refusal(503, "too many grammars are being compiled", "server_error", retry_after=1) from None
             raise Refusal(400, f"the schema does not compile within {self.config.grammar_s:g} s; make it simpler",
                           param=order.structure) from None
         except UsageError as error:
             raise Refusal(400, str(error), param=order.structure) from None
-
-    def _compiled_one(self, work: asyncio.Future[Any]) -> None:
-        self._compiling -= 1
-        if not work.cancelled():
-            work.exception()                                 # read, so that a late failure is not reported as lost
 
     def _known(self, model: str | None) -> None:
         if model not in (None, self.served.name):
