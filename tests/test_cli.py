@@ -338,6 +338,8 @@ def test_every_option_is_explained_and_names_one_default(name: str) -> None:
         assert isinstance(parameter, click.Argument) or parameter.help, f"{name} --{parameter.name} has no help"  # type: ignore[attr-defined]
         help = getattr(parameter, "help", None) or ""
         assert help.count("[default:") <= 1 and "[default: ]" not in help, f"{name} --{parameter.name}: {help}"
+        shown = getattr(parameter, "show_default", None)                # which click puts in brackets, as nobody would write it
+        assert not isinstance(shown, str), f"{name} --{parameter.name}: [default: ({shown})]"
 
 
 @pytest.mark.parametrize(("command", "words"), [

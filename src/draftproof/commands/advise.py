@@ -34,8 +34,8 @@ FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 @o.target_option
 @drafters_option
 @click.option("--depth", "depths", type=Depths(), metavar="N,M,…", multiple=True, default=(DEPTHS,),
-              show_default="1,2,4,8", help="How far it guesses; repeatable.")
-@click.option("--concurrency", type=Counts(), default=(1, 4), show_default="1,4", help="Requests side by side.")
+              help="How far it guesses; repeatable.  [default: 1,2,4,8]")
+@click.option("--concurrency", type=Counts(), default=(1, 4), help="Requests side by side.  [default: 1,4]")
 @click.option("--audition", "heard", type=FILE, metavar="FILE", help="What audition --json printed, instead of replaying LOG.")
 @click.option("--profile", "curve", type=FILE, metavar="FILE", help="What profile --json printed, instead of timing rounds of the engine.")
 @click.option("--draft-cost", type=click.FloatRange(0), default=0.0, show_default=True, metavar="C",

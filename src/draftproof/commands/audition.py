@@ -43,7 +43,7 @@ log_argument = click.argument("log", type=click.Path(exists=True, dir_okay=False
 drafters_option = click.option("--drafter", "specs", multiple=True, metavar="SPEC", default=DRAFTERS, show_default=True,
                                help="A drafter to hear; repeatable.")
 depths_option = click.option("--depth", "depths", type=Depths(), metavar=Depths.name, multiple=True, default=(DEPTHS,),
-                             show_default="1,2,4,8", help="How far it guesses; repeatable. traced: as deep as the traced rounds did.")
+                             help="How far it guesses; repeatable. traced: as deep as the traced rounds did.  [default: 1,2,4,8]")
 
 
 @click.command(short_help="What drafters would have guessed on a log of traffic.")
