@@ -29,8 +29,8 @@ from draftproof.models.load import WEIGHTS, builtin, load_target
 from draftproof.trace.report import requests
 from draftproof.trace.sinks import Memory
 
-ARMS = ("ngram", "suffix", "model", "model/16", "eagle3", "eagle3/16", "medusa", "medusa/16", "mlp", "mlp/16", "mtp", "mtp/16",
-        "pard", "dflash", "dflash/16", "layer-skip:exit=5", "ngram+eagle3", "suffix+eagle3", "suffix+eagle3/16")
+ARMS = ("ngram", "suffix", "recycle", "recycle/16", "model", "model/16", "eagle3", "eagle3/16", "medusa", "medusa/16", "mlp", "mlp/16",
+        "mtp", "mtp/16", "pard", "dflash", "dflash/16", "layer-skip:exit=5", "ngram+eagle3", "suffix+eagle3", "suffix+eagle3/16")
 
 
 def open_arms(specs: Sequence[str], depth: int, threads: int | None) -> tuple[list[Arm], dict[str, Memory]]:
