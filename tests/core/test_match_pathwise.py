@@ -98,8 +98,7 @@ def test_walk_by_hand():
 
 
 def shared_noise_hits(p: torch.Tensor, q: torch.Tensor, trials: int) -> float:
-    keys = noise.keys(torch.arange(trials), torch.zeros(trials, dtype=torch.int64), "text", torch.full((trials,), 9),
-                      torch.zeros(trials, dtype=torch.int64))
+    keys = noise.shared_rows([(seed, 0) for seed in range(trials)], [9] * trials, "cpu")
     x, y = (choose(law.log().to(torch.float32).expand(trials, -1), keys) for law in (q, p))
     return float((x == y).double().mean())
 

@@ -33,11 +33,6 @@ def unsigned(x: Tensor) -> Tensor:
     return x.long() & 0xFFFFFFFF
 
 
-def tensor_keys(seed: int, sample: int, stream: str, position: int, attempt: int) -> Tensor:
-    seed_, sample_, position_, attempt_ = (torch.tensor([a]) for a in (seed, sample, position, attempt))
-    return noise.keys(seed_, sample_, stream, position_, attempt_)
-
-
 @pytest.mark.parametrize("few", [-1, noise.FEW], ids=["torch", "numpy"])
 @pytest.mark.parametrize("words, row, h", VECTORS)
 def test_published_vectors(words: tuple[int, int, str, int, int], row: tuple[int, int], h: tuple[int, int, int], few: int,
@@ -45,7 +40,7 @@ def test_published_vectors(words: tuple[int, int, str, int, int], row: tuple[int
     monkeypatch.setattr(noise, "FEW", few)
     assert noise.key(*words) == row
     keys = noise.key_rows([row], "cpu")
-    assert torch.equal(keys, tensor_keys(*words))
+    assert keys.tolist() == [[word - 2**32 * (word >> 31) for word in row]]         # their bits, as int32
     assert tuple(unsigned(noise.bits(keys, torch.tensor([0, 1, 128255])))[0].tolist()) == h
     assert noise.__doc__ is not None
     for value in (*row, *h):
@@ -92,10 +87,10 @@ def test_the_ends_of_the_range_are_finite(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @settings(max_examples=200, deadline=None)
-@given(st.tuples(st.integers(0, 2**63 - 1), st.integers(0, 2**31), st.sampled_from(sorted(noise.STREAMS)), st.integers(0, 2**40),
-                 st.integers(0, 2**20)))
-def test_plain_and_tensor_keys_agree(words: tuple[int, int, str, int, int]) -> None:
-    assert torch.equal(tensor_keys(*words), noise.key_rows([noise.key(*words)], "cpu"))
+@given(st.integers(0, 2**63 - 1), st.integers(0, 2**31), st.integers(0, 2**40))
+def test_keys_by_arrays_agree_with_plain_ones(seed: int, sample: int, position: int) -> None:
+    rows = noise.shared_rows([(seed, sample)] * noise.MANY, range(position, position + noise.MANY), "cpu")
+    assert torch.equal(rows, noise.key_rows([noise.key(seed, sample, "text", position + i) for i in range(noise.MANY)], "cpu"))
 
 
 def test_every_word_matters_and_no_rows_is_a_shape() -> None:
@@ -110,16 +105,13 @@ def test_nothing_waits_for_a_device_and_a_trace_is_whole(monkeypatch: pytest.Mon
     """On `meta` any look at a value raises; a traced graph holds no value of the run it was traced from."""
     monkeypatch.setattr(noise, "FEW", -1)                   # as on a device
 
-    def rows(*words: Tensor) -> Tensor:
-        seed, sample, position, attempt, tokens = words
-        return noise.gumbel(noise.keys(seed, sample, "draft", position, attempt), tokens)
-
-    words = (*[torch.arange(3) + i for i in range(4)], torch.arange(50, dtype=torch.int32))
+    keys, others = (noise.shared_rows([(seed, 0)] * 3, [at, at + 1, at + 7], "cpu") for seed, at in ((0, 0), (17, 1_000_003)))
+    words = keys, torch.arange(50, dtype=torch.int32)
+    rows = noise.gumbel
     out = rows(*[w.to("meta") for w in words])
     assert out.shape == (3, 50) and out.dtype == torch.float32
     graph = make_fx(rows, tracing_mode="fake")(*words)
-    other = (*[w * 1_000_003 + 17 for w in words[:4]], words[4])
-    assert torch.equal(graph(*other), rows(*other))
+    assert torch.equal(graph(others, words[1]), rows(others, words[1]))
 
 
 @pytest.fixture(autouse=True)

@@ -403,8 +403,7 @@ def test_the_choice_follows_the_law() -> None:
     stats = pytest.importorskip("scipy.stats")
     p = torch.tensor([0.4, 0.3, 0.15, 0.1, 0.05], dtype=torch.float64)
     n = 40_000
-    column = torch.zeros(n, dtype=torch.int64)
-    keys = noise.keys(column + 9, column, "text", torch.arange(n), column)
+    keys = noise.shared_rows([(9, 0)] * n, range(n), "cpu")
     counts = torch.bincount(choose(p.log().float().expand(n, 5).contiguous(), keys), minlength=5).double()
 
     def alarm(law: Tensor) -> float:

@@ -83,22 +83,6 @@ def shared_rows(owners: Sequence[tuple[int, int]], positions: Sequence[int], dev
     return sent(torch.from_numpy(z.view(np.int32).reshape(-1, 2)), device)
 
 
-def keys(seed: Tensor, sample: Tensor, stream: str, position: Tensor, attempt: Tensor) -> Tensor:
-    """`key` for R rows on their device: int64 [R] each in, int32 [R, 2] out. No host sync; fit for a CUDA graph."""
-    z = torch.zeros_like(seed)
-    for word in (seed, sample, STREAMS[stream], position, attempt):
-        z = (z ^ word) + (_STEP - 2**64)
-        z = (z ^ _shift(z, 30)) * (_FIRST - 2**64)
-        z = (z ^ _shift(z, 27)) * (_SECOND - 2**64)
-        z = z ^ _shift(z, 31)
-    return torch.stack((z, z >> 32), dim=1).to(torch.int32)
-
-
-def _shift(z: Tensor, bits: int) -> Tensor:
-    """Logical right shift of int64."""
-    return (z >> bits) & ((1 << (64 - bits)) - 1)
-
-
 def key_rows(rows: Sequence[tuple[int, int]], device: torch.device | str) -> Tensor:
     """Row keys from `key` as an int32 tensor [R, 2]."""
     words = array("I", chain.from_iterable(rows))        # for so few sooner than through numpy

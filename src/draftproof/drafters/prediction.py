@@ -23,8 +23,7 @@ TRUST = 1.5           # tokens of agreement that are worth one even bet
 
 @dataclass(slots=True)
 class PredictionState:
-    """at: the place in the prediction that comes next. lost: the output differed there, and nothing agreed since.
-    agreed: output tokens in a row that the prediction had right."""
+    """at: the place in the prediction that comes next. agreed: output tokens in a row that the prediction had right."""
 
     seq: SequenceView
     predicted: Sequence[int]

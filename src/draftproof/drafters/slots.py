@@ -18,7 +18,7 @@ from torch import Tensor
 from ..core.upload import rows_of, uploaded
 from ..types import Draft, SequenceView
 from .base import NOTHING, Noise, Picks, Ranking, pick
-from .grow import CANDIDATES, Growth, Margins, evenly
+from .grow import CANDIDATES, Growth, Margins, evenly, longer
 from .spines import collected
 
 WIDEST = 8      # nodes of one sequence that a level extends at most
@@ -151,11 +151,7 @@ def trees(lines: Sequence[Line], slots: Slots, noise: Noise, vocab_size: int, de
             break
         width = front.tokens.shape[1]
         if tied:
-            if history:
-                paths = [[(*above[parent], token) for parent, token in zip(parents, tokens, strict=True)]
-                         for above, parents, tokens in zip(paths, front.parents.tolist(), front.tokens.tolist(), strict=True)]
-            else:
-                paths = [[()] * width for _ in lines]
+            paths = longer(paths, front) if history else [[()] * width for _ in lines]
             before = line_of.shape[0] // batch
             came = (front.parents + before * torch.arange(batch, device=device)[:, None]).flatten()
             line_of, previous = torch.arange(batch, device=device).repeat_interleave(width), front.tokens.flatten()

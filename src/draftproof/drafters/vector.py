@@ -22,7 +22,7 @@ from ..models.packed import can_pack, pack, sizes
 from ..models.target import TargetParts
 from ..types import Budget, Commit, Draft, SequenceView, Signals
 from .base import NOTHING, Needs, Noise, Picks, Ranking, pick
-from .grow import CANDIDATES, Front, Growth, Margins, evenly
+from .grow import CANDIDATES, Growth, Margins, evenly, longer
 from .spines import collected
 
 Path = tuple[int, ...]
@@ -234,9 +234,3 @@ class VectorDrafter(ABC):
         logits, carry = self.step(level, carry, tokens.flatten())
         return pick(logits, [line.state.ranking.rows(*paths[i]) for i, line in enumerate(lines)], [line.seq for line in lines],
                     [len(line.seq.tokens) + level for line in lines], noise, CANDIDATES, self.head.ids, self.vocab_size, shares=True), carry
-
-
-def longer(paths: Sequence[Sequence[Path]], front: Front) -> list[list[Path]]:
-    """The tokens on the way to every slot of the new frontier, on the host, for options that look back."""
-    return [[(*above[parent], token) for parent, token in zip(parents, tokens, strict=True)]
-            for above, parents, tokens in zip(paths, front.parents.tolist(), front.tokens.tolist(), strict=True)]

@@ -31,7 +31,6 @@ DIMENSION = {"colwise": 0, "rowwise": 1}    # of a weight [out, in] that is divi
 WHOLE = {"replicated_with_grad_allreduce"}  # held by every process
 EMBEDDING = "embedding_rowwise"             # of tokens; in plans of some versions, and held by every process as well
 PATIENCE = timedelta(minutes=5)             # within one pass, and while the others load
-BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 
 
 class Ranks:
