@@ -76,6 +76,14 @@ def test_idle_pages_are_evicted_oldest_first_and_their_successors_with_them() ->
     assert page
 
 
+def test_a_text_of_thousands_of_pages_is_evicted_as_a_whole() -> None:
+    p = pool(3000)
+    slot = filled(p, [i % 97 for i in range(3000 * P)])
+    drop(p, slot)
+    assert p.take() == slot.pages[0] and not p.index and not p.idle
+    assert sorted(p.free) == sorted(slot.pages[1:])
+
+
 def test_a_full_pool_refuses_and_changes_nothing() -> None:
     p = pool(3)
     taken = [p.take() for _ in range(3)]

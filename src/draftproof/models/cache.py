@@ -215,13 +215,17 @@ class PagePool:
 
     def _unpublish(self, page: int) -> None:
         """Forget a page's content, and that of every page published behind it: their keys name its id."""
-        del self.index[self.prefix_of.pop(page)]
-        for other, prefix in list(self.prefix_of.items()):
-            if prefix[1] == page:
+        behind: dict[int, list[int]] = {}
+        for other, (_, before, _) in self.prefix_of.items():
+            behind.setdefault(before, []).append(other)
+        void = [page]  # a list, for a long text has more pages behind each other than calls may be nested
+        for page in void:
+            del self.index[self.prefix_of.pop(page)]
+            for other in behind.get(page, ()):
                 if other in self.idle:
                     del self.idle[other]
                     heappush(self.free, other)
-                self._unpublish(other)
+                void.append(other)
 
     def check(self, slots: Sequence[PagedSlot]) -> None:
         """Audit: every page is free, idle, or referenced exactly by the open slots. For tests and idle moments."""
