@@ -78,7 +78,7 @@ class Drafter(Protocol):
     def needs(self) -> Needs: ...            # a class attribute, unless it follows from weights
 
     def open(self, seq: SequenceView, signals: Signals | None) -> Any:
-        """A new state, at admission or in the middle of a text; signals say which positions they cover."""
+        """A new state, behind a prompt and its first token or in the middle of a text; signals say which positions they cover."""
         ...
 
     def propose(self, states: Sequence[Any], budgets: Sequence[Budget], noise: Noise) -> list[Draft]:

@@ -205,7 +205,7 @@ class Engine:
         """Steer guessing from the next round on, also in the middle of texts; None leaves a setting as it is. Returns the new state.
 
         depth_cap bounds every depth, NO_CAP takes the bound away. A drafter that was out of service can be brought back by naming it.
-        Raises OptionError or SpecError, changing nothing.
+        Raises OptionError, SpecError or LoadError, changing nothing.
         """
         if depth_cap is not None and not (whole(depth_cap) and depth_cap >= 0):
             raise OptionError(f"depth_cap={depth_cap!r}: expected an integer ≥ 0")
