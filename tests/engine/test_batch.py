@@ -150,14 +150,15 @@ def test_an_interruption_in_the_middle_of_a_round_leaves_caches_and_texts_valid(
     assert not target.open_slots
 
 
-def test_no_room_for_a_tree_is_a_round_without_a_draft() -> None:
+def test_no_room_for_a_tree_is_a_round_with_its_first_line() -> None:
     target = Fragile()
     want = alone(target, [1, 2, 1, 2], OPTIONS["warm"])
     target.calls, target.at, target.error = 0, 12, CacheFull("no page left")
     with Engine(target=target, drafter="ngram:min=1,max=2", depth=2, tree=6) as engine:
         got = engine.generate([1, 2, 1, 2], OPTIONS["warm"])
     assert got.token_ids == want.token_ids
-    assert any("no page left" in e.draft_reason for e in got.trace if e.event == "round_done")
+    told = [e for e in got.trace if e.event == "round_done" and "no page left" in e.draft_reason]
+    assert len(told) == 1 and [node.parent for node in told[0].nodes] == [-1, 0]
 
 
 def test_one_request_that_excludes_every_token_does_not_end_the_others() -> None:

@@ -8,15 +8,17 @@ engine fails with probability 1e-6 per test. A total variation of 0.06 has a non
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from itertools import product
 
 import pytest
 from scipy.stats import chi2
 
-from draftproof import Engine, EngineConfig, Sampling
+from draftproof import Draft, Engine, EngineConfig, Sampling
 from draftproof.drafters.base import Drafter
 from draftproof.drafters.model import ModelDrafter
 from draftproof.drafters.ngram import NgramDrafter
+from draftproof.errors import CacheFull
 from draftproof.models.fake import TableTarget
 
 SAMPLES, VOCABULARY, FALSE_ALARM = 12_000, 3, 1e-6
@@ -51,6 +53,39 @@ def test_a_sampled_draft_keeps_the_law(rule: str, tree: int | None) -> None:
     target = TableTarget(vocab_size=VOCABULARY, order=1, seed=1, sharpness=1.0)
     drafter = ModelDrafter(TableTarget(vocab_size=VOCABULARY, order=1, seed=2, sharpness=1.0))
     assert statistic(target, texts(target, drafter, rule, tree)) > FALSE_ALARM
+
+
+class EndsBehind(ModelDrafter):
+    """Ends a draft behind a token 2 that comes first, as drafts end behind a token that ends the text."""
+
+    def propose(self, states, budgets, noise):  # type: ignore[no-untyped-def]
+        return [self.cut(draft) for draft in super().propose(states, budgets, noise)]
+
+    def cut(self, draft: Draft) -> Draft:
+        kept = draft.parents.count(-1)
+        if not len(draft) or int(draft.tokens[0]) != 2:
+            return draft
+        law = None if draft.law is None else replace(draft.law, row=draft.law.row[:kept])
+        return Draft(draft.tokens[:kept], draft.parents[:kept], law=law, drafter=draft.drafter)
+
+
+class Tight(TableTarget):
+    """Has room for a tree of one level, or for a chain."""
+
+    def score(self, slots, roots, drafts):  # type: ignore[no-untyped-def]
+        if any(not draft.is_chain and max(draft.parents) >= 0 for draft in drafts):
+            raise CacheFull("no page left")
+        return super().score(slots, roots, drafts)
+
+
+def test_a_tree_without_room_keeps_the_law() -> None:
+    """Whether there is room depends on what was drawn, so a draft may not be dropped for it: its first line stays."""
+    target = Tight(vocab_size=VOCABULARY, order=1, seed=1, sharpness=1.0)
+    drafter = EndsBehind(TableTarget(vocab_size=VOCABULARY, order=1, seed=2, sharpness=1.0))
+    with Engine(target=target, drafter=drafter, depth=2, tree=4, rule="ratio", config=EngineConfig(trace="none")) as engine:
+        found = [engine.generate([1], Sampling(temperature=1.0, top_p=1.0, seed=seed, max_tokens=4)).token_ids for seed in range(2000)]
+        assert engine.speculation.state[0] == "on", engine.speculation.failure
+    assert statistic(target, found) > FALSE_ALARM
 
 
 def test_the_statistic_can_fail() -> None:

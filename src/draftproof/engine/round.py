@@ -18,7 +18,7 @@ from ..core.edits import Rows
 from ..core.noise import key, key_rows, uniform
 from ..core.probs import laws
 from ..core.tally import fates
-from ..core.tree import path
+from ..core.tree import path, walk
 from ..core.tree import positions as places
 from ..core.typical import typical
 from ..core.upload import asked, index_of, uploaded
@@ -159,8 +159,7 @@ class Rounds:
             if not any(map(len, drafts)):
                 raise
             self._restore(batch)
-            drafts = [Draft.empty(draft.drafter, f"no room to score it: {full}") for draft in drafts]
-            return self.target.score(slots, roots, drafts), drafts, None
+            return self._score(batch, _fewer(drafts, f"no room to score it: {full}"), None)
 
     def _verify(self, batch: abc.Sequence[Sequence], drafts: list[Draft], law: Law,
                 starts: abc.Sequence[int]) -> tuple[list[Verdict], dict[int, Tensor], list[list[int]]]:
@@ -234,6 +233,20 @@ def _law(batch: abc.Sequence[Sequence], drafts: abc.Sequence[Draft], scores: Sco
     """What each row's logits come to under its request's options."""
     options = [_options(seq, draft, scores.logits) for seq, draft in zip(batch, drafts, strict=True)]
     return laws(scores.logits, options, scores.starts)
+
+
+def _fewer(drafts: list[Draft], why: str) -> list[Draft]:
+    """Of trees the first lines, for which texts have room; of chains alone nothing. How much room a tree takes depends on what was drawn,
+    and under the joint rules a draft may not be dropped for that; siblings may."""
+    if all(draft.is_chain for draft in drafts):
+        return [Draft.empty(draft.drafter, why) for draft in drafts]
+    fewer = []
+    for draft in drafts:
+        line = list(walk(draft.parents, [True] * len(draft))[0])
+        law = None if draft.law is None else replace(draft.law, row=tuple(draft.law.row[node] for node in line))
+        score = None if draft.score is None else draft.score[line]
+        fewer.append(draft if draft.is_chain else Draft.chain(draft.tokens[line], score=score, law=law, drafter=draft.drafter, reason=why))
+    return fewer
 
 
 def _commit(batch: abc.Sequence[Sequence], budgets: abc.Sequence[Budget], verdicts: abc.Sequence[Verdict],
