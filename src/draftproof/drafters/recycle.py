@@ -177,6 +177,7 @@ class RecycleDrafter(NoOptions):
     first, by chances that are counted; where rows have prices, only as far as guesses are worth theirs. A tenant's rows serve that tenant
     only. The options of a request that change logits one by one (bias, penalties) are not looked at.
     score: estimated probability that the node stands.
+    Under `ratio` and `block` a request that repeats the seed of one that left rows is no independent draw any more, as with `suffix`.
     """
 
     name = "recycle"
