@@ -193,21 +193,24 @@ long room_for(const product *p, long rows, int halves, int threads)
     return UP(4 * (arranged(p, &f, rows, halves) + threads * own), 64);
 }
 
+/* The steps and the bias of products without: in a branch the product and the sum below would be one instruction in some copies of the
+ * loop and two, which round twice, in others. */
+static const float ones[2 * WIDE] = {[0 ... 2 * WIDE - 1] = 1}, zeros[2 * WIDE];
+
 /* y [rows, from, from + count) = part [rows, width], a panel's sums; or, adding, += what that would be. */
 static void hand_out(const product *p, const float *part, long rows, long width, void *y, long row, long from, int halves, int adding)
 {
     long count = least(p->out - from, width);
+    const float *steps = p->steps ? p->steps + from : ones, *bias = p->bias ? p->bias + from : zeros;
     for (long i = 0; i < rows; i++, part += width) {
         long at = (row + i) * p->out + from, c = 0;
         for (; c + LANES <= count; c += LANES) {
-            floats one = {0}, value = *(const floats *)(part + c);
-            value *= p->steps ? *(const floats *)(p->steps + from + c) : one + 1;
-            value += p->bias ? *(const floats *)(p->bias + from + c) : one;
+            floats value = *(const floats *)(part + c) * *(const floats *)(steps + c) + *(const floats *)(bias + c);
             if (adding) value = load_lanes(y, at + c, halves) + kept_lanes(value, halves);
             store_lanes(y, at + c, value, halves);
         }
         for (; c < count; c++) {
-            float value = part[c] * (p->steps ? p->steps[from + c] : 1) + (p->bias ? p->bias[from + c] : 0);
+            float value = part[c] * steps[c] + bias[c];
             store(y, at + c, adding ? load(y, at + c, halves) + kept(value, halves) : value, halves);
         }
     }
