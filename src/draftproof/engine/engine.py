@@ -6,6 +6,7 @@ from collections import abc, deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields, replace
 from math import ceil
+from os import PathLike
 from types import TracebackType
 from typing import Any, Self
 
@@ -93,7 +94,7 @@ class Engine:
     Of one thread at a time: what another one asks while a round runs is refused. Raises OptionError, SpecError or LoadError.
     """
 
-    def __init__(self, target: str | Target | None = None, drafter: str | Drafter = "none", depth: str | int = "auto", *,
+    def __init__(self, target: str | PathLike[str] | Target | None = None, drafter: str | Drafter = "none", depth: str | int = "auto", *,
                  tree: int | None = None, rule: Rule = "match", load: LoadConfig | None = None, config: EngineConfig | None = None,
                  sinks: abc.Iterable[Sink] = (), others: abc.Iterable[str | Drafter] = ()) -> None:
         self.load, self.config = load or LoadConfig(), config or EngineConfig()

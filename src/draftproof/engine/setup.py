@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from os import PathLike, fspath
+
 from ..config import LoadConfig, SpeculationConfig
 from ..core.verify import allowed
 from ..drafters.base import Drafter
@@ -12,13 +14,13 @@ from .costs import PassCosts
 from .plans import Control, FixedDepth
 
 
-def open_target(target: str | Target | None, load: LoadConfig) -> Target:
+def open_target(target: str | PathLike[str] | Target | None, load: LoadConfig) -> Target:
     """A target from a folder or hub id; None is the built-in demo model. Raises LoadError."""
-    if target is not None and not isinstance(target, str):
+    if target is not None and not isinstance(target, str | PathLike):
         return target
     from ..models.load import builtin, load_target
 
-    return load_target(builtin("target") if target is None else target, load)
+    return load_target(builtin("target") if target is None else fspath(target), load)
 
 
 def open_drafter(drafter: str | Drafter, target: Target, settings: SpeculationConfig, load: LoadConfig) -> Drafter | None:
