@@ -25,9 +25,9 @@ from draftproof.train.place import identity
 from draftproof.types import Sampling
 
 V = 61
-KINDS = ("eagle", "eagle3", "medusa", "hydra", "mlp", "mtp", "dflash", "dspark", "pard", "model")
+KINDS = ("eagle", "eagle3", "medusa", "hydra", "mlp", "mtp", "dflash", "dspark", "pard", "model", "peagle")
 MORE = {"eagle3": ["--draft-vocab", "40", "--depth", "3"], "medusa": ["--draft-vocab", "40"], "mlp": ["--shared"],
-        "pard": ["--mask-token", "60", "--depth", "3"]}
+        "pard": ["--mask-token", "60", "--depth", "3"], "peagle": ["--mask-token", "60", "--depth", "3", "--layers", "2"]}
 
 
 @pytest.fixture(scope="module")
@@ -142,7 +142,7 @@ def test_what_would_do_nothing_or_cannot_be_is_told_before_the_target_is_loaded(
     packed, init = tmp_path / "log.jsonl.gz", str(tmp_path)
     packed.write_bytes(gzip.compress(log.read_bytes()))
     for kind, wish, said in (
-        ("eagle", ["--draft-vocab", "9"], "--draft-vocab does nothing for eagle; it is of eagle3, medusa"),
+        ("eagle", ["--draft-vocab", "9"], "--draft-vocab does nothing for eagle; it is of eagle3, medusa, peagle"),
         ("mlp", ["--accept-at", "0.5"], "--accept-at does nothing for mlp"), ("mtp", ["--taps", "0"], "--taps does nothing for mtp"),
         ("dflash", ["--shared"], "--shared does nothing"), ("medusa", ["--mask-token", "0"], "--mask-token does nothing"),
         ("eagle3", ["--init", init, "--layers", "2"], "--layers with --init"), ("eagle3", ["--init", init], "no config.json"),

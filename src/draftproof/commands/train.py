@@ -49,7 +49,7 @@ class Kind(click.Choice[str]):
 
 DATA = click.option("--data", type=click.Path(dir_okay=False, path_type=Path), required=True, metavar="LOG",
                     help="Traffic: OpenAI chat or request/response pairs, ShareGPT, our traces, {prompt} or {text} lines, or a .txt file.")
-KINDS = ("eagle", "eagle3", "medusa", "hydra", "mlp", "mtp", "pard", "dflash", "dspark", "model")
+KINDS = ("eagle", "eagle3", "peagle", "medusa", "hydra", "mlp", "mtp", "pard", "dflash", "dspark", "model")
 
 
 @click.command(short_help="Train a drafter on a log of traffic.")
@@ -68,15 +68,16 @@ KINDS = ("eagle", "eagle3", "medusa", "hydra", "mlp", "mtp", "pard", "dflash", "
               help="Of the order of texts, of which are held out, of the target's sampled answers and of random weights.")
 @click.option("--init", type=click.Path(exists=True, file_okay=False, path_type=Path), metavar="DIR", help="Go on from this drafter.")
 @click.option("--draft-vocab", type=click.IntRange(1), metavar="N",
-              help="Of eagle3, medusa: guess among the N tokens that the target writes most.")
+              help="Of eagle3, peagle, medusa: guess among the N tokens that the target writes most.")
 @click.option("--layers", type=click.IntRange(1), metavar="N", help="Layers of a new head.  [default: the family's]")
 @click.option("--depth", type=click.IntRange(1), metavar="N", help="Tokens guessed, or steps unrolled.  [default: the family's]")
-@click.option("--mask-token", type=click.IntRange(0), metavar="ID", help="Of pard, dflash, dspark: a token that no text holds.")
+@click.option("--mask-token", type=click.IntRange(0), metavar="ID", help="Of pard, peagle, dflash, dspark: a token that no text holds.")
 @click.option("--taps", type=Layers(),
-              help="Of eagle3: 0-based layers of the target whose outputs it reads.  "
+              help="Of eagle3, peagle: 0-based layers of the target whose outputs it reads.  "
                    "[default: 1, L/2 - 1, L - 4; of 4 to 6 layers 0, L/2 - 1, L - 2]")
 @click.option("--accept-at", type=click.FloatRange(0.1, 2), metavar="TEMPERATURE",
-              help="Of eagle3: learn to be accepted at this temperature, a second run from --init.  [default: to know the target's law]")
+              help="Of eagle3, peagle: learn to be accepted at this temperature, a second run from --init.  "
+                   "[default: to know the target's law]")
 @click.option("--shared", is_flag=True, help="Of mlp: use the target's embedding and output matrix instead of own ones.")
 @click.option("--answers", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE",
               help="Where the target's answers are kept; drafters trained on one log may share it.  [default: in OUT.training]")

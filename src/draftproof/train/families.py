@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 class Wish:
     """What the user asked of the drafter. None means the family's own default.
 
-    init: a folder to begin with · draft_vocab: tokens of a reduced vocabulary (eagle3, medusa) · layers · depth: tokens guessed, or
-    steps unrolled · mask_token: of pard and dflash, one that no text holds · shared: an mlp with the target's embedding and output matrix ·
-    taps: 0-based layers of the target whose outputs an eagle3 head reads ·
+    init: a folder to begin with · draft_vocab: tokens of a reduced vocabulary (eagle3, peagle, medusa) · layers · depth: tokens guessed, or
+    steps unrolled · mask_token: of those that fill masks, one that no text holds · shared: an mlp with the target's embedding and output
+    matrix · taps: 0-based layers of the target whose outputs an eagle3 or peagle head reads ·
     accept_at: the temperature at which it learns to be accepted
     """
 
@@ -62,8 +62,8 @@ class Wish:
             raise OptionError("pard is trained from a small language model: name one with --init")
         if self.init is None and kind == "model":
             raise OptionError("a draft model is distilled from a small language model with the target's tokenizer: name one with --init")
-        if self.mask_token is None and kind == "pard":
-            raise OptionError("pard needs --mask-token, the id of a token that no text holds")
+        if self.mask_token is None and (kind == "pard" or kind == "peagle" and self.init is None):
+            raise OptionError(f"{kind} needs --mask-token, the id of a token that no text holds")
 
     def fit(self, target: Target) -> None:
         """Raises OptionError for numbers that the target does not have."""
@@ -103,6 +103,7 @@ def _whole(folder: Path) -> bool:
 HEEDED: Mapping[str, tuple[str, ...]] = {          # kind → the wishes that it heeds; depth is also how far every kind guesses when judged
     "eagle": ("layers", "depth"), "eagle3": ("draft_vocab", "layers", "depth", "taps", "accept_at"), "hydra": ("layers", "depth"),
     "medusa": ("draft_vocab", "layers", "depth"), "mlp": ("depth", "shared"), "mtp": ("layers", "depth"), "pard": ("depth", "mask_token"),
+    "peagle": ("draft_vocab", "layers", "depth", "mask_token", "taps", "accept_at"),
     "dflash": ("layers", "depth", "mask_token"), "dspark": ("layers", "depth", "mask_token"), "model": ("depth",),
 }
 
@@ -146,6 +147,23 @@ def _eagle3(target: Target, texts: Sequence[Text], wish: Wish) -> Task:
         head = Eagle3Head.fresh(target.parts, _vocabulary(target, texts, wish), **wish.sizes(layers="layers", taps="taps"))
         warm_eagle3(head, target.parts)
     return Eagle3Task(head, target.parts, **wish.sizes(steps="depth", accept_at="accept_at"))
+
+
+def _peagle(target: Target, texts: Sequence[Text], wish: Wish) -> Task:
+    from ..models.heads.peagle import PEagleHead
+    from .peagle import PEagleTask
+    from .warm import warm_eagle3
+
+    files = wish.files
+    if files:
+        head = PEagleHead.read(files, target.parts, target.vocab_size)
+    else:
+        sizes = {"layers": 4, **wish.sizes(layers="layers", taps="taps")}          # as many as published ones have
+        head = PEagleHead.fresh(target.parts, _vocabulary(target, texts, wish), **sizes)
+        assert wish.mask_token is not None, "checked by Wish.check"
+        head.mask_token = wish.mask_token
+        warm_eagle3(head, target.parts)
+    return PEagleTask(head, target.parts, **wish.sizes(steps="depth", accept_at="accept_at"))
 
 
 def _medusa(target: Target, texts: Sequence[Text], wish: Wish) -> Task:
@@ -236,7 +254,7 @@ def _small(target: Target, wish: Wish) -> CausalLM:
 
 FAMILIES: Mapping[str, Callable[[Target, Sequence[Text], Wish], Task]] = {
     "eagle": _eagle, "eagle3": _eagle3, "medusa": _medusa, "hydra": _hydra, "mlp": _mlp, "mtp": _mtp, "pard": _pard, "dflash": _dflash,
-    "dspark": _dspark, "model": _model,
+    "dspark": _dspark, "model": _model, "peagle": _peagle,
 }
 
 
