@@ -289,6 +289,27 @@ def test_what_is_off_is_asked_seldom_and_comes_back() -> None:
     assert sum(depth >= 3 for depth in late) > 90
 
 
+def test_a_load_pays_for_its_own_trials() -> None:
+    """Of short texts, sixteen and then one at a time in turn, that a drafter would have to read first, and which it guesses wrongly: a
+    hundredth of the sixteen's time is many trials of the one's."""
+    def played(auto: bool) -> tuple[float, int]:
+        world, alone = World(chance=flat(0.0), batch=16, arms={"": Arm(level=0.3, lag=0.02)}), [0.0, 0]
+        control = world.auto() if auto else Always(0)
+        world.play(control, 60)
+        for batch in (16, 1) * 20:
+            for seq in world.live:
+                control.forget(seq)
+            world.batch, world.live = batch, [world._fresh() for _ in range(batch)]
+            before, asked = world.seconds, world.asked
+            world.play(control, 90)
+            alone = [alone[0] + world.seconds - before, alone[1] + world.asked - asked] if batch == 1 else alone
+        return alone[0], int(alone[1])
+
+    (off, _), (taken, asked) = played(False), played(True)
+    assert asked >= 3, "it is asked, too"
+    assert off / taken > 0.98
+
+
 def test_of_a_crowd_only_some_are_asked_in_a_trial() -> None:
     world = World(chance=flat(0.0), batch=16)
     control = world.auto()

@@ -2,8 +2,9 @@
 offered: a depth that looked at them would bias the rules `ratio` and `block`.
 
 `AutoDepth` takes what it expects to give the most tokens per second over the whole batch, from survivals (`survival.py`) and costs
-(`costs.py`). What it cannot know without trying it tries out of a budget: a share of the time, per drafter. So what all trials
-cost together is bounded whatever the drafter does; trials near the break-even are cheap and therefore frequent.
+(`costs.py`). What it cannot know without trying it tries out of a budget: a share of the time, per drafter and load, so that few texts do
+not pay for what many have earned. So what all trials cost together is bounded whatever the drafter does; trials near the break-even are
+cheap and therefore frequent.
 """
 
 from __future__ import annotations
@@ -271,8 +272,8 @@ class AutoDepth:
         """The plan with one thing tried that has not been for long, if there is credit for what it may lose."""
         plain, wait, far = scene.plain.seconds, inf, inf
         for arm in sorted(self.arms, key=lambda arm: arm.asked):
-            if arm.credit is None:
-                arm.credit = TRIALS * OVERDRAFT[0] * plain
+            if not arm.credit:
+                arm.credit[scene.load] = TRIALS * OVERDRAFT[0] * plain
             free = [i for i, depth in enumerate(plan.depths) if scene.rooms[i] and not (depth and arm is plan.arm)]
             if not free:
                 continue
@@ -280,14 +281,15 @@ class AutoDepth:
             some, deepest = free[:isqrt(len(free))], TRIAL_DEPTH if arm.costs.seen >= TRIALS else FIRST_DEPTH
             depths = {i: min(deepest, scene.rooms[i], self.max_depth) for i in some}       # several share the call and its levels
             trial = self._trial_of(arm, scene, plan, depths)
+            credit = arm.credit.get(scene.load, 0.0)
             if arm.costs.seen >= TRIALS:
-                arm.credit = min(arm.credit, plain / 4 + trial.loss)
-            if arm.costs.seen < TRIALS or self.tried and trial.loss <= arm.credit:
+                credit = arm.credit[scene.load] = min(credit, plain / 4 + trial.loss)
+            if arm.costs.seen < TRIALS or self.tried and trial.loss <= credit:
                 self._trial = trial
                 why = f"auto: a probe{f' of {arm.name}' if arm.name else ''} after {self.rounds - arm.asked} rounds without"
                 chosen = self._asking(arm, scene, plan, depths, why)
                 return [chosen.get(i, choice) for i, choice in enumerate(self._choices)]
-            wait, far = min(wait, (trial.loss - arm.credit) * len(self.arms) / (SHARE * plan.seconds)), min(far, trial.loss)
+            wait, far = min(wait, (trial.loss - credit) * len(self.arms) / (SHARE * plan.seconds)), min(far, trial.loss)
         if plan.drafts:
             loss, rounds = plain - scene.rows / plan.rate, 1 + self.passes.lingering(scene.rows)
             wanted = PLAIN_AFTER * rounds - min(self.passes.since_plain, self.rounds - self._timed)    # others may guess in it
@@ -331,10 +333,10 @@ class AutoDepth:
         if trial.arm is None:
             self._plain_credit -= trial.loss
         elif any(budgets[i].depth for i in places):
-            assert self._plan is not None
+            assert self._plan is not None and self._last is not None
             stood = sum(len(verdicts[i].accepted) for i in places)
             lost = trial.loss + (trial.tokens - stood) / trial.rate + (0.0 if drafting is None else drafting - trial.drafting)
-            trial.arm.earn(-min(lost, OVERDRAFT[trial.arm.costs.seen > TRIALS] * self._plan.seconds))
+            trial.arm.earn(self._last.load, -min(lost, OVERDRAFT[trial.arm.costs.seen > TRIALS] * self._plan.seconds))
             if stood > trial.tokens:
                 self._planned = ()                               # news: plan again at once
 
@@ -355,11 +357,11 @@ class AutoDepth:
     def _learn(self, shown: Shown) -> float | None:
         """One round: seconds that its drafting took, in fair weather, if known."""
         since, self._seen = shown.at - self._seen, shown.at
-        if self._plan is not None:
+        if self._plan is not None and self._last is not None:
             earned = SHARE * self._plan.seconds * since
             self._plain_credit = min(self._plain_credit + earned, (1 + LINGER) * self._plan.seconds)
             for arm in self.arms:
-                arm.earn(earned / len(self.arms))
+                arm.earn(self._last.load, earned / len(self.arms))
         if not shown.asked:
             if shown.draft_s is not None:
                 self._overhead += (shown.draft_s - self._overhead) * (0.1 if self._overhead else 1.0)

@@ -73,16 +73,16 @@ class Arm:
     name: str | None
     survival: Survival
     costs: DraftCosts = field(default_factory=DraftCosts)
-    credit: float | None = None           # seconds that trials may lose; None before the first plan
+    credit: dict[int, float] = field(default_factory=dict)       # `Scene.load` → seconds that trials may lose there
     asked: int = 0                        # the last round in which it was
     read: dict[str, int] = field(default_factory=dict)           # sequence → tokens of its text that the drafter has read
     kinds: dict[object, int] = field(default_factory=dict)       # kind of text → the last round in which it was asked about one
     share: float = 1.0                    # of the nodes that a tree may have, those that were worth their rows
     trees: int = 0
 
-    def earn(self, seconds: float) -> None:
-        if self.credit is not None:
-            self.credit += seconds
+    def earn(self, load: int, seconds: float) -> None:
+        if self.credit:                                          # not before its first trials have theirs
+            self.credit[load] = self.credit.get(load, 0.0) + seconds
 
     def unread(self, seq: Sequence) -> int:
         return len(seq.tokens) - (self.read.get(seq.id, 0) if seq.state is not None else 0)
@@ -151,6 +151,11 @@ class Scene:
     @property
     def others(self) -> int:
         return self.rows - len(self.batch)
+
+    @property
+    def load(self) -> int:
+        """The texts of a pass, to a power of two."""
+        return self.rows.bit_length()
 
 
 class Asked(NamedTuple):
