@@ -27,6 +27,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from math import exp, log
 from pathlib import Path
 from statistics import fmean, median
@@ -250,11 +251,9 @@ def page(facts: Mapping[str, Any], made: str, rows: Sequence[Mapping[str, Any]],
 
 def plot(rows: Sequence[Mapping[str, Any]], file: Path) -> None:
     """Every cell's ratios to off, one line a cell."""
-    try:
-        from matplotlib.backends.backend_svg import FigureCanvasSVG
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        sys.exit(f"the picture needs matplotlib ({error}); install draftproof[report], or leave --write out")
+    from matplotlib.backends.backend_svg import FigureCanvasSVG
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(9, 1.2 + 0.34 * len(rows)), layout="constrained")
     FigureCanvasSVG(figure)
     axes = figure.add_subplot()
@@ -282,6 +281,8 @@ def plot(rows: Sequence[Mapping[str, Any]], file: Path) -> None:
 
 def main() -> None:
     args = _arguments()
+    if args.write and args.pairs and find_spec("matplotlib") is None:           # asked before what takes many minutes
+        sys.exit("the picture needs matplotlib; install draftproof[report], or leave --write out")
     load = LoadConfig(threads=args.threads, self_test=False)
     target = load_target(args.target or builtin("target"), load)
     records = [json.loads(line) for line in (WEIGHTS / "prompts.jsonl").read_text(encoding="utf-8").splitlines() if line]
