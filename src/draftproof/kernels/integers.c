@@ -9,6 +9,8 @@
  * SPAN columns of a row that meets eight bits, or GROUP that meet four, are whole numbers times a step, too (lanes.h, `in_whole`). So their
  * products and sums are whole numbers, which have no order, and groups follow one another: a row's bits depend on nothing but the row.
  */
+#include <limits.h>
+
 #include "lanes.h"
 #ifdef __x86_64__
 #include <immintrin.h>
@@ -31,6 +33,14 @@
 #define EACH_OF_TWO(DO)
 #endif
 #define ROLLED _Pragma("GCC unroll 1")
+
+/* Rows that meet panels as they lie. Zen 4 multiplies a vector in the time in which it would open another, so that twelve rows' opening costs
+ * little there, and reading opened panels, once for each twelve rows, more: 1.12 to 1.45 times the time of all (docs/log.md). */
+#if TAKES_PAIRS && !defined __AVXVNNI__
+#define DIRECT LONG_MAX
+#else
+#define DIRECT MOST
+#endif
 
 typedef int16_t signs __attribute__((vector_size(4 * LANES), aligned(4)));
 
@@ -209,9 +219,9 @@ form form_of_whole(int bits, long in)
     long four = (in + 3) / 4, groups = (in + GROUP - 1) / GROUP; /* words of eight bits, groups of four bits */
     if (bits == 4)
         return (form){MOST, MOST_OF_TWO, groups, GROUP, groups * GROUP_WORDS, NUMBERS, groups * NUMBERS, 0, 0, as_groups, fours, fours_of_two,
-                      MOST, AT_ONCE, GROUP / 2 + 1, open_four, opened_fours};
+                      DIRECT, AT_ONCE, GROUP / 2 + 1, open_four, opened_fours};
     return (form){MOST, MOST_OF_TWO, four, 4, four * WIDE, 0, STRIDE_OF_EIGHT, 0, SPAN / 4, as_span, eights, eights_of_two,
-                  MOST, SPAN / 4, 2, open_eight, opened_eights};
+                  DIRECT, SPAN / 4, 2, open_eight, opened_eights};
 }
 
 /* levels [out, in] → panels; what is beyond the matrix is zero. */
