@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -109,6 +110,23 @@ def test_pages_of_a_forgotten_text_are_handed_out_in_their_order() -> None:
     a = filled(p, list(range(6 * P)))
     drop(p, a)
     assert len(p.idle) == 6 and [p.take() for _ in range(6)] == a.pages == list(range(1, 7))
+
+
+def test_a_page_is_evicted_without_a_look_at_all_others() -> None:
+    """That took 6 ms of every page of a text where 8,000 were in the cache."""
+    class Unread(dict[int, Any]):
+        def __iter__(self) -> Any:
+            raise AssertionError("all pages are gone through")
+
+        keys = values = items = __iter__
+
+    p = pool(6)
+    for text in range(2):
+        drop(p, filled(p, [text] * 3 * P))
+    assert len(p.idle) == 6
+    p.prefix_of = Unread(p.prefix_of)
+    taken = [p.take() for _ in range(6)]
+    assert sorted(taken) == list(range(1, 7)) and not p.prefix_of and not p.index
 
 
 def test_consecutive_pages_are_read_where_they_lie_and_others_as_one_copy() -> None:

@@ -88,6 +88,7 @@ class PagePool:
         self._addresses: Tensor
         self.index: dict[Prefix, int] = {}  # published full pages
         self.prefix_of: dict[int, Prefix] = {}
+        self.behind: dict[int, set[int]] = {}  # published page → those that were published right behind it
         self.idle: OrderedDict[int, None] = OrderedDict()  # published, referenced by nobody; oldest first
 
     def available(self) -> int:
@@ -191,6 +192,7 @@ class PagePool:
             page = slot.pages[number]
             if known is None:
                 self.index[prefix], self.prefix_of[page] = page, prefix
+                self.behind.setdefault(before, set()).add(page)
             elif known != page:  # somebody else filled the same page first: read theirs
                 self.reference(known)
                 self.release(page)
@@ -215,13 +217,11 @@ class PagePool:
 
     def _unpublish(self, page: int) -> None:
         """Forget a page's content, and that of every page published behind it: their keys name its id."""
-        behind: dict[int, list[int]] = {}
-        for other, (_, before, _) in self.prefix_of.items():
-            behind.setdefault(before, []).append(other)
+        self.behind[self.prefix_of[page][1]].remove(page)
         void = [page]  # a list, for a long text has more pages behind each other than calls may be nested
         for page in void:
             del self.index[self.prefix_of.pop(page)]
-            for other in behind.get(page, ()):
+            for other in self.behind.pop(page, ()):
                 if other in self.idle:
                     del self.idle[other]
                     heappush(self.free, other)
@@ -236,3 +236,5 @@ class PagePool:
         assert counted == self.references, "reference counts match the page tables"
         known = sorted([*self.free, *self.idle, *(p for p in range(self.allocated) if self.references[p])])
         assert known == list(range(1, self.allocated)), "every page is somewhere, and only once"
+        follows = {(before, page) for page, (_, before, _) in self.prefix_of.items()}
+        assert {(before, page) for before, pages in self.behind.items() for page in pages} == follows, "what lies behind what is known"
