@@ -22,7 +22,7 @@ from ..models.taps import abreast
 from ..types import Budget, Commit, Draft, SequenceView, Signals
 from .base import Needs, Noise, NoOptions, Ranking, Site
 from .grow import Growth, Margins
-from .slots import Line, Slots, chains, trees
+from .slots import Line, Slots, chains, parted, trees
 from .window import Window
 
 CHUNK = 1024        # hidden states that are fused in one pass, and of one sequence that wait at most
@@ -126,13 +126,11 @@ class DFlashDrafter(NoOptions):
                 continue
             nodes = max(budget.nodes - (budget.depth - depth), depth)
             lines.append(Line(state.seq, state.ranking, place, depth, nodes, budget.prices, reason))
-        growing = [line for line in lines if not noise.keep_law and line.nodes > line.depth]
-        for some in (growing, [line for line in lines if line not in growing] if growing else lines):
-            if some:
-                self._catch_up([states[line.place] for line in some])
-                slots = self._pass([states[line.place] for line in some], max(line.depth for line in some))
-                for line, draft in zip(some, self._draw(some, states, slots, noise, some is growing), strict=True):
-                    drafts[line.place] = draft
+        for some, tree in parted(lines, noise):
+            self._catch_up([states[line.place] for line in some])
+            slots = self._pass([states[line.place] for line in some], max(line.depth for line in some))
+            for line, draft in zip(some, self._draw(some, states, slots, noise, tree), strict=True):
+                drafts[line.place] = draft
         return drafts
 
     def _draw(self, lines: list[Line], states: Sequence[BlockState], slots: Slots, noise: Noise, tree: bool) -> list[Draft]:

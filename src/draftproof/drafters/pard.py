@@ -24,7 +24,7 @@ from ..types import Budget, Commit, Draft, SequenceView, Signals
 from .base import Noise, Ranking, Site
 from .grow import Growth, Margins
 from .model import ModelDrafter, ModelState
-from .slots import Line, chains, trees
+from .slots import Line, chains, parted, trees
 from .vocabulary import Words, require_same
 
 
@@ -106,15 +106,12 @@ class PardDrafter(ModelDrafter):
                     drafts[place] = Draft.empty(self.name, reason)
         if not lines:
             return drafts
-        growing = [line for line in lines if not noise.keep_law and line.nodes > line.depth]
         rows = self._pass([states[line.place] for line in lines], [line.depth for line in lines])
         ends = list(accumulate((line.depth for line in lines), initial=0))
-        for some in (growing, [line for line in lines if line not in growing] if growing else lines):
-            if not some:
-                continue
+        for some, tree in parted(lines, noise):
             mine = [rows[ends[i]:ends[i + 1]] for i, line in enumerate(lines) if line in some]
             slots = Masks(rows if len(mine) == len(lines) else torch.cat(mine), [line.depth for line in some])
-            if some is growing:
+            if tree:
                 found, growth = trees(some, slots, noise, self.vocab_size, self.lm.device, self.name, self.margins)
                 for i, line in enumerate(some):
                     states[line.place].tree = (growth, i)  # type: ignore[attr-defined]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from typing import ClassVar, Self
 
 import torch
@@ -24,7 +24,7 @@ from .base import Noise, NoOptions, Site
 from .lines import RecurrentState
 from .pard import Masks
 from .recurrent import CHUNK, RecurrentDrafter
-from .slots import Line, chains, trees
+from .slots import Line, chains, parted, trees
 
 
 class PEagleDrafter(NoOptions, RecurrentDrafter):
@@ -46,6 +46,11 @@ class PEagleDrafter(NoOptions, RecurrentDrafter):
         require(files, cls.name)
         return cls(PEagleHead.read(files, site.target.parts, site.target.vocab_size), site.target.vocab_size)
 
+    @cached_property
+    def _blank(self) -> Tensor:
+        """`PEagleHead.blank`, which no round changes: it reads all of fc."""
+        return self.head.blank()
+
     @torch.inference_mode()
     def propose(self, states: Sequence[RecurrentState], budgets: Sequence[Budget], noise: Noise) -> list[Draft]:
         drafts = [Draft.empty(self.name) for _ in states]
@@ -59,13 +64,10 @@ class PEagleDrafter(NoOptions, RecurrentDrafter):
                 drafts[place] = Draft.empty(self.name, reason)
                 continue
             lines.append(Line(state.seq, state.ranking, place, budget.depth, max(budget.nodes, budget.depth), budget.prices))
-        growing = [line for line in lines if not noise.keep_law and line.nodes > line.depth]
-        for some in (growing, [line for line in lines if line not in growing]):
-            if not some:
-                continue
+        for some, tree in parted(lines, noise):
             depths = [line.depth for line in some]
             slots = Masks(self._pass([states[line.place] for line in some], depths), depths, self.head.ids)
-            if some is growing:
+            if tree:
                 found, growth = trees(some, slots, noise, self.vocab_size, self.device, self.name, self.margins)
                 for i, line in enumerate(some):
                     states[line.place].learn, states[line.place].length = partial(growth.learn, i), len(line.seq.tokens)
@@ -96,7 +98,7 @@ class PEagleDrafter(NoOptions, RecurrentDrafter):
         """Outputs [rows, H] of `counts` rows of each sequence: the entries that are due, and masks."""
         fed = [self._due(state) for state, own in zip(states, due, strict=True) if own]
         true = iter(torch.split(self.head.fuse(torch.cat([rows for rows, _ in fed])), [len(text) for _, text in fed]) if fed else ())
-        texts, blank = iter(text for _, text in fed), self.head.blank()
+        texts, blank = iter(text for _, text in fed), self._blank
         tokens: list[int] = []
         places: list[int] = []
         hidden: list[Tensor] = []

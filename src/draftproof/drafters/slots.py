@@ -59,6 +59,13 @@ class Line:
     extra: list[int] = field(default_factory=list)        # siblings beside each level of the chain
 
 
+def parted(lines: Sequence[Line], noise: Noise) -> list[tuple[list[Line], bool]]:
+    """Those that grow trees, then those that guess chains, with which they do; neither is empty."""
+    grow = [not noise.keep_law and line.nodes > line.depth for line in lines]
+    both = [([line for line, own in zip(lines, grow, strict=True) if own is tree], tree) for tree in (True, False)]
+    return [(some, tree) for some, tree in both if some]
+
+
 def chains(lines: Sequence[Line], slots: Slots, noise: Noise, vocab_size: int, device: torch.device, name: str) -> list[Draft]:
     """The best of every place, with siblings beside it where the budget has more nodes than levels."""
     edited = any(line.ranking.names_tokens for line in lines)

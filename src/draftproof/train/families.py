@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,6 +20,9 @@ from .place import MODELS
 
 if TYPE_CHECKING:
     from ..models.causal import CausalLM
+    from ..models.heads.eagle3 import Eagle3Head
+
+Fused = TypeVar("Fused", bound="Eagle3Head")
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,34 +138,32 @@ def _eagle(target: Target, texts: Sequence[Text], wish: Wish) -> Task:
     return EagleTask(head, target.parts, **wish.sizes(steps="depth"))
 
 
-def _eagle3(target: Target, texts: Sequence[Text], wish: Wish) -> Task:
-    from ..models.heads.eagle3 import Eagle3Head
-    from .eagle3 import Eagle3Task
+def _fused(kind: type[Fused], target: Target, texts: Sequence[Text], wish: Wish, **sizes: Any) -> Fused:
+    """A head of this class; sizes: of a fresh one, where the user gave none."""
     from .warm import warm_eagle3
 
     files = wish.files
     if files:
-        head = Eagle3Head.read(files, target.parts, target.vocab_size)
-    else:
-        head = Eagle3Head.fresh(target.parts, _vocabulary(target, texts, wish), **wish.sizes(layers="layers", taps="taps"))
-        warm_eagle3(head, target.parts)
-    return Eagle3Task(head, target.parts, **wish.sizes(steps="depth", accept_at="accept_at"))
+        return kind.read(files, target.parts, target.vocab_size)
+    head = kind.fresh(target.parts, _vocabulary(target, texts, wish), **{**sizes, **wish.sizes(layers="layers", taps="taps")})
+    warm_eagle3(head, target.parts)
+    return head
+
+
+def _eagle3(target: Target, texts: Sequence[Text], wish: Wish) -> Task:
+    from ..models.heads.eagle3 import Eagle3Head
+    from .eagle3 import Eagle3Task
+
+    return Eagle3Task(_fused(Eagle3Head, target, texts, wish), target.parts, **wish.sizes(steps="depth", accept_at="accept_at"))
 
 
 def _peagle(target: Target, texts: Sequence[Text], wish: Wish) -> Task:
     from ..models.heads.peagle import PEagleHead
     from .peagle import PEagleTask
-    from .warm import warm_eagle3
 
-    files = wish.files
-    if files:
-        head = PEagleHead.read(files, target.parts, target.vocab_size)
-    else:
-        sizes = {"layers": 4, **wish.sizes(layers="layers", taps="taps")}          # as many as published ones have
-        head = PEagleHead.fresh(target.parts, _vocabulary(target, texts, wish), **sizes)
-        assert wish.mask_token is not None, "checked by Wish.check"
+    head = _fused(PEagleHead, target, texts, wish, layers=4)          # as many as published ones have
+    if wish.mask_token is not None:                                     # of a fresh one: others have their own
         head.mask_token = wish.mask_token
-        warm_eagle3(head, target.parts)
     return PEagleTask(head, target.parts, **wish.sizes(steps="depth", accept_at="accept_at"))
 
 

@@ -27,7 +27,7 @@ from .eagle3 import canonical, norms_of, setting
 from .files import HeadFiles, read_files, write_files
 from .medusa import understood
 from .mtp_files import COUNTS, brings, stitch
-from .peagle import TOKENS
+from .peagle import told_token
 
 ENGINES = ("vllm", "sglang", "trtllm", "hf")
 MTP = {"vllm": "vLLM: --speculative-config '{\"method\": \"mtp\", \"num_speculative_tokens\": K}'",
@@ -103,8 +103,7 @@ def _eagle3_vllm(files: HeadFiles) -> Written:
 
 def _peagle_vllm(files: HeadFiles) -> Written:
     config, tensors, _ = _eagle3_vllm(files)
-    token = next((config[name] for name in TOKENS if config.get(name) is not None), None)
-    return {**config, "pard_token": token}, tensors, ["vLLM: method eagle3 with parallel_drafting=true"]
+    return {**config, "pard_token": told_token(config)}, tensors, ["vLLM: method eagle3 with parallel_drafting=true"]
 
 
 def _eagle3_sglang(files: HeadFiles) -> Written:

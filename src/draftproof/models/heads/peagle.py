@@ -34,9 +34,8 @@ class PEagleHead(Eagle3Head):
     @classmethod
     def read(cls, files: HeadFiles, parts: TargetParts, vocab_size: int) -> Self:
         """As `Eagle3Head.read`; raises LoadError, too, where config.json names no token for masks."""
-        given = {canonical(name): name for name in files.tensors}
-        blank = needed({canonical(name): tensor for name, tensor in files.tensors.items()}, "mask_hidden", files.path)
-        tensors = {**files.tensors, given["mask_hidden"]: blank.reshape(1, 1, -1)}
+        name = next((name for name in files.tensors if canonical(name) == "mask_hidden"), "mask_hidden")
+        tensors = {**files.tensors, name: needed(files.tensors, name, files.path).reshape(1, 1, -1)}
         head = super().read(HeadFiles(files.path, files.config, tensors), parts, vocab_size)
         head.mask_token = _mask_token(files.config, vocab_size, files.path)
         return head
@@ -50,8 +49,13 @@ class PEagleHead(Eagle3Head):
         return self.fuse(self.mask_hidden[0])
 
 
+def told_token(config: Mapping[str, Any]) -> Any:
+    """The token of masks as config.json has it, None where it has none."""
+    return next((config[name] for name in TOKENS if config.get(name) is not None), None)
+
+
 def _mask_token(config: Mapping[str, Any], vocab_size: int, source: Path) -> int:
-    found = next((config[name] for name in TOKENS if config.get(name) is not None), None)
+    found = told_token(config)
     token = int(found) if isinstance(found, int) or isinstance(found, str) and found.isdigit() else -1
     if not 0 <= token < vocab_size:
         raise LoadError(f"{source}: the token of masks is {found!r}; expected one in [0, {vocab_size}) in config.json, as "

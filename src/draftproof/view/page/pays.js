@@ -38,9 +38,10 @@ export function measured(trace, request) {
     besides += trace.verify.at(i) + trace.other.at(i);
   }
   if (!plain || !levels) return { points: [], cost: null, c: 0.1, row: 0.02, o: 0 };
+  const cost = drafting / levels / plain;
   const points = [...depths].filter(([, one]) => one.rounds >= 2 && one.seconds > 0).map(([depth, one]) => [depth, plain * one.tokens / one.seconds, one.rounds]);
   return {
-    points: points.sort((a, b) => a[0] - b[0]), cost: drafting / levels / plain, c: Math.min(1, drafting / levels / plain), row: Math.max(0, Math.min(1, wider / levels / plain)),
+    points: points.sort((a, b) => a[0] - b[0]), cost, c: Math.min(1, cost), row: Math.max(0, Math.min(1, wider / levels / plain)),
     o: Math.min(1, besides / rounds / plain),
   };
 }
