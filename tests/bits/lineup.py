@@ -14,6 +14,7 @@ from draftproof.drafters import build
 from draftproof.drafters.base import Drafter
 from draftproof.drafters.chain import chained
 from draftproof.drafters.dflash import DFlashDrafter
+from draftproof.drafters.dflash2 import DFlash2Drafter
 from draftproof.drafters.dspark import DSparkDrafter
 from draftproof.drafters.eagle import Eagle2Drafter, EagleDrafter
 from draftproof.drafters.eagle3 import Eagle3Drafter
@@ -28,6 +29,7 @@ from draftproof.drafters.suffix import SuffixDrafter
 from draftproof.drafters.translate import TokenLevel, TranslatedLm
 from draftproof.drafters.vocabulary import Spelling, Words
 from draftproof.models.heads.dflash import DFlash
+from draftproof.models.heads.dflash2 import DFlash2
 from draftproof.models.heads.dspark import DSpark
 from draftproof.models.heads.eagle import EagleHead
 from draftproof.models.heads.eagle3 import Eagle3Head
@@ -112,6 +114,7 @@ FRESH: dict[str, Make] = {
     "mtp": lambda target: MtpDrafter(MtpHead.fresh(target.parts), target.vocab_size),
     "pard": lambda target: PardDrafter(draft(), 1, target.vocab_size),
     "dflash": lambda target: DFlashDrafter(DFlash.fresh(target.parts), target.vocab_size),
+    "dflash2": lambda target: DFlash2Drafter(DFlash2.fresh(target.parts), target.vocab_size),
     "dspark": lambda target: DSparkDrafter(DSpark.fresh(target.parts), target.vocab_size),
 }
 

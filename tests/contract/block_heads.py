@@ -9,10 +9,12 @@ from typing import Any
 import torch
 
 from draftproof.drafters.dflash import DFlashDrafter
+from draftproof.drafters.dflash2 import DFlash2Drafter
 from draftproof.drafters.dspark import DSparkDrafter
 from draftproof.drafters.pard import PardDrafter
 from draftproof.models.fake import TableTarget
 from draftproof.models.heads.dflash import DFlash
+from draftproof.models.heads.dflash2 import DFlash2, LocalConv
 from draftproof.models.heads.dspark import DSpark
 from draftproof.models.heads.layout import View
 
@@ -54,10 +56,26 @@ def dspark(target: TableTarget, **more: Any) -> DSparkDrafter:
     return DSparkDrafter(head, target.vocab_size)
 
 
+def dflash2(target: TableTarget, views: tuple[View, ...] = (View(), View()), **more: Any) -> DFlash2Drafter:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(5)
+        head = DFlash2.fresh(target.parts, **{"block": 6, "mask_token": 0, "rank": 8, **SIZES, **more})
+        torch.nn.init.normal_(head.candidate_selector.successor_codebook)
+        for module in head.modules():
+            if isinstance(module, LocalConv):
+                torch.nn.init.normal_(module.base_kernel)
+                torch.nn.init.normal_(module.kernel_projection.weight, std=0.3)
+    assert head.layout.local is not None
+    _soft(head, views=views, local=replace(head.layout.local, choices=7))
+    return DFlash2Drafter(head, target.vocab_size)
+
+
 BLOCK_HEADS: dict[str, Callable[[TableTarget, NextToken], Any]] = {
     "dflash": lambda target, truth: dflash(target),
     "dflash-sliding-short-context": lambda target, truth: dflash(target, (View(4, True), View(6)), context=15),
     "dflash-cut": lambda target, truth: cut(target),
+    "dflash2": lambda target, truth: dflash2(target),
+    "dflash2-sliding-short-context": lambda target, truth: dflash2(target, (View(4), View(6)), context=15),
     "dspark": lambda target, truth: dspark(target),
     "dspark-rnn": lambda target, truth: dspark(target, kind="rnn", confidence=False),
     "pard": lambda target, truth: PardDrafter(TableTarget(V, order=1, seed=9), 0, prefill_chunk=3),

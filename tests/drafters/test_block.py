@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from contract.block_heads import cut, dflash, dspark
+from contract.block_heads import cut, dflash, dflash2, dspark
 from contract.table_rounds import SharedNoise, Text, opened, plain, rows_of, speculate
 from torch import Tensor
 
@@ -18,18 +18,20 @@ from draftproof.core.tree import path
 from draftproof.drafters import dflash as dflash_module
 from draftproof.drafters.base import Site
 from draftproof.drafters.dflash import DFlashDrafter
+from draftproof.drafters.dflash2 import DFlash2Drafter
 from draftproof.drafters.dspark import DSparkDrafter
 from draftproof.drafters.pard import PardDrafter, mask_token_of
 from draftproof.errors import LoadError
 from draftproof.models.causal import CausalLM
 from draftproof.models.fake import TableTarget
 from draftproof.models.heads.dflash import DFlash
+from draftproof.models.heads.dflash2 import DFlash2
 from draftproof.models.heads.dspark import DSpark
 from draftproof.models.heads.files import read_files
 from draftproof.models.load import load_target
 from draftproof.models.target import Target
 from draftproof.train.base import Features, Task
-from draftproof.train.dflash import DFlashTask, DSparkTask, anchors_of, cross_entropy, d_pace, decay, total_variation
+from draftproof.train.dflash import DFlash2Task, DFlashTask, DSparkTask, anchors_of, cross_entropy, d_pace, decay, total_variation
 from draftproof.train.pard import PardTask
 from draftproof.train.pard import rows_of as pard_rows
 from draftproof.types import Budget, Commit, Signals
@@ -47,7 +49,7 @@ def table(**more: Any) -> TableTarget:
 
 def test_a_block_holds_so_many_guesses_and_says_so() -> None:
     target, text = table(), Text.of([1, 2, 3, 4], WARM)
-    for drafter, reach in ((dflash(target), 5), (dspark(target), 5)):
+    for drafter, reach in ((dflash(target), 5), (dflash2(target), 5), (dspark(target), 5)):
         states, _ = opened(target, drafter, [text])
         draft, = drafter.propose(states, [Budget(9, 9, "", "")], SharedNoise())
         assert len(draft) == reach and draft.reason == f"a block holds {reach} guesses"
@@ -133,9 +135,9 @@ def test_a_text_longer_than_the_context_ends_the_guesses_with_a_reason() -> None
     assert any(draft.reason == "the drafter's context ends at 16" for draft in log.drafts) and not len(log.drafts[-2])
 
 
-@pytest.mark.parametrize("kind", ["dflash", "dspark"])
+@pytest.mark.parametrize("kind", ["dflash", "dflash2", "dspark"])
 def test_a_folder_is_served_by_its_name_and_refused_by_another(kind: str, tiny: Target, tmp_path: Path) -> None:
-    make = DFlash if kind == "dflash" else DSpark
+    make = {"dflash": DFlash, "dflash2": DFlash2, "dspark": DSpark}[kind]
     make.fresh(tiny.parts, layers=1, context=32, mask_token=3).save(tmp_path)
     expected = {}
     for drafter in (f"{kind}:{tmp_path}", "none"):
@@ -171,11 +173,11 @@ def logits_along(drafter: Any, state: Any, drafted: list[int]) -> list[Tensor]:
     return found
 
 
-@pytest.mark.parametrize("kind", ["dflash", "vanilla", "gated", "rnn", "pard"])
+@pytest.mark.parametrize("kind", ["dflash", "dflash2", "vanilla", "gated", "rnn", "pard"])
 @pytest.mark.parametrize("nodes", [4, 9])
 def test_the_law_is_what_the_draft_was_drawn_from(kind: str, nodes: int) -> None:
     target = table()
-    drafter: Any = dflash(target) if kind == "dflash" else PardDrafter(TableTarget(V, order=3, seed=5), 2) if kind == "pard" \
+    drafter: Any = dflash(target) if kind == "dflash" else dflash2(target) if kind == "dflash2" else PardDrafter(TableTarget(V, order=3, seed=5), 2) if kind == "pard" \
         else dspark(target, kind=kind)
     texts = [Text.of([i, 2, 3], Sampling(temperature=0.8, top_k=9, repetition_penalty=1.2), seed=i, id=str(i)) for i in range(4)]
     states, _ = opened(target, drafter, texts)
@@ -230,7 +232,7 @@ def test_a_tied_tree_scores_every_node_behind_its_own_parent() -> None:
     """Children of two siblings are ranked by different laws; with independent slots by the same one."""
     target, text = table(), Text.of([1, 2, 3, 4], Sampling(temperature=1.0, top_p=1.0), seed=2)
     same = {}
-    for drafter in (dflash(target), dspark(target)):
+    for drafter in (dflash(target), dflash2(target), dspark(target)):
         states, _ = opened(target, drafter, [text])
         draft, = drafter.propose(states, [Budget(2, 40, "", "")], SharedNoise())
         ids = draft.tokens.tolist()
@@ -238,7 +240,7 @@ def test_a_tied_tree_scores_every_node_behind_its_own_parent() -> None:
         several = [children for children in below.values() if len(children) > 1]
         same[drafter.name] = all(a[0] == b[0] for a, b in zip(several, several[1:], strict=False))
         assert len(several) > 2
-    assert same["dflash"] and not same["dspark"]
+    assert same["dflash"] and not same["dflash2"] and not same["dspark"]
 
 
 # pard
@@ -388,18 +390,19 @@ def accepted_per_round(target: Target, drafter: Any, depth: int) -> float:
 SIZES = {"heads": 4, "kv_heads": 2, "head_dim": 16, "inner": 128}
 
 
-@pytest.mark.parametrize(("kind", "weighing"), [("dflash", "d-pace"), ("dspark", "decay")])
+@pytest.mark.parametrize(("kind", "weighing"), [("dflash", "d-pace"), ("dflash2", "decay"), ("dspark", "decay")])
 def test_a_head_that_learnt_one_text_is_accepted_to_the_end_of_its_block(kind: str, weighing: Any, tiny: Target, tmp_path: Path) -> None:
     torch.manual_seed(0)
     task: DFlashTask = (DFlashTask(DFlash.fresh(tiny.parts, layers=1, block=8, **SIZES), weighing=weighing) if kind == "dflash"
-                        else DSparkTask(DSpark.fresh(tiny.parts, layers=1, block=7, rank=16, **SIZES), weighing=weighing))
+                        else DFlash2Task(DFlash2.fresh(tiny.parts, layers=1, block=8, rank=16, **SIZES), weighing=weighing)
+                        if kind == "dflash2" else DSparkTask(DSpark.fresh(tiny.parts, layers=1, block=7, rank=16, **SIZES), weighing=weighing))
     with torch.inference_mode(False):
         text = features(tiny, task.taps)
         shown = list(learnt(task, text, 150, 8e-3))
     assert shown[-1]["accepted"] > shown[0]["accepted"] + 2
     task.save(tmp_path)
-    drafter = (DFlashDrafter if kind == "dflash" else DSparkDrafter)(
-        (DFlash if kind == "dflash" else DSpark).read(read_files(tmp_path), tiny.parts, tiny.vocab_size), tiny.vocab_size)
+    drafter_of, head = {"dflash": (DFlashDrafter, DFlash), "dflash2": (DFlash2Drafter, DFlash2), "dspark": (DSparkDrafter, DSpark)}[kind]
+    drafter = drafter_of(head.read(read_files(tmp_path), tiny.parts, tiny.vocab_size), tiny.vocab_size)  # type: ignore[operator]
     assert accepted_per_round(tiny, drafter, 7) > 5.0, "seven guesses a round; the text's end cuts the last one"
 
 

@@ -1,4 +1,4 @@
-"""DFlash and DSpark heads: every published layout under its own names, one pass against plain arithmetic, and what is refused."""
+"""DFlash, DFlash 2 and DSpark heads: every published layout under its own names, one pass against plain arithmetic, and what is refused."""
 
 from __future__ import annotations
 
@@ -14,10 +14,12 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn.functional import silu
 
+from draftproof.drafters.dflash2 import SelectedBlock
 from draftproof.errors import LoadError
 from draftproof.models.heads.cache import HeadCache
 from draftproof.models.heads.detect import detect
 from draftproof.models.heads.dflash import Anchored, Blocks, DFlash, spread
+from draftproof.models.heads.dflash2 import DFlash2
 from draftproof.models.heads.dspark import DSpark
 from draftproof.models.heads.files import read_files
 from draftproof.models.heads.layout import View
@@ -141,6 +143,51 @@ SPARK: dict[str, Layout] = {
 }
 
 
+CHOICES, GROUP, CONV = 7, 6, 3          # candidates of a slot, channels of a group, taps of a convolution
+
+
+def local(seed: int = 6) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+
+    def noise(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator) * 0.4
+
+    found = {"candidate_selector.predecessor_codebook": noise(V, RANK), "candidate_selector.successor_codebook": noise(V, RANK),
+             "candidate_selector.hidden_projection.weight": noise(RANK, H)}
+    for at in (f"layers.{i}.{kind}_conv." for i in range(2) for kind in ("attention", "mlp")):
+        found |= {at + "base_kernel": noise(2, CONV, H), at + "kernel_projection.weight": noise(2 * CONV * H // GROUP, H)}
+    return found
+
+
+CHOOSING = {"conv_kernel_size": CONV, "conv_group_size": GROUP, "selector_rank": RANK, "selector_top_k": CHOICES}
+
+
+def z_lab_2() -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """As its first published head: sliding layers that see the whole block, scaled and capped logits."""
+    config, tensors = z_lab_inside()
+    config |= {"architectures": ["DFlash2DraftModel"], "is_causal": False, "layer_types": ["sliding_attention"] * 2, "sliding_window": 2048}
+    config["dflash_config"] |= {**CHOOSING, "output_multiplier": 0.5, "final_logit_softcapping": 20.0}
+    del tensors["mask_embedding"]
+    return config, {**tensors, **local()}
+
+
+def speculators_2() -> tuple[dict[str, Any], dict[str, Tensor]]:
+    config, tensors = speculators("dflash2")
+    config |= {"architectures": ["DFlash2DraftModel"], "draft_vocab_size": V, "sliding_window_non_causal": True, **CHOOSING}
+    del tensors["d2t"], tensors["t2d"]
+    return config, {**tensors, "lm_head.weight": torch.randn(V, H, generator=torch.Generator().manual_seed(7)), **local()}
+
+
+def embeddings_2() -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """The codebooks as a module of transformers saves them; NVIDIA's word for the kind."""
+    config, tensors = z_lab_2()
+    config["dflash_config"] |= {"projector_type": "dflash2"}
+    return config, {name + ".weight" * name.endswith("_codebook"): tensor for name, tensor in tensors.items()}
+
+
+CHOICE: dict[str, Layout] = {"z-lab": z_lab_2, "speculators": speculators_2, "embeddings": embeddings_2}
+
+
 def write(folder: Path, config: dict[str, Any], tensors: dict[str, Tensor]) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
@@ -165,6 +212,19 @@ def turned(x: Tensor, positions: Tensor, part: float) -> Tensor:
     return out
 
 
+def mixed(w: dict[str, Tensor], kind: str, side: int, x: Tensor, given: Tensor) -> Tensor:
+    """A local convolution, row by row and channel by channel; x is what is mixed, `given` what gives the kernels."""
+    if f"{kind}_conv.base_kernel" not in w:
+        return x
+    base, out = w[f"{kind}_conv.base_kernel"][side], torch.zeros_like(x)
+    own = (given @ w[f"{kind}_conv.kernel_projection.weight"].T).view(BLOCK, 2, CONV, H // GROUP)[:, side]
+    for row in range(BLOCK):
+        for channel in range(H):
+            for tap in range(min(CONV, row + 1)):
+                out[row, channel] += (base[tap, channel] + own[row, tap, channel // GROUP]) * x[row - tap, channel]
+    return out
+
+
 def reference(w: dict[str, Tensor], parts: TargetParts, taps: Tensor, anchor: int, sees: Callable[[int, int], bool] = lambda q, k: True,
               part: float = 1.0, first: int = 0, skip: int = 1) -> tuple[Tensor, Tensor]:
     """taps [n, taps · H] of positions first …; the anchor stands right behind them. Hidden states and logits of the guessing slots."""
@@ -177,7 +237,8 @@ def reference(w: dict[str, Tensor], parts: TargetParts, taps: Tensor, anchor: in
     at = torch.arange(first, first + n + BLOCK)
     for i in range(2):
         p = {name.removeprefix(f"layers.{i}."): tensor for name, tensor in w.items() if name.startswith(f"layers.{i}.")}
-        y = rms(x, p["input_layernorm.weight"])
+        normed = rms(x, p["input_layernorm.weight"])
+        y = mixed(p, "attention", 0, normed, normed)
         both = torch.cat((context, y))
         q = turned(rms((y @ p["self_attn.q_proj.weight"].T).view(BLOCK, HEADS, DIM), p["self_attn.q_norm.weight"]), at[n:], part)
         k = turned(rms((both @ p["self_attn.k_proj.weight"].T).view(-1, KV, DIM), p["self_attn.k_norm.weight"]), at, part)
@@ -188,9 +249,11 @@ def reference(w: dict[str, Tensor], parts: TargetParts, taps: Tensor, anchor: in
                 seen = [j for j in range(n + BLOCK) if sees(n + row, j)]
                 weights = torch.softmax(k[seen, head // 2] @ q[row, head] / DIM**0.5, 0)
                 out[row, head] = weights @ v[seen, head // 2]
-        x = x + out.reshape(BLOCK, -1) @ p["self_attn.o_proj.weight"].T
-        z = rms(x, p["post_attention_layernorm.weight"])
-        x = x + (silu(z @ p["mlp.gate_proj.weight"].T) * (z @ p["mlp.up_proj.weight"].T)) @ p["mlp.down_proj.weight"].T
+        x = x + mixed(p, "attention", 1, out.reshape(BLOCK, -1) @ p["self_attn.o_proj.weight"].T, normed)
+        normed = rms(x, p["post_attention_layernorm.weight"])
+        z = mixed(p, "mlp", 0, normed, normed)
+        z = (silu(z @ p["mlp.gate_proj.weight"].T) * (z @ p["mlp.up_proj.weight"].T)) @ p["mlp.down_proj.weight"].T
+        x = x + mixed(p, "mlp", 1, z, normed)
     hidden = rms(x, w["norm.weight"])[skip:]
     return hidden, hidden @ (w["lm_head.weight"] if "lm_head.weight" in w else parts.output.weight).T
 
@@ -257,6 +320,56 @@ def test_a_published_dspark_head_computes_what_it_should(name: str, tmp_path: Pa
         assert torch.allclose(tied[0], expected, atol=1e-4)
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("name", CHOICE)
+def test_a_published_dflash2_head_computes_what_it_should(name: str, tmp_path: Path) -> None:
+    config, tensors = CHOICE[name]()
+    files, parts = read_files(write(tmp_path, config, tensors)), target()
+    assert detect(files) == "dflash2"
+    head = DFlash2.read(files, parts, V)
+    assert (head.taps, head.block, head.reach) == (TAPS, BLOCK, BLOCK - 1)
+    scaled = name != "speculators"
+    assert head.layout.views == ((View(2048, False),) * 2 if scaled else (View(),) * 2)
+    taps = torch.randn(9, len(TAPS) * H, generator=torch.Generator().manual_seed(3))
+    hidden, logits = reference({**body(), **local(), **tensors}, parts, taps, 7, part=0.5 if scaled else 1.0)
+    logits = torch.tanh(0.5 * logits / 20) * 20 if scaled else logits
+    found = served(head, taps, 7)
+    assert torch.allclose(found, hidden, atol=1e-4) and torch.allclose(head.logits(found), logits, atol=1e-3)
+    slots, w = SelectedBlock(head, found[None], torch.tensor([7])), local()
+    gate, here, chosen = hidden @ w["candidate_selector.hidden_projection.weight"].T, torch.tensor([0]), [7, 3, 11]
+    for slot, before in enumerate(chosen):
+        expected = torch.full((V,), -torch.inf)
+        for token in logits[slot].topk(CHOICES).indices.tolist():
+            step = w["candidate_selector.predecessor_codebook"][before] * gate[slot] * w["candidate_selector.successor_codebook"][token]
+            expected[token] = logits[slot, token] + step.sum()
+        tied = slots.logits(slot, here, here, None if slot == 0 else torch.tensor([before]))
+        assert torch.allclose(tied[0], expected, atol=1e-3)
+
+
+@torch.no_grad()
+def test_blocks_beside_each_other_are_not_mixed(tmp_path: Path) -> None:
+    head, taps = DFlash2.read(read_files(write(tmp_path, *z_lab_2())), target(), V), torch.randn(12, len(TAPS) * H)
+    anchors = torch.tensor([1, 5, 11])
+    context = head.keys(head.fuse(taps), torch.arange(12))
+    together = head.hidden(torch.tensor([7, 8, 9]), anchors, Anchored(head, context, anchors))
+    for i, (anchor, token) in enumerate(zip(anchors.tolist(), (7, 8, 9), strict=True)):
+        assert torch.allclose(together[i], served(head, taps[:anchor], token), atol=1e-4)
+
+
+@torch.no_grad()
+def test_a_fresh_dflash2_head_begins_as_a_plain_dflash() -> None:
+    parts, sizes = target(), {"layers": 1, "block": 6, "mask_token": MASK, "heads": HEADS, "kv_heads": KV, "head_dim": DIM, "inner": INNER}
+    torch.manual_seed(4)
+    head = DFlash2.fresh(parts, **sizes)
+    plain = DFlash.fresh(parts, **sizes)
+    plain.load_state_dict({name: tensor for name, tensor in head.state_dict().items() if name in plain.state_dict()})
+    taps = torch.randn(9, len(TAPS) * H)
+    found = served(head, taps, 7)
+    assert torch.equal(found, served(plain, taps, 7))
+    rows = SelectedBlock(head, found[None], torch.tensor([7])).logits(0, torch.tensor([0]), torch.tensor([0]), None)[0]
+    assert rows.argmax() == head.logits(found)[0].argmax() and int(rows.isfinite().sum()) == 16
+
+
 WINDOWS: dict[str, tuple[dict[str, Any], tuple[View, View]]] = {
     "sliding-is-causal": ({"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 4}, (View(4, True), View())),
     "told-otherwise": ({"layer_types": ["sliding_attention"] * 2, "sliding_window": 4, "is_causal": False}, (View(4), View(4))),
@@ -295,16 +408,17 @@ def test_a_block_in_training_sees_what_it_sees_when_served(tmp_path: Path) -> No
         assert torch.allclose(together[i], served(head, taps[:anchor], token), atol=1e-5)
 
 
-@pytest.mark.parametrize("name", [*FLASH, *(f"spark-{name}" for name in SPARK), "fresh", "fresh-spark"])
+@pytest.mark.parametrize("name", [*FLASH, *(f"spark-{name}" for name in SPARK), *(f"choice-{name}" for name in CHOICE),
+                                  "fresh", "fresh-spark", "fresh-choice"])
 def test_what_is_saved_is_read_back_bit_for_bit(name: str, tmp_path: Path) -> None:
     parts = target()
-    kind = DSpark if "spark" in name else DFlash
+    kind = DSpark if "spark" in name else DFlash2 if "choice" in name else DFlash
     if name.startswith("fresh"):
         sizes = {"heads": HEADS, "kv_heads": KV, "head_dim": DIM, "inner": INNER}
         head = kind.fresh(parts, layers=1, block=6, mask_token=None if kind is DFlash else MASK, **sizes)
     else:
-        layouts: dict[str, Layout] = SPARK if kind is DSpark else FLASH
-        head = kind.read(read_files(write(tmp_path / "a", *layouts[name.removeprefix("spark-")]())), parts, V)
+        layouts: dict[str, Layout] = {DSpark: SPARK, DFlash2: CHOICE, DFlash: FLASH}[kind]
+        head = kind.read(read_files(write(tmp_path / "a", *layouts[name.removeprefix("spark-").removeprefix("choice-")]())), parts, V)
     head.save(tmp_path / "b")
     again = kind.read(read_files(tmp_path / "b"), parts, V)
     assert again.layout == head.layout and again.shape == head.shape
@@ -350,7 +464,9 @@ REFUSED: dict[str, tuple[Callable[[dict[str, Any], dict[str, Tensor]], None], st
     "laguna": (with_tensor("layers.0.self_attn.g_proj.weight", 4, 4), "Laguna"),
     "domino": (with_tensor("prefix_gru.weight_ih_l0", 4, 4), "Domino"),
     "domino-by-config": (inside(projector_type="domino"), "projector_type is 'domino'"),
-    "dflash2": (with_tensor("layers.0.attention_conv.base_kernel", 2, 3, 4), "DFlash2"),
+    "dflash2": (with_tensor("layers.0.attention_conv.base_kernel", 2, 3, 4), "DFlash2 head; expected drafter dflash2"),
+    "lilicorr": (with_tensor("lilicorr.slot_embedding", 4, 4), "LiLiCorr"),
+    "xpress": (with_tensor("xpress_head.w1.weight", 4, 4), "XPress"),
     "latent-attention": (inside(attention_mode="mla"), "attention mode mla"),
     "interleaved": (changed(is_neox_style=False), "interleaved"),
     "quantised": (changed(quantization_config={"bits": 4}), "quantised"),
@@ -379,11 +495,37 @@ def test_an_index_table_a_foreign_embedding_and_the_other_drafter_are_refused(tm
         DFlash.read(read_files(write(tmp_path / "c", *deep_spec())), target(), V)
     with pytest.raises(LoadError, match="drafter dflash"):
         DSpark.read(read_files(write(tmp_path / "d", *z_lab())), target(), V)
+    with pytest.raises(LoadError, match="drafter dflash2"):
+        DFlash.read(read_files(write(tmp_path / "g", *z_lab_2())), target(), V)
+    with pytest.raises(LoadError, match="no candidate selector.*drafter dflash"):
+        DFlash2.read(read_files(write(tmp_path / "h", *z_lab())), target(), V)
+    with pytest.raises(LoadError, match="DSpark head; expected drafter dspark"):
+        DFlash2.read(read_files(write(tmp_path / "i", *deep_spec())), target(), V)
     config, tensors = deep_spec("gated")
     with pytest.raises(LoadError, match="markov_head_type is 'rnn'"):
         DSpark.read(read_files(write(tmp_path / "e", {**config, "markov_head_type": "rnn"}, tensors)), target(), V)
     with pytest.raises(LoadError, match="confidence head reads 5"):
         DSpark.read(read_files(write(tmp_path / "f", config, {**tensors, "confidence_head.proj.weight": torch.zeros(1, 5)})), target(), V)
+
+
+SELECTORLESS: dict[str, tuple[Callable[[dict[str, Any], dict[str, Tensor]], None], str]] = {
+    "no-taps": (inside(conv_kernel_size=None), r"conv_kernel_size, conv_group_size, selector_top_k are None, 6, 7; expected three positive"),
+    "too-many": (inside(selector_top_k=41), "at most the target's 40 tokens"),
+    "groups-that-do-not-divide": (inside(conv_group_size=7), "conv_group_size is 7, and the head 24 wide"),
+    "other-taps": (inside(conv_kernel_size=2), r"base_kernel is \[2, 3, 24\], expected \[2, 2, 24\]"),
+    "no-projection": (without("candidate_selector.hidden_projection.weight"), r"missing tensors: candidate_selector\.hidden_projection"),
+    "reduced": (lambda config, tensors: tensors.update({"d2t": KEPT - torch.arange(len(KEPT)),
+                                                        "lm_head.weight": torch.zeros(len(KEPT), H)}), "reduced vocabulary"),
+}
+
+
+@pytest.mark.parametrize("name", SELECTORLESS)
+def test_a_dflash2_head_that_is_refused_says_why(name: str, tmp_path: Path) -> None:
+    change, why = SELECTORLESS[name]
+    config, tensors = z_lab_2()
+    change(config, tensors)
+    with pytest.raises(LoadError, match=why):
+        DFlash2.read(read_files(write(tmp_path, config, tensors)), target(), V)
 
 
 def test_a_narrower_head_needs_matrices_of_its_own(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from .base import Drafter, Named, Site
 from .chain import chained
 from .custom import CustomDrafter, check_place
 from .dflash import DFlashDrafter
+from .dflash2 import DFlash2Drafter
 from .dspark import DSparkDrafter
 from .eagle import Eagle2Drafter, EagleDrafter
 from .eagle3 import Eagle3Drafter
@@ -55,6 +56,7 @@ DRAFTERS: Mapping[str, type[Named]] = {
     "mtp": MtpDrafter,
     "pard": PardDrafter,
     "dflash": DFlashDrafter,
+    "dflash2": DFlash2Drafter,
     "dspark": DSparkDrafter,
     "custom": CustomDrafter,
 }

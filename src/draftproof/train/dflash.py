@@ -2,8 +2,9 @@
 
 DFlash (arXiv 2602.06036): cross-entropy with weights that fall along the block, exp(−i/γ). D-PACE (arXiv 2605.18810) weighs a
 slot by the accepted length that hangs on it instead. DSpark (arXiv 2607.05147): 0.1 cross-entropy + 0.9 total variation, and
-the confidence head learns the chance of acceptance, 1 − total variation, by binary cross-entropy. Cross-entropies are taken
-against the target's distribution, not against one draw from it: the same in the mean, with less noise.
+the confidence head learns the chance of acceptance, 1 − total variation, by binary cross-entropy. DFlash 2: DFlash's loss, and the
+selector's cross-entropy over each slot's candidates, among which the target's likeliest token is put where it is missing. Cross-entropies
+are taken against the target's distribution, not against one draw from it: the same in the mean, with less noise.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from torch.nn import functional
 
 from ..errors import LoadError
 from ..models.heads.dflash import Anchored, DFlash
+from ..models.heads.dflash2 import DFlash2
 from ..models.heads.dspark import DSpark
 from .base import Features, logits_after
 
@@ -148,3 +150,23 @@ class DSparkTask(DFlashTask):
             chance = (1 - variation.detach()).clamp(0, 1)
             loss = loss + self.CONFIDENCE * functional.binary_cross_entropy_with_logits(sure.float(), chance, reduction="none")
         return logits, loss, entropy
+
+
+class DFlash2Task(DFlashTask):
+    """`Task` of a DFlash 2 head: slots are tied by the text's own tokens."""
+
+    def __init__(self, head: DFlash2, anchors: int = 32, gamma: float | None = None, weighing: Weighing = "decay") -> None:
+        super().__init__(head, anchors, gamma, weighing)
+        self.tied = head
+
+    def _losses(self, logits: Tensor, wanted: Tensor, hidden: Tensor, previous: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        entropy, selector = cross_entropy(logits, wanted), self.tied.candidate_selector
+        candidates, unary = self.tied.candidates(logits)
+        gate, best = selector.hidden_projection(hidden), wanted.argmax(-1, keepdim=True)
+        scores = unary + selector(gate, previous, candidates)
+        chosen = torch.full_like(logits, -torch.inf, dtype=torch.float32).scatter(-1, candidates, scores.detach())
+        lacking = (candidates != best).all(-1, keepdim=True)
+        least = unary.argmin(-1, keepdim=True)
+        learnt = candidates.scatter(-1, least, torch.where(lacking, best, candidates.gather(-1, least)))
+        scores = logits.gather(-1, learnt).float() + selector(gate, previous, learnt)
+        return chosen, entropy + cross_entropy(scores, wanted.gather(-1, learnt)), entropy

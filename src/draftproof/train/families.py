@@ -20,8 +20,10 @@ from .place import MODELS
 
 if TYPE_CHECKING:
     from ..models.causal import CausalLM
+    from ..models.heads.dflash import DFlash
     from ..models.heads.eagle3 import Eagle3Head
 
+Block = TypeVar("Block", bound="DFlash")
 Fused = TypeVar("Fused", bound="Eagle3Head")
 
 
@@ -107,7 +109,8 @@ HEEDED: Mapping[str, tuple[str, ...]] = {          # kind → the wishes that it
     "eagle": ("layers", "depth"), "eagle3": ("draft_vocab", "layers", "depth", "taps", "accept_at"), "hydra": ("layers", "depth"),
     "medusa": ("draft_vocab", "layers", "depth"), "mlp": ("depth", "shared"), "mtp": ("layers", "depth"), "pard": ("depth", "mask_token"),
     "peagle": ("draft_vocab", "layers", "depth", "mask_token", "taps", "accept_at"),
-    "dflash": ("layers", "depth", "mask_token"), "dspark": ("layers", "depth", "mask_token"), "model": ("depth",),
+    "dflash": ("layers", "depth", "mask_token"), "dflash2": ("layers", "depth", "mask_token"),
+    "dspark": ("layers", "depth", "mask_token"), "model": ("depth",),
 }
 
 
@@ -211,13 +214,25 @@ def _mtp(target: Target, texts: Sequence[Text], wish: Wish) -> Task:
     return MtpTask(head, **wish.sizes(steps="depth"))
 
 
+def _block(kind: type[Block], target: Target, wish: Wish) -> Block:
+    """A head of this class, whose block holds the anchor and its guesses."""
+    files, sizes = wish.files, wish.sizes(layers="layers", mask_token="mask_token")
+    block: dict[str, Any] = {} if wish.depth is None else {"block": wish.depth + 1}
+    return kind.read(files, target.parts, target.vocab_size) if files else kind.fresh(target.parts, **block, **sizes)
+
+
 def _dflash(target: Target, texts: Sequence[Text], wish: Wish) -> Task:
     from ..models.heads.dflash import DFlash
     from .dflash import DFlashTask
 
-    files, sizes = wish.files, wish.sizes(layers="layers", mask_token="mask_token")
-    block: dict[str, Any] = {} if wish.depth is None else {"block": wish.depth + 1}
-    return DFlashTask(DFlash.read(files, target.parts, target.vocab_size) if files else DFlash.fresh(target.parts, **block, **sizes))
+    return DFlashTask(_block(DFlash, target, wish))
+
+
+def _dflash2(target: Target, texts: Sequence[Text], wish: Wish) -> Task:
+    from ..models.heads.dflash2 import DFlash2
+    from .dflash import DFlash2Task
+
+    return DFlash2Task(_block(DFlash2, target, wish))
 
 
 def _dspark(target: Target, texts: Sequence[Text], wish: Wish) -> Task:
@@ -255,7 +270,7 @@ def _small(target: Target, wish: Wish) -> CausalLM:
 
 FAMILIES: Mapping[str, Callable[[Target, Sequence[Text], Wish], Task]] = {
     "eagle": _eagle, "eagle3": _eagle3, "medusa": _medusa, "hydra": _hydra, "mlp": _mlp, "mtp": _mtp, "pard": _pard, "dflash": _dflash,
-    "dspark": _dspark, "model": _model, "peagle": _peagle,
+    "dflash2": _dflash2, "dspark": _dspark, "model": _model, "peagle": _peagle,
 }
 
 

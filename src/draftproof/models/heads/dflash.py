@@ -30,7 +30,7 @@ from .cache import HeadCache, HeadPass
 from .eagle import ROTARY, count_layers, give_biases, require_vocabulary, rope_fields, settle, text_config
 from .files import HeadFiles, converted, fill, needed, write_files
 from .layers import Attend, HeadLayer, Shape
-from .layout import Layout, View, body_of, renamed
+from .layout import Layout, Local, View, body_of, renamed
 from .vocabulary import draft_ids, mask, offsets
 
 UNUSED = ROTARY | {"d2t", "t2d", "verifier_norm.weight", "verifier_lm_head.weight"}      # read elsewhere, or the target's own
@@ -44,7 +44,7 @@ class DFlash(nn.Module):
     """
 
     ids: Tensor | None
-    architecture, markov = "DFlashDraftModel", False
+    architecture, family = "DFlashDraftModel", "dflash"
 
     def __init__(self, parts: TargetParts, shape: Shape, layout: Layout, config: Mapping[str, Any], own_embed: bool = False,
                  own_output: int = 0, ids: Tensor | None = None, mask_shape: Sequence[int] | None = None) -> None:
@@ -62,7 +62,7 @@ class DFlash(nn.Module):
         self._parts = (parts,)              # in a tuple, so that the target's weights are not this module's
         self.fc = nn.Linear(len(layout.taps) * int(target.hidden_size), shape.hidden, bias=False)
         self.hidden_norm, self.norm = RMSNorm(shape.hidden, shape.eps), RMSNorm(shape.hidden, shape.eps)
-        self.layers = nn.ModuleList(HeadLayer(shape) for _ in layout.views)
+        self.layers = nn.ModuleList(self.layer() for _ in layout.views)
         self.rope = Rope(self.config, shape.head_dim)
         self.embed_tokens = nn.Embedding(self.vocab_size, shape.hidden) if own_embed else None
         self.lm_head = nn.Linear(shape.hidden, own_output, bias=False) if own_output else None
@@ -74,7 +74,7 @@ class DFlash(nn.Module):
         """A published head. Raises LoadError for tensors that are missing, unread or of other sizes, for layers that the target
         lacks, for a foreign vocabulary, and, by name, for variants of the family that are other networks."""
         source, tensors, body = files.path, renamed(files), body_of(files.config)
-        layout = Layout.of(files, tensors, count_layers(tensors), text_config(parts), cls.markov)
+        layout = Layout.of(files, tensors, count_layers(tensors), text_config(parts), cls.family)
         require_vocabulary(tensors, body, vocab_size, source)
         shape = Shape.of(tensors, body, source)
         if not shape.qk_norm:
@@ -92,6 +92,14 @@ class DFlash(nn.Module):
     def give(self, files: HeadFiles, tensors: Mapping[str, Tensor]) -> None:
         """Room for what a descendant of the family adds."""
 
+    def layer(self) -> HeadLayer:
+        return HeadLayer(self.shape)
+
+    @classmethod
+    def local(cls, hidden: int, vocab_size: int) -> Local | None:
+        """Of a fresh head."""
+        return None
+
     @classmethod
     def fresh(cls, parts: TargetParts, layers: int = 2, block: int = 8, taps: Sequence[int] | None = None, mask_token: int | None = None,
               context: int | None = None, **sizes: Any) -> Self:
@@ -99,7 +107,8 @@ class DFlash(nn.Module):
         vector that is learned. sizes: inner, heads, kv_heads, head_dim; the target's own where not given."""
         shape = Shape.like(parts, **{**sizes, "qk_norm": True})
         chosen = tuple(taps) if taps is not None else spread(int(text_config(parts).num_hidden_layers), 3)
-        layout = Layout(block, chosen, mask_token, cls.markov, (View(),) * layers)
+        layout = Layout(block, chosen, mask_token, cls.family == "dspark", (View(),) * layers,
+                        local=cls.local(shape.hidden, int(text_config(parts).vocab_size)))
         own_mask = None if mask_token is not None else (shape.hidden,)
         return settle(cls(parts, shape, layout, rope_fields(parts, context), mask_shape=own_mask), parts)
 

@@ -67,7 +67,7 @@ class ConfidenceHead(nn.Module):
 class DSpark(DFlash):
     """See the head of this file."""
 
-    architecture, markov = "Qwen3DSparkModel", True
+    architecture, family = "Qwen3DSparkModel", "dspark"
     markov_head: MarkovHead | None
     confidence_head: ConfidenceHead | None
 

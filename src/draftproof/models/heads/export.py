@@ -240,5 +240,7 @@ WRITERS: Mapping[tuple[str, str], Callable[[HeadFiles], Written]] = {
     ("dflash", "vllm"): _as_published("vLLM: method dflash"),
     ("dflash", "sglang"): _as_published("SGLang: --speculative-algorithm DFLASH"),
     ("dflash", "trtllm"): _as_published("TensorRT-LLM: decoding_type: DFlash"),
+    ("dflash2", "vllm"): _as_published("vLLM: method dflash"),
+    ("dflash2", "sglang"): _as_published("SGLang: --speculative-algorithm DFLASH"),
     ("dspark", "vllm"): _as_published("vLLM: method dspark"),
 }

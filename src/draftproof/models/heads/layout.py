@@ -16,14 +16,19 @@ from .files import HeadFiles
 RENAMED = (("logit_head.", ""), ("midlayer.", "layers.0."), ("encoder.output_norm_enc.", "hidden_norm."), ("encoder.fc.", "fc."),
            ("context_proj.", "fc."), ("context_norm.", "hidden_norm."), ("final_norm.", "norm."), ("markov_w1.", "markov_head.markov_w1."),
            ("markov_w2.", "markov_head.markov_w2."), ("gate_proj.", "markov_head.gate_proj."), ("joint_proj.", "markov_head.joint_proj."),
-           ("confidence_proj.", "confidence_head.proj."))
+           ("confidence_proj.", "confidence_head.proj."),
+           ("candidate_selector.predecessor_codebook.weight", "candidate_selector.predecessor_codebook"),
+           ("candidate_selector.successor_codebook.weight", "candidate_selector.successor_codebook"))
+FAMILIES = {"dspark": ("DSpark", "neither a Markov head nor a confidence head"), "dflash2": ("DFlash2", "no candidate selector")}
+SIGNS = {"markov_head.": "dspark", "confidence_head.": "dspark", "candidate_selector.": "dflash2", "_conv.base_kernel": "dflash2"}
 OTHERS = {"sink": "attention sinks", "qkv_proj": "Laguna's fused projections", "g_proj": "Laguna's gates",
           "aux_hidden_norms": "Laguna's norms", "prefix_gru": "Domino's correction", "embed_proj": "Domino's correction",
-          "_conv.": "DFlash2's convolutions", "candidate_selector": "DFlash2's selector", "kv_a_proj": "latent attention"}
+          "lilicorr": "LiLiCorr's correlator", "xpress_head": "XPress's refiner", "kv_a_proj": "latent attention"}
 KNOWN = {"mask_token_id", "target_layer_ids", "block_size", "use_swa", "swa_window_size", "causal", "attention_sink_bias", "projector_type",
          "shift_label", "sample_from_anchor", "markov_rank", "markov_head_type", "use_confidence_head", "enable_confidence_head",
          "confidence_head_with_markov", "attention_mode", "attention_modes", "input_embedding_scale", "output_multiplier",
-         "final_logit_softcapping", "num_anchors", "loss_decay_gamma", "use_aux_hidden_state"}
+         "final_logit_softcapping", "conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k",
+         "num_anchors", "loss_decay_gamma", "use_aux_hidden_state"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +55,31 @@ class View:
 
 
 @dataclass(frozen=True, slots=True)
+class Local:
+    """What DFlash 2 adds. taps: rows that a convolution reads, its own among them · group: channels with a kernel in common ·
+    choices: candidates of a slot."""
+
+    taps: int
+    group: int
+    choices: int
+
+    @classmethod
+    def of(cls, source: Path, settings: Mapping[str, Any], hidden: int, vocab_size: int) -> Self:
+        """Raises LoadError for numbers that do not fit a head of this width."""
+        names = ("conv_kernel_size", "conv_group_size", "selector_top_k")
+        found = [settings.get(name) for name in names]
+        if not all(isinstance(value, int) and value > 0 for value in found) or int(found[2] or 0) > vocab_size:
+            raise LoadError(f"{source}: {', '.join(names)} are {', '.join(map(repr, found))}; expected three positive integers, in "
+                            f"dflash_config or at the top of config.json, the last one at most the target's {vocab_size} tokens")
+        if hidden % int(found[1] or 0):
+            raise LoadError(f"{source}: conv_group_size is {found[1]}, and the head {hidden} wide; expected a divisor of it")
+        return cls(*map(int, found))  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True, slots=True)
 class Layout:
-    """One DFlash config. block counts the anchor; taps are layers (0 is the first, its output); mask_token None: a vector of its own."""
+    """One DFlash config. block counts the anchor; taps are layers (0 is the first, its output); mask_token None: a vector of its own;
+    local: None unless it is a DFlash 2."""
 
     block: int
     taps: tuple[int, ...]
@@ -61,14 +89,15 @@ class Layout:
     embed_scale: float = 1.0
     output_scale: float = 1.0
     softcap: float = 0.0
+    local: Local | None = None
 
     @classmethod
-    def of(cls, files: HeadFiles, tensors: Mapping[str, Tensor], layers: int, target: Any, markov: bool) -> Self:
+    def of(cls, files: HeadFiles, tensors: Mapping[str, Tensor], layers: int, target: Any, family: str) -> Self:
         """Raises LoadError for what is missing, contradicts the tensors or the target, or is another network."""
         source, config = files.path, files.config
         inner: Mapping[str, Any] = config.get("dflash_config") or {}
         settings = {**config, **{name: value for name, value in inner.items() if value is not None}}
-        _refuse(source, config, inner, settings, tensors, markov)
+        _refuse(source, config, inner, settings, tensors, family)
         taps = _taps(source, config, settings, tensors, target)
         block = settings.get("block_size")
         if not isinstance(block, int) or block < 2:
@@ -78,9 +107,10 @@ class Layout:
             raise LoadError(f"{source}: mask_token_id is {token!r}; expected one of the target's {target.vocab_size} tokens, or a tensor "
                             "mask_embedding")
         anchored = settings.get("sample_from_anchor", settings.get("shift_label"))
-        return cls(block, taps, token, markov if anchored is None else bool(anchored), _views(source, config, settings, layers),
-                   float(settings.get("input_embedding_scale") or 1.0), float(settings.get("output_multiplier") or 1.0),
-                   float(settings.get("final_logit_softcapping") or 0.0))
+        return cls(block, taps, token, family == "dspark" if anchored is None else bool(anchored),
+                   _views(source, config, settings, layers), float(settings.get("input_embedding_scale") or 1.0),
+                   float(settings.get("output_multiplier") or 1.0), float(settings.get("final_logit_softcapping") or 0.0),
+                   Local.of(source, settings, tensors["fc.weight"].shape[0], int(target.vocab_size)) if family == "dflash2" else None)
 
     def published(self) -> dict[str, Any]:
         """The config fields of z-lab's layout."""
@@ -120,7 +150,7 @@ def renamed(files: HeadFiles) -> dict[str, Tensor]:
 
 
 def _refuse(source: Path, config: Mapping[str, Any], inner: Mapping[str, Any], settings: Mapping[str, Any], tensors: Mapping[str, Tensor],
-            markov: bool) -> None:
+            family: str) -> None:
     def no(what: str, expected: str = "a DFlash head of plain Qwen3 layers") -> LoadError:
         return LoadError(f"{source}: {what}; expected {expected}")
 
@@ -130,8 +160,8 @@ def _refuse(source: Path, config: Mapping[str, Any], inner: Mapping[str, Any], s
             raise no(f"tensor {found} belongs to a variant with {name}, which is another network")
     if settings.get("attention_sink_bias") or settings.get("add_swa_attention_sink_bias"):
         raise no("the config asks for attention sinks, which is another network")
-    if settings.get("projector_type") not in (None, "dflash", "dspark"):
-        raise no(f"projector_type is {settings['projector_type']!r}, another network", "dflash or dspark")
+    if settings.get("projector_type") not in (None, "dflash", *FAMILIES):
+        raise no(f"projector_type is {settings['projector_type']!r}, another network", f"dflash, {' or '.join(FAMILIES)}")
     modes = {*(settings.get("attention_modes") or ()), settings.get("attention_mode") or "gqa"} - {"gqa", "mha"}
     if modes:
         raise no(f"attention mode {', '.join(sorted(map(str, modes)))} is another network", "gqa or mha")
@@ -142,10 +172,11 @@ def _refuse(source: Path, config: Mapping[str, Any], inner: Mapping[str, Any], s
     unknown = sorted(name for name, value in inner.items() if name not in KNOWN and value not in (None, False))
     if unknown:
         raise no(f"dflash_config holds {', '.join(unknown)}, which nothing here reads", f"only {', '.join(sorted(KNOWN))}")
-    heads = [name for name in tensors if name.startswith(("markov_head.", "confidence_head."))]
-    if bool(heads) != markov:
-        raise no(f"tensor {heads[0]} belongs to a DSpark head", "drafter dspark for it") if heads else no(
-            "there is neither a Markov head nor a confidence head", "a DSpark head; for this one name drafter dflash")
+    shown, own = next(((name, own) for name in tensors for sign, own in SIGNS.items() if sign in name), ("", "dflash"))
+    if own != family and shown:
+        raise no(f"tensor {shown} belongs to a {FAMILIES[own][0]} head", f"drafter {own} for it")
+    if own != family:
+        raise no(f"there is {FAMILIES[family][1]}", f"a {FAMILIES[family][0]} head; for this one name drafter dflash")
 
 
 def _taps(source: Path, config: Mapping[str, Any], settings: Mapping[str, Any], tensors: Mapping[str, Tensor],

