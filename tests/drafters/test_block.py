@@ -177,8 +177,9 @@ def logits_along(drafter: Any, state: Any, drafted: list[int]) -> list[Tensor]:
 @pytest.mark.parametrize("nodes", [4, 9])
 def test_the_law_is_what_the_draft_was_drawn_from(kind: str, nodes: int) -> None:
     target = table()
-    drafter: Any = dflash(target) if kind == "dflash" else dflash2(target) if kind == "dflash2" else PardDrafter(TableTarget(V, order=3, seed=5), 2) if kind == "pard" \
-        else dspark(target, kind=kind)
+    made: dict[str, Any] = {"dflash": lambda: dflash(target), "dflash2": lambda: dflash2(target),
+                            "pard": lambda: PardDrafter(TableTarget(V, order=3, seed=5), 2)}
+    drafter = made.get(kind, lambda: dspark(target, kind=kind))()
     texts = [Text.of([i, 2, 3], Sampling(temperature=0.8, top_k=9, repetition_penalty=1.2), seed=i, id=str(i)) for i in range(4)]
     states, _ = opened(target, drafter, texts)
     drafts = drafter.propose(states, [Budget(4, nodes, "", "")] * 4, SharedNoise(keep_law=True))
@@ -393,16 +394,17 @@ SIZES = {"heads": 4, "kv_heads": 2, "head_dim": 16, "inner": 128}
 @pytest.mark.parametrize(("kind", "weighing"), [("dflash", "d-pace"), ("dflash2", "decay"), ("dspark", "decay")])
 def test_a_head_that_learnt_one_text_is_accepted_to_the_end_of_its_block(kind: str, weighing: Any, tiny: Target, tmp_path: Path) -> None:
     torch.manual_seed(0)
-    task: DFlashTask = (DFlashTask(DFlash.fresh(tiny.parts, layers=1, block=8, **SIZES), weighing=weighing) if kind == "dflash"
-                        else DFlash2Task(DFlash2.fresh(tiny.parts, layers=1, block=8, rank=16, **SIZES), weighing=weighing)
-                        if kind == "dflash2" else DSparkTask(DSpark.fresh(tiny.parts, layers=1, block=7, rank=16, **SIZES), weighing=weighing))
+    of: dict[str, Any] = {"dflash": (DFlashTask, DFlash, {"block": 8}), "dflash2": (DFlash2Task, DFlash2, {"block": 8, "rank": 16}),
+                          "dspark": (DSparkTask, DSpark, {"block": 7, "rank": 16})}
+    learns, make, sizes = of[kind]
+    task: DFlashTask = learns(make.fresh(tiny.parts, layers=1, **sizes, **SIZES), weighing=weighing)
     with torch.inference_mode(False):
         text = features(tiny, task.taps)
         shown = list(learnt(task, text, 150, 8e-3))
     assert shown[-1]["accepted"] > shown[0]["accepted"] + 2
     task.save(tmp_path)
-    drafter_of, head = {"dflash": (DFlashDrafter, DFlash), "dflash2": (DFlash2Drafter, DFlash2), "dspark": (DSparkDrafter, DSpark)}[kind]
-    drafter = drafter_of(head.read(read_files(tmp_path), tiny.parts, tiny.vocab_size), tiny.vocab_size)  # type: ignore[operator]
+    serves = {"dflash": DFlashDrafter, "dflash2": DFlash2Drafter, "dspark": DSparkDrafter}[kind]
+    drafter = serves(make.read(read_files(tmp_path), tiny.parts, tiny.vocab_size), tiny.vocab_size)
     assert accepted_per_round(tiny, drafter, 7) > 5.0, "seven guesses a round; the text's end cuts the last one"
 
 
