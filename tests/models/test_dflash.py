@@ -83,6 +83,15 @@ def encoder() -> tuple[dict[str, Any], dict[str, Tensor]]:
     return config, {names.get(name, name): tensor for name, tensor in tensors.items()}
 
 
+def muse() -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Muse Glimmer's assistant: a flat config of a type of its own, whose sliding layers see the whole block."""
+    config, tensors = encoder()
+    inner = config.pop("dflash_config")
+    del config["num_target_layers"], config["auto_map"], config["vocab_size"]
+    return {**config, **inner, "architectures": ["MuseGlimmerAssistantModel"], "model_type": "muse_glimmer_assistant",
+            "layer_types": ["sliding_attention"] * 2, "sliding_window": 2048}, tensors
+
+
 def model_opt() -> tuple[dict[str, Any], dict[str, Tensor]]:
     names = {"fc.weight": "context_proj.weight", "hidden_norm.weight": "context_norm.weight", "norm.weight": "final_norm.weight"}
     config, tensors = z_lab()
@@ -134,7 +143,7 @@ def spec_forge(prefix: str = "") -> tuple[dict[str, Any], dict[str, Tensor]]:
 
 
 Layout = Callable[[], tuple[dict[str, Any], dict[str, Tensor]]]
-FLASH: dict[str, Layout] = {"z-lab": z_lab, "z-lab-inside": z_lab_inside, "encoder": encoder, "model-opt": model_opt,
+FLASH: dict[str, Layout] = {"z-lab": z_lab, "z-lab-inside": z_lab_inside, "encoder": encoder, "muse": muse, "model-opt": model_opt,
                             "speculators": speculators}
 SPARK: dict[str, Layout] = {
     "deep-spec": deep_spec, "gated": lambda: deep_spec("gated"), "rnn": lambda: deep_spec("rnn"), "spec-forge": spec_forge,
@@ -279,6 +288,7 @@ def test_a_published_dflash_head_computes_what_it_should(name: str, tmp_path: Pa
     files, parts = read_files(write(tmp_path, config, tensors)), target()
     assert detect(files) == "dflash"
     head = DFlash.read(files, parts, V)
+    assert all(not view.causal for view in head.layout.views)
     assert (head.taps, head.block, head.reach, head.context, head.depth) == (TAPS, BLOCK, BLOCK - 1, 512, 2)
     own = {**tensors, **z_lab()[1], **{k: v for k, v in tensors.items() if "mask" in k}}
     taps = torch.randn(9, len(TAPS) * H, generator=torch.Generator().manual_seed(3))

@@ -36,7 +36,7 @@ def test_refusals_say_what_was_found_and_what_to_do(tmp_path: Path) -> None:
 
 
 def test_an_assistant_over_the_targets_keys_is_refused_by_name(tmp_path: Path) -> None:
-    """Gemma 4's: a causal language model by its class's name, which reads the target's keys and hidden states."""
+    """Gemma 4's: a causal language model by its class's name, which reads the target's keys and hidden states. It is a drafter."""
     config = {"model_type": "gemma4_assistant", "architectures": ["Gemma4AssistantForCausalLM"], "backbone_hidden_size": 32,
               "text_config": {"model_type": "gemma4_text", "hidden_size": 32, "hidden_size_per_layer_input": 0, "num_hidden_layers": 4,
                               "num_kv_shared_layers": 4, "vocab_size_per_layer_input": 0, "vocab_size": 64}}
@@ -44,10 +44,9 @@ def test_an_assistant_over_the_targets_keys_is_refused_by_name(tmp_path: Path) -
     from safetensors.torch import save_file
 
     save_file({"pre_projection.weight": torch.zeros(4, 8)}, tmp_path / "model.safetensors")
-    with pytest.raises(LoadError, match="gemma4_assistant.*keys of its target"):
+    with pytest.raises(LoadError, match="gemma4_assistant.*its target.*--drafter assistant:PATH"):
         load_target(tmp_path)
-    with pytest.raises(LoadError, match="gemma4_assistant.*keys of its target"):
-        detect(read_files(tmp_path))
+    assert detect(read_files(tmp_path)) == "assistant"
 
 
 def test_an_encoder_decoder_model_is_refused(tmp_path: Path) -> None:

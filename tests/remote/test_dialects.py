@@ -35,6 +35,7 @@ CASES: dict[str, dict[str, Any]] = {
     "eagle3-tree": {"drafter": "eagle3:org/eagle3", "depth": 4, "tree": 15},
     "peagle": {"drafter": "peagle:org/peagle", "depth": 6},
     "mtp": {"drafter": "mtp:org/mtp", "depth": 2},
+    "assistant": {"drafter": "assistant:org/assistant", "depth": 4},
     "medusa": {"drafter": "medusa:org/medusa", "depth": 3},
     "dflash": {"drafter": "dflash:org/dflash", "depth": 7},
     "dflash2": {"drafter": "dflash2:org/dflash2", "depth": 7},

@@ -14,6 +14,7 @@ from ..config import LoadConfig
 from ..errors import SpecError
 from ..models.target import Target
 from ..types import Rule
+from .assistant import AssistantDrafter
 from .base import Drafter, Named, Site
 from .chain import chained
 from .custom import CustomDrafter, check_place
@@ -49,6 +50,7 @@ DRAFTERS: Mapping[str, type[Named]] = {
     "eagle2": Eagle2Drafter,
     "eagle3": Eagle3Drafter,
     "peagle": PEagleDrafter,
+    "assistant": AssistantDrafter,
     "layer-skip": LayerSkipDrafter,
     "medusa": MedusaDrafter,
     "hydra": HydraDrafter,

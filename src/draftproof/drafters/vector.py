@@ -136,14 +136,20 @@ class VectorDrafter(ABC):
         rows = signals.taps[self.head.taps[0]]
         state.row, state.at = rows[-1].clone(), signals.start + rows.shape[0] - 1
 
+    def missing(self, state: VectorState) -> str:
+        """What a guess lacks now; empty: nothing."""
+        read = state.at == len(state.seq.tokens) - 2
+        return "" if read else "the target's hidden state of the last token it read is not here yet"
+
     @torch.inference_mode()
     def propose(self, states: Sequence[VectorState], budgets: Sequence[Budget], noise: Noise) -> list[Draft]:
         drafts = [Draft.empty(self.name) for _ in states]
         lines: list[Line] = []
         for place, (state, budget) in enumerate(zip(states, budgets, strict=True)):
             state.tree = None
-            if budget.depth and state.at != len(state.seq.tokens) - 2:
-                drafts[place] = Draft.empty(self.name, "the target's hidden state of the last token it read is not here yet")
+            missing = self.missing(state) if budget.depth else ""
+            if missing:
+                drafts[place] = Draft.empty(self.name, missing)
             elif budget.depth:
                 depth = min(budget.depth, self.head.depth)
                 nodes = budget.nodes if budget.nodes > budget.depth else depth

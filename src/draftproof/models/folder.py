@@ -58,7 +58,8 @@ def read_config(path: str | Path, config: LoadConfig) -> Any:
             f"{path} is an encoder–decoder model ({model_config.model_type}); only decoder-only models can be verified token by token"
         )
     if str(model_config.model_type).endswith("_assistant"):
-        raise LoadError(f"{path} is a {model_config.model_type}, which reads the keys of its target; expected a model that stands alone")
+        raise LoadError(f"{path} is a {model_config.model_type}, which drafts from what its target has computed; expected a model that "
+                        "stands alone: give this one as --drafter assistant:PATH, or dflash:PATH for Muse Glimmer's")
     text = model_config.get_text_config()
     for name, least in (("num_hidden_layers", 1), ("max_position_embeddings", LEAST_CONTEXT)):
         found = getattr(text, name, None)

@@ -86,7 +86,7 @@ class WatchedPool(PagePool):
         self._known: set[tuple[Rule | None, int | None]] = set()
 
     def watch(self, layer: int, mask: Tensor | None, window: int | None) -> None:
-        asked: tuple[Rule | None, bool] = (causal_mask_function, True) if mask is None else getattr(mask, "draftproof_rule", (None, False))
+        asked: tuple[Rule | None, bool] = (causal_mask_function, True) if mask is None else getattr(mask, "rule", (None, False))
         rule, far = asked
         if layer in self._layers:
             self.found = f"two attention calls of a pass keep keys under one number ({layer})"
@@ -117,11 +117,24 @@ def _watched(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, atten
     return attention.paged_attention(module, query, key, value, attention_mask, *more, **named)
 
 
+class Ruled(Tensor):
+    """A mask that carries its rule, also where a family takes rows of it, as Gemma 4 does in front of layers that share keys."""
+
+    rule: tuple[Rule | None, bool] = (None, False)
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = super().__torch_function__(function, types, args, kwargs)  # type: ignore[no-untyped-call]
+        if function is Tensor.__getitem__ and isinstance(found, Ruled):
+            found.rule = args[0].rule
+        return found
+
+
 def _mask(*, batch_size: int, q_length: int, kv_length: int, mask_function: Rule, allow_is_causal_skip: bool = False,
           device: torch.device | str = "cpu", **_: Any) -> Tensor:
-    """Carries its rule. One that families add to looks things up by position, and cannot be asked about other positions."""
-    mask = torch.ones(batch_size, 1, q_length, kv_length, dtype=torch.bool, device=device)
-    mask.draftproof_rule = mask_function, allow_is_causal_skip  # type: ignore[attr-defined]
+    """A rule that families add to looks things up by position, and cannot be asked about other positions."""
+    mask = torch.ones(batch_size, 1, q_length, kv_length, dtype=torch.bool, device=device).as_subclass(Ruled)
+    mask.rule = mask_function, allow_is_causal_skip
     return mask
 
 

@@ -14,19 +14,18 @@ FORMATS = {"eagle": "eagle", "eagle3": "eagle3", "peagle": "peagle", "dflash": "
 
 
 def detect(files: HeadFiles) -> str:
-    """The drafter's name: eagle, eagle3, medusa, hydra, mlp, dflash, dflash2, dspark, mtp, pard, peagle, or model for a language model.
+    """The drafter's name: assistant, eagle, eagle3, medusa, hydra, mlp, dflash, dflash2, dspark, mtp, pard, peagle, or model for a
+    language model.
 
     Tensors are asked first, for two families never share theirs; then architectures and fields. A head of EAGLE-1 and 2 is
     `eagle`. Raises LoadError if it is none of these.
     """
-    kind = str(files.config.get("model_type"))
-    if kind.endswith("_assistant"):         # Gemma 4's; its class's name is a language model's
-        raise LoadError(f"{files.path} is a {kind}, which reads the keys of its target; expected a head that reads hidden states, or a "
-                        "language model")
+    if re.fullmatch(r"gemma4\w*_assistant", str(files.config.get("model_type"))):        # its class's name is a language model's
+        return "assistant"
     found = _by_tensors(files.tensors, files.config) or _by_config(files.config)
     if found is None:
         raise LoadError(f"{files.path} holds no draft head that is known (tensors: {', '.join(sorted(files.tensors)[:6])} …); "
-                        "expected a head of eagle, eagle3, peagle, medusa, hydra, mlp, dflash, dflash2, dspark, mtp or pard")
+                        "expected a head of assistant, eagle, eagle3, peagle, medusa, hydra, mlp, dflash, dflash2, dspark, mtp or pard")
     return found
 
 
@@ -57,7 +56,7 @@ def _by_tensors(tensors: Mapping[str, Any], config: Mapping[str, Any]) -> str | 
         return "hydra" if "hydra_num_heads" in config or some(r"hydra|prefix_embed|prefix_layer") else "medusa"
     if some(r"^(speculator\.)?(emb|proj|ln|head)\.0\.weight$") or some(r"^(speculator\.)?ln0\.weight$"):
         return "mlp"
-    fc = tensors.get("fc.weight", tensors.get("fusion_fc.weight"))
+    fc = next((tensors[name] for name in ("fc.weight", "fusion_fc.weight", "encoder.fc.weight") if name in tensors), None)
     if some(r"^midlayer\.|^layers\.0\.hidden_norm\.|^(d2t|t2d)$") and fc is not None and not _block(names, config):
         return "eagle3"
     if fc is not None and _block(names, config):
@@ -75,7 +74,7 @@ def _medusa(names: Iterable[str]) -> bool:
 
 def _block(names: Iterable[str], config: Mapping[str, Any]) -> bool:
     """DFlash and its descendants: one norm of the fused context, shared by all layers, and a config that speaks of blocks."""
-    return "dflash_config" in config or "hidden_norm.weight" in names or "context_norm.weight" in names
+    return "dflash_config" in config or bool({"hidden_norm.weight", "context_norm.weight", "encoder.output_norm_enc.weight"} & {*names})
 
 
 def _by_config(config: Mapping[str, Any]) -> str | None:

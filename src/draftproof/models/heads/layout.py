@@ -205,7 +205,7 @@ def _taps(source: Path, config: Mapping[str, Any], settings: Mapping[str, Any], 
 
 def _views(source: Path, config: Mapping[str, Any], settings: Mapping[str, Any], layers: int) -> tuple[View, ...]:
     """Per layer: `use_swa` makes every layer slide unless layer_types says which do; a layer that slides is causal inside the block
-    unless is_causal, causal or sliding_window_non_causal say otherwise; other layers see the whole block."""
+    unless is_causal, causal or sliding_window_non_causal say otherwise, or it is Muse Glimmer's; other layers see the whole block."""
     body = body_of(config)
     kinds = body.get("layer_types") or ["full_attention"] * layers
     foreign = set(kinds) - {"full_attention", "sliding_attention"}
@@ -218,7 +218,7 @@ def _views(source: Path, config: Mapping[str, Any], settings: Mapping[str, Any],
     if any(slides) and not window:
         raise LoadError(f"{source}: layers slide, and neither swa_window_size nor sliding_window says how far; expected one of them")
     override = next((bool(settings[name]) for name in ("is_causal", "causal") if settings.get(name) is not None), None)
-    if override is None and settings.get("sliding_window_non_causal"):
+    if override is None and (settings.get("sliding_window_non_causal") or config.get("model_type") == "muse_glimmer_assistant"):
         override = False
     return tuple(View(int(window) if slide and window else None, (kind == "sliding_attention") if override is None else override)
                  for slide, kind in zip(slides, kinds, strict=False))

@@ -8,7 +8,7 @@ from ...errors import OptionError
 from ..plan import Exported, Plan, compact, one_drafter, refuse, vocabularies_differ
 
 VERSION = "transformers 5.24"
-ABLE = "none, ngram, model, mtp, dflash, layer-skip"
+ABLE = "none, ngram, model, assistant, mtp, dflash, layer-skip"
 SCRIPT = '''"""Generate with {drafter}, written for {version}: python run.py PROMPT [TOKENS]"""
 
 import sys
@@ -65,6 +65,8 @@ def _method(plan: Plan) -> tuple[dict[str, Any], str]:
         return {"assistant_early_exit": plan.drafter.options["exit"]}, "assistant = model\n" + FIXED.format(k=plan.k)
     if plan.name == "dflash":
         return {"speculation_type": "dflash"}, ASSISTANT.format(path=compact(plan.path()), k=plan.k)
+    if plan.name == "assistant":
+        return {}, ASSISTANT.format(path=compact(plan.path()), k=plan.k)
     if plan.name == "model":
         path = compact(plan.path())
         more = TOKENIZERS.format(path=path) if vocabularies_differ(plan.target, plan.path()) else ""

