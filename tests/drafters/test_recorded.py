@@ -174,6 +174,13 @@ def test_texts_of_several_temperatures_share_a_recording(monkeypatch: pytest.Mon
     assert any(not made.bucket.greedy for made in recorder.made)
 
 
+@pytest.mark.parametrize("nodes", [4, 12])
+def test_temperatures_may_be_whole_numbers(nodes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    target, one, twin, recorder = pair(eagle3, monkeypatch)
+    both(target, (one, twin), lambda: [text(seed, temperature) for seed, temperature in enumerate((1, 2))], lambda i, n: (4, nodes))
+    assert recorder.made and not any(made.bucket.greedy for made in recorder.made)
+
+
 @pytest.mark.parametrize("build", [eagle, eagle3])
 def test_siblings_and_trees_beside_chains(build: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Fixed siblings are recorded, and trees that grow; texts whose options look back go level by level, over the same entries."""

@@ -158,7 +158,7 @@ class Recording:
         of_rows[0, :len(rows)], of_rows[1, :len(rows)] = rows, [token for one in lines for token in one.tokens]
         of_rows[2:, :len(rows)] = starts[:, line] + place
         of_rows[:, len(rows):] = of_rows[:, :1]
-        of_lines[:, :len(lines)] = number, ends - 1, np.array([one.temperature for one in lines]).view(np.int64), slots
+        of_lines[:, :len(lines)] = number, ends - 1, np.array([one.temperature for one in lines], np.float64).view(np.int64), slots
         of_lines[:, len(lines):] = of_lines[:, :1]
         take[:] = owner[:] = 0
         take[of_rows[5, :len(rows)]], owner[slots] = rows, number
