@@ -14,7 +14,7 @@ from weakref import ref
 
 import pytest
 import torch
-from elsewhere import NAME, elsewhere
+from elsewhere import NAME, elsewhere, here, leaves
 from test_fused import FUSED, play, save
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -75,10 +75,51 @@ class Recorder:
         return [getattr(tensor, "held", tensor).data_ptr() for tensor in (*stores, fused.angles, recording.numbers, recording.ids)]
 
 
+class Tape(Watch):
+    """`Record` as a graph is one: what was called once is called again, over the same tensors, and nothing of Python runs. Memory that a
+    call only asks for holds what others left there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[Any, Any, Any, Any]] = []
+        self.replays = 0
+
+    def __call__(self, run: Run) -> Run:
+        run()
+        self.calls = calls = []
+        with self:
+            found = run()
+
+        def replay() -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
+            self.replays += 1
+            for func, args, kwargs, before in calls:
+                if func.overloadpacket.__name__ in ("empty", "empty_like", "new_empty"):
+                    before.fill_(torch.nan if before.is_floating_point() else -1)
+                    continue
+                given = {place(x) for x in leaves(kwargs, leaves(args, [])) if isinstance(x, torch.Tensor)}
+                for old, new in zip(leaves([before], []), leaves([func(*args, **kwargs)], []), strict=True):
+                    if isinstance(old, torch.Tensor) and place(old) not in given:        # else a view, or what was written in place
+                        old.copy_(new)
+            return found
+
+        return replay
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = super().__torch_dispatch__(func, types, args, kwargs)
+        self.calls.append((func, args, kwargs or {}, found))
+        return found
+
+
+def place(x: torch.Tensor) -> int:
+    """Of the memory that a tensor lies in."""
+    held: torch.Tensor = here(x)
+    return held.untyped_storage().data_ptr()
+
+
 @contextmanager
-def recorded() -> Iterator[Recorder]:
+def recorded(recorder: Any = None) -> Iterator[Any]:
     """Loads within it record."""
-    recorder = Recorder()
+    recorder = recorder or Recorder()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(load, "_recorder", lambda device: recorder)
         yield recorder
@@ -117,6 +158,29 @@ def test_recorded_passes_on_a_device_that_is_not_the_cpu(family: str, tmp_path: 
             assert one.logits.device.type == NAME and torch.equal(one.logits, other.logits)
             assert all(torch.equal(one.taps[i], other.taps[i]) for i in (0, 2))
     assert recorder.replays == 8
+
+
+@pytest.mark.parametrize("family", ["llama", "ministral"])
+def test_a_recording_holds_nothing_of_python(family: str, tmp_path: Path) -> None:
+    """Rounds of one shape at other places, over pages that the storage gets and changes, by calls that were recorded once."""
+    save(family, tmp_path)
+    config = LoadConfig(dtype="float32", device=NAME, page_tokens=16, self_test=False, threads=torch.get_num_threads())
+    with elsewhere():
+        with recorded(Tape()) as tape:
+            target = load_target(tmp_path, config)
+        twin = load_target(tmp_path, config)
+        with torch.inference_mode():
+            for number in range(12):
+                found = []
+                for each in (target, twin):
+                    if number % 6 == 0:
+                        each.open([number, 1, 2], room=120, tenant=str(number))
+                    guesses = torch.tensor([number, 5, 7]), ((-1, -1, 1) if number % 3 else (-1, 0, 1))
+                    found.append(each.score(each.slots[-1:], torch.tensor([number + 3]), [Draft(*guesses)]).logits)
+                    each.rewind(each.slots[-1], (1, 2) if number % 3 else (0, 1, 2))
+                assert torch.equal(*found), number
+    assert isinstance(target, PagedTarget) and isinstance(target.fused, GraphedPass)
+    assert target.fused.record is tape and tape.replays == 12 > len(target.fused.held) > 1
 
 
 def draft(draw: random.Random, shape: str) -> Draft:
