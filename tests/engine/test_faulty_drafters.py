@@ -99,6 +99,12 @@ MALFORMED: dict[str, tuple[Callable[[int], Any], str]] = {
     "score too long": (lambda depth: Draft.chain([1], score=torch.ones(2)), "score"),
     "score in a table": (lambda depth: Draft.chain([1], score=torch.ones(1, 1)), "score"),
     "score in a list": (lambda depth: Draft.chain([1], score=[0.5]), "score"),
+    "law's rows in a tensor": (lambda depth: lawful(depth, ROW, torch.zeros(2, dtype=torch.int64)), "law whose rows"),
+    "law's rows of floats": (lambda depth: lawful(depth, ROW, (0.0, 0.0)), "law whose rows"),
+    "parents in a tensor": (lambda depth: Draft(torch.ones(2, dtype=torch.int64)[:depth], torch.tensor([-1, 0])[:depth]), "parents"),
+    "parents of floats": (lambda depth: Draft(torch.ones(2, dtype=torch.int64)[:depth], (-1.0, 0.0)[:depth]), "parents"),
+    "no name": (lambda depth: Draft.chain([1], drafter=None), "drafter"),
+    "an error for a reason": (lambda depth: Draft.empty("faulty", ValueError("none found")), "reason"),
 }
 FAULTS = {
     "raise": "ValueError: weights are gone",

@@ -303,9 +303,13 @@ def _broken(draft: Draft, budget: Budget, vocab_size: int, trees: bool) -> tuple
     if not isinstance(draft, Draft):
         return type(draft).__name__, "a Draft"
     tokens, parents, score = draft.tokens, draft.parents, draft.score
+    if not isinstance(draft.drafter, str) or not isinstance(draft.reason, str):
+        return f"drafter {draft.drafter!r} and reason {draft.reason!r}", "two texts"
     n = len(parents)
     if not n:
         return None
+    if type(parents[0]) is not int:          # a tensor's, or a float: what only compares like integers fails where it is used
+        return f"parents {parents}", "a tuple of integers, −1 for the root"
     if tokens.ndim != 1 or tokens.shape[0] != n or tokens.dtype not in INTEGERS:
         return f"tokens of shape {tuple(tokens.shape)} and {tokens.dtype}", f"{n} integers, one per parent"
     if n > budget.nodes:
@@ -336,7 +340,7 @@ def _broken_law(law: DraftLaw, n: int, vocab_size: int) -> tuple[str, str] | Non
     if not isinstance(logq, Tensor) or logq.ndim != 2 or not logq.is_floating_point():
         return f"a law of {_form(logq)}", "log-probabilities [rows, V] in floating point"
     rows, width = logq.shape
-    if len(row) != n or min(row) < 0 or max(row) >= rows:
+    if len(row) != n or type(row[0]) is not int or min(row) < 0 or max(row) >= rows:
         return f"a law whose rows do not cover its nodes ({row} of {rows})", f"one row for each of {n} nodes"
     if ids is None:
         if width > vocab_size:
