@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ from engine.engine_support import OPTIONS, alone, check_counts, table
 from draftproof import Draft, Engine, EngineConfig
 from draftproof.core import verify
 from draftproof.drafters.base import Needs
+from draftproof.trace.sinks import Jsonl
 from draftproof.types import DraftLaw
 
 
@@ -166,6 +169,22 @@ def test_what_is_malformed_retires_the_drafter_before_anybody_reads_it(fault: st
         if trace != "none":
             check_counts(out)
     assert not target.open_slots
+
+
+@pytest.mark.parametrize("rule", ["match", "lossy-typical"])
+@pytest.mark.parametrize("number", [float("nan"), float("inf"), float("-inf")])
+def test_numbers_that_json_does_not_have_are_left_out(number: float, rule: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A score, and a law that nobody judges by: whoever opens the trace reads JSON as it is defined."""
+    drafter, sink = Faulty(""), Jsonl(tmp_path / "trace.jsonl")
+    flawed = DraftLaw(torch.full((1, 11), number), (0,))
+    monkeypatch.setattr(drafter, "draft", lambda fault, depth: Draft.chain([1], score=torch.tensor([number]), law=flawed))
+    with Engine(table(), drafter, depth=3, rule=rule, config=EngineConfig(trace="full"), sinks=[sink]) as engine:
+        engine.generate([1, 2], OPTIONS["warm"])
+        assert engine.set_speculation()["state"] == "on"
+    sink.close()
+    lines = (tmp_path / "trace.jsonl").read_text("utf-8").splitlines()
+    rounds = [e for e in (json.loads(line, parse_constant=pytest.fail) for line in lines) if e["event"] == "round_done" and e["nodes"]]
+    assert rounds and all(len(e["nodes"]) == 1 for e in rounds)
 
 
 def test_a_tree_for_a_target_that_scores_chains_retires_the_drafter(monkeypatch: pytest.MonkeyPatch) -> None:

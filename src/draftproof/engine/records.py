@@ -145,12 +145,12 @@ class Recorder:
         """p, q, noise or coin and alternatives. laws [1+n, V]: this sequence's log-probabilities, root first."""
         seq, parents, start = one.seq, one.draft.parents, one.commit.start
         n, rows = len(one.nodes), [0, *(1 + node for node in one.commit.kept)][:len(one.commit.tokens)]
-        scores: list[float | None] = [None] * n if one.draft.score is None else one.draft.score.tolist()
+        scores: list[float | None] = [None] * n if one.draft.score is None else _finite(one.draft.score)
         p = laws[[parent + 1 for parent in parents], one.nodes].exp().tolist() if n else []
         q: list[float | None] = [None] * n
         law = dense_law(one.draft.law, laws.shape[-1]) if n and one.draft.law is not None else None
         if law is not None:
-            q = list(law[range(n), one.nodes].tolist())
+            q = _finite(law[range(n), one.nodes])
         noises: list[float | None] = [None] * n
         if n and one.coins is None and not seq.sampling.greedy:
             noises = _noise(seq, places(parents, start - 1), one.nodes)
@@ -172,6 +172,11 @@ class Recorder:
                     node = first[row - 1]
                     out[j] = _top(law[node:node + 1].log(), self._alternatives)[0]
         return out
+
+
+def _finite(values: Tensor) -> list[float | None]:
+    """What a drafter says of its nodes; None for what JSON has no number for."""
+    return [value if math.isfinite(value) else None for value in values.tolist()]
 
 
 def _noise(seq: Sequence, at: abc.Sequence[int], tokens: abc.Sequence[int]) -> list[Any]:
