@@ -124,6 +124,13 @@ def test_invisible_to_the_bit_with_1_7_and_2_queries_per_key_head(heads: tuple[i
     assert facts.invisible, facts.invisible_reason
 
 
+@pytest.mark.parametrize("page_tokens", [2, 5, 13])
+def test_pages_smaller_than_the_rows_that_straddle_an_edge_are_measured_too(page_tokens: int, tmp_path: Path) -> None:
+    families.save("llama", tmp_path)
+    facts = load_target(tmp_path, LoadConfig(page_tokens=page_tokens)).facts
+    assert facts.invisible, facts.invisible_reason
+
+
 def test_the_self_test_finds_a_planted_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     families.save("llama", tmp_path)
     target = load_target(tmp_path, SMALL)

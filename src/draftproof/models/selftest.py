@@ -21,8 +21,9 @@ ROWS, WIDTHS = 12, (2, 3, 5, 8, 17)
 def invisible(target: Target, page_tokens: int, chunk: int) -> tuple[bool, str]:
     """(passed, "yes: …" or the rule that fails with its count). Leaves no slot open. About a hundred small passes."""
     generator = torch.Generator().manual_seed(20)
-    # the dozen rows straddle a page edge where the context allows it
-    before = min(page_tokens - ROWS // 2, target.context - 2 * ROWS - 20)
+    # the dozen rows straddle the first page edge with 8 tokens before them, where the context allows it
+    edge = -(-(8 + ROWS // 2) // page_tokens) * page_tokens
+    before = min(edge - ROWS // 2, target.context - 2 * ROWS - 20)
     if before < 8:
         return False, f"not measured: a context of {target.context} tokens is too short for the self-test"
     text = torch.randint(0, target.vocab_size, (before + ROWS + 20,), generator=generator)
