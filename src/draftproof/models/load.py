@@ -138,7 +138,7 @@ def _made(model: Any, name: str, config: LoadConfig, tokenizer: Tokenizer | None
 def _tested(target: Target, config: LoadConfig) -> Target:
     """The target with its facts about law 2, measured if the configuration asks for it."""
     if config.self_test:
-        measure = target.measure if isinstance(target, RecurrentTarget) else partial(invisible, target)
+        measure = target.measure if isinstance(target, RecurrentTarget | CroppedTarget) else partial(invisible, target)
         passed, reason = measure(config.page_tokens, config.prefill_chunk)
         ropes = getattr(target.parts.config.get_text_config(), "rope_parameters", None) or {}
         kinds = {kind.get("rope_type") for kind in (ropes, *ropes.values()) if isinstance(kind, dict)}  # one, or one of each kind of layer
