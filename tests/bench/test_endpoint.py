@@ -8,9 +8,11 @@ from pathlib import Path
 import pytest
 from bench.endpoints import fake
 
-from draftproof.bench.endpoint import Endpoint, read_counters, tally_of
+from draftproof.bench.endpoint import Counters, Endpoint, read_counters, tally_of
 from draftproof.bench.load import Answer, Job, Load, play
+from draftproof.bench.meter import Meter
 from draftproof.bench.prove_url import compare
+from draftproof.bench.sweep import Arm
 from draftproof.bench.workload import Item
 from draftproof.cli import run
 
@@ -113,6 +115,58 @@ def test_lines_of_a_stream_end_where_its_bytes_say(end: str) -> None:
         found = client.ask(job(Item("1", "a", ("x",))))
         client.close()
     assert (found.error, found.text, found.tokens) == (None, text, 5)
+
+
+def stream(*choices: dict, done: bool = True, usage: int = 0) -> Answer:
+    """What a client makes of a server's stream."""
+    events = [{"choices": [{"index": 0, **choice}]} for choice in choices]
+    events += [{"choices": [], "usage": {"completion_tokens": usage}}] if usage else []
+    with fake() as server:
+        server.lines = "".join(f"data: {json.dumps(event)}\n\n" for event in events) + ("data: [DONE]\n\n" if done else "")
+        client = Endpoint(server.url)
+        found = client.ask(job(Item("1", "a", ("x",), chat=True)))
+        client.close()
+    return found
+
+
+@pytest.mark.parametrize(("deltas", "text"), [
+    ([{"role": "assistant", "content": ""}, {"reasoning": "th"}, {"reasoning": "ink", "content": "so"}, {"content": "!"}], "thinkso!"),
+    ([{"reasoning_content": "th", "reasoning": "th"}, {"content": None, "reasoning_content": "ink"}, {"content": "so"}], "thinkso"),
+    ([{"tool_calls": [{"index": 0, "id": "c", "function": {"name": "f", "arguments": ""}}]},
+      {"tool_calls": [{"index": 0, "function": {"arguments": '{"a"'}}]}, {"tool_calls": [{"function": {"arguments": ":1}"}}]}], 'f{"a":1}'),
+])
+def test_all_that_a_model_writes_is_timed_and_compared(deltas: list[dict], text: str) -> None:
+    """Reasoning under either name, and calls: the first token is the first of these, not of the text behind."""
+    found = stream(*({"delta": delta} for delta in deltas), usage=9)
+    assert (found.error, found.text, len(found.chunks), found.tokens) == (None, text, 3, 9)
+
+
+def test_a_stream_that_stops_in_the_middle_is_no_answer() -> None:
+    first, last = {"delta": {"content": "ab"}}, {"delta": {"content": "c"}, "finish_reason": "stop"}
+    assert "ended in the middle" in str(stream(first, done=False).error)
+    assert [found.error for found in (stream(first, last, done=False), stream(first), stream(first, done=False, usage=2))] == [None] * 3
+
+
+def test_counters_of_a_server_that_began_again_count_from_its_beginning() -> None:
+    before, after = (read_counters(f"vllm:spec_decode_num_drafts_total {n}\nvllm:spec_decode_num_draft_tokens_total {3 * n}\n"
+                                   f"vllm:spec_decode_num_accepted_tokens_total {2 * n}\n"
+                                   f'vllm:spec_decode_num_accepted_tokens_per_pos_total{{position="0"}} {n}\n') for n in (100, 10))
+    assert after.since(before) == after
+
+
+@pytest.mark.parametrize("unread", [0, 1])
+def test_what_a_server_counted_before_is_not_the_arms(unread: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of the two readings failed: a busy server, a gateway's 503."""
+    with fake() as server:
+        arm = Arm("on", "ngram", "auto", Endpoint(server.url))
+        arm.client.ask(job(Item("1", "a", ("x",))))
+        meter, told = Meter(), [arm.client.counters(), arm.client.counters()]
+        told[unread] = None
+        monkeypatch.setattr(arm.client, "counters", lambda: told.pop(0))
+        with meter.around(arm, Load(1)):
+            pass
+        arm.client.close()
+    assert meter.counted[arm.name, Load(1)] == Counters()
 
 
 @pytest.fixture

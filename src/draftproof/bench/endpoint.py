@@ -23,6 +23,7 @@ from .load import Answer, Job
 COUNTERS = {"drafts": "spec_decode_num_drafts", "drafted": "spec_decode_num_draft_tokens", "accepted": "spec_decode_num_accepted_tokens"}
 PER_POSITION = "spec_decode_num_accepted_tokens_per_pos"
 GAUGES = {"spec_accept_length": "length", "spec_accept_rate": "rate", "spec_decode_acceptance_length": "length"}   # SGLang, TensorRT-LLM
+DONE: dict[str, Any] = {"choices": []}       # stands for a stream's last line, which is no JSON
 SAMPLE = re.compile(r"^(vllm|sglang|llamacpp|trtllm|lmdeploy|draftproof)[:_](\w+?)(?:_total)?(?:\{(.*)\})?\s+(\S+)")
 
 
@@ -38,7 +39,9 @@ class Counters:
     gauges: dict[str, float] = field(default_factory=dict)
 
     def since(self, before: Counters) -> Counters:
-        """What was counted in between; gauges as they are now."""
+        """What was counted in between, or since a restart in between; gauges as they are now."""
+        if any((getattr(self, name) or 0.0) < (getattr(before, name) or 0.0) for name in COUNTERS):
+            before = Counters()                         # it began again at 0, and all that it has counted since is of this time
 
         def less(name: str) -> float | None:
             now, then = getattr(self, name), getattr(before, name)
@@ -136,13 +139,13 @@ class Endpoint:
             raise Failure(f"{self.root}/v1/models lists no model; expected one, or give --model")
         return names
 
-    def counters(self) -> Counters:
-        """The server's counters now; empty where it publishes none."""
+    def counters(self) -> Counters | None:
+        """The server's counters now, empty where they hold no draft; None where they could not be read."""
         try:
             reply = self._http.get(f"{self.root}/metrics", timeout=30)
-            return read_counters(reply.text) if reply.status_code == 200 else Counters()
+            return read_counters(reply.text) if reply.status_code == 200 else None
         except self._errors:
-            return Counters()
+            return None
 
     def start(self, job: Job) -> None:
         threading.Thread(target=lambda: self._done.put(self.ask(job)), daemon=True).start()
@@ -178,6 +181,9 @@ class Endpoint:
                 return
             for event in _events(_lines(reply.iter_bytes())):
                 reading.take(event, self.clock() - sent)
+            if not reading.whole:
+                reading.error = reading.error or ("the stream ended in the middle; expected [DONE], or a finish_reason; "
+                                                  f"found {reply.headers.get('content-type', 'no content type')}")
 
     def _body(self, job: Job) -> tuple[str, dict[str, Any]]:
         body = {"model": self.models[0], "max_tokens": job.max_tokens, "temperature": job.temperature, "seed": job.seed, "stream": True,
@@ -202,10 +208,18 @@ def _lines(pieces: Iterable[bytes]) -> Iterator[bytes]:
 
 def _events(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
     for line in lines:
-        if line.startswith(b"data:") and (data := line[5:].strip()) != b"[DONE]":
-            event = json.loads(data.decode(errors="replace"))
+        if line.startswith(b"data:"):
+            data = line[5:].strip()
+            event = DONE if data == b"[DONE]" else json.loads(data.decode(errors="replace"))
             if isinstance(event, dict):
                 yield event
+
+
+def _said(delta: Mapping[str, Any]) -> str:
+    """What a piece of a chat's answer adds to it: reasoning (under either name), text, and calls as they are written."""
+    calls = [call.get("function") or {} for call in delta.get("tool_calls") or ()]
+    return "".join([delta.get("reasoning_content") or delta.get("reasoning") or "", delta.get("content") or "",
+                    *((call.get("name") or "") + (call.get("arguments") or "") for call in calls)])
 
 
 class _Reading:
@@ -215,6 +229,7 @@ class _Reading:
         self.chunks: list[tuple[float, int]] = []
         self.text = ""
         self.error: str | None = None
+        self.whole = False                # whether the server said that this is the end
         self.usage: dict[str, Any] = {}
         self.speculative: dict[str, Any] = {}
         self.ids: list[int] = []
@@ -224,10 +239,11 @@ class _Reading:
         if event.get("error"):
             self.error = str(event["error"])
         self.usage = event.get("usage") or self.usage
+        self.whole |= event is DONE or bool(self.usage)
         self.speculative = (event.get("metrics") or {}).get("speculative_decoding") or self.speculative
         for choice in event.get("choices") or ():
-            delta = choice.get("delta") or {}
-            piece = choice.get("text") or delta.get("content") or delta.get("reasoning_content") or ""
+            piece = choice.get("text") or _said(choice.get("delta") or {})
+            self.whole |= choice.get("finish_reason") is not None
             entries = list(_logprobs(choice.get("logprobs")))
             ids = choice.get("token_ids") or ()
             self.text += piece
