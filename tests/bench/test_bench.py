@@ -102,6 +102,18 @@ def test_bad_lines_are_named(bad: Any, word: str, tmp_path: Path) -> None:
         read_items(lines(tmp_path, {"prompt": "fine"}, bad))
 
 
+@pytest.mark.parametrize(("bad", "words"), [
+    (b'{"prompt": "caf\xe9"}', r"'\\udce9' in a text is no character; expected UTF-8"),
+    (b'{"prompt": "x", "class": "\xe9"}', "expected UTF-8"),
+    (b'{"messages": [{"role": "user", "content": "half \\ud83d"}]}', r"'\\ud83d' in a text is no character"), (b"[" * 200_000, "not JSON"),
+])
+def test_what_cannot_be_sent_is_told_before_anything_is_asked(bad: bytes, words: str, tmp_path: Path) -> None:
+    file = tmp_path / "w.jsonl"
+    file.write_bytes(b'\xef\xbb\xbf{"prompt": "fine"}\r\n' + bad)          # a byte order mark and \r\n, as editors on Windows leave them
+    with pytest.raises(Failure, match=f"line 2: .*{words}"):
+        read_items(file)
+
+
 def test_arrivals(tmp_path: Path) -> None:
     items = read_items(lines(tmp_path, {"prompt": "b", "timestamp": "2026-01-01T00:00:03+00:00"},
                              {"prompt": "a", "timestamp": "2026-01-01T00:00:01+00:00"}))
@@ -288,6 +300,7 @@ def test_arms_of_servers() -> None:
     (["bench", "--rate", "nan"], "expected numbers > 0"), (["bench", "--rate", "2,inf"], "expected numbers > 0"),
     (["bench", "--drafter", "ngram", "--drafter", "ngram"], "ngram twice"), (["bench", "--depth", "auto", "--depth", "auto"], "auto twice"),
     (["bench", "--url", "a=http://h:1", "--url", "a=http://h:2", "--workload", "w"], "a twice"),
+    (["bench", "--url", "=http://h:1", "--workload", "w"], "before its ="),
     (["bench", "--most-repeats", "1"], "at least repeats"), (["bench", "--target", "./none"], "no such folder"),
     (["bench", "--csv", "no/such/x.csv"], "folder does not exist"), (["prove", "--level", "task"], "--tasks"),
     (["prove", "--baseline-url", "http://h"], "--url"), (["prove", "--margin", "2"], "margin=2"),

@@ -20,7 +20,7 @@ from ..errors import Failure
 from .load import Answer, Client, Job, Load, play
 from .prove_rule import Check
 from .statistics import mcnemar, paired_interval
-from .workload import Item, item_of
+from .workload import Item, item_of, read_lines
 
 NUMBER = re.compile(r"(?:(?<!\w)[-+−])?(?:\d[\d,]*(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d+)?")
 
@@ -48,14 +48,7 @@ def _value(text: str) -> float:
 def read_tasks(path: str | Path) -> list[Task]:
     """Every task, in the order of the file. Raises Failure naming the line that has no known form, says no right answer, or whose
     expression does not compile."""
-    file = Path(path).expanduser()
-    if not file.is_file():
-        raise Failure(f"{path} does not exist; expected scored prompts, one JSON object a line")
-    with file.open(encoding="utf-8", errors="replace") as stream:
-        tasks = [_task(line, f"{path}, line {number}", number) for number, line in enumerate(stream, 1) if line.strip()]
-    if not tasks:
-        raise Failure(f"{path} is empty; expected scored prompts, one JSON object a line")
-    return tasks
+    return [_task(line, f"{path}, line {number}", number) for number, line in read_lines(path, "scored prompts")]
 
 
 def _task(line: str, where: str, number: int) -> Task:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 import math
 import random
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
@@ -52,17 +52,23 @@ class Item:
 
 def read_items(path: str | Path, each: int | None = None) -> list[Item]:
     """All items of a file, or the first `each` of every class. Raises Failure naming the line that has no known form, or a wrong value."""
+    items = [item_of(line, f"{path}, line {number}", number) for number, line in read_lines(path, "a workload")]
+    return first_of_each(_arrivals(_grouped(items), path), each)
+
+
+def read_lines(path: str | Path, what: str) -> Iterator[tuple[int, str]]:
+    """(number, text) of every line that is not blank. Raises Failure, naming `what` was expected, if there is no such file or line."""
     file = Path(path).expanduser()
     if not file.is_file():
-        raise Failure(f"{path} does not exist; expected a workload, one JSON object a line")
-    items = []
-    with file.open(encoding="utf-8", errors="replace") as stream:
+        raise Failure(f"{path} does not exist; expected {what}, one JSON object a line")
+    empty = True
+    with file.open(encoding="utf-8-sig", errors="surrogateescape") as stream:
         for number, line in enumerate(stream, 1):
             if line.strip():
-                items.append(item_of(line, f"{path}, line {number}", number))
-    if not items:
-        raise Failure(f"{path} is empty; expected a workload, one JSON object a line")
-    return first_of_each(_arrivals(_grouped(items), path), each)
+                empty = False
+                yield number, line
+    if empty:
+        raise Failure(f"{path} is empty; expected {what}, one JSON object a line")
 
 
 def first_of_each(items: Iterable[Item], each: int | None) -> list[Item]:
@@ -103,14 +109,14 @@ def item_of(line: str, where: str, number: int) -> Item:
     """One line of a workload, of whatever form; where: what the errors call it. Raises Failure if it has none, or a wrong value."""
     try:
         record = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise Failure(f"{where}: not JSON ({error}); expected one JSON object a line") from None
     if not isinstance(record, dict):
         raise Failure(f"{where}: found a JSON {type(record).__name__}; expected an object")
     inner = record["request"] if isinstance(record.get("request"), dict) else {}
     body = {**inner, **record}
     marked = body["metadata"].get("prompt_class") if isinstance(body.get("metadata"), dict) else None       # as our server reads it
-    category = str(body.get("class") or body.get("prompt_class") or body.get("category") or marked or OTHER)
+    category = _encoded(str(body.get("class") or body.get("prompt_class") or body.get("category") or marked or OTHER), where)
     category = OTHER if category == ALL else category
     known: dict[str, Any] = dict(name=str(body.get("question_id", number)), prompt_class=category, category=category,
                                  max_tokens=_most(body, where), arrival_s=_time(body, where))
@@ -125,7 +131,7 @@ def item_of(line: str, where: str, number: int) -> Item:
         return Item(turns=(messages[-1]["content"],), chat=True, history=tuple(messages[:-1]), **known)
     prompt = body.get("prompt_token_ids") or body.get("prompt")
     if isinstance(prompt, str):
-        return Item(turns=(prompt,), **known)
+        return Item(turns=(_encoded(prompt, where),), **known)
     if isinstance(prompt, list) and prompt and all(isinstance(token, int) for token in prompt):
         return Item(turns=(tuple(prompt),), **known)
     raise Failure(f"{where}: found the keys {', '.join(record) or 'none'}; expected prompt, prompt_token_ids, messages, turns or request")
@@ -155,7 +161,16 @@ def _text(turn: Any, where: str) -> str:
         content = "".join(parts)
     if not isinstance(content, str):
         raise Failure(f"{where}: a turn of type {type(content).__name__}; expected text")
-    return content
+    return _encoded(content, where)
+
+
+def _encoded(text: str, where: str) -> str:
+    """The text, if it can be sent: bytes of another encoding and JSON's halves of characters are lone surrogates here."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise Failure(f"{where}: {text[error.start:error.end]!r} in a text is no character; expected UTF-8") from None
+    return text
 
 
 def _most(body: Mapping[str, Any], where: str) -> int | None:
