@@ -251,6 +251,20 @@ def test_prove_a_server(workload: Path, wrong: tuple[str, float] | None, code: i
     assert len(found) == (2 if wrong else 0) and all(d["at"] == 2 and d["token"] == "X" and d["expected"] == "c" for d in found)
 
 
+def test_prove_asks_only_what_it_compares(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "w.jsonl").write_text(json.dumps({"turns": ["one", "two"]}))
+    with fake() as server:
+        assert run(["prove", "--url", server.url, "--level", "run", "--workload", str(tmp_path / "w.jsonl"), "--tokens", "4",
+                    "--temperature", "0"]) == 0
+        assert [len(body["messages"]) for body in server.bodies] == [1] * 4
+    capsys.readouterr()
+
+
+def test_an_address_that_is_none_is_told(workload: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["bench", "--url", "http://[::1", "--workload", str(workload)]) == 1
+    assert "http://[::1/v1/models: Invalid port" in capsys.readouterr().err
+
+
 def test_prove_the_task_on_a_server(workload: Path, capsys: pytest.CaptureFixture[str]) -> None:
     workload.write_text("\n".join([workload.read_text()] * 2))       # four of four lost may still be chance
     with fake() as server:

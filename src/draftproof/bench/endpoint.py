@@ -118,7 +118,7 @@ class Endpoint:
             import httpx2
         except ImportError:
             raise Failure("talking to a server needs the package httpx2; install draftproof[remote]") from None
-        self._errors: type[Exception] = httpx2.HTTPError
+        self._errors: tuple[type[Exception], ...] = (httpx2.HTTPError, httpx2.InvalidURL, ValueError, KeyError, TypeError)
         self.root = url.rstrip("/").removesuffix("/v1")
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._http = httpx2.Client(headers=headers, timeout=timeout_s, limits=httpx2.Limits(max_connections=None))
@@ -133,7 +133,7 @@ class Endpoint:
                 raise Failure(f"{self.root} answered 401: expected a key that it takes; give --api-key-file FILE")
             reply.raise_for_status()
             names = [entry["id"] for entry in reply.json()["data"]]
-        except (self._errors, ValueError, KeyError, TypeError) as error:
+        except self._errors as error:
             raise Failure(f"{self.root}/v1/models: {error}; expected an OpenAI-compatible server there, or give --model") from None
         if not names:
             raise Failure(f"{self.root}/v1/models lists no model; expected one, or give --model")

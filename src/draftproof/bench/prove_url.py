@@ -4,6 +4,7 @@ from its log-probabilities. The control sends the plain requests once more, seve
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from ..config import ProveConfig
 from ..errors import Failure
@@ -38,13 +39,12 @@ def prove_url(off: Client, on: Client, items: Sequence[Item], config: ProveConfi
 def ask(client: Client, items: Sequence[Item], config: ProveConfig, temperature: float, concurrency: int) -> list[Answer]:
     """An answer to the first turn of every item. Raises Failure if a request fails."""
     load, found = Load(concurrency), {}
-    jobs = [Job("proof", load, 0, i, item, config.seed + i, min(item.max_tokens or config.tokens, config.tokens), temperature)
-            for i, item in enumerate(items)]
+    jobs = [Job("proof", load, 0, i, replace(item, turns=item.turns[:1]), config.seed + i,
+                min(item.max_tokens or config.tokens, config.tokens), temperature) for i, item in enumerate(items)]
     for answer in play(client, jobs, load):
         if answer.error:
             raise Failure(f"prompt {answer.job.number + 1}: {answer.error}")
-        if answer.job.turn == 0:
-            found[answer.job.number] = answer
+        found[answer.job.number] = answer
     return [found[i] for i in range(len(items))]
 
 

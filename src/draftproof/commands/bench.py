@@ -124,6 +124,8 @@ def check(drafters: Sequence[str], depths: Sequence[int | None], urls: Sequence[
         raise OptionError("--url without a workload: add --workload FILE or --synthetic IN,OUT,COUNT")
     if depths and not drafters and urls:
         raise OptionError("--depth with --url: name a --drafter too; the depth goes into the request, as our server takes it")
+    if any(url.startswith("=") for url in urls):
+        raise OptionError("--url without a name before its =: expected NAME=URL, or the URL alone")
     for option, names in (("--drafter", drafters), ("--depth", ["auto" if depth is None else depth for depth in depths]),
                           ("--url", [url.partition("=")[0] for url in urls if "=" in url.partition("://")[0]])):
         for name in names:
