@@ -70,6 +70,14 @@ def test_sglang_has_gauges() -> None:
     assert found == {"metrics_of": "sglang", "spec_decode_acceptance_length": 2.5, "spec_decode_acceptance_rate": 50.0}
 
 
+def test_ranks_that_have_not_guessed_are_not_in_the_average() -> None:
+    """SGLang publishes zeros for a data-parallel rank that was idle; no round is shorter than one token."""
+    idle, busy = (f'sglang:spec_accept_length{{dp_rank="{rank}"}} {length}\nsglang:spec_accept_rate{{dp_rank="{rank}"}} {rate}\n'
+                  for rank, length, rate in ((0, 0.0, 0.0), (1, 3.0, 0.5)))
+    assert read_counters(idle + busy).gauges == read_counters(busy).gauges == {"length": 3.0, "rate": 0.5}
+    assert read_counters(idle).as_json() == {"metrics_of": "sglang"}
+
+
 @pytest.mark.parametrize("value", ["NaN", "+Inf", "x"])
 def test_samples_that_are_no_numbers_are_left_out(value: str) -> None:
     found = read_counters(f"sglang:spec_accept_length {value}\nsglang:spec_accept_rate 0.5\nvllm:spec_decode_num_drafts_total {value}\n"

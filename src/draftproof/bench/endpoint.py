@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from statistics import fmean
 from typing import Any
 
 from ..core.tally import Tally
@@ -79,8 +80,9 @@ class Counters:
 
 
 def read_counters(text: str) -> Counters:
-    """From Prometheus' text format; samples of several labels are added up, gauges averaged. What is no finite number is left out."""
-    found, gauges = Counters(), dict[str, list[float]]()
+    """From Prometheus' text format; samples of several labels are added up, gauges averaged. What is no finite number is left out, and so
+    are gauges of a rank that has not guessed yet: its length is 0, where one of a round is at least 1."""
+    found, gauges = Counters(), dict[str, dict[str, float]]()
     for line in text.split("\n"):
         match = None if line.startswith("#") else SAMPLE.match(line)
         value = _number(match[4]) if match else None
@@ -96,8 +98,10 @@ def read_counters(text: str) -> Counters:
             found.per_position[at] = found.per_position.get(at, 0.0) + value
         if name in GAUGES:
             found.engine = found.engine or engine
-            gauges.setdefault(GAUGES[name], []).append(value)
-    found.gauges = {key: sum(values) / len(values) for key, values in gauges.items()}
+            gauges.setdefault(labels, {})[GAUGES[name]] = value
+    ranks = [rank for rank in gauges.values() if rank.get("length") != 0]
+    for key in dict.fromkeys(key for rank in ranks for key in rank):
+        found.gauges[key] = fmean(rank[key] for rank in ranks if key in rank)
     return found
 
 
