@@ -20,6 +20,7 @@ from engine.letters import Letters
 
 from draftproof.bench import report
 from draftproof.bench.arms import local_arms, url_arms
+from draftproof.bench.cells import Spread
 from draftproof.bench.load import Answer, Job, Load, Local
 from draftproof.bench.summary import answer_lines, is_spec_bench, rows, serving, spec_bench
 from draftproof.bench.sweep import Arm, Plan, settled, speedup, sweep
@@ -196,6 +197,14 @@ def test_vllms_keys() -> None:
     assert found["completed"] == 3 and found["total_output_tokens"] == 30 and found["output_throughput"] == pytest.approx(5.0)
     assert found["median_e2el_ms"] == 2000 and found["mean_ttft_ms"] == pytest.approx(200) and found["mean_tpot_ms"] == pytest.approx(200)
     assert found["mean_itl_ms"] == pytest.approx(1800), "inter-chunk, not per token"
+
+
+def test_time_that_failed_requests_took_is_time_in_which_the_arm_had_work() -> None:
+    failed = replace(answer("off", 1, 0, 8.0), error="the stream ended in the middle")
+    both = [answer("off", 0, 0, 2.0), failed]
+    arms = [Arm("off", "none", "0", Instant())]
+    (row,) = [row for row in rows(both, arms) if row.prompt_class == "all"]
+    assert row.total_tokens_per_s == Spread(1.0, 1.0, 1.0) and serving(both, arms[0], Load(1))["output_throughput"] == 1.0
 
 
 def test_spec_benchs_own_arithmetic() -> None:

@@ -83,7 +83,7 @@ def _row(arm: Arm, name: str, load: Load, chosen: Sequence[Answer], here: Sequen
     return Row(
         arm.name, arm.drafter, arm.depth, name, load, len(chosen), len(chosen) - len(good), sum(a.tokens for a in good),
         Spread(median(speeds), percentile(speeds, 0.1), percentile(speeds, 0.9)),
-        _total(good) if name == ALL else None, None if off else speedup(here, arm.name, name),
+        _total(chosen) if name == ALL else None, None if off else speedup(here, arm.name, name),
         None if off else speedup(here, arm.name, name, speed=attrgetter("decoding")), same,
         sum(counted, Tally()) if counted else None,
         {"ttft_s": _quantiles(a.ttft_s for a in good), "tpot_s": _quantiles(a.tpot_s for a in good),
@@ -108,7 +108,7 @@ def _total(answers: Sequence[Answer]) -> Spread | None:
     repeats: dict[int, list[Answer]] = {}
     for a in answers:
         repeats.setdefault(a.job.repeat, []).append(a)
-    rates = [sum(a.tokens for a in each) / seconds for each in repeats.values() if (seconds := busy_s(each)) > 0]
+    rates = [sum(a.tokens for a in each if not a.error) / seconds for each in repeats.values() if (seconds := busy_s(each)) > 0]
     return Spread(median(rates), min(rates), max(rates)) if rates else None
 
 
