@@ -37,6 +37,31 @@ def test_what_a_document_leaves_without_effect(documents: list[str], capsys: pyt
         assert command(words) == 2 and "has no effect beside" in capsys.readouterr().err
 
 
+def test_a_benchmark_of_something_else_costs_no_advice(documents: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    measured = tmp_path / "bench.json"
+    measured.write_text(json.dumps({"cells": [{"class": "other", "drafter": "suffix", "depth": 9, "speedup": None}]}))
+    assert command(["advise", "--audition", documents[0], "--profile", documents[1], "--bench", str(measured), "--json"]) == 1
+    said = capsys.readouterr()
+    assert json.loads(said.out)["cells"] and "the benchmark has no cell" in said.err
+
+
+@pytest.mark.parametrize("option", ["--bench", "--profile"])
+def test_documents_are_read_before_anything_is_replayed(option: str, documents: list[str], tmp_path: Path,
+                                                        capsys: pytest.CaptureFixture[str]) -> None:
+    broken, log = tmp_path / "broken.json", tmp_path / "log.jsonl"
+    broken.write_text("{" * 200_000)
+    log.write_text("this log has nothing\n")
+    assert command(["advise", str(log), option, str(broken)]) == 1
+    assert f"{broken}: no JSON document" in capsys.readouterr().err
+
+
+def test_documents_may_begin_with_a_byte_order_mark(documents: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    for place in map(Path, documents):
+        place.write_bytes(b"\xef\xbb\xbf" + place.read_bytes())
+    assert command(["advise", "--audition", documents[0], "--profile", documents[1]]) == 0
+    capsys.readouterr()
+
+
 def test_names_with_brackets_are_shown_as_they_are(documents: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     Path(documents[0]).write_text(json.dumps({"cells": [CELL, CELL | {"class": "[/b]"}, CELL | {"class": "[math]"}]}))
     assert command(["advise", "--audition", documents[0], "--profile", documents[1]]) == 0

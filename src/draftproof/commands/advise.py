@@ -54,7 +54,7 @@ def advise(log: Path | None, target: str | None, specs: tuple[str, ...], depths:
     from ..advise.check import check
     from ..advise.predict import overall, predict, thresholds, verdict
 
-    document = _read(given["heard"]) if given["heard"] is not None else None
+    document, curve, measured = (None if given[name] is None else _read(given[name]) for name in ("heard", "curve", "measured"))
     place: str | Target | None = target
     if document is not None:
         cells = _heard(document, given["heard"])
@@ -67,8 +67,8 @@ def advise(log: Path | None, target: str | None, specs: tuple[str, ...], depths:
         for line in remarks(result):
             note(line)
     plan: list[dict[str, Any]]
-    if given["curve"] is not None:
-        costs, plan = _from_curve(_read(given["curve"]), cells, given["draft_cost"]), []
+    if curve is not None:
+        costs, plan = _from_curve(curve, cells, given["draft_cost"]), []
     else:
         costs, plan = _timed(log, place, cells, given)
     forecasts = predict(cells, costs)
@@ -76,9 +76,15 @@ def advise(log: Path | None, target: str | None, specs: tuple[str, ...], depths:
         "cells": [one.as_json() for one in forecasts], "verdict": verdict(forecasts), "thresholds": thresholds(forecasts),
         "overall": _overall(overall(forecasts), target), "costs": [asdict(cost) for cost in costs], "log": document.get("log"),
         "memory": [entry for entry in plan if _recommended(entry, forecasts)]}
-    if given["measured"] is not None:
-        record["check"] = check(forecasts, _read(given["measured"]))
+    unlike: Failure | None = None
+    if measured is not None:
+        try:
+            record["check"] = check(forecasts, measured)
+        except Failure as error:            # told behind the advice, which may have taken minutes
+            unlike = error
     emit_json(record) if as_json else print_advice(record, forecasts)
+    if unlike is not None:
+        raise unlike
     return 0
 
 
@@ -108,12 +114,12 @@ def _check_unread(given: Mapping[str, Any]) -> None:
 def _read(file: Path) -> dict[str, Any]:
     """The JSON document in a file, which may be a command's whole output: its last line counts."""
     try:
-        text = file.read_text(encoding="utf-8").strip()
+        text = file.read_text(encoding="utf-8-sig").strip()
         try:
             found = json.loads(text)
         except ValueError:
             found = json.loads(text.splitlines()[-1])
-    except (ValueError, IndexError, UnicodeDecodeError) as error:
+    except (ValueError, IndexError, RecursionError) as error:
         raise Failure(f"{file}: no JSON document ({error}); expected what a command printed with --json") from error
     if not isinstance(found, dict):
         raise Failure(f"{file}: found a JSON {type(found).__name__}, expected an object")
