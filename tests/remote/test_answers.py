@@ -35,6 +35,20 @@ def test_a_line_cut_short_at_the_end_is_called_so(end: str, tmp_path: Path) -> N
         read(file)
 
 
+@pytest.mark.parametrize(("line", "words"), [
+    (json.dumps({"content": "x", "stop": True, "tokens": [float("inf")]}), "an answer of another form"),
+    (json.dumps({"choices": [{"text": "x"}], "usage": {"completion_tokens": float("inf")}}), "an answer of another form"),
+    ("data: " + "[" * 200_000, "not JSON"),
+])
+def test_numbers_without_end_and_lists_without_end_are_told(line: str, words: str, tmp_path: Path) -> None:
+    file = tmp_path / "answers.jsonl"
+    file.write_text(f"{record('x')}\n{line}\n")
+    with pytest.raises(Failure, match=f"line 2: {words}"):
+        read(file)
+    file.write_text(line.removeprefix("data: ")[:200_000])
+    assert is_answer(file) is (words != "not JSON")
+
+
 def test_a_mark_before_the_first_line_and_an_error_that_is_none(tmp_path: Path) -> None:
     file = tmp_path / "answers.jsonl"
     file.write_bytes(b"\xef\xbb\xbf" + json.dumps({**json.loads(record("x")), "error": None}).encode())

@@ -191,7 +191,8 @@ def test_files_that_cannot_be_written_or_read(tmp_path: Path) -> None:
     assert list(read_trace(path)) == [EVENTS[0]], "a torn last line and unknown events are left out"
     path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
     assert list(read_trace(path)) == [EVENTS[0]], "an editor's mark before the first line is none of it"
-    for bad, says in (("not json", "not a line of a trace"), ('{"event":"round_done"}', "of another form"), ("[]", "not a line")):
+    for bad, says in (("not json", "not a line of a trace"), ('{"event":"round_done"}', "of another form"), ("[]", "not a line"),
+                      ("[" * 200_000, "not a line")):
         path.write_text(good + "\n" + bad + "\n")
         with pytest.raises(Failure, match=f"line 2: .*{says}"):
             list(read_trace(path))

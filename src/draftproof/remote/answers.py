@@ -87,7 +87,7 @@ def read(path: Path) -> Answers:
     for line, record in _records(path, text):
         try:
             gathering.take(line, record)
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
+        except (AttributeError, KeyError, TypeError, ValueError, OverflowError) as error:
             raise Failure(f"{path}, line {line}: an answer of another form ({error}); expected vLLM's or llama.cpp's") from error
     if not gathering.answers.found and not gathering.answers.left_out:
         raise Failure(f"{path}: no answer in it; {EXPECTED}")
@@ -102,7 +102,7 @@ def is_answer(path: Path) -> bool:
         if first in ("{", "["):
             return path.stat().st_size < 1 << 26 and _looks(json.loads(path.read_text(encoding="utf-8-sig")))
         return first.startswith("data:") or _looks(json.loads(first))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return False
 
 
@@ -135,7 +135,7 @@ def _records(path: Path, text: str) -> Iterator[tuple[int, Any]]:
             continue
         try:
             value = json.loads(line)
-        except json.JSONDecodeError as error:
+        except (ValueError, RecursionError) as error:
             cut = " (the file ends in it: a line cut short?)" if number == len(lines) else ""
             raise Failure(f"{path}, line {number}: not JSON: {line[:60]!r}{cut}; {EXPECTED}, or a stream's `data:` lines") from error
         yield from ((number, one) for one in (value if isinstance(value, list) else [value]))

@@ -134,7 +134,7 @@ def from_json(line: str) -> Event | None:
     try:
         record = json.loads(line)
         name = record["event"]
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise Failure(f"not a line of a trace: {line[:80]!r}; expected a JSON object with \"event\"") from error
     if not isinstance(name, str):
         raise Failure(f"not a line of a trace: {line[:80]!r}; expected \"event\" with a name as {', '.join(_EVENTS)}")
