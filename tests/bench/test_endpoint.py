@@ -108,7 +108,9 @@ def test_a_malformed_answer_is_the_requests_error_and_not_the_end(workload: Path
         server.malformed = "p1"
         assert run(["bench", "--url", server.url, "--workload", str(workload), "--tokens", "4", "--repeats", "1", "--most-repeats", "1",
                     "--json"]) == 0
-    cells = {cell["class"]: (cell["requests"], cell["failed"]) for cell in last_line(capsys)["cells"]}
+    document = last_line(capsys)
+    assert "; FAILED: 1 of 4 requests, the first of arm endpoint: TypeError: 'int' object is not iterable" in document["note"]
+    cells = {cell["class"]: (cell["requests"], cell["failed"]) for cell in document["cells"]}
     assert cells == {"a": (2, 0), "b": (2, 1), "all": (4, 1)}
 
 

@@ -252,6 +252,10 @@ def describe(answers: Sequence[Answer], arms: Sequence[Arm], plan: Plan, counted
     cut = sum(arm.client.cut for arm in arms if isinstance(arm.client, Local))
     if cut:
         notes.append(f"{cut} prompts were longer than the target's context and lost their beginning")
+    failed = [a for a in answers if a.error]
+    if failed:
+        why = " ".join(str(failed[0].error).split())[:200]
+        notes.append(f"FAILED: {len(failed)} of {len(answers)} requests, the first of arm {failed[0].job.arm}: {why}")
     document: dict[str, Any] = {
         "machine": machine(), "versions": versions(), "command": " ".join(["draftproof", *sys.argv[1:]]),
         "note": "; ".join(notes), "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
