@@ -15,14 +15,14 @@ LETTERS = "abcdefghijklmnopqrstuvwxyz"
 class Fake(ThreadingHTTPServer):
     """wrong: (token, margin) written third where the server may guess and the prompt holds `only`. silent: no answer tells of its drafts,
     only the counters do. lines: what every stream sends instead. malformed: a part of prompts whose answers are. gauges: what /metrics
-    says besides. key: what a client must send."""
+    says besides. key: what a client must send. shy: no log-probabilities of what may be guessed."""
 
     daemon_threads = True
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
         self.bodies: list[dict[str, Any]] = []
-        self.engine, self.only, self.fail, self.silent = "vllm:", "", False, False
+        self.engine, self.only, self.fail, self.silent, self.shy = "vllm:", "", False, False, False
         self.lines, self.malformed, self.gauges, self.key = "", "", "", ""
         self.wrong: tuple[str, float] | None = None
         self.lock = threading.Lock()
@@ -68,6 +68,8 @@ class Handler(BaseHTTPRequestHandler):
             self.server.bodies.append(body)
         if self.server.fail:
             return self.reply("no room", 503)
+        if self.server.shy and guesses(body) and body.get("logprobs"):
+            return self.reply('{"error": {"message": "no logprobs here"}}', 400)
         self.send_response(200)
         self.end_headers()
         if self.server.lines:

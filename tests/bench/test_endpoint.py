@@ -261,12 +261,24 @@ def test_prove_a_server(workload: Path, wrong: tuple[str, float] | None, code: i
     assert len(found) == (2 if wrong else 0) and all(d["at"] == 2 and d["token"] == "X" and d["expected"] == "c" for d in found)
 
 
+@pytest.mark.parametrize(("wrong", "code"), [(None, 0), (("X", 0.01), 3)])
+def test_prove_a_server_that_refuses_log_probabilities(wrong: tuple[str, float] | None, code: int, workload: Path,
+                                                       capsys: pytest.CaptureFixture[str]) -> None:
+    """TensorRT-LLM does while it guesses: texts are compared, and a difference has no margin that could excuse it."""
+    with fake() as server:
+        server.shy, server.wrong = True, wrong
+        assert run(["prove", "--url", server.url, "--level", "run", "--workload", str(workload), "--tokens", "4",
+                    "--temperature", "0"]) == code
+    said = capsys.readouterr()
+    assert "no margin is known: HTTP 400" in said.err and ("of 4 texts identical" in said.out) and ("unknown" in said.out) is (code == 3)
+
+
 def test_prove_asks_only_what_it_compares(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "w.jsonl").write_text(json.dumps({"turns": ["one", "two"]}))
     with fake() as server:
         assert run(["prove", "--url", server.url, "--level", "run", "--workload", str(tmp_path / "w.jsonl"), "--tokens", "4",
                     "--temperature", "0"]) == 0
-        assert [len(body["messages"]) for body in server.bodies] == [1] * 4
+        assert {len(body["messages"]) for body in server.bodies} == {1}
     capsys.readouterr()
 
 

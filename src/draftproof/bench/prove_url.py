@@ -36,6 +36,16 @@ def prove_url(off: Client, on: Client, items: Sequence[Item], config: ProveConfi
     return report
 
 
+def telling(client: Client, plain: Client, item: Item, config: ProveConfig, note: Callable[[str], None]) -> Client:
+    """client, which asks for log-probabilities; plain, which does not, where the server refuses them, as TensorRT-LLM does while it
+    guesses."""
+    (answer,) = play(client, [Job("proof", Load(1), 0, 0, replace(item, turns=item.turns[:1]), config.seed, 1, 0.0)], Load(1))
+    if answer.error is None or not answer.error.startswith("HTTP 4"):
+        return client
+    note(f"run: no log-probabilities, so texts are compared, and no margin is known: {' '.join(answer.error.split())}")
+    return plain
+
+
 def ask(client: Client, items: Sequence[Item], config: ProveConfig, temperature: float, concurrency: int) -> list[Answer]:
     """An answer to the first turn of every item. Raises Failure if a request fails."""
     load, found = Load(concurrency), {}

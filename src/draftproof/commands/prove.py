@@ -207,7 +207,7 @@ def server(stack: ExitStack, wanted: Sequence[str], given: Mapping[str, Any], co
     """Levels run and task on servers."""
     from ..bench.endpoint import Endpoint
     from ..bench.prove_task import prove_task, read_tasks
-    from ..bench.prove_url import prove_url
+    from ..bench.prove_url import prove_url, telling
 
     key = key_of(given["api_key_file"]) if given["api_key_file"] else None       # the variable's is for our own servers alone
     ours = given["baseline_url"] is None
@@ -222,7 +222,9 @@ def server(stack: ExitStack, wanted: Sequence[str], given: Mapping[str, Any], co
     off_logprobs, off, on_logprobs, on = arms
     found: dict[str, Level] = {}
     if "run" in wanted:
-        report = prove_url(off_logprobs, on_logprobs, prompts(given, config), config, note, sampled=ours)
+        items = prompts(given, config)
+        report = prove_url(telling(off_logprobs, off, items[0], config, note), telling(on_logprobs, on, items[0], config, note),
+                           items, config, note, sampled=ours)
         found["run"] = report.as_json() | {"target": off.models[0], "drafter": given["drafter"] or "the server's own"}
     if "task" in wanted:
         found["task"] = skipped("no scored prompts were given (--tasks FILE)")
