@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import resource
 import shutil
+import signal
 import time
 from pathlib import Path
 from queue import Queue
@@ -213,6 +215,32 @@ def test_what_is_no_part_is_told(tmp_path: Path) -> None:
     kept.write_bytes(kept.read_bytes() + b'{"arm": 0}\n')
     with pytest.raises(Failure, match=r"line 3: no part of an audition"):
         run(job, partial=kept)
+
+
+def test_a_disk_that_fills_leaves_what_was_counted(tmp_path: Path) -> None:
+    log, metrics = write(tmp_path, "ngram", 2, 0.0)
+    kept, job = tmp_path / "kept", work(log, "ngram", 2)
+    run(job, partial=kept)
+    most = kept.stat().st_size - 20
+    kept.unlink()
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (most, hard))
+    try:
+        with pytest.raises(Failure, match=r"kept: File too large; .*goes on from there"):
+            run(job, partial=kept)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, before)
+    assert kept.stat().st_size == most and same(run(job, partial=kept).cells()[-1], metrics)
+
+
+@pytest.mark.parametrize(("kept", "words"), [("log.jsonl", "that is the file of LOG"), ("none/kept", "the folder does not exist")])
+def test_a_partial_result_that_cannot_be_kept_is_told_at_once(kept: str, words: str, tmp_path: Path,
+                                                              capsys: pytest.CaptureFixture[str]) -> None:
+    log = tmp_path / "log.jsonl"
+    log.write_text('{"prompt_token_ids": [1, 2], "token_ids": [3, 4]}\n')
+    assert command(["audition", str(log), "--partial", str(tmp_path / kept)]) == 2 and words in capsys.readouterr().err
 
 
 def test_a_partial_result_of_another_target_is_refused(tiny_pair: tuple[Path, Path], tmp_path: Path,

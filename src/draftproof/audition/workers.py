@@ -110,15 +110,19 @@ def _kept(file: Path | None, work: Work) -> Iterator[tuple[list[Part], Callable[
     header = (json.dumps({"format": FORMAT, "log": Path(work.log).name, "bytes": log_size(work.log), "target": work.version,
                           "arms": [[a.spec, a.shown_depth] for a in work.arms]}) + "\n").encode()
     parts = _known(file, header)
-    with file.open("ab") as stream:
+    # Unbuffered: what did not fit is not tried again when the file is closed.
+    with file.open("ab", buffering=0) as stream:
         if stream.tell() == 0:
-            _line(stream, header)
-        yield parts, lambda part: _line(stream, (json.dumps(part.as_json()) + "\n").encode())
+            _line(file, stream, header)
+        yield parts, lambda part: _line(file, stream, (json.dumps(part.as_json()) + "\n").encode())
 
 
-def _line(stream: IO[bytes], line: bytes) -> None:
-    stream.write(line)
-    stream.flush()
+def _line(file: Path, stream: IO[bytes], line: bytes) -> None:
+    try:
+        while line:
+            line = line[stream.write(line):]            # a disk that fills takes a part first
+    except OSError as error:
+        raise Failure(f"{file}: {error.strerror}; expected room for what is counted; the same command goes on from there") from None
 
 
 def _known(file: Path, header: bytes) -> list[Part]:

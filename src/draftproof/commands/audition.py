@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ..config import LoadConfig
-from ..errors import Failure
+from ..errors import Failure, OptionError
 from . import options as o
 from .console import emit_json, facts_lines, note, print_rows
+from .view_files import check_apart
 
 if TYPE_CHECKING:
     from ..audition.counts import Counts
@@ -62,6 +63,9 @@ depths_option = click.option("--depth", "depths", type=Depths(), metavar=Depths.
 def audition(log: Path, target: str | None, specs: tuple[str, ...], depths: tuple[tuple[int | None, ...], ...], processes: int | None,
              kept: Path | None, row_cost: float, as_json: bool, **given: Any) -> int:
     """Replay LOG through every drafter at every depth and count what stands. Reads ids, OpenAI pairs, chats, text, and our traces."""
+    check_apart([("LOG", log)], [("--partial", kept)])
+    if kept is not None and not kept.absolute().parent.is_dir():
+        raise OptionError(f"--partial {kept}: the folder does not exist; create it, or name a file elsewhere")
     from ..audition.counts import best_depths
 
     work = prepare(log, target, specs, depths, given, processes)
