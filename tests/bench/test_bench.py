@@ -21,6 +21,7 @@ from engine.letters import Letters
 from draftproof.bench import report
 from draftproof.bench.arms import local_arms, url_arms
 from draftproof.bench.cells import Spread
+from draftproof.bench.endpoint import tally_of
 from draftproof.bench.load import Answer, Job, Load, Local
 from draftproof.bench.summary import answer_lines, is_spec_bench, rows, serving, spec_bench
 from draftproof.bench.sweep import Arm, Plan, settled, speedup, sweep
@@ -197,6 +198,13 @@ def test_vllms_keys() -> None:
     assert found["completed"] == 3 and found["total_output_tokens"] == 30 and found["output_throughput"] == pytest.approx(5.0)
     assert found["median_e2el_ms"] == 2000 and found["mean_ttft_ms"] == pytest.approx(200) and found["mean_tpot_ms"] == pytest.approx(200)
     assert found["mean_itl_ms"] == pytest.approx(1800), "inter-chunk, not per token"
+
+
+def test_totals_without_steps_cost_no_measurement() -> None:
+    """A server that tells how many tokens it drafted, and not in how many rounds."""
+    told = replace(answer("on", 0, 0, 2.0), tally=tally_of({"num_draft_tokens": 8, "num_accepted_draft_tokens": 4}, 10))
+    found = serving([told], Arm("on", "x", "3", Instant()), Load(1))
+    assert found["completed"] == 1 and "spec_decode_num_drafts" not in found
 
 
 def test_time_that_failed_requests_took_is_time_in_which_the_arm_had_work() -> None:

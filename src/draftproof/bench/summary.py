@@ -132,7 +132,7 @@ def serving(answers: Sequence[Answer], arm: Arm, load: Load) -> dict[str, Any]:
             out |= {f"mean_{name}_ms": fmean(known), f"median_{name}_ms": median(known), f"std_{name}_ms": pstdev(known),
                     f"p99_{name}_ms": percentile(known, 0.99)}
     tally = sum((a.tally for a in good if a.tally is not None), Tally())
-    if tally.drafted:
+    if tally.drafted and tally.rounds_drafted:
         out |= {"spec_decode_acceptance_rate": 100 * tally.accepted / tally.drafted,
                 "spec_decode_acceptance_length": tally.acceptance_length_drafted, "spec_decode_num_drafts": tally.rounds_drafted,
                 "spec_decode_draft_tokens": tally.drafted, "spec_decode_accepted_tokens": tally.accepted,
