@@ -170,12 +170,17 @@ class Assistant(nn.Module):
         if tied is not None:
             tensors.setdefault("lm_head.weight", tied)              # what it embeds with is the target's
         fill(head, tensors, files.path, unused={"model.embed_tokens.weight"})
-        return settle(head, parts)
+        head = settle(head, parts)
+        head._rope[0].to(head.model.norm.weight.device)
+        return head
 
     def turns(self, positions: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
         """positions [B] → for each kind of layer, cosines and sines [B, 1, 1, D]."""
-        rope, weight = self._rope[0].to(positions.device), self.model.norm.weight
-        return {kind: tuple(part[:, :, None].to(weight.dtype) for part in rope(weight, positions[:, None], kind)) for kind in self.layers}
+        found = {}
+        for kind in self.layers:
+            cos, sin = self._rope[0](self.model.norm.weight, positions[:, None], kind)           # in the weight's precision
+            found[kind] = cos[:, :, None], sin[:, :, None]
+        return found
 
     def step(self, hidden: Tensor, tokens: Tensor, view: View) -> tuple[Tensor, Tensor]:
         """hidden [B · F, backbone] and the tokens behind it [B · F] → logits [B · F, V], and the hidden states of the next step."""
