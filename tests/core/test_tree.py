@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from draftproof.core.tree import ancestor_mask, children, depths, leaves, path, positions, walk
+from draftproof.core.tree import children, depths, path, positions, walk
 
 #        root
 #       0    1
@@ -20,25 +20,21 @@ def test_by_hand():
     assert depths(PARENTS) == [1, 1, 2, 2, 2, 3]
     assert positions(PARENTS, 9) == [10, 10, 11, 11, 11, 12]
     assert children(PARENTS) == [[0, 1], [2, 3], [4], [5], [], [], []]
-    assert leaves(PARENTS) == [3, 4, 5]
     assert path(PARENTS, 5) == (0, 2, 5) and path(PARENTS, -1) == ()
-    assert [i for i, seen in enumerate(ancestor_mask(PARENTS)[5].tolist()) if seen] == [0, 2, 5]
 
 
 def test_without_nodes():
-    assert depths(()) == leaves(()) == [] and children(()) == [[]] and ancestor_mask(()).shape == (0, 0)
+    assert depths(()) == [] and children(()) == [[]]
     assert walk((), ()) == ((), (), "plain")
 
 
 @given(trees)
 def test_one_geometry(parents):
-    n, below, mask = len(parents), children(parents), ancestor_mask(parents)
+    n, below = len(parents), children(parents)
     assert sorted(node for kids in below for node in kids) == list(range(n))
-    assert leaves(parents) == [i for i in range(n) if not below[i + 1]]
     for node in range(n):
         way = path(parents, node)
         assert len(way) == depths(parents)[node] and way[-1] == node
-        assert tuple(mask[node].nonzero()[:, 0].tolist()) == way
         assert all(parents[b] == a for a, b in zip((-1, *way), way, strict=False))
 
 

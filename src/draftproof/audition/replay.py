@@ -212,17 +212,15 @@ def granted(story: Story, position: int) -> int:
     return story.depths[place - 1][1] if place else 0
 
 
-def replay(drafter: Drafter, stories: Sequence[Story], depth: int | None, *, nodes: int | None = None, batch: int = 8, tenant: str = "",
-           states: States | None = None, passes: Passes | None = None, capped: bool = True,
-           device: torch.device | None = None) -> list[Tally]:
+def replay(drafter: Drafter, stories: Sequence[Story], depth: int | None, *, nodes: int | None = None, batch: int = 8,
+           states: States | None = None, passes: Passes | None = None, device: torch.device | None = None) -> list[Tally]:
     """Counts of every story with this drafter at a fixed depth, `batch` stories side by side, in their order.
 
     depth: None takes those of the rounds that wrote the story. nodes: most nodes per round, None for chains. passes: for a drafter that is
-    told what was likely. capped: a draft is no longer than what may still be emitted (as our engine does; others draft on). A drafter with
-    memory across texts (suffix, recycle) meets them in order only with batch=1.
+    told what was likely. A drafter with memory across texts (suffix, recycle) meets them in order only with batch=1.
     """
     noise = TextNoise(device or torch.device("cpu"))
-    waiting = [Reading(f"replay-{i}", story, story.tenant or tenant, [*story.prompt, story.answer[0]]) for i, story in enumerate(stories)]
+    waiting = [Reading(f"replay-{i}", story, story.tenant, [*story.prompt, story.answer[0]]) for i, story in enumerate(stories)]
     tallies = [reader.tally for reader in waiting]
     waiting.reverse()
     live: list[Reading] = []
@@ -236,7 +234,7 @@ def replay(drafter: Drafter, stories: Sequence[Story], depth: int | None, *, nod
                     drafter.close(reader.state)
             live = [reader for reader in live if reader.left]
             if live:
-                _round(drafter, live, depth, nodes, noise, capped, passes)
+                _round(drafter, live, depth, nodes, noise, passes)
     return tallies
 
 
@@ -250,9 +248,9 @@ def opened(drafter: Drafter, reader: Reading, states: States | None) -> Reading:
     return reader
 
 
-def _round(drafter: Drafter, live: Sequence[Reading], depth: int | None, nodes: int | None, noise: TextNoise, capped: bool,
+def _round(drafter: Drafter, live: Sequence[Reading], depth: int | None, nodes: int | None, noise: TextNoise,
            passes: Passes | None) -> None:
-    budgets = [_budget(drafter, reader, depth, nodes, capped) for reader in live]
+    budgets = [_budget(drafter, reader, depth, nodes) for reader in live]
     wanted = [i for i, budget in enumerate(budgets) if budget.depth]
     drafts = [Draft.empty(drafter.name) for _ in live]
     if wanted:
@@ -277,11 +275,10 @@ def _round(drafter: Drafter, live: Sequence[Reading], depth: int | None, nodes: 
         drafter.observe([live[i].state for i in here], [commits[i] for i in here], [signals[i] for i in here])
 
 
-def _budget(drafter: Drafter, reader: Reading, depth: int | None, nodes: int | None, capped: bool) -> Budget:
+def _budget(drafter: Drafter, reader: Reading, depth: int | None, nodes: int | None) -> Budget:
     depth = granted(reader.story, len(reader.tokens)) if depth is None else depth
-    if capped:
-        limit = reader.story.limit or len(reader.story.prompt) + len(reader.story.answer)
-        depth = max(0, min(depth, limit - len(reader.tokens) - 1))
+    limit = reader.story.limit or len(reader.story.prompt) + len(reader.story.answer)
+    depth = max(0, min(depth, limit - len(reader.tokens) - 1))
     if drafter.needs.context is not None:
         depth = max(0, min(depth, drafter.needs.context - len(reader.tokens)))
     return Budget(depth, max(depth, nodes or 0) if depth else 0, drafter.name, "replay")

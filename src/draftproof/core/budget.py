@@ -32,14 +32,6 @@ def expected_tokens_iid(alpha: float, depth: int) -> float:
     return expected_tokens([alpha] * depth)
 
 
-def tree_expected_tokens(parents: Sequence[int], chances: Sequence[float]) -> float:
-    """1 + Σ over nodes of the product of `chances` down to it; chances[i] = P(the walk goes on to node i | it stands at its parent)."""
-    reach: list[float] = []
-    for parent, chance in zip(parents, chances, strict=True):
-        reach.append(chance * (reach[parent] if parent >= 0 else 1.0))
-    return 1 + sum(reach)
-
-
 def speedup(tokens: float, depth: int, c: float, v: float = 1.0, o: float = 0.0) -> float:
     """S = E / (γ c + v(γ) + o) over plain decoding, E being the tokens a round emits (arXiv 2211.17192, Theorem 3.8, with v = 1, o = 0)."""
     return tokens / (depth * c + v + o)
@@ -55,14 +47,6 @@ def break_even(depth: int, c: float, v: float = 1.0, o: float = 0.0) -> float | 
         middle = (low + high) / 2
         low, high = (middle, high) if expected_tokens_iid(middle, depth) < cost else (low, middle)
     return high if cost > 1 else 0.0
-
-
-def worth_a_token(next_survival: float, rate: float, marginal_cost: float) -> bool:
-    """Whether to draft one token more: its survival must beat what its time would buy at `rate` tokens per second.
-
-    marginal_cost: seconds to draft it and to score one row more. Renewal reward: with the best rate this is optimal.
-    """
-    return next_survival > rate * marginal_cost
 
 
 def best_depth(survival: Sequence[float], draft_cost: Sequence[float], score_cost: Sequence[float],
@@ -150,11 +134,6 @@ def between(score_cost: Sequence[float], rows: float) -> float:
     low = int(rows)
     value = score_cost[low - 1]
     return value if rows == low else value + (rows - low) * (score_cost[low] - value)
-
-
-def overlap(p: Tensor, q: Tensor) -> Tensor:
-    """Σ min(p, q) = 1 − TV [...] of laws [..., V]: the acceptance of rule `ratio`, and the most that one draft can reach."""
-    return torch.minimum(p, q).sum(-1)
 
 
 def match_acceptance(p: Tensor, q: Tensor) -> Tensor:

@@ -41,12 +41,6 @@ def positions(parents: Sequence[int], base: int) -> list[int]:
     return [base + depth for depth in depths(parents)]
 
 
-def leaves(parents: Sequence[int]) -> list[int]:
-    """Nodes without children, in order."""
-    inner = set(parents)
-    return [node for node in range(len(parents)) if node not in inner]
-
-
 def path(parents: Sequence[int], node: int) -> tuple[int, ...]:
     """The nodes from below the root down to `node`, itself included; () for the root (−1)."""
     found: list[int] = []
@@ -54,15 +48,6 @@ def path(parents: Sequence[int], node: int) -> tuple[int, ...]:
         found.append(node)
         node = parents[node]
     return tuple(reversed(found))
-
-
-def ancestor_mask(parents: Sequence[int]) -> Tensor:
-    """bool [n, n] on the CPU: entry (i, j) says that node j stands on the path to node i, i itself included."""
-    mask = torch.eye(len(parents), dtype=torch.bool)
-    for node, parent in enumerate(parents):
-        if parent >= 0:
-            mask[node] |= mask[parent]
-    return mask
 
 
 def walk(parents: Sequence[int], passes: Sequence[bool]) -> tuple[tuple[int, ...], tuple[int, ...], Role]:

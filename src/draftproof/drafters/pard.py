@@ -58,9 +58,9 @@ class PardState(ModelState):
 class PardDrafter(ModelDrafter):
     """`pard:PATH`. score: perturbed margin, as for `model`."""
 
-    def __init__(self, lm: Target, mask_token: int, vocab_size: int | None = None, prefill_chunk: int = 512, name: str = "pard") -> None:
+    def __init__(self, lm: Target, mask_token: int, vocab_size: int | None = None, prefill_chunk: int = 512) -> None:
         """mask_token: what stands where a token is to be guessed. vocab_size: the target's, where it differs by padding."""
-        super().__init__(lm, vocab_size, prefill_chunk, name)
+        super().__init__(lm, vocab_size, prefill_chunk, "pard")
         self.needs = replace(self.needs, prices=False)              # all of a draft is one pass
         self.mask_token, self.margins, self.weight_bytes = mask_token, Margins(), lm.facts.weight_bytes
 

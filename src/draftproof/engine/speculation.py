@@ -76,9 +76,9 @@ class Speculation:
     """Plans budgets, asks the drafter and keeps its states. A drafter that breaks its contract is taken out of service."""
 
     def __init__(self, drafter: Drafter | None, control: Control, vocab_size: int, device: torch.device, tree: int | None = None,
-                 max_depth: int = 16, keep_law: bool = False, pressure: Callable[[], str] = str, trees: bool = True) -> None:
+                 keep_law: bool = False, pressure: Callable[[], str] = str, trees: bool = True) -> None:
         """trees: whether the target scores them; pressure: called once a round, says why guessing should pause now, if it should."""
-        self.drafter, self.control, self.tree, self.max_depth, self.keep_law = drafter, control, tree, max_depth, keep_law
+        self.drafter, self.control, self.tree, self.keep_law = drafter, control, tree, keep_law
         self.enabled = True
         self.depth_cap: int | None = None        # the operator's, for fixed and automatic depths alike
         self.failure = ""                        # why the drafter is out of service

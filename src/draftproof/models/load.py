@@ -87,10 +87,10 @@ def load_part(path: str | Path, config: LoadConfig, fused: bool, ranks: Ranks | 
     return _made(model, str(path), config, read_tokenizer(path, config, reasons), saved, fused, reasons)
 
 
-def as_target(model: Any, config: LoadConfig | None = None, name: str = "a model in memory", tokenizer: Tokenizer | None = None) -> Target:
+def as_target(model: Any, config: LoadConfig | None = None, name: str = "a model in memory") -> Target:
     """The same of a transformers model where it lies, in its own type. Its layers are replaced: from then on it is the target's."""
     config, reasons = config or LoadConfig(), {"device": "where the model is", "dtype": "the model's own"}
-    return _tested(_made(model.eval(), name, config, tokenizer, model.dtype, True, reasons), config)
+    return _tested(_made(model.eval(), name, config, None, model.dtype, True, reasons), config)
 
 
 def _made(model: Any, name: str, config: LoadConfig, tokenizer: Tokenizer | None, saved: torch.dtype, fused: bool,

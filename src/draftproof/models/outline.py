@@ -31,7 +31,7 @@ class Outline:
     trees: bool = False
 
 
-def outline(path: str | Path, context: int | None = None, device: str = "remote") -> Target:
+def outline(path: str | Path, context: int | None = None) -> Target:
     """The outline of the model at `path` (a folder or hub id); context: the other engine's own limit, if it is lower.
 
     Typed as a target for those who only read it: the methods of one are not there. Raises LoadError.
@@ -45,7 +45,7 @@ def outline(path: str | Path, context: int | None = None, device: str = "remote"
     except OSError:
         generation = GenerationConfig()
     own = int(getattr(config, "max_position_embeddings", None) or 1 << 20)
-    facts = LoadFacts(name=str(path), device=device, dtype=str(getattr(config, "dtype", "")).removeprefix("torch."), tier=0, threads=0,
+    facts = LoadFacts(name=str(path), device="remote", dtype=str(getattr(config, "dtype", "")).removeprefix("torch."), tier=0, threads=0,
                       weight_bytes=0, cache_bytes_per_token=0, invisible=False, invisible_reason="not promised: another engine runs it")
     found = Outline(int(config.vocab_size), min(own, context or own), facts, tokenizer,
                     defaults_of(generation, path), end_ids(generation, config, tokenizer, path), torch.device("cpu"), TargetParts())

@@ -1,17 +1,16 @@
 """Training of block heads: blocks of masks behind random anchors of a text, against what the target says at every place.
 
-DFlash (arXiv 2602.06036): cross-entropy with weights that fall along the block, exp(−i/γ). D-PACE (arXiv 2605.18810) weighs a
-slot by the accepted length that hangs on it instead. DSpark (arXiv 2607.05147): 0.1 cross-entropy + 0.9 total variation, and
-the confidence head learns the chance of acceptance, 1 − total variation, by binary cross-entropy. DFlash 2: DFlash's loss, and the
-selector's cross-entropy over each slot's candidates, among which the target's likeliest token is put where it is missing. Cross-entropies
-are taken against the target's distribution, not against one draw from it: the same in the mean, with less noise.
+DFlash (arXiv 2602.06036): cross-entropy with weights that fall along the block, exp(−i/γ). DSpark (arXiv 2607.05147): 0.1
+cross-entropy + 0.9 total variation, and the confidence head learns the chance of acceptance, 1 − total variation, by binary
+cross-entropy. DFlash 2: DFlash's loss, and the selector's cross-entropy over each slot's candidates, among which the target's likeliest
+token is put where it is missing. Cross-entropies are taken against the target's distribution, not against one draw from it: the same in
+the mean, with less noise.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -23,20 +22,12 @@ from ..models.heads.dflash2 import DFlash2
 from ..models.heads.dspark import DSpark
 from .base import Features, logits_after
 
-Weighing = Literal["decay", "d-pace"]
+ANCHORS = 32        # blocks per text and step
 
 
 def decay(slots: int, gamma: float) -> Tensor:
     """exp(−i/γ), i = 0 … slots − 1: a slot counts only if all before it were right."""
     return torch.exp(-torch.arange(slots, dtype=torch.float32) / gamma)
-
-
-def d_pace(loss: Tensor, valid: Tensor, alpha: float = 0.5) -> Tensor:
-    """Weights [A, S] out of cross-entropies [A, S]: q = exp(−loss), s = (1 − α) q + α, P_k = s_1 ⋯ s_k, weight_k = P_k + … + P_S, over
-    the valid slots: the smoothed accepted length that is still to be had from slot k on. No gradient."""
-    steps = ((1 - alpha) * torch.exp(-loss.detach()) + alpha) * valid
-    reached = steps.cumprod(-1)
-    return reached.flip(-1).cumsum(-1).flip(-1)
 
 
 def cross_entropy(logits: Tensor, wanted: Tensor) -> Tensor:
@@ -55,26 +46,19 @@ def anchors_of(mask: Tensor, count: int) -> Tensor:
     return possible[torch.randperm(possible.shape[0])[:count]].sort().values.to(mask.device)
 
 
-def default_gamma(block: int) -> float:
-    """7 for blocks of 16, 4 for 7 or 8."""
-    return 7.0 if block > 8 else 4.0
-
-
 class DFlashTask:
-    """`train.base.Task` of a DFlash head, which learns in float32 and is saved in the target's precision. anchors: blocks per text
-    and step."""
+    """`train.base.Task` of a DFlash head, which learns in float32 and is saved in the target's precision."""
 
-    def __init__(self, head: DFlash, anchors: int = 32, gamma: float | None = None, weighing: Weighing = "decay") -> None:
+    def __init__(self, head: DFlash) -> None:
         parts = head.target
         if parts.norm is None or parts.output is None or parts.embed is None:
             raise LoadError("this target shows no final norm and output matrix, so its distribution cannot be had from its hidden states; "
                             "expected a decoder whose last layer, norm and output matrix are known")
         self.saved_as = parts.saved_as or head.dtype
         self.module = self.head = head.float().requires_grad_(True)
-        self.anchors, self.weighing = anchors, weighing
         self.last = int(parts.config.get_text_config().num_hidden_layers) - 1
         self.taps = tuple(sorted({*head.taps, self.last}))
-        self.gamma = default_gamma(head.block) if gamma is None else gamma
+        self.weights = decay(head.reach, 7.0 if head.block > 8 else 4.0).to(head.norm.weight.device)
 
     def save(self, folder: Path) -> None:
         self.head.save(folder, self.saved_as)
@@ -100,7 +84,7 @@ class DFlashTask:
     def _text(self, text: Features) -> tuple[Tensor, Tensor, Tensor, Tensor] | None:
         """Loss, weights, which slots count, and which have the target's likeliest token, [A, reach] each."""
         head, size = self.head, text.ids.shape[0]
-        anchors = anchors_of(text.mask, self.anchors)
+        anchors = anchors_of(text.mask, ANCHORS)
         if not anchors.shape[0]:
             return None
         features = torch.cat([text.taps[tap] for tap in head.taps], -1)
@@ -112,19 +96,17 @@ class DFlashTask:
         valid = (inside & text.mask[before + 1]).int().cumprod(-1).bool()
         with torch.no_grad():
             wanted = self._wanted(text.taps[self.last][before])
-        logits, loss, entropy = self._losses(head.logits(hidden), wanted, hidden, text.ids[before])
-        weights = d_pace(entropy, valid) if self.weighing == "d-pace" else decay(head.reach, self.gamma).to(valid.device) * valid
-        return loss, weights, valid, logits.argmax(-1) == wanted.argmax(-1)
+        logits, loss = self._losses(head.logits(hidden), wanted, hidden, text.ids[before])
+        return loss, self.weights * valid, valid, logits.argmax(-1) == wanted.argmax(-1)
 
     def _wanted(self, states: Tensor) -> Tensor:
         """The target's logits over the head's tokens, of outputs of its last layer."""
         logits = logits_after(self.head.target, states)
         return logits if self.head.ids is None else logits[..., self.head.ids]
 
-    def _losses(self, logits: Tensor, wanted: Tensor, hidden: Tensor, previous: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The final logits [A, S, V], the loss of every slot [A, S], and its cross-entropy."""
-        entropy = cross_entropy(logits, wanted)
-        return logits, entropy, entropy
+    def _losses(self, logits: Tensor, wanted: Tensor, hidden: Tensor, previous: Tensor) -> tuple[Tensor, Tensor]:
+        """The final logits [A, S, V], and the loss of every slot [A, S]."""
+        return logits, cross_entropy(logits, wanted)
 
 
 class DSparkTask(DFlashTask):
@@ -132,41 +114,39 @@ class DSparkTask(DFlashTask):
 
     CE, TV, CONFIDENCE = 0.1, 0.9, 1.0
 
-    def __init__(self, head: DSpark, anchors: int = 32, gamma: float | None = None, weighing: Weighing = "decay") -> None:
-        super().__init__(head, anchors, gamma, weighing)
+    def __init__(self, head: DSpark) -> None:
+        super().__init__(head)
         self.spark = head
 
-    def _losses(self, logits: Tensor, wanted: Tensor, hidden: Tensor, previous: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _losses(self, logits: Tensor, wanted: Tensor, hidden: Tensor, previous: Tensor) -> tuple[Tensor, Tensor]:
         tied: list[Tensor] = []
         state: Tensor | None = None
         for slot in range(logits.shape[1]):
             one, state = self.spark.tie(logits[:, slot], previous[:, slot], hidden[:, slot], state)
             tied.append(one)
         logits = torch.stack(tied, 1)
-        entropy, variation = cross_entropy(logits, wanted), total_variation(logits, wanted)
-        loss = self.CE * entropy + self.TV * variation
+        variation = total_variation(logits, wanted)
+        loss = self.CE * cross_entropy(logits, wanted) + self.TV * variation
         sure = self.spark.confidence(hidden, previous)
         if sure is not None:
             chance = (1 - variation.detach()).clamp(0, 1)
             loss = loss + self.CONFIDENCE * functional.binary_cross_entropy_with_logits(sure.float(), chance, reduction="none")
-        return logits, loss, entropy
+        return logits, loss
 
 
 class DFlash2Task(DFlashTask):
     """`Task` of a DFlash 2 head: slots are tied by the text's own tokens."""
 
-    def __init__(self, head: DFlash2, anchors: int = 32, gamma: float | None = None, weighing: Weighing = "decay") -> None:
-        super().__init__(head, anchors, gamma, weighing)
+    def __init__(self, head: DFlash2) -> None:
+        super().__init__(head)
         self.tied = head
 
-    def _losses(self, logits: Tensor, wanted: Tensor, hidden: Tensor, previous: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        entropy, selector = cross_entropy(logits, wanted), self.tied.candidate_selector
-        candidates, unary = self.tied.candidates(logits)
+    def _losses(self, logits: Tensor, wanted: Tensor, hidden: Tensor, previous: Tensor) -> tuple[Tensor, Tensor]:
+        selector, (candidates, unary) = self.tied.candidate_selector, self.tied.candidates(logits)
         gate, best = selector.hidden_projection(hidden), wanted.argmax(-1, keepdim=True)
         scores = unary + selector(gate, previous, candidates)
         chosen = torch.full_like(logits, -torch.inf, dtype=torch.float32).scatter(-1, candidates, scores.detach())
-        lacking = (candidates != best).all(-1, keepdim=True)
-        least = unary.argmin(-1, keepdim=True)
+        lacking, least = (candidates != best).all(-1, keepdim=True), unary.argmin(-1, keepdim=True)
         learnt = candidates.scatter(-1, least, torch.where(lacking, best, candidates.gather(-1, least)))
         scores = logits.gather(-1, learnt).float() + selector(gate, previous, learnt)
-        return chosen, entropy + cross_entropy(scores, wanted.gather(-1, learnt)), entropy
+        return chosen, cross_entropy(logits, wanted) + cross_entropy(scores, wanted.gather(-1, learnt))

@@ -30,13 +30,12 @@ class Served:
     each: tuple[tuple[int, int], ...] = ()
 
 
-def serve(target: Target, drafter: str | Drafter, texts: Sequence[Text], depth: int, tokens: int, seed: int,
-          temperatures: Sequence[float] = (0.0, 1.0)) -> Served:
-    """Let the engine answer the held-out prompts with this drafter at a fixed depth, at each temperature."""
+def serve(target: Target, drafter: str | Drafter, texts: Sequence[Text], depth: int, tokens: int, seed: int) -> Served:
+    """Let the engine answer the held-out prompts with this drafter at a fixed depth, at temperature 0 and 1."""
     drafted, accepted, each = 0, 0, [(0, 0)] * len(texts)
     with Engine(target, drafter, depth) as engine:
         prompts = [text.ids[:text.answer_from or max(4, len(text.ids) // 2)] for text in texts]
-        for temperature in temperatures:
+        for temperature in (0.0, 1.0):
             asked = Sampling(temperature=temperature, top_p=1.0, max_tokens=tokens, seed=seed)
             for i, done in enumerate(engine.generate_batch(prompts, asked)):
                 drafted, accepted = drafted + done.metrics["drafted"], accepted + done.metrics["accepted"]
