@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Generic, Protocol, Self, TypeVar
 
@@ -21,8 +21,12 @@ from ..core.edits import Counts, Rows
 from ..core.host import COLD, HOT
 from ..core.probs import check_finite, laws
 from ..core.upload import uploaded
-from ..models.target import Target
+from ..models.heads.detect import require
+from ..models.heads.files import HeadFiles, read_files
+from ..models.target import Target, TargetParts
 from ..types import Budget, Commit, Draft, Rule, SequenceView, Signals
+
+H = TypeVar("H")
 
 NOTHING = "the options leave none of the drafter's tokens"     # why a draft ends there
 
@@ -109,6 +113,15 @@ class Site:
     def graphs(self) -> bool:
         """Whether what runs again and again is recorded, where the device can; not where processes talk to each other within a pass."""
         return self.load.graphs and self.load.tensor_parallel == 1
+
+
+def published(family: str, read: Callable[[HeadFiles, TargetParts, int], H], path: str | None, site: Site) -> H:
+    """The head in a folder, or the built-in one of its family, for the target of `site`. Raises LoadError if it is of another family."""
+    from ..models.load import builtin
+
+    files = read_files(path or builtin(family))
+    require(files, family)
+    return read(files, site.target.parts, site.target.vocab_size)
 
 
 class Named(Protocol):

@@ -20,7 +20,7 @@ from ..models.heads.dflash import Blocks, DFlash
 from ..models.packed import can_pack, pack, sizes
 from ..models.taps import abreast
 from ..types import Budget, Commit, Draft, SequenceView, Signals
-from .base import Needs, Noise, NoOptions, Ranking, Site
+from .base import Needs, Noise, NoOptions, Ranking, Site, published
 from .grow import Growth, Margins
 from .slots import Line, Slots, chains, parted, trees
 from .window import Window
@@ -82,13 +82,7 @@ class DFlashDrafter(NoOptions):
 
     @classmethod
     def from_spec(cls, path: str | None, options: Mapping[str, int], site: Site) -> Self:
-        from ..models.heads.detect import require
-        from ..models.heads.files import read_files
-        from ..models.load import builtin
-
-        files = read_files(path or builtin(cls.name))
-        require(files, cls.name)
-        return cls(cls.kind.read(files, site.target.parts, site.target.vocab_size), site.target.vocab_size)
+        return cls(published(cls.name, cls.kind.read, path, site), site.target.vocab_size)
 
     def open(self, seq: SequenceView, signals: Signals | None) -> BlockState:
         shape = self.head.shape

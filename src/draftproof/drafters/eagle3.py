@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import ClassVar, Self
 
-from ..models.heads.detect import require
 from ..models.heads.eagle3 import Eagle3Head
-from ..models.heads.files import read_files
-from .base import NoOptions, Site
+from .base import NoOptions, Site, published
 from .recurrent import RecurrentDrafter
 
 
@@ -18,14 +16,6 @@ class Eagle3Drafter(NoOptions, RecurrentDrafter):
     name = "eagle3"
     takes_path: ClassVar[bool] = True
 
-    def __init__(self, head: Eagle3Head, vocab_size: int, graphs: bool = True, kernels: bool = True) -> None:
-        super().__init__(type(self).name, head, vocab_size, graphs, kernels)
-
     @classmethod
     def from_spec(cls, path: str | None, options: Mapping[str, int], site: Site) -> Self:
-        from ..models.load import builtin
-
-        files = read_files(path or builtin("eagle3"))
-        require(files, "eagle3")
-        head = Eagle3Head.read(files, site.target.parts, site.target.vocab_size)
-        return cls(head, site.target.vocab_size, site.graphs, site.load.kernels)
+        return cls(published("eagle3", Eagle3Head.read, path, site), site.target.vocab_size, site.graphs, site.load.kernels)

@@ -12,12 +12,10 @@ from torch import Tensor
 
 from ..core.upload import uploaded
 from ..models.heads.cache import HeadCache, HeadPass
-from ..models.heads.detect import require
-from ..models.heads.files import read_files
 from ..models.heads.hydra import HydraHead
 from ..models.target import TargetParts
 from ..types import SequenceView, Signals
-from .base import NoOptions, Ranking, Site
+from .base import NoOptions, Ranking, Site, published
 from .vector import Line, VectorDrafter, VectorState
 from .window import Window
 
@@ -35,19 +33,16 @@ class PrefixState(VectorState):
 class HydraDrafter(NoOptions, VectorDrafter):
     """`hydra:PATH`. Carried from level to level: the hidden state and the embeddings of all tokens since [B, n·H]."""
 
+    name = "hydra"
     takes_path: ClassVar[bool] = True
 
     def __init__(self, head: HydraHead, parts: TargetParts, vocab_size: int) -> None:
         self.dtype = next(head.parameters()).dtype
-        super().__init__("hydra", head, parts, vocab_size)
+        super().__init__(head, parts, vocab_size)
 
     @classmethod
     def from_spec(cls, path: str | None, options: Mapping[str, int], site: Site) -> Self:
-        from ..models.load import builtin
-
-        files = read_files(path or builtin("hydra"))
-        require(files, "hydra")
-        return cls(HydraHead.read(files, site.target.parts, site.target.vocab_size), site.target.parts, site.target.vocab_size)
+        return cls(published(cls.name, HydraHead.read, path, site), site.target.parts, site.target.vocab_size)
 
     def begin(self, lines: Sequence[Line], depth: int) -> Tensor:
         state: Tensor = self.head.start(self.hidden(lines))

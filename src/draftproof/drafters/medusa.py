@@ -9,12 +9,9 @@ from typing import ClassVar, Self
 from torch import Tensor
 
 from ..core.upload import uploaded
-from ..models.heads.detect import require
-from ..models.heads.files import read_files
 from ..models.heads.medusa import MedusaHead
-from ..models.target import TargetParts
 from ..types import Draft
-from .base import Noise, NoOptions, Picks, Site, pick
+from .base import Noise, NoOptions, Picks, Site, pick, published
 from .grow import CANDIDATES
 from .spines import collected
 from .vector import Line, Path, VectorDrafter
@@ -23,19 +20,13 @@ from .vector import Line, Path, VectorDrafter
 class MedusaDrafter(NoOptions, VectorDrafter):
     """`medusa:PATH`. Carried from level to level: the logits of all depths [B, depth, V]."""
 
+    name = "medusa"
     takes_path: ClassVar[bool] = True
     widest = 8          # further nodes cost nothing here
 
-    def __init__(self, head: MedusaHead, parts: TargetParts, vocab_size: int) -> None:
-        super().__init__("medusa", head, parts, vocab_size)
-
     @classmethod
     def from_spec(cls, path: str | None, options: Mapping[str, int], site: Site) -> Self:
-        from ..models.load import builtin
-
-        files = read_files(path or builtin("medusa"))
-        require(files, "medusa")
-        return cls(MedusaHead.read(files, site.target.parts, site.target.vocab_size), site.target.parts, site.target.vocab_size)
+        return cls(published(cls.name, MedusaHead.read, path, site), site.target.parts, site.target.vocab_size)
 
     def begin(self, lines: Sequence[Line], depth: int) -> Tensor:
         logits: Tensor = self.head(self.hidden(lines), depth)

@@ -21,11 +21,12 @@ from .recurrent import RecurrentDrafter
 class MtpDrafter(NoOptions, RecurrentDrafter):
     """`mtp` or `mtp:PATH`. With more nodes than depth the tree grows where guesses are worth most, judged after the noise."""
 
+    name = "mtp"
     takes_path: ClassVar[bool] = True
 
     def __init__(self, head: MtpHead, vocab_size: int, graphs: bool = True) -> None:
         self._layered = Layered(head) if head.layers > 1 else None
-        super().__init__("mtp", self._layered or head, vocab_size, graphs and self._layered is None)     # several layers look at caches
+        super().__init__(self._layered or head, vocab_size, graphs and self._layered is None)     # several layers look at caches
 
     @classmethod
     def from_spec(cls, path: str | None, options: Mapping[str, int], site: Site) -> Self:

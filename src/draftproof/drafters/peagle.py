@@ -16,11 +16,9 @@ from torch import Tensor
 
 from ..core.upload import uploaded
 from ..models.heads.cache import HeadCache, HeadPass
-from ..models.heads.detect import require
-from ..models.heads.files import read_files
 from ..models.heads.peagle import PEagleHead
 from ..types import Budget, Draft
-from .base import Noise, NoOptions, Site
+from .base import Noise, NoOptions, Site, published
 from .lines import RecurrentState
 from .pard import Masks
 from .recurrent import CHUNK, RecurrentDrafter
@@ -35,16 +33,12 @@ class PEagleDrafter(NoOptions, RecurrentDrafter):
     head: PEagleHead
 
     def __init__(self, head: PEagleHead, vocab_size: int) -> None:
-        super().__init__(type(self).name, head, vocab_size, graphs=False)
+        super().__init__(head, vocab_size, graphs=False)
         self.needs = replace(self.needs, prices=False)              # all of a draft is one pass
 
     @classmethod
     def from_spec(cls, path: str | None, options: Mapping[str, int], site: Site) -> Self:
-        from ..models.load import builtin
-
-        files = read_files(path or builtin(cls.name))
-        require(files, cls.name)
-        return cls(PEagleHead.read(files, site.target.parts, site.target.vocab_size), site.target.vocab_size)
+        return cls(published(cls.name, PEagleHead.read, path, site), site.target.vocab_size)
 
     @cached_property
     def _blank(self) -> Tensor:

@@ -41,12 +41,13 @@ class RecurrentDrafter:
     """score: perturbed margin, how far log q + g of a token lies above the best other candidate of its node; a sibling's is
     negative."""
 
+    name: str
     dynamic = True              # with more nodes than depth, grow the tree by worth; otherwise siblings beside a chain
 
-    def __init__(self, name: str, head: nn.Module, vocab_size: int, graphs: bool = True, kernels: bool = True) -> None:
+    def __init__(self, head: nn.Module, vocab_size: int, graphs: bool = True, kernels: bool = True) -> None:
         """head: a `RecurrentHead`, ready for its device; its linear layers are packed here where that pays. graphs: whether its drafts are
         recorded where the device can. kernels: whether layers that are known then run through our own kernels for a GPU."""
-        self.name, self.vocab_size = name, vocab_size
+        self.vocab_size = vocab_size
         self.weight_bytes, self.parameters = sizes(head)
         first = next(head.parameters())
         self.device, self.dtype = first.device, first.dtype

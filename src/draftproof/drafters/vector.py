@@ -67,15 +67,16 @@ class Line:
 class VectorDrafter(ABC):
     """score: perturbed margin, how far log q + g of a token lies above the best other candidate of its node (a sibling's is negative)."""
 
+    name: str
     widest = 6          # nodes of one sequence that a level extends at most
 
-    def __init__(self, name: str, head: Any, parts: TargetParts, vocab_size: int) -> None:
+    def __init__(self, head: Any, parts: TargetParts, vocab_size: int) -> None:
         """head: a network of `models.heads` with `depth`, `taps` and `ids`, ready for its device; its linear layers are packed
         here where that pays."""
         if parts.norm is None:
-            raise LoadError(f"drafter {name} reads the target's last hidden state after the final norm, and no final norm was found in it; "
-                            "expected a decoder with a norm behind its last layer: use another drafter")
-        self.name, self.head, self.vocab_size, self.norm = name, head, vocab_size, parts.norm
+            raise LoadError(f"drafter {self.name} reads the target's last hidden state after the final norm, and no final norm was "
+                            "found in it; expected a decoder with a norm behind its last layer: use another drafter")
+        self.head, self.vocab_size, self.norm = head, vocab_size, parts.norm
         self.needs = Needs(taps=head.taps, parts=("embed", "output"), law=True, tree=True)
         self.margins = Margins()
         first = next(head.parameters())
