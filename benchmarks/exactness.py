@@ -41,7 +41,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from draftproof.bench.statistics import normal_tail, uniform_fit
-from draftproof.models.recurrent import CACHES, cache_name
+from draftproof.models.own import CACHES, cache_name
 
 ALARM = 1e-6            # of a kept law, both tests together
 TOGETHER = 20           # texts read in one pass

@@ -20,7 +20,8 @@ from draftproof.drafters.ngram import NgramDrafter
 from draftproof.errors import LoadError, OptionError
 from draftproof.models import recurrent
 from draftproof.models.load import load_target
-from draftproof.models.recurrent import CACHES, REPLAY, RecurrentTarget, cache_name
+from draftproof.models.own import CACHES, cache_name
+from draftproof.models.recurrent import REPLAY, RecurrentTarget
 from draftproof.types import Draft
 
 NEW = 64

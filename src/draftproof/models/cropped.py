@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,64 +13,29 @@ from transformers.cache_utils import DynamicLayer, LinearAttentionLayer
 
 from ..errors import LoadError, first_line
 from ..types import Draft, Scores
+from .own import ADVICE, CACHES, CHUNK, OwnCacheTarget, OwnSlot, cache_name, difference
 from .passes import inferring
-from .recurrent import ADVICE, CACHES, cache_name, difference
 from .selftest import invisible
-from .taps import Taps, rows_at, stacked
-from .target import LoadFacts, TargetParts, reserve
-from .tokenizer import Tokenizer
+from .taps import rows_at, stacked
 
-CHUNK = 512  # tokens per pass when a cache is rebuilt from its text
 LONGER = 160  # tokens that are decoded in two ways, where a dozen rows were equal
 ROWS = 24  # tokens that the check at load reads in one pass and in two
 
 
 @dataclass(slots=True, eq=False)
-class CroppedSlot:
-    """cache None: nothing is known of the tokens, which the next pass begins with. floor: the least length that the cache can be cut to, as
-    windows and convolutions keep their last keys only. reserved: tokens that it may grow to."""
+class CroppedSlot(OwnSlot):
+    """floor: the least length that the cache can be cut to, as windows and convolutions keep their last keys only."""
 
-    cache: Any = None
     floor: int = 0
-    reserved: int = 0
-    tokens: list[int] = field(default_factory=list)
-    nodes: list[int] = field(default_factory=list)
-
-    @property
-    def length(self) -> int:
-        return len(self.tokens)
 
 
-class CroppedTarget:
+class CroppedTarget(OwnCacheTarget[CroppedSlot]):
     """Implements `Target` over `DynamicCache.crop`. Rows of a pass are padded to two, as in tier 1."""
 
-    trees = False
+    slot = CroppedSlot
 
-    def __init__(
-        self,
-        model: nn.Module,
-        *,
-        vocab_size: int,
-        context: int,
-        cache_tokens: int,
-        whole_tiles: bool,
-        facts: LoadFacts,
-        parts: TargetParts,
-        tokenizer: Tokenizer | None,
-        defaults: dict[str, float],
-        eos_ids: tuple[int, ...],
-    ) -> None:
-        self.model, self.vocab_size, self.context, self.cache_tokens, self.whole_tiles = (
-            model,
-            vocab_size,
-            context,
-            cache_tokens,
-            whole_tiles,
-        )
-        self.facts, self.parts, self.tokenizer, self.defaults, self.eos_ids = facts, parts, tokenizer, defaults, eos_ids
-        self.device = next(model.parameters()).device
-        self.slots: list[CroppedSlot] = []
-        self._taps = Taps(parts.layers)
+    def __init__(self, model: nn.Module, **shared: Any) -> None:
+        super().__init__(model, **shared)
         self._cache_name = cache_name(model) or CACHES[0]  # who takes none is found out by `check`
 
     @inferring
@@ -119,34 +84,6 @@ class CroppedTarget:
                 passed, reason = False, f"no: {different} of {len(text)} rows differ from plain decoding when scored 5 wide"
         return passed, reason
 
-    def set_taps(self, layers: Sequence[int]) -> None:
-        self._taps.set(layers)
-
-    def open(self, tokens: Sequence[int], tenant: str = "", room: int = 0) -> CroppedSlot:
-        slot = CroppedSlot(reserved=reserve(self._held(), len(tokens) + room, self.cache_tokens))
-        self.slots.append(slot)
-        return slot
-
-    def fits(self, tokens: int) -> bool:
-        return self._held() + tokens <= self.cache_tokens
-
-    def filled(self) -> float:
-        return self._held() / self.cache_tokens
-
-    def _held(self) -> int:
-        return sum(max(slot.length, slot.reserved) for slot in self.slots)
-
-    def truncate(self, slot: CroppedSlot, length: int) -> None:
-        assert not slot.nodes and length <= slot.length, "a slot only shrinks, between passes"
-        del slot.tokens[length:]
-        if length < slot.floor:
-            slot.cache = None
-        self._crop(slot)
-
-    def close(self, slot: CroppedSlot) -> None:
-        if slot in self.slots:
-            self.slots.remove(slot)
-
     @inferring
     def extend(self, slots: Sequence[CroppedSlot], tokens: Sequence[Tensor]) -> Scores:
         last, taps = [], []
@@ -154,7 +91,7 @@ class CroppedTarget:
             last.append(self._run(slot, ids)[-1])
             taps.append(self._tapped(ids.shape[0]))
             slot.tokens += ids.tolist()
-            self._crop(slot)
+            self._settle(slot)
         return Scores(torch.stack(last), tuple(range(len(slots) + 1)), stacked(taps))
 
     @inferring
@@ -172,15 +109,11 @@ class CroppedTarget:
             starts.append(starts[-1] + len(draft) + 1)
         return Scores(torch.cat(rows), tuple(starts), stacked(taps))
 
-    def rewind(self, slot: CroppedSlot, kept: Sequence[int]) -> None:
-        assert list(kept) == list(range(len(kept))), "kept nodes of a chain are its head"
-        slot.tokens += slot.nodes[: len(kept)]
-        slot.nodes = []
-        self._crop(slot)
-
-    def _crop(self, slot: CroppedSlot) -> None:
-        """Drop what the cache holds beyond the slot's tokens; even where that is nothing, it trims what sliding layers recorded."""
-        if slot.cache is not None:
+    def _settle(self, slot: CroppedSlot) -> None:
+        """Even where nothing is to be dropped, this trims what sliding layers recorded."""
+        if slot.length < slot.floor:
+            slot.cache = None
+        elif slot.cache is not None:
             self._cut(slot, slot.length)
 
     def _cut(self, slot: CroppedSlot, length: int) -> None:
@@ -197,7 +130,7 @@ class CroppedTarget:
             if slot.cache is None:
                 self._rebuild(slot)
             elif slot.cache.get_seq_length() > slot.length:  # left by a pass whose tokens nobody noted
-                self._crop(slot)
+                self._settle(slot)
             return self._forward(slot, slot.length, ids.to(self.device))
         except BaseException:
             self._mend(slot)

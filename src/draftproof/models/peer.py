@@ -15,7 +15,7 @@ from ..config import LoadConfig
 from ..errors import Failure, first_line
 from .folder import end_ids, read_config, read_tokenizer, saved_dtype
 from .load import _device, _dtype, _load_model, builtin
-from .recurrent import cache_name
+from .own import cache_name
 
 LOOKED_UP = 10          # tokens of prompt lookup where no depth is asked for
 WIDE = 6                # rows of a pass that scores five guesses

@@ -19,25 +19,14 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, Linea
 
 from ..errors import LoadError
 from ..types import Draft, Scores
+from .own import ADVICE, CACHES, CHUNK, OwnCacheTarget, OwnSlot, cache_name, difference
 from .passes import inferring
 from .selftest import invisible
-from .taps import Taps, rows_at, stacked
-from .target import LoadFacts, TargetParts, reserve
-from .tokenizer import Tokenizer
+from .taps import rows_at, stacked
 
 REPLAY = 16  # tokens: more rows than this at the head of a pass would cost more than a fresh copy of the state
-CHUNK = 512  # tokens per pass when a state is rebuilt from its text
 ROWS = 12  # tokens that the check at load decodes in several ways
-ADVICE = "decode it with transformers' own generate, or look for a release of transformers that mends this"
 STATES = (Cache, CacheLayerMixin, LinearAttentionCacheLayerMixin)
-# what families call their cache, in forward's arguments and its output: the first since transformers 5.24, where it stands for the next two
-CACHES = ("cache", "past_key_values", "cache_params", "state")
-
-
-def cache_name(model: nn.Module) -> str | None:
-    """One of `CACHES`; None for a model that takes no cache."""
-    takes = inspect.signature(model.forward).parameters
-    return next((name for name in CACHES if name in takes), None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,69 +39,36 @@ class Mark:
 
 START = Mark(0, None)
 
-@dataclass(slots=True, eq=False)
-class RecurrentSlot:
-    """reserved: tokens that it may grow to. seen: tokens that the state has taken in, guesses included. Fewer than `length`: the next pass
-    begins with the rest."""
 
-    cache: Any = None
-    tokens: list[int] = field(default_factory=list)
-    nodes: list[int] = field(default_factory=list)
-    reserved: int = 0
+@dataclass(slots=True, eq=False)
+class RecurrentSlot(OwnSlot):
+    """seen: tokens that the state has taken in, guesses included. Fewer than `length`: the next pass begins with the rest."""
+
     seen: int = 0
     marks: list[Mark] = field(default_factory=lambda: [START])  # at most two, the older first
-
-    @property
-    def length(self) -> int:
-        return len(self.tokens)
-
-    def settle(self) -> None:
-        """If the state has seen more than the text, go back to the last copy that has not."""
-        if self.seen > self.length:
-            self.marks = [m for m in self.marks if m.seen <= self.length] or [START]
-            self.cache, self.seen = restored(self.cache, self.marks[-1]), self.marks[-1].seen
 
     def forget(self) -> None:
         """Drop the state; the text rebuilds it."""
         self.cache, self.seen, self.marks = None, 0, [START]
 
 
-class RecurrentTarget:
-    """Implements `Target` over the cache that the model itself makes, one per sequence and one sequence per pass.
+class RecurrentTarget(OwnCacheTarget[RecurrentSlot]):
+    """Implements `Target` over the cache that the model itself makes.
 
     Call `check` before use: whether scoring several tokens is right depends on the family. `whole_tiles` asks that plain
     decoding takes the path that scoring takes, by a second row that nobody reads; it is granted only if `measure` finds
     that this makes speculation invisible to the bit, since taking that row back again is not free.
     """
 
-    trees = False
+    slot = RecurrentSlot
 
-    def __init__(
-        self,
-        model: nn.Module,
-        *,
-        vocab_size: int,
-        context: int,
-        cache_tokens: int,
-        whole_tiles: bool,
-        facts: LoadFacts,
-        parts: TargetParts,
-        tokenizer: Tokenizer | None,
-        defaults: dict[str, float],
-        eos_ids: tuple[int, ...],
-    ) -> None:
-        self.model, self.vocab_size, self.context, self.cache_tokens = model, vocab_size, context, cache_tokens
-        self.facts, self.parts, self.tokenizer, self.defaults, self.eos_ids = facts, parts, tokenizer, defaults, eos_ids
-        self._tiles_wanted, self.whole_tiles = whole_tiles, False
-        self.device = next(model.parameters()).device
-        self.slots: list[RecurrentSlot] = []
-        self._taps = Taps(parts.layers)
-        takes = inspect.signature(model.forward).parameters
+    def __init__(self, model: nn.Module, *, whole_tiles: bool, **shared: Any) -> None:
+        super().__init__(model, whole_tiles=False, **shared)
+        self._tiles_wanted = whole_tiles
         name = cache_name(model)
         if name is None:
-            raise LoadError(
-                f"{self._name()} takes none of {', '.join(CACHES)}; expected a cache that is handed from pass to pass; {ADVICE}"
-            )
+            raise LoadError(f"{self._name()} takes none of {', '.join(CACHES)}; expected a cache that goes from pass to pass; {ADVICE}")
+        takes = inspect.signature(model.forward).parameters
         self._cache_name = name
         self._takes_positions, self._takes_keep = "position_ids" in takes, "logits_to_keep" in takes
 
@@ -204,40 +160,16 @@ class RecurrentTarget:
     def _name(self) -> str:
         return f"{self.facts.name} ({self.parts.config.get_text_config().model_type}, recurrent)"
 
-    def set_taps(self, layers: Sequence[int]) -> None:
-        self._taps.set(layers)
-
-    def open(self, tokens: Sequence[int], tenant: str = "", room: int = 0) -> RecurrentSlot:
-        slot = RecurrentSlot(reserved=reserve(self._held(), len(tokens) + room, self.cache_tokens))
-        self.slots.append(slot)
-        return slot
-
-    def fits(self, tokens: int) -> bool:
-        return self._held() + tokens <= self.cache_tokens
-
-    def filled(self) -> float:
-        return self._held() / self.cache_tokens
-
-    def _held(self) -> int:
-        return sum(max(slot.length, slot.reserved) for slot in self.slots)
-
     def close(self, slot: RecurrentSlot) -> None:
-        if slot in self.slots:
-            self.slots.remove(slot)
+        super().close(slot)
         slot.forget()
 
     @inferring
-    def truncate(self, slot: RecurrentSlot, length: int) -> None:
-        assert not slot.nodes and length <= slot.length, "a slot only shrinks, between passes"
-        del slot.tokens[length:]
-        slot.settle()
-
-    @inferring
-    def rewind(self, slot: RecurrentSlot, kept: Sequence[int]) -> None:
-        assert list(kept) == list(range(len(kept))), "kept nodes of a chain are its head"
-        slot.tokens += slot.nodes[: len(kept)]
-        slot.nodes = []
-        slot.settle()
+    def _settle(self, slot: RecurrentSlot) -> None:
+        """Go back to the last copy that has seen no more than the text."""
+        if slot.seen > slot.length:
+            slot.marks = [m for m in slot.marks if m.seen <= slot.length] or [START]
+            slot.cache, slot.seen = restored(slot.cache, slot.marks[-1]), slot.marks[-1].seen
 
     @inferring
     def extend(self, slots: Sequence[RecurrentSlot], tokens: Sequence[Tensor]) -> Scores:
@@ -247,7 +179,7 @@ class RecurrentTarget:
             taps.append(tapped)
         for slot, ids in zip(slots, tokens, strict=True):
             slot.tokens += ids.tolist()
-            slot.settle()
+            self._settle(slot)
         return Scores(torch.stack(last), tuple(range(len(slots) + 1)), stacked(taps))
 
     @inferring
@@ -305,12 +237,6 @@ class RecurrentTarget:
         slot.seen += count
         logits: Tensor = out.logits[0, -keep:]
         return logits
-
-
-def difference(found: Tensor, expected: Tensor) -> float:
-    expected = expected.float()
-    spread = (expected - expected.mean(-1, keepdim=True)).norm(dim=-1)
-    return float(((found.float() - expected).norm(dim=-1) / spread.clamp_min(1e-9)).median())
 
 
 # Copies of a cache, whatever it consists of. Attention layers append keys and values by making new tensors, so the copy
