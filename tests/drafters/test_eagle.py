@@ -31,8 +31,8 @@ from draftproof.models.load import load_target
 from draftproof.models.target import Target
 from draftproof.train.base import Features
 from draftproof.train.eagle import EagleTask, hidden_loss
-from draftproof.train.eagle3 import Eagle3Task, draft_vocabulary, labels, soft_cross_entropy, step_weights, weighted_mean
-from draftproof.train.mtp import Unrolled
+from draftproof.train.eagle3 import Eagle3Task, draft_vocabulary, labels, soft_cross_entropy
+from draftproof.train.mtp import Unrolled, step_weights, weighted_mean
 from draftproof.types import Budget, Commit, Signals
 
 V = 13

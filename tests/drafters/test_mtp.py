@@ -125,7 +125,7 @@ def test_every_step_of_the_unrolled_text_is_the_served_one() -> None:
     tokens = torch.randint(13, (9,)).tolist()
     text = features(target, tokens, 7)
     task, fused = MtpTask(head, steps=3, soft=False), head.fuse(text.taps[7])
-    losses = [losses for losses, _ in task._one(text)]
+    losses = [losses for losses, *_ in task._one(text)]
     for row in range(len(PROMPT), 5):
         cache, hidden = HeadCache(head.depth, head.kv_heads, head.head_dim, torch.float32, "cpu"), fused[:row + 1]
         for step in range(3):
@@ -146,7 +146,7 @@ def test_the_loss_is_the_weighted_mean_over_guesses_that_count() -> None:
     for soft in (False, True):
         task = MtpTask(head, steps=3, decay=0.5, soft=soft)
         loss, figures = task.loss(texts)
-        rows = [[losses for losses, _ in task._one(text)] for text in texts]
+        rows = [[losses for losses, *_ in task._one(text)] for text in texts]
         means = [torch.cat([text[step] for text in rows]).mean() for step in range(3)]
         torch.testing.assert_close(loss, (means[0] * 4 + means[1] * 2 + means[2]) / 7)
         assert set(figures) == {"accuracy 1", "accuracy 2", "accuracy 3"}

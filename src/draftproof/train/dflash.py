@@ -16,11 +16,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ..errors import LoadError
 from ..models.heads.dflash import Anchored, DFlash
 from ..models.heads.dflash2 import DFlash2
 from ..models.heads.dspark import DSpark
-from .base import Features, logits_after
+from .base import Features, logits_after, require_laws
 
 ANCHORS = 32        # blocks per text and step
 
@@ -51,9 +50,7 @@ class DFlashTask:
 
     def __init__(self, head: DFlash) -> None:
         parts = head.target
-        if parts.norm is None or parts.output is None or parts.embed is None:
-            raise LoadError("this target shows no final norm and output matrix, so its distribution cannot be had from its hidden states; "
-                            "expected a decoder whose last layer, norm and output matrix are known")
+        require_laws(parts)
         self.saved_as = parts.saved_as or head.dtype
         self.module = self.head = head.float().requires_grad_(True)
         self.last = int(parts.config.get_text_config().num_hidden_layers) - 1

@@ -6,9 +6,6 @@ With `steps` > 1 it goes on from its own outputs like EAGLE-3's training-time te
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from pathlib import Path
-
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -17,8 +14,8 @@ from ..errors import LoadError
 from ..models.heads.eagle import EagleHead
 from ..models.target import TargetParts
 from .base import Features
-from .eagle3 import logit_blocks, soft_cross_entropy, weighted_mean
-from .mtp import Unrolled, step_weights
+from .eagle3 import logit_blocks, soft_cross_entropy
+from .mtp import StepsTask, Unrolled
 
 NOISE = 0.2         # times 512 / length, as EAGLE draws it
 
@@ -28,37 +25,23 @@ def hidden_loss(found: Tensor, wanted: Tensor) -> Tensor:
     return functional.smooth_l1_loss(found.float(), wanted.float(), reduction="none").mean(-1)
 
 
-class EagleTask:
-    """A `train.base.Task`. The head is trained in float32 and saved in the target's precision."""
+class EagleTask(StepsTask):
+    """hidden_loss + law_weight · soft cross-entropy. The target's likeliest token is the right one."""
+
+    module: EagleHead
 
     def __init__(self, head: EagleHead, parts: TargetParts, steps: int = 3, decay: float = 0.8, law_weight: float = 0.1,
                  noise: float = NOISE) -> None:
+        super().__init__(steps, decay)
         weight = getattr(parts.output, "weight", None)
         if weight is None:
             raise LoadError("the target's output matrix is packed and has no gradient; load the target with packing off to train")
         self.weight, self.bias = weight.detach(), getattr(parts.output, "bias", None)
-        self.module, self.parts, self.steps = head.float().requires_grad_(True), parts, steps
+        self.module, self.parts, self.taps = head.float().requires_grad_(True), parts, head.taps
         self.law_weight, self.noise = law_weight, noise
-        self.weights, self.taps = step_weights(steps, decay), head.taps
         self.saved_as = parts.saved_as or weight.dtype
 
-    def loss(self, batch: Sequence[Features]) -> tuple[Tensor, Mapping[str, float]]:
-        """hidden_loss + law_weight · soft cross-entropy, mean over the guesses of a step, steps weighted; accuracy per depth."""
-        sums: list[list[Tensor]] = [[] for _ in range(self.steps)]
-        counts, right = [0] * self.steps, [0] * self.steps
-        for text in batch:
-            for step, (losses, hits) in enumerate(self._one(text)):
-                sums[step].append(losses.sum())
-                counts[step] += losses.shape[0]
-                right[step] += int(hits.sum())
-        loss = weighted_mean(sums, counts, self.weights)
-        figures = {f"accuracy {step + 1}": right[step] / counts[step] for step in range(self.steps) if counts[step]}
-        return next(self.module.parameters()).sum() * 0.0 if loss is None else loss, figures      # no guess counts: nothing moves
-
-    def save(self, folder: Path) -> None:
-        self.module.save(folder, self.saved_as)
-
-    def _one(self, text: Features) -> list[tuple[Tensor, Tensor]]:
+    def _one(self, text: Features) -> list[tuple[Tensor, Tensor, int]]:
         head, ids, attend = self.module, text.ids, Unrolled()
         length = ids.shape[0]
         with torch.no_grad():
@@ -74,7 +57,7 @@ class EagleTask:
             at = counts + step + 1
             logits = self._logits(hidden[counts])
             losses = hidden_loss(hidden[counts], true[at]) + self.law_weight * soft_cross_entropy(logits, laws[at])
-            found.append((losses, logits.argmax(-1) == laws[at].argmax(-1)))
+            found.append((losses, logits.argmax(-1) == laws[at].argmax(-1), len(at)))
         return found
 
     def _logits(self, hidden: Tensor) -> Tensor:

@@ -7,8 +7,7 @@ sees the true entries up to t and the entry's own chain. Labels are the target's
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -19,7 +18,7 @@ from ..models.heads.eagle3 import Eagle3Head
 from ..models.heads.vocabulary import mask, offsets
 from ..models.target import TargetParts
 from .base import Features, saved_dtype
-from .mtp import Unrolled, step_weights
+from .mtp import StepsTask, Unrolled
 
 ROWS = 256      # rows of the target's logits at a time; at a vocabulary of 128k they are large
 TOP, TINY = 24, 1e-9
@@ -73,47 +72,23 @@ def acceptance(logits: Tensor, laws: Tensor, temperature: float, top: int = TOP)
     return match_acceptance(*(torch.cat((law, (1 - law.sum(-1, keepdim=True)).clamp(min=0.0)), 1) + TINY for law in few))
 
 
-def weighted_mean(sums: Sequence[Sequence[Tensor]], counts: Sequence[int], weights: Sequence[float]) -> Tensor | None:
-    """Σ over steps of weight · mean over that step's guesses; sums[i] are its texts' sums, counts[i] how many guesses. None if none."""
-    parts = [weight * torch.stack(list(found)).sum() / count for found, count, weight in zip(sums, counts, weights, strict=True) if count]
-    return torch.stack(parts).sum() if parts else None
+class Eagle3Task(StepsTask):
+    """Soft cross-entropy. The target's likeliest token is the right one, given the text's own tokens before it."""
 
-
-class Eagle3Task:
-    """A `train.base.Task`. The head is trained in float32 and saved in the target's precision."""
+    module: Eagle3Head
 
     def __init__(self, head: Eagle3Head, parts: TargetParts, steps: int = 5, decay: float = 0.8, accept_at: float | None = None) -> None:
         """accept_at: learn to be accepted at this temperature, once the law is roughly known; None: the law alone."""
+        super().__init__(steps, decay)
         if parts.output is None or parts.embed is None:
             raise LoadError("the target has no embedding or output matrix to learn from; expected a decoder-only language model")
-        self.module, self.parts, self.steps = head.float().requires_grad_(True), parts, steps
-        self.accept_at = accept_at
-        self.weights = step_weights(steps, decay)
+        self.module, self.parts, self.accept_at = head.float().requires_grad_(True), parts, accept_at
         self.last = int(parts.config.get_text_config().num_hidden_layers) - 1
         self.taps: tuple[int, ...] = tuple(sorted({*head.taps, self.last}))
         self.saved_as = saved_dtype(parts)
 
-    def loss(self, batch: Sequence[Features]) -> tuple[Tensor, Mapping[str, float]]:
-        """Soft cross-entropy, mean over the guesses of a step, steps weighted. Figures: how often the head's likeliest token is
-        the target's, per depth, given the text's own tokens before it."""
-        sums: list[list[Tensor]] = [[] for _ in range(self.steps)]
-        counts, right, asked = ([0] * self.steps for _ in range(3))
-        for text in batch:
-            for step, (losses, hits, wanted) in enumerate(self._one(text)):
-                sums[step].append(losses.sum())
-                counts[step] += losses.shape[0]
-                right[step] += int(hits.sum())
-                asked[step] += wanted
-        loss = weighted_mean(sums, counts, self.weights)
-        figures = {f"accuracy {step + 1}": right[step] / asked[step] for step in range(self.steps) if asked[step]}
-        return next(self.module.parameters()).sum() * 0.0 if loss is None else loss, figures      # no guess counts: nothing moves
-
-    def save(self, folder: Path) -> None:
-        self.module.save(folder, self.saved_as)
-
     def _one(self, text: Features) -> list[tuple[Tensor, Tensor, int]]:
-        """Per step: the loss of every guess that counts, whether its best token is the target's, and how many guesses the text asks
-        for, those included whose token the draft vocabulary lacks."""
+        """Guesses whose token the draft vocabulary lacks are asked for, and do not count."""
         head, ids, attend = self.module, text.ids, Unrolled()
         length = ids.shape[0]
         laws, best, known = labels(self.parts, text.taps[self.last], head.ids)

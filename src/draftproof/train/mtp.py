@@ -8,9 +8,11 @@ step see other rows' guesses, which no served draft ever does.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,6 +27,12 @@ def step_weights(steps: int, decay: float) -> list[float]:
     """decay^k over their sum, k from 0 (FastMTP, equation 2)."""
     raw = [decay**step for step in range(steps)]
     return [weight / sum(raw) for weight in raw]
+
+
+def weighted_mean(sums: Sequence[Sequence[Tensor]], counts: Sequence[int], weights: Sequence[float]) -> Tensor | None:
+    """Σ over steps of weight · mean over that step's guesses; sums[i] are its texts' sums, counts[i] how many guesses. None if none."""
+    parts = [weight * torch.stack(list(found)).sum() / count for found, count, weight in zip(sums, counts, weights, strict=True) if count]
+    return torch.stack(parts).sum() if parts else None
 
 
 def cross_entropy(logits: Tensor, wanted: Tensor) -> Tensor:
@@ -57,10 +65,45 @@ class Unrolled:
         return out.reshape(rows, heads * dim)
 
 
-class MtpTask:
-    """`soft`: the labels are the target's own distributions; otherwise the text's tokens, as FastMTP has them."""
+class StepsTask(ABC):
+    """`train.base.Task` of a head that guesses on from its own outputs, trained in float32 and saved in the target's precision."""
+
+    module: Any
+    saved_as: torch.dtype
+
+    def __init__(self, steps: int, decay: float) -> None:
+        self.steps, self.weights = steps, step_weights(steps, decay)
+
+    @abstractmethod
+    def _one(self, text: Features) -> list[tuple[Tensor, Tensor, int]]:
+        """Per step: the loss of every guess that counts, whether its best token is the right one, and how many guesses were asked for."""
+
+    def loss(self, batch: Sequence[Features]) -> tuple[Tensor, Mapping[str, float]]:
+        """Mean over the guesses of a step, steps weighted; figures: how often the best token is the right one, per step."""
+        sums: list[list[Tensor]] = [[] for _ in range(self.steps)]
+        counts, right, asked = ([0] * self.steps for _ in range(3))
+        for text in batch:
+            for step, (losses, hits, wanted) in enumerate(self._one(text)):
+                sums[step].append(losses.sum())
+                counts[step] += losses.shape[0]
+                right[step] += int(hits.sum())
+                asked[step] += wanted
+        loss = weighted_mean(sums, counts, self.weights)
+        figures = {f"accuracy {step + 1}": right[step] / asked[step] for step in range(self.steps) if asked[step]}
+        return next(self.module.parameters()).sum() * 0.0 if loss is None else loss, figures      # no guess counts: nothing moves
+
+    def save(self, folder: Path) -> None:
+        self.module.save(folder, self.saved_as)
+
+
+class MtpTask(StepsTask):
+    """Cross-entropy. `soft`: the labels are the target's own distributions; otherwise the text's tokens, as FastMTP has them. The
+    text's token is the right one."""
+
+    module: MtpHead
 
     def __init__(self, head: MtpHead, steps: int = 3, decay: float = 0.6, soft: bool = True) -> None:
+        super().__init__(steps, decay)
         weight = getattr(head.parts.output, "weight", None) if head.heads is None else head.heads[0].weight
         if weight is None or weight.is_meta:
             raise LoadError("the target's output matrix is packed and has no gradient; load the target with packing off to train")
@@ -69,26 +112,9 @@ class MtpTask:
         for shared in (head.embed, head.heads):
             if shared is not None:
                 shared.requires_grad_(False)            # copies of the target's
-        self.steps, self.soft, self.weights = steps, soft, step_weights(steps, decay)
+        self.soft = soft
 
-    def loss(self, batch: Sequence[Features]) -> tuple[Tensor, Mapping[str, float]]:
-        """Cross-entropy, mean over the guesses of a step, steps weighted; accuracy against the text per depth."""
-        sums: list[list[Tensor]] = [[] for _ in range(self.steps)]
-        right, counts = [0.0] * self.steps, [0] * self.steps
-        for text in batch:
-            for step, (losses, hits) in enumerate(self._one(text)):
-                sums[step].append(losses.sum())
-                right[step] += float(hits.sum())
-                counts[step] += losses.shape[0]
-        parts = [self.weights[step] * torch.stack(sums[step]).sum() / counts[step] for step in range(self.steps) if counts[step]]
-        loss = torch.stack(parts).sum() if parts else next(self.module.parameters()).sum() * 0.0      # no guess counts: nothing moves
-        return loss, {f"accuracy {step + 1}": right[step] / counts[step] for step in range(self.steps) if counts[step]}
-
-    def save(self, folder: Path) -> None:
-        self.module.save(folder, self.saved_as)
-
-    def _one(self, text: Features) -> list[tuple[Tensor, Tensor]]:
-        """Per step: the loss of every row that counts, and whether its best guess is the text's token."""
+    def _one(self, text: Features) -> list[tuple[Tensor, Tensor, int]]:
         head, ids, length, attend = self.module, text.ids, text.ids.shape[0], Unrolled()
         with torch.no_grad():
             features = head.fuse(text.taps[self.taps[0]])
@@ -100,7 +126,8 @@ class MtpTask:
             counts = text.mask[step + 2:].nonzero()[:, 0]
             logits = self._logits(hidden[counts], step).float()
             label = ids[step + 2:][counts]
-            found.append((cross_entropy(logits, self._target(text, counts + step + 1) if self.soft else label), logits.argmax(-1) == label))
+            losses = cross_entropy(logits, self._target(text, counts + step + 1) if self.soft else label)
+            found.append((losses, logits.argmax(-1) == label, len(label)))
         return found
 
     def _logits(self, hidden: Tensor, step: int) -> Tensor:
