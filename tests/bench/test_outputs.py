@@ -13,7 +13,6 @@ import pytest
 from draftproof.bench import sweep
 from draftproof.cli import run
 
-ROOT = Path(__file__).parents[2]
 FULL = Path("/dev/full")                # a file that can be opened and takes nothing
 SHORT = ["--tokens", "4", "--repeats", "1", "--most-repeats", "1"]
 needs_full = pytest.mark.skipif(not FULL.exists(), reason="no /dev/full here")

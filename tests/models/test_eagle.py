@@ -30,7 +30,7 @@ from draftproof.models.target import TargetParts
 V, VD, HT, L = 40, 12, 24, 16                 # vocabulary, draft vocabulary, the target's width and layers
 H, INNER, HEADS, KV, D = 24, 40, 4, 2, 8      # the head
 IDS = torch.tensor([0, 1, 2, 5, 6, 11, 12, 13, 20, 30, 31, 39])
-ENTERING, OUTPUTS = [2, 8, 13], [1, 7, 12]
+OUTPUTS = [1, 7, 12]
 Tensors = dict[str, Tensor]
 
 

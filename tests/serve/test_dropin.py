@@ -6,7 +6,6 @@ import gzip
 import json
 import time
 from collections import Counter
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -16,12 +15,6 @@ from serve.serving import Running, serving, words
 from draftproof.config import ServeConfig
 
 JSON = {"prompt": "ab", "max_tokens": 2, "response_format": {"type": "json_object"}}
-
-
-@pytest.fixture(scope="module")
-def running() -> Iterator[Running]:
-    with serving(words(), "ngram:min=1,max=2", depth=3) as server:
-        yield server
 
 
 @pytest.mark.parametrize("prompt", ["a" * 5000, [1] * 5000, "a" * 1_000_000], ids=["text", "ids", "megabyte"])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,12 +16,6 @@ from draftproof.config import ServeConfig
 from draftproof.serve.reply import CompletionReply
 
 PROMPT = "héllo, wörld 👋 and on"
-
-
-@pytest.fixture(scope="module")
-def running() -> Iterator[Running]:
-    with serving(words(), "ngram:min=1,max=2", depth=3) as server:
-        yield server
 
 
 @pytest.fixture(scope="module")

@@ -30,7 +30,7 @@ from draftproof.trace.sinks import from_json, to_json
 from draftproof.view import bundle
 
 Block = dict[str, str]
-ALICE, BOB, EYE = ("Authorization", "Bearer alice-secret"), ("Authorization", "Bearer bob-secret"), ("Authorization", "Bearer eye-secret")
+ALICE, BOB = ("Authorization", "Bearer alice-secret"), ("Authorization", "Bearer bob-secret")
 
 
 @pytest.fixture(scope="module")

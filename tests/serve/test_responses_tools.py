@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from serve.serving import Running, serving, words
+from serve.serving import Running
 
 pytest.importorskip("llguidance")
 
@@ -18,12 +17,6 @@ OTHER = {"type": "function", "name": "other", "parameters": {"type": "object", "
 ASK: dict[str, Any] = {"input": [{"role": "user", "content": "ab"}], "include": [], "instructions": "cd", "max_output_tokens": 400,
                        "seed": 3, "temperature": 1.0}
 MUST: dict[str, Any] = {**ASK, "tools": [CLOCK], "tool_choice": "required", "parallel_tool_calls": False}
-
-
-@pytest.fixture(scope="module")
-def running() -> Iterator[Running]:
-    with serving(words(), "ngram:min=1,max=2", depth=3) as server:
-        yield server
 
 
 def answer(running: Running, **body: Any) -> dict[str, Any]:

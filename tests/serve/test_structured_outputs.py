@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from serve.serving import Running, serving, words
+from serve.serving import Running
 
 pytest.importorskip("llguidance")
 
@@ -21,12 +20,6 @@ WAYS: list[tuple[str, Any, Any]] = [
     ("json", SCHEMA, lambda text: json.loads(text)["side"] in ("left", "right")),
     ("json", json.dumps(SCHEMA), lambda text: json.loads(text)["side"] in ("left", "right")),
     ("grammar", LARK, lambda text: re.fullmatch("x[0-9]{2}", text))]
-
-
-@pytest.fixture(scope="module")
-def running() -> Iterator[Running]:
-    with serving(words(), "ngram:min=1,max=2", depth=3) as server:
-        yield server
 
 
 def asked(running: Running, path: str, **more: Any) -> Any:

@@ -86,7 +86,7 @@ class Recorder:
         if self.level == "none":
             return
         self._emit(seq, RequestStarted(
-            seq.id, self.at(seq.clock.submitted), seq.prompt_tokens, cached_tokens, _json_options(seq.sampling), seq.seed, seq.sample,
+            seq.id, self.at(seq.clock.submitted), seq.prompt_tokens, cached_tokens, json_options(seq.sampling), seq.seed, seq.sample,
             seq.prompt_class, seq.tenant, seq.prompt if self.level == "full" else None, seq.rule, drafter))
 
     def prefill(self, seq: Sequence, law: Law) -> None:
@@ -199,7 +199,7 @@ def _logprob(seq: Sequence, count: int) -> list[dict[str, Any]]:
     return [{"logprob": entry.logprob, "top_logprobs": entry.top} for entry in seq.logprobs[-count:]]
 
 
-def _json_options(sampling: Sampling) -> dict[str, Any]:
+def json_options(sampling: Sampling) -> dict[str, Any]:
     """The options as JSON has them: lists for tuples, strings for keys, and finite biases."""
     options = asdict(sampling)
     for name in ("bad_words", "stop", "stop_token_ids"):

@@ -11,13 +11,14 @@ import logging
 import queue
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
 
 from ..core.tally import Tally
 from ..engine.admit import Wish, check_prediction, encode, resolve
 from ..engine.port import TokenEvent
+from ..engine.records import json_options
 from ..engine.text import Text
 from ..errors import Failure, OptionError
 from ..models.target import Target
@@ -91,8 +92,9 @@ class VllmEngine:
             for sample in range(options.n)]
         for writing in found:
             self._live[writing.id] = writing
-            self._emit(writing, RequestStarted(writing.id, now - self._began, len(ids), 0, _plain(options), writing.seed, writing.sample,
-                                               prompt_class, tenant, ids if self.setting.trace == "full" else None, self.setting.rule))
+            self._emit(writing, RequestStarted(writing.id, now - self._began, len(ids), 0, json_options(options), writing.seed,
+                                               writing.sample, prompt_class, tenant, ids if self.setting.trace == "full" else None,
+                                               self.setting.rule))
             self._begin(writing)
         return found
 
@@ -351,17 +353,6 @@ class VllmEngine:
                    "unknown_token": self._unknown, "times": "score_s is the whole of a step, drafting included"}
         return TraceStarted(VERSION, self.target.facts.name, self.setting.drafter, self.setting.rule, str(self.setting.depth), machine,
                             words)
-
-
-def _plain(sampling: Sampling) -> dict[str, Any]:
-    """The options as JSON has them."""
-    options = asdict(sampling)
-    for name in ("bad_words", "stop", "stop_token_ids"):
-        options[name] = list(options[name])
-    options["bad_word_ids"] = [list(ids) for ids in sampling.bad_word_ids]
-    options["prediction"] = len(sampling.prediction)
-    options["logit_bias"] = {str(token): float(bias) for token, bias in sampling.logit_bias.items()}
-    return options
 
 
 __all__ = ["Fleet", "Replica", "Setting", "VllmEngine"]
