@@ -64,7 +64,8 @@ def test_what_nobody_would_read_is_refused() -> None:
             replicas(depth=3, urls=("http://h:1",), **more)
 
 
-@pytest.mark.parametrize("url", ["http:///", "http://", "h:8000", "http://h:x", "http://h:99999", "ftp://h:1", "http://:80"])
+@pytest.mark.parametrize("url", [
+    "http:///", "http://", "h:8000", "http://h:x", "http://h:99999", "ftp://h:1", "http://:80", "http://[::1", "http://h h:1"])
 def test_urls(url: str) -> None:
     with pytest.raises(OptionError, match="expected http://HOST:PORT"):
         replicas(depth=3, urls=(url,))

@@ -13,7 +13,6 @@ from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from urllib.parse import urlsplit
 
 import click
 
@@ -22,6 +21,7 @@ from ..errors import OptionError
 from . import options as o
 from .ab import for_remote
 from .console import note
+from .switch import check_url
 
 if TYPE_CHECKING:
     from ..remote.fleet import Fleet, Launch
@@ -142,7 +142,7 @@ def _fleet(plan: Plan, given: Mapping[str, Any], stack: ExitStack) -> Fleet:
         raise OptionError("--url names servers that speculate: say which drafter they run (--drafter, --depth of 1 or more), or use "
                           "--plain-url")
     for url in (*given["urls"], *given["plain_urls"]):
-        _check_url(url)
+        check_url(url)
     key = os.environ.get(KEY)
     replicas = [Replica(f"url{i}", False, url.rstrip("/"), key) for i, url in enumerate(given["urls"])]
     replicas += [Replica(f"plain-url{i}", True, url.rstrip("/"), key) for i, url in enumerate(given["plain_urls"])]
@@ -160,16 +160,6 @@ def _fleet(plan: Plan, given: Mapping[str, Any], stack: ExitStack) -> Fleet:
     if not replicas:
         raise OptionError("no vLLM server to run or to attach to: give --replicas, --plain-replicas, --url or --plain-url")
     return Fleet(replicas)
-
-
-def _check_url(url: str) -> None:
-    parts = urlsplit(url)
-    try:
-        good = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:                                       # a port that is none
-        good = False
-    if not good:
-        raise OptionError(f"{url}: expected http://HOST:PORT or https://HOST:PORT")
 
 
 def _check_extra(extra: Sequence[str]) -> None:
