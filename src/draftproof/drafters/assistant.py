@@ -18,10 +18,8 @@ from ..core.upload import index_of, uploaded
 from ..errors import OptionError
 from ..models.cache import PagePool
 from ..models.heads.assistant import Assistant, Keys, View
-from ..models.heads.detect import require
-from ..models.heads.files import read_files
 from ..models.paged import PagedTarget
-from .base import NoOptions, Site
+from .base import NoOptions, Site, published
 from .vector import Line, VectorDrafter, VectorState
 
 
@@ -36,24 +34,21 @@ class Carry:
 class AssistantDrafter(NoOptions, VectorDrafter):
     """`assistant:PATH`. The sequences must be the engine's: their places in the target's cache are read."""
 
+    name = "assistant"
     takes_path: ClassVar[bool] = True
 
     def __init__(self, head: Assistant, target: PagedTarget) -> None:
-        super().__init__("assistant", head, target.parts, target.vocab_size)
+        super().__init__(head, target.parts, target.vocab_size)
         self.pool = target.pool
 
     @classmethod
     def from_spec(cls, path: str | None, options: Mapping[str, int], site: Site) -> Self:
-        from ..models.load import builtin
-
         target = site.target
-        files = read_files(path or builtin("assistant"))
-        require(files, "assistant")
         if not isinstance(target, PagedTarget):
             why = target.facts.reasons.get("tensor parallel") or target.facts.reasons.get("tier", "it has no layers")
             raise OptionError(f"assistant needs a target of tier 1 in one process, whose keys it reads; {target.facts.name} is of tier "
                               f"{target.facts.tier} ({why}); use another drafter")
-        return cls(Assistant.read(files, target.parts, target.vocab_size), target)
+        return cls(published(cls.name, Assistant.read, path, site), target)
 
     def missing(self, state: VectorState) -> str:
         if getattr(state.seq, "slot", None) is None:
