@@ -11,15 +11,19 @@ import pytest
 
 from draftproof.advise.check import check
 from draftproof.advise.documents import cells_of
-from draftproof.advise.measure import _costs, _line, along, beginnings, from_curve, measure
+from draftproof.advise.measure import _costs, _line, along, beginnings, from_curve, measure, memory_plan
 from draftproof.advise.predict import Cost, Forecast, Overall, forecast, overall, predict, thresholds, verdict
 from draftproof.bench.cells import Spread
 from draftproof.bench.profile import Point
 from draftproof.cli import run as command
+from draftproof.config import LoadConfig
 from draftproof.drafters.ngram import NgramDrafter
 from draftproof.engine.engine import Engine
+from draftproof.engine.setup import draft_bytes, draft_cache_bytes
 from draftproof.errors import Failure
 from draftproof.models.fake import TableTarget
+from draftproof.models.load import builtin, load_target
+from draftproof.models.target import Target
 from draftproof.remote.plan import Schedule
 from draftproof.types import Sampling
 
@@ -126,13 +130,39 @@ def test_rounds_of_the_engine_are_timed() -> None:
     """Every look at the clock is a second later, and a step takes one."""
     ticks = iter(range(10**9))
     texts = [((1, 2, 3), (4, 5) * 6), ((4, 5), (1, 2) * 6), ((2, 1, 2, 1), (3,) * 12)]
-    costs, weights = measure(TableTarget(7, order=2), [("ngram", 3), ("ngram", 2)], texts, [1, 2],
+    costs, bytes_of = measure(TableTarget(7, order=2), [("ngram", 3), ("ngram", 2)], texts, [1, 2],
                              Sampling(temperature=0.0, max_tokens=40), rounds=8, clock=lambda: float(next(ticks)))
     arms = ("none", 0), ("ngram", 3), ("ngram", 2)
     assert {(c.drafter, c.depth, c.batch) for c in costs} == {(*arm, batch) for arm in arms for batch in (1, 2)}
-    assert all(c.seconds.median == 1.0 for c in costs) and weights == {"none": 0, "ngram": 0}
+    assert all(c.seconds.median == 1.0 for c in costs) and bytes_of == {"none": (0, 0), "ngram": (0, 0)}
     assert all((c.nodes > 0) == (c.drafter == "ngram") for c in costs)
     assert all((c.start_s, c.token_s) == (1.0, 0.0) for c in costs), "a step that reads, then the first round"
+
+
+@pytest.fixture(scope="module")
+def demo() -> Target:
+    return load_target(builtin("target"), LoadConfig(self_test=False))
+
+
+@pytest.mark.parametrize(("spec", "layers"), [("ngram", 0), ("layer-skip:exit=2", 0), ("medusa", 0), ("eagle3", 1), ("mtp", 1),
+                                              ("dflash", 2), ("ngram+eagle3", 1)])
+def test_a_plan_counts_what_a_drafter_keeps_of_a_text(spec: str, layers: int, demo: Target) -> None:
+    """layers: of the head, with keys of their own. They had been taken for nothing."""
+    with Engine(demo, spec, 4) as engine:
+        drafter: Any = engine.speculation.drafter
+        part = drafter.parts[-1] if "+" in spec else drafter
+        config = json.loads((builtin(part.name) / "config.json").read_text()) if layers else {}
+        entry = 2 * layers * config["num_key_value_heads"] * config["head_dim"] * part.dtype.itemsize if layers else 0
+        assert draft_cache_bytes(drafter) == entry
+        assert memory_plan(demo, draft_bytes(drafter), entry, 4, 16, 1000).draft_cache == 16 * 1000 * entry
+
+
+def test_a_draft_model_keeps_the_keys_of_all_its_layers(demo: Target) -> None:
+    with Engine(demo, "model", 4) as engine:
+        drafter: Any = engine.speculation.drafter
+        config = drafter.lm.parts.config
+        keys = config.num_hidden_layers * config.num_key_value_heads * config.head_dim
+        assert draft_cache_bytes(drafter) == 2 * keys * drafter.lm.parts.embed.weight.element_size()
 
 
 def test_a_drafter_that_reads_the_prompt_is_charged_for_it() -> None:

@@ -20,7 +20,7 @@ from ..core.budget import Memory, memory
 from ..drafters import parse_spec
 from ..engine.engine import Engine
 from ..engine.port import Handle
-from ..engine.setup import draft_bytes
+from ..engine.setup import draft_bytes, draft_cache_bytes
 from ..errors import Failure
 from ..models.target import Target
 from ..trace.events import PrefillDone, RoundDone
@@ -44,8 +44,8 @@ Steps = Generator[tuple[float, list[RoundDone]], None, None]
 
 def measure(target: Target, arms: Sequence[tuple[str, int]], texts: Sequence[tuple[Ids, Ids]], batches: Sequence[int], sampling: Sampling,
             rounds: int = 48, load: LoadConfig | None = None, progress: Callable[[str], None] | None = None,
-            clock: Clock = time.perf_counter) -> tuple[list[Cost], dict[str, int]]:
-    """Costs of a plain round and of each (spec, depth) at each batch, and the bytes of every drafter's weights.
+            clock: Clock = time.perf_counter) -> tuple[list[Cost], dict[str, tuple[int, int]]]:
+    """Costs of a plain round and of each (spec, depth) at each batch, and the bytes of every drafter's weights and of a token in its cache.
 
     texts: prompts and their answers, from which rounds go on; they are used over and over. rounds: timed per arm and batch, at
     least a few. An arm of which no round could be timed has no cost. Raises Failure if there is none at all.
@@ -57,7 +57,8 @@ def measure(target: Target, arms: Sequence[tuple[str, int]], texts: Sequence[tup
         engines = {(OFF, 0): stack.enter_context(Engine(target, config=config, load=load))}
         for spec, depth in arms:
             engines[spec, depth] = stack.enter_context(Engine(target, spec, depth, config=config, load=load))
-        weights = {spec: draft_bytes(engine.speculation.drafter) for (spec, _), engine in engines.items()}
+        drafters = {spec: engine.speculation.drafter for (spec, _), engine in engines.items()}
+        bytes_of = {spec: (draft_bytes(drafter), draft_cache_bytes(drafter)) for spec, drafter in drafters.items()}
         for batch in batches:
             if progress:
                 progress(f"timing rounds at {batch} concurrent")
@@ -83,7 +84,7 @@ def measure(target: Target, arms: Sequence[tuple[str, int]], texts: Sequence[tup
               if spec in round_s}
     return [replace(cost, free_rows=_free_rows(passes[cost.batch], cost.batch), passes=passes[cost.batch] if cost.drafter == OFF else (),
                     start_s=start, token_s=token)
-            for cost in costs for start, token in [starts[cost.drafter]]], weights
+            for cost in costs for start, token in [starts[cost.drafter]]], bytes_of
 
 
 def along(texts: Sequence[tuple[Ids, Ids]], longest: int) -> list[Ids]:
@@ -306,6 +307,6 @@ def from_curve(points: Sequence[Point], cells: Sequence[dict[str, Any]], context
     return costs
 
 
-def memory_plan(target: Target, weight_bytes: int, depth: int, batch: int, context: int, draft_bytes_per_token: int = 0) -> Memory:
+def memory_plan(target: Target, weight_bytes: int, draft_bytes_per_token: int, depth: int, batch: int, context: int) -> Memory:
     """What a recommended setting takes, and how many tokens of the target's cache it displaces."""
     return memory(depth, batch, context, target.vocab_size, weight_bytes, draft_bytes_per_token, target.facts.cache_bytes_per_token)

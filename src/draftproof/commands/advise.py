@@ -161,9 +161,9 @@ def _timed(log: Path | None, place: str | Target | None, cells: Sequence[Mapping
     if not texts or not arms:
         raise Failure(f"{log}: nothing to time, the log has no prompt that this target can go on from or the audition counted no round")
     sampling = Sampling(temperature=given["temperature"], max_tokens=min(128, max(2, model.context - longest - 1)), seed=1)
-    costs, weights = measure(model, arms, texts, given["concurrency"], sampling, given["rounds"], load, note)
+    costs, bytes_of = measure(model, arms, texts, given["concurrency"], sampling, given["rounds"], load, note)
     context = max(len(prompt) for prompt, _ in texts) + sampling.max_tokens
-    plan = [{"drafter": spec, "depth": depth, "concurrency": batch, **_memory(memory_plan(model, weights[spec], depth, batch, context))}
+    plan = [{"drafter": spec, "depth": depth, "concurrency": batch, **_memory(memory_plan(model, *bytes_of[spec], depth, batch, context))}
             for spec, depth in arms for batch in given["concurrency"]]
     return costs, plan
 

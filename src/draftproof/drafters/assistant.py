@@ -58,6 +58,7 @@ class AssistantDrafter(NoOptions, VectorDrafter):
     def begin(self, lines: Sequence[Line], depth: int) -> Carry:
         slots: list[Any] = [line.seq.slot for line in lines]  # type: ignore[attr-defined]
         ends = [len(line.seq.tokens) - 1 for line in lines]                 # keys that a text has: the root's are not there yet
+        assert all(slot.length >= end for slot, end in zip(slots, ends, strict=True)), "the target has read all but the root"
         keys = {kind: gathered(self.pool, layer, [slot.pages for slot in slots], ends, window)
                 for kind, (layer, window) in self.head.layers.items()}
         return Carry(self.hidden(lines), View(keys, self.head.turns(uploaded([end - 1 for end in ends], self.device))))

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..core.upload import uploaded
-from ..models.heads.cache import HeadCache
+from ..models.heads.cache import HeadCache, entry_bytes
 from ..models.heads.dflash import Blocks, DFlash
 from ..models.packed import can_pack, pack, sizes
 from ..models.taps import abreast
@@ -77,6 +77,7 @@ class DFlashDrafter(NoOptions):
         if self.device.type == "cpu" and can_pack(self.dtype)[0]:
             pack(head)
         self.head = head
+        self.cache_bytes_per_token = entry_bytes(head.depth, head.shape.kv_heads, head.shape.head_dim, self.dtype)
         self.needs = Needs(taps=tuple(sorted(set(head.taps))), parts=("embed", "output"), law=True, tree=True, context=head.context)
         self.margins = Margins()
 

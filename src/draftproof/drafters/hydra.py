@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..core.upload import uploaded
-from ..models.heads.cache import HeadCache, HeadPass
+from ..models.heads.cache import HeadCache, HeadPass, entry_bytes
 from ..models.heads.hydra import HydraHead
 from ..models.target import TargetParts
 from ..types import SequenceView, Signals
@@ -37,7 +37,8 @@ class HydraDrafter(NoOptions, VectorDrafter):
     takes_path: ClassVar[bool] = True
 
     def __init__(self, head: HydraHead, parts: TargetParts, vocab_size: int) -> None:
-        self.dtype = next(head.parameters()).dtype
+        self.dtype, prefix = next(head.parameters()).dtype, head.prefix_embeding_layer
+        self.cache_bytes_per_token = 0 if prefix is None else entry_bytes(1, prefix.shape.kv_heads, prefix.shape.head_dim, self.dtype)
         super().__init__(head, parts, vocab_size)
 
     @classmethod

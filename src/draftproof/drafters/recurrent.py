@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from ..core.upload import rows_of, uploaded
 from ..models.graphs import recorder
 from ..models.heads.blocks import join
-from ..models.heads.cache import HeadCache, HeadPass
+from ..models.heads.cache import HeadCache, HeadPass, entry_bytes
 from ..models.heads.compiled import CompiledHead, Made, Wish
 from ..models.heads.layers import HeadLayers
 from ..models.heads.recorded import MOST_FED, MOST_LINES, Fed, RecordedChains, Recording, RecurrentHead
@@ -56,6 +56,7 @@ class RecurrentDrafter:
         if self.device.type == "cpu" and can_pack(self.dtype)[0]:
             pack(head)
         self.head: RecurrentHead = head  # type: ignore[assignment]
+        self.cache_bytes_per_token = entry_bytes(self.head.depth, self.head.kv_heads, self.head.head_dim, self.dtype)
         self.compiled = CompiledHead.of(head)
         record = recorder(self.device) if graphs else None
         ours = record is not None and kernels and by_rows(head, self.device, self.dtype)    # one by one they take longer to be called

@@ -70,3 +70,10 @@ def check_depth(target: Target, settings: SpeculationConfig) -> None:
 def draft_bytes(drafter: Drafter | None) -> int:
     """Bytes of a drafter's weights."""
     return int(getattr(drafter, "weight_bytes", 0) or getattr(getattr(getattr(drafter, "lm", None), "facts", None), "weight_bytes", 0))
+
+
+def draft_cache_bytes(drafter: Drafter | None) -> int:
+    """Bytes that each token of a text takes in the drafter's own cache."""
+    facts = getattr(getattr(drafter, "lm", None), "facts", None)
+    own = getattr(drafter, "cache_bytes_per_token", getattr(facts, "cache_bytes_per_token", 0))
+    return int(own) + sum(map(draft_cache_bytes, getattr(drafter, "parts", ())))

@@ -58,7 +58,8 @@ class Shallow:
             raise OptionError(f"layer-skip: exit={exit}, but {target.facts.name} has {count} layers; expected an integer from 1 to {count}")
         self.target, self.exit = target, exit
         self.vocab_size, self.context, self.device = target.vocab_size, target.context, target.device
-        self.facts = replace(target.facts, name=f"the first {exit} of {count} layers of {target.facts.name}", weight_bytes=0)
+        self.facts = replace(target.facts, name=f"the first {exit} of {count} layers of {target.facts.name}", weight_bytes=0,
+                             cache_bytes_per_token=0)
         if target.fused is not None:
             self._fused = target.fused.first(exit)
         else:

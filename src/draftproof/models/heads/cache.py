@@ -32,6 +32,11 @@ MOST_BYTES = 4 << 30       # of a pool
 KERNELS = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]      # cuDNN's makes a plan on the host for each shape
 
 
+def entry_bytes(layers: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
+    """Of one entry's keys and values in all layers."""
+    return 2 * layers * kv_heads * head_dim * dtype.itemsize
+
+
 class CachePool:
     """Caches of one head in one tensor: store [layers, 2, slots, room, kv, D]. Both its slots and their room double when they are used up;
     then `store` is another tensor. All in it are finite numbers, for an attention that masks entries still multiplies them by 0."""
