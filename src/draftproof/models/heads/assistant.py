@@ -72,7 +72,9 @@ class QueryAttention(nn.Module):
         q = self.q_norm(self.q_proj(x).unflatten(-1, (self.heads, -1)))
         first, second = q.chunk(2, -1)
         q = (q * turn[0] + torch.cat((-second, first), -1) * turn[1]).transpose(1, 2)
-        seen = functional.scaled_dot_product_attention(q, keys.key, keys.value, keys.there, scale=1.0, enable_gqa=True)
+        # Heads that read the same keys as rows of one: on a CPU torch copies the keys for each head otherwise, for 14 times as long.
+        rows = q.unflatten(1, (keys.key.shape[1], -1)).flatten(2, 3)
+        seen = functional.scaled_dot_product_attention(rows, keys.key, keys.value, keys.there, scale=1.0).view(q.shape)
         out: Tensor = self.o_proj(seen.transpose(1, 2).flatten(2))
         return out
 
