@@ -15,7 +15,7 @@ from draftproof import Completion, Engine, EngineConfig, OptionError, Sampling, 
 from draftproof.commands.console import guarantee, load_lines
 from draftproof.commands.generate import generate
 from draftproof.core.noise import gumbel, key, key_rows
-from draftproof.core.tree import leaves, path
+from draftproof.core.tree import path
 from draftproof.core.typical import DELTA, EPSILON, threshold, typical
 from draftproof.core.verify import RULE_SHAPES, allowed, joint
 from draftproof.drafters.base import Drafter
@@ -58,7 +58,7 @@ def test_the_longest_typical_path_stands(seed: int, n: int, chain: bool, sharpne
     end = verdict.accepted[-1] if verdict.accepted else -1
     assert verdict.next_token == choices[end + 1]
     assert verdict.rejected == tuple(i for i, parent in enumerate(parents) if parent == end)
-    assert verdict.role == ("plain" if not n else "bonus" if end in leaves(parents) else "correction")
+    assert verdict.role == ("plain" if not n else "bonus" if end not in parents else "correction")
 
 
 def test_the_threshold() -> None:

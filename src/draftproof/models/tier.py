@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import causal_mask_function
 
@@ -62,8 +63,9 @@ def pages_agree(model: Any, context: int) -> float | str:
             places = torch.tensor([pages[t // PAGE] * PAGE + t % PAGE for t in range(start, end)], device=device)
             path = Path(pages, list(range(end - start)))
             one = Pass(ids[:, start:end], at[:, start:end], list(range(start, end)), places, None, [path], PAGE, attention.TILE)
-            parts.append(model(input_ids=one.ids, position_ids=one.positions, use_cache=False, draftproof_pass=one,
-                               draftproof_pool=pool).logits.float())
+            with Ruled():
+                parts.append(model(input_ids=one.ids, position_ids=one.positions, use_cache=False, draftproof_pass=one,
+                                   draftproof_pool=pool).logits.float())
         why = pool.found
     except Exception as error:
         why = f"its attention cannot be replaced ({first_line(error)})"
@@ -86,7 +88,7 @@ class WatchedPool(PagePool):
         self._known: set[tuple[Rule | None, int | None]] = set()
 
     def watch(self, layer: int, mask: Tensor | None, window: int | None) -> None:
-        asked: tuple[Rule | None, bool] = (causal_mask_function, True) if mask is None else getattr(mask, "rule", (None, False))
+        asked: tuple[Rule | None, bool] = (causal_mask_function, True) if mask is None else getattr(mask, "draftproof_rule", (None, False))
         rule, far = asked
         if layer in self._layers:
             self.found = f"two attention calls of a pass keep keys under one number ({layer})"
@@ -117,24 +119,21 @@ def _watched(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, atten
     return attention.paged_attention(module, query, key, value, attention_mask, *more, **named)
 
 
-class Ruled(Tensor):
-    """A mask that carries its rule, also where a family takes rows of it, as Gemma 4 does in front of layers that share keys."""
+class Ruled(TorchFunctionMode):
+    """Where a family takes rows of a mask, as Gemma 4 does in front of layers that share keys, they keep its rule."""
 
-    rule: tuple[Rule | None, bool] = (None, False)
-
-    @classmethod
-    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = super().__torch_function__(function, types, args, kwargs)  # type: ignore[no-untyped-call]
-        if function is Tensor.__getitem__ and isinstance(found, Ruled):
-            found.rule = args[0].rule
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = function(*args, **(kwargs or {}))
+        if function is Tensor.__getitem__ and hasattr(args[0], "draftproof_rule"):
+            found.draftproof_rule = args[0].draftproof_rule
         return found
 
 
 def _mask(*, batch_size: int, q_length: int, kv_length: int, mask_function: Rule, allow_is_causal_skip: bool = False,
           device: torch.device | str = "cpu", **_: Any) -> Tensor:
-    """A rule that families add to looks things up by position, and cannot be asked about other positions."""
-    mask = torch.ones(batch_size, 1, q_length, kv_length, dtype=torch.bool, device=device).as_subclass(Ruled)
-    mask.rule = mask_function, allow_is_causal_skip
+    """Carries its rule. One that families add to looks things up by position, and cannot be asked about other positions."""
+    mask = torch.ones(batch_size, 1, q_length, kv_length, dtype=torch.bool, device=device)
+    mask.draftproof_rule = mask_function, allow_is_causal_skip  # type: ignore[attr-defined]
     return mask
 
 
