@@ -357,16 +357,6 @@ def test_a_published_dflash2_head_computes_what_it_should(name: str, tmp_path: P
 
 
 @torch.no_grad()
-def test_blocks_beside_each_other_are_not_mixed(tmp_path: Path) -> None:
-    head, taps = DFlash2.read(read_files(write(tmp_path, *z_lab_2())), target(), V), torch.randn(12, len(TAPS) * H)
-    anchors = torch.tensor([1, 5, 11])
-    context = head.keys(head.fuse(taps), torch.arange(12))
-    together = head.hidden(torch.tensor([7, 8, 9]), anchors, Anchored(head, context, anchors))
-    for i, (anchor, token) in enumerate(zip(anchors.tolist(), (7, 8, 9), strict=True)):
-        assert torch.allclose(together[i], served(head, taps[:anchor], token), atol=1e-4)
-
-
-@torch.no_grad()
 def test_a_fresh_dflash2_head_begins_as_a_plain_dflash() -> None:
     parts, sizes = target(), {"layers": 1, "block": 6, "mask_token": MASK, "heads": HEADS, "kv_heads": KV, "head_dim": DIM, "inner": INNER}
     torch.manual_seed(4)
@@ -407,10 +397,12 @@ def test_windows_and_causal_layers_are_honoured(name: str, tmp_path: Path) -> No
 
 
 @torch.no_grad()
-def test_a_block_in_training_sees_what_it_sees_when_served(tmp_path: Path) -> None:
-    config, tensors = z_lab()
+@pytest.mark.parametrize("kind", [DFlash, DFlash2])
+def test_a_block_in_training_sees_what_it_sees_when_served(kind: type[DFlash], tmp_path: Path) -> None:
+    """And nothing of the blocks beside it."""
+    config, tensors = z_lab() if kind is DFlash else z_lab_2()
     config |= {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 4}
-    head, taps = DFlash.read(read_files(write(tmp_path, config, tensors)), target(), V), torch.randn(12, len(TAPS) * H)
+    head, taps = kind.read(read_files(write(tmp_path, config, tensors)), target(), V), torch.randn(12, len(TAPS) * H)
     anchors = torch.tensor([1, 5, 11])
     context = head.keys(head.fuse(taps), torch.arange(12))
     together = head.hidden(torch.tensor([7, 8, 9]), anchors, Anchored(head, context, anchors))
