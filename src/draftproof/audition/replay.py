@@ -213,11 +213,13 @@ def granted(story: Story, position: int) -> int:
 
 
 def replay(drafter: Drafter, stories: Sequence[Story], depth: int | None, *, nodes: int | None = None, batch: int = 8,
-           states: States | None = None, passes: Passes | None = None, device: torch.device | None = None) -> list[Tally]:
+           states: States | None = None, passes: Passes | None = None, capped: bool = True,
+           device: torch.device | None = None) -> list[Tally]:
     """Counts of every story with this drafter at a fixed depth, `batch` stories side by side, in their order.
 
     depth: None takes those of the rounds that wrote the story. nodes: most nodes per round, None for chains. passes: for a drafter that is
-    told what was likely. A drafter with memory across texts (suffix, recycle) meets them in order only with batch=1.
+    told what was likely. capped: a draft is no longer than what may still be emitted (as our engine does; others draft on, with which the
+    tests against vLLM compare). A drafter with memory across texts (suffix, recycle) meets them in order only with batch=1.
     """
     noise = TextNoise(device or torch.device("cpu"))
     waiting = [Reading(f"replay-{i}", story, story.tenant, [*story.prompt, story.answer[0]]) for i, story in enumerate(stories)]
@@ -234,7 +236,7 @@ def replay(drafter: Drafter, stories: Sequence[Story], depth: int | None, *, nod
                     drafter.close(reader.state)
             live = [reader for reader in live if reader.left]
             if live:
-                _round(drafter, live, depth, nodes, noise, passes)
+                _round(drafter, live, depth, nodes, noise, capped, passes)
     return tallies
 
 
@@ -248,9 +250,9 @@ def opened(drafter: Drafter, reader: Reading, states: States | None) -> Reading:
     return reader
 
 
-def _round(drafter: Drafter, live: Sequence[Reading], depth: int | None, nodes: int | None, noise: TextNoise,
+def _round(drafter: Drafter, live: Sequence[Reading], depth: int | None, nodes: int | None, noise: TextNoise, capped: bool,
            passes: Passes | None) -> None:
-    budgets = [_budget(drafter, reader, depth, nodes) for reader in live]
+    budgets = [_budget(drafter, reader, depth, nodes, capped) for reader in live]
     wanted = [i for i, budget in enumerate(budgets) if budget.depth]
     drafts = [Draft.empty(drafter.name) for _ in live]
     if wanted:
@@ -275,10 +277,11 @@ def _round(drafter: Drafter, live: Sequence[Reading], depth: int | None, nodes: 
         drafter.observe([live[i].state for i in here], [commits[i] for i in here], [signals[i] for i in here])
 
 
-def _budget(drafter: Drafter, reader: Reading, depth: int | None, nodes: int | None) -> Budget:
+def _budget(drafter: Drafter, reader: Reading, depth: int | None, nodes: int | None, capped: bool) -> Budget:
     depth = granted(reader.story, len(reader.tokens)) if depth is None else depth
-    limit = reader.story.limit or len(reader.story.prompt) + len(reader.story.answer)
-    depth = max(0, min(depth, limit - len(reader.tokens) - 1))
+    if capped:
+        limit = reader.story.limit or len(reader.story.prompt) + len(reader.story.answer)
+        depth = max(0, min(depth, limit - len(reader.tokens) - 1))
     if drafter.needs.context is not None:
         depth = max(0, min(depth, drafter.needs.context - len(reader.tokens)))
     return Budget(depth, max(depth, nodes or 0) if depth else 0, drafter.name, "replay")
