@@ -404,3 +404,9 @@ def test_depth_below_one_and_drafter_none_are_refused(tmp_path: Path) -> None:
     for arm in (Arm("none", 3), Arm("ngram", 0)):
         with pytest.raises(OptionError):
             Work(str(tmp_path), (arm,), Reader())
+
+
+@pytest.mark.parametrize("spec", ["layer-skip:exit=4", "assistant:org/head", "ngram+layer-skip:exit=4"])
+def test_a_drafter_that_reads_the_targets_cache_is_not_counted_as_one_that_guesses_nothing(spec: str, tmp_path: Path) -> None:
+    with pytest.raises(OptionError, match="which a replay does not make; count it with draftproof bench"):
+        Work(str(tmp_path), (Arm(spec, 4),), Reader())

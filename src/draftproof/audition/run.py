@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ..core.tally import Tally
-from ..drafters import REMEMBER, parse_spec
+from ..drafters import DRAFTERS, REMEMBER, parse_spec
 from ..drafters.base import Drafter, PerSequence
 from ..drafters.model import ModelDrafter
 from ..drafters.ngram import NgramDrafter
@@ -126,6 +126,10 @@ class Work:
         for arm in self.arms:
             if arm.spec == "none":
                 raise OptionError("an audition of drafter none has nothing to count; leave it out")
+            spec = parse_spec(arm.spec)
+            if any(getattr(DRAFTERS.get(part.name), "in_cache", False) for part in (spec, *spec.parts)):
+                raise OptionError(f"{arm.spec} guesses from what the target keeps of a running text, which a replay does not make; count "
+                                  f"it with draftproof bench --drafter {arm.spec}")
             if arm.depth is not None and arm.depth < 1:
                 raise OptionError(f"depth {arm.depth}: expected an integer ≥ 1; at depth 0 nothing is guessed")
 

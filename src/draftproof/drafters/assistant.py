@@ -36,6 +36,7 @@ class AssistantDrafter(NoOptions, VectorDrafter):
 
     name = "assistant"
     takes_path: ClassVar[bool] = True
+    in_cache: ClassVar[bool] = True             # it guesses in running texts only
 
     def __init__(self, head: Assistant, target: PagedTarget) -> None:
         super().__init__(head, target.parts, target.vocab_size)

@@ -22,6 +22,7 @@ class LayerSkipDrafter(ModelDrafter):
 
     keys: ClassVar[Mapping[str, tuple[int, int]]] = {"exit": (1, 4096)}
     takes_path: ClassVar[bool] = False
+    in_cache: ClassVar[bool] = True             # it guesses in running texts only
     weight_bytes = 0
 
     def __init__(self, layers: Shallow) -> None:
