@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from elsewhere import NAME, WAITS, elsewhere
 from torch import Tensor
-from transformers import Gemma4AssistantConfig, Gemma4AssistantForCausalLM, Gemma4ForCausalLM, Gemma4TextConfig
 
 from draftproof import Engine, LoadConfig, Sampling
 from draftproof.core.tree import path
@@ -28,9 +28,10 @@ from draftproof.models.paged import PagedTarget
 V, WIDTH, WINDOW, PAGE = 120, 48, 12, 8
 ROPE = {"sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
         "full_attention": {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.25}}
+PLE = {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0}        # which Gemma 4 unified does not have
 COMMON = {"vocab_size": V, "num_attention_heads": 4, "num_key_value_heads": 2, "num_global_key_value_heads": 1, "head_dim": 16,
-          "global_head_dim": 32, "sliding_window": WINDOW, "max_position_embeddings": 256, "hidden_size_per_layer_input": 0,
-          "vocab_size_per_layer_input": 0, "rope_parameters": ROPE, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+          "global_head_dim": 32, "sliding_window": WINDOW, "max_position_embeddings": 256,
+          "rope_parameters": ROPE, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 
 
 def random(model: Any, seed: int) -> Any:
@@ -47,22 +48,28 @@ def random(model: Any, seed: int) -> Any:
     return model.eval()
 
 
-def target_of(folder: Path, shared: int = 0) -> Any:
+def of(name: str, unified: bool = False) -> Any:
+    return getattr(transformers, ("Gemma4Unified" if unified else "Gemma4") + name)
+
+
+def target_of(folder: Path, shared: int = 0, unified: bool = False) -> Any:
     kinds = ["sliding_attention", "full_attention", "sliding_attention", "full_attention", "sliding_attention", "full_attention"]
-    own = {**COMMON, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": V} if shared else COMMON
-    config = Gemma4TextConfig(hidden_size=WIDTH, intermediate_size=64, num_hidden_layers=6, layer_types=kinds,
-                              num_kv_shared_layers=shared, **own)
-    model = random(Gemma4ForCausalLM(config), 1)
+    own = {} if unified else {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": V} if shared else PLE
+    config = of("TextConfig", unified)(hidden_size=WIDTH, intermediate_size=64, num_hidden_layers=6, layer_types=kinds,
+                                       num_kv_shared_layers=shared, **COMMON, **own)
+    model = random(of("ForCausalLM", unified)(config), 1)
     model.save_pretrained(folder)
     return model
 
 
-def assistant_of(folder: Path, clusters: bool = False, **more: Any) -> Any:
+def assistant_of(folder: Path, clusters: bool = False, unified: bool = False, **more: Any) -> Any:
     """transformers' window counts the keys before a query's own, which Gemma 4's own layers, and ours, count with it."""
-    text = Gemma4TextConfig(hidden_size=32, intermediate_size=40, num_hidden_layers=3, num_kv_shared_layers=3, use_double_wide_mlp=False,
-                            layer_types=["sliding_attention", "sliding_attention", "full_attention"], **{**COMMON, **more})
-    model = random(Gemma4AssistantForCausalLM(Gemma4AssistantConfig(
-        text_config=text, backbone_hidden_size=WIDTH, use_ordered_embeddings=clusters, num_centroids=10, centroid_intermediate_top_k=3)), 2)
+    own = {} if unified else {**PLE, "use_double_wide_mlp": False}
+    text = of("TextConfig", unified)(hidden_size=32, intermediate_size=40, num_hidden_layers=3, num_kv_shared_layers=3,
+                                     layer_types=["sliding_attention", "sliding_attention", "full_attention"], **{**COMMON, **own, **more})
+    config = of("AssistantConfig", unified)(text_config=text, backbone_hidden_size=WIDTH, use_ordered_embeddings=clusters,
+                                            num_centroids=10, centroid_intermediate_top_k=3)
+    model = random(of("AssistantForCausalLM", unified)(config), 2)
     model.save_pretrained(folder)
     model.config.get_text_config().sliding_window -= 1
     return model
@@ -91,11 +98,11 @@ def guesses(model: Any, assistant: Any, ids: list[int], depth: int) -> list[Tens
 TEXT = [int(t) for t in torch.randint(3, V, (41,), generator=torch.Generator().manual_seed(5))]
 
 
-@pytest.mark.parametrize("shared", [0, 2])
+@pytest.mark.parametrize(("shared", "unified"), [(0, False), (2, False), (0, True)])
 @pytest.mark.parametrize("clusters", [False, True])
 @pytest.mark.parametrize("length", [4, 20, 41])
-def test_the_network_says_what_transformers_says(shared: int, clusters: bool, length: int, tmp_path: Path) -> None:
-    model, assistant = target_of(tmp_path / "target", shared), assistant_of(tmp_path / "head", clusters)
+def test_the_network_says_what_transformers_says(shared: int, unified: bool, clusters: bool, length: int, tmp_path: Path) -> None:
+    model, assistant = target_of(tmp_path / "target", shared, unified), assistant_of(tmp_path / "head", clusters, unified)
     files, target = read_files(tmp_path / "head"), loaded(tmp_path / "target")
     assert detect(files) == "assistant"
     head = Assistant.read(files, target.parts, V)
