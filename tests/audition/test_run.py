@@ -406,7 +406,7 @@ def test_depth_below_one_and_drafter_none_are_refused(tmp_path: Path) -> None:
             Work(str(tmp_path), (arm,), Reader())
 
 
-@pytest.mark.parametrize("spec", ["layer-skip:exit=4", "assistant:org/head", "ngram+layer-skip:exit=4"])
-def test_a_drafter_that_reads_the_targets_cache_is_not_counted_as_one_that_guesses_nothing(spec: str, tmp_path: Path) -> None:
-    with pytest.raises(OptionError, match="which a replay does not make; count it with draftproof bench"):
+@pytest.mark.parametrize("spec", ["layer-skip:exit=4", "assistant:org/head", "ngram+layer-skip:exit=4", "grammar", "grammar+ngram"])
+def test_what_a_replay_cannot_ask_is_not_counted_as_a_drafter_that_guesses_nothing(spec: str, tmp_path: Path) -> None:
+    with pytest.raises(OptionError, match="which a replay does not have; count it where texts run"):
         Work(str(tmp_path), (Arm(spec, 4),), Reader())

@@ -127,9 +127,10 @@ class Work:
             if arm.spec == "none":
                 raise OptionError("an audition of drafter none has nothing to count; leave it out")
             spec = parse_spec(arm.spec)
-            if any(getattr(DRAFTERS.get(part.name), "in_cache", False) for part in (spec, *spec.parts)):
-                raise OptionError(f"{arm.spec} guesses from what the target keeps of a running text, which a replay does not make; count "
-                                  f"it with draftproof bench --drafter {arm.spec}")
+            unseen = [what for part in spec.parts or (spec,) if (what := getattr(DRAFTERS[part.name], "unseen", None))]
+            if unseen:
+                raise OptionError(f"{arm.spec} guesses from {unseen[0]}, which a replay does not have; count it where texts run: draftproof "
+                                  "bench, or serve --trace")
             if arm.depth is not None and arm.depth < 1:
                 raise OptionError(f"depth {arm.depth}: expected an integer ≥ 1; at depth 0 nothing is guessed")
 

@@ -36,7 +36,7 @@ class AssistantDrafter(NoOptions, VectorDrafter):
 
     name = "assistant"
     takes_path: ClassVar[bool] = True
-    in_cache: ClassVar[bool] = True             # it guesses in running texts only
+    unseen: ClassVar[str] = "what the target keeps of a running text"           # in a replay
 
     def __init__(self, head: Assistant, target: PagedTarget) -> None:
         super().__init__(head, target.parts, target.vocab_size)

@@ -6,6 +6,8 @@ forced, the tokenizer's own way of writing them is guessed.
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from ..types import Budget, Draft, SequenceView
 from .base import PerSequence, Plain
 from .fixed import TextState
@@ -15,6 +17,7 @@ class GrammarDrafter(Plain, PerSequence[TextState]):
     """Proposes the tokens that the request's grammar forces next; silent where it leaves a choice, or without a grammar."""
 
     name = "grammar"
+    unseen: ClassVar[str] = "the grammar of a request"           # in a replay
 
     def start(self, seq: SequenceView) -> TextState:
         return TextState(seq)

@@ -22,7 +22,7 @@ class LayerSkipDrafter(ModelDrafter):
 
     keys: ClassVar[Mapping[str, tuple[int, int]]] = {"exit": (1, 4096)}
     takes_path: ClassVar[bool] = False
-    in_cache: ClassVar[bool] = True             # it guesses in running texts only
+    unseen: ClassVar[str] = "what the target keeps of a running text"           # in a replay
     weight_bytes = 0
 
     def __init__(self, layers: Shallow) -> None:
