@@ -129,8 +129,8 @@ class Work:
             spec = parse_spec(arm.spec)
             unseen = [what for part in spec.parts or (spec,) if (what := getattr(DRAFTERS[part.name], "unseen", None))]
             if unseen:
-                raise OptionError(f"{arm.spec} guesses from {unseen[0]}, which a replay does not have; count it where texts run: draftproof "
-                                  "bench, or serve --trace")
+                raise OptionError(f"{arm.spec} guesses from {unseen[0]}, which a replay does not have; count it where texts run: "
+                                  "draftproof bench, or serve --trace")
             if arm.depth is not None and arm.depth < 1:
                 raise OptionError(f"depth {arm.depth}: expected an integer ≥ 1; at depth 0 nothing is guessed")
 
