@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from elsewhere import NAME, WAITS, each, elsewhere, leaves
+from elsewhere import NAME, WAITS, each, elsewhere, leaves, waits_of_rounds
 
 from draftproof import Engine, LoadConfig, Sampling
 from draftproof.core.choice import likeliest
@@ -22,7 +22,6 @@ from draftproof.drafters.spines import collected
 from draftproof.engine import ahead
 from draftproof.engine.marks import Marks
 from draftproof.engine.plans import FixedDepth
-from draftproof.engine.round import Rounds
 from draftproof.engine.speculation import Speculation
 from draftproof.models.cache import PagedSlot
 from draftproof.models.load import builtin, load_target
@@ -55,18 +54,7 @@ class Wrong:
 
 @pytest.fixture
 def rounds(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
-    """The waits of every round."""
-    found: list[list[str]] = []
-    run = Rounds.run
-
-    def counted(self: Rounds, *about: Any) -> object:
-        WAITS.clear()
-        done = run(self, *about)
-        found.append(list(WAITS))
-        return done
-
-    monkeypatch.setattr(Rounds, "run", counted)
-    return found
+    return waits_of_rounds(monkeypatch)
 
 
 @pytest.mark.parametrize("early", [False, True])

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from draftproof.engine.round import Rounds
 from draftproof.models import load
 
 NAME = "meta"
@@ -35,6 +36,21 @@ def waited(what: str) -> None:
     """Notes it with the place in our own code."""
     own = [f for f in traceback.extract_stack() if "/draftproof/" in f.filename and "/tests/" not in f.filename]
     WAITS.append(f"{what} {own[-1].filename.rpartition('/draftproof/')[2]}:{own[-1].lineno} {own[-1].line}" if own else what)
+
+
+def waits_of_rounds(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """The waits of every round that engines run from now on."""
+    found: list[list[str]] = []
+    run = Rounds.run
+
+    def counted(self: Rounds, *about: Any) -> object:
+        WAITS.clear()
+        done = run(self, *about)
+        found.append(list(WAITS))
+        return done
+
+    monkeypatch.setattr(Rounds, "run", counted)
+    return found
 
 
 class Elsewhere(torch.Tensor):

@@ -10,14 +10,13 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from elsewhere import NAME, WAITS, elsewhere
+from elsewhere import NAME, elsewhere, waits_of_rounds
 from torch import Tensor
 
 from draftproof import Engine, LoadConfig, Sampling
 from draftproof.core.tree import path
 from draftproof.drafters.assistant import AssistantDrafter, gathered
 from draftproof.drafters.base import Site
-from draftproof.engine.round import Rounds
 from draftproof.errors import DraftproofError, LoadError, OptionError
 from draftproof.models.heads.assistant import Assistant, View
 from draftproof.models.heads.detect import detect
@@ -165,25 +164,17 @@ def test_a_chain_on_another_device_waits_for_nothing_but_the_verdict(tree: int |
     """The device is pretended (elsewhere.py): what reaches the wrong one fails. A tree is looked at once besides."""
     target_of(tmp_path / "target", 2)
     assistant_of(tmp_path / "head")
-    run, texts, waits = Rounds.run, [], set[int]()
-
-    def counted(self: Rounds, *about: Any) -> object:
-        WAITS.clear()
-        done = run(self, *about)
-        waits.add(len(WAITS))
-        return done
-
-    monkeypatch.setattr(Rounds, "run", counted)
+    texts, rounds = [], waits_of_rounds(monkeypatch)
     options = [Sampling(temperature=t, max_tokens=10, seed=3, ignore_eos=True) for t in (0.0, 0.8)]
     for device, spec, depth, nodes in (("cpu", "none", 0, None), (NAME, f"assistant:{tmp_path / 'head'}", 3, tree)):
         load = LoadConfig(device=device, dtype="float32", page_tokens=PAGE, self_test=False, threads=torch.get_num_threads())
         with elsewhere() if device == NAME else nullcontext():
-            waits.clear()
+            rounds.clear()
             with Engine(str(tmp_path / "target"), spec, depth, tree=nodes, load=load) as engine:
                 done = engine.generate_batch([TEXT[:9], TEXT[:23]], options)
                 texts.append([out.token_ids for out in done])
                 assert spec == "none" or engine.speculation.state[0] == "on" and done[0].metrics["drafted"] > 20
-    assert texts[0] == texts[1] and waits <= ({1} if tree is None else {1, 2})
+    assert texts[0] == texts[1] and {*map(len, rounds)} <= ({1} if tree is None else {1, 2})
 
 
 def test_guesses_in_an_engine_are_those_of_transformers(tmp_path: Path) -> None:

@@ -15,10 +15,9 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from ..core.upload import index_of, uploaded
-from ..errors import OptionError
 from ..models.cache import PagePool
 from ..models.heads.assistant import Assistant, Keys, View
-from ..models.paged import PagedTarget
+from ..models.paged import PagedTarget, paged_of
 from .base import NoOptions, Site, published
 from .vector import Line, VectorDrafter, VectorState
 
@@ -44,11 +43,7 @@ class AssistantDrafter(NoOptions, VectorDrafter):
 
     @classmethod
     def from_spec(cls, path: str | None, options: Mapping[str, int], site: Site) -> Self:
-        target = site.target
-        if not isinstance(target, PagedTarget):
-            why = target.facts.reasons.get("tensor parallel") or target.facts.reasons.get("tier", "it has no layers")
-            raise OptionError(f"assistant needs a target of tier 1 in one process, whose keys it reads; {target.facts.name} is of tier "
-                              f"{target.facts.tier} ({why}); use another drafter")
+        target = paged_of(site.target, cls.name, "keys it reads")
         return cls(published(cls.name, Assistant.read, path, site), target)
 
     def missing(self, state: VectorState) -> str:

@@ -11,16 +11,27 @@ from torch import Tensor, nn
 
 from .. import native
 from ..core.upload import rows_of, sent, uploaded
+from ..errors import OptionError
 from ..types import Draft, Scores
 from .attention import TILE, compiled
 from .cache import PagedSlot, PagePool
 from .fused import FusedPass
 from .passes import Pass, Path, inferring
 from .taps import Taps, rows_at
-from .target import LoadFacts, TargetParts
+from .target import LoadFacts, Target, TargetParts
 from .tokenizer import Tokenizer
 
 NOTHING = Draft.empty()
+
+
+def paged_of(target: Target, drafter: str, use: str) -> PagedTarget:
+    """The target, for a drafter that uses its pages in this way. Raises OptionError where it has none of its own."""
+    if not isinstance(target, PagedTarget):
+        reasons = target.facts.reasons
+        why = reasons.get("tensor parallel") or reasons.get("tier", "it has no layers")
+        raise OptionError(f"{drafter} needs a target of tier 1 in one process, whose {use}; {target.facts.name} is of tier "
+                          f"{target.facts.tier} ({why}); use another drafter")
+    return target
 
 
 def _each(roots: Tensor) -> Sequence[Tensor]:

@@ -22,7 +22,7 @@ from ..core.upload import uploaded
 from ..errors import OptionError
 from ..types import Draft, Scores
 from .cache import PagedSlot
-from .paged import PagedTarget
+from .paged import PagedTarget, paged_of
 from .passes import inferring
 from .target import Target
 
@@ -136,13 +136,9 @@ def exit_of(target: PagedTarget) -> int | None:
 
 def shallow(target: Target, exit: int | None) -> Shallow:
     """The first `exit` layers of a target with its own pages. Raises OptionError saying why it cannot be."""
-    if not isinstance(target, PagedTarget):
-        reasons = target.facts.reasons
-        why = reasons.get("tensor parallel") or reasons.get("tier", "it has no layers")
-        raise OptionError(f"layer-skip needs a target of tier 1 in one process, whose pages it shares; {target.facts.name} is of tier "
-                          f"{target.facts.tier} ({why}); use another drafter")
-    exit = exit_of(target) if exit is None else exit
+    pages = paged_of(target, "layer-skip", "pages it shares")
+    exit = exit_of(pages) if exit is None else exit
     if exit is None:
         raise OptionError(f"layer-skip: {target.facts.name} does not say after which layer to leave; "
                           f"expected layer-skip:exit=E with 1 ≤ E ≤ {len(target.parts.layers)}, as in LayerSkip checkpoints trained for it")
-    return Shallow(target, exit)
+    return Shallow(pages, exit)

@@ -110,21 +110,18 @@ class DSparkTask(DFlashTask):
     """`Task` of a DSpark head: slots are tied by the text's own tokens."""
 
     CE, TV, CONFIDENCE = 0.1, 0.9, 1.0
-
-    def __init__(self, head: DSpark) -> None:
-        super().__init__(head)
-        self.spark = head
+    head: DSpark
 
     def _losses(self, logits: Tensor, wanted: Tensor, hidden: Tensor, previous: Tensor) -> tuple[Tensor, Tensor]:
         tied: list[Tensor] = []
         state: Tensor | None = None
         for slot in range(logits.shape[1]):
-            one, state = self.spark.tie(logits[:, slot], previous[:, slot], hidden[:, slot], state)
+            one, state = self.head.tie(logits[:, slot], previous[:, slot], hidden[:, slot], state)
             tied.append(one)
         logits = torch.stack(tied, 1)
         variation = total_variation(logits, wanted)
         loss = self.CE * cross_entropy(logits, wanted) + self.TV * variation
-        sure = self.spark.confidence(hidden, previous)
+        sure = self.head.confidence(hidden, previous)
         if sure is not None:
             chance = (1 - variation.detach()).clamp(0, 1)
             loss = loss + self.CONFIDENCE * functional.binary_cross_entropy_with_logits(sure.float(), chance, reduction="none")
@@ -134,12 +131,10 @@ class DSparkTask(DFlashTask):
 class DFlash2Task(DFlashTask):
     """`Task` of a DFlash 2 head: slots are tied by the text's own tokens."""
 
-    def __init__(self, head: DFlash2) -> None:
-        super().__init__(head)
-        self.tied = head
+    head: DFlash2
 
     def _losses(self, logits: Tensor, wanted: Tensor, hidden: Tensor, previous: Tensor) -> tuple[Tensor, Tensor]:
-        selector, (candidates, unary) = self.tied.candidate_selector, self.tied.candidates(logits)
+        selector, (candidates, unary) = self.head.candidate_selector, self.head.candidates(logits)
         gate, best = selector.hidden_projection(hidden), wanted.argmax(-1, keepdim=True)
         scores = unary + selector(gate, previous, candidates)
         chosen = torch.full_like(logits, -torch.inf, dtype=torch.float32).scatter(-1, candidates, scores.detach())

@@ -215,9 +215,9 @@ def _mtp(target: Target, texts: Sequence[Text], wish: Wish) -> Task:
 
 
 def _block(kind: type[Block], target: Target, wish: Wish) -> Block:
-    """A head of this class, whose block holds the anchor and its guesses."""
+    """A head of this class. Its block holds the anchor and the guesses behind it; of DSpark the anchor's slot is a guess's."""
     files, sizes = wish.files, wish.sizes(layers="layers", mask_token="mask_token")
-    block: dict[str, Any] = {} if wish.depth is None else {"block": wish.depth + 1}
+    block: dict[str, Any] = {} if wish.depth is None else {"block": wish.depth + (kind.family != "dspark")}
     return kind.read(files, target.parts, target.vocab_size) if files else kind.fresh(target.parts, **block, **sizes)
 
 
@@ -239,8 +239,7 @@ def _dspark(target: Target, texts: Sequence[Text], wish: Wish) -> Task:
     from ..models.heads.dspark import DSpark
     from .dflash import DSparkTask
 
-    files, sizes = wish.files, wish.sizes(layers="layers", mask_token="mask_token", block="depth")
-    return DSparkTask(DSpark.read(files, target.parts, target.vocab_size) if files else DSpark.fresh(target.parts, **sizes))
+    return DSparkTask(_block(DSpark, target, wish))
 
 
 def _pard(target: Target, texts: Sequence[Text], wish: Wish) -> Task:

@@ -22,16 +22,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers import AutoConfig
-from transformers.models.gemma4.modeling_gemma4 import Gemma4TextRotaryEmbedding
 
 from ...errors import LoadError
 from ..target import TargetParts
-from .blocks import RMSNorm
+from .blocks import RMSNorm, rotate
 from .eagle import settle, text_config
 from .files import HeadFiles, fill
 
 REACH = 64              # guesses of a round: no limit of the network's, which asks the same place again and again
-FULL, SLIDING = "full_attention", "sliding_attention"
+SLIDING = "sliding_attention"
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +48,7 @@ class Keys:
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """What a round asks from: for each kind of layer the keys, and the turn (cosines, sines [B, 1, 1, D]) of the place it is asked from."""
+    """What a round asks from: for each kind of layer the keys, and the turn (cosines, sines [B, 1, D]) of the place it is asked from."""
 
     keys: Mapping[str, Keys]
     turns: Mapping[str, tuple[Tensor, Tensor]]
@@ -69,11 +68,9 @@ class QueryAttention(nn.Module):
 
     def forward(self, x: Tensor, keys: Keys, turn: tuple[Tensor, Tensor]) -> Tensor:
         """x [B, F, H] → [B, F, H]."""
-        q = self.q_norm(self.q_proj(x).unflatten(-1, (self.heads, -1)))
-        first, second = q.chunk(2, -1)
-        q = (q * turn[0] + torch.cat((-second, first), -1) * turn[1]).transpose(1, 2)
+        q = rotate(self.q_norm(self.q_proj(x).view(*x.shape[:2], self.heads, -1)), *turn).transpose(1, 2)
         # Heads that read the same keys as rows of one: on a CPU torch copies the keys for each head otherwise, for 14 times as long.
-        rows = q.unflatten(1, (keys.key.shape[1], -1)).flatten(2, 3)
+        rows = q.reshape(q.shape[0], keys.key.shape[1], -1, q.shape[-1])
         seen = functional.scaled_dot_product_attention(rows, keys.key, keys.value, keys.there, scale=1.0).view(q.shape)
         out: Tensor = self.o_proj(seen.transpose(1, 2).flatten(2))
         return out
@@ -144,6 +141,9 @@ class Assistant(nn.Module):
 
     def __init__(self, config: Any, parts: TargetParts, source: object) -> None:
         """config: an assistant's of transformers. Raises LoadError for one of another target."""
+        # A model's own file, which commands without a Gemma need not read.
+        from transformers.models.gemma4.modeling_gemma4 import Gemma4TextRotaryEmbedding
+
         super().__init__()
         own, target = config.get_text_config(), text_config(parts)
         self.layers = _layers(own, target, int(config.backbone_hidden_size), source)
@@ -177,12 +177,8 @@ class Assistant(nn.Module):
         return head
 
     def turns(self, positions: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
-        """positions [B] → for each kind of layer, cosines and sines [B, 1, 1, D]."""
-        found = {}
-        for kind in self.layers:
-            cos, sin = self._rope[0](self.model.norm.weight, positions[:, None], kind)           # in the weight's precision
-            found[kind] = cos[:, :, None], sin[:, :, None]
-        return found
+        """positions [B] → for each kind of layer, cosines and sines [B, 1, D], in the weights' precision."""
+        return {kind: self._rope[0](self.model.norm.weight, positions[:, None], kind) for kind in self.layers}
 
     def step(self, hidden: Tensor, tokens: Tensor, view: View) -> tuple[Tensor, Tensor]:
         """hidden [B · F, backbone] and the tokens behind it [B · F] → logits [B · F, V], and the hidden states of the next step."""
