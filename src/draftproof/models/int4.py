@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import native
+from .levels import LevelWeight
 from .packed import KeptLinear, StreamedLinear, multiplies_bfloat16
 from .tiled import InTiles, by_tiles
 
@@ -113,7 +114,10 @@ def linear(weight: Tensor, bias: Tensor | None) -> KeptLinear:
 
 
 def rounded(weight: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Levels int32 [outputs, inputs], filled up with zeros to what the kernel takes, and steps `dtype` [groups, outputs, 2]: s and z."""
+    """Levels int32 [outputs, inputs], filled up with zeros to what the kernel takes, and steps `dtype` [groups, outputs, 2]: s and z. A
+    weight that is levels already keeps them."""
+    if isinstance(weight, LevelWeight):
+        return _given(weight, dtype)
     outputs, inputs = weight.shape
     wide = nn.functional.pad(weight.detach().float(), (0, -inputs % GROUP, 0, -outputs % OUTPUTS))
     grouped = wide.view(wide.shape[0], -1, GROUP)
@@ -129,6 +133,14 @@ def rounded(weight: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         levels, least = torch.where(better, asked, levels), torch.where(better, error, least)
         steps = torch.where(better, torch.cat((step, zero), -1), steps)
     return (levels.view(wide.shape) + 8).to(torch.int32), steps.transpose(0, 1).to(dtype).contiguous()
+
+
+def _given(weight: LevelWeight, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    q, scale, zero = weight.grid()
+    step = scale.to(dtype).float()
+    steps = torch.stack((step, (8 - zero) * step), -1).to(dtype).repeat_interleave(q.shape[1] // scale.shape[1] // GROUP, 1)
+    more = -q.shape[0] % OUTPUTS
+    return nn.functional.pad(q, (0, 0, 0, more)).int(), nn.functional.pad(steps, (0, 0, 0, 0, 0, more)).transpose(0, 1).contiguous()
 
 
 def can_round() -> tuple[bool, str]:

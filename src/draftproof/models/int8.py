@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from .. import native
+from .levels import LevelWeight
 from .packed import KeptLinear, StreamedLinear
 
 HIGH, LOW = 63, 126          # steps of the coarse integer up to the peak; steps of the fine one within a coarse step
@@ -64,7 +65,10 @@ def linear(weight: Tensor, bias: Tensor | None) -> KeptLinear:
 
 
 def rounded(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """The integers int8 [out, in] of a weight, and the step float32 [out] of each output."""
+    """The integers int8 [out, in] of a weight, and the step float32 [out] of each output. A weight that is levels already keeps them."""
+    if isinstance(weight, LevelWeight):
+        q, given, _ = weight.grid()
+        return (q.int() - 128).to(torch.int8), given[:, 0].contiguous()
     wide = weight.detach().float()
     scale = wide.abs().amax(1).clamp_min(torch.finfo(torch.float32).tiny * TOP) / TOP
     return (wide / scale[:, None]).round_().to(torch.int8), scale

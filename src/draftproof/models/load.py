@@ -12,13 +12,13 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from torch import nn
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from .. import native
 from ..config import LoadConfig
 from ..errors import LoadError, first_line
-from . import float8, int4, int8, rows
+from . import float8, int4, int8, quantised, rows
 from .between import compare, compiled_between
 from .cropped import CroppedTarget
 from .folder import check_size, check_weights, defaults_of, end_ids, read_config, read_tokenizer, saved_dtype, why_not
@@ -26,7 +26,8 @@ from .fused import FusedPass, can_fuse, fuse
 from .graphs import passes
 from .graphs import recorder as _recorder
 from .leading import lead
-from .packed import Linear, can_pack, multiplies_bfloat16, pack, packed, read_by_hand, sizes, widened_bytes
+from .levels import Levels, LevelWeight, level_weights
+from .packed import HeldLinear, Linear, can_pack, multiplies_bfloat16, pack, packed, read_by_hand, sizes, widened_bytes
 from .paged import PagedTarget
 from .recurrent import RecurrentTarget
 from .selftest import invisible
@@ -83,7 +84,7 @@ def load_part(path: str | Path, config: LoadConfig, fused: bool, ranks: Ranks | 
         _keep_memory(reasons)
     dtype = _dtype(config, saved, device, reasons)
     _set_threads(config, reasons)
-    model = _load_model(path, config, model_config, dtype, ranks, reasons).to(device).eval()
+    model = _load_model(path, config, model_config, dtype, device, ranks, reasons).to(device).eval()
     return _made(model, str(path), config, read_tokenizer(path, config, reasons), saved, fused, reasons)
 
 
@@ -101,8 +102,11 @@ def _made(model: Any, name: str, config: LoadConfig, tokenizer: Tokenizer | None
     context = _context(text)
     spared = read_by_hand(model)
     tier = tier_of(model, context, reasons)
-    ours = fused and tier == 1 and rows.usable(model, config, reasons)
+    levels = level_weights(model)
+    ours = fused and tier == 1 and not levels and rows.usable(model, config, reasons)
     form = _form(config, device, dtype, reasons, ours)
+    if levels:
+        form = _beside_levels(form, device)
     slim = fused and config.packed and _fuse(model, tier, form, config, ours, reasons)
     if form:
         pack(model, form, spared)
@@ -192,23 +196,55 @@ def _fuse(model: Any, tier: int, linear: Linear | None, config: LoadConfig, ours
     return able
 
 
-def _load_model(path: str | Path, config: LoadConfig, model_config: Any, dtype: torch.dtype, ranks: Ranks | None,
-                reasons: dict[str, str]) -> Any:
+def _load_model(path: str | Path, config: LoadConfig, model_config: Any, dtype: torch.dtype, device: torch.device, ranks: Ranks | None,
+                reasons: dict[str, str], levels: bool = True) -> Any:
+    """levels: whether those of a quantised checkpoint may stay."""
     check_size(path, model_config, config.trust_remote_code)
+    told = quantised.method(model_config)
     try:
-        model, info = load_share(str(path), model_config, dtype, ranks) if ranks else AutoModelForCausalLM.from_pretrained(
-            str(path),
-            config=model_config,
-            dtype=dtype,
-            use_safetensors=True,
-            trust_remote_code=config.trust_remote_code,
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,  # told below, by name
-        )
+        if ranks:
+            model, info = load_share(str(path), model_config, dtype, ranks)
+        elif told:
+            keeps = _keeps(config, dtype, device) if levels else lambda _: False
+            model, info, reasons["checkpoint"] = quantised.load(str(path), model_config, told, dtype, device, keeps,
+                                                                config.trust_remote_code)
+        else:
+            model, info = AutoModelForCausalLM.from_pretrained(
+                str(path),
+                config=model_config,
+                dtype=dtype,
+                use_safetensors=True,
+                trust_remote_code=config.trust_remote_code,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,  # told below, by name
+            )
     except (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError) as error:
         raise LoadError(f"{path}: the weights could not be loaded ({why_not(error, model_config)})") from error
     check_weights(path, model, info, ranks.count if ranks else 1, reasons)
     return model
+
+
+def _keeps(config: LoadConfig, dtype: torch.dtype, device: torch.device) -> Callable[[Levels], bool]:
+    """Which levels of a checkpoint are multiplied as they are."""
+    able = {name for name, kinds in ROUNDED.items() if config.packed and config.quantization in (None, name) and device.type in kinds
+            and (device.type != "cpu" or dtype in native.TYPES) and kinds[device.type][1]()[0]}
+
+    def keeps(levels: Levels) -> bool:
+        if levels.bits == 4:
+            return "int4" in able and levels.group % int4.GROUP == 0
+        return "int8" in able and levels.group == levels.inputs and bool((levels.zero == 128).all())
+
+    return keeps
+
+
+def _beside_levels(form: Linear | None, device: torch.device) -> Linear:
+    """A form of linear layers in which levels stay what they are."""
+    def made(weight: Tensor, bias: Tensor | None) -> nn.Module:
+        if isinstance(weight, LevelWeight):
+            return ROUNDED[f"int{weight.bits}"][device.type][0](weight, bias)
+        return (form or HeldLinear)(weight, bias)
+
+    return made
 
 
 def _target(model: Any, tier: int, config: LoadConfig, slim: FusedPass | None, shared: dict[str, Any]) -> Target:

@@ -27,6 +27,7 @@ from torch.overrides import TorchFunctionMode
 from transformers.pytorch_utils import Conv1D
 
 from .. import native
+from .levels import level_weights, without_levels
 
 Linear = Callable[[Tensor, Tensor | None], nn.Module]  # makes a layer of a weight [out, in] and a bias
 PACK_ROWS = 8  # the row count that oneDNN's layout is chosen for
@@ -246,8 +247,8 @@ def joined(parts: Sequence[nn.Linear]) -> tuple[Tensor, Tensor | None]:
 
 
 def sizes(module: nn.Module) -> tuple[int, int]:
-    """(bytes, count) of the parameters of a module that is not packed yet; tied ones count once."""
-    parameters = {p.data_ptr(): p for p in module.parameters()}.values()
+    """(bytes, count) of the parameters of a module that is not packed yet, levels in their own type; tied ones count once."""
+    parameters = [*{p.data_ptr(): p for p in module.parameters()}.values(), *level_weights(module)]
     return sum(p.numel() * p.element_size() for p in parameters), sum(p.numel() for p in parameters)
 
 
@@ -276,13 +277,13 @@ class HandReads(TorchFunctionMode):
         self._owners: dict[int, list[nn.Module]] = {id(layer.weight): [] for layer in model.modules() if _packable(layer)}
         self._hooks: list[Any] = []
         for module in model.modules():  # an embedding may read the output's weight: it keeps the tensor
-            if id(module._parameters.get("weight")) in self._owners:
+            if id(getattr(module, "weight", None)) in self._owners:
                 self._owners[id(module.weight)].append(module)
                 self._hooks += (module.register_forward_pre_hook(lambda module, _: self._running.add(module)),
                                 module.register_forward_hook(lambda module, *_: self._running.discard(module)))
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = function(*args, **(kwargs or {}))
+        found = function(*without_levels(args), **without_levels(kwargs or {}))
         if isinstance(found, Tensor):
             values = [*args, *(kwargs or {}).values()]
             for value in chain(values, *(parts for parts in values if isinstance(parts, list | tuple))):

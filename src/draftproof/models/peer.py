@@ -142,4 +142,4 @@ def _load(place: str | Path, config: LoadConfig) -> tuple[Any, torch.device, tor
     found, reasons = read_config(place, config), dict[str, str]()
     device = _device(config, reasons)
     dtype = _dtype(config, saved_dtype(place, found), device, reasons)
-    return _load_model(place, config, found, dtype, None, reasons).to(device).eval(), device, dtype
+    return _load_model(place, config, found, dtype, device, None, reasons, levels=False).to(device).eval(), device, dtype

@@ -1,0 +1,131 @@
+"""Weights that others have rounded, kept as they were published: whole numbers, a scale and a zero for each output and group of inputs.
+
+    w = (q − zero) · scale         q of four or eight bits
+
+Our kernels (int4.py, int8.py) multiply such a weight as it is. Whatever else asks for it gets its values, computed anew each time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class Levels:
+    """A weight [out, in] of `bits`; scale and zero float32 [out, groups], of in / groups adjoining inputs; `read` unpacks q uint8 [out, in]
+    from what the file holds."""
+
+    bits: int
+    inputs: int
+    scale: Tensor
+    zero: Tensor
+    read: Callable[[], Tensor]
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.scale.shape[0], self.inputs
+
+    @property
+    def group(self) -> int:
+        return self.inputs // self.scale.shape[1]
+
+    def values(self) -> Tensor:
+        """The weight that they stand for, float32."""
+        return values(self.read(), self.scale, self.zero)
+
+
+class LevelWeight(Tensor):
+    """Levels, one below the other, that stand where a model has the weight [out, in] of a linear layer."""
+
+    parts: Sequence[Levels]
+
+    @staticmethod
+    def __new__(cls, parts: Sequence[Levels], dtype: torch.dtype, device: torch.device) -> LevelWeight:
+        shape = sum(part.shape[0] for part in parts), parts[0].shape[1]
+        made: LevelWeight = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
+        made.parts = parts
+        return made
+
+    def __init__(self, *_: Any) -> None:
+        pass
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        return f"LevelWeight({list(self.shape)}, {self.bits} bits)"
+
+    @property
+    def bits(self) -> int:
+        return self.parts[0].bits
+
+    def grid(self) -> tuple[Tensor, Tensor, Tensor]:
+        """q, scale and zero of all of it, on this weight's device."""
+        found = [(part.read(), part.scale, part.zero) for part in self.parts]
+        q, scale, zero = (torch.cat(pieces).to(self.device) for pieces in zip(*found, strict=True))
+        return q, scale, zero
+
+    def values(self) -> Tensor:
+        """An ordinary weight [out, in]."""
+        return values(*self.grid()).to(self.dtype)
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(function, "__name__", "")
+        if name in ("__get__", "size", "dim", "numel", "element_size", "is_floating_point"):
+            with torch._C.DisableTorchFunctionSubclass():
+                return function(*args, **(kwargs or {}))
+        if name == "detach":
+            return args[0]
+        if function is torch.cat and len(args) == 1 and not kwargs and alike(args[0]):
+            first = args[0][0]
+            return LevelWeight([part for weight in args[0] for part in weight.parts], first.dtype, first.device)
+        return function(*with_values(args), **with_values(kwargs or {}))
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        return function(*with_values(args), **with_values(kwargs or {}))
+
+
+def with_values(found: Any) -> Any:
+    """Arguments of a function with ordinary weights instead."""
+    return _mapped(found, LevelWeight.values)
+
+
+def without_levels(found: Any) -> Any:
+    """Arguments of a function with zeros instead, which take neither time nor memory."""
+    return _mapped(found, lambda weight: torch.zeros(1, dtype=weight.dtype, device=weight.device).expand(weight.shape))
+
+
+def _mapped(found: Any, how: Callable[[LevelWeight], Tensor]) -> Any:
+    if isinstance(found, dict):
+        return {key: _mapped(value, how) for key, value in found.items()}
+    if type(found) in (list, tuple):
+        return type(found)(_mapped(value, how) for value in found)
+    return how(found) if isinstance(found, LevelWeight) else found
+
+
+def level_weights(module: nn.Module) -> list[LevelWeight]:
+    """Of the linear layers below a module."""
+    found = (getattr(layer, "weight", None) for layer in module.modules())
+    return [weight for weight in found if isinstance(weight, LevelWeight)]
+
+
+def alike(weights: Sequence[Any]) -> bool:
+    """Whether these are all levels, of the same form."""
+    forms = {(weight.bits, weight.parts[0].group, weight.shape[1]) if isinstance(weight, LevelWeight) else None for weight in weights}
+    return len(forms) == 1 and None not in forms
+
+
+def values(q: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
+    """The weight float32 [out, in] of q uint8 [out, in], scale and zero [out, groups]."""
+    grouped = q.view(*scale.shape, -1).float()
+    return grouped.sub_(zero[..., None]).mul_(scale[..., None]).view(q.shape)
+
+
+def put(layer: nn.Module, weight: LevelWeight) -> None:
+    """Let a linear layer have this weight instead of its own."""
+    del layer.weight
+    layer.weight = weight

@@ -1,0 +1,215 @@
+"""Checkpoints whose linear layers others have quantised, read without their libraries, as they are published:
+
+    AWQ (arXiv 2306.00978)    qweight int32 [in, out / 8], qzeros [groups, out / 8], scales [groups, out]; eight outputs a word, interleaved
+    GPTQ (arXiv 2210.17323)   qweight int32 [in · bits / 32, out], qzeros [groups, out · bits / 32], scales [groups, out], g_idx [in]
+    compressed-tensors        weight_packed int32 [out, in · bits / 32], weight_scale [out, groups], weight_zero_point, weight_g_idx;
+                              a weight of eight bits, whole numbers or E4M3, with a weight_scale of all, an output, a group or a block;
+                              NVFP4, MXFP4, MXFP8
+    fp8, modelopt             a weight of E4M3 with weight_scale_inv of blocks of 128 × 128; with weight_scale; NVFP4
+
+A form that our kernels multiply stays in whole numbers (levels.py). Every other weight becomes an ordinary one, once, at load. Rounded
+activations are not imitated: they stay what they are, which is nearer to the model that was quantised.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import snapshot_download
+from safetensors import safe_open
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, GenerationConfig
+
+from ..errors import LoadError, first_line
+from .levels import Levels, LevelWeight, put
+
+INTERLEAVED = [0, 2, 4, 6, 1, 3, 5, 7]          # the output that each nibble of an AWQ word belongs to, lowest first
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)   # and the same below zero
+EIGHTS = (torch.int8, torch.float8_e4m3fn)
+METHODS = ("awq", "gptq", "compressed-tensors", "fp8", "modelopt")
+SCALES = ("weight_scale", "weight_scale_inv")
+BESIDE = ("qweight", "qzeros", "scales", "g_idx", "weight_packed", "weight_scale", "weight_scale_inv", "weight_zero_point", "weight_shape",
+          "weight_g_idx", "weight_global_scale", "weight_scale_2", "input_scale", "input_global_scale", "input_zero_point")
+
+Keeps = Callable[[Levels], bool]                # whether a layer of these levels is to be multiplied as it is
+
+
+def method(config: Any) -> dict[str, Any] | None:
+    """How a model is quantised, in its own words; None for one that is not, or that transformers reads by itself. Raises LoadError."""
+    found = getattr(config, "quantization_config", None)
+    told = found if isinstance(found, dict) or found is None else found.to_dict()
+    name = str((told or {}).get("quant_method", "")).lower()
+    if told is None or name not in METHODS:
+        return None
+    for key, expected in (("version", ("gemm", None)), ("checkpoint_format", ("gptq", "gptq_v2", None)), ("sparsity_config", (None, {})),
+                          ("transform_config", (None, {}))):
+        if told.get(key) not in expected and not (isinstance(told.get(key), dict) and told[key].get("format") == "dense"):
+            raise LoadError(f"{name}: its {key} is {told[key]!r}, which is not read here; expected {expected[0] or 'none'}: "
+                            "load the model that it was made of, or serve --engine vllm")
+    return {**told, "quant_method": name}
+
+
+def load(path: str, config: Any, told: Mapping[str, Any], dtype: torch.dtype, device: torch.device, keeps: Keeps,
+         trust_remote_code: bool) -> tuple[Any, Any, str]:
+    """(the model, what transformers says of the load, what became of the layers). Raises LoadError."""
+    plain = deepcopy(config)
+    for part in {id(part): part for part in (plain, plain.get_text_config())}.values():
+        if hasattr(part, "quantization_config"):
+            del part.quantization_config
+    with torch.device("meta"):
+        empty = AutoModelForCausalLM.from_config(deepcopy(plain), trust_remote_code=trust_remote_code)
+    shapes = {name: (layer.out_features, layer.in_features) for name, layer in empty.named_modules() if type(layer) is nn.Linear}
+    folder = Path(path) if Path(path).exists() else Path(snapshot_download(path, allow_patterns=["*.safetensors", "*.json"]))
+    weights: dict[str, Tensor] = {}
+    held: dict[str, LevelWeight] = {}
+    opened: Counter[str] = Counter()
+    for name, found in _layers(folder, told):
+        if not isinstance(found, Levels):
+            weights[name] = found
+        elif shapes.get(name) == found.shape and keeps(found):
+            held[name] = LevelWeight([found], dtype, device)
+            weights[f"{name}.weight"] = torch.zeros(1, dtype=dtype).expand(found.shape)    # takes no memory, and its place
+        else:
+            weights[f"{name}.weight"] = found.values().to(dtype)
+            opened[f"{found.bits} bits in groups of {found.group}"] += 1
+    model, info = type(empty).from_pretrained(None, config=plain, state_dict=weights, dtype=dtype, output_loading_info=True,
+                                              ignore_mismatched_sizes=True)  # told by who looks at the rest
+    for name, weight in held.items():
+        put(model.get_submodule(name), weight)
+    if (folder / "generation_config.json").exists():
+        model.generation_config = GenerationConfig.from_pretrained(str(folder))
+    others = "".join(f", {count} made ordinary weights ({kind})" for kind, count in opened.items())
+    return model, info, f"{told['quant_method']}: {len(held)} layers are multiplied as they were published{others}"
+
+
+def _layers(folder: Path, told: Mapping[str, Any]) -> Iterator[tuple[str, Levels | Tensor]]:
+    """Of all files: names of layers with their levels, and names of weights."""
+    files = sorted(folder.glob("*.safetensors"))
+    index = folder / "model.safetensors.index.json"
+    if index.exists():
+        files = [folder / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
+    opened: list[Any] = [safe_open(file, framework="pt") for file in files]
+    where = {name: file for file in opened for name in file.keys()}  # noqa: SIM118 (not a mapping)
+    layers: dict[str, dict[str, Tensor]] = {}
+    for name, file in where.items():
+        layer, _, kind = name.rpartition(".")
+        if kind in BESIDE or kind == "weight" and any(f"{layer}.{scale}" in where for scale in SCALES):
+            layers.setdefault(layer, {})[kind] = file.get_tensor(name)
+        else:
+            yield name, file.get_tensor(name)
+    for layer, tensors in layers.items():
+        found = _read(layer, tensors, told)
+        yield (layer, found) if isinstance(found, Levels) else (f"{layer}.weight", found)
+
+
+def _read(layer: str, tensors: Mapping[str, Tensor], told: Mapping[str, Any]) -> Levels | Tensor:
+    """What the tensors of a layer say. Raises LoadError."""
+    types = {kind: tensor.dtype for kind, tensor in tensors.items()}
+    four = next((tensors[kind] for kind in ("weight_packed", "weight") if types.get(kind) == torch.uint8), None)
+    try:
+        if types.get("qweight") == torch.int32:
+            return _awq(tensors) if told["quant_method"] == "awq" else _gptq(tensors, told.get("checkpoint_format") != "gptq_v2")
+        if types.get("weight_packed") == torch.int32:
+            return _packed(tensors)
+        if four is not None:
+            return _fours(four, tensors)
+        if types.get("weight") in EIGHTS:
+            return _eights(tensors["weight"], tensors)
+        why = "it is of another form"
+    except KeyError as error:
+        why = f"it lacks {error.args[0]}"
+    except (RuntimeError, AssertionError, IndexError) as error:
+        why = first_line(error)
+    found = ", ".join(f"{kind} {str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}" for kind, tensor in tensors.items())
+    raise LoadError(f"{layer}: {why}: found {found}, expected whole numbers or floats of four or eight bits as {told['quant_method']} "
+                    "packs them; load the model that it was made of, or serve --engine vllm")
+
+
+def _numbers(words: Tensor, bits: int) -> Tensor:
+    """int32 [rows, n] → uint8 [rows, n · 32 / bits], the first in the lowest bits."""
+    found = words.contiguous().view(torch.uint8)
+    return found if bits == 8 else torch.stack((found & 15, found >> 4), -1).flatten(-2)
+
+
+def _levels(bits: int, inputs: int, scale: Tensor, zero: Tensor, read: Callable[[], Tensor],
+            order: Tensor | None = None) -> Levels | Tensor:
+    """Levels, or the values of a weight whose inputs lie in groups by `order` [in]."""
+    groups = scale.shape[1]
+    assert bits in (4, 8) and inputs % groups == 0 and zero.shape == scale.shape, f"{bits} bits, {inputs} inputs in {groups} groups"
+    found = Levels(bits, inputs, scale.float(), zero.float(), read)
+    if order is None or bool((order < 0).all()) or torch.equal(order.long(), torch.arange(inputs) // found.group):
+        return found
+    of = order.long()
+    return (read().float() - found.zero[:, of]) * found.scale[:, of]
+
+
+def _awq(tensors: Mapping[str, Tensor]) -> Levels | Tensor:
+    words, back = tensors["qweight"], torch.tensor(INTERLEAVED).argsort()
+
+    def outputs(words: Tensor) -> Tensor:
+        return _numbers(words, 4).view(words.shape[0], -1, 8)[..., back].flatten(1).t().contiguous()
+
+    return _levels(4, words.shape[0], tensors["scales"].t(), outputs(tensors["qzeros"]), lambda: outputs(words))
+
+
+def _gptq(tensors: Mapping[str, Tensor], one_less: bool) -> Levels | Tensor:
+    """one_less: zeros are stored so."""
+    words, scale = tensors["qweight"], tensors["scales"].t()
+    bits = 32 * tensors["qzeros"].shape[1] // scale.shape[0]
+    zero = _numbers(tensors["qzeros"], bits).t().float() + one_less
+    return _levels(bits, words.shape[0] * 32 // bits, scale, zero, lambda: _numbers(words.t(), bits), tensors.get("g_idx"))
+
+
+def _packed(tensors: Mapping[str, Tensor]) -> Levels | Tensor:
+    words, zeros = tensors["weight_packed"], tensors.get("weight_zero_point")
+    out, inputs = map(int, tensors["weight_shape"])
+    bits, scale = 32 * words.shape[1] // inputs, _table(tensors["weight_scale"], out)
+    zero = torch.full(scale.shape, 1 << bits - 1) if zeros is None else _numbers(zeros.t(), bits).t()[:out]
+    return _levels(bits, inputs, scale, zero, lambda: _numbers(words, bits)[:, :inputs].contiguous(), tensors.get("weight_g_idx"))
+
+
+def _eights(weight: Tensor, tensors: Mapping[str, Tensor]) -> Levels | Tensor:
+    """Whole numbers with a scale per output or group are levels; all else has values."""
+    (out, inputs), scale = weight.shape, _steps(next(tensors[name] for name in SCALES if name in tensors))
+    zeros, table = tensors.get("weight_zero_point"), _table(scale, out)
+    if weight.dtype == torch.int8 and table.shape[0] == out:
+        zero = torch.zeros_like(table) if zeros is None else _table(zeros.float(), out)
+        return _levels(8, inputs, table, zero + 128, lambda: (weight.int() + 128).to(torch.uint8), tensors.get("weight_g_idx"))
+    tall, wide = _side(out, table.shape[0]), _side(inputs, table.shape[1])
+    assert table.shape == (-(-out // tall), -(-inputs // wide)), f"a scale {list(scale.shape)} of a weight {[out, inputs]}"
+    return weight.float() * table.repeat_interleave(tall, 0)[:out].repeat_interleave(wide, 1)[:, :inputs]
+
+
+def _steps(scale: Tensor) -> Tensor:
+    """float32; bytes are the exponents of powers of two, and 127 (OCP Microscaling Formats, 2023)."""
+    return torch.exp2(scale.float() - 127) if scale.dtype == torch.uint8 else scale.float()
+
+
+def _table(scale: Tensor, out: int) -> Tensor:
+    """A scale of all, of outputs, of groups or of blocks, as [outputs or rows of blocks, groups or columns of blocks]."""
+    table = scale.view(-1, scale.shape[-1] if scale.dim() > 1 else 1)
+    return table.expand(out, -1) if table.numel() == 1 else table
+
+
+def _side(size: int, count: int) -> int:
+    """Of a block, where `count` of them cover `size`, the last perhaps in part: a power of two, or all."""
+    return size if count == 1 else 1 << (-(-size // count) - 1).bit_length()
+
+
+def _fours(weight: Tensor, tensors: Mapping[str, Tensor]) -> Tensor:
+    """E2M1, the first input in the lower half of a byte; a scale for sixteen of them, of E4M3, and one for all, which either divides
+    (compressed-tensors' NVFP4) or multiplies (modelopt's); or a power of two for thirty-two (MXFP4)."""
+    table = torch.tensor([*E2M1, *(-value for value in E2M1)])
+    four = table[torch.stack((weight & 15, weight >> 4), -1).flatten(-2).int()]
+    steps = _steps(tensors["weight_scale"])
+    if "weight_global_scale" in tensors:
+        steps = steps / tensors["weight_global_scale"].float()
+    elif "weight_scale_2" in tensors:
+        steps = steps * tensors["weight_scale_2"].float()
+    return (four.view(*steps.shape, -1) * steps[..., None]).view(four.shape)

@@ -1,0 +1,233 @@
+"""Checkpoints that others have quantised: read as they are published, multiplied as they are where a kernel takes them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import packings
+import pytest
+import torch
+from families import COMMON, MOE
+from packings import Packed, publish
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from draftproof import Engine, LoadConfig, Sampling, native
+from draftproof.errors import LoadError
+from draftproof.models import int8
+from draftproof.models.int4 import Int4Linear, StreamedInt4Linear
+from draftproof.models.int8 import Int8Linear, StreamedInt8Linear
+from draftproof.models.levels import Levels, LevelWeight
+from draftproof.models.load import load_target
+
+Form = Callable[[torch.Tensor], Packed]
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": 64, "zero_point": True, "version": "gemm", "modules_to_not_convert": None}
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 64, "desc_act": False, "sym": False}
+COMPRESSED: dict[str, Any] = {"quant_method": "compressed-tensors", "ignore": ["lm_head"]}
+FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+KEPT: dict[str, tuple[dict[str, Any], Form, int]] = {       # the last: bits of its layers
+    "awq": (AWQ, packings.awq, 4),
+    "gptq": (GPTQ, packings.gptq, 4),
+    "gptq symmetric": (GPTQ, partial(packings.gptq, symmetric=True), 4),
+    "gptq v2": ({**GPTQ, "checkpoint_format": "gptq_v2"}, partial(packings.gptq, less=0), 4),
+    "gptq 8": ({**GPTQ, "bits": 8}, lambda w: packings.gptq(w, 8, w.shape[1], True), 8),
+    "packed": (COMPRESSED, packings.packed, 4),
+    "packed asymmetric": (COMPRESSED, partial(packings.packed, symmetric=False), 4),
+    "packed 8": (COMPRESSED, lambda w: packings.packed(w, 8, w.shape[1]), 8),
+    "whole numbers": (COMPRESSED, packings.whole, 8),
+}
+OPENED: dict[str, tuple[dict[str, Any], Form]] = {
+    "awq 32": ({**AWQ, "group_size": 32}, partial(packings.awq, group=32)),
+    "gptq shuffled": ({**GPTQ, "desc_act": True}, partial(packings.gptq, shuffled=True)),
+    "gptq 8 in groups": ({**GPTQ, "bits": 8}, partial(packings.gptq, bits=8)),
+    "packed 32": (COMPRESSED, partial(packings.packed, group=32)),
+    "packed 8 asymmetric": (COMPRESSED, lambda w: packings.packed(w, 8, w.shape[1], False)),
+    "blocks": (FP8, packings.floats),
+    "small blocks": (FP8, partial(packings.floats, sides=(32, 16))),
+    "floats of outputs": (COMPRESSED, lambda w: packings.floats(w, (1, w.shape[1]), "weight_scale")),
+    "floats of one scale": ({"quant_method": "modelopt"}, lambda w: packings.floats(w, tuple(w.shape), "weight_scale")),
+    "nvfp4": (COMPRESSED, partial(packings.nvfp4, dividing=True)),
+    "mxfp8": (COMPRESSED, packings.mxfp8),
+    "mxfp4": (COMPRESSED, packings.mxfp4),
+    "nvfp4 of modelopt": ({"quant_method": "modelopt"}, partial(packings.nvfp4, dividing=False)),
+}
+ALL = {**{name: found[:2] for name, found in KEPT.items()}, **OPENED}
+
+
+def llama(folder: Path, dtype: str = "bfloat16", **more: Any) -> Path:
+    torch.manual_seed(5)
+    config = AutoConfig.for_model("llama", **{**COMMON, "hidden_size": 128, "intermediate_size": 256, **more}, dtype=dtype)
+    model = AutoModelForCausalLM.from_config(config).to(getattr(torch, dtype))
+    for name, weight in model.named_parameters():
+        if "norm" not in name:
+            weight.data *= 4
+    model.save_pretrained(folder)
+    return folder
+
+
+def ordinary(source: Path, to: Path, weights: dict[str, torch.Tensor]) -> Path:
+    """The model that a packed one stands for, in float32."""
+    to.mkdir()
+    told = json.loads((source / "config.json").read_text())
+    (to / "config.json").write_text(json.dumps({**told, "dtype": "float32"}))
+    save_file({name: weight.float().contiguous() for name, weight in weights.items()}, to / "model.safetensors", {"format": "pt"})
+    return to
+
+
+@torch.inference_mode()
+def logits(folder: Path, **load: Any) -> torch.Tensor:
+    """Of every fourth token of a text, [n, V]."""
+    target = load_target(folder, LoadConfig(**{"dtype": "float32", "self_test": False, **load}))
+    slot, ids = target.open([]), torch.randint(1, 200, (40,), generator=torch.Generator().manual_seed(0))
+    found = [target.extend([slot], [part]).logits[-1] for part in ids.split(4)]
+    target.close(slot)
+    return torch.stack(found)
+
+
+def off(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """The largest difference, of the spread of logits."""
+    return float((found - expected).abs().max() / expected.std())
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_what_is_read_is_what_was_packed(tmp_path: Path, name: str) -> None:
+    """In float32, with plain layers: the same weights up to the order of a product and a sum."""
+    config, form = ALL[name]
+    source = llama(tmp_path / "source")
+    weights = publish(source, tmp_path / "packed", config, form)
+    found = load_target(tmp_path / "packed", LoadConfig(dtype="float32", packed=False, self_test=False), fused=False)
+    assert not any(isinstance(getattr(layer, "weight", None), LevelWeight) for layer in found.parts.layers[0].modules())
+    layer = found.parts.layers[1]
+    for part in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.o_proj", "mlp.up_proj", "mlp.down_proj"):
+        weight = layer.get_submodule(part).weight
+        assert torch.allclose(weight.double(), weights[f"model.layers.1.{part}.weight"], rtol=1e-6, atol=1e-9), part
+    rough = load_file(source / "model.safetensors")["model.layers.1.mlp.up_proj.weight"].float()
+    assert 0 < off(layer.mlp.up_proj.weight.detach(), rough) < 1.5          # it was rounded, and of this very layer
+
+
+def without_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "available", lambda: (False, "the test wants none"))
+
+
+@pytest.mark.parametrize("name,ours", [*((name, True) for name in KEPT), ("awq", False), ("whole numbers", False)])
+def test_levels_are_multiplied_as_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, ours: bool) -> None:
+    """ours: through our kernels; else as on a machine without a compiler."""
+    if not ours:
+        without_compiler(monkeypatch)
+    elif not native.available()[0]:
+        pytest.skip(native.available()[1])
+    config, form, bits = KEPT[name]
+    source = llama(tmp_path / "source")
+    weights = publish(source, tmp_path / "packed", config, form)
+    target = load_target(tmp_path / "packed", LoadConfig(dtype="float32"))
+    assert target.facts.invisible, target.facts.invisible_reason
+    assert target.facts.reasons["checkpoint"] == f"{config['quant_method']}: 21 layers are multiplied as they were published"
+    kinds = {4: (Int4Linear, StreamedInt4Linear), 8: (Int8Linear, StreamedInt8Linear)}[bits]
+    layer = target.parts.layers[0]
+    assert {type(part) for part in (layer.qkv, layer.o, layer.gate_up, layer.down)} == {kinds[ours]}
+    assert type(target.parts.output) not in kinds                    # which was not quantised
+    plain = ordinary(source, tmp_path / "ordinary", weights)
+    most = 0.08 if bits == 4 else 0.005                              # what weights of bfloat16 lose, or less
+    assert 0 < off(logits(tmp_path / "packed"), logits(plain, packed=False)) < most
+    assert target.facts.parameters == load_target(plain, LoadConfig(self_test=False)).facts.parameters
+
+
+@pytest.mark.parametrize("name", OPENED)
+def test_other_forms_become_ordinary_weights(tmp_path: Path, name: str) -> None:
+    config, form = OPENED[name]
+    source = llama(tmp_path / "source")
+    weights = publish(source, tmp_path / "packed", config, form)
+    expected = logits(ordinary(source, tmp_path / "ordinary", weights), packed=False)
+    assert off(logits(tmp_path / "packed"), expected) < 1e-4
+    told = load_target(tmp_path / "packed", LoadConfig(self_test=False)).facts.reasons["checkpoint"]
+    assert told.startswith(f"{config['quant_method']}: 0 layers are multiplied as they were published")
+
+
+@pytest.mark.parametrize("name", ["awq", "gptq 8", "blocks"])
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_guessing_changes_nothing(tmp_path: Path, name: str, temperature: float) -> None:
+    config, form = ALL[name]
+    publish(llama(tmp_path / "source"), tmp_path / "packed", config, form)
+    target = load_target(tmp_path / "packed")
+    texts = []
+    for spec in ("none", "ngram", f"model:{tmp_path / 'packed'}"):
+        with Engine(target, spec) as engine:
+            sampling = Sampling(temperature=temperature, max_tokens=40, seed=3, ignore_eos=True)
+            texts.append(engine.generate([5, 9, 5, 9, 5], sampling).token_ids)
+    assert texts[0] == texts[1] == texts[2]
+
+
+def test_a_layer_that_was_left_whole_stays_whole(tmp_path: Path) -> None:
+    """One of three that are multiplied together: all three are ordinary then."""
+    source = llama(tmp_path / "source")
+    weights = publish(source, tmp_path / "packed", AWQ, packings.awq, ("q_proj.weight", "v_proj.weight", "down_proj.weight"))
+    target = load_target(tmp_path / "packed", LoadConfig(dtype="float32", self_test=False))
+    kinds = (StreamedInt4Linear, Int4Linear)
+    layer = target.parts.layers[0]
+    assert isinstance(layer.down, kinds) and not isinstance(layer.qkv, kinds) and not isinstance(layer.gate_up, kinds)
+    assert off(logits(tmp_path / "packed"), logits(ordinary(source, tmp_path / "ordinary", weights), packed=False)) < 0.08
+
+
+def test_models_that_are_not_fused(tmp_path: Path) -> None:
+    torch.manual_seed(5)
+    config = AutoConfig.for_model("gemma2", **{**COMMON, "head_dim": 16, "query_pre_attn_scalar": 16, "intermediate_size": 192})
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "source")
+    weights = publish(tmp_path / "source", tmp_path / "packed", GPTQ, packings.gptq)
+    target = load_target(tmp_path / "packed", LoadConfig(dtype="float32"))
+    assert target.facts.invisible and isinstance(target.parts.layers[0].mlp.down_proj, (StreamedInt4Linear, Int4Linear))
+    assert off(logits(tmp_path / "packed"), logits(ordinary(tmp_path / "source", tmp_path / "ordinary", weights), packed=False)) < 0.08
+
+
+def test_experts_become_ordinary_weights_and_are_joined_as_transformers_joins_them(tmp_path: Path) -> None:
+    torch.manual_seed(5)
+    config = AutoConfig.for_model("qwen3_moe", **{**COMMON, **MOE, "head_dim": 16, "moe_intermediate_size": 64})
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "source")
+    weights = publish(tmp_path / "source", tmp_path / "packed", AWQ, packings.awq)
+    assert any(".experts.0." in name for name in weights)
+    expected = logits(ordinary(tmp_path / "source", tmp_path / "ordinary", weights), packed=False)
+    assert off(logits(tmp_path / "packed", packed=False), expected) < 1e-4
+    assert off(logits(tmp_path / "packed"), expected) < 0.08
+
+
+def test_asking_for_other_bits_rounds_anew(tmp_path: Path) -> None:
+    publish(llama(tmp_path / "source"), tmp_path / "packed", AWQ, packings.awq)
+    target = load_target(tmp_path / "packed", LoadConfig(quantization="int8", self_test=False))
+    assert isinstance(target.parts.layers[0].qkv, (StreamedInt8Linear, Int8Linear))
+    same = load_target(tmp_path / "packed", LoadConfig(quantization="int4", self_test=False))
+    assert isinstance(same.parts.layers[0].qkv, (StreamedInt4Linear, Int4Linear))
+    assert same.facts.reasons["checkpoint"].startswith("awq: 21 ")
+
+
+@pytest.mark.parametrize("ours", [True, False])
+def test_the_lowest_of_eight_bits(monkeypatch: pytest.MonkeyPatch, ours: bool) -> None:
+    """A level of -128, which rounding of our own never gives."""
+    if not ours:
+        without_compiler(monkeypatch)
+    q = torch.randint(0, 256, (32, 64), generator=torch.Generator().manual_seed(0)).to(torch.uint8)
+    q[:, :2] = 0
+    levels = Levels(8, 64, torch.rand(32, 1) + 0.5, torch.full((32, 1), 128.0), lambda: q)
+    weight = LevelWeight([levels], torch.float32, torch.device("cpu"))
+    x = torch.randn(20, 64, generator=torch.Generator().manual_seed(1))
+    expected = x.double() @ weight.values().double().t()
+    assert ((int8.linear(weight, None)(x) - expected).abs().max() / expected.std()).item() < 1e-3
+
+
+@pytest.mark.parametrize("config,form,said", [
+    ({**AWQ, "version": "gemv"}, packings.awq, "version is 'gemv'"),
+    ({**GPTQ, "checkpoint_format": "marlin"}, packings.gptq, "checkpoint_format is 'marlin'"),
+    ({**COMPRESSED, "transform_config": {"config_groups": {"R1": {}}}}, packings.packed, "transform_config"),
+    ({**COMPRESSED, "sparsity_config": {"format": "sparse-24-bitmask"}}, packings.packed, "sparsity_config"),
+    (GPTQ, lambda w: ({"qweight": packings.gptq(w)[0]["qweight"]}, w), "it lacks scales: found qweight int32"),
+    (GPTQ, lambda w: packings.gptq(w, 2), "2 bits"),
+    ({**GPTQ, "desc_act": True}, lambda w: ({**packings.gptq(w)[0], "g_idx": torch.full(w.shape[1:], 99)}, w), "99"),
+    (COMPRESSED, lambda w: ({"weight_packed": torch.zeros(4, 4), "weight_scale": torch.ones(4, 1)}, w), "weight_packed float32 [4, 4]"),
+])
+def test_what_is_not_read_is_told(tmp_path: Path, config: dict[str, Any], form: Form, said: str) -> None:
+    publish(llama(tmp_path / "source"), tmp_path / "packed", config, form)
+    with pytest.raises(LoadError, match="load the model that it was made of, or serve --engine vllm") as told:
+        load_target(tmp_path / "packed")
+    assert said in str(told.value)
