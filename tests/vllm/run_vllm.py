@@ -33,7 +33,7 @@ def main() -> None:
     logging.getLogger("vllm").addHandler(kept)
     llm = LLM(model=job["target"], dtype="bfloat16", max_model_len=1024, max_num_seqs=8, enable_prefix_caching=False,
               disable_log_stats=False, enforce_eager=True, speculative_config=job["speculative"],
-              per_request_spec_decode_metrics="detailed")
+              **({"per_request_spec_decode_metrics": "detailed"} if job["speculative"] else {}))
     sampling = SamplingParams(temperature=0, max_tokens=job["tokens"], min_tokens=job["tokens"], ignore_eos=True)
     done = llm.generate([{"prompt_token_ids": prompt} for prompt in job["prompts"]], sampling, use_tqdm=False)
     counters = {m.name: m.value for m in llm.get_metrics() if "spec_decode" in m.name and hasattr(m, "value")}
