@@ -149,4 +149,5 @@ if __name__ == "__main__":
     FakeVllm(depth=config.get("num_speculative_tokens", 0), port=int(words[words.index("--port") + 1]), key=os.environ["VLLM_API_KEY"],
              delay_s=0.005)
     print("fake is up", flush=True)
-    threading.Event().wait()
+    threading.Event().wait(float(words[words.index("--lasts") + 1]) if "--lasts" in words else None)
+    sys.exit("RuntimeError: this flag ends the fake")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import sys
 from pathlib import Path
@@ -54,6 +55,33 @@ def test_one_that_never_comes_up_is_given_up(tmp_path: Path, monkeypatch: pytest
         with pytest.raises(Failure, match="status 3: ValueError: this flag crashes the fake"):
             fleet.wait(timeout_s=60)
         assert not fleet.has(plain=False)
+    finally:
+        fleet.close()
+
+
+def test_one_that_never_stays_up_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "STARTS", 2)
+    one = replica(tmp_path, "--lasts", "0.3")
+    fleet, began = Fleet([one], 0.02), monotonic()
+    fleet.start()
+    try:
+        fleet.wait(timeout_s=60)
+        until(lambda: one.state == "failed")
+        assert one.restarts == 1 and monotonic() - began > 1.0, "the second start waits a second"
+        assert re.search(r"status 1: RuntimeError: this flag ends the fake \(started 2 times, never up for a minute; log: ", one.why)
+        assert not fleet.has(plain=False)
+    finally:
+        fleet.close()
+
+
+def test_one_that_stayed_up_starts_again_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "STARTS", 1)
+    monkeypatch.setattr(module, "STEADY_S", 0.1)
+    one = replica(tmp_path, "--lasts", "1")
+    fleet = Fleet([one], 0.02)
+    fleet.start()
+    try:
+        until(lambda: one.restarts == 2 and one.state == "up")
     finally:
         fleet.close()
 

@@ -27,7 +27,8 @@ _prctl = getattr(ctypes.CDLL(None), "prctl", None) if sys.platform == "linux" el
 
 LOOK_S = 1.0             # between two looks at every replica
 STRIKES = 3              # looks without an answer before a replica counts as down
-STARTS = 4               # starts in a row that never came up, after which a replica is given up
+STARTS = 4               # starts in a row of a server that did not stay up for STEADY_S, after which a replica is given up
+STEADY_S = 60.0
 HANG_S = 60.0            # without an answer, after which a process of ours that had been up is ended, and started again
 STOP_S = 15.0            # for a process to end by itself
 START_S = 1800.0         # large models load long
@@ -109,7 +110,7 @@ class Replica:
         self.suspect = False                                 # lost a request since it was last seen well
         self._complaints: set[str] = set()
         self._strikes = self._starts = 0
-        self._next_start = self._seen = 0.0                  # moments: not to be started before, last answer
+        self._next_start = self._seen = self._since = 0.0    # moments: not to be started before, last answer, first of those in a row
 
     @property
     def url(self) -> str:
@@ -147,7 +148,10 @@ class Replica:
             return
         if self.state != "up":
             log.warning("replica %s is up at %s", self.name, self.url)
-        self.state, self.why, self._strikes, self._starts, self._seen = "up", "", 0, 0, monotonic()
+            self._since = monotonic()
+        self.state, self.why, self._strikes, self._seen = "up", "", 0, monotonic()
+        if self._seen - self._since > STEADY_S:
+            self._starts = 0
         self.suspect = False
 
     def failed_once(self, reason: str) -> None:
@@ -175,9 +179,9 @@ class Replica:
         if process.port:
             if self.state in ("up", "starting"):
                 self._down(f"its process ended with status {process.ended}: {process.last_words()}")
-                self._next_start = now + min(60.0, 2.0 ** self._starts - 1)
+                self._next_start = now + 2.0 ** self._starts - 1
             if self._starts >= STARTS:
-                return self._give_up(f"{self.why} (started {STARTS} times; log: {process.log_file})")
+                return self._give_up(f"{self.why} (started {STARTS} times, never up for a minute; log: {process.log_file})")
             if now < self._next_start:
                 return
             self.restarts += 1
