@@ -22,13 +22,13 @@ from draftproof.bench import report
 from draftproof.bench.arms import local_arms, url_arms
 from draftproof.bench.cells import Spread
 from draftproof.bench.endpoint import tally_of
-from draftproof.bench.load import Answer, Job, Load, Local
+from draftproof.bench.load import Answer, Job, Load, Local, prompt_ids
 from draftproof.bench.summary import answer_lines, is_spec_bench, rows, serving, spec_bench
 from draftproof.bench.sweep import Arm, Plan, settled, speedup, sweep
-from draftproof.bench.workload import MT_BENCH, SPEC_BENCH, Item, poisson, read_items, synthetic
+from draftproof.bench.workload import MT_BENCH, SPEC_BENCH, Item, poisson, read_items, synthetic, unsent
 from draftproof.cli import run
 from draftproof.config import LoadConfig
-from draftproof.errors import Failure
+from draftproof.errors import Failure, PromptError
 
 QUESTIONS = [
     {"question_id": 81, "category": "writing", "turns": ["ab ab", "ba"]},
@@ -71,6 +71,45 @@ def test_every_form_is_read(tmp_path: Path) -> None:
     assert items[4].prompt_class == "coding", "only Spec-Bench's own file has its categories grouped"
 
 
+CALL = {"id": "c1", "type": "function", "function": {"name": "look", "arguments": '{"at": 3}'}}
+TALK = [{"role": "user", "content": "q"}, {"role": "assistant", "content": None, "tool_calls": [CALL]},
+        {"role": "tool", "tool_call_id": "c1", "content": "42"}]
+TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}]
+FORM = {"type": "json_object"}
+
+
+def test_a_conversation_keeps_its_tools(tmp_path: Path) -> None:
+    request = {"messages": TALK, "tools": TOOLS, "tool_choice": "required", "response_format": FORM, "top_p": 0.5, "n": 1, "temperature": 1}
+    (item,) = read_items(lines(tmp_path, {"request": request}))
+    job = Job("off", Load(1), 0, 0, item, 0, 4, 0.0)
+    assert job.messages == [TALK[0], {**TALK[1], "content": ""}, TALK[2]], "the last one is a tool's, not a user's"
+    assert item.asked == {"tools": TOOLS, "tool_choice": "required", "response_format": FORM} and item.apart == ("top_p",)
+    assert unsent([item] * 2, here=False) == ["NOT SENT of what the workload's requests have: top_p (2)"]
+    assert "response_format (1), tool_choice (1), tools (1), top_p (1)" in unsent([item], here=True, takes_tools=False)[0]
+    assert not unsent([replace(item, asked={"tools": TOOLS, "tool_choice": "auto"}, apart=())], here=True)
+
+
+def test_an_engine_here_is_told_of_tools(tmp_path: Path) -> None:
+    class Template(Letters):
+        has_chat_template = takes_tools = True
+
+        def chat(self, messages: Any, tools: Any = None, answered: bool = False, told: Any = None) -> list[int]:
+            self.heard = (messages, tools, told)
+            if told:
+                raise ZeroDivisionError("1/0")
+            return [1, 2]
+
+    tooled = {"messages": TALK, "tools": TOOLS}
+    item, silent, wrong = read_items(lines(tmp_path, tooled, {**tooled, "tool_choice": "none"},
+                                           {"messages": TALK, "chat_template_kwargs": {"x": 1}}))
+    tokenizer: Any = Template()
+    jobs = [Job("off", Load(1), 0, 0, one, 0, 4, 0.0) for one in (item, silent, wrong)]
+    assert prompt_ids(jobs[0], tokenizer) == (1, 2) and tokenizer.heard == (jobs[0].messages, TOOLS, None)
+    assert prompt_ids(jobs[1], tokenizer) == (1, 2) and tokenizer.heard[1] is None
+    with pytest.raises(PromptError, match="refuses the conversation .ZeroDivisionError: 1/0"):
+        prompt_ids(jobs[2], tokenizer)
+
+
 def test_no_class_is_called_as_all_classes_together_are(tmp_path: Path) -> None:
     items = read_items(lines(tmp_path, {"prompt_token_ids": [1, 2]}, {"prompt_token_ids": [3], "class": "code"},
                              {"prompt_token_ids": [4], "class": "all"}))
@@ -84,6 +123,9 @@ def test_no_class_is_called_as_all_classes_together_are(tmp_path: Path) -> None:
     ({"messages": ["hi"]}, 'a message of type str; expected an object with "role" and "content"'),
     ({"messages": "hi"}, "messages of type str; expected a list"), ({"messages": [{"content": "x"}]}, "role None; expected text"),
     ({"messages": [{"role": "user", "content": [{"text": 5}]}]}, "a part with the text 5; expected text"),
+    ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "a part of type image_url with the text None"),
+    ({"messages": [{"role": "assistant", "tool_calls": [{"id": "c"}]}]}, "expected a list of calls, each with a function's name"),
+    ({"prompt": "x", "tools": {"a": 1}}, "tools of type dict; expected a list"),
     ({"turns": "hello"}, "turns of type str; expected a list"), ({"turns": [7]}, "a turn of type int; expected text"),
     *(({"prompt": "x", "max_tokens": wrong}, f"max_tokens {re.escape(repr(wrong))}; expected an integer ≥ 1")
       for wrong in ("64", -4, 0, 6.5, True)),

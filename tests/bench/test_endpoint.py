@@ -38,6 +38,18 @@ def test_a_stream_becomes_an_answer() -> None:
     assert len(found[0].logprobs) == 8
 
 
+def test_what_a_line_asks_for_goes_into_the_request() -> None:
+    asked = {"tools": [{"type": "function"}], "tool_choice": "required", "response_format": {"type": "json_object"}}
+    call = {"role": "tool", "tool_call_id": "c", "content": "42"}
+    with fake() as server:
+        client = Endpoint(server.url)
+        client.ask(job(Item("1", "chat", (call,), chat=True, asked=asked)))
+        client.ask(job(Item("2", "text", ("x",), asked={"response_format": {"type": "json_object"}})))
+    first, second = server.bodies
+    assert first.items() >= asked.items() and first["messages"] == [call]
+    assert second["response_format"] == {"type": "json_object"}
+
+
 def test_plain_rounds_are_what_is_left_of_the_tokens() -> None:
     tally = tally_of({"num_spec_steps": 2, "num_accepted_draft_tokens": 3, "num_draft_tokens": 6, "acceptance_histogram": [0, 1, 1]}, 11)
     assert (tally.rounds, tally.rounds_drafted, tally.emitted, tally.completion_tokens) == (7, 2, 10, 11)

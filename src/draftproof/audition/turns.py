@@ -6,6 +6,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from ..models.turns import parsed
+
 Message = Mapping[str, Any]
 ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "chatgpt": "assistant", "model": "assistant",
          "system": "system", "developer": "system", "tool": "tool", "function": "tool"}
@@ -91,14 +93,6 @@ def _calls(turn: Mapping[str, Any]) -> list[tuple[Mapping[str, Any], str, str]]:
             arguments = function.get("arguments", "{}")
             found.append((call, text_of(function["name"]), text_of(arguments if isinstance(arguments, str) else json.dumps(arguments))))
     return found
-
-
-def parsed(arguments: str) -> Any:
-    """Templates want the arguments of an earlier call as an object; what is no JSON stays text."""
-    try:
-        return json.loads(arguments)
-    except (ValueError, RecursionError):
-        return arguments
 
 
 def text_of(value: str) -> str:

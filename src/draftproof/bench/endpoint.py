@@ -191,7 +191,7 @@ class Endpoint:
 
     def _body(self, job: Job) -> tuple[str, dict[str, Any]]:
         body = {"model": self.models[0], "max_tokens": job.max_tokens, "temperature": job.temperature, "seed": job.seed, "stream": True,
-                "stream_options": {"include_usage": True}, **self.extra}
+                "stream_options": {"include_usage": True}, **job.item.asked, **self.extra}
         logprobs = body.pop("top_logprobs", None)
         turn = job.item.turns[job.turn]
         if job.item.chat:

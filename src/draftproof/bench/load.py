@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count, cycle
 from typing import Any, Protocol
 
 from ..core.tally import Tally
 from ..engine.port import Handle, Port
-from ..errors import CacheFull, Failure, UsageError
+from ..errors import CacheFull, Failure, PromptError, UsageError
 from ..models.tokenizer import Tokenizer
 from ..trace.events import RoundDone
 from ..types import Sampling
@@ -64,7 +64,7 @@ class Job:
         """The conversation up to this turn."""
         found = list(self.item.history)
         for place, turn in enumerate(self.item.turns[:self.turn + 1]):
-            found.append({"role": "user", "content": str(turn)})
+            found.append(turn if isinstance(turn, Mapping) else {"role": "user", "content": str(turn)})
             if place < self.turn:
                 found.append({"role": "assistant", "content": self.answers[place]})
         return found
@@ -239,16 +239,22 @@ class Local:
 
 
 def prompt_ids(job: Job, tokenizer: Tokenizer | None) -> tuple[int, ...]:
-    """Ids as they are, text encoded, a conversation in the model's own template if it has one. Raises Failure without a tokenizer."""
-    turn = job.item.turns[job.turn]
+    """Ids as they are, text encoded, a conversation in the model's own template if it has one, with the tools of its request.
+
+    Raises Failure without a tokenizer, PromptError where the template refuses the conversation."""
+    turn, asked = job.item.turns[job.turn], job.item.asked
     if isinstance(turn, tuple):
         return turn
     if tokenizer is None:
         raise Failure("the target has no tokenizer and the workload is text; expected prompt_token_ids")
-    if not job.item.chat:
+    if isinstance(turn, str) and not job.item.chat:
         return tuple(tokenizer.encode(turn))
     if tokenizer.has_chat_template:
-        return tuple(tokenizer.chat(job.messages))
+        tools = asked.get("tools") if tokenizer.takes_tools and asked.get("tool_choice") != "none" else None
+        try:
+            return tuple(tokenizer.chat(job.messages, tools, told=asked.get("chat_template_kwargs")))
+        except Exception as error:          # a template is a program of its own
+            raise PromptError(f"the chat template refuses the conversation ({type(error).__name__}: {str(error)[:200]})") from None
     return tuple(tokenizer.encode("\n\n".join(message["content"] for message in job.messages)))
 
 

@@ -2,12 +2,13 @@
 
 One JSON object a line; the keys tell the form:
 
-    prompts       {"prompt", "class"?, "max_tokens"?}  ·  {"prompt_token_ids", …}  ·  {"messages", …}
-    pairs         {"request": {"messages" | "prompt", "max_tokens"?}, …}         a recorded request; the response is not read
+    prompts       {"prompt", "class"?, "max_tokens"?}  ·  {"prompt_token_ids", …}  ·  {"messages", "tools"?, …}
+    pairs         {"request": {"messages" | "prompt", "max_tokens"?, …}, …}      a recorded request; the response is not read
     questions     {"question_id", "category", "turns": [text, …]}                Spec-Bench (github.com/hemingkx/Spec-Bench), SPEED-Bench
 
 `arrival_s` or `timestamp` (seconds, or ISO 8601) on every line makes it traffic that can be replayed as it came. A line without a class,
-or of the class `all`, which is what all of them together are called, is of the class `other`.
+or of the class `all`, which is what all of them together are called, is of the class `other`. Every request takes along what its line has
+of `PROMPTING` and `BINDING`; what it has of `APART` is told instead.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ from __future__ import annotations
 import json
 import math
 import random
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -24,14 +26,22 @@ from typing import Any
 from ..errors import Failure
 from .cells import ALL
 
-Message = Mapping[str, str]
-Turn = str | tuple[int, ...]
+Message = Mapping[str, Any]
+Turn = str | tuple[int, ...] | Message
 
 # Spec-Bench asks MT-Bench's eight categories too and reports them as one.
 MT_BENCH = ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities")
 SPEC_BENCH = ("mt_bench", "translation", "summarization", "qa", "math_reasoning", "rag")
 SYNTHETIC = "synthetic"
 OTHER = "other"
+PROMPTING = ("tools", "chat_template_kwargs")            # what a chat template is told besides; "tool_choice" may take the tools away
+BINDING = ("tool_choice", "parallel_tool_calls", "response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice",
+           "guided_grammar")                             # what the answer must follow
+FREE: tuple[Any, ...] = (None, [], {}, "", "auto", "none", True, {"type": "text"})                        # values with which it need not
+APART: Mapping[str, tuple[Any, ...]] = {                 # options that no request here is sent with, and values with which they do nothing
+    "top_p": (1,), "top_k": (0, -1), "min_p": (0,), "repetition_penalty": (1,), "presence_penalty": (0,), "frequency_penalty": (0,),
+    "logit_bias": (), "bad_words": (), "min_tokens": (0,), "ignore_eos": (False,), "stop": (), "stop_token_ids": (), "n": (1,),
+    "prediction": ()}
 WORDS = ("time year people way day man thing woman life child world school state family student group country problem hand part "
          "place case week company system program question work government number night point home water room mother area").split()
 
@@ -43,11 +53,13 @@ class Item:
     name: str                             # question id, or line number
     prompt_class: str
     turns: tuple[Turn, ...]
-    chat: bool = False                    # turns are a user's messages; otherwise a bare prompt
+    chat: bool = False                    # turns are a user's messages, or whole ones of others; otherwise a bare prompt
     history: tuple[Message, ...] = ()     # messages before the first turn
     category: str = ""                    # as the file has it
     max_tokens: int | None = None
     arrival_s: float | None = None        # since the first arrival
+    asked: Mapping[str, Any] = field(default_factory=dict)   # goes into every request: PROMPTING and BINDING
+    apart: tuple[str, ...] = ()           # options of the recorded request that go into none
 
 
 def read_items(path: str | Path, each: int | None = None) -> list[Item]:
@@ -69,6 +81,17 @@ def read_lines(path: str | Path, what: str) -> Iterator[tuple[int, str]]:
                 yield number, line
     if empty:
         raise Failure(f"{path} is empty; expected {what}, one JSON object a line")
+
+
+def unsent(items: Iterable[Item], here: bool, takes_tools: bool = True) -> list[str]:
+    """A remark on options that the workload has and no request is sent with, if there are any, and how many of its requests have them.
+
+    here: to an engine in this process, which is asked for no structure; takes_tools: whether its chat template does.
+    """
+    lost = (*(BINDING if here else ()), *(() if takes_tools else ("tools",)))
+    found = Counter(name for item in items for name in (*item.apart, *(name for name in lost if item.asked.get(name) not in FREE)))
+    words = ", ".join(f"{name} ({count})" for name, count in sorted(found.items()))
+    return [f"NOT SENT of what the workload's requests have: {words}"] if words else []
 
 
 def first_of_each(items: Iterable[Item], each: int | None) -> list[Item]:
@@ -119,7 +142,9 @@ def item_of(line: str, where: str, number: int) -> Item:
     category = _encoded(str(body.get("class") or body.get("prompt_class") or body.get("category") or marked or OTHER), where)
     category = OTHER if category == ALL else category
     known: dict[str, Any] = dict(name=str(body.get("question_id", number)), prompt_class=category, category=category,
-                                 max_tokens=_most(body, where), arrival_s=_time(body, where))
+                                 max_tokens=_most(body, where), arrival_s=_time(body, where),
+                                 asked=_asked(body, where),
+                                 apart=tuple(name for name, idle in APART.items() if body.get(name) not in (None, [], {}, "", *idle)))
     if body.get("turns"):
         return Item(turns=tuple(_text(turn, where) for turn in _list(body, "turns", where)), chat=True, **known)
     if body.get("messages"):
@@ -128,13 +153,23 @@ def item_of(line: str, where: str, number: int) -> Item:
             messages.pop()
         if not messages:
             raise Failure(f"{where}: only assistant messages; expected a user's message to answer")
-        return Item(turns=(messages[-1]["content"],), chat=True, history=tuple(messages[:-1]), **known)
+        last = messages[-1]
+        plain = last["role"] == "user" and len(last) == 2
+        return Item(turns=(last["content"] if plain else last,), chat=True, history=tuple(messages[:-1]), **known)
     prompt = body.get("prompt_token_ids") or body.get("prompt")
     if isinstance(prompt, str):
         return Item(turns=(_encoded(prompt, where),), **known)
     if isinstance(prompt, list) and prompt and all(isinstance(token, int) for token in prompt):
         return Item(turns=(tuple(prompt),), **known)
     raise Failure(f"{where}: found the keys {', '.join(record) or 'none'}; expected prompt, prompt_token_ids, messages, turns or request")
+
+
+def _asked(body: Mapping[str, Any], where: str) -> dict[str, Any]:
+    asked = {name: body[name] for name in (*PROMPTING, *BINDING) if body.get(name) is not None}
+    for name, kind in (("tools", list), ("chat_template_kwargs", dict)):
+        if not isinstance(asked.get(name, kind()), kind):
+            raise Failure(f"{where}: {name} of type {type(asked[name]).__name__}; expected a {kind.__name__}")
+    return asked
 
 
 def _list(body: Mapping[str, Any], name: str, where: str) -> list[Any]:
@@ -149,19 +184,29 @@ def _message(message: Any, where: str) -> Message:
         raise Failure(f'{where}: a message of type {type(message).__name__}; expected an object with "role" and "content"')
     if not isinstance(message.get("role"), str):
         raise Failure(f"{where}: a message with the role {message.get('role')!r}; expected text, such as \"user\"")
-    return {"role": message["role"], "content": _text(message, where)}
+    calls = message.get("tool_calls") or []
+    if not isinstance(calls, list) or not all(isinstance(call, dict) and isinstance(call.get("function"), dict)
+                                              and {"name", "arguments"} <= call["function"].keys() for call in calls):
+        raise Failure(f"{where}: tool_calls {str(calls)[:60]!r}; expected a list of calls, each with a function's name and arguments")
+    silent = calls and message.get("content") is None                  # it called, and said nothing
+    said = {"role": message["role"], "content": "" if silent else _text(message, where)}
+    return said | {name: message[name] for name in ("tool_calls", "tool_call_id", "name") if message.get(name)}
 
 
 def _text(turn: Any, where: str) -> str:
     content = turn.get("content") if isinstance(turn, dict) else turn
     if isinstance(content, list):                       # OpenAI's parts: the text of them
-        parts = [part.get("text", "") for part in content if isinstance(part, dict)]
-        if not all(isinstance(part, str) for part in parts):
-            raise Failure(f"{where}: a part with the text {next(p for p in parts if not isinstance(p, str))!r}; expected text")
-        content = "".join(parts)
+        content = "".join(_part(part, where) for part in content)
     if not isinstance(content, str):
         raise Failure(f"{where}: a turn of type {type(content).__name__}; expected text")
     return _encoded(content, where)
+
+
+def _part(part: Any, where: str) -> str:
+    text, kind = (part.get("text"), part.get("type")) if isinstance(part, dict) else (part, None)
+    if not isinstance(text, str):
+        raise Failure(f"{where}: a part {f'of type {kind} ' if kind else ''}with the text {text!r}; expected text")
+    return text
 
 
 def _encoded(text: str, where: str) -> str:

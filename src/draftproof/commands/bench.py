@@ -241,7 +241,7 @@ def describe(answers: Sequence[Answer], arms: Sequence[Arm], plan: Plan, counted
     from ..bench.load import Local
     from ..bench.machine import machine, versions
     from ..bench.summary import is_spec_bench, rows, serving, spec_bench
-    from ..bench.workload import SYNTHETIC
+    from ..bench.workload import SYNTHETIC, unsent
 
     loads: list[Load] = list(dict.fromkeys(a.job.load for a in answers))
     notes = [f"{len(answers)} answers, {max(a.job.repeat for a in answers) + 1} repeats, temperature {plan.temperature:g}"]
@@ -249,6 +249,8 @@ def describe(answers: Sequence[Answer], arms: Sequence[Arm], plan: Plan, counted
         notes.insert(0, stopped)
     if any(a.job.item.prompt_class == SYNTHETIC for a in answers):
         notes.append("SYNTHETIC prompts of random tokens: they say nothing about acceptance on real text")
+    tools = target is None or target.tokenizer is not None and target.tokenizer.takes_tools
+    notes += unsent({a.job.number: a.job.item for a in answers}.values(), target is not None, tools)
     cut = sum(arm.client.cut for arm in arms if isinstance(arm.client, Local))
     if cut:
         notes.append(f"{cut} prompts were longer than the target's context and lost their beginning")

@@ -27,6 +27,7 @@ from .view_files import check_apart
 if TYPE_CHECKING:
     from ..bench.prove_rule import Check
     from ..bench.workload import Item
+    from ..models.tokenizer import Tokenizer
 
 LEVELS = ("rule", "run", "task")
 PEERS = ("transformers",)
@@ -166,7 +167,7 @@ def here(stack: ExitStack, wanted: Sequence[str], given: Mapping[str, Any], conf
     found: dict[str, Level] = {}
     arms = local_arms(stack, target, [drafter], [given["depth"]], load, tree=given["tree"], rule=rule)
     if "run" in wanted:
-        items, client = prompts(given, config), arms[0].client
+        items, client = prompts(given, config, target.tokenizer), arms[0].client
         ids = [client.prompt(job_of(item, config)) for item in items]            # type: ignore[attr-defined]
         subject = Subject(target, drafter, given["depth"], given["tree"], rule, load)
         found["run"] = prove_run(subject, ids, config, note).as_json() | {
@@ -176,6 +177,7 @@ def here(stack: ExitStack, wanted: Sequence[str], given: Mapping[str, Any], conf
         found["task"] = skipped("no scored prompts were given (--tasks FILE)")
         if tasks:
             note(f"task: {len(tasks)} scored prompts, with guessing and without …")
+            note_unsent([task.item for task in tasks], given, target.tokenizer)
             found["task"] = prove_task(arms[0].client, arms[1].client, tasks, config.tokens, config.temperatures[0], config.seed,
                                        config.margin).as_json()
     return found
@@ -197,7 +199,7 @@ def with_peer(found: dict[str, Level], wanted: Sequence[str], given: Mapping[str
     note("loading the models …")
     peer = TransformersPeer(given["target"] or builtin("target"), assistant_place(drafter), given["depth"], load)
     room = max(1, peer.context - config.tokens - 1)
-    ids = [prompt_ids(job_of(item, config), peer.tokenizer)[-room:] for item in prompts(given, config)]
+    ids = [prompt_ids(job_of(item, config), peer.tokenizer)[-room:] for item in prompts(given, config, peer.tokenizer)]
     found["run"] = prove_peer(peer, ids, config, note).as_json() | {
         "engine": f"transformers {versions()['transformers']}", "target": peer.name, "drafter": drafter, "depth": given["depth"] or "auto",
         "rule": "greedy", "dtype": str(peer.dtype).removeprefix("torch.")}
@@ -229,13 +231,15 @@ def server(stack: ExitStack, wanted: Sequence[str], given: Mapping[str, Any], co
     if "task" in wanted:
         found["task"] = skipped("no scored prompts were given (--tasks FILE)")
         if given["tasks"]:
-            found["task"] = prove_task(off, on, read_tasks(given["tasks"]), config.tokens, config.temperatures[0], config.seed,
+            tasks = read_tasks(given["tasks"])
+            note_unsent([task.item for task in tasks], given, None)
+            found["task"] = prove_task(off, on, tasks, config.tokens, config.temperatures[0], config.seed,
                                        config.margin).as_json()
     return found
 
 
-def prompts(given: Mapping[str, Any], config: ProveConfig) -> list[Item]:
-    """As many as asked for, the classes in turn."""
+def prompts(given: Mapping[str, Any], config: ProveConfig, tokenizer: Tokenizer | None = None) -> list[Item]:
+    """As many as asked for, the classes in turn. tokenizer: of an engine here."""
     from ..bench.workload import Item, read_items
     from .demo import packaged_prompts
 
@@ -246,7 +250,18 @@ def prompts(given: Mapping[str, Any], config: ProveConfig) -> list[Item]:
     for item in items:
         place[item.prompt_class] = place.get(item.prompt_class, 0) + 1
         order.append((place[item.prompt_class], item))
-    return [item for _, item in sorted(order, key=lambda pair: pair[0])][:config.prompts]
+    chosen = [item for _, item in sorted(order, key=lambda pair: pair[0])][:config.prompts]
+    note_unsent(chosen, given, tokenizer)
+    return chosen
+
+
+def note_unsent(items: Sequence[Item], given: Mapping[str, Any], tokenizer: Tokenizer | None) -> None:
+    """tokenizer: of an engine here, None of a server."""
+    from ..bench.workload import unsent
+
+    here = not given["url"]
+    for line in unsent(items, here, not here or tokenizer is not None and tokenizer.takes_tools):
+        note(line)
 
 
 def job_of(item: Item, config: ProveConfig) -> Any:

@@ -10,7 +10,6 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from ..audition.turns import parsed
 from ..engine.admit import encode
 from ..errors import DraftproofError, PromptError
 from ..models.tokenizer import Tokenizer
@@ -249,9 +248,7 @@ def _turn(message: Message) -> dict[str, Any]:
         raise Refusal(400, f"messages: a turn of the {message.role} without content", param="messages")
     turn: dict[str, Any] = {"role": "system" if message.role == "developer" else message.role, "content": _text(message.content or "")}
     if message.tool_calls:
-        turn["tool_calls"] = [{"id": call.id, "type": "function",
-                               "function": {"name": call.function.name, "arguments": parsed(call.function.arguments)}}
-                              for call in message.tool_calls]
+        turn["tool_calls"] = [{"id": call.id, "type": "function", "function": call.function.model_dump()} for call in message.tool_calls]
     for name in ("name", "tool_call_id"):
         if getattr(message, name) is not None:
             turn[name] = getattr(message, name)
