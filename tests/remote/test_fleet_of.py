@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from contextlib import ExitStack
 from pathlib import Path
@@ -67,6 +68,8 @@ def test_what_nobody_would_read_is_refused() -> None:
 @pytest.mark.parametrize("url", [
     "http:///", "http://", "h:8000", "http://h:x", "http://h:99999", "ftp://h:1", "http://:80", "http://[::1", "http://h h:1"])
 def test_urls(url: str) -> None:
-    with pytest.raises(OptionError, match="expected http://HOST:PORT"):
+    with pytest.raises(OptionError, match=re.escape(f"--url {url}: expected http://HOST:PORT")):
         replicas(depth=3, urls=(url,))
+    with pytest.raises(OptionError, match=re.escape(f"--plain-url {url}: expected http://HOST:PORT")):
+        replicas(depth=3, plain_urls=(url,))
     assert [replica.url for replica in replicas(depth=3, urls=("https://[::1]:8000/base/",))] == ["https://[::1]:8000/base"]

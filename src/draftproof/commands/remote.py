@@ -141,8 +141,9 @@ def _fleet(plan: Plan, given: Mapping[str, Any], stack: ExitStack) -> Fleet:
     if off and given["urls"]:
         raise OptionError("--url names servers that speculate: say which drafter they run (--drafter, --depth of 1 or more), or use "
                           "--plain-url")
-    for url in (*given["urls"], *given["plain_urls"]):
-        check_url(url)
+    for option, urls in (("--url", given["urls"]), ("--plain-url", given["plain_urls"])):
+        for url in urls:
+            check_url(url, option)
     key = os.environ.get(KEY)
     replicas = [Replica(f"url{i}", False, url.rstrip("/"), key) for i, url in enumerate(given["urls"])]
     replicas += [Replica(f"plain-url{i}", True, url.rstrip("/"), key) for i, url in enumerate(given["plain_urls"])]

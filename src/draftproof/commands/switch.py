@@ -98,14 +98,15 @@ def ask(url: str, body: dict[str, Any] | None, key: str | None) -> dict[str, Any
     return state_of(url, answer)
 
 
-def check_url(url: str) -> None:
+def check_url(url: str, option: str = "--url") -> None:
+    """Raises OptionError, naming the option that it was given to."""
     try:
         parts = urlsplit(url)
         good = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
     except ValueError:                      # a port that is no number, brackets that do not match
         good = False
     if not good or not url.isprintable() or " " in url:
-        raise OptionError(f"--url {url}: expected http://HOST:PORT")
+        raise OptionError(f"{option} {url}: expected http://HOST:PORT")
 
 
 def state_of(url: str, answer: bytes) -> dict[str, Any]:
