@@ -30,7 +30,7 @@ th:first-child, td:first-child { text-align: left; } .words td { text-align: lef
 """
 LOOKS = ('<p><a href="">Look again</a> · <a href="?every">every 15 seconds</a></p>', '<p>Every 15 seconds · <a href="?">stay</a></p>')
 NAMES = {"ttft_s": "first token, ms", "tpot_s": "per token, ms", "e2e_s": "whole, ms"}
-NOTES = """Each value stands with its 95 % bootstrap interval; … is an end that so few requests cannot bound. Ratios are candidate over
+NOTES = """Each value stands with its 95 % interval; … is an end that so few requests cannot bound. Ratios are candidate over
 control: below 1 the candidate is faster. Arms share the engine: where requests of both ran together (mixed), each also waited for what
 the other's drafts took, and differences come out smaller than they are."""
 

@@ -71,7 +71,7 @@ def report(found: Snapshot) -> dict[str, Any]:
 
 
 def cell_report(cell: Cell) -> dict[str, Any]:
-    """One arm in one class: p50, p90, p99 with 95 % bootstrap intervals, acceptance, and what the drafter takes."""
+    """One arm in one class: p50, p90, p99 with 95 % intervals, acceptance, and what the drafter takes."""
     times = {name: {label: _plain(estimate(sample.values, share)) for label, share in QUANTILES.items()}
              for name, sample in cell.times.items()}
     return {"requests": cell.requests, "failed": cell.failed, "mixed": cell.mixed, **times, "acceptance": acceptance(cell.tally),
@@ -86,7 +86,7 @@ def acceptance(tally: Tally) -> dict[str, Any]:
 
 
 def compared(candidate: Cell, control: Cell) -> dict[str, Any]:
-    """Ratios of percentiles, candidate's over control's, with 95 % bootstrap intervals: below 1 the candidate is faster."""
+    """Ratios of percentiles, candidate's over control's, with 95 % intervals: below 1 the candidate is faster."""
     return {name: {label: _plain(ratio(candidate.times[name].values, control.times[name].values, share))
                    for label, share in QUANTILES.items()} for name in TIMES}
 
