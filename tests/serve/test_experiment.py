@@ -15,6 +15,7 @@ from draftproof.engine.port import Completion
 from draftproof.errors import CacheFull, Failure, OptionError, PromptError
 from draftproof.serve import rollout
 from draftproof.serve.ab import ALL, CANDIDATE, CONTROL, SERVED
+from draftproof.serve.abreport import report, snapshot
 from draftproof.serve.experiment import Experiment
 from draftproof.serve.refusal import Refusal
 from draftproof.serve.ticket import Ticket
@@ -74,6 +75,24 @@ def test_a_request_of_many_prompts_is_one_request() -> None:
     for one in (prompts[0], prompts[2]):
         end(one, error=Refusal(499, "the client went away"))                 # as its reader does then
     assert (cell.requests, cell.failed) == (2, 1) and not about.left_out
+
+
+def test_the_load_that_each_arm_met_is_told() -> None:
+    """Candidate A runs from 0 to 10; control B, of two prompts, from 4 to 8; candidate C from 6 to 7."""
+    about, now = experiment(), [0.0]
+    about._clock = lambda: now[0]
+    texts = {name: [ticket() for _ in range(count)] for name, count in (("A", 1), ("B", 2), ("C", 1))}
+    steps = ((0.0, "A", CANDIDATE), (4.0, "B", CONTROL), (6.0, "C", CANDIDATE), (7.0, "C", ""), (8.0, "B", ""), (10.0, "A", ""))
+    for now[0], name, arm in steps:
+        if arm:
+            about.follow(texts[name], about.arms[arm])
+        for one in texts[name] if not arm else ():
+            end(one, text(7, state="off" if name == "B" else "on"))
+    cells = {one["arm"]: one for one in report(snapshot(about))["cells"] if one["class"] == ALL}
+    assert cells[CANDIDATE]["beside"] == pytest.approx({"own": (0.1 + 1.0) / 2, "other": (2 * 0.4 + 2.0) / 2})
+    assert cells[CONTROL]["beside"] == pytest.approx({"own": 0.0, "other": 1.25}) and cells[CONTROL]["mixed"] == 1
+    ask(about, CONTROL)
+    assert cells[CANDIDATE]["mixed"] == 2 and about.books["served"].cell(CONTROL, ALL).mixed == 1
 
 
 @pytest.mark.parametrize("mistake", [PromptError("the prompt is empty"), OptionError("logprobs=500: expected at most 256"),

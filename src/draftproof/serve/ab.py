@@ -9,6 +9,7 @@ import hashlib
 import json
 import random
 import re
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -97,8 +98,48 @@ class Reservoir:
 
 
 @dataclass(frozen=True, slots=True)
+class Flight:
+    """Texts of one request that are on their way together. before: text-seconds of every arm when they began."""
+
+    arm: str
+    texts: int
+    began: float
+    before: Mapping[str, float]
+
+
+class Flights:
+    """Texts that are on their way, by arm, and how long they have been, added up: text-seconds."""
+
+    def __init__(self) -> None:
+        self._texts: Counter[str] = Counter()
+        self._spent: dict[str, float] = {}
+        self._at = 0.0
+
+    def begin(self, arm: str, texts: int, now: float) -> Flight:
+        self._spend(now)
+        self._texts[arm] += texts
+        return Flight(arm, texts, now, dict(self._spent))
+
+    def end(self, flight: Flight, now: float) -> tuple[float, float] | None:
+        """`beside` of an `Outcome`; None of a request that took no time."""
+        self._spend(now)
+        self._texts[flight.arm] -= flight.texts
+        span = now - flight.began
+        if not span > 0:
+            return None
+        means = {arm: (spent - flight.before.get(arm, 0.0)) / span for arm, spent in self._spent.items()}
+        return max(0.0, round(means.pop(flight.arm) - flight.texts, 6)), sum(means.values())      # what rounding leaves is nobody
+
+    def _spend(self, now: float) -> None:
+        for arm, texts in self._texts.items():
+            self._spent[arm] = self._spent.get(arm, 0.0) + texts * (now - self._at)
+        self._at = now
+
+
+@dataclass(frozen=True, slots=True)
 class Outcome:
-    """One request that ended. failed: for whatever reason but that its client left. mixed: it shared the engine with the other arm."""
+    """One request that ended. failed: for whatever reason but that its client left. beside: other texts of its arm, and texts of the
+    other arm, that were on their way while it ran, on average over that time."""
 
     failed: bool = False
     ttft_s: float | None = None           # time in the queue included
@@ -107,7 +148,12 @@ class Outcome:
     tally: Tally = field(default_factory=Tally)
     draft_bytes: int = 0
     kv_tokens_lost: int = 0
-    mixed: bool = False
+    beside: tuple[float, float] | None = None
+
+    @property
+    def mixed(self) -> bool:
+        """Whether it shared the engine with the other arm."""
+        return self.beside is not None and self.beside[1] > 0
 
     @property
     def first_guess(self) -> float | None:
@@ -117,12 +163,14 @@ class Outcome:
 
 @dataclass(slots=True)
 class Cell:
-    """One arm in one class of prompts. Times are of requests that did not fail."""
+    """One arm in one class of prompts. Times, and what was beside them, are of requests that did not fail."""
 
     requests: int = 0
     failed: int = 0
     mixed: int = 0
     times: dict[str, Reservoir] = field(default_factory=lambda: {name: Reservoir() for name in TIMES})
+    beside: tuple[float, float] = (0.0, 0.0)                 # sums over so many requests
+    timed: int = 0
     tally: Tally = field(default_factory=Tally)
     draft_bytes: int = 0
     kv_tokens_lost: int = 0
@@ -137,6 +185,9 @@ class Cell:
             value = getattr(outcome, name)
             if value is not None:
                 sample.add(value)
+        if outcome.beside is not None:
+            self.timed += 1
+            self.beside = self.beside[0] + outcome.beside[0], self.beside[1] + outcome.beside[1]
         if outcome.tally.requests:
             self.tally = self.tally + outcome.tally
         self.draft_bytes, self.kv_tokens_lost = outcome.draft_bytes, outcome.kv_tokens_lost

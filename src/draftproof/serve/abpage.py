@@ -31,7 +31,8 @@ th:first-child, td:first-child { text-align: left; } .words td { text-align: lef
 LOOKS = ('<p><a href="">Look again</a> · <a href="?every">every 15 seconds</a></p>', '<p>Every 15 seconds · <a href="?">stay</a></p>')
 NAMES = {"ttft_s": "first token, ms", "tpot_s": "per token, ms", "e2e_s": "whole, ms"}
 NOTES = """Each value stands with its 95 % interval; … is an end that so few requests cannot bound. Ratios are candidate over
-control: below 1 the candidate is faster. Arms share the engine: where requests of both ran together (mixed), each also waited for what
+control: below 1 the candidate is faster. Beside it: other texts that were on their way, on average while a request ran; times compare
+arms where both met the same. Arms share the engine: where requests of both ran together (mixed), each also waited for what
 the other's drafts took, and differences come out smaller than they are."""
 
 
@@ -104,9 +105,11 @@ def _words(found: dict[str, Any]) -> str:
 
 
 def _latencies(cells: Sequence[dict[str, Any]]) -> str:
-    head = ["class", "arm", "", "requests", "failed", "mixed", *(f"{name} {label}" for name in NAMES.values() for label in QUANTILES),
+    head = ["class", "arm", "", "requests", "failed", "mixed", "beside it, own arm", "other",
+            *(f"{name} {label}" for name in NAMES.values() for label in QUANTILES),
             "tokens a round", "first guess stood", "drafter, MB"]
     rows = [[cell["class"] or UNCLASSED, cell["arm"], cell["source"], cell["requests"], cell["failed"], cell["mixed"],
+             *(_number(cell["beside"] and cell["beside"][side]) for side in ("own", "other")),
              *(_estimate(cell[name][label], 1000) for name in NAMES for label in QUANTILES),
              _number(cell["acceptance"]["acceptance_length"]), _number(cell["acceptance"]["first_guess"]),
              _number(cell["memory"]["draft_bytes"] / 1e6)] for cell in cells]

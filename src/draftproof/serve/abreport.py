@@ -71,11 +71,16 @@ def report(found: Snapshot) -> dict[str, Any]:
 
 
 def cell_report(cell: Cell) -> dict[str, Any]:
-    """One arm in one class: p50, p90, p99 with 95 % intervals, acceptance, and what the drafter takes."""
+    """One arm in one class: p50, p90, p99 with 95 % intervals, what ran beside it, acceptance, and what the drafter takes."""
     times = {name: {label: _plain(estimate(sample.values, share)) for label, share in QUANTILES.items()}
              for name, sample in cell.times.items()}
-    return {"requests": cell.requests, "failed": cell.failed, "mixed": cell.mixed, **times, "acceptance": acceptance(cell.tally),
-            "memory": {"draft_bytes": cell.draft_bytes, "kv_tokens_lost": cell.kv_tokens_lost}}
+    return {"requests": cell.requests, "failed": cell.failed, "mixed": cell.mixed, "beside": beside(cell), **times,
+            "acceptance": acceptance(cell.tally), "memory": {"draft_bytes": cell.draft_bytes, "kv_tokens_lost": cell.kv_tokens_lost}}
+
+
+def beside(cell: Cell) -> dict[str, float] | None:
+    """Other texts of its own arm, and of the other, that were on their way while a request ran: the mean over requests."""
+    return {name: total / cell.timed for name, total in zip(("own", "other"), cell.beside, strict=True)} if cell.timed else None
 
 
 def acceptance(tally: Tally) -> dict[str, Any]:

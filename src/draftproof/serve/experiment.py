@@ -21,7 +21,7 @@ from ..drafters import REMEMBER, parse_spec
 from ..engine.port import Completion
 from ..trace.events import UNCLASSED
 from ..trace.report import requests
-from .ab import ALL, CANDIDATE, CONTROL, SERVED, Arm, Book, Outcome, arms_of, place
+from .ab import ALL, CANDIDATE, CONTROL, SERVED, Arm, Book, Flight, Flights, Outcome, arms_of, place
 from .drift import Drift
 from .refusal import Refusal, of_error
 from .rollout import Rollout, Window, advance
@@ -47,7 +47,8 @@ class Followed:
     epoch: int                              # between two changes: what spans one says nothing of either side
     began: float
     first: float | None = None
-    mixed: bool = False
+    flight: Flight | None = None            # of a replay, beside which nothing runs, there is none
+    beside: tuple[float, float] | None = None
     over: bool = False
 
     @property
@@ -81,7 +82,7 @@ class Experiment:
         self.history: deque[dict[str, Any]] = deque(maxlen=100)
         self.left_out: Counter[str] = Counter()
         self.returns = 0
-        self._live: set[Followed] = set()
+        self._flights = Flights()
         self._epoch = 0
         self._own = served.drafter                           # in the engine, which a switch may exchange for another
         self._began = clock()
@@ -129,12 +130,9 @@ class Experiment:
     def follow(self, tickets: Sequence[Ticket], arm: Arm) -> None:
         """Hear of a request, whose tickets were just submitted, until all of them have ended. Prompts that came together are one
         request in every book: they share their moment and their user, and are not independent."""
-        followed = Followed(tickets, arm, self._epoch, self._clock())
         with self._lock:
-            for other in self._live:
-                if other.arm is not arm:
-                    followed.mixed = other.mixed = True
-            self._live.add(followed)
+            followed = Followed(tickets, arm, self._epoch, self._clock())
+            followed.flight = self._flights.begin(arm.name, sum(ticket.samples for ticket in tickets), followed.began)
         self._listen(followed, self._served)()              # it may have begun, or ended, already
 
     def _listen(self, followed: Followed, ended: Callable[[Followed], None]) -> Callable[[], None]:
@@ -146,7 +144,8 @@ class Experiment:
                         followed.first = self._clock()
                     if not followed.over and all(ticket.done for ticket in followed.tickets):
                         followed.over = True
-                        self._live.discard(followed)
+                        if followed.flight is not None:
+                            followed.beside = self._flights.end(followed.flight, self._clock())
                         ended(followed)
             except Exception:                                # a mistake in the books is no reason to open another engine
                 log.exception("a request was not counted")
@@ -375,11 +374,11 @@ def texts_of(ticket: Ticket) -> tuple[tuple[int, ...], ...]:
 def outcome_of(followed: Followed, now: float) -> Outcome:
     """Times as a client sees them, but for the network: the queue is in them."""
     if followed.error is not None:
-        return Outcome(failed=True, mixed=followed.mixed)
+        return Outcome(failed=True, beside=followed.beside)
     done = followed.done
     tally = sum((report.tally for one in done for report in requests(one.trace).values()), Tally())
     speeds = [one.metrics["tpot_s"] for one in done if one.metrics["tpot_s"] is not None]
     return Outcome(
         ttft_s=None if followed.first is None else followed.first - followed.began, tpot_s=fmean(speeds) if speeds else None,
         e2e_s=now - followed.began, tally=tally, draft_bytes=max((one.metrics["draft_bytes"] for one in done), default=0),
-        kv_tokens_lost=max((one.metrics["kv_tokens_lost"] for one in done), default=0), mixed=followed.mixed)
+        kv_tokens_lost=max((one.metrics["kv_tokens_lost"] for one in done), default=0), beside=followed.beside)
