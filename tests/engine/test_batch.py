@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +12,8 @@ from engine.engine_support import OPTIONS, PROMPTS, alone, check_counts, drafter
 
 from draftproof import Engine, EngineConfig, LoadConfig, OptionError, Sampling
 from draftproof.drafters.fixed import Oracle
-from draftproof.engine.batch import shares
+from draftproof.engine.batch import Batch, shares
+from draftproof.engine.engine import Request
 from draftproof.errors import CacheFull, Failure
 from draftproof.models.fake import TableTarget
 from draftproof.types import Draft
@@ -103,6 +106,29 @@ def test_a_consumer_that_walks_away() -> None:
             assert [pair[i] for pair in mixed] == list(alone(target, [1, 2, 3 + i], OPTIONS["warm"]).token_ids[:20])
             stream.close()
     assert not target.open_slots
+
+
+def test_what_is_looked_at_grows_with_the_samples_and_not_with_their_square(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks = {"done": 0, "batch": 0}
+
+    def done(self: Request) -> bool:
+        looks["done"] += 1
+        return self._seq.done
+
+    def listed(self: Batch) -> Iterator[Any]:
+        looks["batch"] += 1
+        return iter((*self.live, *self.waiting))
+
+    monkeypatch.setattr(Request, "done", property(done))
+    monkeypatch.setattr(Batch, "__iter__", listed)
+    samples = Sampling(n=400, max_tokens=1, seed=1)
+    with Engine(target=table(), config=EngineConfig(max_batch=4)) as engine:
+        assert len(engine.generate(PROMPTS[0], samples).samples) == 400
+        events = engine.stream(PROMPTS[0], samples)
+        next(events)
+        events.close()
+        assert engine.stats()["requests"] == {"waiting": 0, "running": 0, "done": 800}
+    assert looks["done"] < 10 * 400 and looks["batch"] < 10, looks
 
 
 def test_a_stream_misses_nothing_that_others_rounds_brought() -> None:

@@ -79,7 +79,7 @@ def read_prompt(prompt: str | None, ids: tuple[int, ...] | None) -> str | list[i
 def run(engine: Engine, prompt: str | Sequence[int], sampling: Sampling, stream: bool) -> list[Completion]:
     """Step the engine until every sample is done, writing the text of one sample as it arrives."""
     handles = engine.submit(prompt, sampling)
-    while not all(handle.done for handle in handles):
+    while not all(handle.done for handle in reversed(handles)):
         for event in engine.step():
             if stream and event.text:
                 sys.stdout.write(event.text)

@@ -155,10 +155,7 @@ class Engine:
 
     def cancel(self, request: str) -> None:
         """End a request (all its samples) or one sample of it; an unknown or finished id is ignored."""
-        with self._turn.lock:
-            for seq in [s for s in self._batch if request in (s.id, s.request)]:
-                self._batch.end(seq, "cancelled")
-            self._settle()
+        self._cancel({request})
 
     def generate(self, prompt: str | abc.Sequence[int], sampling: Sampling | None = None, **options: Any) -> Completion:
         """The whole text. options: fields of `Sampling`, or prompt_class, tenant, speculation. With n > 1 see `samples`."""
@@ -176,7 +173,7 @@ class Engine:
         try:
             for prompt, wanted in zip(prompts, each, strict=True):
                 groups.append(self._submit(prompt, wanted, options))
-            while not all(handle.done for group in groups for handle in group):
+            while not all(handle.done for group in reversed(groups) for handle in reversed(group)):     # the last ones end last
                 self._step(told=False)
         finally:
             self._abandon(groups)
@@ -192,7 +189,7 @@ class Engine:
             while True:
                 while inbox:
                     yield inbox.popleft()
-                if all(handle.done for handle in handles):
+                if all(handle.done for handle in reversed(handles)):
                     break
                 self._step(told=False)
         finally:
@@ -301,8 +298,15 @@ class Engine:
 
     def _abandon(self, groups: abc.Sequence[abc.Sequence[Request]]) -> None:
         """Cancel whatever is not done, when its only reader is gone."""
-        for handle in (handle for group in groups for handle in group if not handle.done):
-            self.cancel(handle.id)
+        if left := {handle.id for group in groups for handle in group if not handle.done}:
+            self._cancel(left)
+
+    def _cancel(self, names: abc.Set[str]) -> None:
+        """names: of requests, or of samples."""
+        with self._turn.lock:
+            for seq in [seq for seq in self._batch if seq.id in names or seq.request in names]:
+                self._batch.end(seq, "cancelled")
+            self._settle()
 
     def _check_fits(self, seq: Sequence) -> None:
         """With nothing else running: refuse what could never run. Raises CacheFull."""
