@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from draftproof.cli import run
 from draftproof.errors import LoadError
 from draftproof.models.fake import TableTarget
 from draftproof.models.heads.eagle import EagleHead
@@ -84,6 +85,26 @@ def test_each_engine_gets_the_taps_in_its_own_numbering(tmp_path: Path) -> None:
     for engine in ENGINES[:3]:
         names = set(read_files(tmp_path / engine).tensors)
         assert "midlayer.self_attn.q_proj.weight" in names and {"d2t", "t2d"} <= names
+
+
+def test_taps_that_count_layers_entered_are_not_moved_twice(tmp_path: Path) -> None:
+    """NVIDIA's third head for gpt-oss: its list, in `eagle_config`, names the layer behind the last, as vLLM reads it unshifted."""
+    files = read_files(eagle3(tmp_path / "head"))
+    nested = {"eagle_aux_hidden_state_layer_ids": [3, 5, 8], "use_aux_hidden_state": True}
+    write_files(tmp_path / "head", {**files.config, "eagle_config": nested}, files.tensors)
+    assert Eagle3Head.read(read_files(tmp_path / "head"), TARGET.parts, 13).taps == (2, 4, 7)
+    (tmp_path / "target").mkdir()
+    (tmp_path / "target" / "config.json").write_text('{"num_hidden_layers": 8}', encoding="utf-8")
+    export_head(tmp_path / "head", "vllm", tmp_path / "vllm", tmp_path / "target")
+    assert config_of(tmp_path / "vllm")["eagle_aux_hidden_state_layer_ids"] == [3, 5, 8]
+    export_head(tmp_path / "head", "sglang", tmp_path / "sglang", tmp_path / "target")
+    assert config_of(tmp_path / "sglang")["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [2, 4, 7]
+    *_, remark = export_head(tmp_path / "head", "vllm", tmp_path / "unsure")
+    assert "taps [3, 5, 8] were taken for outputs of layers" in remark and "--target" in remark
+    (tmp_path / "target" / "model.safetensors").touch()
+    options = ["--target", str(tmp_path / "target"), "--drafter", f"eagle3:{tmp_path / 'head'}", "--depth", "3"]
+    assert run(["export", "config", "--to", "vllm", *options, "--out", str(tmp_path / "config")]) == 0
+    assert config_of(tmp_path / "config" / "head")["eagle_aux_hidden_state_layer_ids"] == [3, 5, 8]
 
 
 @pytest.mark.parametrize("more, word", [({"norm_before_residual": True}, "norm_before_residual"), ({"layers": 2}, "several layers"),

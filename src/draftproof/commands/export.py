@@ -31,7 +31,8 @@ def export() -> None:
 @click.option("--to", "engine", type=click.Choice(ENGINES), required=True, help="The engine that reads it; hf: as published.")
 @click.option("--out", type=click.Path(file_okay=False, path_type=Path), required=True, metavar="DIR", help="A new folder for it.")
 @click.option("--target", metavar="PATH|ID",
-              help="For an mtp head: its target's checkpoint, which is copied with the head in it, as engines read one.")
+              help="Of an mtp head: its target's checkpoint, which is copied with the head in it, as engines read one. Of an eagle3 "
+                   "head: its target, whose number of layers tells how some count taps.")
 def head(folder: Path, engine: str, out: Path, target: str | None) -> None:
     """Write the head in FOLDER for another engine. Tensors are renamed, never changed."""
     o.check_target(target)
@@ -107,12 +108,13 @@ def _absolute(place: str) -> str:
 
 def _with_head(plan: Any, engine: str, out: Path) -> Any:
     """A local head in the layout that the engine reads, beside its configuration."""
-    from ..models.heads.export import WRITERS, export_head
+    from ..models.heads.export import TAPPED, WRITERS, export_head
 
     if (plan.name, engine) not in WRITERS:
         return plan
     try:
-        lines = export_head(plan.path(), engine, out / "head")
+        known = plan.name in TAPPED and Path(plan.target).expanduser().is_dir()
+        lines = export_head(plan.path(), engine, out / "head", plan.target if known else None)
     except BaseException:
         rmtree(out / "head", ignore_errors=True)
         raise

@@ -191,13 +191,11 @@ def distinct_taps(layers: int) -> tuple[int, ...]:
 def tap_layers(config: Mapping[str, Any], fc: Tensor, parts: TargetParts, source: str | Path) -> tuple[int, ...]:
     """The taps as 0-based layers whose *outputs* are read. Which numbering a list has is decided by the field that gives it:
     a top-level `eagle_aux_hidden_state_layer_ids` counts the layers that a hidden state *enters* (speculators, vLLM), the one
-    in `eagle_config` (SpecForge, NVIDIA) and `target_layer_ids` (DeepSpec) count outputs. One in `eagle_config` that names the layer behind
-    the last, and not 1, with which lists of outputs begin, counts those entered, too (NVIDIA's third gpt-oss head): no layer has it."""
+    in `eagle_config` (SpecForge, NVIDIA; see `nested_taps`) and `target_layer_ids` (DeepSpec) count outputs."""
     target, name = text_config(parts), "eagle_aux_hidden_state_layer_ids"
     layers, width = int(target.num_hidden_layers), int(target.hidden_size)
-    nested = [int(i) for i in (config.get("eagle_config") or {}).get(name) or ()]
     given = {name: [int(i) - 1 for i in config.get(name) or ()], "target_layer_ids": [int(i) for i in config.get("target_layer_ids") or ()],
-             f"eagle_config.{name}": [i - 1 for i in nested] if layers in nested and 1 not in nested else nested}
+             f"eagle_config.{name}": nested_taps(config, layers)}
     given = {field: found for field, found in given.items() if found}
     if len({tuple(found) for found in given.values()}) > 1:
         raise LoadError(f"{source}: config.json names different taps ({'; '.join(f'{f}: outputs {ids}' for f, ids in given.items())}); "
@@ -211,6 +209,13 @@ def tap_layers(config: Mapping[str, Any], fc: Tensor, parts: TargetParts, source
         raise LoadError(f"{source}: fc.weight is {list(fc.shape)}; expected [H, {len(taps) * width}], {len(taps)} taps ({origin}) of the "
                         f"target's hidden size {width}: the taps are wrong, or the head was trained for another target")
     return taps
+
+
+def nested_taps(config: Mapping[str, Any], layers: int | None) -> list[int]:
+    """The list in `eagle_config` as outputs of 0-based layers. One that names the layer behind the last of the target's `layers`, and not
+    1, with which lists of outputs begin, counts those entered (NVIDIA's third gpt-oss head): no layer has it."""
+    nested = [int(i) for i in (config.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids") or ()]
+    return [i - 1 for i in nested] if layers in nested and 1 not in nested else nested
 
 
 def windows_of(config: Mapping[str, Any], layers: int) -> Sequence[int | None]:

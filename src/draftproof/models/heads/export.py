@@ -14,6 +14,7 @@ from __future__ import annotations
 import re
 import shutil
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +24,10 @@ from torch import Tensor
 from ...errors import LoadError
 from .detect import detect
 from .eagle import eagle_name
-from .eagle3 import canonical, norms_of, setting
+from .eagle3 import canonical, nested_taps, norms_of, setting
 from .files import HeadFiles, read_files, write_files
 from .medusa import understood
-from .mtp_files import COUNTS, brings, stitch
+from .mtp_files import COUNTS, brings, layers_of, stitch
 from .peagle import told_token
 
 ENGINES = ("vllm", "sglang", "trtllm", "hf")
@@ -34,13 +35,15 @@ MTP = {"vllm": "vLLM: --speculative-config '{\"method\": \"mtp\", \"num_speculat
        "sglang": "SGLang: --speculative-algorithm NEXTN",
        "trtllm": "TensorRT-LLM: speculative_config with decoding_type: MTP",
        "hf": "transformers: generate(..., use_mtp=True)"}              # each with that checkpoint as its model
+TAPPED = ("eagle3", "peagle")
 Written = tuple[dict[str, Any], dict[str, Tensor], list[str]]      # config, tensors, notes
 
 
 def export_head(source: str | Path, engine: str, out: str | Path, target: str | Path | None = None) -> list[str]:
     """Write `source`, a head or a draft model, for `engine` into the folder `out`; returns what its user must know.
 
-    target: the checkpoint that an MTP head was trained beside: engines read such a head inside it, so `out` becomes the whole of it.
+    target: the checkpoint that an MTP head was trained beside: engines read such a head inside it, so `out` becomes the whole of it. Of an
+    EAGLE-3 head, the model that it was trained for: its number of layers tells how some lists of taps count.
 
     Raises LoadError if the engine cannot run such a head, naming what it lacks and what to do.
     """
@@ -52,7 +55,7 @@ def export_head(source: str | Path, engine: str, out: str | Path, target: str | 
     kind = detect(files)
     if kind == "mtp":
         return _inside(files, engine, out, target)
-    if target is not None:
+    if target is not None and kind not in TAPPED:
         raise LoadError(f"{source} is of kind {kind}, which engines read beside their target; only an mtp head is written into a "
                         "checkpoint: leave the target out")
     if kind in ("model", "pard"):
@@ -66,9 +69,20 @@ def export_head(source: str | Path, engine: str, out: str | Path, target: str | 
     if write is None:
         able = sorted({to for name, to in WRITERS if name == kind} | {"hf"})
         raise LoadError(f"{engine} runs no {kind} head; {kind} can be exported to {', '.join(able)}")
-    config, tensors, notes = write(files)
+    counted, remarks = _counted(files, target) if kind in TAPPED else (files, [])
+    config, tensors, notes = write(counted)
     write_files(out, config, tensors)
-    return notes
+    return notes + remarks
+
+
+def _counted(files: HeadFiles, target: str | Path | None) -> tuple[HeadFiles, list[str]]:
+    """The head with the taps of its `eagle_config` as outputs, and what is not certain of them without its target."""
+    name, nested = "eagle_aux_hidden_state_layer_ids", nested_taps(files.config, None)
+    if target is None:
+        return files, [f"taps {nested} were taken for outputs of layers; some heads (NVIDIA's third for gpt-oss) count the layers entered, "
+                       "which their target's number of layers tells: name it with --target"] if nested and 1 not in nested else []
+    taps = nested_taps(files.config, layers_of(target))
+    return (replace(files, config={**files.config, "eagle_config": {**files.config["eagle_config"], name: taps}}) if taps else files), []
 
 
 def _inside(files: HeadFiles, engine: str, out: str | Path, target: str | Path | None) -> list[str]:

@@ -195,6 +195,11 @@ def brings(target: str | Path) -> bool:
     return holds(target) or _counted(_config(_folder(target)))[2] > 0
 
 
+def layers_of(target: str | Path) -> int:
+    """A checkpoint's own layers, as its config counts them. Raises LoadError where it does not."""
+    return _depth(_folder(target))
+
+
 def holds(target: str | Path) -> bool:
     """Whether a checkpoint has a head."""
     folder = _folder(target)
@@ -346,7 +351,7 @@ def _depth(folder: Path) -> int:
     config = _config(folder)
     depth = (config.get("text_config") or config).get("num_hidden_layers")
     if not isinstance(depth, int):
-        raise LoadError(f"{folder / 'config.json'} has no num_hidden_layers; expected that of a family with multi-token prediction")
+        raise LoadError(f"{folder / 'config.json'} has no num_hidden_layers; expected the config of a decoder")
     return depth
 
 
