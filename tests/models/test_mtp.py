@@ -14,12 +14,14 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from draftproof.config import LoadConfig
+from draftproof.drafters.base import Site
+from draftproof.drafters.mtp import MtpDrafter
 from draftproof.errors import LoadError
 from draftproof.models.heads.cache import HeadCache, HeadPass
 from draftproof.models.heads.export import ENGINES, export_head
 from draftproof.models.heads.files import HeadFiles, read_files, write_files
 from draftproof.models.heads.mtp import MtpHead
-from draftproof.models.heads.mtp_files import INDEX, alone, inside, stitch
+from draftproof.models.heads.mtp_files import INDEX, alone, inside, read_head, stitch
 from draftproof.models.load import load_target
 from draftproof.models.target import Target
 
@@ -262,6 +264,20 @@ def test_stitching_refuses_what_it_would_spoil(targets: Any, tmp_path: Path) -> 
     (folder / INDEX).write_text(json.dumps(index))
     with pytest.raises(LoadError, match="model-lost.safetensors, which its index names, is missing"):
         stitch(tmp_path / "head", folder, tmp_path / "never")
+
+
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if not case.prefix.startswith("mtp_layers")])
+def test_a_path_may_be_a_whole_checkpoint(name: str, targets: Any, tmp_path: Path) -> None:
+    case, loaded = CASES[name], targets(CASES[name])[1]
+    folder = checkpoint(targets(case)[0], case, make(case), tmp_path / "checkpoint")
+    found, own = (MtpHead.read(files, loaded.parts, V) for files in (read_head(folder), inside(str(folder), L)))
+    assert all(torch.equal(a, b) for a, b in zip(found.state_dict().values(), own.state_dict().values(), strict=True))
+    MtpDrafter.from_spec(str(folder), {}, Site(loaded, "match", LoadConfig(device="cpu")))
+    with pytest.raises(LoadError, match="has no multi-token prediction weights"):
+        read_head(targets(CASES["speculators"])[0])
+    own.save(tmp_path / "head")
+    alike = zip(MtpHead.read(read_head(tmp_path / "head"), loaded.parts, V).state_dict().values(), own.state_dict().values(), strict=True)
+    assert all(torch.equal(a, b) for a, b in alike)
 
 
 def test_engines_get_the_head_inside_its_targets_checkpoint(targets: Any, tmp_path: Path) -> None:

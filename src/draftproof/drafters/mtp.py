@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..models.heads.files import HeadFiles, read_files
 from ..models.heads.mtp import MtpHead
-from ..models.heads.mtp_files import inside
+from ..models.heads.mtp_files import inside, read_head
 from ..models.heads.mtp_layers import Layered
 from .base import NoOptions, Site
 from .lines import Line
@@ -31,7 +31,7 @@ class MtpDrafter(NoOptions, RecurrentDrafter):
     @classmethod
     def from_spec(cls, path: str | None, options: Mapping[str, int], site: Site) -> Self:
         target = site.target
-        files = read_files(path) if path else _own(target.facts.name, int(target.parts.config.get_text_config().num_hidden_layers))
+        files = read_head(path) if path else _own(target.facts.name, int(target.parts.config.get_text_config().num_hidden_layers))
         return cls(MtpHead.read(files, target.parts, target.vocab_size), target.vocab_size, site.graphs)
 
     def _last(self, lines: Sequence[Line]) -> Tensor:

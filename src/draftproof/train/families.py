@@ -200,14 +200,12 @@ def _mlp(target: Target, texts: Sequence[Text], wish: Wish) -> Task:
 
 def _mtp(target: Target, texts: Sequence[Text], wish: Wish) -> Task:
     from ..models.heads.mtp import MtpHead
-    from ..models.heads.mtp_files import alone, inside
+    from ..models.heads.mtp_files import read_head
     from .mtp import MtpTask
     from .warm import warm_mtp
 
     if wish.init is not None:
-        files = wish.files if alone(wish.init) else inside(str(wish.init), target.parts.config.get_text_config().num_hidden_layers)
-        assert files is not None, "it has a folder"
-        head = MtpHead.read(files, target.parts, target.vocab_size)
+        head = MtpHead.read(read_head(wish.init), target.parts, target.vocab_size)
     else:
         head = MtpHead.fresh(target.parts, **wish.sizes(layers="layers"))
         warm_mtp(head, target.parts)

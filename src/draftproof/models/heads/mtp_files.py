@@ -135,6 +135,13 @@ def understand(tensors: Mapping[str, Tensor], source: str | Path) -> Weights:
     return Weights(layout, base, split, named)
 
 
+def read_head(path: str | Path) -> HeadFiles:
+    """A head in a folder of its own, or the one in a whole checkpoint, which is not read for it. Raises LoadError."""
+    folder = folder_of(path)
+    whole = folder is not None and (folder / "config.json").is_file() and any(folder.glob("*.safetensors")) and not alone(folder)
+    return inside(str(path), layers_of(path)) if whole else read_files(path)
+
+
 def inside(name: str, layers: int) -> HeadFiles:
     """The multi-token prediction tensors of a target's own checkpoint: a folder, or a hub id that has been loaded before.
 
