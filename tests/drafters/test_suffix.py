@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 from array import array
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -213,6 +215,34 @@ def test_the_ring_never_finds_what_was_overwritten() -> None:
                 length = 1 << level
                 assert any(o == 0 and part[at - length:at] == tail[-length:] and store.after(end, 99) == part[at:]
                            for o, part in there for at in range(length, len(part) + 1))
+
+
+@pytest.mark.parametrize("which", ["_owner", "_tokens"])
+def test_an_interruption_while_a_text_is_kept_shows_it_to_nobody_else(which: str) -> None:
+    """Ctrl-C, or no memory, at any assignment: places of the text that stood there lead to no token of the one that comes."""
+
+    class Stopping(array):
+        left = 0
+
+        def __setitem__(self, place: Any, value: Any) -> None:
+            if not self.left:
+                raise KeyboardInterrupt
+            self.left -= 1
+            super().__setitem__(place, value)
+
+    for left in range(4):
+        store, index = Store(64, 2), TextIndex(2)
+        store.add([1, 2, *range(10, 50)], 1)
+        kept = getattr(store, which)
+        setattr(store, which, Stopping(kept.typecode, kept))
+        getattr(store, which).left = left
+        with suppress(KeyboardInterrupt):
+            store.add([1, 2, *range(60, 100)], 2)
+        setattr(store, which, array(kept.typecode, getattr(store, which)))
+        index.extend([1, 2])
+        for tenant, low, high in ((1, 10, 50), (2, 60, 100)):
+            for end in store.places(1, index.grams[1], tenant, array("i", [1, 2]), 9):
+                assert all(low <= token < high for token in store.after(end, 9)), (tenant, left)
 
 
 def test_a_text_longer_than_the_store_leaves_its_end_there() -> None:

@@ -170,8 +170,9 @@ class Store:
             self._at = 0
         self._filled = True
         at, stop = self._at, self._at + len(text)
-        self._tokens[at:stop + 1] = array("i", [*text, SEPARATOR])
+        self._tokens[at:stop + 1] = array("i", [SEPARATOR]) * (len(text) + 1)      # interrupted, nobody's tokens have another's owner
         self._owner[at:stop + 1] = array("q", [owner]) * (len(text) + 1)
+        self._tokens[at:stop] = array("i", text)
         for level, hashed in enumerate(_hash_all(np.asarray(text, dtype=np.int64), self.levels)):
             self._link(level, at + (1 << level), self._slots(hashed[(1 << level) - 1:-1], owner))
         self._at = stop + 1
