@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -118,10 +119,19 @@ def test_a_packed_target_has_no_gradient_to_train_by(tiny: Path) -> None:
 
 
 @torch.no_grad()
-def test_every_step_of_the_unrolled_text_is_the_served_one() -> None:
+@pytest.mark.parametrize("settings", [None, {"model_type": "ernie4_5_moe"}, {"model_type": "mellum", "sliding_window": 3},
+                                      {"model_type": "exaone_moe", "sliding_window": 4}], ids=str)
+def test_every_step_of_the_unrolled_text_is_the_served_one(settings: dict[str, Any] | None) -> None:
+    """Also of a layer that slides, and where the target's final norm stands before the output."""
     target = table()
     torch.manual_seed(1)
-    head = MtpHead.fresh(target.parts)
+    size = target.parts.config.hidden_size
+    norm = torch.nn.RMSNorm(size)
+    norm.weight.uniform_(0.5, 2.0)
+    target.parts = replace(target.parts, norm=norm)
+    few = {"hidden_size": size, "head_dim": 8, "num_attention_heads": 4, "num_key_value_heads": 2,
+           "num_experts": 4, "num_experts_per_tok": 2}
+    head = MtpHead.fresh(target.parts, settings=settings and {**few, **settings})
     tokens = torch.randint(13, (9,)).tolist()
     text = features(target, tokens, 7)
     task, fused = MtpTask(head, steps=3, soft=False), head.fuse(text.taps[7])
@@ -133,6 +143,7 @@ def test_every_step_of_the_unrolled_text_is_the_served_one() -> None:
             attend = HeadPass([cache], [len(ids)])
             hidden = head.step(ids, hidden, torch.arange(cache.length, cache.length + len(ids)), attend)[-1:]
             attend.done()
+            assert head.whole(cache.length) == (head.window is None or cache.length <= head.window)
             asked = row + 2 + step                   # the token that this row of this step is asked for
             expected = -head.logits(hidden)[0].log_softmax(-1)[text.ids[asked]]
             torch.testing.assert_close(losses[step][asked - max(2 + step, len(PROMPT))], expected, atol=1e-5, rtol=1e-4)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
+from inspect import signature
 from typing import Any
 
 import torch
@@ -34,6 +35,11 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "qwen3_5_text": {**BASE, **LINEAR, "head_dim": 16},
     "qwen2": BASE,
     "qwen3": {**BASE, "head_dim": 16},
+    "ernie4_5_moe": {**BASE, "moe_num_experts": E, "moe_k": 2, "moe_intermediate_size": M, "moe_num_shared_experts": 1,
+                     "moe_layer_start_index": 1, "moe_layer_end_index": 1},
+    "exaone_moe": {**BASE, "head_dim": 8, "num_experts": E, "num_experts_per_tok": 2, "moe_intermediate_size": M, "sliding_window": 4},
+    "mellum": {**BASE, "head_dim": 8, "num_experts": E, "num_experts_per_tok": 2, "moe_intermediate_size": M, "sliding_window": 4,
+               "layer_types": ["full_attention", "sliding_attention"]},
 }
 
 MLP = {"mlp.gate_proj.weight": (INNER, H), "mlp.up_proj.weight": (INNER, H), "mlp.down_proj.weight": (H, INNER)}
@@ -66,10 +72,14 @@ SHAPES: dict[str, dict[str, tuple[int, ...]]] = {
     "qwen3_5_text": {**attention(16, gate=2, norms=True), **MLP, **NORMS},
     "qwen2": {**attention(8, biases=True), **MLP, **NORMS},
     "qwen3": {**attention(16, norms=True), **MLP, **NORMS},
+    "ernie4_5_moe": {**attention(8), **MLP, **NORMS},
+    "exaone_moe": {**attention(8, norms=True), **MLP, **NORMS},
+    "mellum": {**attention(8, norms=True), "mlp.gate.weight": (E, H), **EXPERTS, **NORMS},
 }
 NAMES = {"token": "enorm", "hidden": "hnorm", "proj": "eh_proj", "last": "shared_head.norm"}
 QWEN = {"token": "pre_fc_norm_embedding", "hidden": "pre_fc_norm_hidden", "proj": "fc", "last": "norm"}
 MIMO = {"token": "token_layernorm", "hidden": "hidden_layernorm", "proj": "input_proj", "last": "final_layernorm"}
+ERNIE = {"token": "mtp_emb_norm.0", "hidden": "mtp_hidden_norm.0", "proj": "mtp_linear_proj.0"}
 
 
 @dataclass(frozen=True)
@@ -85,12 +95,14 @@ class Case:
     normed: bool = True
     blank_first: bool = False
     centred: bool = False                       # norms multiply by 1 + weight
+    like: int = 1                               # the target's layer that is made as the head's
+    window: int | None = None                   # how many keys a row sees, its own among them
     settings: Mapping[str, Any] = field(default_factory=dict)      # changes to config.json
 
     def keys(self) -> dict[str, tuple[int, ...]]:
         """Every published key and its shape."""
         parts: dict[str, tuple[int, ...]] = {"token": (H,), "hidden": (H,), "proj": (H, 2 * H), "last": (H,)}
-        return {**{f"{self.prefix}{self.names[part]}.weight": shape for part, shape in parts.items()},
+        return {**{f"{self.prefix}{self.names[part]}.weight": shape for part, shape in parts.items() if part in self.names},
                 **{f"{self.prefix}{name}.weight": (V, H) for name in self.own},
                 **{f"{self.block}{name}": shape for name, shape in SHAPES[self.family].items()}}
 
@@ -105,6 +117,9 @@ CASES: dict[str, Case] = {
     "mimo": Case("qwen2", "model.mtp_layers.0.", MIMO, "model.mtp_layers.0.", hidden_first=True, normed=False, blank_first=True,
                  settings={"model_type": "mimo", "num_nextn_predict_layers": 1}),
     "speculators": Case("qwen3", "mtp_layers.0.", MIMO, "mtp_layers.0."),
+    "ernie": Case("ernie4_5_moe", "model.", ERNIE, "model.mtp_block.0.", normed=False, like=0, settings={"num_nextn_predict_layers": 1}),
+    "exaone": Case("exaone_moe", "mtp.", QWEN, "mtp.layers.0.", like=0, window=4, settings={"num_nextn_predict_layers": 1}),
+    "mellum": Case("mellum", "mtp.", QWEN, "mtp.layers.0.", window=4, settings={"num_nextn_predict_layers": 1}),
 }
 
 
@@ -133,7 +148,7 @@ def rms(x: Tensor, weight: Tensor, centred: bool, eps: float = 1e-6) -> Tensor:
 def reference(case: Case, tensors: Mapping[str, Tensor], model: PreTrainedModel, tokens: Tensor, hidden: Tensor, further: Tensor) -> Tensor:
     """Logits [n + len(further), V]: of every true row (tokens[i], hidden[i] of the target's last layer), then of the recursion over
     `further` tokens, each of which reads the head's output before it."""
-    part = {name: tensors[f"{case.prefix}{case.names[name]}.weight"] for name in ("token", "hidden", "proj", "last")}
+    part = {name: tensors[f"{case.prefix}{there}.weight"] for name, there in case.names.items()}
     embed = tensors.get(f"{case.prefix}embed_tokens.weight", model.get_input_embeddings().weight)
     head = tensors.get(f"{case.prefix}shared_head.head.weight", model.get_output_embeddings().weight)
     feature = model.model.norm(hidden) if case.normed else hidden
@@ -144,8 +159,9 @@ def reference(case: Case, tensors: Mapping[str, Tensor], model: PreTrainedModel,
         sides = [rms(embedded, part["token"], case.centred), rms(found[-1] if before is None else before, part["hidden"], case.centred)]
         x = torch.cat(sides[::-1] if case.hidden_first else sides) @ part["proj"].T
         inputs = torch.cat((inputs, x[None]))
-        found = torch.cat((found, rms(layer(inputs)[-1:], part["last"], case.centred)))
-    return found @ head.T
+        out = layer(inputs)[-1:]
+        found = torch.cat((found, rms(out, part["last"], case.centred) if "last" in part else out))
+    return (found if "last" in part else model.model.norm(found)) @ head.T
 
 
 def decoder(case: Case, tensors: Mapping[str, Tensor]) -> Callable[[Tensor], Tensor]:
@@ -155,10 +171,11 @@ def decoder(case: Case, tensors: Mapping[str, Tensor]) -> Callable[[Tensor], Ten
         return lambda x: plain_layer(x, weights)
     package = case.family.removesuffix("_text")
     module = import_module(f"transformers.models.{package}.modeling_{package}")
-    prefix = {"deepseek_v3": "DeepseekV3", "glm4_moe": "Glm4Moe", "qwen3_next": "Qwen3Next", "qwen3_5": "Qwen3_5"}[package]
+    prefix = {"deepseek_v3": "DeepseekV3", "glm4_moe": "Glm4Moe", "qwen3_next": "Qwen3Next", "qwen3_5": "Qwen3_5",
+              "ernie4_5_moe": "Ernie4_5_Moe", "exaone_moe": "ExaoneMoe", "mellum": "Mellum"}[package]
     config = AutoConfig.for_model(case.family, **CONFIGS[case.family])
     config._attn_implementation = config._experts_implementation = "eager"
-    layer = getattr(module, f"{prefix}DecoderLayer")(config, 1)         # what heads are made of: full attention, experts
+    layer = getattr(module, f"{prefix}DecoderLayer")(config, case.like)
     rope = next(cls for name, cls in vars(module).items() if name.endswith("RotaryEmbedding") and "Vision" not in name)(config)
     if "mlp.experts.0.gate_proj.weight" in weights:
         weights["mlp.experts.gate_up_proj"] = torch.stack([torch.cat([weights.pop(f"mlp.experts.{i}.{kind}_proj.weight")
@@ -169,8 +186,10 @@ def decoder(case: Case, tensors: Mapping[str, Tensor]) -> Callable[[Tensor], Ten
 
     def run(x: Tensor) -> Tensor:
         at = torch.arange(len(x))[None]
-        mask = torch.full((len(x), len(x)), float("-inf")).triu(1)[None, None]
-        turn = rope(x[None], at.expand(3, 1, -1) if hasattr(rope, "mrope_section") else at)
+        seen = torch.ones(len(x), len(x)).tril().triu(1 - (case.window or len(x)))
+        mask = torch.zeros(len(x), len(x)).masked_fill(seen == 0, float("-inf"))[None, None]
+        kind = (config.layer_types[case.like],) if "layer_type" in signature(rope.forward).parameters else ()
+        turn = rope(x[None], at.expand(3, 1, -1) if hasattr(rope, "mrope_section") else at, *kind)
         out = layer(x[None], position_embeddings=turn, position_ids=at, attention_mask=mask)
         return (out[0] if isinstance(out, tuple) else out)[0]
 

@@ -177,6 +177,27 @@ def test_a_family_that_is_not_known_is_named(targets: Any, tmp_path: Path) -> No
         MtpHead.read(HeadFiles(tmp_path, {"model_type": "mamba2"}, make(CASES["qwen3.5"])), targets(CASES["qwen3.5"])[1].parts, V)
 
 
+@pytest.mark.parametrize("family, tensor", [
+    ("mimo_v2_flash", "model.mtp.layers.0.eh_proj.weight"),
+    ("longcat_flash", "model.mtp.layers.0.enorm.m.weight"),
+    ("nemotron_h", "mtp.layers.0.mixer.experts.1.up_proj.weight"),
+    ("nemotron_h", "mtp.layers.0.eh_proj.weight"),
+    ("deepseek_v4", "mtp.0.e_proj.weight"),
+    ("bailing_hybrid", f"model.layers.{L}.final_layernorm.weight"),
+    ("hy_v3", f"model.layers.{L}.final_layernorm.weight"),
+    ("step3p5", f"model.layers.{L}.transformer.shared_head.output.weight"),
+    ("glm_ocr", f"model.language_model.layers.{L}.eh_proj.weight"),
+    ("kimi_k3", f"language_model.model.layers.{L}.eh_proj.weight"),
+])
+def test_a_head_that_is_not_read_is_refused_by_its_familys_name(family: str, tensor: str, targets: Any, tmp_path: Path) -> None:
+    """Not as one that a repack has lost or cut, which would send people to fetch the same again."""
+    write_files(tmp_path, {"model_type": family, "num_hidden_layers": L}, {"model.layers.0.a.weight": torch.zeros(2),
+                                                                           tensor: torch.zeros(2, 2)})
+    with pytest.raises(LoadError, match=f"family '{family}'") as refusal:
+        MtpHead.read(inside(str(tmp_path), L), targets(CASES["qwen3.5"])[1].parts, V)
+    assert "quantised" not in str(refusal.value)
+
+
 # Stitching
 
 

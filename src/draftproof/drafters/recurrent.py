@@ -20,7 +20,6 @@ from ..models.graphs import recorder
 from ..models.heads.blocks import join
 from ..models.heads.cache import HeadCache, HeadPass, entry_bytes
 from ..models.heads.compiled import CompiledHead, Made, Wish
-from ..models.heads.layers import HeadLayers
 from ..models.heads.recorded import MOST_FED, MOST_LINES, Fed, RecordedChains, Recording, RecurrentHead
 from ..models.heads.rows import by_rows
 from ..models.packed import can_pack, pack, sizes
@@ -139,8 +138,8 @@ class RecurrentDrafter:
 
     def _whole(self, state: RecurrentState, depth: int) -> bool:
         """Whether all layers see all of a text and so many guesses: kernels and recordings know no windows."""
-        layers = getattr(self.head, "layers", None)
-        return not isinstance(layers, HeadLayers) or layers.whole(state.window.held + self._missing(state) + depth - 1)
+        whole = getattr(self.head, "whole", None) or getattr(getattr(self.head, "layers", None), "whole", None)
+        return whole is None or bool(whole(state.window.held + self._missing(state) + depth - 1))
 
     # The text's own entries.
 

@@ -45,8 +45,9 @@ def cross_entropy(logits: Tensor, wanted: Tensor) -> Tensor:
 @dataclass(frozen=True, slots=True)
 class Unrolled:
     """Attention of all steps over one text. Row t of a layer's first pass sees rows up to t; of a later one, those and its own chain.
-    A later pass may be shorter. q [R, heads, D], k and v [R, kv, D] → [R, heads · D]."""
+    A later pass may be shorter. q [R, heads, D], k and v [R, kv, D] → [R, heads · D]. window: how many of them a row sees at most."""
 
+    window: int | None = None
     held: dict[int, list[tuple[Tensor, Tensor]]] = field(default_factory=dict)
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -56,6 +57,8 @@ class Unrolled:
         chain.append((k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)))
         (keys, values), *later = [(k[:rows], v[:rows]) for k, v in chain]
         seen = torch.ones(rows, rows, dtype=torch.bool, device=q.device).tril()
+        if self.window is not None:
+            seen = seen.triu(len(later) + 1 - self.window)
         true = torch.einsum("qhd,khd->hqk", q, keys).masked_fill(~seen, float("-inf"))
         own = [(q * k).sum(-1).t()[..., None] for k, _ in later]
         weights = (torch.cat((true, *own), -1) * dim**-0.5).float().softmax(-1).to(v.dtype)
@@ -115,7 +118,7 @@ class MtpTask(StepsTask):
         self.soft = soft
 
     def _one(self, text: Features) -> list[tuple[Tensor, Tensor, int]]:
-        head, ids, length, attend = self.module, text.ids, text.ids.shape[0], Unrolled()
+        head, ids, length, attend = self.module, text.ids, text.ids.shape[0], Unrolled(self.module.window)
         with torch.no_grad():
             features = head.fuse(text.taps[self.taps[0]])
         hidden, found = features, []
@@ -131,7 +134,8 @@ class MtpTask(StepsTask):
         return found
 
     def _logits(self, hidden: Tensor, step: int) -> Tensor:
-        output = self.module.parts.output if self.module.heads is None else self.module.heads[step % self.module.layers]
+        head, hidden = self.module, self.module.ready(hidden)
+        output = head.parts.output if head.heads is None else head.heads[step % head.layers]
         weight, bias = output.weight, getattr(output, "bias", None)  # type: ignore[union-attr]
         return functional.linear(hidden, weight.to(hidden.dtype), None if bias is None else bias.to(hidden.dtype))  # type: ignore[arg-type]
 

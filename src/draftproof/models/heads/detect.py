@@ -50,7 +50,7 @@ def _by_tensors(tensors: Mapping[str, Any], config: Mapping[str, Any]) -> str | 
         return "dspark"
     if some(r"(^|\.)candidate_selector\."):
         return "dflash2"
-    if some(r"^mtp\.|mtp_layers\.|\.eh_proj\."):
+    if some(r"^mtp\.|mtp_layers\.|\.mtp_block\.|\.eh_proj\."):
         return "mtp"
     if _medusa(names):
         return "hydra" if "hydra_num_heads" in config or some(r"hydra|prefix_embed|prefix_layer") else "medusa"

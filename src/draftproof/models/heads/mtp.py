@@ -9,14 +9,18 @@ One row per text token. The rotary position of a row is the position of the toke
     deepseek    [embedding, hidden]     after its final norm          zero                 its own, or the target's if left out (GLM-5)
     qwen        [embedding, hidden]     after its final norm          as it is             the target's
     mimo        [hidden, embedding]     before its final norm         zero                 the target's
+    ernie       [embedding, hidden]     before its final norm         as it is             the target's, behind its final norm
 
-y, after the head's last norm, is what the next step reads, in every family. These are the conventions of the engines that serve
-the published heads: vLLM's `deepseek_mtp`, `glm4_moe_mtp` and `qwen3_next_mtp` read what the target's final norm returns, its
-MiMo target returns the residual stream; pull requests 45895 and 47448 there made the normed output what is fed back. A wrong
-choice still drafts, only worse, and nothing else shows it. `speculators` folders hold Qwen's head under other names.
+y, after the head's last norm, is what the next step reads, in every family; Ernie's head has no norm, and its y is the layer's
+output. These are the conventions of the engines that serve the published heads: vLLM's `deepseek_mtp`, `glm4_moe_mtp`,
+`exaone_moe_mtp` and `qwen3_next_mtp` read what the target's final norm returns, and so does transformers' `MtpModel`, from which
+Mellum's are taken; vLLM's MiMo target returns the residual stream; pull requests 45895 and 47448 there made the normed output what
+is fed back. Ernie 4.5's are those of the code that taught it (PaddlePaddle/ERNIE, `modeling_moe.py`), for engines disagree about its
+norms. A wrong choice still drafts, only worse, and nothing else shows it. `speculators` folders hold Qwen's head under other names.
 
 Decoder layers are the transformers classes of the target's family with this file's attention, so that several sequences share
 a pass. DeepSeek-V3.2 and GLM-5 select keys with an indexer; here every key is read, which is the same up to `index_topk` tokens.
+K-EXAONE's and Mellum's heads slide, as their configs say.
 """
 
 from __future__ import annotations
@@ -34,6 +38,7 @@ from transformers import AttentionInterface, AutoConfig
 
 from ...errors import LoadError
 from ..target import TargetParts
+from .cache import HeadPass
 from .files import HeadFiles, converted, fill, write_files
 from .mtp_files import LAYOUTS, Layout, Weights, understand
 
@@ -52,11 +57,17 @@ FAMILIES: Mapping[str, tuple[str, str, str]] = {
     "qwen3": ("qwen3", "Qwen3", "Qwen3"),
     "qwen3_moe": ("qwen3_moe", "Qwen3Moe", "Qwen3Moe"),
     "llama": ("llama", "Llama", "Llama"),
+    "ernie4_5_moe": ("ernie4_5_moe", "Ernie4_5_Moe", "Ernie4_5_Moe"),
+    "exaone_moe": ("exaone_moe", "ExaoneMoe", "ExaoneMoe"),
+    "mellum": ("mellum", "Mellum", "Mellum"),
 }
-NAMES = {"mimo": "mimo", **dict.fromkeys(("deepseek_v3", "deepseek_v32", "glm_moe_dsa", "glm4_moe", "glm4_moe_lite"), "deepseek")}
+NAMES = {"mimo": "mimo", "ernie4_5_moe": "ernie",
+         **dict.fromkeys(("deepseek_v3", "deepseek_v32", "glm_moe_dsa", "glm4_moe", "glm4_moe_lite"), "deepseek")}
 """The layout in which a family publishes its heads, where it is not Qwen's: what its engines look for."""
 ALSO = {"mimo": "qwen2", "deepseek_v32": "deepseek_v3", "glm_moe_dsa": "deepseek_v3"}     # whose configuration class reads theirs
-
+SLIDING = "sliding_attention"
+SLIDE = ("exaone_moe", "mellum")             # families whose heads slide unless their configs say otherwise
+DENSE = ("exaone_moe", "ernie4_5_moe")       # families with experts whose heads have none
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """layer, q [R, heads, D], k and v [R, kv, D] → [R, heads · D]; q and k are rotated, scores are q · k / √D."""
@@ -107,9 +118,11 @@ class MtpHead(nn.Module):
         shared = 1 if layout.shared else layers
         self.fusions = nn.ModuleList(Fusion(norm, size, eps, layout.hidden_first) for _ in range(shared))
         self.blocks = nn.ModuleList(getattr(module, f"{prefix}DecoderLayer")(config, i) for i in range(layers))
-        self.norms = nn.ModuleList(norm(size, eps=eps) for _ in range(shared))
+        self.norms = nn.ModuleList(norm(size, eps=eps) for _ in range(0 if layout.borrowed_norm else shared))
         self.rotary = getattr(module, f"{rotary}RotaryEmbedding")(config)
         self._grid = hasattr(self.rotary, "mrope_section")      # positions in text, height and width, all one here
+        self._kind = config.layer_types[:1] if hasattr(self.rotary, "layer_types") else ()      # angles may be a kind of layer's own
+        self.window: int | None = getattr(config, "head_window", None)      # how many keys a row sees; None: all
         embed = _embedding(parts)
         self.embed = nn.Embedding(embed.num_embeddings, size) if "embed" in own else None
         self.heads = nn.ModuleList(nn.Linear(size, embed.num_embeddings, bias=False) for _ in range(layers)) if "heads" in own else None
@@ -127,9 +140,9 @@ class MtpHead(nn.Module):
     @classmethod
     def read(cls, files: HeadFiles, parts: TargetParts, vocab_size: int) -> Self:
         """From a folder with only the head, or the tensors of a target's checkpoint. Raises LoadError saying what does not fit."""
+        settings = _settings(files.config, parts, files.path)         # a family that is not known is named before its tensors are judged
         weights = understand(files.tensors, files.path)
         _check(weights, parts, vocab_size, files.path)
-        settings = _settings(files.config, parts, files.path)
         own = [name for name in ("embed", "heads") if any(tensor.startswith(f"{name}.") for tensor in weights.tensors)]
         try:
             head = cls(weights.layout, settings, _config(settings, weights), weights.layers, parts, own)
@@ -188,21 +201,31 @@ class MtpHead(nn.Module):
         """Step `at` of the recursion: tokens [R] and the hidden states before them [R, H] → [R, H], normed, for `logits` and for the
         next step. positions [R]: the tokens' own, minus one."""
         place = at % self.layers
-        fusion, norm = self.fusions[place % len(self.fusions)], self.norms[place % len(self.norms)]
+        fusion = self.fusions[place % len(self.fusions)]
         embedded = (self.embed or _embedding(self.parts))(tokens)
         if self.layout.blank_first:
             embedded = embedded.masked_fill((positions == 0)[:, None], 0.0)
         dtype = fusion.token_norm.weight.dtype  # type: ignore[union-attr]
         x = fusion(embedded.to(dtype), hidden.to(dtype))[None]  # type: ignore[arg-type]
         spots = positions[None]
-        turn = self.rotary(x, positions.expand(3, 1, -1) if self._grid else spots)
+        turn = self.rotary(x, positions.expand(3, 1, -1) if self._grid else spots, *self._kind)
+        if isinstance(attend, HeadPass):
+            attend = attend.within(self.window)
         x = self.blocks[place](x, position_embeddings=turn, position_ids=spots, attention_mask=None, draftproof_rows=attend)
-        out: Tensor = norm((x[0] if isinstance(x, tuple) else x)[0])
-        return out
+        out: Tensor = (x[0] if isinstance(x, tuple) else x)[0]
+        return self.norms[place % len(self.norms)](out) if self.norms else out
+
+    def whole(self, entries: int) -> bool:
+        """Whether a row sees all of so many entries."""
+        return self.window is None or entries <= self.window
+
+    def ready(self, hidden: Tensor) -> Tensor:
+        """What `step` returned, as an output matrix reads it."""
+        return self.parts.norm(hidden) if self.layout.borrowed_norm and self.parts.norm is not None else hidden
 
     def logits(self, hidden: Tensor, at: int = 0) -> Tensor:
         """[R, V] over the target's ids, of what step `at` returned."""
-        output = self.parts.output if self.heads is None else self.heads[at % self.layers]
+        output, hidden = self.parts.output if self.heads is None else self.heads[at % self.layers], self.ready(hidden)
         assert output is not None, "refused at construction"
         logits: Tensor = output(hidden if self.heads is not None else hidden.to(_embedding(self.parts).weight.dtype))
         return logits
@@ -235,12 +258,12 @@ def _llama(text: Any) -> dict[str, Any]:
 
 
 def _config(settings: Mapping[str, Any], weights: Weights | None, layers: int = 1) -> Any:
-    """The same as a transformers config of `layers` layers of full attention, sizes as the tensors have them."""
+    """The same as a transformers config of `layers` layers of the head's kind, sizes as the tensors have them."""
     kind = settings["model_type"]
     apart = ("model_type", "architectures", "auto_map", "quantization_config")
     kept = {name: value for name, value in settings.items() if name not in apart}
     config = AutoConfig.for_model(ALSO.get(kind, kind), **kept)
-    sparse = bool(getattr(config, "num_experts", 0) or getattr(config, "n_routed_experts", 0))
+    sparse = kind not in DENSE and bool(getattr(config, "num_experts", 0) or getattr(config, "n_routed_experts", 0))
     if weights is not None:
         layers, tensors = weights.layers, weights.tensors
         sparse = "blocks.0.mlp.gate.weight" in tensors
@@ -249,7 +272,12 @@ def _config(settings: Mapping[str, Any], weights: Weights | None, layers: int = 
             config.intermediate_size = tensors["blocks.0.mlp.gate_proj.weight"].shape[0]
         if "blocks.0.mlp.experts.down_proj" in tensors:
             config.moe_intermediate_size = tensors["blocks.0.mlp.experts.down_proj"].shape[2]
-    changes = {"num_hidden_layers": layers, "layer_types": ["full_attention"] * layers, "decoder_sparse_step": 1,
+    sees = (getattr(config, "mtp_layer_types", None) or [SLIDING if kind in SLIDE else "full_attention"])[0]
+    config.head_window = config.sliding_window if kind in SLIDE and sees == SLIDING else None
+    if kind == "exaone_moe":
+        sees = SLIDING              # its layers turn queries and keys only where they slide, its head always
+    changes = {"num_hidden_layers": layers, "layer_types": [sees] * layers, "decoder_sparse_step": 1,
+               "moe_layer_interval": 1, "moe_layer_start_index": 0 if sparse else layers, "moe_layer_end_index": layers - 1,
                "mlp_layer_types": ["sparse" if sparse else "dense"] * layers, "first_k_dense_replace": 0 if sparse else layers,
                "mlp_only_layers": [] if sparse else list(range(layers))}
     for name, value in changes.items():

@@ -4,8 +4,9 @@ The weights live in the target's own checkpoint, beside the layers that generate
 
     deepseek      model.layers.{L + i}.{enorm, hnorm, eh_proj, shared_head.norm}, usually .embed_tokens and .shared_head.head (the
                   target's again), and a decoder layer: DeepSeek-V3/R1, GLM-4.5 and later
-    qwen          mtp.{fc, pre_fc_norm_embedding, pre_fc_norm_hidden, norm} and mtp.layers.{i}.*: Qwen3-Next, Qwen3.5
+    qwen          mtp.{fc, pre_fc_norm_embedding, pre_fc_norm_hidden, norm} and mtp.layers.{i}.*: Qwen3-Next, Qwen3.5, K-EXAONE, Mellum
     mimo          model.mtp_layers.{i}.{input_proj, token_layernorm, hidden_layernorm, final_layernorm} and a decoder layer
+    ernie         model.{mtp_linear_proj, mtp_emb_norm, mtp_hidden_norm}.0 and model.mtp_block.0.*, no norm at the end: Ernie 4.5
     speculators   mtp_layers.{i}.* with MiMo's names around Qwen's head: `speculators_model_type` mtp, a folder of its own
 
 Inside they are one thing: fusions.{i}.{token_norm, hidden_norm, proj} · blocks.{i}.* · norms.{i} · embed · heads.{i}.
@@ -32,6 +33,8 @@ from .files import HeadFiles, folder_of, read_files, save_file
 INDEX = "model.safetensors.index.json"
 COUNTS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")       # by which configs say how many layers a head has
 EXPERT = re.compile(r"^(.*\.experts\.)(\d+)\.(gate_proj|up_proj|down_proj)\.weight$")
+EXPECTED = "expected mtp.*, mtp_layers.*, model.mtp_layers.*, model.mtp_block.* or model.layers.N.eh_proj"
+OTHERS = re.compile(r"(?:^|[._])(?:mtp|nextn)|\.eh_proj\.")              # how heads are named that are not read here
 SCALE, BLOCK = "_scale_inv", 128     # DeepSeek's FP8: a float per block of 128 × 128 beside `….weight`
 
 
@@ -42,6 +45,7 @@ class Layout:
     layer: prefix of a layer's names, its number next · own: names inside a layer that are not its decoder block
     shared: names that stand once for all layers · hidden_first: [hidden, embedding] instead of [embedding, hidden]
     normed: the target's hidden states pass its final norm first · blank_first: the embedding beside position 0 is zero
+    borrowed_norm: the target's final norm, not one of the head's own, stands before the output, and the next step reads what is before it
     """
 
     name: str
@@ -51,6 +55,7 @@ class Layout:
     hidden_first: bool = False
     normed: bool = True
     blank_first: bool = False
+    borrowed_norm: bool = False
 
     def ours(self, name: str, base: int) -> str:
         """Our name of a published one; a name that belongs to no head stays as it is."""
@@ -92,9 +97,12 @@ LAYOUTS: Mapping[str, Layout] = {layout.name: layout for layout in (
         "enorm.": "fusions.{i}.token_norm.", "hnorm.": "fusions.{i}.hidden_norm.", "eh_proj.": "fusions.{i}.proj.",
         "shared_head.norm.": "norms.{i}.", "shared_head.head.": "heads.{i}.", "embed_tokens.": "embed."}, blank_first=True),
     Layout("mimo", "model.mtp_layers.", own=_MIMO_NAMES, hidden_first=True, normed=False, blank_first=True),
+    Layout("ernie", "model.mtp_block.", shared={
+        "model.mtp_linear_proj.0.": "fusions.0.proj.", "model.mtp_emb_norm.0.": "fusions.0.token_norm.",
+        "model.mtp_hidden_norm.0.": "fusions.0.hidden_norm."}, normed=False, borrowed_norm=True),
     Layout("speculators", "mtp_layers.", own=_MIMO_NAMES),
 )}
-_MARKS = {"qwen": r"mtp\.", "mimo": r"model\.mtp_layers\.\d+\.", "speculators": r"mtp_layers\.\d+\.",
+_MARKS = {"qwen": r"mtp\.", "mimo": r"model\.mtp_layers\.\d+\.", "ernie": r"model\.mtp_block\.\d+\.", "speculators": r"mtp_layers\.\d+\.",
           "deepseek": r"model\.layers\.\d+\.(?:eh_proj|enorm|hnorm)\."}
 
 
@@ -148,7 +156,12 @@ def inside(name: str, layers: int) -> HeadFiles:
     Opens only these tensors. Raises LoadError if the checkpoint has none.
     """
     folder = _folder(name)
-    where = {tensor: file for tensor, file in _places(folder).items() if _is_head(tensor, layers)}
+    places = _places(folder)
+    where = {tensor: file for tensor, file in places.items() if _is_head(tensor, layers)}
+    others = [tensor for tensor in places if OTHERS.search(tensor)]
+    if others and not where:
+        raise LoadError(f"{name}, of family {_config(folder).get('model_type')!r}, has multi-token prediction weights under names that are "
+                        f"not read here ({', '.join(sorted(others)[:4])}); {EXPECTED}")
     if not where:
         raise LoadError(f"{name} has no multi-token prediction weights (no mtp.*, model.mtp_layers.* or model.layers.{layers}.* tensors; "
                         "quantised repacks often drop them); expected the original checkpoint, or mtp:PATH with a head of its own")
@@ -268,7 +281,7 @@ def _recognise(names: Iterable[str], source: str | Path) -> tuple[Layout, int, b
     kind = next((kind for kind, mark in _MARKS.items() if any(re.match(mark, name) for name in names)), None)
     if kind is None:
         raise LoadError(f"{source}: no multi-token prediction head among its tensors (found {', '.join(sorted(names)[:4]) or 'none'}); "
-                        "expected mtp.*, mtp_layers.*, model.mtp_layers.* or model.layers.N.eh_proj")
+                        f"{EXPECTED}")
     layout = LAYOUTS[kind]
     numbers = [int(found[1]) for name in names if (found := re.match(re.escape(layout.layer) + r"(\d+)\.", name))]
     return layout, min(numbers, default=0), any(EXPERT.match(name) for name in names)
@@ -277,7 +290,7 @@ def _recognise(names: Iterable[str], source: str | Path) -> tuple[Layout, int, b
 def _is_head(name: str, layers: int) -> bool:
     """Whether a tensor of a target with so many layers belongs to its head."""
     found = re.match(r"model\.layers\.(\d+)\.", name)
-    return int(found[1]) >= layers if found else name.startswith(("mtp.", "mtp_layers.", "model.mtp_layers."))
+    return int(found[1]) >= layers if found else name.startswith(("mtp.", "mtp_layers.", "model.mtp_"))
 
 
 def _dequantised(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
