@@ -28,6 +28,7 @@ from draftproof.drafters.string_level import StringLevel
 from draftproof.drafters.suffix import SuffixDrafter
 from draftproof.drafters.translate import TokenLevel, TranslatedLm
 from draftproof.drafters.vocabulary import Spelling, Words
+from draftproof.drafters.xpress import XPressDrafter
 from draftproof.models.heads.dflash import DFlash
 from draftproof.models.heads.dflash2 import DFlash2
 from draftproof.models.heads.dspark import DSpark
@@ -37,6 +38,7 @@ from draftproof.models.heads.hydra import HydraHead
 from draftproof.models.heads.medusa import MedusaHead
 from draftproof.models.heads.mlp import MlpHead
 from draftproof.models.heads.mtp import MtpHead
+from draftproof.models.heads.xpress import XPress
 from draftproof.models.load import WEIGHTS, builtin, load_target
 from draftproof.models.target import Target
 from draftproof.types import Scores
@@ -116,6 +118,7 @@ FRESH: dict[str, Make] = {
     "dflash": lambda target: DFlashDrafter(DFlash.fresh(target.parts), target.vocab_size),
     "dflash2": lambda target: DFlash2Drafter(DFlash2.fresh(target.parts), target.vocab_size),
     "dspark": lambda target: DSparkDrafter(DSpark.fresh(target.parts), target.vocab_size),
+    "xpress": lambda target: XPressDrafter(XPress.fresh(target.parts), target.vocab_size),
 }
 
 

@@ -12,11 +12,13 @@ from draftproof.drafters.dflash import DFlashDrafter
 from draftproof.drafters.dflash2 import DFlash2Drafter
 from draftproof.drafters.dspark import DSparkDrafter
 from draftproof.drafters.pard import PardDrafter
+from draftproof.drafters.xpress import XPressDrafter
 from draftproof.models.fake import TableTarget
 from draftproof.models.heads.dflash import DFlash
 from draftproof.models.heads.dflash2 import DFlash2, LocalConv
 from draftproof.models.heads.dspark import DSpark
 from draftproof.models.heads.layout import View
+from draftproof.models.heads.xpress import XPress
 
 V = 13
 NextToken = Callable[[Sequence[int]], int]
@@ -70,6 +72,17 @@ def dflash2(target: TableTarget, views: tuple[View, ...] = (View(), View()), **m
     return DFlash2Drafter(head, target.vocab_size)
 
 
+def xpress(target: TableTarget, views: tuple[View, ...] = (View(), View()), from_anchor: bool = False, **more: Any) -> XPressDrafter:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(6)
+        head = XPress.fresh(target.parts, **{"block": 6, "mask_token": 0, "rank": 8, **SIZES, **more})
+        for weight in (head.xpress_head.w1.weight, head.xpress_head.w2.weight, head.xpress_head.mix["L"]):
+            torch.nn.init.normal_(weight, std=2.0)
+    _soft(head, views=views, from_anchor=from_anchor)
+    head.reach = head.block if from_anchor else head.block - 1
+    return XPressDrafter(head, target.vocab_size)
+
+
 BLOCK_HEADS: dict[str, Callable[[TableTarget, NextToken], Any]] = {
     "dflash": lambda target, truth: dflash(target),
     "dflash-sliding-short-context": lambda target, truth: dflash(target, (View(4, True), View(6)), context=15),
@@ -78,6 +91,8 @@ BLOCK_HEADS: dict[str, Callable[[TableTarget, NextToken], Any]] = {
     "dflash2-sliding-short-context": lambda target, truth: dflash2(target, (View(4), View(6)), context=15),
     "dspark": lambda target, truth: dspark(target),
     "dspark-rnn": lambda target, truth: dspark(target, kind="rnn", confidence=False),
+    "xpress": lambda target, truth: xpress(target),
+    "xpress-from-anchor-short-context": lambda target, truth: xpress(target, (View(4), View(6)), True, context=15),
     "pard": lambda target, truth: PardDrafter(TableTarget(V, order=1, seed=9), 0, prefill_chunk=3),
     "pard-padded-short-context": lambda target, truth: PardDrafter(TableTarget(V + 3, order=1, seed=9, context=20), V, V),
 }

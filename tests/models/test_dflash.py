@@ -1,8 +1,9 @@
-"""DFlash, DFlash 2 and DSpark heads: every published layout under its own names, one pass against plain arithmetic, and what is refused."""
+"""DFlash, DFlash 2, DSpark and XPress heads: every published layout under its own names, one pass by plain arithmetic, and refusals."""
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,14 +16,17 @@ from torch import Tensor, nn
 from torch.nn.functional import silu
 
 from draftproof.drafters.dflash2 import SelectedBlock
+from draftproof.drafters.xpress import RefinedBlock
 from draftproof.errors import LoadError
 from draftproof.models.heads.cache import HeadCache
 from draftproof.models.heads.detect import detect
 from draftproof.models.heads.dflash import Anchored, Blocks, DFlash, spread
 from draftproof.models.heads.dflash2 import DFlash2
 from draftproof.models.heads.dspark import DSpark
+from draftproof.models.heads.export import export_head
 from draftproof.models.heads.files import read_files
 from draftproof.models.heads.layout import View
+from draftproof.models.heads.xpress import XPress
 from draftproof.models.target import TargetParts
 
 V, H, LAYERS, HEADS, KV, DIM, INNER, BLOCK, RANK, EPS = 40, 24, 6, 4, 2, 8, 32, 5, 6, 1e-6
@@ -197,6 +201,42 @@ def embeddings_2() -> tuple[dict[str, Any], dict[str, Tensor]]:
 CHOICE: dict[str, Layout] = {"z-lab": z_lab_2, "speculators": speculators_2, "embeddings": embeddings_2}
 
 
+def refiner(seed: int = 8, out: int = V, inner: int = 14) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    shapes = {"w1.weight": (V, RANK), "down_h.weight": (RANK, H), "down_g.weight": (RANK, H), "in_proj.weight": (RANK, 3 * RANK),
+              "mix.L": (RANK, BLOCK, BLOCK), "mlp.gate_proj.weight": (inner, RANK), "mlp.up_proj.weight": (inner, RANK),
+              "mlp.down_proj.weight": (RANK, inner), "w2.weight": (out, RANK)}
+    return {f"xpress_head.{name}": torch.randn(shape, generator=generator) * 0.5 for name, shape in shapes.items()}
+
+
+def z_lab_x() -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """As vLLM reads them."""
+    config, tensors = z_lab()
+    config |= {"architectures": ["Qwen3XPressModel"], "xpress_rank": RANK, "xpress_mlp_hidden": 14, "xpress_block_size": BLOCK}
+    return config, {**tensors, **refiner()}
+
+
+OWN = {"w1.": "token_embed.", "w2.": "readout.", "mix.L": "mix_l", "mlp.gate_proj.": "mlp_gate.", "mlp.up_proj.": "mlp_up.",
+       "mlp.down_proj.": "mlp_down."}
+
+
+def speculators_x() -> tuple[dict[str, Any], dict[str, Tensor]]:
+    config, tensors = speculators("xpress")
+    named = {}
+    for name, tensor in refiner(out=len(KEPT)).items():
+        own = name.removeprefix("xpress_head.")
+        named["refiner_head." + next((new + own.removeprefix(old) for old, new in OWN.items() if own.startswith(old)), own)] = tensor
+    return {**config, "architectures": ["XPressSpeculator"], "xpress_rank": RANK, "num_jacobi_passes": 6}, {**tensors, **named}
+
+
+def anchored_x() -> tuple[dict[str, Any], dict[str, Tensor]]:
+    config, tensors = z_lab_x()
+    return {**config, "sample_from_anchor": True}, tensors
+
+
+PRESS: dict[str, Layout] = {"z-lab": z_lab_x, "speculators": speculators_x, "anchored": anchored_x}
+
+
 def write(folder: Path, config: dict[str, Any], tensors: dict[str, Tensor]) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
@@ -267,15 +307,20 @@ def reference(w: dict[str, Tensor], parts: TargetParts, taps: Tensor, anchor: in
     return hidden, hidden @ (w["lm_head.weight"] if "lm_head.weight" in w else parts.output.weight).T
 
 
-def served(head: DFlash, taps: Tensor, anchor: int, first: int = 0) -> Tensor:
-    """Hidden states of the block behind context rows, pushed in two portions as a text does."""
+def blocks_behind(head: DFlash, taps: Tensor, first: int = 0) -> Blocks:
+    """Context rows, pushed in two portions as a text does."""
     shape, n = head.shape, taps.shape[0]
     cache = HeadCache(head.depth, shape.kv_heads, shape.head_dim, torch.float32, "cpu")
     for start, stop in ((0, n // 2), (n // 2, n)):
         for layer, (k, v) in enumerate(head.keys(head.fuse(taps[start:stop]), torch.arange(first + start, first + stop))):
             cache.write(layer, k, v)
         cache.advance(stop - start)
-    return head.hidden(torch.tensor([anchor]), torch.tensor([first + n]), Blocks(head, [cache]))[0]
+    return Blocks(head, [cache])
+
+
+def served(head: DFlash, taps: Tensor, anchor: int, first: int = 0) -> Tensor:
+    """Hidden states of the block behind context rows."""
+    return head.hidden(torch.tensor([anchor]), torch.tensor([first + taps.shape[0]]), blocks_behind(head, taps, first))[0]
 
 
 # Layouts
@@ -356,6 +401,43 @@ def test_a_published_dflash2_head_computes_what_it_should(name: str, tmp_path: P
         assert torch.allclose(tied[0], expected, atol=1e-3)
 
 
+def refined(w: dict[str, Tensor], hidden: Tensor, base: Tensor, previous: list[int]) -> Tensor:
+    """Logits of a block's rows, of all hidden states and of the tokens before the rows (speculators' `block_bias`)."""
+    w = {name.removeprefix("xpress_head."): tensor for name, tensor in w.items()}
+    mean = (hidden @ w["down_g.weight"].T).mean(0).expand(BLOCK, -1)
+    x = torch.cat((hidden @ w["down_h.weight"].T, mean, w["w1.weight"][previous]), -1) @ w["in_proj.weight"].T
+    m = torch.stack([torch.stack([x[k, c] + sum(w["mix.L"][c, k, j] * x[j, c] for j in range(k + 1)) for c in range(RANK)])
+                     for k in range(BLOCK)])
+    m = m + (silu(m @ w["mlp.gate_proj.weight"].T) * (m @ w["mlp.up_proj.weight"].T)) @ w["mlp.down_proj.weight"].T
+    return base + m @ w["w2.weight"].T
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", PRESS)
+def test_a_published_xpress_head_drafts_what_its_engines_settle_on(name: str, tmp_path: Path) -> None:
+    """They refine the whole block again and again, each time behind the tokens of the time before."""
+    config, tensors = PRESS[name]()
+    files, parts = read_files(write(tmp_path, config, tensors)), target()
+    assert detect(files) == "xpress"
+    head, first, anchor, before = XPress.read(files, parts, V), int(name != "anchored"), 7, 12
+    assert (head.taps, head.block, head.reach) == (TAPS, BLOCK, BLOCK - first)
+    taps = torch.randn(9, len(TAPS) * H, generator=torch.Generator().manual_seed(3))
+    w, ids = refiner(out=len(KEPT) if name == "speculators" else V), KEPT if name == "speculators" else torch.arange(V)
+    hidden, base = reference({**body(), **tensors}, parts, taps, anchor, skip=0)
+    tokens = ids[base.argmax(-1)].tolist()
+    for _ in range(BLOCK):
+        previous = [before, anchor, *tokens[1:-1]] if first else [anchor, *tokens[:-1]]
+        logits = refined(w, hidden, base, previous)
+        tokens = ids[logits.argmax(-1)].tolist()
+    rows = head.rows(torch.tensor([anchor]), torch.tensor([9]), blocks_behind(head, taps))
+    assert torch.allclose(rows[0], hidden, atol=1e-5)
+    for depth in (head.reach, 2):
+        slots, here = RefinedBlock(head, rows, depth, torch.tensor([anchor]), torch.tensor([before])), torch.tensor([0])
+        for level in range(depth):
+            found = slots.logits(level, here, here, None if level == 0 else torch.tensor([tokens[first + level - 1]]))
+            assert torch.allclose(found[0], logits[first + level], atol=1e-3)
+
+
 @torch.no_grad()
 def test_a_fresh_dflash2_head_begins_as_a_plain_dflash() -> None:
     parts, sizes = target(), {"layers": 1, "block": 6, "mask_token": MASK, "heads": HEADS, "kv_heads": KV, "head_dim": DIM, "inner": INNER}
@@ -411,16 +493,16 @@ def test_a_block_in_training_sees_what_it_sees_when_served(kind: type[DFlash], t
 
 
 @pytest.mark.parametrize("name", [*FLASH, *(f"spark-{name}" for name in SPARK), *(f"choice-{name}" for name in CHOICE),
-                                  "fresh", "fresh-spark", "fresh-choice"])
+                                  *(f"press-{name}" for name in PRESS), "fresh", "fresh-spark", "fresh-choice", "fresh-press"])
 def test_what_is_saved_is_read_back_bit_for_bit(name: str, tmp_path: Path) -> None:
     parts = target()
-    kind = DSpark if "spark" in name else DFlash2 if "choice" in name else DFlash
+    kind = DSpark if "spark" in name else DFlash2 if "choice" in name else XPress if "press" in name else DFlash
     if name.startswith("fresh"):
         sizes = {"heads": HEADS, "kv_heads": KV, "head_dim": DIM, "inner": INNER}
         head = kind.fresh(parts, layers=1, block=6, mask_token=None if kind is DFlash else MASK, **sizes)
     else:
-        layouts: dict[str, Layout] = {DSpark: SPARK, DFlash2: CHOICE, DFlash: FLASH}[kind]
-        head = kind.read(read_files(write(tmp_path / "a", *layouts[name.removeprefix("spark-").removeprefix("choice-")]())), parts, V)
+        layouts: dict[str, Layout] = {DSpark: SPARK, DFlash2: CHOICE, XPress: PRESS, DFlash: FLASH}[kind]
+        head = kind.read(read_files(write(tmp_path / "a", *layouts[re.sub("^(spark|choice|press)-", "", name)]())), parts, V)
     head.save(tmp_path / "b")
     again = kind.read(read_files(tmp_path / "b"), parts, V)
     assert again.layout == head.layout and again.shape == head.shape
@@ -468,7 +550,7 @@ REFUSED: dict[str, tuple[Callable[[dict[str, Any], dict[str, Tensor]], None], st
     "domino-by-config": (inside(projector_type="domino"), "projector_type is 'domino'"),
     "dflash2": (with_tensor("layers.0.attention_conv.base_kernel", 2, 3, 4), "DFlash2 head; expected drafter dflash2"),
     "lilicorr": (with_tensor("lilicorr.slot_embedding", 4, 4), "LiLiCorr"),
-    "xpress": (with_tensor("xpress_head.w1.weight", 4, 4), "XPress"),
+    "xpress": (with_tensor("xpress_head.w1.weight", 4, 4), "XPress head; expected drafter xpress"),
     "latent-attention": (inside(attention_mode="mla"), "attention mode mla"),
     "interleaved": (changed(is_neox_style=False), "interleaved"),
     "quantised": (changed(quantization_config={"bits": 4}), "quantised"),
@@ -528,6 +610,32 @@ def test_a_dflash2_head_that_is_refused_says_why(name: str, tmp_path: Path) -> N
     change(config, tensors)
     with pytest.raises(LoadError, match=why):
         DFlash2.read(read_files(write(tmp_path, config, tensors)), target(), V)
+
+
+@pytest.mark.parametrize(("change", "why"), [
+    (with_tensor("xpress_head.mix.L", RANK, 4, 4), "mixes 4 rows, and block_size is 5"),
+    (with_tensor("xpress_head.w1.weight", 50, RANK), "w1 has 50 rows, the target 40 tokens"),
+    (without("xpress_head.mix.L"), r"tensor xpress_head\.mix\.L is missing"),
+    (without("xpress_head.down_g.weight"), r"missing tensors: xpress_head\.down_g\.weight"),
+])
+def test_an_xpress_head_that_is_refused_says_why(change: Any, why: str, tmp_path: Path) -> None:
+    config, tensors = z_lab_x()
+    change(config, tensors)
+    with pytest.raises(LoadError, match=why):
+        XPress.read(read_files(write(tmp_path, config, tensors)), target(), V)
+
+
+def test_vllm_gets_the_xpress_heads_that_it_reads(tmp_path: Path) -> None:
+    for name in PRESS:
+        folder = write(tmp_path / name, *PRESS[name]())
+        if name == "z-lab":
+            assert any("block_size - 1" in line for line in export_head(folder, "vllm", tmp_path / "out"))
+            assert XPress.read(read_files(tmp_path / "out"), target(), V).block == BLOCK
+        else:
+            with pytest.raises(LoadError, match="vLLM 0.33 reads XPress heads with"):
+                export_head(folder, "vllm", tmp_path / "no")
+        with pytest.raises(LoadError, match="sglang runs no xpress head; xpress can be exported to hf, vllm"):
+            export_head(folder, "sglang", tmp_path / "no")
 
 
 def test_a_narrower_head_needs_matrices_of_its_own(tmp_path: Path) -> None:

