@@ -15,6 +15,7 @@ from draftproof.drafters.base import Drafter
 from draftproof.drafters.chain import chained
 from draftproof.drafters.dflash import DFlashDrafter
 from draftproof.drafters.dflash2 import DFlash2Drafter
+from draftproof.drafters.domino import DominoDrafter
 from draftproof.drafters.dspark import DSparkDrafter
 from draftproof.drafters.eagle import Eagle2Drafter, EagleDrafter
 from draftproof.drafters.eagle3 import Eagle3Drafter
@@ -31,6 +32,7 @@ from draftproof.drafters.vocabulary import Spelling, Words
 from draftproof.drafters.xpress import XPressDrafter
 from draftproof.models.heads.dflash import DFlash
 from draftproof.models.heads.dflash2 import DFlash2
+from draftproof.models.heads.domino import Domino
 from draftproof.models.heads.dspark import DSpark
 from draftproof.models.heads.eagle import EagleHead
 from draftproof.models.heads.eagle3 import Eagle3Head
@@ -118,6 +120,7 @@ FRESH: dict[str, Make] = {
     "dflash": lambda target: DFlashDrafter(DFlash.fresh(target.parts), target.vocab_size),
     "dflash2": lambda target: DFlash2Drafter(DFlash2.fresh(target.parts), target.vocab_size),
     "dspark": lambda target: DSparkDrafter(DSpark.fresh(target.parts), target.vocab_size),
+    "domino": lambda target: DominoDrafter(Domino.fresh(target.parts), target.vocab_size),
     "xpress": lambda target: XPressDrafter(XPress.fresh(target.parts), target.vocab_size),
 }
 

@@ -10,12 +10,14 @@ import torch
 
 from draftproof.drafters.dflash import DFlashDrafter
 from draftproof.drafters.dflash2 import DFlash2Drafter
+from draftproof.drafters.domino import DominoDrafter
 from draftproof.drafters.dspark import DSparkDrafter
 from draftproof.drafters.pard import PardDrafter
 from draftproof.drafters.xpress import XPressDrafter
 from draftproof.models.fake import TableTarget
 from draftproof.models.heads.dflash import DFlash
 from draftproof.models.heads.dflash2 import DFlash2, LocalConv
+from draftproof.models.heads.domino import Domino
 from draftproof.models.heads.dspark import DSpark
 from draftproof.models.heads.layout import View
 from draftproof.models.heads.xpress import XPress
@@ -83,6 +85,17 @@ def xpress(target: TableTarget, views: tuple[View, ...] = (View(), View()), from
     return XPressDrafter(head, target.vocab_size)
 
 
+def domino(target: TableTarget, **more: Any) -> DominoDrafter:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(8)
+        head = Domino.fresh(target.parts, **{"block": 6, "mask_token": 0, "rank": 8, **SIZES, **more})
+        for weight in (head.prefix_gru.weight_ih_l0, head.embed_proj[0].weight, head.embed_proj[2].weight):
+            torch.nn.init.normal_(weight)  # type: ignore[arg-type]
+    head.embed_proj[0].weight.data[:, :head.shape.hidden] *= 0.1  # type: ignore[operator]
+    _soft(head)
+    return DominoDrafter(head, target.vocab_size)
+
+
 BLOCK_HEADS: dict[str, Callable[[TableTarget, NextToken], Any]] = {
     "dflash": lambda target, truth: dflash(target),
     "dflash-sliding-short-context": lambda target, truth: dflash(target, (View(4, True), View(6)), context=15),
@@ -91,6 +104,7 @@ BLOCK_HEADS: dict[str, Callable[[TableTarget, NextToken], Any]] = {
     "dflash2-sliding-short-context": lambda target, truth: dflash2(target, (View(4), View(6)), context=15),
     "dspark": lambda target, truth: dspark(target),
     "dspark-rnn": lambda target, truth: dspark(target, kind="rnn", confidence=False),
+    "domino": lambda target, truth: domino(target),
     "xpress": lambda target, truth: xpress(target),
     "xpress-from-anchor-short-context": lambda target, truth: xpress(target, (View(4), View(6)), True, context=15),
     "pard": lambda target, truth: PardDrafter(TableTarget(V, order=1, seed=9), 0, prefill_chunk=3),

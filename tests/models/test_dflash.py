@@ -16,12 +16,14 @@ from torch import Tensor, nn
 from torch.nn.functional import silu
 
 from draftproof.drafters.dflash2 import SelectedBlock
+from draftproof.drafters.dspark import TiedBlock
 from draftproof.drafters.xpress import RefinedBlock
 from draftproof.errors import LoadError
 from draftproof.models.heads.cache import HeadCache
 from draftproof.models.heads.detect import detect
 from draftproof.models.heads.dflash import Anchored, Blocks, DFlash, spread
 from draftproof.models.heads.dflash2 import DFlash2
+from draftproof.models.heads.domino import Domino
 from draftproof.models.heads.dspark import DSpark
 from draftproof.models.heads.export import export_head
 from draftproof.models.heads.files import read_files
@@ -237,6 +239,19 @@ def anchored_x() -> tuple[dict[str, Any], dict[str, Tensor]]:
 PRESS: dict[str, Layout] = {"z-lab": z_lab_x, "speculators": speculators_x, "anchored": anchored_x}
 
 
+def domino(shift: bool = False) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    config, tensors = z_lab()
+    config["dflash_config"] |= {"projector_type": "domino", "shift_label": shift, "pure_draft_prefix_len": 1, "gru_hidden_dim": 7,
+                                "emb_dim": 9}
+    generator = torch.Generator().manual_seed(9)
+    shapes = {"prefix_gru.weight_ih_l0": (21, H), "prefix_gru.weight_hh_l0": (21, 7), "embed_proj.0.weight": (9, H + 7),
+              "embed_proj.2.weight": (V, 9)}
+    return config, {**tensors, **{name: torch.randn(shape, generator=generator) * 0.5 for name, shape in shapes.items()}}
+
+
+GRU: dict[str, Layout] = {"fill-in": domino, "shifted": lambda: domino(True)}
+
+
 def write(folder: Path, config: dict[str, Any], tensors: dict[str, Tensor]) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
@@ -439,6 +454,30 @@ def test_a_published_xpress_head_drafts_what_its_engines_settle_on(name: str, tm
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("name", GRU)
+def test_a_published_domino_head_computes_what_it_should(name: str, tmp_path: Path) -> None:
+    """By torch's own GRU over all tokens before a slot (SGLang's `domino_greedy_rollout`)."""
+    config, tensors = GRU[name]()
+    files, parts = read_files(write(tmp_path, config, tensors)), target()
+    assert detect(files) == "domino"
+    head, first = Domino.read(files, parts, V), int(name == "fill-in")
+    assert (head.taps, head.block, head.reach) == (TAPS, BLOCK, BLOCK - first)
+    taps = torch.randn(9, len(TAPS) * H, generator=torch.Generator().manual_seed(3))
+    hidden, base = reference({**body(), **tensors}, parts, taps, 7, skip=first)
+    found = served(head, taps, 7)
+    assert torch.allclose(found, hidden, atol=1e-5)
+    gru = nn.GRU(H, 7, bias=False, batch_first=True)
+    gru.load_state_dict({key.removeprefix("prefix_gru."): tensor for key, tensor in tensors.items() if key.startswith("prefix_gru.")})
+    slots, here, chosen = TiedBlock(head, found[None], torch.tensor([7])), torch.tensor([0]), [7, 3, 11, 2]
+    assert parts.embed is not None
+    for slot in range(4):
+        state = gru(parts.embed.weight[chosen[:slot + 1]][None])[1][0, 0]  # type: ignore[index]
+        x = silu(torch.cat((hidden[slot], state)) @ tensors["embed_proj.0.weight"].T) @ tensors["embed_proj.2.weight"].T
+        tied = slots.logits(slot, here, here, None if slot == 0 else torch.tensor(chosen[slot:slot + 1]))
+        assert torch.allclose(tied[0], base[slot] + (x if slot else 0), atol=1e-4)
+
+
+@torch.no_grad()
 def test_a_fresh_dflash2_head_begins_as_a_plain_dflash() -> None:
     parts, sizes = target(), {"layers": 1, "block": 6, "mask_token": MASK, "heads": HEADS, "kv_heads": KV, "head_dim": DIM, "inner": INNER}
     torch.manual_seed(4)
@@ -493,16 +532,18 @@ def test_a_block_in_training_sees_what_it_sees_when_served(kind: type[DFlash], t
 
 
 @pytest.mark.parametrize("name", [*FLASH, *(f"spark-{name}" for name in SPARK), *(f"choice-{name}" for name in CHOICE),
-                                  *(f"press-{name}" for name in PRESS), "fresh", "fresh-spark", "fresh-choice", "fresh-press"])
+                                  *(f"press-{name}" for name in PRESS), *(f"gru-{name}" for name in GRU),
+                                  "fresh", "fresh-spark", "fresh-choice", "fresh-press", "fresh-gru"])
 def test_what_is_saved_is_read_back_bit_for_bit(name: str, tmp_path: Path) -> None:
     parts = target()
-    kind = DSpark if "spark" in name else DFlash2 if "choice" in name else XPress if "press" in name else DFlash
+    kinds: dict[str, type[DFlash]] = {"spark": DSpark, "choice": DFlash2, "press": XPress, "gru": Domino}
+    kind = next((kind for word, kind in kinds.items() if word in name), DFlash)
     if name.startswith("fresh"):
         sizes = {"heads": HEADS, "kv_heads": KV, "head_dim": DIM, "inner": INNER}
         head = kind.fresh(parts, layers=1, block=6, mask_token=None if kind is DFlash else MASK, **sizes)
     else:
-        layouts: dict[str, Layout] = {DSpark: SPARK, DFlash2: CHOICE, XPress: PRESS, DFlash: FLASH}[kind]
-        head = kind.read(read_files(write(tmp_path / "a", *layouts[re.sub("^(spark|choice|press)-", "", name)]())), parts, V)
+        layouts: dict[str, Layout] = {DSpark: SPARK, DFlash2: CHOICE, XPress: PRESS, Domino: GRU, DFlash: FLASH}[kind]
+        head = kind.read(read_files(write(tmp_path / "a", *layouts[re.sub("^(spark|choice|press|gru)-", "", name)]())), parts, V)
     head.save(tmp_path / "b")
     again = kind.read(read_files(tmp_path / "b"), parts, V)
     assert again.layout == head.layout and again.shape == head.shape
@@ -546,7 +587,7 @@ REFUSED: dict[str, tuple[Callable[[dict[str, Any], dict[str, Tensor]], None], st
     "sinks": (inside(attention_sink_bias=True), "attention sinks"),
     "sink-tensor": (with_tensor("layers.0.self_attn.attention_sink_bias", 4), "attention sinks"),
     "laguna": (with_tensor("layers.0.self_attn.g_proj.weight", 4, 4), "Laguna"),
-    "domino": (with_tensor("prefix_gru.weight_ih_l0", 4, 4), "Domino"),
+    "domino": (with_tensor("prefix_gru.weight_ih_l0", 4, 4), "Domino head; expected drafter domino"),
     "domino-by-config": (inside(projector_type="domino"), "projector_type is 'domino'"),
     "dflash2": (with_tensor("layers.0.attention_conv.base_kernel", 2, 3, 4), "DFlash2 head; expected drafter dflash2"),
     "lilicorr": (with_tensor("lilicorr.slot_embedding", 4, 4), "LiLiCorr"),
@@ -623,6 +664,17 @@ def test_an_xpress_head_that_is_refused_says_why(change: Any, why: str, tmp_path
     change(config, tensors)
     with pytest.raises(LoadError, match=why):
         XPress.read(read_files(write(tmp_path, config, tensors)), target(), V)
+
+
+@pytest.mark.parametrize(("more", "why"), [
+    ({"pure_draft_prefix_len": 2}, "pure_draft_prefix_len is 2"),
+    ({"shift_label": None}, "shift_label None; expected 1, and true or false"),
+])
+def test_a_domino_head_that_is_refused_says_why(more: dict[str, Any], why: str, tmp_path: Path) -> None:
+    config, tensors = domino()
+    config["dflash_config"] |= more
+    with pytest.raises(LoadError, match=why):
+        Domino.read(read_files(write(tmp_path, config, tensors)), target(), V)
 
 
 def test_vllm_gets_the_xpress_heads_that_it_reads(tmp_path: Path) -> None:

@@ -605,6 +605,8 @@ def flat(*names: str) -> Tensors:
      flat("fc.weight", "hidden_norm.weight", "candidate_selector.predecessor_codebook")),
     ("dflash2", {"speculators_model_type": "dflash2"}, flat("something.weight")),
     ("dspark", {"architectures": ["Qwen3DSparkModel"]}, flat("fc.weight", "hidden_norm.weight", "markov_head.markov_w1.weight")),
+    ("domino", {"architectures": ["DFlashDraftModel"], "dflash_config": {"projector_type": "domino"}},
+     flat("fc.weight", "hidden_norm.weight", "prefix_gru.weight_ih_l0")),
     ("xpress", {"architectures": ["DFlashQwen3XPressModel"]}, flat("something.weight")),
     ("xpress", {"speculators_model_type": "xpress"}, flat("fc.weight", "hidden_norm.weight", "refiner_head.mix_l")),
     ("mtp", {}, flat("model.layers.61.eh_proj.weight")),

@@ -40,6 +40,7 @@ CASES: dict[str, dict[str, Any]] = {
     "dflash": {"drafter": "dflash:org/dflash", "depth": 7},
     "dflash2": {"drafter": "dflash2:org/dflash2", "depth": 7},
     "dspark": {"drafter": "dspark:org/dspark", "depth": 7},
+    "domino": {"drafter": "domino:org/domino", "depth": 7},
     "xpress": {"drafter": "xpress:org/xpress", "depth": 15},
     "layer-skip": {"drafter": "layer-skip:exit=4", "depth": 3},
     "chain": {"drafter": "ngram+eagle3:org/eagle3", "depth": 4},

@@ -51,7 +51,7 @@ DRAFTERS: dict[str, Make] = {
     "pard": lambda target: PardDrafter(TableTarget(target.vocab_size, order=1, seed=9), 0),
     **{name: head(EAGLE_HEADS, name) for name in ("eagle", "eagle2", "eagle3")},
     **{name: head(VECTOR_HEADS, name) for name in ("medusa", "hydra", "mlp")},
-    **{name: head(BLOCK_HEADS, name) for name in ("dflash", "dflash2", "dspark", "xpress")}, "mtp": head(MTP_HEADS, "mtp"),
+    **{name: head(BLOCK_HEADS, name) for name in ("dflash", "dflash2", "dspark", "xpress", "domino")}, "mtp": head(MTP_HEADS, "mtp"),
     "suffix+model": lambda target: chained([SuffixDrafter(), small(target)]),
     "prediction+grammar+ngram": lambda target: chained([PredictionDrafter(), GrammarDrafter(), NgramDrafter(1, 3)]),
     "wrong+eagle3": lambda target: chained([AlwaysWrong(target.vocab_size), EAGLE_HEADS["eagle3"](target, None)]),

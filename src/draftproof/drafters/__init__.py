@@ -20,6 +20,7 @@ from .chain import chained
 from .custom import CustomDrafter, check_place
 from .dflash import DFlashDrafter
 from .dflash2 import DFlash2Drafter
+from .domino import DominoDrafter
 from .dspark import DSparkDrafter
 from .eagle import Eagle2Drafter, EagleDrafter
 from .eagle3 import Eagle3Drafter
@@ -62,6 +63,7 @@ DRAFTERS: Mapping[str, type[Named]] = {
     "dflash2": DFlash2Drafter,
     "dspark": DSparkDrafter,
     "xpress": XPressDrafter,
+    "domino": DominoDrafter,
     "custom": CustomDrafter,
 }
 

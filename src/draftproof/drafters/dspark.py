@@ -12,31 +12,32 @@ import torch
 from torch import Tensor
 
 from ..models.heads.dflash import DFlash
+from ..models.heads.domino import Domino
 from ..models.heads.dspark import DSpark
 from .dflash import Block, DFlashDrafter
 from .slots import Slots
 
 
 class TiedBlock(Block):
-    """`Slots` of a DSpark head. Its belief in a token is the confidence head's log-odds that the target accepts it."""
+    """`Slots` of a DSpark or Domino head. Its belief in a token is the confidence head's log-odds that the target accepts it."""
 
     tied = True
 
-    def __init__(self, head: DSpark, slots: Tensor, anchors: Tensor) -> None:
+    def __init__(self, head: DSpark | Domino, slots: Tensor, anchors: Tensor) -> None:
         super().__init__(head, slots)
-        self.spark, self.anchors = head, anchors
+        self.tying, self.anchors = head, anchors
         self.state: Tensor | None = None
         self.seen: list[tuple[Tensor, Tensor]] = []         # hidden states and the tokens before them, of every call
 
     def logits(self, level: int | Tensor, line: Tensor, came: Tensor, previous: Tensor | None) -> Tensor:
         before = self.anchors[line] if previous is None else previous
         hidden = self.slots[line, level]
-        tied, self.state = self.spark.tie(self.base[line, level], before, hidden, None if self.state is None else self.state[came])
+        tied, self.state = self.tying.tie(self.base[line, level], before, hidden, None if self.state is None else self.state[came])
         self.seen.append((hidden, before))
         return tied
 
     def beliefs(self) -> list[Tensor]:
-        belief = self.spark.confidence(*(torch.cat(part) for part in zip(*self.seen, strict=True)))
+        belief = self.tying.confidence(*(torch.cat(part) for part in zip(*self.seen, strict=True)))
         return [] if belief is None else [belief]
 
 
@@ -48,5 +49,5 @@ class DSparkDrafter(DFlashDrafter):
     kind: ClassVar[type[DFlash]] = DSpark
 
     def _slots(self, hidden: Tensor, anchors: Tensor) -> Slots:
-        assert isinstance(self.head, DSpark)
+        assert isinstance(self.head, (DSpark, Domino))
         return TiedBlock(self.head, hidden, anchors)

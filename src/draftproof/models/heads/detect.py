@@ -14,7 +14,8 @@ FORMATS = {"eagle": "eagle", "eagle3": "eagle3", "peagle": "peagle", "dflash": "
 
 
 def detect(files: HeadFiles) -> str:
-    """The drafter's name: assistant, eagle, eagle3, medusa, hydra, mlp, dflash, dflash2, dspark, xpress, mtp, pard, peagle, or model for a
+    """The drafter's name: assistant, eagle, eagle3, medusa, hydra, mlp, dflash, dflash2, dspark, xpress, domino, mtp, pard, peagle, or
+    model for a
     language model.
 
     Tensors are asked first, for two families never share theirs; then architectures and fields. A head of EAGLE-1 and 2 is
@@ -25,8 +26,8 @@ def detect(files: HeadFiles) -> str:
     found = _by_tensors(files.tensors, files.config) or _by_config(files.config)
     if found is None:
         raise LoadError(f"{files.path} holds no draft head that is known (tensors: {', '.join(sorted(files.tensors)[:6])} …); "
-                        "expected a head of assistant, eagle, eagle3, peagle, medusa, hydra, mlp, dflash, dflash2, dspark, xpress, mtp or "
-                        "pard")
+                        "expected a head of assistant, eagle, eagle3, peagle, medusa, hydra, mlp, dflash, dflash2, dspark, xpress, domino, "
+                        "mtp or pard")
     return found
 
 
@@ -53,6 +54,8 @@ def _by_tensors(tensors: Mapping[str, Any], config: Mapping[str, Any]) -> str | 
         return "dflash2"
     if some(r"(^|\.)(xpress|refiner)_head\."):
         return "xpress"
+    if some(r"(^|\.)prefix_gru\."):
+        return "domino"
     if some(r"^mtp\.|mtp_layers\.|\.mtp_block\.|\.eh_proj\."):
         return "mtp"
     if _medusa(names):

@@ -265,4 +265,5 @@ WRITERS: Mapping[tuple[str, str], Callable[[HeadFiles], Written]] = {
     ("dflash2", "sglang"): _as_published("SGLang: --speculative-algorithm DFLASH"),
     ("dspark", "vllm"): _as_published("vLLM: method dspark"),
     ("xpress", "vllm"): _xpress_vllm,
+    ("domino", "sglang"): _as_published("SGLang: --speculative-algorithm DFLASH (a GPU, and a target in bfloat16)"),
 }

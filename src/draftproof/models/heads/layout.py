@@ -23,16 +23,16 @@ RENAMED = (("logit_head.", ""), ("midlayer.", "layers.0."), ("encoder.output_nor
            ("xpress_head.mix_l", "xpress_head.mix.L"), ("xpress_head.mlp_gate.", "xpress_head.mlp.gate_proj."),
            ("xpress_head.mlp_up.", "xpress_head.mlp.up_proj."), ("xpress_head.mlp_down.", "xpress_head.mlp.down_proj."))
 FAMILIES = {"dspark": ("DSpark", "neither a Markov head nor a confidence head"), "dflash2": ("DFlash2", "no candidate selector"),
-            "xpress": ("XPress", "no refiner")}
+            "xpress": ("XPress", "no refiner"), "domino": ("Domino", "no GRU")}
 SIGNS = {"markov_head.": "dspark", "confidence_head.": "dspark", "candidate_selector.": "dflash2", "_conv.base_kernel": "dflash2",
-         "xpress_head.": "xpress"}
+         "xpress_head.": "xpress", "prefix_gru.": "domino", "embed_proj.": "domino"}
 OTHERS = {"sink": "attention sinks", "qkv_proj": "Laguna's fused projections", "g_proj": "Laguna's gates",
-          "aux_hidden_norms": "Laguna's norms", "prefix_gru": "Domino's correction", "embed_proj": "Domino's correction",
-          "lilicorr": "LiLiCorr's correlator", "kv_a_proj": "latent attention"}
+          "aux_hidden_norms": "Laguna's norms", "lilicorr": "LiLiCorr's correlator", "kv_a_proj": "latent attention"}
 KNOWN = {"mask_token_id", "target_layer_ids", "block_size", "use_swa", "swa_window_size", "causal", "attention_sink_bias", "projector_type",
          "shift_label", "sample_from_anchor", "markov_rank", "markov_head_type", "use_confidence_head", "enable_confidence_head",
          "confidence_head_with_markov", "attention_mode", "attention_modes", "input_embedding_scale", "output_multiplier",
          "final_logit_softcapping", "conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k",
+         "pure_draft_prefix_len", "gru_hidden_dim", "emb_dim",
          "num_anchors", "loss_decay_gamma", "use_aux_hidden_state"}
 
 
@@ -165,8 +165,6 @@ def _refuse(source: Path, config: Mapping[str, Any], inner: Mapping[str, Any], s
             raise no(f"tensor {found} belongs to a variant with {name}, which is another network")
     if settings.get("attention_sink_bias") or settings.get("add_swa_attention_sink_bias"):
         raise no("the config asks for attention sinks, which is another network")
-    if settings.get("projector_type") not in (None, "dflash", *FAMILIES):
-        raise no(f"projector_type is {settings['projector_type']!r}, another network", f"dflash, {' or '.join(FAMILIES)}")
     modes = {*(settings.get("attention_modes") or ()), settings.get("attention_mode") or "gqa"} - {"gqa", "mha"}
     if modes:
         raise no(f"attention mode {', '.join(sorted(map(str, modes)))} is another network", "gqa or mha")
@@ -182,6 +180,8 @@ def _refuse(source: Path, config: Mapping[str, Any], inner: Mapping[str, Any], s
         raise no(f"tensor {shown} belongs to a {FAMILIES[own][0]} head", f"drafter {own} for it")
     if own != family:
         raise no(f"there is {FAMILIES[family][1]}", f"a {FAMILIES[family][0]} head; for this one name drafter dflash")
+    if settings.get("projector_type") not in (None, "dflash", family):
+        raise no(f"projector_type is {settings['projector_type']!r}, another network", f"dflash, or that of drafter {family}")
 
 
 def _taps(source: Path, config: Mapping[str, Any], settings: Mapping[str, Any], tensors: Mapping[str, Tensor],

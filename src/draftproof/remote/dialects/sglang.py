@@ -6,9 +6,9 @@ from ...errors import OptionError
 from ..plan import Exported, Plan, compact, one_drafter, refuse
 
 VERSION = "SGLang 0.5.23"
-ABLE = "none, ngram, model, eagle, eagle2, eagle3, mtp, dflash, dflash2, dspark"
+ABLE = "none, ngram, model, eagle, eagle2, eagle3, mtp, dflash, dflash2, dspark, domino"
 ALGORITHMS = {"model": "STANDALONE", "eagle": "EAGLE", "eagle2": "EAGLE", "eagle3": "EAGLE3", "mtp": "NEXTN"}
-BLOCKS = {"dflash": "DFLASH", "dflash2": "DFLASH", "dspark": "DSPARK"}
+BLOCKS = {"dflash": "DFLASH", "dflash2": "DFLASH", "domino": "DFLASH", "dspark": "DSPARK"}
 ADAPTIVE = ("eagle", "eagle2", "eagle3")
 BRANCHES = 4            # children per node of a tree, SGLang's own choice for EAGLE on Llama
 
