@@ -93,6 +93,19 @@ def test_taps_are_counted_as_each_engine_counts(tmp_path: Path) -> None:
     assert not any("layers entered" in note for note in export_config(plan(f"eagle3:{entered}"), "vllm").notes)
 
 
+@pytest.mark.parametrize(("config", "depth", "written"), [
+    ({"num_nextn_predict_layers": 2}, 5, 4), ({"num_nextn_predict_layers": 2}, 4, 4), ({"num_nextn_predict_layers": 3}, 2, 2),
+    ({"text_config": {"mtp_num_hidden_layers": 3}}, 7, 6), ({"num_nextn_predict_layers": 1}, 5, 5), ({}, 5, 5),
+])
+def test_vllm_takes_multiples_of_the_layers_of_an_mtp_head(config: dict[str, Any], depth: int, written: int, tmp_path: Path) -> None:
+    """It refuses to start with another number above that of the layers."""
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    for wish in (plan("mtp", target=str(tmp_path), depth=depth), plan(f"mtp:{tmp_path}", depth=depth)):
+        found = export_config(wish, "vllm")
+        assert json.loads(found.command[4])["num_speculative_tokens"] == written
+        assert any(f"{written} is written" in note for note in found.notes) == (written != depth)
+
+
 def test_what_cannot_be_expressed_is_said() -> None:
     done = export_config(plan("model:org/draft", rule="match"), "vllm")
     assert any("depth auto" in note and str(DEPTH) in note for note in done.notes) and any("rule match" in note for note in done.notes)

@@ -201,7 +201,7 @@ def stitch(head: str | Path, target: str | Path, out: str | Path) -> list[str]:
     place.mkdir(parents=True, exist_ok=True)
     _write(source, place, where, tensors)
     config = _config(source)
-    part, name, told = _counted(config)
+    part, name, told = counted(config)
     if 0 < told < weights.layers:
         part[name] = weights.layers
         (place / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
@@ -212,7 +212,7 @@ def stitch(head: str | Path, target: str | Path, out: str | Path) -> list[str]:
 
 def brings(target: str | Path) -> bool:
     """Whether a checkpoint has a head, or its config counts the layers of one, as that of a repack which lost them does."""
-    return holds(target) or _counted(_config(_folder(target)))[2] > 0
+    return holds(target) or counted(_config(_folder(target)))[2] > 0
 
 
 def layers_of(target: str | Path) -> int:
@@ -235,7 +235,7 @@ def alone(folder: str | Path) -> bool:
     return not any(re.match(r"(?:model\.)?(?:language_model\.)?layers\.0\.", name) for name in _places(place))
 
 
-def _counted(config: dict[str, Any]) -> tuple[dict[str, Any], str, int]:
+def counted(config: dict[str, Any]) -> tuple[dict[str, Any], str, int]:
     """Where a config says how many layers the head has, under which name, and how many; 0 where it says nothing."""
     for part in (config, config.get("text_config") or {}):
         for name in COUNTS:

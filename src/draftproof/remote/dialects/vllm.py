@@ -27,7 +27,10 @@ def speculative(plan: Plan) -> tuple[dict[str, Any] | None, list[str]]:
     if plan.name == "none" or plan.k == 0:
         return None, []
     config, notes = _method(plan)
-    config["num_speculative_tokens"] = plan.k
+    layers = _layers(plan) if plan.name == "mtp" else 1
+    config["num_speculative_tokens"] = most = plan.k - plan.k % layers if plan.k > layers else plan.k
+    if most != plan.k:
+        notes.append(f"the target's mtp head has {layers} layers, and vLLM takes a multiple of that: {most} is written for {plan.k}")
     if plan.tree:
         notes.append(f"tree {plan.tree}: vLLM drafts chains only; the depth is kept")
     if plan.schedule is not None:
@@ -78,6 +81,13 @@ def _method(plan: Plan) -> tuple[dict[str, Any], list[str]]:
     if name in ("medusa", "mlp"):
         raise refuse(plan, "vLLM", ABLE, f"{name} heads were removed in 0.33; 0.32 still reads them")
     raise refuse(plan, "vLLM", ABLE)
+
+
+def _layers(plan: Plan) -> int:
+    """Of a multi-token prediction head, as the config of its checkpoint counts them; 1 where that is not here or does not say."""
+    from ...models.heads.mtp_files import counted
+
+    return max(1, counted(config_of(plan.drafter.path or plan.target))[2])
 
 
 def _model(plan: Plan) -> tuple[dict[str, Any], list[str]]:
