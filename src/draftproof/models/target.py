@@ -35,6 +35,9 @@ class LoadFacts:
     parameters: int = 0
 
 
+CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")      # Gemma's and others', RecurrentGemma's, xLSTM's
+
+
 @dataclass(frozen=True, slots=True)
 class TargetParts:
     """Read-only parts that drafters may borrow."""
@@ -43,8 +46,30 @@ class TargetParts:
     output: torch.nn.Module | None = None
     layers: Sequence[torch.nn.Module] = ()
     config: Any = None
-    norm: torch.nn.Module | None = None  # the final norm: output(norm(output of the last layer)) are the logits
+    norm: torch.nn.Module | None = None  # the final norm: finished(output(norm(output of the last layer))) are the logits
     saved_as: torch.dtype | None = None  # of the checkpoint's weights; they may be loaded in another
+
+    @property
+    def finish(self) -> tuple[float, float]:
+        """(what the output matrix's products are multiplied by, at what they are softly capped: c · tanh(x / c), 0 where they are not):
+        families that do so have it in their configs."""
+        config = self.config.get_text_config()
+        family, scale = str(getattr(config, "model_type", "")), 1.0
+        if family.startswith("cohere"):
+            scale = config.logit_scale
+        elif family.startswith("granite"):
+            scale = 1 / config.logits_scaling
+        elif family == "hyperclovax":
+            scale = config.logits_scaling
+        elif family == "falcon_h1":
+            scale = config.lm_head_multiplier
+        return scale, next((float(cap) for name in CAPS if (cap := getattr(config, name, None))), 0.0)
+
+    def finished(self, products: Tensor) -> Tensor:
+        """The target's logits, of what its output matrix gives."""
+        scale, cap = self.finish
+        logits = products if scale == 1 else products * scale
+        return torch.tanh(logits / cap) * cap if cap else logits
 
 
 class Slot(Protocol):

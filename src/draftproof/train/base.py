@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import LoadError
-from ..models.target import TargetParts
+from ..models.target import Target, TargetParts
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,11 +52,26 @@ class Task(Protocol):
         ...
 
 
-def require_laws(parts: TargetParts) -> None:
-    """Raises LoadError unless the target's distribution can be had from the outputs of its last layer (`logits_after`)."""
-    if parts.norm is None or parts.output is None:
-        raise LoadError("this target shows no final norm and output matrix, so its distribution cannot be had from its hidden states; "
-                        "expected a decoder whose last layer, norm and output matrix are known")
+def require_laws(target: Target) -> None:
+    """Raises LoadError unless the target's distribution can be had from the outputs of its last layer (`logits_after`): of a few tokens
+    that is looked at."""
+    parts, tokens = target.parts, torch.arange(min(8, target.vocab_size), device=target.device)
+    if parts.norm is None or parts.output is None or parts.embed is None:
+        raise LoadError("this target shows no embedding, final norm and output matrix, so its distribution cannot be had from its hidden "
+                        "states; expected a decoder whose last layer, norm and output matrix are known")
+    last = len(parts.layers) - 1
+    target.set_taps((last,))
+    slot = target.open(tokens.tolist(), "laws")
+    try:
+        scores = target.extend([slot], [tokens])
+        wanted, found = scores.logits[0].float(), logits_after(parts, scores.taps[last][-1:])[0].float()
+    finally:
+        target.close(slot)
+        target.set_taps(())
+    off, most = float((wanted - found).abs().max()), float(wanted.abs().max())
+    if not off <= 0.05 * most + 1e-3:
+        raise LoadError(f"the logits of this target are not what its final norm and output matrix give: they differ by {off:.3g}, at "
+                        f"most {most:.3g}; expected a family of which it is known what happens behind the output matrix")
 
 
 def saved_dtype(parts: TargetParts) -> torch.dtype:
@@ -69,5 +84,4 @@ def saved_dtype(parts: TargetParts) -> torch.dtype:
 def logits_after(parts: TargetParts, states: Tensor) -> Tensor:
     """What the target says [n, V] after each of these outputs [n, H] of its last layer."""
     assert parts.norm is not None and parts.output is not None, "checked by require_laws"
-    logits: Tensor = parts.output(parts.norm(states))
-    return logits
+    return parts.finished(parts.output(parts.norm(states)))

@@ -19,7 +19,7 @@ from torch.nn import functional
 from ..models.heads.dflash import Anchored, DFlash
 from ..models.heads.dflash2 import DFlash2
 from ..models.heads.dspark import DSpark
-from .base import Features, logits_after, require_laws
+from .base import Features, logits_after
 
 ANCHORS = 32        # blocks per text and step
 
@@ -50,7 +50,6 @@ class DFlashTask:
 
     def __init__(self, head: DFlash) -> None:
         parts = head.target
-        require_laws(parts)
         self.saved_as = parts.saved_as or head.dtype
         self.module = self.head = head.float().requires_grad_(True)
         self.last = int(parts.config.get_text_config().num_hidden_layers) - 1

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ..errors import LoadError
 from ..models.heads.eagle import EagleHead
+from ..models.heads.medusa import target_logits
 from ..models.target import TargetParts
-from .base import Features
+from .base import Features, saved_dtype
 from .eagle3 import logit_blocks, soft_cross_entropy
 from .mtp import StepsTask, Unrolled
 
@@ -33,13 +33,9 @@ class EagleTask(StepsTask):
     def __init__(self, head: EagleHead, parts: TargetParts, steps: int = 3, decay: float = 0.8, law_weight: float = 0.1,
                  noise: float = NOISE) -> None:
         super().__init__(steps, decay)
-        weight = getattr(parts.output, "weight", None)
-        if weight is None:
-            raise LoadError("the target's output matrix is packed and has no gradient; load the target with packing off to train")
-        self.weight, self.bias = weight.detach(), getattr(parts.output, "bias", None)
         self.module, self.parts, self.taps = head.float().requires_grad_(True), parts, head.taps
         self.law_weight, self.noise = law_weight, noise
-        self.saved_as = parts.saved_as or weight.dtype
+        self.saved_as = saved_dtype(parts)
 
     def _one(self, text: Features) -> list[tuple[Tensor, Tensor, int]]:
         head, ids, attend = self.module, text.ids, Unrolled()
@@ -55,10 +51,7 @@ class EagleTask(StepsTask):
             hidden = head.step(ids[step + 1:step + 1 + rows], hidden[:rows], places, attend)
             counts = text.mask[step + 2:].nonzero()[:, 0]
             at = counts + step + 1
-            logits = self._logits(hidden[counts])
+            logits = target_logits(self.parts, hidden[counts])
             losses = hidden_loss(hidden[counts], true[at]) + self.law_weight * soft_cross_entropy(logits, laws[at])
             found.append((losses, logits.argmax(-1) == laws[at].argmax(-1), len(at)))
         return found
-
-    def _logits(self, hidden: Tensor) -> Tensor:
-        return functional.linear(hidden, self.weight.to(hidden.dtype), None if self.bias is None else self.bias.to(hidden.dtype))

@@ -17,7 +17,7 @@ from ..errors import LoadError
 from ..models.heads.eagle3 import Eagle3Head
 from ..models.heads.vocabulary import mask, offsets
 from ..models.target import TargetParts
-from .base import Features, saved_dtype
+from .base import Features, logits_after, saved_dtype
 from .mtp import StepsTask, Unrolled
 
 ROWS = 256      # rows of the target's logits at a time; at a vocabulary of 128k they are large
@@ -35,11 +35,8 @@ def draft_vocabulary(counts: Tensor, size: int) -> tuple[Tensor, Tensor]:
 
 def logit_blocks(parts: TargetParts, last: Tensor) -> Iterator[Tensor]:
     """Logits [≤ ROWS, V] float32, block by block, of outputs [N, H] of the target's last layer."""
-    assert parts.output is not None, "a target has an output matrix"
     for start in range(0, last.shape[0], ROWS):
-        block = last[start:start + ROWS]
-        logits: Tensor = parts.output(block if parts.norm is None else parts.norm(block))
-        yield logits.float()
+        yield logits_after(parts, last[start:start + ROWS]).float()
 
 
 @torch.no_grad()

@@ -14,7 +14,7 @@ from ..errors import LoadError, OptionError
 from ..models.heads.detect import detect
 from ..models.heads.files import HeadFiles, read_files
 from ..models.target import Target
-from .base import Task
+from .base import Task, require_laws
 from .corpus import Text
 from .place import MODELS
 
@@ -277,4 +277,5 @@ def begin(name: str, target: Target, texts: Sequence[Text], wish: Wish) -> Task:
         raise OptionError(f"{name!r} cannot be trained; expected one of {', '.join(FAMILIES)}")
     wish.check(name)
     wish.fit(target)
+    require_laws(target)
     return FAMILIES[name](target, texts, wish)

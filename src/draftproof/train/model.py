@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..models.causal import CausalLM
 from ..models.target import TargetParts
-from .base import Features, logits_after, require_laws
+from .base import Features, logits_after
 from .depths import token_loss
 
 
@@ -28,7 +28,6 @@ class ModelTask:
 
     def __init__(self, lm: CausalLM, parts: TargetParts, share: float = 0.5) -> None:
         """share: of the KL in the loss."""
-        require_laws(parts)
         self.lm, self.parts, self.share = lm, parts, share
         self.module = lm.module.requires_grad_(True)
         self.last = int(parts.config.get_text_config().num_hidden_layers) - 1

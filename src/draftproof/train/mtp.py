@@ -19,8 +19,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from ..errors import LoadError
+from ..models.heads.medusa import target_logits
 from ..models.heads.mtp import MtpHead
-from .base import Features
+from .base import Features, logits_after
 
 
 def step_weights(steps: int, decay: float) -> list[float]:
@@ -134,15 +135,10 @@ class MtpTask(StepsTask):
         return found
 
     def _logits(self, hidden: Tensor, step: int) -> Tensor:
-        head, hidden = self.module, self.module.ready(hidden)
-        output = head.parts.output if head.heads is None else head.heads[step % head.layers]
-        weight, bias = output.weight, getattr(output, "bias", None)  # type: ignore[union-attr]
-        return functional.linear(hidden, weight.to(hidden.dtype), None if bias is None else bias.to(hidden.dtype))  # type: ignore[arg-type]
+        head = self.module
+        return target_logits(head.parts, head.ready(hidden)) if head.heads is None else head.logits(hidden, step)
 
     @torch.no_grad()
     def _target(self, text: Features, positions: Tensor) -> Tensor:
         """What the target says after each of these tokens: probabilities [R, V] float32."""
-        parts, tap = self.module.parts, text.taps[self.taps[0]][positions]
-        assert parts.output is not None, "refused at construction"
-        logits: Tensor = parts.output(tap if parts.norm is None else parts.norm(tap))
-        return logits.float().softmax(-1)
+        return logits_after(self.module.parts, text.taps[self.taps[0]][positions]).float().softmax(-1)

@@ -107,7 +107,8 @@ class DFlash(nn.Module):
         vector that is learned. sizes: inner, heads, kv_heads, head_dim; the target's own where not given."""
         shape = Shape.like(parts, **{**sizes, "qk_norm": True})
         chosen = tuple(taps) if taps is not None else spread(int(text_config(parts).num_hidden_layers), 3)
-        layout = Layout(block, chosen, mask_token, cls.family == "dspark", (View(),) * layers,
+        scale, cap = parts.finish
+        layout = Layout(block, chosen, mask_token, cls.family == "dspark", (View(),) * layers, output_scale=scale, softcap=cap,
                         local=cls.local(shape.hidden, int(text_config(parts).vocab_size)))
         own_mask = None if mask_token is not None else (shape.hidden,)
         return settle(cls(parts, shape, layout, rope_fields(parts, context), mask_shape=own_mask), parts)

@@ -109,10 +109,9 @@ class EagleHead(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[R, V] for the token after the one that `step` read."""
-        output = self._parts[0].output
-        assert output is not None, "refused at construction"
-        logits: Tensor = output(hidden)
-        return logits
+        parts = self._parts[0]
+        assert parts.output is not None, "refused at construction"
+        return parts.finished(parts.output(hidden))
 
 
 RENAMED = {"fusion_fc.weight": "fc.weight", "fusion_fc.bias": "fc.bias"}       # speculators, first generation

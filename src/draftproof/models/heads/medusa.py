@@ -134,16 +134,16 @@ class MedusaHead(nn.Module):
 
 
 def target_logits(parts: TargetParts, x: Tensor) -> Tensor:
-    """The target's output matrix on x [R, H]. With gradients it is used as a constant, in the precision of x."""
+    """The target's logits of x [R, H], what it feeds to its output matrix. With gradients that is used as a constant, in the precision
+    of x."""
     output = parts.output
     assert output is not None, "checked at construction"
     if torch.is_grad_enabled():
         bias = getattr(output, "bias", None)
-        return functional.linear(x, plain(output.weight).to(x.dtype), None if bias is None else bias.detach().to(x.dtype))
+        return parts.finished(functional.linear(x, plain(output.weight).to(x.dtype), None if bias is None else bias.detach().to(x.dtype)))
     weight = output.weight
     assert isinstance(weight, Tensor)
-    logits: Tensor = output(x.to(weight.dtype))
-    return logits
+    return parts.finished(output(x.to(weight.dtype)))
 
 
 def rows_of(output: nn.Module) -> int:

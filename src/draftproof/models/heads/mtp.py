@@ -225,9 +225,11 @@ class MtpHead(nn.Module):
 
     def logits(self, hidden: Tensor, at: int = 0) -> Tensor:
         """[R, V] over the target's ids, of what step `at` returned."""
-        output, hidden = self.parts.output if self.heads is None else self.heads[at % self.layers], self.ready(hidden)
-        assert output is not None, "refused at construction"
-        logits: Tensor = output(hidden if self.heads is not None else hidden.to(_embedding(self.parts).weight.dtype))
+        hidden = self.ready(hidden)
+        if self.heads is None:
+            assert self.parts.output is not None, "refused at construction"
+            return self.parts.finished(self.parts.output(hidden.to(_embedding(self.parts).weight.dtype)))
+        logits: Tensor = self.heads[at % self.layers](hidden)
         return logits
 
 
