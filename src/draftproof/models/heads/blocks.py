@@ -104,8 +104,8 @@ class Rope(nn.Module):
         if kind == "default":
             frequencies = 1.0 / theta ** (torch.arange(0, self.rotary, 2, dtype=torch.float64).float() / self.rotary)
         else:
-            known = {**config, "head_dim": head_dim, "rope_theta": theta, "partial_rotary_factor": factor,
-                     "rope_scaling": {**rope, "rope_type": kind, "rope_theta": theta},
+            known = {"hidden_size": head_dim, "num_attention_heads": 1, **config, "head_dim": head_dim, "rope_theta": theta,
+                     "partial_rotary_factor": factor, "rope_scaling": {**rope, "rope_type": kind, "rope_theta": theta},
                      "rope_parameters": {**rope, "rope_type": kind, "rope_theta": theta, "partial_rotary_factor": factor}}
             like = SimpleNamespace(**known, standardize_rope_params=lambda: None)
             try:

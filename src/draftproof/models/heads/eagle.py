@@ -174,13 +174,13 @@ def settle(head: H, parts: TargetParts) -> H:
 
 
 def rope_fields(parts: TargetParts, context: int | None = None) -> dict[str, Any]:
-    """The rotary fields of the target's config, for a new head."""
+    """The rotary fields of the target's config, for a new head: where they differ by kind of layer, those of layers that see all of a
+    text, as the head's do."""
     config = text_config(parts)
     found = {name: getattr(config, name, None) for name in ROPE}
-    rope = found.pop("rope_parameters") or {}
-    found["rope_theta"] = rope.get("rope_theta") or found["rope_theta"] or 10000.0
-    if rope.get("rope_type", "default") != "default":
-        found["rope_scaling"] = dict(rope)
+    rope = found.pop("rope_parameters") or found["rope_scaling"] or {}
+    rope = dict(rope.get("full_attention") or rope)
+    found |= {"rope_theta": rope.get("rope_theta") or found["rope_theta"] or 10000.0, "rope_scaling": rope or None}
     if context is not None:
         found["max_position_embeddings"] = context
     return {name: value for name, value in found.items() if value is not None}
