@@ -40,12 +40,10 @@ class ModelTask:
         """Mean over the tokens that count; figures: cross entropy, KL, and how often the likeliest tokens agree."""
         found: list[tuple[Tensor, Tensor, Tensor]] = []
         for text in batch:
-            size = text.ids.shape[0]
             counts = text.mask[1:]
             if not bool(counts.any()):
                 continue
-            visible = torch.ones(size - 1, size - 1, dtype=torch.bool, device=text.ids.device).tril()
-            logits = self.lm.logits(text.ids[:-1], torch.arange(size - 1, device=text.ids.device), visible)[counts].float()
+            logits = self.lm.logits(text.ids[:-1])[counts].float()
             wanted = logits_after(self.parts, text.taps[self.last][:-1][counts]).float()
             width = min(logits.shape[-1], wanted.shape[-1])
             logits, wanted = logits[:, :width], wanted[:, :width]

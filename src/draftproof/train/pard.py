@@ -63,6 +63,7 @@ class PardTask:
     def __init__(self, lm: CausalLM, parts: TargetParts, mask_token: int, depth: int = 8, ratio: float = 0.7, least: float = 0.2) -> None:
         if not 0 <= mask_token < lm.vocab_size:
             raise LoadError(f"mask token {mask_token}: expected one of the model's {lm.vocab_size} tokens, best one that no text holds")
+        lm.require_rows()
         self.lm, self.parts, self.mask_token = lm, parts, mask_token
         self.depth, self.ratio, self.least = depth, ratio, least
         self.module = lm.module.requires_grad_(True)
@@ -83,7 +84,7 @@ class PardTask:
             if not possible.shape[0]:
                 continue
             chosen = rows_of(size, possible, self.depth, self.ratio, self.least)
-            logits = self.lm.logits(chosen.ids(text.ids, self.mask_token), chosen.positions, chosen.visible())
+            logits = self.lm.logits_of_rows(chosen.ids(text.ids, self.mask_token), chosen.positions, chosen.visible())
             at = chosen.positions
             counts = (at + 1 < size) & text.mask[(at + 1).clamp(max=size - 1)]
             wanted = logits_after(self.parts, text.taps[self.last])[at[counts]]
