@@ -41,6 +41,16 @@ def test_a_document_and_a_conversation_are_on_one_side_but_for_one_whose_end_is_
     assert learn == [text for text in texts if text not in held]
 
 
+def test_a_conversation_whose_turns_came_as_requests_of_their_own_is_on_one_side() -> None:
+    """As chats leave them in a server's log: every request brings the turns before."""
+    turns = [Text((talk, 1, *range(2 + 3 * turn), 60 + turn, 70), 4 + 3 * turn, line=1 + 8 * turn + talk) for turn in range(4)
+             for talk in range(8)]
+    for seed in range(4):
+        learn, held = split(turns, 0.25, seed)
+        talks = [{text.ids[0] for text in side} for side in (learn, held)]
+        assert len(held) == 8 and not talks[0] & talks[1], talks
+
+
 def test_what_is_mixed_in_is_of_no_document_that_is_held_out() -> None:
     held = [Text((1, 2, 3, 4, 5), 3), Text((9, 9, 9), 0)]
     general = [Text((1, 2, 3, 4, 5, 6, 7), 0, line=1), Text((8, 8), 0, line=1), Text((2, 3, 4), 0, line=2), Text((9, 9, 9), 0)]

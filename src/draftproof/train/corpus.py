@@ -250,26 +250,44 @@ def sampling_of(exchange: Exchange, room: int, key: str) -> Sampling:
 
 
 def split(texts: Sequence[Text], share: float, seed: int) -> tuple[list[Text], list[Text]]:
-    """(texts to learn from, texts held out), by a seeded shuffle of the log's lines; at least one on each side. No prompt is on both: of
-    one that comes again its first text is held out, and nothing is learnt from the others. At most one line is on both, with its end held
-    out: where it has more texts than were still wanted."""
+    """(texts to learn from, texts held out), by a seeded shuffle of the log's lines and conversations; at least one on each side. No prompt
+    is on both: of one that comes again its first text is held out, and nothing is learnt from the others. At most one line or conversation
+    is on both, with its end held out: where it has more texts than were still wanted."""
     first: dict[tuple[int, ...], int] = {}
     for i, text in enumerate(texts):
         first.setdefault(text.prompt, i)
     if len(first) < 2:
         raise Failure(f"texts in the data: {len(texts)}, of different prompts: {len(first)}; expected at least 2 prompts, one of them to "
                       "be held out")
-    lines: dict[object, list[int]] = {}
-    for prompt, i in first.items():
-        lines.setdefault(prompt if texts[i].line is None else texts[i].line, []).append(i)
-    order = list(lines.values())
+    order = _together({prompt: texts[i].line for prompt, i in first.items()})
     random.Random(seed).shuffle(order)
     most, chosen = max(1, min(len(first) - 1, round(len(first) * share))), list[int]()
-    for line in order:
-        chosen += line[-(most - len(chosen)):] if len(chosen) < most else []
+    for prompts_of_one in order:
+        chosen += [first[prompt] for prompt in prompts_of_one[-(most - len(chosen)):]] if len(chosen) < most else []
     held = [texts[i] for i in sorted(chosen)]
     prompts = {text.prompt for text in held}
     return [text for text in texts if text.prompt not in prompts], held
+
+
+def _together(lines: Mapping[tuple[int, ...], int | None]) -> list[list[tuple[int, ...]]]:
+    """Prompts (with their lines) that are of one line, or of one conversation: there a prompt begins with an earlier one."""
+    above: dict[object, object] = {}
+
+    def top(of: object) -> object:
+        while (found := above.setdefault(of, of)) != of:
+            of = found
+        return of
+
+    begun: tuple[int, ...] | None = None
+    for prompt in sorted(lines):                    # all that begin as one does stand right behind it
+        begun = begun if begun is not None and prompt[:len(begun)] == begun else prompt
+        for one in (prompt, lines[prompt]):
+            if one is not None:
+                above[top(one)] = top(begun)
+    found: dict[object, list[tuple[int, ...]]] = {}
+    for prompt in lines:
+        found.setdefault(top(prompt), []).append(prompt)
+    return list(found.values())
 
 
 def apart(general: Sequence[Text], held: Iterable[Text]) -> list[Text]:
