@@ -4,8 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
+from models import families
 
+from draftproof.models.heads.dflash2 import DFlash2
+from draftproof.models.load import _parts
+from draftproof.train.loop import optimizers_of
 from draftproof.train.muon import Muon, orthogonal
+
+V = families.COMMON["vocab_size"]
 
 
 @pytest.mark.parametrize("shape", [(24, 24), (48, 16), (16, 48)])
@@ -34,3 +40,12 @@ def test_steps_like_torchs_within_bfloat16() -> None:
     moved = (theirs - start).norm()
     assert (ours - theirs).norm() < 0.03 * moved, "bfloat16 keeps 8 bits, five products deep"
     assert moved > 0
+
+
+@pytest.mark.parametrize("kind", ["dflash2", "gpt2", "gptj"])
+def test_a_matrix_with_a_row_per_token_is_none_between_hidden_states(kind: str) -> None:
+    model = families.build("llama" if kind == "dflash2" else kind)
+    module = DFlash2.fresh(_parts(model, torch.float32)) if kind == "dflash2" else model
+    muon, rest = optimizers_of(module, 1e-3)
+    tables, matrices = ([p.shape for group in one.param_groups for p in group["params"] if p.shape[0] == V] for one in (rest, muon))
+    assert tables and not matrices

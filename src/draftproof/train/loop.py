@@ -52,7 +52,7 @@ class Shown:
     served: float | None = None
 
 
-TABLES = ("embed", "emb.", "head.", "outputs.", "markov")      # in the names of matrices with a row per token
+TABLES = ("embed", "emb.", "wte.", "head.", "outputs.", "markov", "codebook")      # in the names of matrices with a row per token
 
 
 def optimizers_of(module: nn.Module, lr: float) -> list[torch.optim.Optimizer]:
