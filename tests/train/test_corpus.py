@@ -99,6 +99,13 @@ def test_a_conversation_without_an_answer_and_ids_that_are_no_tokens_teach_nothi
     assert "line 1: a conversation without an answer" in skipped.shown[0] and "token id 9999" in skipped.shown[1]
 
 
+def test_what_was_asked_of_somebody_who_said_nothing_teaches_nothing(target: Target) -> None:
+    skipped, prompt = Skipped(), tuple(range(20))
+    log = [Exchange(1, prompt_ids=prompt, answer_ids=()), Exchange(2, prompt="total(a) " * 9, answer=""), Exchange(3, prompt_ids=prompt)]
+    assert [text.line for text in as_logged(log, target, 64, skipped)] == [3] and skipped.count == 2
+    assert skipped.shown[0] == "line 1: a request without an answer, and --as-logged has none written"
+
+
 def test_a_template_s_refusal_is_the_line_s(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(target.tokenizer.hf, "chat_template", "{{ raise_exception('no such role') }}")  # type: ignore[union-attr]
     skipped = Skipped()

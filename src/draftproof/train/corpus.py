@@ -95,16 +95,18 @@ def _known(ids: Sequence[int], target: Target) -> list[int]:
 
 
 def as_logged(exchanges: Iterable[Exchange], target: Target, length: int, skipped: Skipped | None = None) -> Iterator[Text]:
-    """Texts as the log has them, at most `length` tokens. A prompt without an answer is itself the text, but a conversation is not: its
-    turns are the user's."""
+    """Texts as the log has them, at most `length` tokens. A prompt without an answer is itself the text, but a conversation is not, its
+    turns are the user's, nor what was asked of somebody who said nothing (a request that was cancelled)."""
     skipped = Skipped() if skipped is None else skipped
     for exchange in exchanges:
         try:
             prompt, answer = prompt_of(exchange, target), answer_of(exchange, target)
             if prompt is None:
                 raise NotReadable("text, and the target has no tokenizer")
-            if exchange.messages is not None and not answer:
-                raise NotReadable("a conversation without an answer, and --as-logged has none written")
+            asked = exchange.messages is not None or exchange.answer_ids is not None or exchange.answer is not None
+            if asked and not answer:
+                raise NotReadable(f"a {'request' if exchange.messages is None else 'conversation'} without an answer, and --as-logged has "
+                                  "none written")
         except NotReadable as error:
             skipped.note(exchange.line, str(error))
             continue
