@@ -213,9 +213,10 @@ def _mtp(target: Target, texts: Sequence[Text], wish: Wish) -> Task:
 
 
 def _block(kind: type[Block], target: Target, wish: Wish) -> Block:
-    """A head of this class. Its block holds the anchor and the guesses behind it; of DSpark the anchor's slot is a guess's."""
+    """A head of this class. Its block holds the anchor and the guesses behind it; of DSpark the anchor's slot is a guess's. No
+    block is of one slot."""
     files, sizes = wish.files, wish.sizes(layers="layers", mask_token="mask_token")
-    block: dict[str, Any] = {} if wish.depth is None else {"block": wish.depth + (kind.family != "dspark")}
+    block: dict[str, Any] = {} if wish.depth is None else {"block": max(2, wish.depth + (kind.family != "dspark"))}
     return kind.read(files, target.parts, target.vocab_size) if files else kind.fresh(target.parts, **block, **sizes)
 
 
