@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import safe_open
 from train.processes import finish, start
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -21,6 +22,8 @@ from draftproof.config import LoadConfig
 from draftproof.engine.engine import Engine
 from draftproof.models.load import builtin, load_target
 from draftproof.train import card
+from draftproof.train.corpus import Text
+from draftproof.train.features import Tapper
 from draftproof.train.place import identity
 from draftproof.types import Sampling
 
@@ -241,3 +244,16 @@ def test_extract_from_the_command_line(target: Path, log: Path, tmp_path: Path, 
     assert "12 texts\n" in told.err and "12 texts in 1 shard:" in told.err
     assert json.loads(told.out)["texts"] == 12 and json.loads(told.out)["shards"] == 1 and json.loads(told.out)["tokens"] > 12
     assert json.loads((tmp_path / "states" / "index.json").read_text())["layers"] == [1, 5]
+
+
+def test_extracted_states_are_those_of_serving_to_the_bit(tmp_path: Path) -> None:
+    served = load_target(builtin("target"), LoadConfig(threads=1, self_test=False))
+    if "packed" not in served.facts.reasons["linear layers"].split(":")[0]:
+        pytest.skip("this machine packs nothing")
+    text = Text(tuple(range(5, 60)), 20)
+    (states,) = Tapper(served, (1, 6)).read([text])
+    log = tmp_path / "log.jsonl"
+    log.write_text(json.dumps({"prompt_token_ids": text.ids[:20], "token_ids": text.ids[20:]}), encoding="utf-8")
+    assert run(["extract", "--data", str(log), "--layers", "1,6", "--out", str(tmp_path / "states"), "--threads", "1"]) == 0
+    with safe_open(tmp_path / "states" / "shard-00000.safetensors", "pt") as shard:
+        assert all(torch.equal(shard.get_tensor(f"0.layer_{layer}"), states.taps[layer]) for layer in (1, 6))

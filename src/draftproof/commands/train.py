@@ -251,7 +251,7 @@ def extract(target: str | None, data: Path, layers: tuple[int, ...], out: Path, 
     from ..train.corpus import as_logged  # from here on torch is loaded
     from ..train.extract import extract as write
 
-    model = _open(target, given)
+    model = _open(target, given, packed=True)           # as it is served, so that states are those to the bit
     for line in facts_lines(model.facts, _loading(given).cache_tokens):
         note(line)
     length = _capped(length, model, note)
