@@ -20,9 +20,11 @@ from draftproof.cli import run
 from draftproof.commands import console
 from draftproof.config import LoadConfig
 from draftproof.engine.engine import Engine
+from draftproof.models.causal import CausalLM
 from draftproof.models.load import builtin, load_target
 from draftproof.train import card
 from draftproof.train.corpus import Text
+from draftproof.train.families import Wish
 from draftproof.train.features import Tapper
 from draftproof.train.place import identity
 from draftproof.types import Sampling
@@ -192,6 +194,26 @@ def test_a_second_run_from_what_the_first_one_published_trains(target: Path, log
     assert "nothing is left to learn" in told.err and "stands there already" in told.err and json.loads(told.out)["published"]
     assert run([*wish, "--init", str(out), "--accept-at", "0.8"]) in (0, 3)
     assert "step 6/6" in capsys.readouterr().err and (out / "model.safetensors").exists()
+
+
+@pytest.mark.parametrize("kind", ["medusa", "model"])
+def test_what_goes_on_from_another_drafter_is_measured_by_it(kind: str, target: Path, log: Path, tmp_path: Path,
+                                                             capsys: pytest.CaptureFixture[str]) -> None:
+    start = target
+    if kind == "medusa":
+        start = tmp_path / "first"
+        assert run(command("medusa", target, log, start, "--steps", "12", "--lr", "0.01")) == 0
+    wish = [word for word in command(kind, target, log, tmp_path / "second", "--steps", "1", "--lr", "3") if word not in MORE.get(kind, [])]
+    capsys.readouterr()
+    assert run([*wish, *([] if kind == "model" else ["--init", str(start)])]) == 3, "a step so large makes it worse"
+    result = json.loads(capsys.readouterr().out)
+    assert result["rival"]["drafter"] == f"{kind}:{start}" and not (tmp_path / "second").exists()
+
+
+def test_a_language_model_that_fills_no_masks_is_no_rival(target: Path, tmp_path: Path) -> None:
+    assert Wish(init=target).begun("pard") is None and Wish().begun("model") is None
+    CausalLM.read(target).save(tmp_path, pard_token=60)
+    assert Wish(init=tmp_path).begun("pard") == f"pard:{tmp_path}"
 
 
 def test_what_is_left_out_of_a_log_is_told_and_a_long_text_is_cut_to_the_context(target: Path, tmp_path: Path,

@@ -92,12 +92,13 @@ KINDS = ("eagle", "eagle3", "peagle", "medusa", "hydra", "mlp", "mtp", "pard", "
 @click.option("--matmul", type=click.Choice(("highest", "high", "medium")), default="highest", show_default=True,
               help="torch's precision of float32 products while learning. medium multiplies bfloat16 where the processor can: 1.7 times "
                    "as many steps with AMX, little elsewhere.")
-@click.option("--replaces", metavar="SPEC", help="The drafter it must beat when served.  [default: what is in --out, if anything]")
+@click.option("--replaces", metavar="SPEC",
+              help="The drafter it must beat when served.  [default: what is in --out, else what --init goes on from]")
 @o.unlisted("quantization", "draft_device")
 @o.load_options
 @o.json_option
 def train(kind: str, target: str | None, data: Path, out: Path, as_json: bool, **given: Any) -> int:
-    """Train a drafter of KIND on --data and publish it in --out, unless it is served no better than what it replaces.
+    """Train a drafter of KIND on --data and publish it in --out, unless it is served no better than what it replaces or goes on from.
 
     Killed at any moment, the same command goes on where it was. Working files are in OUT.training. On several GPUs:
     accelerate launch --num_processes N -m draftproof train …
@@ -191,17 +192,18 @@ def _run(kind: str, target: str | None, data: Path, place: Place, wish: Wish, gi
         look()
     made = {"kind": kind, "target": identity(model.facts.name), "dtype": model.facts.dtype, "data": data.name, "steps": plan.steps,
             "texts": len(texts), "held_out": len(held), "acceptance_length": looks[-1].length, "rounds": looks[-1].rounds, "depth": depth}
-    return _settle(kind, place, looks[-1], served, given["replaces"], {"parameters": size, **made}, as_json)
+    return _settle(kind, place, looks[-1], served, given["replaces"], own.begun(kind), {"parameters": size, **made}, as_json)
 
 
-def _settle(kind: str, place: Place, new: Served, served: Callable[[str], Served], replaces: str | None, made: dict[str, Any],
-            as_json: bool) -> int:
-    """The candidate against what it would replace: published if it is served better, with its card. made: the facts of the card."""
+def _settle(kind: str, place: Place, new: Served, served: Callable[[str], Served], replaces: str | None, begun: str | None,
+            made: dict[str, Any], as_json: bool) -> int:
+    """The candidate against what it would replace: published if it is served better, with its card. begun: what it went on from; made: the
+    facts of the card."""
     from ..train import card, checkpoint
     from ..train.gate import Verdict, judge
 
     standing, old = place.standing(), None
-    rival = replaces or (f"{standing}:{place.out}" if standing else None)
+    rival = replaces or (f"{standing}:{place.out}" if standing else begun)
     if replaces or not place.same():
         old = served(rival) if rival else None
         verdict = judge(new, old, rival or "nothing")

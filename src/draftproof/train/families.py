@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -85,6 +86,15 @@ class Wish:
             return self
         place = Path(target.facts.name)
         return replace(self, init=place) if _whole(place) else self
+
+    def begun(self, kind: str) -> str | None:
+        """The drafter that a run with these wishes goes on from. None of a fresh one, and where --init is none yet: a checkpoint with a
+        head in it, a language model that was never taught to fill masks."""
+        if self.init is None or kind == "mtp" and _whole(self.init):
+            return None
+        if kind == "pard" and "pard_token" not in json.loads((self.init / "config.json").read_text(encoding="utf-8")):
+            return None
+        return f"{kind}:{self.init}"
 
     @property
     def files(self) -> HeadFiles | None:
