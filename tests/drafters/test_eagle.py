@@ -390,11 +390,13 @@ def test_the_draft_vocabulary_is_what_was_counted() -> None:
         draft_vocabulary(torch.ones(4), 5)
 
 
-def test_a_step_of_training_is_the_head_as_served() -> None:
+@pytest.mark.parametrize("windows", [(), (3, None), (2, 1)])
+def test_a_step_of_training_is_the_head_as_served(windows: tuple[int | None, ...]) -> None:
     """The losses of the unrolled steps, recomputed entry by entry through the serving cache."""
     target, n = TableTarget(V, order=1, seed=1), 7
     torch.manual_seed(3)
     head = Eagle3Head.fresh(target.parts, SOME, hidden=32, layers=2, norms="fc_norm", **SIZES)
+    head.layers.windows = windows
     ids = torch.tensor([1, 2, 4, 9, 7, 5, 0])
     hidden = torch.stack([target.hidden([int(t)]) for t in ids])
     task = Eagle3Task(head, target.parts, steps=3)

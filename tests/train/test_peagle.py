@@ -29,10 +29,12 @@ def text(found: PEagleTask, answer_from: int = 3) -> Features:
     return Features(torch.randint(published.V - 1, (SIZE,), generator=random), torch.arange(SIZE) >= answer_from, taps)
 
 
-def test_rows_are_those_of_a_served_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("windows", [(), (3, None)])
+def test_rows_are_those_of_a_served_pass(windows: tuple[int | None, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     """Every row, of an entry or of a mask behind it, has the output that its own pass over the text gives it."""
     found, left = task(), []
     one, head = text(found), found.module
+    head.layers.windows = windows
     step = head.step
     monkeypatch.setattr(head, "step", lambda *given: left.append(step(*given).detach()) or left[-1])
     torch.manual_seed(5)

@@ -86,7 +86,7 @@ class Eagle3Task(StepsTask):
 
     def _one(self, text: Features) -> list[tuple[Tensor, Tensor, int]]:
         """Guesses whose token the draft vocabulary lacks are asked for, and do not count."""
-        head, ids, attend = self.module, text.ids, Unrolled()
+        head, ids, attend = self.module, text.ids, Unrolled(self.module.layers.windows)
         length = ids.shape[0]
         laws, best, known = labels(self.parts, text.taps[self.last], head.ids)
         hidden = head.fuse(torch.cat([text.taps[tap] for tap in head.taps], -1).float())

@@ -46,9 +46,9 @@ def cross_entropy(logits: Tensor, wanted: Tensor) -> Tensor:
 @dataclass(frozen=True, slots=True)
 class Unrolled:
     """Attention of all steps over one text. Row t of a layer's first pass sees rows up to t; of a later one, those and its own chain.
-    A later pass may be shorter. q [R, heads, D], k and v [R, kv, D] → [R, heads · D]. window: how many of them a row sees at most."""
+    A later pass may be shorter. windows: how far each layer sees, if any slides. q [R, heads, D], k and v [R, kv, D] → [R, heads · D]."""
 
-    window: int | None = None
+    windows: Sequence[int | None] = ()
     held: dict[int, list[tuple[Tensor, Tensor]]] = field(default_factory=dict)
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -58,8 +58,8 @@ class Unrolled:
         chain.append((k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)))
         (keys, values), *later = [(k[:rows], v[:rows]) for k, v in chain]
         seen = torch.ones(rows, rows, dtype=torch.bool, device=q.device).tril()
-        if self.window is not None:
-            seen = seen.triu(len(later) + 1 - self.window)
+        if self.windows and (window := self.windows[layer]) is not None:
+            seen, later = seen.triu(len(chain) - window), later[max(0, len(later) - window):]
         true = torch.einsum("qhd,khd->hqk", q, keys).masked_fill(~seen, float("-inf"))
         own = [(q * k).sum(-1).t()[..., None] for k, _ in later]
         weights = (torch.cat((true, *own), -1) * dim**-0.5).float().softmax(-1).to(v.dtype)
@@ -119,7 +119,7 @@ class MtpTask(StepsTask):
         self.soft = soft
 
     def _one(self, text: Features) -> list[tuple[Tensor, Tensor, int]]:
-        head, ids, length, attend = self.module, text.ids, text.ids.shape[0], Unrolled(self.module.window)
+        head, ids, length, attend = self.module, text.ids, text.ids.shape[0], Unrolled([self.module.window] * self.module.layers)
         with torch.no_grad():
             features = head.fuse(text.taps[self.taps[0]])
         hidden, found = features, []

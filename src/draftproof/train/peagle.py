@@ -7,6 +7,7 @@ target's laws over the draft vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -22,13 +23,19 @@ from .pard import rows_of
 
 @dataclass(frozen=True, slots=True)
 class Among:
-    """Attention of rows among themselves. visible: bool [R, R]. q [R, heads, D], k and v [R, kv, D] → [R, heads · D]."""
+    """Attention of rows among themselves. visible: bool [R, R]; positions [R]; windows: how far each layer sees, if any slides.
+    q [R, heads, D], k and v [R, kv, D] → [R, heads · D]."""
 
     visible: Tensor
+    positions: Tensor
+    windows: Sequence[int | None] = ()
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        seen = self.visible
+        if self.windows and (window := self.windows[layer]) is not None:
+            seen = seen & (self.positions[:, None] - self.positions < window)
         q, k, v = (rows.transpose(0, 1)[None] for rows in (q, k, v))
-        out = functional.scaled_dot_product_attention(q, k, v, attn_mask=self.visible, enable_gqa=q.shape[1] != k.shape[1])
+        out = functional.scaled_dot_product_attention(q, k, v, attn_mask=seen, enable_gqa=q.shape[1] != k.shape[1])
         return out[0].transpose(0, 1).flatten(1)
 
 
@@ -52,7 +59,8 @@ class PEagleTask(Eagle3Task):
         rows = rows_of(entries, possible, self.steps, self.ratio, self.least)
         true = head.fuse(torch.cat([text.taps[tap] for tap in head.taps], -1)[:entries].float())
         hidden = torch.where((rows.masks == 0)[:, None], true[rows.last], head.blank())
-        out = head.step(rows.ids(text.ids[1:], head.mask_token), hidden, rows.positions, Among(rows.visible()))
+        attend = Among(rows.visible(), rows.positions, head.layers.windows)
+        out = head.step(rows.ids(text.ids[1:], head.mask_token), hidden, rows.positions, attend)
         before = rows.positions + 1                                 # the token whose law a row is asked for
         wanted = text.mask[(before + 1).clamp(max=entries)] & (before < entries)
         found = []

@@ -170,7 +170,7 @@ class FirstLayer(nn.Module):
 
 class HeadLayers(nn.ModuleList):
     """A head's layers, one after the other. Parameters are named as in a list. windows: how far each sees, if any slides; a `HeadPass` is
-    told so here, any other way of attending is for texts that fit them (`whole`)."""
+    told so here, recordings are for texts that fit them (`whole`), and training looks at them itself."""
 
     windows: Sequence[int | None] = ()
     _table: ctypes.Array[native.Layer] | None = None
