@@ -8,7 +8,7 @@ import random
 import pytest
 
 from draftproof.core.tally import Tally, fates
-from draftproof.types import Verdict
+from draftproof.types import Commit, Verdict
 
 
 def by_hand() -> Tally:
@@ -47,16 +47,22 @@ def test_plain_decoding_saves_nothing():
 def test_a_stop_inside_a_draft():
     """Five drafted, four would stand, the second is an end token: two are emitted, nothing behind them was judged."""
     verdict = Verdict((0, 1, 2, 3), 9, "correction", (4,))
-    assert fates(5, verdict, kept=(0, 1)) == ("accepted", "accepted", "discarded", "discarded", "discarded")
+    assert fates(verdict, Commit(3, (7, 8), ("accepted",) * 2, (0, 1), "stop"), 5) == ("accepted",) * 2 + ("discarded",) * 3
     tally = Tally()
     tally.prefill()
     tally.round(drafted=5, accepted=2, rejected=0, emitted=2)
     assert tally.completion_tokens == 3 and tally.hazard == [1.0, 1.0] and tally.draft_utilisation == 2 / 5
 
 
+def test_refusals_are_not_judged_where_the_text_ends_with_an_accepted_guess():
+    verdict = Verdict((0, 1), 9, "correction", (2,))
+    assert fates(verdict, Commit(3, (7, 8), ("accepted",) * 2, (0, 1), "length"), 3) == ("accepted", "accepted", "discarded")
+
+
 def test_fates_of_a_tree():
     verdict = Verdict((1, 3), 7, "correction", (4, 5))
-    assert fates(7, verdict, kept=(1, 3)) == ("discarded", "accepted", "discarded", "accepted", "rejected", "rejected", "discarded")
+    found = fates(verdict, Commit(3, (5, 6, 7), ("accepted", "accepted", "correction"), (1, 3)), 7)
+    assert found == ("discarded", "accepted", "discarded", "accepted", "rejected", "rejected", "discarded")
 
 
 def test_the_hazard_of_a_tree_follows_the_walked_path():

@@ -92,14 +92,14 @@ def test_where_guesses_rest_plain_passes_are_begun_and_none_for_nothing(target: 
                                                                         monkeypatch: pytest.MonkeyPatch) -> None:
     """A drafter that is always wrong: its depth is 0 but for trials, before which nothing is begun."""
     asked, let_go = Sampling(temperature=0, max_tokens=150, ignore_eos=True), []
-    right = ahead.Begun.take
+    right = ahead.PendingPass.take
 
-    def take(self: ahead.Begun, *about: Any) -> Scores | None:
+    def take(self: ahead.PendingPass, *about: Any) -> Scores | None:
         found = right(self, *about)
         let_go.append(found is None)
         return found
 
-    monkeypatch.setattr(ahead.Begun, "take", take)
+    monkeypatch.setattr(ahead.PendingPass, "take", take)
     with Engine(target, AlwaysWrong(target.vocab_size), depth, config=EngineConfig(profile_s=0)) as engine:
         out = engine.generate_batch(PROMPTS[:2], asked)
         trials = max(one.metrics["drafted"] for one in out)
@@ -141,7 +141,7 @@ def test_a_drafter_reads_of_passes_begun_early_what_it_reads_of_others(begun: li
 def test_a_round_whose_pass_ran_beside_another_costs_what_it_waited(target: PagedTarget, begun: list[int],
                                                                     monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[float] = []
-    monkeypatch.setattr(ahead.Begun, "seconds", lambda self: 100.0)
+    monkeypatch.setattr(ahead.PendingPass, "seconds", lambda self: 100.0)
     monkeypatch.setattr(PassCosts, "follow", lambda self, batch, rows, keys, seconds: seen.append(seconds))
     monkeypatch.setattr(PassCosts, "known", property(lambda self: False))                  # every round is looked at
     monkeypatch.setattr(AutoDepth, "stays", property(lambda self: True))

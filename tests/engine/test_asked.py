@@ -15,7 +15,7 @@ from draftproof import Completion, Engine, Sampling
 from draftproof.config import EngineConfig, LoadConfig
 from draftproof.drafters.fixed import AlwaysWrong
 from draftproof.engine import ahead
-from draftproof.engine.ahead import Asked
+from draftproof.engine.ahead import PendingRound
 from draftproof.engine.control import AutoDepth
 from draftproof.engine.lanes import Lanes
 from draftproof.engine.marks import Marks
@@ -37,14 +37,14 @@ FIVE = PROMPTS[:5]
 def early(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bool]]:
     """Rounds are asked for early on a CPU, too; whether each was the one that followed."""
     taken: list[bool] = []
-    right = Asked.take
+    right = PendingRound.take
 
-    def take(self: Asked, *about: Any) -> Any:
+    def take(self: PendingRound, *about: Any) -> Any:
         found = right(self, *about)
         taken.append(found is not None)
         return found
 
-    monkeypatch.setattr(Asked, "take", take)
+    monkeypatch.setattr(PendingRound, "take", take)
     monkeypatch.setattr(ahead, "overlaps", lambda target: True)
     yield taken
 
@@ -202,23 +202,23 @@ def test_what_a_round_took_is_told_apart(target: TableTarget, plain: list[Comple
     """Three seconds of drafts and four of pass, asked for at ten: nothing of them is the verdict's, whenever the host took the round up."""
     monkeypatch.setattr(Marks, "spans", lambda self: [3.0, 4.0, 0.0])
     seen: list[tuple[float, ...]] = []
-    right = Asked.seconds
+    right = PendingRound.seconds
 
     def told(draft: float, score: float, verify: float) -> tuple[tuple[float, float, float, float], float]:
         return (draft, score, verify, 0.0), score + verify
 
-    def seconds(self: Asked, start: float, end: float) -> tuple[Times, float]:
+    def seconds(self: PendingRound, start: float, end: float) -> tuple[Times, float]:
         at = replace(self, start=10.0)
         assert right(at, 10.0, 18.0) == right(at, 12.0, 18.0) == told(3.0, 4.0, 1.0)
         assert right(at, 20.0, 20.5) == told(3.0, 4.0, 0.5) and right(at, 16.0, 16.5) == told(3.0, 4.0, 0.0)
         for early, verifying in ((0.75, 0.25), (2.0, 0.0)):      # a pass that was begun before is waited for in the verdict
             begun = SimpleNamespace(seconds=lambda early=early: early)
-            assert right(replace(at, begun=begun), 10.0, 18.0) == ((3.0, 4.0 + early, verifying, 0.0), 5.0)  # type: ignore[arg-type]
+            assert right(replace(at, early=begun), 10.0, 18.0) == ((3.0, 4.0 + early, verifying, 0.0), 5.0)  # type: ignore[arg-type]
         found = right(self, start, end)
         seen.append((start - self.start, *found[0][:3]))
         return found
 
-    monkeypatch.setattr(Asked, "seconds", seconds)
+    monkeypatch.setattr(PendingRound, "seconds", seconds)
     monkeypatch.setattr(AutoDepth, "depths", lambda self, batch, rooms, whole: FixedDepth(2).depths(batch, rooms, whole))
     with Engine(target, guess_of("ngram", plain), config=EngineConfig(profile_s=0)) as engine:
         out = engine.generate(FIVE[0], SAMPLINGS[0])
@@ -227,7 +227,7 @@ def test_what_a_round_took_is_told_apart(target: TableTarget, plain: list[Comple
 
 
 def test_on_a_processor_nothing_is_asked_early(target: TableTarget, plain: list[Completion], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Rounds, "_early", lambda *_: pytest.fail("asked for"))
+    monkeypatch.setattr(Rounds, "_begin_early", lambda *_: pytest.fail("asked for"))
     with Engine(target, AlwaysWrong(VOCABULARY), 3) as engine:
         assert engine.generate(FIVE[0], SAMPLINGS[0]).token_ids == plain[0].token_ids
 
@@ -271,7 +271,7 @@ def test_books_that_look_at_the_device_come_first(target: TableTarget, plain: li
 @pytest.mark.parametrize("error", [RuntimeError("no memory"), CacheFull("no page")])
 def test_a_round_that_cannot_be_had_early_is_run_in_time(target: TableTarget, plain: list[Completion], early: list[bool], error: Exception,
                                                          monkeypatch: pytest.MonkeyPatch) -> None:
-    right, calls = Rounds._early, []
+    right, calls = Rounds._begin_early, []
 
     def failing(self: Rounds, batch: Sequence[Any]) -> Any:
         with monkeypatch.context() as now:
@@ -280,7 +280,7 @@ def test_a_round_that_cannot_be_had_early_is_run_in_time(target: TableTarget, pl
             calls.append(right(self, batch))
         return calls[-1]
 
-    monkeypatch.setattr(Rounds, "_early", failing)
+    monkeypatch.setattr(Rounds, "_begin_early", failing)
     with Engine(target, guess_of("oracle", plain), 3, config=EngineConfig(profile_s=0)) as engine:
         out = engine.generate_batch(FIVE, SAMPLINGS)
         assert engine.speculation.state[0] == "on"

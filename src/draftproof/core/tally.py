@@ -6,23 +6,24 @@ a stop are discarded, so completion_tokens = 1 + Σ (accepted + 1) over rounds, 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from itertools import zip_longest
 from typing import Any, Self
 
-from ..types import Fate, Verdict
+from ..types import Commit, Fate, Verdict
 
 
-def fates(nodes: int, verdict: Verdict, kept: Sequence[int]) -> tuple[Fate, ...]:
-    """What became of each node, `kept` being the accepted nodes that entered the text.
+def fates(verdict: Verdict, commit: Commit, nodes: int) -> tuple[Fate, ...]:
+    """What became of each of a draft's `nodes`.
 
-    Behind a stop nothing counts as judged: accepted nodes that were not kept, and the refusals after them, are discarded.
+    Behind a stop nothing counts as judged: accepted nodes that did not enter the text are discarded, and so are refusals where the
+    text ended before the target's own token.
     """
     fate: list[Fate] = ["discarded"] * nodes
-    for node in kept:
+    for node in commit.kept:
         fate[node] = "accepted"
-    if len(kept) == len(verdict.accepted):
+    if len(commit.tokens) > len(commit.kept):
         for node in verdict.rejected:
             fate[node] = "rejected"
     return tuple(fate)

@@ -26,8 +26,8 @@ def sent(x: Tensor, device: torch.device | str) -> Tensor:
     return x if device.type == "cpu" else pinned(x, device).to(device, non_blocking=True)
 
 
-def asked(x: Tensor) -> Callable[[], list[int]]:
-    """The numbers of x [n], to be called for them: what the device was asked for after this is not waited for."""
+def downloaded(x: Tensor) -> Callable[[], list[int]]:
+    """Begin to copy the numbers of x [n] to the host; the function that is returned waits for this copy alone, and gives them."""
     if x.device.type != "cuda":
         return x.tolist
     there = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)

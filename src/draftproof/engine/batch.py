@@ -19,30 +19,30 @@ from .records import Recorder
 from .round import Rounds
 from .sequence import Sequence, Status
 
-SCORED = 1 << 24        # logits that one pass over prompts makes, where all of a prompt's are asked for: 64 MB
+SCORED = 1 << 24        # logits that one pass over prompts makes at most where every row's are wanted (prompt_logprobs): 64 MB
 
 
 class Batch:
     """The sequences of one engine. Each step moves every one of them that it can."""
 
-    def __init__(self, target: Target, speculation: Lanes, recorder: Recorder, max_batch: int, prefill_chunk: int) -> None:
-        self.target, self.speculation, self.recorder = target, speculation, recorder
-        self.rounds = Rounds(target, speculation, recorder)
+    def __init__(self, target: Target, lanes: Lanes, recorder: Recorder, max_batch: int, prefill_chunk: int) -> None:
+        self.target, self.lanes, self.recorder = target, lanes, recorder
+        self.rounds = Rounds(target, lanes, recorder)
         self.waiting: deque[Sequence] = deque()
         self.live: list[Sequence] = []
-        self.ended: list[Sequence] = []           # done since the engine looked last
+        self.ended: list[Sequence] = []           # done, but not yet settled by the engine
         self._max_batch, self._chunk = max_batch, prefill_chunk
 
     def __iter__(self) -> Iterator[Sequence]:
         return iter((*self.live, *self.waiting))
 
     def reach(self, seq: Sequence) -> int:
-        """Tokens whose keys the sequence may need at once: its longest text, and a tree beside it."""
-        return seq.limit + (self.speculation.tree or 0)
+        """The most keys that the sequence may hold at once: of its longest text, and of a tree beside it."""
+        return seq.limit + (self.lanes.tree or 0)
 
     def step(self) -> list[tuple[Sequence, Commit]]:
         """Admit what fits, prefill a chunk of the prompts, run one round; what was committed, in order."""
-        self.target.set_taps(self.speculation.taps)
+        self.target.set_taps(self.lanes.taps)
         self._end_finished()                                 # by a step that was interrupted
         with torch.inference_mode():
             self._admit()
@@ -63,8 +63,8 @@ class Batch:
     def end(self, seq: Sequence, finish: FinishReason, error: BaseException | None = None) -> None:
         """Give back what the sequence holds; its text stays. Interrupted, it is among the live, and the next step ends it."""
         seq.finish, seq.error = finish, error
-        self.speculation.leave(seq)
-        self.speculation.forget(seq)
+        self.lanes.leave(seq)
+        self.lanes.forget(seq)
         if seq.slot is not None:
             slot, seq.slot = seq.slot, None
             self.target.close(slot)
@@ -86,7 +86,7 @@ class Batch:
             if self.live and not self.target.fits(self.reach(seq)):
                 return
             try:
-                known = seq.prompt[:1] if _told(seq) else seq.prompt     # of a cached prefix nobody knows the logits
+                known = seq.prompt[:1] if _wants_prompt_logprobs(seq) else seq.prompt     # a cached prefix has keys, but no logits
                 seq.slot = self.target.open(known, seq.tenant, self.reach(seq) - len(known))
             except CacheFull as full:
                 if self.live:
@@ -98,13 +98,13 @@ class Batch:
             seq.to(Status.PREFILL)
 
     def _prefill(self, batch: list[Sequence]) -> list[tuple[Sequence, Commit]]:
-        """A chunk of the prompts: those whose texts run wait for it. A prompt that is complete gets its first token."""
-        told = [seq for seq in batch if _told(seq)]
-        return self._read([seq for seq in batch if not _told(seq)], self._chunk) + \
-            self._read(told, min(self._chunk, max(1, SCORED // self.target.vocab_size)))
+        """One chunk of the prompts, no more, since running texts wait for it. A prompt that is complete gets its first token."""
+        plain = [seq for seq in batch if not _wants_prompt_logprobs(seq)]
+        scored = [seq for seq in batch if _wants_prompt_logprobs(seq)]
+        return self._read(plain, self._chunk) + self._read(scored, min(self._chunk, max(1, SCORED // self.target.vocab_size)))
 
     def _read(self, batch: list[Sequence], most: int) -> list[tuple[Sequence, Commit]]:
-        """At most so many tokens, all in one pass; of prompts whose log-probabilities are all told, or of none of them."""
+        """One prefill pass of at most `most` tokens, over prompts of which all or none want their log-probabilities."""
         if not batch:
             return []
         start = perf_counter()
@@ -112,12 +112,12 @@ class Batch:
             self._ready(seq)
         widths = shares([seq.prompt_tokens - seq.slot.length for seq in batch if seq.slot is not None], most)
         batch = [seq for seq, width in zip(batch, widths, strict=True) if width]
-        slots = [self._begun(seq) for seq in batch]
+        slots = [self._started(seq) for seq in batch]
         starts = [slot.length for slot in slots]
         chunks = [uploaded(seq.prompt[at:at + width], self.target.device)
                   for seq, at, width in zip(batch, starts, filter(None, widths), strict=True)]
         try:
-            scores = self._scored(batch, slots, chunks) if _told(batch[0]) else self.target.extend(slots, chunks)
+            scores = self._scored(batch, slots, chunks) if _wants_prompt_logprobs(batch[0]) else self.target.extend(slots, chunks)
         except Exception as error:
             return self._apart(batch, starts, error)
         spent, row = perf_counter() - start, 0
@@ -133,25 +133,26 @@ class Batch:
         return done
 
     def _ready(self, seq: Sequence) -> None:
-        """Its slot holds what need not be read: what others have read by now of a prompt that was not begun, and of one that an interrupted
-        step has read, all but its last token."""
+        """Make the slot hold the longest prefix that need not be read again: if none of the prompt was read yet, what others have cached
+        since it was admitted; if an interrupted step has read all of it, all but the last token, whose logits are lost."""
         assert seq.slot is not None, f"{seq.id}: a prompt has a slot"
-        if not (seq.begun or _told(seq)) and isinstance(self.target, Adopts):
+        if not (seq.begun or _wants_prompt_logprobs(seq)) and isinstance(self.target, Adopts):
             self.target.adopt(seq.slot, seq.prompt)
-        known = max(0, len(seq.prompt_logprobs) - 1) if _told(seq) else seq.prompt_tokens - 1
+        known = max(0, len(seq.prompt_logprobs) - 1) if _wants_prompt_logprobs(seq) else seq.prompt_tokens - 1
         if seq.slot.length > known:
             self.target.rewind(seq.slot, ())
             self.target.truncate(seq.slot, known)
 
-    def _begun(self, seq: Sequence) -> Slot:
+    def _started(self, seq: Sequence) -> Slot:
+        """Its slot; the trace hears of the request when its prompt is first read, as the cached prefix is known then."""
         assert seq.slot is not None, f"{seq.id}: a prompt has a slot"
         if not seq.begun:
             seq.begun = True
-            self.recorder.started(seq, seq.slot.length, self.speculation.of(seq).name if seq.speculate else "none")
+            self.recorder.started(seq, seq.slot.length, self.lanes.of(seq).name if seq.speculate else "none")
         return seq.slot
 
     def _scored(self, batch: list[Sequence], slots: list[Slot], chunks: list[torch.Tensor]) -> Scores:
-        """`Target.extend`, and every token of the chunks is told as likely as it was: a prompt is a draft that is known to stand."""
+        """`Target.extend` that notes the log-probability of every token: a chunk is scored as a draft that is known to stand."""
         scores = self.target.score(slots, torch.cat([chunk[:1] for chunk in chunks]), [Draft.chain(chunk[1:]) for chunk in chunks])
         for i, (seq, slot, chunk) in enumerate(zip(batch, slots, chunks, strict=True)):
             self.target.rewind(slot, range(len(chunk) - 1))
@@ -159,7 +160,7 @@ class Batch:
         return Scores(scores.logits[[end - 1 for end in scores.starts[1:]]], tuple(range(len(batch) + 1)), scores.taps)
 
     def _apart(self, batch: list[Sequence], starts: list[int], error: Exception) -> list[tuple[Sequence, Commit]]:
-        """A prefill pass that failed, once more for each prompt by itself; the one that fails alone ends with its error."""
+        """After a prefill pass that failed: each prompt by itself. One that fails alone ends with its error."""
         for seq, start in zip(batch, starts, strict=True):
             if seq.slot is not None:
                 self.target.rewind(seq.slot, ())
@@ -176,7 +177,7 @@ class Batch:
         except Exception as error:
             self.end(seq, "error", error)
             return []
-        self.speculation.begin(seq, seq.signals)
+        self.lanes.begin(seq, seq.signals)
         seq.signals = None
         return [(seq, commit)]
 
@@ -205,8 +206,8 @@ class Batch:
 
 
 def shares(left: abc.Sequence[int], most: int) -> list[int]:
-    """How many of so many tokens each prompt has read, of those that are `left` of it. The oldest, which stands first, gets half at least,
-    so that all are done some day; of the others those that are done soonest come first."""
+    """How many of the `most` tokens of a prefill chunk each prompt gets; left[i]: how many it still needs. The oldest, which stands first,
+    gets at least half, so that no prompt waits for ever; of the others the shortest come first."""
     first = min(left[0], most if len(left) == 1 else max(1, most // 2))
     given, room = [first] + [0] * (len(left) - 1), most - first
     for i in sorted(range(1, len(left)), key=left.__getitem__):
@@ -216,13 +217,12 @@ def shares(left: abc.Sequence[int], most: int) -> list[int]:
     return given
 
 
-def _told(seq: Sequence) -> bool:
-    """Whether the request asks how likely each token of its prompt is."""
+def _wants_prompt_logprobs(seq: Sequence) -> bool:
     return seq.sampling.prompt_logprobs is not None
 
 
 def _joined(before: Signals | None, more: Signals) -> Signals:
-    """Hidden states of two chunks of one prompt; of the second alone, where a step between them was interrupted."""
+    """The signals of two chunks of one prompt; of the second alone if an interrupted step lost some between them."""
     if before is None or before.start + rows_in(before.taps) != more.start:
         return more
     return Signals(before.start, stacked((before.taps, more.taps)))

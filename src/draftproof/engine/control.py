@@ -18,7 +18,7 @@ from ..core.budget import best_batch, between
 from ..trace.events import Times
 from ..types import Budget, Draft, Verdict
 from .costs import LINGER, PassCosts
-from .plans import Arm, Asked, Choice, Plan, Scene, Shown, Trial, reaching
+from .plans import Arm, Choice, Outcome, Plan, Scene, Shown, Trial, reaching
 from .sequence import Sequence
 from .survival import Hazards, Survival
 
@@ -124,7 +124,7 @@ class AutoDepth:
         resting, self.rounds = self.rests, self.rounds + 1
         if resting:
             return
-        asked = [Asked.of(seq, budget, draft, verdict)
+        asked = [Outcome.of(seq, budget, draft, verdict)
                  for seq, budget, draft, verdict in zip(batch, budgets, drafts, verdicts, strict=True) if budget.depth]
         self._waiting.append(Shown(self.rounds, asked, None if times is None else times.draft_s, self.passes.moment))
         if self._trial is not None:
@@ -374,7 +374,7 @@ class AutoDepth:
             self._follow(arm, shown.at, [one for one in shown.asked if one.drafter == name], spent if known else None)
         return spent
 
-    def _follow(self, arm: Arm, at: int, asked: abc.Sequence[Asked], seconds: float | None) -> None:
+    def _follow(self, arm: Arm, at: int, asked: abc.Sequence[Outcome], seconds: float | None) -> None:
         """What became of an arm's drafts in round `at`. seconds: what they took in fair weather; None where it is not known
         for what."""
         arm.asked, unread = at, 0

@@ -1,7 +1,8 @@
-"""Several drafters in one engine: each request is guessed by one of them, and each has its own fence and its own depths.
+"""Several drafters in one engine. A lane is one drafter with its own controller and its own failures (`Speculation`); every request
+belongs to one lane, and all lanes share the target's passes.
 
-Lane 0 is the engine's own drafter, which the runtime switch may replace; the others stay. All share the target's passes. What
-a pass takes is given to every lane in full: each sees what it waited for, against its own rows.
+Lane 0 is the engine's own drafter, which the runtime switch may replace; the others stay. The time of a shared pass counts in full for
+each lane.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ class Lanes:
         return max(lane.likely for lane in self.lanes)
 
     def plan(self, batch: abc.Sequence[Sequence]) -> list[Budget]:
-        """A budget per sequence; those that asked for no drafter are nobody's to plan for. What follows in the round is of this batch."""
+        """A budget per sequence; 0 for those that asked for no drafter. `propose`, `observe` and `learn` then expect the same batch."""
         start = perf_counter()
         self._parts = self._divided(batch)
         if (only := self._only(batch)) is not None:
@@ -93,23 +94,23 @@ class Lanes:
             lane.learn(_taken(batch, here), _taken(budgets, here), _taken(drafts, here), _taken(verdicts, here), own)
 
     @property
-    def asks(self) -> bool:
-        """Whether a round is asked for before the books of the one before are kept: where the device works while the host does, and one
-        drafter is there to guess."""
+    def asks_early(self) -> bool:
+        """Whether the next round begins before the records of this one are written: where the device works beside the host, and the only
+        drafter guesses."""
         return self.passes.overlaps and len(self.lanes) == 1 and self.lanes[0].state[0] == "on"
 
     def go_on(self, batch: abc.Sequence[Sequence]) -> None:
-        """What follows in the round is of this batch: those that were planned for, without who left."""
+        """The round goes on with this batch: the one that was planned for, less the texts that have left."""
         self._parts = self._divided(batch)
 
     @property
     def steered(self) -> tuple[object, ...]:
-        """By whom and what it is decided who guesses, and how far."""
+        """Everything that decides who guesses and how far, to compare: equal as long as nothing of it has changed."""
         return tuple(lane.steered for lane in self.lanes)
 
     @property
     def idle(self) -> bool:
-        """Whether nobody guesses for any of this round's batch, nor will in the next round, should none come or go."""
+        """Whether nobody guesses for this batch in this round, nor in the next one if the batch stays the same."""
         return all(lane.stays for lane, _ in self._parts)
 
     def begin(self, seq: Sequence, signals: Signals | None) -> None:

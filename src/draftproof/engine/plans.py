@@ -158,7 +158,7 @@ class Scene:
         return self.rows.bit_length()
 
 
-class Asked(NamedTuple):
+class Outcome(NamedTuple):
     """What became of one sequence's budget: levels granted, nodes granted (0: their number was fixed), levels and nodes drafted, and
     nodes accepted. length: of the text, in tokens, when it was asked about."""
 
@@ -184,7 +184,7 @@ class Shown(NamedTuple):
     weather."""
 
     at: int
-    asked: list[Asked]
+    asked: list[Outcome]
     draft_s: float | None
     moment: Moment
 

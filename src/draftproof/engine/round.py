@@ -21,15 +21,15 @@ from ..core.tally import fates
 from ..core.tree import path, walk
 from ..core.tree import positions as places
 from ..core.typical import typical
-from ..core.upload import asked, index_of, uploaded
+from ..core.upload import downloaded, index_of, uploaded
 from ..core.verify import joint, match, shares_noise, short_of
 from ..errors import CacheFull
 from ..models.graphs import recordings
 from ..models.taps import SideBySide, rows_at, side_by_side
 from ..models.target import Slot, Target
 from ..trace.events import Times
-from ..types import LOSSY, Budget, Commit, Draft, Fate, Likely, Scores, Signals, Verdict
-from .ahead import Asked, Begun, begun
+from ..types import LOSSY, Budget, Commit, Draft, Likely, Scores, Signals, Verdict
+from .ahead import PendingPass, PendingRound, begin_pass
 from .lanes import Lanes
 from .logprobs import note_logprobs
 from .marks import Marks
@@ -40,10 +40,10 @@ from .sequence import Sequence, Status
 class Rounds:
     """Runs rounds over batches of running sequences of one target."""
 
-    def __init__(self, target: Target, speculation: Lanes, recorder: Recorder) -> None:
-        self.target, self.speculation, self.recorder = target, speculation, recorder
-        self._begun: Begun | None = None          # the next round's pass, if it is under way
-        self._asked: Asked | None = None          # or all of it
+    def __init__(self, target: Target, lanes: Lanes, recorder: Recorder) -> None:
+        self.target, self.lanes, self.recorder = target, lanes, recorder
+        self._early_pass: PendingPass | None = None      # of the next round, begun before this one was over: its pass alone,
+        self._early_round: PendingRound | None = None    # or all of it, drafts too (ahead.py)
         self._recorded = recordings()
 
     def run(self, batch: abc.Sequence[Sequence], joining: abc.Sequence[Sequence] | None = None) -> list[Commit]:
@@ -52,38 +52,39 @@ class Rounds:
         joining: who will be in the next round beside those that go on; None if that is not known.
         """
         start = perf_counter()
-        before, self._recorded = self._recorded, recordings()    # by the start of the last round, which may have asked for this; now
-        asked = self._asked_for(batch)                                                           # plan → propose → score
-        budgets, drafts, scores = asked.budgets, asked.drafts, asked.scores
+        before, self._recorded = self._recorded, recordings()    # counted from the last round on, which may have begun this one
+        pending = self._begun_early(batch) or self._begin(batch)                                 # plan → propose → score
+        budgets, drafts, scores = pending.budgets, pending.drafts, pending.scores
         try:
             law = _law(batch, drafts, scores)                                                    # → distribution
             verdicts, coins, nodes = self._verify(batch, drafts, law, scores.starts)             # → verify
             verified = perf_counter()
-            times, waited = asked.seconds(start, verified)
+            times, waited = pending.seconds(start, verified)
             commits = _commit(batch, budgets, verdicts, nodes)                                   # → commit
-            judged = _judged(batch, asked, verdicts, nodes, commits, coins)
+            judged = _judged(batch, pending, verdicts, nodes, commits, coins)
             self._rewind(batch, commits)                                                         # → rewind
         except BaseException:
             self._restore(batch)
             raise
 
         def learn() -> None:
+            """Tell the controllers what the round showed; with that the next one can be planned, and begun."""
             passing = waited + perf_counter() - verified if recordings() == before else None
-            self.speculation.learn(batch, budgets, drafts, verdicts, times, passing)
-            if asks:
-                self._asked = self._early([*(seq for seq in batch if seq.finish is None), *(joining or ())])
+            self.lanes.learn(batch, budgets, drafts, verdicts, times, passing)
+            if early:
+                self._early_round = self._begin_early([*(seq for seq in batch if seq.finish is None), *(joining or ())])
 
         try:
-            told = _likely(scores, nodes, drafts, self.speculation.likely if any([budget.depth for budget in budgets]) else 0)
-            self.speculation.observe(batch, commits, _signals(scores, commits, told))            # → observe
+            told = _likely(scores, nodes, drafts, self.lanes.likely if any([budget.depth for budget in budgets]) else 0)
+            self.lanes.observe(batch, commits, _signals(scores, commits, told))                  # → observe
             times = times._replace(other_s=perf_counter() - verified)
-            asks = joining is not None and self._begun is None and self.speculation.asks
-            first = asks and not self._looks(batch)
-            if first:
+            early = joining is not None and self._early_pass is None and self.lanes.asks_early
+            before_records = early and not self._records_wait(batch)
+            if before_records:
                 learn()
         finally:                                             # whatever is interrupted: the tokens stand, and so do the records of them
-            self._tell(judged, law, scores, verified, times)                                     # → trace
-        if not first:
+            self._record(judged, law, scores, verified, times)                                   # → trace
+        if not before_records:
             learn()
         return commits
 
@@ -100,57 +101,54 @@ class Rounds:
         self.recorder.prefill(seq, law)
         return commit
 
-    def _looks(self, batch: abc.Sequence[Sequence]) -> bool:
-        """Whether the books of a round read what lies on the device, which waits for all that it was asked for before."""
+    def _records_wait(self, batch: abc.Sequence[Sequence]) -> bool:
+        """Whether a round's records read tensors on the device, and would wait there for a round that was begun before they are written."""
         return self.recorder.level == "full" or any(seq.sampling.logprobs is not None for seq in batch)
 
     def let_go(self) -> None:
         """There is no next round, as far as is known."""
-        self._begun = None
-        self._under_way(())
+        self._early_pass = None
+        self._begun_early(())
 
-    def _under_way(self, batch: abc.Sequence[Sequence]) -> Asked | None:
-        """What was asked for early, if it is this batch's round; otherwise it is let go."""
-        asked, self._asked = self._asked, None
-        if asked is None:
+    def _begun_early(self, batch: abc.Sequence[Sequence]) -> PendingRound | None:
+        """The round that was begun early, if it is this batch's; another one is undone."""
+        pending, self._early_round = self._early_round, None
+        if pending is None:
             return None
-        found = asked.take(batch, self.speculation)
+        found = pending.take(batch, self.lanes)
         if found is None:
-            self._restore([seq for seq in asked.seqs if seq.slot is not None])
+            self._restore([seq for seq in pending.seqs if seq.slot is not None])
         return found
 
-    def _asked_for(self, batch: abc.Sequence[Sequence]) -> Asked:
-        """The batch's round, scored: asked for while the last one's books were kept, or now."""
-        begun, self._begun = self._begun, None
-        return self._under_way(batch) or self._ask(batch, begun)
-
-    def _early(self, batch: abc.Sequence[Sequence]) -> Asked | None:
-        """The round that follows, asked for; None if there is none, or if it cannot be had: whoever runs it will hear why."""
+    def _begin_early(self, batch: abc.Sequence[Sequence]) -> PendingRound | None:
+        """The round that follows; None without a text, or where it fails: when its turn comes it is begun again, and raises then."""
         try:
-            return self._ask(batch, None) if batch else None
+            return self._begin(batch) if batch else None
         except Exception:
             return None
 
-    def _ask(self, batch: abc.Sequence[Sequence], early: Begun | None) -> Asked:
-        """Ask the device for a round's drafts and scores. early: the pass that was begun."""
+    def _begin(self, batch: abc.Sequence[Sequence]) -> PendingRound:
+        """Plan a round, draft it and score it; a device may still be at work on it when this returns."""
+        early, self._early_pass = self._early_pass, None
         start, marks = perf_counter(), Marks(self.target.device)
-        budgets = self.speculation.plan(batch)
+        budgets = self.lanes.plan(batch)
         try:
-            drafts = self.speculation.propose(batch, budgets)
+            drafts = self.lanes.propose(batch, budgets)
             marks.mark()
             scores, drafts, early = self._score(batch, drafts, early)
         except BaseException:
             self._restore(batch)
             raise
         marks.mark()
-        return Asked(batch, budgets, drafts, scores, marks, start, self.speculation.steered, early)
+        return PendingRound(batch, budgets, drafts, scores, marks, start, self.lanes.steered, early)
 
-    def _score(self, batch: abc.Sequence[Sequence], drafts: list[Draft], early: Begun | None) -> tuple[Scores, list[Draft], Begun | None]:
-        """The scores, the drafts that were scored, and the pass that was begun early if they are its."""
+    def _score(self, batch: abc.Sequence[Sequence], drafts: list[Draft],
+               early: PendingPass | None) -> tuple[Scores, list[Draft], PendingPass | None]:
+        """The scores, the drafts that were scored, and the pass that was begun early if the scores are its."""
         slots = [_slot(seq) for seq in batch]
         roots = torch.from_numpy(np.array([seq.tokens[-1] for seq in batch], np.int64))
         if early is not None and not any(map(len, drafts)):
-            scores = early.take(batch, roots, self.speculation.taps)
+            scores = early.take(batch, roots, self.lanes.taps)
             if scores is not None:
                 return scores, drafts, early
         try:
@@ -166,22 +164,11 @@ class Rounds:
         """A verdict per sequence, the coins of those whose draft a joint rule judged, and the drafted tokens. Here a round waits for
         its device: choices and guesses are read together.
 
-        Without a draft, at temperature 0 and under `match` the target chooses, with the shared noise. A draft that its rule
-        cannot judge is dropped and retires the drafter. A draft that leads into a dead end is judged like all others, and no verdict
-        goes on behind it.
+        Without a draft, at temperature 0 and under `match` the target chooses, with the shared noise. A draft that leads into a dead
+        end is judged like all others, and no verdict goes on behind it.
         """
         dead = _dead_ends(law, starts)
-        verdicts: dict[int, Verdict] = {}
-        coins: dict[int, Tensor] = {}
-        for i, (seq, draft) in enumerate(zip(batch, drafts, strict=True)):
-            if not shares_noise(seq.rule) and len(draft) and not seq.sampling.greedy:
-                logp = law.whole[starts[i]:starts[i + 1]]
-                try:
-                    verdicts[i], coins[i] = _joint(seq, draft, logp)
-                except Exception as error:                   # whatever comes of a draft's law is its drafter's doing
-                    lane = self.speculation.of(seq)
-                    lane.retire(error)
-                    drafts[i] = Draft.empty(draft.drafter, lane.failure)
+        verdicts, coins = self._verify_jointly(batch, drafts, law, starts)
         rest = [i for i in range(len(batch)) if i not in verdicts]
         choices = None
         if rest:
@@ -189,12 +176,12 @@ class Rounds:
                 law = law.of([row for i in rest for row in range(starts[i], starts[i] + len(drafts[i]) + 1)])
             choices = choose(law, _choice_keys([batch[i] for i in rest], [drafts[i] for i in rest], self.target.device))
         read = _reading(choices, drafts)
-        if choices is not None and len(rest) == len(batch) and self.speculation.passes.overlaps and self.speculation.idle:
-            self._begun = begun(self.target, batch, drafts, choices)
+        if choices is not None and len(rest) == len(batch) and self.lanes.passes.overlaps and self.lanes.idle:
+            self._early_pass = begin_pass(self.target, batch, drafts, choices)
         chosen, nodes = read()
-        if self._begun is not None:
-            self._begun.tokens = chosen
-        at = 0
+        if self._early_pass is not None:
+            self._early_pass.tokens = chosen
+        at = 0                                               # row of the sequence's root among those of `rest`
         for i in rest:
             own = chosen[at:at + len(nodes[i]) + 1]
             if batch[i].rule in LOSSY:
@@ -203,6 +190,24 @@ class Rounds:
                 verdicts[i] = match(drafts[i].parents, nodes[i], own)
             at += len(own)
         return [short_of(verdicts[i], nodes[i], dead.get(i, ())) for i in range(len(batch))], coins, nodes
+
+    def _verify_jointly(self, batch: abc.Sequence[Sequence], drafts: list[Draft], law: Law,
+                        starts: abc.Sequence[int]) -> tuple[dict[int, Verdict], dict[int, Tensor]]:
+        """Verdicts and coins, by place in the batch, of the drafts that `ratio` or `block` judges. A draft that its rule cannot judge is
+        dropped from `drafts` and retires its drafter."""
+        verdicts: dict[int, Verdict] = {}
+        coins: dict[int, Tensor] = {}
+        for i, (seq, draft) in enumerate(zip(batch, drafts, strict=True)):
+            if shares_noise(seq.rule) or not len(draft) or seq.sampling.greedy:
+                continue
+            logp = law.whole[starts[i]:starts[i + 1]]
+            try:
+                verdicts[i], coins[i] = _joint(seq, draft, logp)
+            except Exception as error:                       # whatever comes of a draft's law is its drafter's doing
+                lane = self.lanes.of(seq)
+                lane.retire(error)
+                drafts[i] = Draft.empty(draft.drafter, lane.failure)
+        return verdicts, coins
 
     def _rewind(self, batch: abc.Sequence[Sequence], commits: abc.Sequence[Commit]) -> None:
         """Cut each cache back to its text, which lacks the key of its last token."""
@@ -213,15 +218,15 @@ class Rounds:
 
     def _restore(self, batch: abc.Sequence[Sequence]) -> None:
         """After an interruption: forget the scored nodes; no slot holds more than its text but the last token."""
-        self._begun = None
+        self._early_pass = None
         for seq in batch:
             slot = _slot(seq)
             self.target.rewind(slot, ())
             self.target.truncate(slot, min(slot.length, len(seq.tokens) - 1))
-            self.speculation.leave(seq)
+            self.lanes.leave(seq)
 
-    def _tell(self, judged: abc.Sequence[Judged], law: Law, scores: Scores, verified: float, times: Times) -> None:
-        """The round's records. verified: the host's time when its verdicts stood."""
+    def _record(self, judged: abc.Sequence[Judged], law: Law, scores: Scores, verified: float, times: Times) -> None:
+        """The round's trace records and the times that metrics are made of. verified: the host's time when its verdicts stood."""
         for one in judged:
             one.seq.spell()
             one.seq.clock.delivered(verified + times.other_s, len(one.commit.tokens))
@@ -258,13 +263,14 @@ def _commit(batch: abc.Sequence[Sequence], budgets: abc.Sequence[Budget], verdic
     return [seq.commit(verdict, tokens) for seq, verdict, tokens in zip(batch, verdicts, nodes, strict=True)]
 
 
-def _judged(batch: abc.Sequence[Sequence], asked: Asked, verdicts: abc.Sequence[Verdict], nodes: abc.Sequence[list[int]],
+def _judged(batch: abc.Sequence[Sequence], pending: PendingRound, verdicts: abc.Sequence[Verdict], nodes: abc.Sequence[list[int]],
             commits: abc.Sequence[Commit], coins: abc.Mapping[int, Tensor]) -> list[Judged]:
     """Each sequence's part of the round, counted."""
     judged = []
-    for i, (seq, draft, root) in enumerate(zip(batch, asked.drafts, asked.scores.starts, strict=False)):
-        judged.append(Judged(seq, asked.budgets[i], draft, nodes[i], commits[i], _fates(draft, verdicts[i], commits[i]), coins.get(i)))
-        _count(judged[-1], asked.scores.logits, root)        # before what may fail: counts are those of the text
+    for i, (seq, draft, root) in enumerate(zip(batch, pending.drafts, pending.scores.starts, strict=False)):
+        fate = fates(verdicts[i], commits[i], len(draft))
+        judged.append(Judged(seq, pending.budgets[i], draft, nodes[i], commits[i], fate, coins.get(i)))
+        _count(judged[-1], pending.scores.logits, root)      # before what may fail: counts are those of the text
     return judged
 
 
@@ -274,13 +280,6 @@ def _count(one: Judged, logits: Tensor, root: int) -> None:
     seq.tally.round(len(one.nodes), len(kept), one.fates.count("rejected"), len(emitted))
     seq.rounds += 1
     note_logprobs(seq, logits, [root, *(root + 1 + node for node in kept)][:len(emitted)], emitted)
-
-
-def _fates(draft: Draft, verdict: Verdict, commit: Commit) -> tuple[Fate, ...]:
-    """What became of each node; where the text stopped at a kept node, the refusals after it are behind the stop."""
-    if len(commit.tokens) == len(commit.kept):
-        verdict = replace(verdict, rejected=())
-    return fates(len(draft), verdict, commit.kept)
 
 
 def _dead_ends(law: Law, starts: abc.Sequence[int]) -> dict[int, list[int]]:
@@ -302,7 +301,7 @@ def _reading(choices: Tensor | None, drafts: abc.Sequence[Draft]) -> Callable[[]
     if choices is None or choices.device.type == "cpu":
         return lambda: ([] if choices is None else choices.tolist(), [draft.tokens.tolist() for draft in drafts])
     near = [i for i, draft in enumerate(drafts) if len(draft) and draft.tokens.device == choices.device]
-    choices_there, count = asked(torch.cat([choices, *(drafts[i].tokens for i in near)]) if near else choices), choices.shape[0]
+    choices_there, count = downloaded(torch.cat([choices, *(drafts[i].tokens for i in near)]) if near else choices), choices.shape[0]
 
     def read() -> tuple[list[int], list[list[int]]]:
         seen = choices_there()
@@ -323,12 +322,8 @@ def _options(seq: Sequence, draft: Draft, logits: Tensor) -> Rows:
 
 
 def _rows(seq: Sequence, paths: abc.Sequence[abc.Sequence[int]], logits: Tensor) -> Rows:
-    return Rows(seq.sampling, seq.tokens, len(seq.prompt), paths, seq.end_ids, _mask(seq, paths, logits), seq.counts)
-
-
-def _mask(seq: Sequence, paths: abc.Sequence[abc.Sequence[int]], logits: Tensor) -> Tensor | None:
-    """What the request's grammar allows after the text and each path."""
-    return None if seq.grammar is None else seq.grammar.masks(paths).to(logits.device)
+    mask = None if seq.grammar is None else seq.grammar.masks(paths).to(logits.device)
+    return Rows(seq.sampling, seq.tokens, len(seq.prompt), paths, seq.end_ids, mask, seq.counts)
 
 
 def _choice_keys(batch: abc.Sequence[Sequence], drafts: abc.Sequence[Draft], device: torch.device) -> Tensor | None:
