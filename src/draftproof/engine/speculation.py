@@ -19,7 +19,7 @@ from ..drafters.base import Drafter
 from ..errors import DrafterError
 from ..trace.events import Times
 from ..types import Budget, Commit, Draft, DraftLaw, SequenceView, Signals, Verdict
-from .plans import Control
+from .plans import Choice, Control
 from .sequence import Sequence
 
 log = logging.getLogger("draftproof.engine")
@@ -28,7 +28,7 @@ NO_CAP = 1 << 30         # as an operator's cap: none, deeper than any text
 ENDS = "the end of the text is near"
 UNASKED = "the request asked for no drafter"
 INTEGERS = {torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8}
-_granted = lru_cache(maxsize=64)(Budget)         # a plan grants the same for many rounds
+_budget = lru_cache(maxsize=64)(Budget)          # a plan grants the same for many rounds
 
 
 @dataclass(slots=True)
@@ -130,41 +130,48 @@ class Speculation:
 
         whole: all sequences of the pass, those of other drafters too.
         """
-        if self.drafter is not None and self.enabled and not self.failure:
-            before, self.pressed = self.pressed, self._pressure()
-            if self.pressed and not before:
-                log.warning("drafter %s pauses: %s", self.name, self.pressed)
-                self.leave_all()
+        self._look_at_memory()
         held, steered = self._held, self.steered
         if held is not None and held.batch == batch and held.steered == steered and self.control.holds:
             if all([len(seq.tokens) <= end for seq, end in zip(batch, held.ends, strict=True)]):
                 return held.budgets
         self._held = None
         state, why = self.state
-        name = self.name
-        if state != "on" or self.drafter is None:
-            return [Budget(0, 0, name, why)] * len(batch)
+        if state != "on":
+            return [Budget(0, 0, self.name, why)] * len(batch)
         limits = [self._limit(seq) for seq in batch]
         rooms = [0 if isinstance(seq.depth, int) else limit for seq, (limit, _) in zip(batch, limits, strict=True)]
         chosen = self.control.depths(batch, rooms, whole)
-        trees, budgets = self.tree if self.drafter.needs.tree else None, []
-        for seq, (limit, bound), (depth, reason, part, prices, step) in zip(batch, limits, chosen, strict=True):
-            if isinstance(seq.depth, int):
-                depth, reason, prices, step = seq.depth, "fixed by the request", (), 0.0
-            if depth > limit or self.depth_cap == 0:           # under which a controller is not really asked
-                depth, reason = limit, bound
-            nodes = max(depth, trees) if depth and trees else depth
-            budgets.append(_granted(depth, nodes, part or name, reason, prices[:nodes], step))
-            if reason != ENDS or not seq.reason:                 # every text ends: that says nothing of it
-                seq.reason = reason
+        budgets = [self._granted(seq, limit, choice) for seq, limit, choice in zip(batch, limits, chosen, strict=True)]
         self.reason = batch[-1].reason if batch else self.reason
         ends = [len(seq.tokens) + self._room(seq)[0] - budget.depth - 1 for seq, budget in zip(batch, budgets, strict=True)]
         self._held = Held(batch, budgets, ends, steered)
         return budgets
 
+    def _look_at_memory(self) -> None:
+        """Pause where memory is short, and go on when it no longer is."""
+        if self.drafter is None or not self.enabled or self.failure:
+            return
+        before, self.pressed = self.pressed, self._pressure()
+        if self.pressed and not before:
+            log.warning("drafter %s pauses: %s", self.name, self.pressed)
+            self.leave_all()
+
+    def _granted(self, seq: Sequence, limit: tuple[int, str], choice: Choice) -> Budget:
+        """The request's own depth, or else the controller's choice, cut to the limit."""
+        depth, reason, part, prices, step = choice
+        if isinstance(seq.depth, int):
+            depth, reason, prices, step = seq.depth, "fixed by the request", (), 0.0
+        if depth > limit[0] or self.depth_cap == 0:              # without room a controller has no reason of its own
+            depth, reason = limit
+        nodes = max(depth, self.tree) if depth and self.tree else depth
+        if reason != ENDS or not seq.reason:                     # every text ends: that says nothing of it
+            seq.reason = reason
+        return _budget(depth, nodes, part or self.name, reason, prices[:nodes], step)
+
     @property
     def stays(self) -> bool:
-        """Whether it guesses for none of this round's texts, nor will in the next round, should none come or go."""
+        """Whether it guesses for none of this batch in this round, nor in the next one if the batch stays the same."""
         if self.state[0] != "on":
             return True
         return self._held is not None and self.control.stays and not any([budget.depth for budget in self._held.budgets])
