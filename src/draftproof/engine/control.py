@@ -1,9 +1,10 @@
-"""How far to guess this round, and with which part of a chain. Only past rounds decide, never the values of the tokens about to be
-offered: a depth that looked at them would bias the rules `ratio` and `block`.
+"""Automatic depth: how far to draft this round, and with which part of a chain of drafters. Only finished rounds decide, never the values
+of the tokens about to be offered: a depth that looked at them would bias the rules `ratio` and `block`.
 
-`AutoDepth` takes what it expects to give the most tokens per second over the whole batch, from survivals (`survival.py`) and costs
-(`costs.py`). What it cannot know without trying it tries out of a budget: a share of the time, per drafter and load, so that few texts do
-not pay for what many have earned. So what all trials cost together is bounded whatever the drafter does; trials near the break-even are
+`AutoDepth` makes a plan: the depths with the most expected tokens per second over the whole batch, from how often guesses survive
+(`survival.py`) and what passes and drafts cost (`costs.py`). What is not in use is tried now and then, as its worth cannot be known
+otherwise. Trials are paid out of a credit, which grows by a share of the time and is kept per drafter and load, so that few texts do not
+pay for what many have earned. Whatever the drafter does, all trials together cost no more than that share; trials near the break-even are
 cheap and therefore frequent.
 """
 
@@ -55,38 +56,39 @@ class AutoDepth:
         self.arms = [Arm(name, Survival(max_depth)) for name in (None, *dict.fromkeys(parts))]
         self.rounds = 0
         self._plan: Plan | None = None
-        self._choices: list[Choice] = []
         self._last: Scene | None = None                          # for which it was made
-        self._planned: tuple[str, ...] = ()                      # the texts that it goes on for
-        self._due = 0                                            # the round from which another may be made because texts came
-        self._next = 0                                           # the round of the next plan for the same sequences
-        self._same = 0                                           # plans in a row that kept to one drafter for them
-        self._trial: Trial | None = None
-        self._waiting: list[Shown] = []                          # rounds since the last plan, which nobody has asked about
+        self._planned: tuple[str, ...] = ()                      # ids of the texts that it holds for; none: plan again at once
+        self._choices: list[Choice] = []                         # what it grants each of them
+        self._due = 0                                            # from this round on, texts that came are a reason for another plan
+        self._next = 0                                           # from this round on, there is another plan for the same texts, too
+        self._same = 0                                           # plans in a row that changed neither the arm nor whether it drafts
+        self._trial: Trial | None = None                         # of the round that runs
+        self._waiting: list[Shown] = []                          # rounds that were seen, but not taken in yet: the next plan does that
         self._seen = 0                                           # the last round that was taken in
-        self._own = self._spent = 0.0                            # seconds of a plan and of learning for it: usual ones, and since the last
-        self._looks = inf                                        # how many rounds before the next plan are taken in
-        self._plain_credit = 0.0
-        self._more = self._timed = 0                             # rounds for which the trial of a plain pass goes on, and when it began
-        self._overhead = 0.0                                     # seconds of a round's drafting step in which nothing was drafted
+        self._own = self._spent = 0.0                            # seconds of planning and learning: of a usual plan, and since the last one
+        self._looks = inf                                        # of the rounds before the next plan, so many are seen
+        self._plain_credit = 0.0                                 # seconds that timing plain passes may lose
+        self._more = self._timed = 0                             # rounds for which timing plain passes goes on, and when it began
+        self._overhead = 0.0                                     # seconds of a round's drafting step where nothing is drafted
 
     @property
     def tried(self) -> bool:
-        """Whether every arm has had its first trials. Before, nothing else is drafted: what an arm takes is measured alone."""
+        """Whether every arm has had its first trials. Until then nothing else is drafted, so that each arm's cost is measured alone."""
         return all(arm.costs.seen >= TRIALS for arm in self.arms)
 
     @property
     def holds(self) -> bool:
+        """See `Control`."""
         return self._trial is None and self.rounds < self._next and bool(self._planned)
 
     @property
     def stays(self) -> bool:
-        """Whether a plain round that runs is followed by another one, should no text come or go."""
+        """See `Control`: whether the round after this one is known to be plain if this one is, and the batch stays the same."""
         return self._more > 0 or self._trial is None and self.rounds + 1 < self._next and bool(self._planned)
 
     @property
     def rests(self) -> bool:
-        """Whether the round that runs goes by unseen: a plan that holds for long is judged by its last rounds."""
+        """Whether nothing is learnt from the round that runs: a plan that holds for long is judged by its last rounds."""
         return self._trial is None and self._next - self.rounds > self._looks
 
     @property
@@ -143,8 +145,8 @@ class AutoDepth:
     # Plans.
 
     def _carried(self, batch: abc.Sequence[Sequence], rooms: abc.Sequence[int], ids: tuple[str, ...]) -> bool:
-        """Whether the plan goes on for what is left of its texts, and for a few that came: each of their guesses that is worth as much as
-        the last one granted. Prices of trees are of all texts."""
+        """Whether the plan goes on for what is left of its texts, and for a few that came, which get every guess that is at least as likely
+        to stand as the least likely one granted. Not with trees, whose prices depend on all texts."""
         told, plan, scene = dict(zip(self._planned, self._choices, strict=True)), self._plan, self._last
         new = [i for i, name in enumerate(ids) if name not in told]
         if self.tree or new and self.rounds >= self._due or FEW * len(new) > len(ids) or plan is None or scene is None:
@@ -171,7 +173,7 @@ class AutoDepth:
         return Scene(batch, rooms, len(whole), score, Plan(None, [0] * len(batch), len(whole), score[len(whole) - 1], none))
 
     def _best(self, scene: Scene, held: Arm | None) -> Plan:
-        """Of plain decoding and every arm the best. Another arm must win by MARGIN; to stop needs none."""
+        """The best of plain decoding and every arm. To begin drafting, or to change the arm, needs a gain of MARGIN; to stop needs none."""
         best = scene.plain
         for arm in sorted(self.arms, key=lambda arm: arm is not held) if self.tried else ():         # the one in use first
             plan = self._of(arm, scene)
@@ -180,7 +182,7 @@ class AutoDepth:
         return best
 
     def _of(self, arm: Arm, scene: Scene) -> Plan:
-        """The best depths with this arm; texts that it would have to read first only where that pays off."""
+        """The best depths with this arm. Texts that it has not read yet are drafted only if reading them pays off within HORIZON tokens."""
         chances, shares = arm.chances(scene.batch, self.rounds, scene.rooms, self.least)
         plan = self._fitted(arm, scene, chances, shares)
         fees = [arm.fee(seq, scene) if depth else 0.0 for seq, depth in zip(scene.batch, plan.depths, strict=True)]
@@ -204,12 +206,12 @@ class AutoDepth:
         return Plan(arm, depths, tokens, tokens / rate, chances)
 
     def _nodes(self, arm: Arm, depths: abc.Iterable[int]) -> float:
-        """How many are expected to be drafted at these depths."""
+        """Nodes that are expected to be drafted at these depths."""
         return float(sum(max(d, self.tree or 0) * arm.share for d in depths if d))
 
     def _prices(self, arm: Arm, scene: Scene, plan: Plan, depths: abc.Sequence[int], beside: float = 0.0) -> list[tuple[float, ...]]:
-        """Of each sequence's 1, 2, … nodes: the tokens that the plan gives in the time that their rows take, beside those of the others.
-        beside: nodes of sequences that are not among these."""
+        """`Budget.prices` of each sequence: the tokens that the plan writes in the time that 1, 2, … further rows take, on top of the rows
+        of the others. beside: nodes of sequences that are not among these."""
         if not self.priced:
             return [()] * len(depths)
         score, most, told = scene.score, max(self.max_depth, self.tree or 0), dict[int, tuple[float, ...]]({0: ()})
@@ -223,7 +225,8 @@ class AutoDepth:
 
     def _best_tree(self, arm: Arm, scene: Scene, chances: list[list[float]], draft: list[float],
                    score: list[float]) -> tuple[list[int], float]:
-        """A common depth; the nodes hardly depend on it. A level more must win by DEEPER: its cost is certain, what it keeps is not."""
+        """One depth for all, since the nodes of a tree hardly depend on it. A level more must win by DEEPER: its cost is certain, its gain
+        is not."""
         best, best_rate = [0] * len(chances), scene.plain.rate
         for depth in range(1, self.max_depth + 1):
             depths = [min(depth, len(c)) for c in chances]
@@ -234,7 +237,7 @@ class AutoDepth:
         return best, best_rate
 
     def _spare(self, plan: Plan, planning: float, calm: bool) -> None:
-        """Where rounds are so short that plans count, `planning` and what was learnt for it, make the next one later."""
+        """Put the next plan off where rounds are so short that planning and learning count. planning: seconds that this plan took."""
         self._spent += planning
         self._own += (self._spent - self._own) * (0.2 if self._own else 1.0)
         rest = int(self._rest(plan))
@@ -243,11 +246,11 @@ class AutoDepth:
             self._next, self._looks = max(self._next, self._due), max(REPLAN, rest // 4)
 
     def _rest(self, plan: Plan) -> float:
-        """Rounds of this plan after which the next one takes THRIFT of the time."""
+        """Rounds of this plan over which the next one takes no more than THRIFT of the time."""
         return min(self._own / (THRIFT * plan.seconds), REST)
 
     def _told(self, scene: Scene, plan: Plan, beside: float = 0.0) -> list[Choice]:
-        """The plan in words."""
+        """What the plan grants each sequence, with the reason in words."""
         name = "" if plan.arm is None or plan.arm.name is None else f"{plan.arm.name}, "
         told, prices = [], [()] * len(plan.depths) if plan.arm is None else self._prices(plan.arm, scene, plan, plan.depths, beside)
         for seq, depth, chance, price in zip(scene.batch, plan.depths, plan.chances, prices, strict=True):
@@ -269,7 +272,7 @@ class AutoDepth:
     # Trials.
 
     def _tried(self, scene: Scene, plan: Plan) -> list[Choice] | None:
-        """The plan with one thing tried that has not been for long, if there is credit for what it may lose."""
+        """The plan with the one thing tried in it that has waited longest; None where no credit covers what a trial may lose."""
         plain, wait, far = scene.plain.seconds, inf, inf
         for arm in sorted(self.arms, key=lambda arm: arm.asked):
             if not arm.credit:
@@ -303,13 +306,13 @@ class AutoDepth:
         return None
 
     def _asking(self, arm: Arm, scene: Scene, plan: Plan, depths: abc.Mapping[int, int], why: str) -> dict[int, Choice]:
-        """The choices of a trial. What a level takes of a drafter that is new is not known yet."""
+        """The choices of a trial, by place in the batch. What a level costs is not known yet of a drafter that is new."""
         prices = self._prices(arm, scene, plan, [depths.get(i, depth) for i, depth in enumerate(plan.depths)])
         step = plan.rate * arm.costs.per_level if self.priced and arm.costs.seen >= TRIALS else 0.0
         return {i: Choice(depth, why, arm.name, prices[i], step) for i, depth in depths.items()}
 
     def _trial_of(self, arm: Arm, scene: Scene, plan: Plan, depths: abc.Mapping[int, int]) -> Trial:
-        """What asking `arm` about these sequences is expected to bring and to lose, against the plan; it needs a plan of its own."""
+        """What drafting these sequences with `arm` is expected to bring, and to lose against the plan. A trial takes a plan of its own."""
         asked, rest = [scene.batch[i] for i in depths], [0 if i in depths else d for i, d in enumerate(plan.depths)]
         beside = 0.0 if plan.arm is None or not any(rest) else plan.arm.costs.seconds([1.0] * max(rest), sum(rest), 0)
         if not arm.costs.seen:
@@ -328,7 +331,7 @@ class AutoDepth:
 
     def _charge(self, trial: Trial, batch: abc.Sequence[Sequence], budgets: abc.Sequence[Budget], verdicts: abc.Sequence[Verdict],
                 drafting: float | None) -> None:
-        """What a trial lost as it turned out is taken from the credit; luck gives some back."""
+        """Take from the credit what the trial has really lost; one that went better than expected gives some back."""
         places = [i for i, seq in enumerate(batch) if seq in trial.asked]
         if trial.arm is None:
             self._plain_credit -= trial.loss
@@ -343,10 +346,8 @@ class AutoDepth:
     # What rounds show.
 
     def _settle(self) -> float | None:
-        """Take in what rounds have shown since the last plan; seconds that drafting took in the last of them, in fair weather, if known.
-
-        Nothing of it is asked for before the next plan, and together it takes a fraction of the time, as `PassCosts` says.
-        """
+        """Take in the rounds seen since the last plan, all at once, which takes a fraction of the time (see `PassCosts`). Returns the
+        seconds that drafting took in the last of them, in fair weather; None where that is not known."""
         self.passes.settle()
         spent: float | None = 0.0
         for shown in self._waiting:
@@ -355,7 +356,7 @@ class AutoDepth:
         return spent
 
     def _learn(self, shown: Shown) -> float | None:
-        """One round: seconds that its drafting took, in fair weather, if known."""
+        """Take in one round; returns the seconds that its drafting took, in fair weather, None where that is not known."""
         since, self._seen = shown.at - self._seen, shown.at
         if self._plan is not None and self._last is not None:
             earned = SHARE * self._plan.seconds * since
@@ -375,8 +376,8 @@ class AutoDepth:
         return spent
 
     def _follow(self, arm: Arm, at: int, asked: abc.Sequence[Outcome], seconds: float | None) -> None:
-        """What became of an arm's drafts in round `at`. seconds: what they took in fair weather; None where it is not known
-        for what."""
+        """Take in what became of an arm's drafts in round `at`. seconds: what they took, in fair weather; None where other arms drafted,
+        too, or rounds before were not seen."""
         arm.asked, unread = at, 0
         for one in asked:
             unread += max(0, one.length - arm.read.get(one.seq.id, 0))
