@@ -28,9 +28,8 @@ from enumerate_law import (
 from scipy.stats import chi2
 
 from draftproof.core import noise
-from draftproof.core.tree import LawRows, draw_next, tree_draw, tree_odds
+from draftproof.core.tree import LawRows, Odds, draw_next, tree_draw, tree_odds
 from draftproof.core.verify import (
-    Odds,
     allowed,
     block_draw,
     block_odds,
@@ -156,6 +155,7 @@ def test_dense_law():
     assert q.dtype == torch.float64
     torch.testing.assert_close(q, torch.tensor([[0.75, 0, 0.25, 0], [0.75, 0, 0.25, 0], [0, 0, 1, 0]], dtype=torch.float64))
     assert dense_law(DraftLaw(logq, (1,)), 3).tolist() == [[1.0, 0.0, 0.0]]
+    assert dense_law(DraftLaw(logq, (0,), torch.tensor([2, 2])), 3).tolist() == [[0.0, 0.0, 1.0]]      # two draft tokens that mean one
     with pytest.raises(DrafterError, match="2 tokens and no id map, the target 1"):
         dense_law(DraftLaw(logq, (0,)), 1)
 

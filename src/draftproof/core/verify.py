@@ -23,9 +23,6 @@ from ..types import LOSSY, Draft, DraftLaw, Rule, Verdict
 from .tree import LawRows, Odds, draw_next, normalised, passes, quotient, tree_draw, tree_odds, walk
 from .upload import rows_of, uploaded
 
-__all__ = ["Odds", "Shape", "allowed", "block_draw", "block_odds", "dense_law", "joint", "match", "ratio_draw", "ratio_odds", "shape_of",
-           "shares_noise", "short_of"]
-
 Shape = Literal["chain", "tree", "merged tree"]
 """A merged tree has siblings that were not drawn together from one law: several drafters' guesses, or several sampled chains."""
 

@@ -2,9 +2,9 @@
 
     log seconds = log Σ_j w_j x_j + bend(rows) + weather,   w_j > 0
 
-A draft has no bend. An extended Kalman filter holds log w, the bends and the weather: what all measurements of these minutes
-have in common (other programs, a warm chip) is weather and moves no decision; what one shape of pass has alone is its cost.
-Noise comes from the spread of timings on shared machines; a pause counts as a bounded surprise, not as a cost.
+An extended Kalman filter estimates log w, the bends and the weather (a draft has no bends). The weather is what all measurements of some
+minutes have in common (other programs, a warm chip): it moves no decision, and costs are given without it, "in fair weather". What one
+shape of pass has alone is its cost. The noise is that of timings on shared machines; a long pause is cut to a bounded surprise.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ COLD = 3                # … after this many measurements; the first call of an
 SCALE = 2.0             # standard deviation of the logarithm of the machine's speed, before a second measurement
 WEATHER = 0.03          # drift of the weather between two rounds
 AGEING = 1e-3           # drift of everything else
-LINGER = 3              # plain passes of several sequences, after one with guesses, that are slower than others, by up to an eighth where
-                        # they take 3 ms: its caches and its clock rate are still there; of one sequence none is
-WAITING = 64            # measurements that may wait until an estimate is asked for
-SETTLED, SELDOM = 8, 32  # measurements of one shape, after which only one in as many as there were is looked at, and at least one in so
-                        # many: looking costs time itself
+LINGER = 3              # plain passes of several sequences that are slower after one with drafts, by up to an eighth where they take
+                        # 3 ms, because caches and clock rate are still as it left them; of one sequence none is
+WAITING = 64            # measurements that may wait until an estimate is wanted
+SETTLED, SELDOM = 8, 32  # after SETTLED measurements of a shape, only one in as many as there were is used, but at least one in SELDOM:
+                        # using one takes time itself
 
 
 class Filter:
@@ -80,8 +80,8 @@ class Moment:
 class PassCosts:
     """Seconds of a target's pass as a function of its rows, its sequences and the keys they read. One object per target.
 
-    Measurements wait until an estimate is asked for. Together they take a fraction of the time that they take one by one between passes,
-    after each of which nothing of this is left in the caches.
+    Measurements wait until an estimate is wanted: taken in together they need a fraction of the time that they need one by one between
+    passes, each of which sweeps the caches.
     """
 
     # What a pass is made of: itself, sequences, rows, thousands of keys read, and thousands of row × key pairs; beliefs before
@@ -99,12 +99,12 @@ class PassCosts:
         self._filter = Filter(self.BELIEFS, 1.0, terms)
         self._weather = len(self.BELIEFS) + self.KNOTS
         self.moment = Moment()                      # of the last measurement
-        self._waiting: list[tuple[Moment, int, int, int, float, int]] = []      # as `learn` is told, and passes since the one before
-        self._round = self._learnt = 0              # passes told, and the last of them that was looked at
-        self.since_plain = 0                        # passes told since one without guesses
-        self._plain = 0                             # passes in a row that had none
-        self._bent: Vector = np.zeros(0)            # of 1, 2, … rows the factor that bends are, until the next measurement
-        self._shapes: dict[tuple[int, int], tuple[int, int]] = {}       # how often it was looked at, and when last
+        self._waiting: list[tuple[Moment, int, int, int, float, int]] = []      # arguments of `learn`, and passes since the one before
+        self._round = self._learnt = 0              # passes so far, and the last of them that was used
+        self.since_plain = 0                        # passes since one without drafts
+        self._plain = 0                             # passes in a row without drafts
+        self._bent: Vector = np.zeros(0)            # exp(bend) of 1, 2, … rows, kept until the next measurement
+        self._shapes: dict[tuple[int, int], tuple[int, int]] = {}       # (batch, rows) → how often it was used, and in which pass last
 
     @property
     def known(self) -> bool:
@@ -117,17 +117,17 @@ class PassCosts:
         return self.moment.weather
 
     def lingering(self, batch: int) -> int:
-        """Plain passes of so many sequences that show what one with guesses before them has left, not what plain decoding takes."""
+        """How many plain passes of this batch, after one with drafts, are not what plain decoding takes."""
         return LINGER if batch > 1 else int(self.overlaps)
 
     def follow(self, batch: int, rows: int, keys: int, seconds: float) -> None:
-        """`learn` of a pass among others, unless it shows what the one before has left."""
+        """`learn` while serving, which leaves out passes that the one before has slowed down."""
         self._plain = self._plain + 1 if rows == batch else 0
         if not 0 < self._plain <= self.lingering(batch) or not self.known:
             self.learn(batch, rows, keys, seconds)
 
     def learn(self, batch: int, rows: int, keys: int, seconds: float) -> None:
-        """A pass over `rows` rows of `batch` sequences whose texts have `keys` tokens in all took so long."""
+        """A pass over `rows` rows of `batch` sequences, whose texts have `keys` tokens in all, took `seconds`; 0: it is counted alone."""
         self._round, self.since_plain = self._round + 1, self.since_plain + 1 if rows > batch else 0
         shape = batch, rows if rows <= 16 else int(8 * math.log2(rows))         # of many rows, those within a tenth are alike
         count, last = self._shapes.get(shape, (0, 0))
@@ -141,7 +141,7 @@ class PassCosts:
             self.settle()
 
     def settle(self) -> None:
-        """Take in what waits."""
+        """Take in the measurements that wait."""
         if not self._waiting:
             return
         for moment, batch, rows, keys, seconds, passes in self._waiting:
@@ -198,18 +198,18 @@ class DraftCosts:
         return float(call + found * (reach[0] if reach else 0.0) + level * sum(reach) + token * tokens + hundred * unread / 100)
 
     def levels(self, reach: Sequence[float]) -> list[float]:
-        """Of a call for 0 (nothing), 1, 2, … levels at most, apart from its tokens."""
+        """Seconds of a call for at most 0 (none is made), 1, 2, … levels, apart from its tokens."""
         call, found, level, *_ = self._filter.weights.tolist()
         return [0.0, *[call + found * reach[0] + level * levels for levels in accumulate(reach)]]
 
     @property
     def per_level(self) -> float:
-        """Of one that is always there."""
+        """Seconds of one level; 0 until a call was timed."""
         return float(self._filter.weights[2]) if self.seen else 0.0
 
     @property
     def per_token(self) -> float:
-        """Beside its row; 0 until a call was timed, as beliefs have no scale before."""
+        """Seconds of one drafted token, apart from its row in the pass; 0 until a call was timed."""
         return float(self._filter.weights[3]) if self.seen else 0.0
 
     @property

@@ -107,7 +107,7 @@ class Engine:
         check_depth(self.target, self.settings)
         self._passes = PassCosts(ahead.overlaps(self.target))
         self.speculation = self._lane(drafter, self.settings)
-        self._others = [self._beside(other) for other in others]
+        self._others = [self._other(other) for other in others]
         self.lanes = Lanes([self.speculation, *(lane for _, lane in self._others)], self._passes)
         self._recorder = Recorder(self.config.trace, sinks, self.config.trace_alternatives)
         self._batch = Batch(self.target, self.lanes, self._recorder, self.config.max_batch, self.load.prefill_chunk)
@@ -151,7 +151,7 @@ class Engine:
 
     def step(self) -> list[TokenEvent]:
         """Admit what fits, prefill a chunk of the prompts, run one round; the tokens that arrived, in order."""
-        return self._step(told=True)
+        return self._step(every=True)
 
     def cancel(self, request: str) -> None:
         """End a request (all its samples) or one sample of it; an unknown or finished id is ignored."""
@@ -174,7 +174,7 @@ class Engine:
             for prompt, wanted in zip(prompts, each, strict=True):
                 groups.append(self._submit(prompt, wanted, options))
             while not all(handle.done for group in reversed(groups) for handle in reversed(group)):     # the last ones end last
-                self._step(told=False)
+                self._step(every=False)
         finally:
             self._abandon(groups)
         return [_gather(group) for group in groups]
@@ -191,7 +191,7 @@ class Engine:
                     yield inbox.popleft()
                 if all(handle.done for handle in reversed(handles)):
                     break
-                self._step(told=False)
+                self._step(every=False)
         finally:
             self._abandon([handles])
         _gather(handles)
@@ -274,7 +274,7 @@ class Engine:
                 self.target.set_taps(self.lanes.taps)               # as the passes to come, where a device records them
                 profile(self.target, self._passes, self.config.max_batch, self.config.profile_s)
 
-    def _beside(self, drafter: str | Drafter) -> tuple[str, Speculation]:
+    def _other(self, drafter: str | Drafter) -> tuple[str, Speculation]:
         spec = drafter if isinstance(drafter, str) else drafter.name
         lane = self._lane(drafter, replace(self.settings, drafter=spec))
         if lane.drafter is None:
@@ -289,10 +289,10 @@ class Engine:
             sampling = Sampling.of(**{**({f.name: getattr(sampling, f.name) for f in fields(sampling)} if sampling else {}), **asked})
         return self.submit(prompt, sampling, **ours)
 
-    def _step(self, told: bool) -> list[TokenEvent]:
-        """`step`; unless somebody is `told`, of tokens that go to a stream only."""
+    def _step(self, every: bool) -> list[TokenEvent]:
+        """`step`; the events of all tokens, or only of those that a stream waits for."""
         with self._turn:
-            events = [event for seq, commit in self._batch.step() for event in self._deliver(seq, commit, told)]
+            events = [event for seq, commit in self._batch.step() for event in self._deliver(seq, commit, every)]
             self._settle()
         return events
 
@@ -316,9 +316,10 @@ class Engine:
                             f"the cache has ({self.load.cache_tokens}); lower max_tokens, shorten the prompt, or raise cache_tokens "
                             "(--cache-tokens)")
 
-    def _deliver(self, seq: Sequence, commit: Commit, told: bool) -> list[TokenEvent]:
+    def _deliver(self, seq: Sequence, commit: Commit, every: bool) -> list[TokenEvent]:
+        """One event per token, also into the stream's inbox if there is one; none are made where nobody waits for them."""
         inbox = self._handles[seq.id].inbox
-        if inbox is None and not told:
+        if inbox is None and not every:
             return []
         number = -1 if commit.roles[0] == "prefill" else seq.rounds - 1
         last = len(commit.tokens) - 1
@@ -331,7 +332,7 @@ class Engine:
         return events
 
     def _settle(self) -> None:
-        """Close the books on the sequences that ended, once on each, whatever comes between."""
+        """Add the sequences that ended to the totals and the trace, and keep their completions; each once, also after an interruption."""
         while self._batch.ended:
             seq = self._batch.ended[0]
             figures = self._metrics(seq)

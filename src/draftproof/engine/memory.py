@@ -19,8 +19,8 @@ SYSTEM, GROUP = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
 
 @cache
 def freeze() -> None:
-    """Once in a process: what is alive now, torch and the models, is left alone by the garbage collector from now on. To look at all of
-    it takes a fifth of a second, which came in the middle of a round, once in some hundred rounds of many sequences."""
+    """Once per process: from now on the garbage collector skips what is alive now, torch and the models. A full collection takes a fifth
+    of a second, and came in the middle of a round, once in some hundred rounds of many sequences."""
     gc.collect()
     gc.freeze()
     atexit.register(_thaw)

@@ -1,5 +1,5 @@
-"""What a controller is, and what it weighs: who can be asked, for what a plan is made, what it expects, what is tried in its place, what
-rounds showed."""
+"""The controller's protocol, and what automatic depth (`control.py`) works with: an arm, which is somebody who can draft; the scene that a
+plan is made for; the plan; a trial in its place; and what rounds have shown."""
 
 from __future__ import annotations
 
@@ -16,14 +16,16 @@ from .costs import DraftCosts, Moment
 from .sequence import Sequence
 from .survival import Survival
 
-FEE = 0.05       # of a plain pass: less to read first is not looked at
+FEE = 0.05       # of a plain pass: reading that takes less is ignored
 
 
 class Choice(NamedTuple):
+    """What a controller grants one sequence, before it is cut to what the request and the drafter allow (`Speculation.plan`)."""
+
     depth: int
-    reason: str                      # in words
-    drafter: str | None = None       # of a chain, the part to be asked; None: the drafter as it is
-    prices: tuple[float, ...] = ()   # of nodes, and of a level, as a budget has them
+    reason: str
+    drafter: str | None = None       # the part of a chain that drafts; None: the drafter as it is
+    prices: tuple[float, ...] = ()   # as `Budget` has them
     step: float = 0.0
 
 
@@ -32,21 +34,22 @@ class Control(Protocol):
 
     @property
     def holds(self) -> bool:
-        """Whether `depths` would say of the same sequences what it said last."""
+        """Whether `depths` would return for the same sequences what it returned last."""
         return False
 
     @property
     def stays(self) -> bool:
-        """Whether, while a round runs, it is known that `depths` will grant nothing again where it granted nothing."""
+        """Whether it is known, while a round without drafts runs, that `depths` will grant its sequences nothing in the next one either."""
         return False
 
     def depths(self, batch: abc.Sequence[Sequence], rooms: abc.Sequence[int], whole: abc.Sequence[Sequence]) -> list[Choice]:
-        """A choice per sequence; rooms[i] is the deepest draft that sequence i may have; whole: all that share the pass."""
+        """A choice per sequence. rooms[i]: the deepest draft that sequence i may have; whole: all sequences of the pass, those of other
+        drafters too."""
         ...
 
     def learn(self, batch: abc.Sequence[Sequence], budgets: abc.Sequence[Budget], drafts: abc.Sequence[Draft],
               verdicts: abc.Sequence[Verdict], times: Times | None) -> None:
-        """What a round showed and took, None if that says nothing of other rounds; nothing, unless a controller makes something of it."""
+        """A round is over. times: None if they say nothing of other rounds, as something was recorded in it. By default nothing is done."""
         return
 
     def forget(self, seq: Sequence) -> None:
@@ -74,11 +77,11 @@ class Arm:
     survival: Survival
     costs: DraftCosts = field(default_factory=DraftCosts)
     credit: dict[int, float] = field(default_factory=dict)       # `Scene.load` → seconds that trials may lose there
-    asked: int = 0                        # the last round in which it was
+    asked: int = 0                        # the last round in which it drafted
     read: dict[str, int] = field(default_factory=dict)           # sequence → tokens of its text that the drafter has read
-    kinds: dict[object, int] = field(default_factory=dict)       # kind of text → the last round in which it was asked about one
-    share: float = 1.0                    # of the nodes that a tree may have, those that were worth their rows
-    trees: int = 0
+    kinds: dict[object, int] = field(default_factory=dict)       # kind of text → the last round in which it drafted for one
+    share: float = 1.0                    # of the nodes that a tree may have, the share that was worth its rows …
+    trees: int = 0                        # … in so many trees
 
     def earn(self, load: int, seconds: float) -> None:
         if self.credit:                                          # not before its first trials have theirs
@@ -88,7 +91,7 @@ class Arm:
         return len(seq.tokens) - (self.read.get(seq.id, 0) if seq.state is not None else 0)
 
     def fee(self, seq: Sequence, scene: Scene) -> float:
-        """Seconds that it would have to read for before it guesses; 0 where they do not count."""
+        """Seconds that reading the text would take before it can draft; 0 where they are too few to count."""
         seconds = self.costs.per_unread * self.unread(seq)
         return seconds if seconds > FEE * scene.plain.seconds else 0.0
 
@@ -102,7 +105,8 @@ class Arm:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What is expected of a round: tokens of the whole pass, and seconds in fair weather. chances[i][k−1]: that k tokens stand."""
+    """What is granted, and expected of a round: tokens of the whole batch, and seconds in fair weather (`costs.py`). arm None: plain
+    decoding. chances[i][k−1]: that the first k guesses for sequence i all stand."""
 
     arm: Arm | None
     depths: list[int]
@@ -120,15 +124,15 @@ class Plan:
 
     @property
     def least(self) -> float:
-        """The chance of the least promising guess that is granted."""
+        """The chance to stand of the least likely guess that is granted."""
         return min([chances[depth - 1] for chances, depth in zip(self.chances, self.depths, strict=True) if depth], default=inf)
 
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """Something tried in this round in place of the plan. It is expected to lose `loss` seconds against `rate`, to bring `tokens`
-    more, and to take `drafting` seconds of drafting. arm None: a plain pass; asked: the sequences that are asked about, of which some may
-    have left when it ends."""
+    """Something tried in this round in place of the plan. It is expected to lose `loss` seconds against the plan's `rate`, to bring
+    `tokens` accepted ones, and to take `drafting` seconds of drafting. arm None: a plain pass is timed; asked: the sequences that the arm
+    drafts for, of which some may have left when the round ends."""
 
     arm: Arm | None
     asked: abc.Sequence[Sequence]
@@ -140,7 +144,8 @@ class Trial:
 
 @dataclass(frozen=True, slots=True)
 class Scene:
-    """What a plan is made for. score[r−1]: seconds of a pass over r rows, `rows` of which would be there without a draft."""
+    """What a plan is made for. rows: of a pass without drafts, one per sequence; score[r−1]: seconds of a pass over r rows; plain: the plan
+    to draft nothing."""
 
     batch: abc.Sequence[Sequence]
     rooms: abc.Sequence[int]
@@ -154,13 +159,13 @@ class Scene:
 
     @property
     def load(self) -> int:
-        """The texts of a pass, to a power of two."""
+        """The number of texts in the pass, to a power of two."""
         return self.rows.bit_length()
 
 
 class Outcome(NamedTuple):
-    """What became of one sequence's budget: levels granted, nodes granted (0: their number was fixed), levels and nodes drafted, and
-    nodes accepted. length: of the text, in tokens, when it was asked about."""
+    """What became of one sequence's budget. granted, nodes: levels and nodes of the budget (nodes 0: the drafter had no choice of their
+    number); depth, drafted: levels and nodes of the draft; accepted: nodes; length: of the text before the round, in tokens."""
 
     seq: Sequence
     drafter: str
@@ -180,8 +185,8 @@ class Outcome(NamedTuple):
 
 
 class Shown(NamedTuple):
-    """What a round showed. at: its number; draft_s: seconds of its drafting step, None where they are not known; moment: in whose
-    weather."""
+    """What a round has shown. at: its number; asked: of the sequences that had a budget; draft_s: seconds of its drafting step, None where
+    they are not known; moment: the weather then."""
 
     at: int
     asked: list[Outcome]
@@ -190,8 +195,8 @@ class Shown(NamedTuple):
 
 
 def reaching(shares: abc.Sequence[abc.Sequence[float]], whole: bool) -> abc.Sequence[float]:
-    """How often a drafter is expected to go to level k = 1, 2, …: where any of these sequences has a k-th token. whole: as a tree grows, to
-    the last level that is granted, whatever is kept of it."""
+    """How often a drafter is expected to run level k = 1, 2, …, which it does where any of the sequences has a k-th token. shares[i][k−1]:
+    how often sequence i has one. whole: every level that is granted is run wherever there is a draft, as by a tree that grows."""
     if whole:
         shares = [[first] * len(share) for share in shares for first in share[:1]]
     if len(shares) == 1:

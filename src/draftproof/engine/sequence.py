@@ -19,8 +19,8 @@ from .text import Text
 
 
 class Status(Enum):
-    WAITING = "waiting"       # admitted to the queue, no memory taken
-    PREFILL = "prefill"       # has a slot; part of the prompt is in it
+    WAITING = "waiting"       # in the queue, holds no memory
+    PREFILL = "prefill"       # has a slot, whose prompt is being read
     RUNNING = "running"       # has its first token; takes part in rounds
     DONE = "done"
 
@@ -66,15 +66,15 @@ class Sequence:
     counts: Counts = field(default_factory=Counts)           # of its tokens, for penalties
     tally: Tally = field(default_factory=Tally)
     rounds: int = 0
-    reason: str = ""                             # why it was guessed for as it was, of its last round that was not near its end
-    begun: bool = False                          # whether a pass has read of its prompt
+    reason: str = ""                             # of the budget in its last round that was not near its end
+    begun: bool = False                          # whether a pass has read a part of the prompt
     prefill_s: float = 0.0
     prefill_passes: int = 0
     logprobs: list[TokenLogprob] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
     records: list[Event] = field(default_factory=list)
-    pieces: tuple[str, ...] = ()                 # the text that each token of the last commit made readable, once it is spelled
-    spelled: int = 0                             # tokens of the output whose text is known
+    pieces: tuple[str, ...] = ()                 # the text that each token of the last commit made readable; filled by `spell`
+    spelled: int = 0                             # tokens of the output that `spell` has done
     attempts: dict[int, int] = field(default_factory=dict)   # position → rounds that have drafted it
 
     def __post_init__(self) -> None:
@@ -138,7 +138,7 @@ class Sequence:
             self.spell()
 
     def spell(self) -> None:
-        """Make the new tokens' text known, in `pieces`. The next round waits for that only where a string may end the text."""
+        """Detokenise the new tokens into `pieces`. The next round needs that only where a stop string may end the text."""
         for at in range(self.spelled, len(self.output)):
             last = at == len(self.output) - 1
             if last and self.finish == "stop":       # by this token, which is not of the text

@@ -1,4 +1,4 @@
-"""The guessing half of a round, and the fence around it: whatever a drafter does, the request lives on without it."""
+"""One drafter's part of a round: plan, propose, observe and learn. Whatever the drafter does, the request goes on without it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _budget = lru_cache(maxsize=64)(Budget)          # a plan grants the same for ma
 
 @dataclass(slots=True)
 class RoundNoise:
-    """`drafters.base.Noise` for one round: each sequence's rule says from which stream its rows come."""
+    """`drafters.base.Noise` for one round. A sequence's rule decides from which stream its noise comes."""
 
     device: torch.device
     keep_law: bool
@@ -64,7 +64,8 @@ def _draft_key(seq: SequenceView, position: int) -> tuple[int, int]:
 
 
 class Held(NamedTuple):
-    """What was planned last. ends: the longest that each text may be for more room than its budget; steered: as of `Speculation`."""
+    """The last plan, which may serve again. ends: how long each text may become before its budget no longer fits its room; steered: as
+    `Speculation.steered` was."""
 
     batch: abc.Sequence[Sequence]
     budgets: list[Budget]
@@ -73,19 +74,20 @@ class Held(NamedTuple):
 
 
 class Speculation:
-    """Plans budgets, asks the drafter and keeps its states. A drafter that breaks its contract is taken out of service."""
+    """Plans budgets, calls the drafter and keeps its states. A drafter that raises or breaks its contract is taken out of service."""
 
     def __init__(self, drafter: Drafter | None, control: Control, vocab_size: int, device: torch.device, tree: int | None = None,
                  keep_law: bool = False, pressure: Callable[[], str] = str, trees: bool = True) -> None:
-        """trees: whether the target scores them; pressure: called once a round, says why guessing should pause now, if it should."""
+        """tree: most nodes of a draft (None: chains); keep_law: of every draft, for the trace; trees: whether the target scores them;
+        pressure: called once a round, says why drafting should pause now, or nothing (`memory.Pressure`)."""
         self.drafter, self.control, self.tree, self.keep_law = drafter, control, tree, keep_law
         self.enabled = True
         self.depth_cap: int | None = None        # the operator's, for fixed and automatic depths alike
         self.failure = ""                        # why the drafter is out of service
         self.reason = "no round yet"             # of the text that was planned for last
-        self._pressure, self.pressed = pressure, ""
+        self._pressure, self.pressed = pressure, ""      # pressed: why drafting pauses now
         self._vocab_size, self._device, self._trees = vocab_size, device, trees
-        self._mapped: Tensor | None = None       # the id map of laws that was found right
+        self._mapped: Tensor | None = None       # the last id map of a law that was found right
         self._open: dict[str, Sequence] = {}     # sequences with a drafter state
         self._held: Held | None = None
 
@@ -100,7 +102,7 @@ class Speculation:
 
     @property
     def likely(self) -> int:
-        """Of how many of the target's likeliest tokens the drafter is told; of none while it is out of service or switched off."""
+        """How many of the target's likeliest tokens the drafter is told behind every row; none while it does not serve."""
         return self.drafter.needs.likely if self.drafter is not None and self._serves else 0
 
     @property
@@ -122,7 +124,7 @@ class Speculation:
 
     @property
     def steered(self) -> tuple[object, ...]:
-        """Whoever and whatever decides."""
+        """Everything that decides on budgets, but for texts and what rounds show. To be compared."""
         return self.drafter, self.control, self.enabled, self.failure, self.pressed, self.depth_cap
 
     def plan(self, batch: abc.Sequence[Sequence], whole: abc.Sequence[Sequence]) -> list[Budget]:
@@ -279,7 +281,7 @@ class Speculation:
         return replace(draft, drafter=self.name) if draft.drafter == "none" else draft
 
     def _outside(self, draft: Draft) -> tuple[str, str] | None:
-        """As `_broken`, of the ids that a law's tokens have; the same map is looked at once, since it is as long as a vocabulary."""
+        """As `_broken`, of the id map of a law. A map is as long as a vocabulary, so that the same one is not looked at again."""
         ids = draft.law.ids if len(draft) and draft.law is not None else None
         if ids is None or ids is self._mapped or not ids.is_cpu:
             return None
@@ -290,8 +292,8 @@ class Speculation:
         return None
 
     def _within(self, drafts: list[Draft]) -> list[Draft]:
-        """With every token that lies on a device inside the vocabulary, all of a device at once: a look would wait for it, and a guess that
-        is no token becomes a wrong one."""
+        """The drafts with tokens that lie on a device clamped to the vocabulary, in one operation per device: to check them would wait for
+        it, and so a guess that is no token becomes a wrong one."""
         far: dict[torch.device, list[int]] = {}
         for i, draft in enumerate(drafts):
             if len(draft) and not draft.tokens.is_cpu:

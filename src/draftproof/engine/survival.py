@@ -3,29 +3,29 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator
-from collections.abc import Sequence as Row
+from collections import abc
 
 from .sequence import Sequence
 
 Prior = tuple[list[float], float, list[float]]       # hazards, how often there is a draft, and the shares of drafts by length
 
-FIRST, WEIGHT = 0.6, 2.0        # belief in the first guess of a drafter that nobody has seen, and what it is worth in observations
-CLASS_WEIGHT = 8.0              # of the drafter's hazards against those of a class of prompts
-OWN_WEIGHT = 4.0                # of the class's against those of one sequence
-AGES = 16, 64, 256              # tokens of an answer from which on it is of another age: what copies has more to copy from
-AGE_WEIGHT = 8.0                # of no difference between ages, in guesses that stood and in guesses that did not
-EVEN = 0.1                      # of a guess that stood and of one that did not: what a class that knows nothing says to its ages
-LONG, SHORT, OWN, AGE = 0.995, 0.8, 0.95, 0.999      # what is left of a count after each further one
-IDLE = 0.99                     # what is left of a sequence's own counts after each round without a draft
-CHANGE = 3.5                    # standard deviations by which the last guesses differ where the world has changed
-LEAST = 0.02                    # a chance below is no chance: nothing deeper is looked at
-KINDS = 64                      # of text that are told apart at most
+# Weights are what a prior counts for, in observations.
+FIRST, WEIGHT = 0.6, 2.0        # prior of a drafter's first guess, before anything was seen
+CLASS_WEIGHT = 8.0              # of the drafter's hazards as the prior of a class of prompts
+OWN_WEIGHT = 4.0                # of the class's hazards as the prior of a sequence
+AGES = 16, 64, 256              # lengths of an answer at which its next age begins: a drafter that copies has more to copy from
+AGE_WEIGHT = 8.0                # of the prior that ages do not differ, in guesses that stood and in guesses that did not
+EVEN = 0.1                      # of a guess that stood and one that did not, so that a class that knows nothing expects both
+LONG, SHORT, OWN, AGE = 0.995, 0.8, 0.95, 0.999      # decay of the counts, per further observation
+IDLE = 0.99                     # decay of a sequence's own counts, per round without a draft
+CHANGE = 3.5                    # standard deviations by which the last guesses must differ to replace the long memory
+LEAST = 0.02                    # a smaller chance counts as none: nothing deeper is looked at
+KINDS = 64                      # kinds of text that are told apart at most
 
 
 class Hazards:
-    """P(token k stands | there was a draft, k tokens were granted, and the walk reached it) for every position k, as decayed counts;
-    a token that a draft lacks has not stood. Beside it, how often there is a draft at all."""
+    """P(token k stands | there was a draft, k tokens were granted, and the walk reached it) for every k, as decayed counts. A token
+    that a draft lacks counts as refused. Beside it, how often there is a draft at all."""
 
     def __init__(self, depth: int, decay: float) -> None:
         self._decay = decay
@@ -42,7 +42,7 @@ class Hazards:
                 reached[k] = reached[k] * decay + 1
                 passed[k] = passed[k] * decay + (k < accepted)
 
-    def means(self, prior: Row[float] | None = None, weight: float = WEIGHT, left: float = 1.0) -> Iterator[float]:
+    def means(self, prior: abc.Sequence[float] | None = None, weight: float = WEIGHT, left: float = 1.0) -> abc.Iterator[float]:
         """Posterior means under a prior per position (without one: the position before). left: of the counts, by their age."""
         before = FIRST
         for k, (passed, reached) in enumerate(zip(self.passed, self.reached, strict=True)):
@@ -65,27 +65,27 @@ class Hazards:
 
 
 class Age:
-    """How answers of one age differ from all of their class: what became of their guesses beside what the class's hazards said at that
-    time. So a change of them all is none of the age's. The place behind the last position is for whether there is a draft."""
+    """How answers of one age differ from all of their class: what became of their guesses, against what the class's hazards expected at
+    that time. A change that meets all ages is thus not held against one. Index `depth` is for whether there is a draft at all."""
 
     def __init__(self, depth: int) -> None:
         self._stood, self._failed, self._to_stand, self._to_fail = ([0.0] * (depth + 1) for _ in range(4))
 
     def learn(self, k: int, stood: bool, chance: float) -> None:
-        """Guess k stood or not; chance: that the class gave it."""
+        """Guess k stood or not; chance: what the class expected."""
         for counts, more in ((self._stood, stood), (self._failed, not stood), (self._to_stand, chance), (self._to_fail, 1 - chance)):
             counts[k] = counts[k] * AGE + more
 
     def apply(self, k: int, chance: float) -> float:
-        """The class's chance, of this age: its odds times those found over those expected."""
+        """The class's chance, corrected for this age: its odds times the odds found over the odds expected."""
         good = (self._stood[k] + AGE_WEIGHT) / (self._to_stand[k] + AGE_WEIGHT) * chance
         bad = (self._failed[k] + AGE_WEIGHT) / (self._to_fail[k] + AGE_WEIGHT) * (1 - chance)
         return good / (good + bad)
 
 
 class Kind:
-    """Of one kind of text: hazards over a long time, unless a short one contradicts them, how they differ by the answer's age, and how long
-    drafts are: rows are only paid for where there are tokens."""
+    """What is known of one kind of text: hazards over a long time, unless recent ones contradict them; how they differ by the answer's
+    age; and how long drafts are, because only tokens that are drafted take rows."""
 
     def __init__(self, depth: int) -> None:
         self.long, self.short = Hazards(depth, LONG), Hazards(depth, SHORT)
@@ -123,7 +123,8 @@ class Kind:
 
 
 class Survival:
-    """Of one drafter: all its prompts, each class of them, its answers by age, and each sequence, every level a prior of the next."""
+    """How far one drafter's guesses survive: over all prompts, in each class of them, by the answer's age, and in each sequence, each level
+    the prior of the next."""
 
     def __init__(self, depth: int) -> None:
         self._depth = depth
@@ -140,7 +141,7 @@ class Survival:
         return found
 
     def kind(self, seq: Sequence) -> object:
-        """What sequences are told apart by: the class of their prompt, and whether they are sampled. Classes that come late share one."""
+        """What sequences are told apart by: the class of their prompt, and whether they are sampled. Beyond KINDS, classes share one."""
         kind = seq.prompt_class, seq.sampling.greedy
         return kind if kind in self._kinds or len(self._kinds) < KINDS else (None, seq.sampling.greedy)
 
@@ -155,12 +156,12 @@ class Survival:
         self._own[seq.id] = hazards, at
         self._priors.clear()
 
-    def of(self, batch: Row[Sequence], at: int, rooms: Row[int]) -> tuple[list[list[float]], list[list[float]]]:
-        """Per sequence: P(k tokens stand) for k = 1, 2, … up to its room, and how often there is a k-th token."""
+    def of(self, batch: abc.Sequence[Sequence], at: int, rooms: abc.Sequence[int]) -> tuple[list[list[float]], list[list[float]]]:
+        """Per sequence and k = 1, 2, … up to its room: P(the first k tokens stand), and how often there is a k-th token."""
         chances, shares = [], []
         for seq, room in zip(batch, rooms, strict=True):
             prior, offers, lengths = self._prior(seq)
-            hazards: Iterable[float] = prior
+            hazards: abc.Iterable[float] = prior
             own = self._own.get(seq.id)
             if own is not None:
                 left = IDLE ** (at - own[1])
@@ -180,7 +181,7 @@ class Survival:
         return self._prior(seq)[0][0]
 
     def _prior(self, seq: Sequence) -> Prior:
-        """Of a text of this kind, as long as this one."""
+        """What is expected of a sequence of this kind and age before its own guesses are counted."""
         kind, age = self.kind(seq), bisect_right(AGES, len(seq.tokens) - len(seq.prompt))
         found = self._priors.get((kind, age))
         if found is None:
