@@ -107,11 +107,6 @@ class ChainDrafter:
             likely=max(needs.likely for needs in both))
         self._in_chains, self._in_trees = _Classes(2), _Classes(4)
 
-    @property
-    def weight_bytes(self) -> int:
-        """Bytes of the weights of all parts."""
-        return sum(_weights(part) for part in self.parts)
-
     def open(self, seq: SequenceView, signals: Signals | None) -> ChainState:
         first, rest = self.parts
         opened = first.open(seq, signals)
@@ -267,8 +262,3 @@ def _names(drafter: Drafter) -> set[str]:
 
 def _both(first: Draft, rest: Draft) -> str:
     return "; ".join(dict.fromkeys(f"{draft.drafter}: {draft.reason}" for draft in (first, rest) if draft.reason))
-
-
-def _weights(drafter: Drafter) -> int:
-    own = getattr(drafter, "weight_bytes", None)
-    return int(getattr(getattr(getattr(drafter, "lm", None), "facts", None), "weight_bytes", 0) if own is None else own)

@@ -69,11 +69,15 @@ def check_depth(target: Target, settings: SpeculationConfig) -> None:
 
 def draft_bytes(drafter: Drafter | None) -> int:
     """Bytes of a drafter's weights."""
-    return int(getattr(drafter, "weight_bytes", 0) or getattr(getattr(getattr(drafter, "lm", None), "facts", None), "weight_bytes", 0))
+    return _size(drafter, "weight_bytes")
 
 
 def draft_cache_bytes(drafter: Drafter | None) -> int:
     """Bytes that each token of a text takes in the drafter's own cache."""
+    return _size(drafter, "cache_bytes_per_token")
+
+
+def _size(drafter: object, name: str) -> int:
+    """A size that a drafter, or else the facts of its model, tells; of a chain the sum of its parts."""
     facts = getattr(getattr(drafter, "lm", None), "facts", None)
-    own = getattr(drafter, "cache_bytes_per_token", getattr(facts, "cache_bytes_per_token", 0))
-    return int(own) + sum(map(draft_cache_bytes, getattr(drafter, "parts", ())))
+    return int(getattr(drafter, name, getattr(facts, name, 0))) + sum(_size(part, name) for part in getattr(drafter, "parts", ()))
