@@ -101,6 +101,15 @@ def test_levels_that_no_tree_can_keep_are_not_grown(seed: int) -> None:
     assert 1 < sum(depths) / len(depths) < 3
 
 
+@pytest.mark.parametrize(("gain", "depth"), [(1.005, 1), (1.02, 2)])
+def test_a_level_more_must_win_by_more_than_its_gain_is_unsure(gain: float, depth: int) -> None:
+    control, plain = AutoDepth(2, 8), Plan(None, [0], 1, 1.0, [[]])
+    scene = Scene([SimpleNamespace()], [10], 1, [1.0] * 9, plain)  # type: ignore[list-item]
+    levels = [0.0, 0.0, 2.3 / (1.8 * gain) - 1]               # seconds, with which two levels give `gain` times the rate of one
+    depths, rate = control._best_tree(control.arms[0], scene, [[0.8, 0.5]], levels, scene.score)
+    assert depths == [depth] and rate == pytest.approx(1.8 * (gain if depth == 2 else 1))
+
+
 @pytest.mark.parametrize("batch", [1, 8])
 def test_a_chain_is_as_long_as_its_guesses_are_worth_their_rows(batch: int) -> None:
     """In a third of the rounds nearly all of a copy stands, in the others hardly any of it, and only the drafter knows which they are."""
