@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from .. import native
+from ..core.tree import depths as levels
+from ..core.tree import path as path_to
 from ..core.upload import rows_of, sent, uploaded
 from ..errors import OptionError
 from ..types import Draft, Scores
@@ -103,8 +105,7 @@ class PagedTarget:
         return -(-tokens // self.pool.page_tokens) <= self.pool.available()
 
     def filled(self) -> float:
-        pages = self.pool.capacity - 1
-        return 1 - self.pool.available() / pages
+        return 1 - self.pool.available() / (self.pool.capacity - 1)
 
     def truncate(self, slot: PagedSlot, length: int) -> None:
         assert slot.nodes is None and length <= slot.length, "a slot only shrinks, between passes"
@@ -268,9 +269,7 @@ class PagedTarget:
                 write_to += self._places(slot, base, base + len(rows))
                 write_from += rows
                 continue
-            depths = [0]
-            for parent in draft.parents:
-                depths.append(depths[parent + 1] + 1)
+            depths = [0, *levels(draft.parents)]
             self._reach(slot, base + max(depths) + 1)
             positions += [base + d for d in depths]
             for pages, along, mine, common in self._tree_paths(slot, draft, base, max(depths), copies):
@@ -342,16 +341,12 @@ class PagedTarget:
         for leaf in range(len(draft)):
             if leaf in inner:
                 continue
-            nodes: list[int] = []
-            at = leaf
-            while at >= 0:
-                nodes.append(at)
-                at = draft.parents[at]
-            rows = [0] + [n + 1 for n in reversed(nodes)]
+            nodes = path_to(draft.parents, leaf)
+            rows = [0, *(node + 1 for node in nodes)]
             pages = slot.pages
             if served:
                 tail: list[int] = []
-                slot.tails.append((tuple(nodes), tail))  # registered before it is filled: a failure gives it back
+                slot.tails.append((nodes, tail))  # registered before it is filled: a failure gives it back
                 for _ in range(head, end):
                     tail.append(self.pool.take())
                 copies.append((slot.pages[head], tail[0], start, base % size))
