@@ -10,7 +10,7 @@ from math import isfinite
 from typing import Any, Literal, Self
 
 from .errors import OptionError
-from .types import RULES, Rule, whole
+from .types import RULES, Rule, is_integer
 
 TraceLevel = Literal["none", "summary", "full"]
 
@@ -37,7 +37,7 @@ class _Config:
         """Every field that counts something is an integer: 2.5 would be cut, and True is no number."""
         for f in fields(self):  # type: ignore[arg-type]
             value = getattr(self, f.name)
-            if f.type in ("int", "int | None") and not whole(value) and not (value is None and f.type != "int"):
+            if f.type in ("int", "int | None") and not is_integer(value) and not (value is None and f.type != "int"):
                 raise OptionError(f"{f.name}={value!r}: expected an integer")
 
 

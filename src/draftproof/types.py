@@ -53,14 +53,14 @@ def _finite(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
-def whole(value: Any) -> bool:
+def is_integer(value: Any) -> bool:
     """An integer, also one of numpy; a bool is none."""
     return isinstance(value, int | Integral) and not isinstance(value, bool)
 
 
 def _plain(value: Any) -> Any:
     """Integers as Python's own, and collections as tuples: what a trace can write."""
-    if whole(value):
+    if is_integer(value):
         return int(value)
     return tuple(map(_plain, value)) if isinstance(value, Collection) and not isinstance(value, str) else value
 
@@ -116,27 +116,28 @@ class Sampling:
                 object.__setattr__(self, name, (getattr(self, name),))      # else its letters were many texts
             need(_all(getattr(self, name), _text), name, "a text or several, none empty")
         need(self.temperature is None or (_finite(self.temperature) and self.temperature >= 0), "temperature", "a number ≥ 0 (0 is greedy)")
-        need(whole(self.top_k) and self.top_k >= 0, "top_k", "an integer ≥ 0 (0 is off)")
+        need(is_integer(self.top_k) and self.top_k >= 0, "top_k", "an integer ≥ 0 (0 is off)")
         need(self.top_p is None or (_finite(self.top_p) and 0 < self.top_p <= 1), "top_p", "a number in (0, 1]")
         need(_finite(self.min_p) and 0 <= self.min_p <= 1, "min_p", "a number in [0, 1]")
         need(_finite(self.repetition_penalty) and 1e-30 <= self.repetition_penalty <= 1e30, "repetition_penalty",
              "a number in [1e-30, 1e30]")                    # logits times any of these stay far within float32
         for name in ("presence_penalty", "frequency_penalty"):
             need(_finite(getattr(self, name)) and abs(getattr(self, name)) <= 1e30, name, "a number in [-1e30, 1e30]")
-        need(isinstance(self.logit_bias, Mapping) and _all(self.logit_bias, whole)
+        need(isinstance(self.logit_bias, Mapping) and _all(self.logit_bias, is_integer)
              and _all(self.logit_bias.values(), lambda bias: isinstance(bias, Real) and not math.isnan(bias)),
              "logit_bias", "numbers by token id, no NaN")
-        need(_all(self.bad_word_ids, lambda ids: _all(ids, whole) and len(ids) > 0), "bad_word_ids", "sequences of token ids, none empty")
-        need(_all(self.stop_token_ids, whole), "stop_token_ids", "token ids")
-        need(isinstance(self.prediction, str) or _all(self.prediction, whole), "prediction", "token ids, or a text")
-        need(whole(self.max_tokens) and self.max_tokens >= 1, "max_tokens", "an integer ≥ 1")
-        need(whole(self.min_tokens) and 0 <= self.min_tokens <= self.max_tokens, "min_tokens",
+        need(_all(self.bad_word_ids, lambda ids: _all(ids, is_integer) and len(ids) > 0), "bad_word_ids",
+             "sequences of token ids, none empty")
+        need(_all(self.stop_token_ids, is_integer), "stop_token_ids", "token ids")
+        need(isinstance(self.prediction, str) or _all(self.prediction, is_integer), "prediction", "token ids, or a text")
+        need(is_integer(self.max_tokens) and self.max_tokens >= 1, "max_tokens", "an integer ≥ 1")
+        need(is_integer(self.min_tokens) and 0 <= self.min_tokens <= self.max_tokens, "min_tokens",
              f"an integer in [0, max_tokens={self.max_tokens}]")
-        need(whole(self.n) and self.n >= 1, "n", "an integer ≥ 1")
+        need(is_integer(self.n) and self.n >= 1, "n", "an integer ≥ 1")
         for name in ("logprobs", "prompt_logprobs"):
             count = getattr(self, name)
-            need(count is None or (whole(count) and count >= 0), name, "None or an integer ≥ 0")
-        need(self.seed is None or (whole(self.seed) and 0 <= self.seed < 2**63), "seed", "an integer in [0, 2**63)")
+            need(count is None or (is_integer(count) and count >= 0), name, "None or an integer ≥ 0")
+        need(self.seed is None or (is_integer(self.seed) and 0 <= self.seed < 2**63), "seed", "an integer in [0, 2**63)")
 
     @classmethod
     def of(cls, **options: Any) -> Sampling:

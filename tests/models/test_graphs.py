@@ -22,7 +22,7 @@ from draftproof import Engine, Sampling
 from draftproof.config import LoadConfig
 from draftproof.models import graphs, load
 from draftproof.models.fused import FusedPass
-from draftproof.models.graphs import BEYOND, Bucket, CudaRecorder, GraphedPass, Recording, Run, passes, ragged, whole
+from draftproof.models.graphs import BEYOND, Bucket, CudaRecorder, GraphedPass, Recording, Run, passes, ragged, rounded
 from draftproof.models.load import load_target
 from draftproof.models.paged import PagedTarget
 from draftproof.models.passes import Pass, pages_seen
@@ -360,7 +360,7 @@ def test_what_is_recorded_and_why(tmp_path: Path, as_on_a_device: None) -> None:
 
 
 def test_filling_up() -> None:
-    assert [whole(n) for n in (1, 2, 3, 4, 5, 64, 65)] == [1, 2, 4, 4, 8, 64, 128] and whole(3, 64) == 64 and whole(65, 64) == 128
+    assert [rounded(n) for n in (1, 2, 3, 4, 5, 64, 65)] == [1, 2, 4, 4, 8, 64, 128] and rounded(3, 64) == 64 and rounded(65, 64) == 128
     owner, place = ragged([2, 1, 3])
     assert owner.tolist() == [0, 0, 1, 2, 2, 2] and place.tolist() == [0, 1, 0, 0, 1, 2] and ragged([])[0].shape == (0,)
     assert BEYOND * 4096 < 2**63, "a position"

@@ -20,7 +20,7 @@ from ..models.target import Target
 from ..trace.events import VERSION, TraceStarted
 from ..trace.report import metrics
 from ..trace.sinks import Sink
-from ..types import Commit, Rule, Sampling, whole
+from ..types import Commit, Rule, Sampling, is_integer
 from . import ahead
 from .admit import Wish, check_limits, check_prediction, encode, resolve, sequences
 from .batch import Batch
@@ -98,7 +98,7 @@ class Engine:
                  tree: int | None = None, rule: Rule = "match", load: LoadConfig | None = None, config: EngineConfig | None = None,
                  sinks: abc.Iterable[Sink] = (), others: abc.Iterable[str | Drafter] = ()) -> None:
         self.load, self.config = load or LoadConfig(), config or EngineConfig()
-        if depth != "auto" and not whole(depth):
+        if depth != "auto" and not is_integer(depth):
             raise OptionError(f"depth={depth!r}: expected auto or an integer ≥ 0")
         spec = drafter if isinstance(drafter, str) else drafter.name
         self.settings = SpeculationConfig(drafter=spec, depth=None if depth == "auto" else int(depth), tree=tree, rule=rule)
@@ -205,7 +205,7 @@ class Engine:
         depth_cap bounds every depth, NO_CAP takes the bound away. A drafter that was out of service can be brought back by naming it.
         Raises OptionError, SpecError or LoadError, changing nothing.
         """
-        if depth_cap is not None and not (whole(depth_cap) and depth_cap >= 0):
+        if depth_cap is not None and not (is_integer(depth_cap) and depth_cap >= 0):
             raise OptionError(f"depth_cap={depth_cap!r}: expected an integer ≥ 0")
         if drafter is not None:
             spec = drafter if isinstance(drafter, str) else drafter.name

@@ -185,12 +185,12 @@ class GraphedPass(FusedPass):
         ends = [(p.position_list[path.rows[0]], p.position_list[path.rows[-1]]) for path in p.paths]
         spans = [[pages_seen(at, window, p.page_tokens) for at in ends] for window in self.windows]
         longest = max(len(path.rows) for path in p.paths)
-        rows, paths, width = self._rows(len(p.position_list)), whole(len(p.paths)), whole(longest)
+        rows, paths, width = self._rows(len(p.position_list)), rounded(len(p.paths)), rounded(longest)
         if self.seats:
-            paths, width = whole(len(p.paths), step=4), -(-width // self.seats) * self.seats
+            paths, width = rounded(len(p.paths), step=4), -(-width // self.seats) * self.seats
         while not self.seats and self.group * width % p.query_tile:
             width *= 2
-        pages = tuple(whole(max(map(len, each))) for each in spans)
+        pages = tuple(rounded(max(map(len, each))) for each in spans)
         if paths * max(pages) > (WIDE_ITEMS if self.seats else MOST_ITEMS):
             return None, spans
         writes = rows if p.write_from is None else max(rows, self._rows(len(p.write_from)))
@@ -199,7 +199,7 @@ class GraphedPass(FusedPass):
     def _rows(self, count: int) -> int:
         """Of a bucket that holds so many."""
         some = MOST_ROWS * (1 if count <= 8 * MOST_ROWS else 2)
-        return whole(count, self.least) if count <= MOST_ROWS else -(-count // some) * some
+        return rounded(count, self.least) if count <= MOST_ROWS else -(-count // some) * some
 
     def _recording(self, bucket: Bucket, p: Pass, pool: PagePool, spans: Spans, keep: Sequence[int]) -> Recording | None:
         """The bucket's recording, filled with this pass and made if there is none. None if that failed; then no other is tried."""
@@ -283,7 +283,7 @@ def recordings() -> int:
     return _made
 
 
-def whole(count: int, least: int = 1, step: int = 2) -> int:
+def rounded(count: int, least: int = 1, step: int = 2) -> int:
     """The next power of `step`, 2 or 4, at least `least`."""
     bits = step.bit_length() - 1
     return max(least, 1 << -(-(count - 1).bit_length() // bits) * bits)

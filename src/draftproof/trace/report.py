@@ -68,11 +68,6 @@ def metrics(tally: Tally, clock: Clock, draft_bytes: int = 0, kv_tokens_lost: in
     }
 
 
-def whole(own: str, part: str) -> str:
-    """The drafter of a request one of whose rounds `part` drafted: its own, if that is a part of it, else what took over."""
-    return own if set(part.split("+")) <= set(own.split("+")) else part
-
-
 @dataclass(slots=True)
 class RequestReport:
     """One request as its trace tells it. `finish` is None while it runs, or if the trace was cut.
@@ -115,7 +110,8 @@ class RequestReport:
             self.tally.round(len(fates), fates.count("accepted"), fates.count("rejected"), len(event.tokens))
             self.clock.delivered(event.at_s, len(event.tokens))
             self.clock.spent(event.times)
-            self.drafter = whole(self.own, event.drafter)
+            parts = set(event.drafter.split("+"))               # of its own drafter, unless another one took over
+            self.drafter = self.own if parts <= set(self.own.split("+")) else event.drafter
         elif isinstance(event, RequestDone):
             self.finish = event.finish
             self.draft_bytes = event.metrics.get("draft_bytes") or 0

@@ -28,7 +28,7 @@ from ...core.choice import largest
 from ...core.noise import gumbel
 from ...core.upload import pinned
 from ...errors import first_line
-from ..graphs import MOST_HELD, Record, made, ragged, whole
+from ..graphs import MOST_HELD, Record, made, ragged, rounded
 from ..rows import Plan
 from .cache import POOLED, CachePool, HeadCache, SlotPass
 from .layers import Attend, Runs
@@ -104,8 +104,8 @@ class Bucket:
         counts = [len(line.tokens) for line in lines]
         slots = max(line.cache.slot or 0 for line in lines) + 1
         room = max(line.cache.length + count for line, count in zip(lines, counts, strict=True)) + (depth - 1) * (widest or 1)
-        return cls(whole(len(lines)), whole(sum(counts), LEAST_ROWS), whole(max(counts), LEAST_ROWS), whole(slots), whole(room, POOLED),
-                   depth, candidates, not any(line.temperature for line in lines), widest, ends)
+        return cls(rounded(len(lines)), rounded(sum(counts), LEAST_ROWS), rounded(max(counts), LEAST_ROWS), rounded(slots),
+                   rounded(room, POOLED), depth, candidates, not any(line.temperature for line in lines), widest, ends)
 
 
 class Ends(NamedTuple):
