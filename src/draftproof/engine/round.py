@@ -75,8 +75,8 @@ class Rounds:
                 self._early_round = self._begin_early([*(seq for seq in batch if seq.finish is None), *(joining or ())])
 
         try:
-            told = _likely(scores, nodes, drafts, self.lanes.likely if any([budget.depth for budget in budgets]) else 0)
-            self.lanes.observe(batch, commits, _signals(scores, commits, told))                  # → observe
+            likely = _likely(scores, nodes, drafts, self.lanes.likely if any([budget.depth for budget in budgets]) else 0)
+            self.lanes.observe(batch, commits, _signals(scores, commits, likely))                # → observe
             times = times._replace(other_s=perf_counter() - verified)
             early = joining is not None and self._early_pass is None and self.lanes.asks_early
             before_records = early and not self._records_wait(batch)
@@ -349,25 +349,25 @@ def _joint(seq: Sequence, draft: Draft, logp: Tensor) -> tuple[Verdict, Tensor]:
     return joint(seq.rule, draft, logp, thrown, key_rows(residual, logp.device)), thrown
 
 
-def _signals(scores: Scores, commits: abc.Sequence[Commit], told: abc.Sequence[Likely | None]) -> abc.Sequence[Signals | None]:
-    """The hidden states of each root and of the nodes that entered its text, if a drafter asked for layers, and what was likely."""
+def _signals(scores: Scores, commits: abc.Sequence[Commit], likely: abc.Sequence[Likely | None]) -> abc.Sequence[Signals | None]:
+    """What the pass left for drafters that asked for it: hidden states of each root and of the nodes that entered its text, and the
+    likeliest tokens."""
     if not scores.taps:
-        return [None if likely is None else Signals(commit.start - 1, {}, likely) for commit, likely in zip(commits, told, strict=True)]
+        return [None if own is None else Signals(commit.start - 1, {}, own) for commit, own in zip(commits, likely, strict=True)]
     rows = [row for root, commit in zip(scores.starts, commits, strict=False) for row in (root, *(root + 1 + n for n in commit.kept))]
     device = scores.logits.device
     # A recorded pass writes over its rows the next time; on a processor every pass has its own, and those of a chain need no copy.
     index = index_of(rows, device) if device.type == "cpu" else uploaded(rows, device)
     kept = rows_at(scores.taps, index)
     if len(commits) == 1:
-        return [Signals(commits[0].start - 1, kept, told[0])]
+        return [Signals(commits[0].start - 1, kept, likely[0])]
     kept = side_by_side(kept)
     parts = torch.split(kept.whole, [1 + len(commit.kept) for commit in commits])
-    return [Signals(commit.start - 1, SideBySide(kept.layers, own), likely)
-            for commit, own, likely in zip(commits, parts, told, strict=True)]
+    return [Signals(commit.start - 1, SideBySide(kept.layers, rows), own) for commit, rows, own in zip(commits, parts, likely, strict=True)]
 
 
 def _likely(scores: Scores, nodes: abc.Sequence[list[int]], drafts: abc.Sequence[Draft], count: int) -> abc.Sequence[Likely | None]:
-    """So many of the likeliest tokens behind every row, if a drafter asked for them."""
+    """The `count` likeliest tokens behind every row of each sequence, if a drafter asked for any."""
     if not count:
         return [None] * len(nodes)
     tokens, logits = likeliest(scores.logits[:scores.starts[-1]], count)
