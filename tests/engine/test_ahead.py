@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from draftproof import Engine, Sampling
 from draftproof.config import EngineConfig, LoadConfig
@@ -163,6 +165,15 @@ def test_a_plain_pass_that_nothing_was_beside_is_no_plain_decoding_where_passes_
     plain = costs.curve(1, 100, 1)[0]
     assert plain == pytest.approx(4.0, rel=0.01) if early else plain > 4.1
     assert costs.lingering(1) == early and costs.lingering(2) == 3
+
+
+def test_a_pass_that_kept_other_layers_than_drafters_read_now_is_not_taken() -> None:
+    settled: list[Any] = []
+    target, roots = SimpleNamespace(settle=lambda *about: settled.append(about)), torch.tensor([4])
+    seq = SimpleNamespace(slot=SimpleNamespace(length=3), tokens=[1, 2, 3, 4])
+    early = ahead.PendingPass(target, [seq], [3], Scores(torch.zeros(1, 5), (0, 1)), None, [4])  # type: ignore[arg-type, list-item]
+    assert early.take([seq], roots, (2,)) is None and not settled  # type: ignore[list-item]
+    assert early.take([seq], roots, ()) is early.scores and settled  # type: ignore[list-item]
 
 
 def test_what_was_begun_is_let_go_when_a_request_leaves(target: PagedTarget, begun: list[int]) -> None:
