@@ -17,6 +17,7 @@ from torch.nn.functional import silu
 
 from draftproof.drafters.dflash2 import SelectedBlock
 from draftproof.drafters.dspark import TiedBlock
+from draftproof.drafters.slots import Slots
 from draftproof.drafters.xpress import RefinedBlock
 from draftproof.errors import LoadError
 from draftproof.models.heads.cache import HeadCache
@@ -30,6 +31,7 @@ from draftproof.models.heads.files import read_files
 from draftproof.models.heads.layout import View
 from draftproof.models.heads.xpress import XPress
 from draftproof.models.target import TargetParts
+from draftproof.train.dflash import DFlash2Task, DFlashTask, DominoTask, DSparkTask, XPressTask
 
 V, H, LAYERS, HEADS, KV, DIM, INNER, BLOCK, RANK, EPS = 40, 24, 6, 4, 2, 8, 32, 5, 6, 1e-6
 TAPS = (1, 2, 4)
@@ -529,6 +531,27 @@ def test_a_block_in_training_sees_what_it_sees_when_served(kind: type[DFlash], t
     together = head.hidden(torch.tensor([7, 8, 9]), anchors, Anchored(head, context, anchors))
     for i, (anchor, token) in enumerate(zip(anchors.tolist(), (7, 8, 9), strict=True)):
         assert torch.allclose(together[i], served(head, taps[:anchor], token), atol=1e-5)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind,name", [("spark", "rnn"), ("choice", "z-lab"), ("gru", "fill-in"), ("gru", "shifted"), ("press", "z-lab"),
+                                       ("press", "anchored")])
+def test_slots_are_tied_in_training_as_when_served(kind: str, name: str, tmp_path: Path) -> None:
+    """Behind the same tokens."""
+    made: dict[str, tuple[Any, type[DFlash], type[DFlashTask]]] = {
+        "spark": (SPARK, DSpark, DSparkTask), "choice": (CHOICE, DFlash2, DFlash2Task), "gru": (GRU, Domino, DominoTask),
+        "press": (PRESS, XPress, XPressTask)}
+    forms, family, teaches = made[kind]
+    head = family.read(read_files(write(tmp_path, *forms[name]())), target(), V)
+    previous, first, taps = torch.tensor([[12, 7, 3, 11, 2, 5, 9, 4][:head.block]]), head.block - head.reach, torch.randn(9, len(TAPS) * H)
+    rows = head.rows(previous[:, first], torch.tensor([9]), blocks_behind(head, taps))
+    taught, _ = teaches(head)._losses(head.logits(rows[:, first:]), torch.randn(1, head.reach, V), rows, previous)
+    here, anchor = torch.tensor([0]), previous[:, first]
+    slots: Slots = (RefinedBlock(head, rows, head.reach, anchor, previous[:, 0]) if isinstance(head, XPress) else
+                    (SelectedBlock if isinstance(head, DFlash2) else TiedBlock)(head, rows[:, first:], anchor))  # type: ignore[arg-type]
+    for slot in range(head.reach):
+        served = slots.logits(slot, here, here, None if slot == 0 else previous[:, first + slot])
+        assert torch.allclose(served[0].float(), taught[0, slot].float(), atol=1e-4)
 
 
 @pytest.mark.parametrize("name", [*FLASH, *(f"spark-{name}" for name in SPARK), *(f"choice-{name}" for name in CHOICE),

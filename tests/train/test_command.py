@@ -30,7 +30,7 @@ from draftproof.train.place import identity
 from draftproof.types import Sampling
 
 V = 61
-KINDS = ("eagle", "eagle3", "medusa", "hydra", "mlp", "mtp", "dflash", "dflash2", "dspark", "pard", "model", "peagle")
+KINDS = ("eagle", "eagle3", "medusa", "hydra", "mlp", "mtp", "dflash", "dflash2", "dspark", "domino", "xpress", "pard", "model", "peagle")
 MORE = {"eagle3": ["--draft-vocab", "40", "--depth", "3"], "medusa": ["--draft-vocab", "40"], "mlp": ["--shared"],
         "pard": ["--mask-token", "60", "--depth", "3"], "peagle": ["--mask-token", "60", "--depth", "3", "--layers", "2"]}
 

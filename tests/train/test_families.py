@@ -14,7 +14,7 @@ from draftproof.models.load import load_target
 from draftproof.train.families import Wish, begin
 
 
-@pytest.mark.parametrize("kind", ["dflash", "dflash2", "dspark"])
+@pytest.mark.parametrize("kind", ["dflash", "dflash2", "dspark", "domino", "xpress"])
 def test_a_block_head_of_one_guess_can_be_served(kind: str, tmp_path: Path) -> None:
     families.save("qwen3", tmp_path / "target")
     target = load_target(tmp_path / "target", LoadConfig(self_test=False, packed=False))

@@ -49,7 +49,8 @@ class Kind(click.Choice[str]):
 
 DATA = click.option("--data", type=click.Path(dir_okay=False, path_type=Path), required=True, metavar="LOG",
                     help="Traffic: OpenAI chat or request/response pairs, ShareGPT, our traces, {prompt} or {text} lines, or a .txt file.")
-KINDS = ("eagle", "eagle3", "peagle", "medusa", "hydra", "mlp", "mtp", "pard", "dflash", "dflash2", "dspark", "model")
+KINDS = ("eagle", "eagle3", "peagle", "medusa", "hydra", "mlp", "mtp", "pard", "dflash", "dflash2", "dspark", "domino", "xpress",
+         "model")
 
 
 @click.command(short_help="Train a drafter on a log of traffic.")
@@ -72,7 +73,7 @@ KINDS = ("eagle", "eagle3", "peagle", "medusa", "hydra", "mlp", "mtp", "pard", "
 @click.option("--layers", type=click.IntRange(1), metavar="N", help="Layers of a new head.  [default: the family's]")
 @click.option("--depth", type=click.IntRange(1), metavar="N", help="Tokens guessed, or steps unrolled.  [default: the family's]")
 @click.option("--mask-token", type=click.IntRange(0), metavar="ID",
-              help="Of pard, peagle, dflash, dflash2, dspark: a token that no text holds.")
+              help="Of pard, peagle, dflash, dflash2, dspark, domino, xpress: a token that no text holds.")
 @click.option("--taps", type=Layers(),
               help="Of eagle3, peagle: 0-based layers of the target whose outputs it reads.  "
                    "[default: 1, L/2 - 1, L - 4; of 4 to 6 layers 0, L/2 - 1, L - 2]")

@@ -3,8 +3,8 @@
 DFlash (arXiv 2602.06036): cross-entropy with weights that fall along the block, exp(−i/γ). DSpark (arXiv 2607.05147): 0.1
 cross-entropy + 0.9 total variation, and the confidence head learns the chance of acceptance, 1 − total variation, by binary
 cross-entropy. DFlash 2: DFlash's loss, and the selector's cross-entropy over each slot's candidates, among which the target's likeliest
-token is put where it is missing. Cross-entropies are taken against the target's distribution, not against one draw from it: the same in
-the mean, with less noise.
+token is put where it is missing. Domino and XPress: DFlash's loss, of slots tied by the text's own tokens. Cross-entropies are taken
+against the target's distribution, not against one draw from it: the same in the mean, with less noise.
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ from torch.nn import functional
 
 from ..models.heads.dflash import Anchored, DFlash
 from ..models.heads.dflash2 import DFlash2
+from ..models.heads.domino import Domino
 from ..models.heads.dspark import DSpark
+from ..models.heads.xpress import XPress
 from .base import Features, logits_after
 
 ANCHORS = 32        # blocks per text and step
@@ -85,14 +87,15 @@ class DFlashTask:
             return None
         features = torch.cat([text.taps[tap] for tap in head.taps], -1)
         context = head.keys(head.fuse(features), torch.arange(size, device=text.ids.device))
-        hidden = head.hidden(text.ids[anchors], anchors, Anchored(head, context, anchors))
-        before = anchors[:, None] + torch.arange(head.reach, device=anchors.device)           # slot i guesses the token behind before[:, i]
+        rows, first = head.rows(text.ids[anchors], anchors, Anchored(head, context, anchors)), head.block - head.reach
+        ahead = anchors[:, None] + torch.arange(-first, head.reach, device=anchors.device)    # the place of the token before each row
+        before = ahead[:, first:]                                                             # slot i guesses the token behind before[:, i]
         inside = before + 1 < size
-        before = before.clamp(max=size - 2)
+        ahead, before = ahead.clamp(0, size - 2), before.clamp(max=size - 2)
         valid = (inside & text.mask[before + 1]).int().cumprod(-1).bool()
         with torch.no_grad():
             wanted = self._wanted(text.taps[self.last][before])
-        logits, loss = self._losses(head.logits(hidden), wanted, hidden, text.ids[before])
+        logits, loss = self._losses(head.logits(rows[:, first:]), wanted, rows, text.ids[ahead])
         return loss, self.weights * valid, valid, logits.argmax(-1) == wanted.argmax(-1)
 
     def _wanted(self, states: Tensor) -> Tensor:
@@ -100,9 +103,22 @@ class DFlashTask:
         logits = logits_after(self.head.target, states)
         return logits if self.head.ids is None else logits[..., self.head.ids]
 
-    def _losses(self, logits: Tensor, wanted: Tensor, hidden: Tensor, previous: Tensor) -> tuple[Tensor, Tensor]:
-        """The final logits [A, S, V], and the loss of every slot [A, S]."""
+    def _losses(self, logits: Tensor, wanted: Tensor, rows: Tensor, previous: Tensor) -> tuple[Tensor, Tensor]:
+        """The final logits [A, S, V], and the loss of every slot [A, S]. rows [A, block, H] and the tokens before them [A, block]: of the
+        whole block, of which the slots are the last."""
         return logits, cross_entropy(logits, wanted)
+
+    def _slots(self, whole: Tensor) -> Tensor:
+        return whole[:, self.head.block - self.head.reach:]
+
+    def _tied(self, logits: Tensor, hidden: Tensor, previous: Tensor) -> Tensor:
+        """Logits [A, S, V] of slots that the head ties by a state, behind the text's own tokens."""
+        tied: list[Tensor] = []
+        state: Tensor | None = None
+        for slot in range(logits.shape[1]):
+            one, state = self.head.tie(logits[:, slot], previous[:, slot], hidden[:, slot], state)  # type: ignore[operator]
+            tied.append(one)
+        return torch.stack(tied, 1)
 
 
 class DSparkTask(DFlashTask):
@@ -111,13 +127,9 @@ class DSparkTask(DFlashTask):
     CE, TV, CONFIDENCE = 0.1, 0.9, 1.0
     head: DSpark
 
-    def _losses(self, logits: Tensor, wanted: Tensor, hidden: Tensor, previous: Tensor) -> tuple[Tensor, Tensor]:
-        tied: list[Tensor] = []
-        state: Tensor | None = None
-        for slot in range(logits.shape[1]):
-            one, state = self.head.tie(logits[:, slot], previous[:, slot], hidden[:, slot], state)
-            tied.append(one)
-        logits = torch.stack(tied, 1)
+    def _losses(self, logits: Tensor, wanted: Tensor, rows: Tensor, previous: Tensor) -> tuple[Tensor, Tensor]:
+        hidden, previous = self._slots(rows), self._slots(previous)
+        logits = self._tied(logits, hidden, previous)
         variation = total_variation(logits, wanted)
         loss = self.CE * cross_entropy(logits, wanted) + self.TV * variation
         sure = self.head.confidence(hidden, previous)
@@ -132,12 +144,34 @@ class DFlash2Task(DFlashTask):
 
     head: DFlash2
 
-    def _losses(self, logits: Tensor, wanted: Tensor, hidden: Tensor, previous: Tensor) -> tuple[Tensor, Tensor]:
-        selector, (candidates, unary) = self.head.candidate_selector, self.head.candidates(logits)
-        gate, best = selector.hidden_projection(hidden), wanted.argmax(-1, keepdim=True)
+    def _losses(self, logits: Tensor, wanted: Tensor, rows: Tensor, previous: Tensor) -> tuple[Tensor, Tensor]:
+        selector, (candidates, unary), previous = self.head.candidate_selector, self.head.candidates(logits), self._slots(previous)
+        gate, best = selector.hidden_projection(self._slots(rows)), wanted.argmax(-1, keepdim=True)
         scores = unary + selector(gate, previous, candidates)
         chosen = torch.full_like(logits, -torch.inf, dtype=torch.float32).scatter(-1, candidates, scores.detach())
         lacking, least = (candidates != best).all(-1, keepdim=True), unary.argmin(-1, keepdim=True)
         learnt = candidates.scatter(-1, least, torch.where(lacking, best, candidates.gather(-1, least)))
         scores = logits.gather(-1, learnt).float() + selector(gate, previous, learnt)
         return chosen, cross_entropy(logits, wanted) + cross_entropy(scores, wanted.gather(-1, learnt))
+
+
+class DominoTask(DFlashTask):
+    """`Task` of a Domino head: slots are tied by the text's own tokens."""
+
+    head: Domino
+
+    def _losses(self, logits: Tensor, wanted: Tensor, rows: Tensor, previous: Tensor) -> tuple[Tensor, Tensor]:
+        logits = self._tied(logits, self._slots(rows), self._slots(previous))
+        return logits, cross_entropy(logits, wanted)
+
+
+class XPressTask(DFlashTask):
+    """`Task` of an XPress head: every row reads the text's own tokens, to which refining leads where all guesses stand."""
+
+    head: XPress
+
+    def _losses(self, logits: Tensor, wanted: Tensor, rows: Tensor, previous: Tensor) -> tuple[Tensor, Tensor]:
+        refiner = self.head.xpress_head
+        read = refiner.read(refiner.features(rows), previous)
+        bias = torch.stack([refiner(read[:, :row + 1]) for row in range(self.head.block - self.head.reach, self.head.block)], 1)
+        return logits + bias, cross_entropy(logits + bias, wanted)

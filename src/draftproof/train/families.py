@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -21,10 +22,8 @@ from .place import MODELS
 
 if TYPE_CHECKING:
     from ..models.causal import CausalLM
-    from ..models.heads.dflash import DFlash
     from ..models.heads.eagle3 import Eagle3Head
 
-Block = TypeVar("Block", bound="DFlash")
 Fused = TypeVar("Fused", bound="Eagle3Head")
 
 
@@ -115,12 +114,12 @@ def _whole(folder: Path) -> bool:
         return False
 
 
+BLOCKS = ("dflash", "dflash2", "dspark", "domino", "xpress")
 HEEDED: Mapping[str, tuple[str, ...]] = {          # kind → the wishes that it heeds; depth is also how far every kind guesses when judged
     "eagle": ("layers", "depth"), "eagle3": ("draft_vocab", "layers", "depth", "taps", "accept_at"), "hydra": ("layers", "depth"),
     "medusa": ("draft_vocab", "layers", "depth"), "mlp": ("depth", "shared"), "mtp": ("layers", "depth"), "pard": ("depth", "mask_token"),
     "peagle": ("draft_vocab", "layers", "depth", "mask_token", "taps", "accept_at"),
-    "dflash": ("layers", "depth", "mask_token"), "dflash2": ("layers", "depth", "mask_token"),
-    "dspark": ("layers", "depth", "mask_token"), "model": ("depth",),
+    "model": ("depth",), **dict.fromkeys(BLOCKS, ("layers", "depth", "mask_token")),
 }
 
 
@@ -222,33 +221,23 @@ def _mtp(target: Target, texts: Sequence[Text], wish: Wish) -> Task:
     return MtpTask(head, **wish.sizes(steps="depth"))
 
 
-def _block(kind: type[Block], target: Target, wish: Wish) -> Block:
-    """A head of this class. Its block holds the anchor and the guesses behind it; of DSpark the anchor's slot is a guess's. No
-    block is of one slot."""
-    files, sizes = wish.files, wish.sizes(layers="layers", mask_token="mask_token")
-    block: dict[str, Any] = {} if wish.depth is None else {"block": max(2, wish.depth + (kind.family != "dspark"))}
-    return kind.read(files, target.parts, target.vocab_size) if files else kind.fresh(target.parts, **block, **sizes)
-
-
-def _dflash(target: Target, texts: Sequence[Text], wish: Wish) -> Task:
+def _block(kind: str, target: Target, texts: Sequence[Text], wish: Wish) -> Task:
+    """A block head's. Its block holds the anchor and the guesses behind it; of DSpark the anchor's slot is a guess's. No block is of one
+    slot."""
     from ..models.heads.dflash import DFlash
-    from .dflash import DFlashTask
-
-    return DFlashTask(_block(DFlash, target, wish))
-
-
-def _dflash2(target: Target, texts: Sequence[Text], wish: Wish) -> Task:
     from ..models.heads.dflash2 import DFlash2
-    from .dflash import DFlash2Task
-
-    return DFlash2Task(_block(DFlash2, target, wish))
-
-
-def _dspark(target: Target, texts: Sequence[Text], wish: Wish) -> Task:
+    from ..models.heads.domino import Domino
     from ..models.heads.dspark import DSpark
-    from .dflash import DSparkTask
+    from ..models.heads.xpress import XPress
+    from .dflash import DFlash2Task, DFlashTask, DominoTask, DSparkTask, XPressTask
 
-    return DSparkTask(_block(DSpark, target, wish))
+    heads = {"dflash": DFlash, "dflash2": DFlash2, "dspark": DSpark, "domino": Domino, "xpress": XPress}
+    tasks = {"dflash": DFlashTask, "dflash2": DFlash2Task, "dspark": DSparkTask, "domino": DominoTask, "xpress": XPressTask}
+    sizes: dict[str, Any] = wish.sizes(layers="layers", mask_token="mask_token")
+    if wish.depth is not None:
+        sizes["block"] = max(2, wish.depth + (kind != "dspark"))
+    files = wish.files
+    return tasks[kind](heads[kind].read(files, target.parts, target.vocab_size) if files else heads[kind].fresh(target.parts, **sizes))
 
 
 def _pard(target: Target, texts: Sequence[Text], wish: Wish) -> Task:
@@ -277,8 +266,8 @@ def _small(target: Target, wish: Wish) -> CausalLM:
 
 
 FAMILIES: Mapping[str, Callable[[Target, Sequence[Text], Wish], Task]] = {
-    "eagle": _eagle, "eagle3": _eagle3, "medusa": _medusa, "hydra": _hydra, "mlp": _mlp, "mtp": _mtp, "pard": _pard, "dflash": _dflash,
-    "dflash2": _dflash2, "dspark": _dspark, "model": _model, "peagle": _peagle,
+    "eagle": _eagle, "eagle3": _eagle3, "medusa": _medusa, "hydra": _hydra, "mlp": _mlp, "mtp": _mtp, "pard": _pard,
+    "model": _model, "peagle": _peagle, **{kind: partial(_block, kind) for kind in BLOCKS},
 }
 
 
