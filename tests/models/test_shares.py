@@ -86,7 +86,7 @@ def test_a_share_that_does_not_fit_its_model_is_refused_by_name(tmp_path: Path) 
     reasons: dict[str, str] = {}
     config, whole = LoadConfig(tensor_parallel=2), AutoConfig.from_pretrained(tmp_path)
     with pytest.raises(LoadError, match="gpt_neox.layers.0.*tensor_parallel=2: GPTNeoXForCausalLM does not come apart.*use one device"):
-        load._load_model(tmp_path, config, whole, torch.float32, Pretended(0, 2), reasons)
+        load._load_model(tmp_path, config, whole, torch.float32, torch.device("cpu"), Pretended(0, 2), reasons)
 
 
 def test_refusals_before_any_process_starts(tmp_path: Path) -> None:
