@@ -585,3 +585,22 @@ def test_what_another_key_wrote_is_not_blamed_on_the_trace_s_level(page: Page, t
 def test_a_comparison_beyond_the_trace_is_told(opened: Callable[..., Page]) -> None:
     page = opened(header(), *request([BARE] * 2), at="#/compare?r=0&b=7")
     assert "request 7" in page.js("return document.querySelector('#notice').textContent")
+
+
+def test_a_comparison_blames_no_text_for_its_length_and_counts_below_nothing(opened: Callable[..., Page]) -> None:
+    """Tokens saved may be fewer than none: a long prompt takes several passes."""
+    two = around((NodeRecord(3, -1, "accepted"),), (TokenRecord(3, "accepted"), TokenRecord(3, "bonus")), "threethree")
+
+    def asked_for(name: str, rounds: list[RoundDone]) -> list[Event]:
+        return [replace(event, passes=4) if isinstance(event, PrefillDone) else event for event in request(rounds, name)]
+
+    page = opened(header(), *asked_for("r0", [BARE] * 8), *asked_for("r1", [two] * 4), *asked_for("r2", [BARE] * 9))
+    rows = """Object.fromEntries([...document.querySelectorAll('main tbody tr')].map((row) => {
+        const [name, ...values] = [...row.cells].map((cell) => cell.textContent);
+        return [name, values]; }))"""
+    page.show("compare", r=0, b=1)
+    told = page.js(f"return {rows}")
+    assert told["passes_saved"] == ["-3", "1", "– ▲ better"] and told["rounds"] == ["8", "4", "0.500 ▲ better"]
+    page.show("compare", r=0, b=2)
+    told = page.js(f"return {rows}")
+    assert told["rounds"] == ["8", "9", "1.125"] and told["acceptance_length"] == ["1", "1", "1.000"]
