@@ -27,7 +27,8 @@ from draftproof.trace.events import (
     TraceStarted,
 )
 from draftproof.trace.judged import judgement
-from draftproof.trace.sinks import to_json
+from draftproof.trace.sinks import read_trace, to_json
+from draftproof.view.bundle import LESSON
 
 pytestmark = pytest.mark.browser
 P, Q = [0.4, 0.3, 0.2, 0.1], [0.1, 0.5, 0.3, 0.1]
@@ -604,3 +605,14 @@ def test_a_comparison_blames_no_text_for_its_length_and_counts_below_nothing(ope
     page.show("compare", r=0, b=2)
     told = page.js(f"return {rows}")
     assert told["rounds"] == ["8", "9", "1.125"] and told["acceptance_length"] == ["1", "1", "1.000"]
+
+
+def test_the_lesson_says_what_its_passes_took(opened: Callable[..., Page]) -> None:
+    page, found = opened(header(), *request([BARE])), figures.runs(read_trace(LESSON))
+    guessing = next(run for run in found if run.guesses)
+    base = figures.plain(found, [guessing])
+    assert base is not None
+    page.show("learn")
+    page.until("document.querySelector('.steps') !== null")
+    steps = page.js("return document.querySelector('.steps').textContent")
+    assert f"One token a pass takes about {1e3 * base.seconds:.1f} ms each" in steps and "nearly" not in steps

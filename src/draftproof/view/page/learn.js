@@ -1,8 +1,9 @@
 // An explainer built of the page's own parts, on a bundled trace of the demo models.
 
 import { expectedTokens } from './budget.js';
-import { chance, counted, h, integer, label, number, panel, percent, slider, svg, table } from './dom.js';
+import { chance, counted, h, integer, label, number, panel, percent, seconds, slider, svg, table } from './dom.js';
 import { payoff } from './pays.js';
+import { plainOf } from './speed.js';
 import { drawTree } from './tree.js';
 import { roundWords } from './words.js';
 
@@ -20,13 +21,13 @@ const SYMBOLS = [
 
 function loop(trace, request) {
   const ordinal = request.rounds.findIndex((i) => trace.accepted.at(i) > 0 && trace.rejected.at(i) > 0), place = h('div'), last = request.rounds.length - 1;
-  const start = Math.max(0, ordinal);
+  const start = Math.max(0, ordinal), one = plainOf(trace, request).seconds;
   const paint = (n) => {
     const i = request.rounds[n], record = trace.record(i), words = roundWords(trace, request, record) ?? [record.text];
     place.replaceChildren(h('ol', { class: 'steps' },
       h('li', null, h('b', null, 'Draft. '), `A cheap guesser offers ${counted(record.nodes.length, 'token')}: `, record.nodes.slice(0, 16).map((node) => h('span', { class: `cell ${node.fate}` }, label(trace.piece(node.token, request), 12)))),
-      h('li', null, h('b', null, 'Score. '), `The target reads them all in one pass, ${number(1e3 * record.times.score_s, 1)} ms, nearly what one token costs.`),
-      h('li', null, h('b', null, 'Verify. '), `At every place the target chooses its own token. ${trace.accepted.at(i)} guesses were that token; the first that is not is rejected, and what stands behind it is discarded.`),
+      h('li', null, h('b', null, 'Score. '), `The target reads them all in one pass, ${seconds(record.times.score_s)}. One token a pass takes about ${seconds(one)} each, ${seconds(one * (record.nodes.length + 1))} for as many.`),
+      h('li', null, h('b', null, 'Verify. '), `At every place the target chooses its own token. Of the guesses ${trace.accepted.at(i)} were that token; the first that is not is rejected, and what stands behind it is discarded.`),
       h('li', null, h('b', null, 'Commit. '), 'The text grows by ', record.tokens.map((token, j) => h('span', { class: `tok ${token.role}` }, label(words[j] || '·', 16))), `: ${counted(record.tokens.length, 'token')} for one pass.`)));
   };
   paint(start);
