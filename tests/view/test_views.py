@@ -616,3 +616,19 @@ def test_the_lesson_says_what_its_passes_took(opened: Callable[..., Page]) -> No
     page.until("document.querySelector('.steps') !== null")
     steps = page.js("return document.querySelector('.steps').textContent")
     assert f"One token a pass takes about {1e3 * base.seconds:.1f} ms each" in steps and "nearly" not in steps
+
+
+def test_marks_that_are_colours_survive_the_reader_s_own(opened: Callable[..., Page]) -> None:
+    page = opened(header(), *request([tree(SLOW)] * 4))
+    forced = [{"name": "forced-colors", "value": "active"}]
+    page.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": forced})
+    try:
+        page.show("rounds", r=0, round=1)
+        page.until("document.querySelector('.row[aria-current]') !== null")
+        styles = page.js("return [...document.querySelectorAll('#rounds .row')].map((row) => getComputedStyle(row).outlineStyle)")
+        assert styles == ["none", "solid", "none", "none"]
+        page.show("pays", r=0)
+        keys = page.js("return [...document.querySelectorAll('.legend .key')].map((key) => getComputedStyle(key).borderTopColor)")
+        assert len(set(keys)) == len(keys) == 4
+    finally:
+        page.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})

@@ -71,7 +71,7 @@ export function payoff(start, hazards, points) {
   const sliders = h('div', { class: 'sliders' },
     slider('acceptance α of each guess', { min: 0, max: 0.99, step: 0.01, value: now.alpha, show: percent }, set('alpha')),
     slider('cost c of a guess, in plain passes', { min: 0, max: 1, step: 0.005, value: now.c, show: (v) => number(v, 3) }, set('c')),
-    slider('cost of scoring one row more', { min: 0, max: 1, step: 0.005, value: now.row, show: (v) => number(v, 3) }, set('row')),
+    slider('cost of scoring one row more, in plain passes', { min: 0, max: 1, step: 0.005, value: now.row, show: (v) => number(v, 3) }, set('row')),
     slider('batch: texts at once', { min: 1, max: 64, step: 1, value: 1, show: integer }, set('batch')));
   paint();
   return [sliders, words, place, h('ul', { class: 'legend' }, h('li', null, h('span', { class: 'key predicted' }), 'predicted, every position α'), hazards.length ? h('li', null, h('span', { class: 'key hazards' }), 'predicted, measured acceptance') : null,
