@@ -588,6 +588,40 @@ def test_a_comparison_beyond_the_trace_is_told(opened: Callable[..., Page]) -> N
     assert "request 7" in page.js("return document.querySelector('#notice').textContent")
 
 
+def test_every_round_tells_how_deep_it_was_and_why(opened: Callable[..., Page]) -> None:
+    """Not the last one alone, which Status tells of; and what follows the place of the replay is shown as not written yet."""
+    why = "auto: model, 1.49 tokens expected, 1.35× the plain rate"
+    one = around((NodeRecord(1, -1, "accepted"), NodeRecord(2, 0, "rejected")), (TokenRecord(1, "accepted"), TokenRecord(3, "correction")),
+                 "onethree", depth=4)
+    events = [replace(event, reason=why, draft_reason="a copy ended") if isinstance(event, RoundDone) and event.round == 0 else event
+              for event in request([one] * 3)]
+    page = opened(header(), *events)
+    page.show("tree", r=0, round=0)
+    assert f"2 guesses by model, of which 1 stood. Depth granted: 4 ({why}; a copy ended)." in page.text()
+    page.show("tree", r=0, round=1)
+    assert "of which 1 stood. Depth granted: 4." in page.text()
+    page.show("rounds", r=0, round=0)
+    assert page.js("return document.querySelector('#rounds .row').title").endswith(f"depth granted: 4 ({why}; a copy ended)")
+    page.show("text", r=0, round=1)
+    page.js("document.querySelector('#text [data-round=\"0\"]').click()")
+    assert why in page.js("return document.querySelector('#token-facts').textContent")
+    page.js("[...document.querySelectorAll('main button')].find((one) => one.textContent.startsWith('Show the guesses')).click()")
+    page.until("document.querySelectorAll('#text .guess').length === 3")
+    future = page.js("return [...document.querySelectorAll('#text .guess')].map((one) => one.classList.contains('future'))")
+    assert future == [False, False, True]
+
+
+def test_the_race_of_a_place_marks_what_was_guessed_there(opened: Callable[..., Page]) -> None:
+    """A tree guesses several tokens at a place, of which the drafter's winner may not be the one that stood."""
+    page = opened(header(), *request([judged((0.5, 0.2), ("discarded", "accepted"), Q), judged((0.9,), ("rejected",), None)]))
+    rows = """return [...document.querySelectorAll('main tbody tr')].map((row) =>
+        [row.cells[0].textContent.slice(-5).trim(), row.cells[1].textContent])"""
+    page.show("verification", r=0, round=0)
+    assert sorted(page.js(rows)) == [["one", "discarded"], ["three", "–"], ["two", "accepted"], ["zero", "–"]]
+    page.show("verification", r=0, round=1)
+    assert sorted(page.js(rows)) == [["one", "rejected"], ["three", "–"], ["two", "–"], ["zero", "–"]], "and without the drafter's law"
+
+
 def test_a_comparison_blames_no_text_for_its_length_and_counts_below_nothing(opened: Callable[..., Page]) -> None:
     """Tokens saved may be fewer than none: a long prompt takes several passes."""
     two = around((NodeRecord(3, -1, "accepted"),), (TokenRecord(3, "accepted"), TokenRecord(3, "bonus")), "threethree")
@@ -605,6 +639,19 @@ def test_a_comparison_blames_no_text_for_its_length_and_counts_below_nothing(ope
     page.show("compare", r=0, b=2)
     told = page.js(f"return {rows}")
     assert told["rounds"] == ["8", "9", "1.125"] and told["acceptance_length"] == ["1", "1", "1.000"]
+
+
+@pytest.mark.parametrize("view", ["tree", "verification"])
+def test_a_text_that_has_ended_waits_for_no_round(opened: Callable[..., Page], view: str) -> None:
+    page = opened(header(), *request([]))
+    page.show(view, r=0)
+    assert "The text ended at its first token" in page.text() and "yet" not in page.js("return document.querySelector('main').textContent")
+
+
+def test_names_of_requests_tell_rules_apart(opened: Callable[..., Page]) -> None:
+    page = opened(header(), *request([BARE], "r0", rule="ratio"), *request([BARE], "r0", rule="block"), *request([BARE], "r0"))
+    names = page.js("return [...document.querySelectorAll('select[aria-label=request] option')].map((one) => one.textContent)")
+    assert names == ["r0 · model · ratio · T 1 · 2 tokens", "r0 · model · block · T 1 · 2 tokens", "r0 · model · T 1 · 2 tokens"]
 
 
 def test_the_lesson_says_what_its_passes_took(opened: Callable[..., Page]) -> None:

@@ -1,6 +1,6 @@
 // What was accepted: by position with intervals, by class of prompts and drafter, and how long the accepted runs were.
 
-import { choice, h, integer, number, panel, percent, svg, table } from './dom.js';
+import { choice, counted, h, integer, number, panel, percent, svg, table } from './dom.js';
 import { Tally, median, wilson } from './tally.js';
 import { requestMetrics } from './trace.js';
 
@@ -46,7 +46,7 @@ export const acceptanceView = {
         hazard.length ? h('div', { class: 'scroll', tabindex: '0', role: 'region', 'aria-label': 'acceptance by position' }, bars('accepted at each position, of the rounds that reached it', hazard)) : h('p', null, nothing),
         h('p', { class: 'quiet' }, 'P(the guess at this position is accepted | the walk reached it), with Wilson’s 95 % interval.')),
       panel('How many guesses stood', lengths.length ? h('div', { class: 'scroll', tabindex: '0', role: 'region', 'aria-label': 'histogram' }, bars('rounds by number of accepted guesses', lengths, 2 * Math.ceil(Math.max(1, ...lengths.map((one) => one.value)) / 2), integer)) : h('p', null, nothing),
-        h('p', { class: 'quiet' }, `${integer(tally.roundsDrafted)} rounds with a guess, by the number of guesses accepted.`)),
+        h('p', { class: 'quiet' }, `${counted(tally.roundsDrafted, 'round')} with a guess, by the number of guesses accepted.`)),
       panel('By class of prompts and drafter', table('acceptance by class and drafter', ['class', 'drafter', 'requests', 'guessed', 'accepted', 'of all guesses (95 %)', 'tokens per round', 'tokens/s (median)'], rows)),
     ];
   },

@@ -55,7 +55,7 @@ export function label(text, limit = 40) {
 const known = (value) => typeof value === 'number' && Number.isFinite(value);
 export const number = (value, digits = 2) => (known(value) ? value.toFixed(digits) : '–');
 export const integer = (value) => (known(value) ? Math.round(value).toLocaleString('en-US') : '–');
-export const counted = (many, what) => `${many} ${what}${many === 1 ? '' : 's'}`;
+export const counted = (many, what, several = `${what}s`) => `${integer(many)} ${many === 1 ? what : several}`;
 export const percent = (value) => (known(value) ? `${(100 * value).toFixed(1)} %` : '–');
 export const chance = (value) => (known(value) ? (value !== 0 && value < 0.001 ? value.toExponential(1) : value.toFixed(3)) : '–');
 

@@ -2,7 +2,7 @@
 
 import { h, label, panel, seconds } from './dom.js';
 import { PHASES } from './tally.js';
-import { roundWords } from './words.js';
+import { reasons, roundWords } from './words.js';
 
 const ROW = 30, EXTRA = 12;
 const GLYPH = { accepted: '■', rejected: '×', discarded: '·' };
@@ -10,8 +10,8 @@ const GLYPH = { accepted: '■', rejected: '×', discarded: '·' };
 function line(ctx, ordinal) {
   const { trace, request, link, cursor } = ctx, i = request.rounds[ordinal], record = trace.record(i);
   const words = roundWords(trace, request, record), last = record.tokens.at(-1), own = last && last.role !== 'accepted' ? last : null;
-  const nodes = record.nodes.slice(0, 24);
-  const spoken = `round ${record.round}: ${record.nodes.length} guessed, ${trace.accepted.at(i)} accepted${own ? `, then ${own.role}` : ''}`;
+  const nodes = record.nodes.slice(0, 24), why = reasons(record);
+  const spoken = `round ${record.round}: ${record.nodes.length} guessed, ${trace.accepted.at(i)} accepted${own ? `, then ${own.role}` : ''}; depth granted: ${record.depth}${why && ` (${why})`}`;
   const row = h('a', { class: 'row', href: link('tree', { round: ordinal }), title: spoken, 'aria-current': ordinal === cursor - 1 ? 'true' : null },
     h('span', { class: 'num' }, record.round), h('span', { class: 'num' }, `${trace.accepted.at(i)}/${record.nodes.length}`),
     h('span', { class: 'cells' }, nodes.map((node) => h('span', { class: `cell ${node.fate}` }, GLYPH[node.fate], ' ', request.header.vocabulary ? label(trace.piece(node.token, request), 12) : '')),

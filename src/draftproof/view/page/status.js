@@ -3,6 +3,7 @@
 import { chance, h, integer, label, number, panel, percent, seconds, table } from './dom.js';
 import { speedOf } from './speed.js';
 import { around, requestMetrics, requestName, tokenIds } from './trace.js';
+import { reasons, roundless } from './words.js';
 
 const FORMS = {
   acceptance_length: number, acceptance_length_drafted: number, draft_utilisation: percent, tokens_per_s: (v) => number(v, 1),
@@ -47,10 +48,7 @@ function restsFor(trace, request) {
 
 export function verdict(trace, request, speed) {
   const tally = request.tally, { own, about, all } = speed;
-  if (!tally.rounds && !request.totals) {
-    if (!request.done) return 'No round has run yet.';
-    return request.tokens ? 'The text ended at its first token, which reading the prompt gives: there was nothing to guess.' : `It ended (${label(request.done.finish)}) before its first token.`;
-  }
+  if (!tally.rounds && !request.totals) return roundless(request);
   const rests = restsFor(trace, request);
   if (rests) return `Speculation is on (${label(request.drafter)}), but it never guessed: ${rests}.`;
   if (!tally.drafted) return 'Speculation is off for this text: every token was one pass of the target.';
@@ -86,10 +84,10 @@ export const statusView = {
   id: 'status', title: 'Status',
   draw({ trace, request, link }) {
     const { tally } = request, speed = speedOf(trace, request), metrics = requestMetrics(request), last = request.rounds.at(-1);
-    const record = last === undefined ? null : trace.record(last), machine = request.header.machine;
+    const record = last === undefined ? null : trace.record(last), machine = request.header.machine, completed = request.totals ? request.tokens : request.tally.completionTokens;
     const facts = [
       ['speculation', !tally.rounds && !request.totals ? '–' : tally.drafted || restsFor(trace, request) ? `on: drafter ${label(request.drafter)}, rule ${label(request.rule)}` : 'off'],
-      ['why', record ? [record.reason, record.draft_reason].filter(Boolean).map((text) => label(text, 200)).join('; ') || '–' : '–'],
+      ['why', (record && reasons(record)) || '–'],
       ['depth now', record ? `${record.depth}, in the last round` : '–'], ['depth asked for', metric('depth', depthOf(request.header))],
       ...speedFacts(request, speed),
       ['identical to plain decoding', identical(trace, speed, request)],
@@ -100,7 +98,7 @@ export const statusView = {
       ['target', label(request.header.target, 120)],
       ['machine', ['device', 'dtype', 'threads', 'tier', 'torch'].filter((key) => machine[key] !== undefined).map((key) => `${key} ${label(String(machine[key]))}`).join(', ')],
       ['prompt', h('span', null, metric('prompt_tokens', request.promptTokens), ` tokens, ${request.cached} of them cached`)], ['seed', machine.seed === undefined ? metric('seed', request.seed, request.seed) : label(String(machine.seed))],
-      ['completion', h('span', null, metric('completion_tokens', request.totals ? request.tokens : request.tally.completionTokens), ' tokens')],
+      ['completion', h('span', null, metric('completion_tokens', completed), completed === 1 ? ' token' : ' tokens')],
     ];
     return [
       panel('Verdict', h('p', { class: 'verdict' }, verdict(trace, request, speed)),

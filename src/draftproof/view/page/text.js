@@ -1,13 +1,14 @@
 // The text, every token with its role; hover, focus or the arrow keys tell the rest.
 
 import { button, chance, h, label, number, panel, running } from './dom.js';
-import { ROLE_NAMES, roundWords, walk } from './words.js';
+import { ROLE_NAMES, reasons, roundWords, walk } from './words.js';
 
 const BLOCK = 400;                       // rounds per block of the document; far blocks are empty until they come near
 
-function guesses(trace, request, record) {
+function guesses(trace, request, ordinal) {
+  const record = trace.record(request.rounds[ordinal]);
   const lost = record.nodes.filter((node) => node.fate !== 'accepted').slice(0, 64);
-  return lost.map((node) => h('span', { class: `guess ${node.fate}`, title: `${node.fate}, round ${record.round}` }, running(trace.piece(node.token, request), 200)));
+  return lost.map((node) => h('span', { class: `guess ${node.fate}`, data: { of: ordinal }, title: `${node.fate}, round ${record.round}` }, running(trace.piece(node.token, request), 200)));
 }
 
 /** The pieces of one round, each with its role; `unfold`: with the guesses that failed. */
@@ -22,7 +23,7 @@ export function roundSpans(trace, request, ordinal, unfold) {
       record.tokens.length > 1 ? h('sup', null, record.tokens.length) : null));
   }
   if (!unfold) return spans;
-  const lost = guesses(trace, request, record), last = record.tokens.at(-1);
+  const lost = guesses(trace, request, ordinal), last = record.tokens.at(-1);
   return last && (last.role === 'correction' || last.role === 'bonus') && words ? [...spans.slice(0, -1), ...lost, spans.at(-1)] : [...spans, ...lost];
 }
 
@@ -43,7 +44,7 @@ export function tokenFacts(trace, request, ordinal, j) {
   const list = (all) => all.map((a) => `${label(trace.piece(a.token, request), 20)} ${chance(a.probability)}`).join(' · ');
   const facts = [
     ['token', request.header.vocabulary ? `${label(trace.piece(token.token, request))} (id ${token.token})` : `id ${token.token}`], ['role', ROLE_NAMES[token.role]],
-    ['round', `${record.round}, depth ${record.depth}, drafter ${label(record.drafter)}`], ['position', record.position + j],
+    ['round', `${record.round}, depth ${record.depth}, drafter ${label(record.drafter)}`], ...(reasons(record) ? [['why so deep', reasons(record)]] : []), ['position', record.position + j],
   ];
   if (!request.header.vocabulary) facts[0] = ['tokens', `${record.tokens.length}: ${record.tokens.map((one) => one.role).join(', ')}`];
   if (token.p !== undefined) facts.push(['p (target)', chance(token.p)]);
@@ -117,7 +118,7 @@ export const textView = {
     });
     const follow = (next) => {
       now = next;
-      text.querySelectorAll('[data-round]').forEach((span) => span.classList.toggle('future', Number(span.dataset.round) >= now.cursor));
+      text.querySelectorAll('[data-round], [data-of]').forEach((span) => span.classList.toggle('future', Number(span.dataset.round ?? span.dataset.of) >= now.cursor));
     };
     this.follow = follow;
     this.leave = () => {
@@ -136,7 +137,6 @@ export const textView = {
 function toggle(text, span, trace, request) {
   const ordinal = span.dataset.round, shown = text.querySelectorAll(`.guess[data-of="${ordinal}"]`);
   if (shown.length) { shown.forEach((one) => one.remove()); return; }
-  const own = text.querySelectorAll(`.tok[data-round="${ordinal}"]`), lost = guesses(trace, request, trace.record(request.rounds[Number(ordinal)]));
-  lost.forEach((one) => { one.dataset.of = ordinal; });
+  const own = text.querySelectorAll(`.tok[data-round="${ordinal}"]`), lost = guesses(trace, request, Number(ordinal));
   own[own.length - 1].before(...lost);
 }

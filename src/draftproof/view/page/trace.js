@@ -294,6 +294,7 @@ export function requestMetrics(request) {
 export function requestName(request) {
   const heat = request.sampling.temperature, parts = [request.id, request.drafter];
   if (request.promptClass) parts.push(request.promptClass);
+  if (request.rule !== 'match') parts.push(request.rule);
   if (typeof heat === 'number') parts.push(`T ${heat}`);
   return `${parts.join(' · ')} · ${request.tokens} token${request.tokens === 1 ? '' : 's'}`;
 }

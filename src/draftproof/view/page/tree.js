@@ -1,7 +1,7 @@
 // The candidate tree of one round: the path that stood, what was pruned, and the probabilities.
 
-import { chance, h, label, panel, svg, table } from './dom.js';
-import { ROLE_NAMES } from './words.js';
+import { chance, counted, h, label, panel, svg, table } from './dom.js';
+import { ROLE_NAMES, reasons, roundless } from './words.js';
 
 const WIDTH = 130, HEIGHT = 44, MOST = 400;
 
@@ -58,13 +58,13 @@ export const treeView = {
   draw(ctx) {
     const place = h('div'), paint = ({ trace, request, cursor, link }) => {
       const ordinal = Math.max(0, cursor - 1), i = request.rounds[ordinal];
-      if (i === undefined) return place.replaceChildren(h('p', null, 'This request has no round yet.'));
-      const record = trace.record(i), shape = record.nodes.every((node, k) => node.parent === k - 1) ? 'a chain' : 'a tree';
-      const said = record.nodes.length ? `Round ${record.round}: ${shape} of ${record.nodes.length} guesses by ${label(record.drafter)}, of which ${trace.accepted.at(i)} stood.`
-        : `Round ${record.round}: nothing was guessed (${label(record.reason || record.draft_reason || 'no reason given', 200)}).`;
+      if (i === undefined) return place.replaceChildren(h('p', null, roundless(request)));
+      const record = trace.record(i), shape = record.nodes.every((node, k) => node.parent === k - 1) ? 'a chain' : 'a tree', why = reasons(record);
+      const said = record.nodes.length ? `Round ${record.round}: ${shape} of ${counted(record.nodes.length, 'guess', 'guesses')} by ${label(record.drafter)}, of which ${trace.accepted.at(i)} stood. Depth granted: ${record.depth}${why && ` (${why})`}.`
+        : `Round ${record.round}: nothing was guessed (${why || 'no reason given'}).`;
       const extra = record.nodes.length > MOST ? ` Drawn are the first ${MOST}.` : '';
       return place.replaceChildren(h('p', { 'aria-live': 'polite' }, said + extra), h('div', { class: 'scroll', tabindex: '0', role: 'region', 'aria-label': 'drawing of the tree' }, drawTree(trace, request, record)),
-        h('p', { class: 'quiet' }, '■ accepted, × rejected, · discarded, → correction, + bonus. The thick line is the path that stood.'),
+        h('p', { class: 'quiet' }, '■ accepted, × rejected, · discarded, → correction, + bonus. The thick line is the path that stood; p is the target’s probability of a token, q the drafter’s.'),
         h('p', null, h('a', { href: link('verification', { round: ordinal, token: 0 }) }, 'How its tokens were judged')),
         table('guesses of the round', ['guess', 'parent', 'token', 'fate', 'p', 'q', 'noise', 'coin', 'score'], record.nodes.slice(0, MOST).map((node, k) =>
           [k, node.parent < 0 ? 'text' : node.parent, label(trace.piece(node.token, request)), h('span', { title: ROLE_NAMES[node.fate] }, node.fate), chance(node.p), chance(node.q), node.noise?.toFixed(2) ?? '–', chance(node.coin), node.score?.toFixed(3) ?? '–'])),

@@ -3,12 +3,12 @@
 
 import { button, chance, h, label, number, panel, svg, table } from './dom.js';
 import { gumbel, noiseKey } from './noise.js';
-import { ROLE_NAMES, walk } from './words.js';
+import { ROLE_NAMES, roundless, walk } from './words.js';
 
 const bar = (value, most, kind) => svg('svg', { class: `bar-of ${kind}`, viewBox: '0 0 100 10', preserveAspectRatio: 'none', 'aria-hidden': 'true' },
   svg('rect', { width: Math.max(0, Math.min(100, 100 * value / most)), height: 10 }));
 
-/** Every token of this place that the trace knows something of: [{token, p, q, g}], likeliest first. */
+/** Every token of this place that the trace knows something of: [{token, p, q, g, fate}], likeliest first; `fate` of those that were guessed. */
 function candidates(trace, request, record, j) {
   const steps = walk(record), step = steps[j], rows = new Map();
   const row = (token) => { if (!rows.has(token)) rows.set(token, { token, p: null, q: null }); return rows.get(token); };
@@ -19,6 +19,7 @@ function candidates(trace, request, record, j) {
     const node = record.nodes[i], one = row(node.token);
     one.p ??= node.p ?? null;
     one.q ??= node.q ?? null;
+    one.fate = node.fate;
   }
   const key = Number(request.sampling.temperature) === 0 ? null : noiseKey(BigInt(request.seed), request.sample, record.position + j);
   for (const one of rows.values()) one.g = key === null ? 0 : gumbel(key, one.token);
@@ -50,22 +51,23 @@ export function refusals(rows, nodes) {
   return { limits, left };
 }
 
+const fateOf = ({ fate }) => (fate ? h('span', { title: ROLE_NAMES[fate] }, fate) : '–');
 const perturbed = (chanceOf, g) => (chanceOf ? Math.log(chanceOf) + g : null);
 const best = (rows, name) => rows.reduce((top, one) => (one[name] !== null && (top === null || one[name] > top[name]) ? one : top), null);
 
 function race(trace, request, { rows, greedy, step }) {
   for (const one of rows) { one.target = perturbed(one.p, one.g); one.draft = perturbed(one.q, one.g); }
   const won = best(rows, 'target'), guessed = best(rows, 'draft'), name = (one) => label(trace.piece(one.token, request), 24);
-  const heads = ['token', 'p (target)', 'q (draft)', ...(greedy ? [] : ['shared noise g', 'log p + g', 'log q + g'])];
+  const heads = ['token', 'guess', 'p (target)', 'q (draft)', ...(greedy ? [] : ['shared noise g', 'log p + g', 'log q + g'])];
   const body = rows.map((one) => [
     h('span', { class: one.token === step.token.token ? 'won' : null }, `${one === won ? '★ ' : ''}${one === guessed ? '◇ ' : ''}${name(one)}`),
-    [bar(one.p ?? 0, 1, 'p'), chance(one.p)], [bar(one.q ?? 0, 1, 'q'), chance(one.q)],
+    fateOf(one), [bar(one.p ?? 0, 1, 'p'), chance(one.p)], [bar(one.q ?? 0, 1, 'q'), chance(one.q)],
     ...(greedy ? [] : [number(one.g), number(one.target), number(one.draft)]),
   ]);
   const agreed = won && won.token === step.token.token;
   return [
     h('p', null, greedy ? 'Temperature 0: the noise is zero, so the target emits its likeliest token, and the guess stands if it is that token.'
-      : 'Rule match: target and drafter add the same noise to their logarithms. The target’s winner (★) is emitted, whatever was guessed; the guess (◇ the drafter’s winner, where its law is known) stands if it is that token.'),
+      : 'Rule match: target and drafter add the same noise to their logarithms. The target’s winner (★) is emitted, whatever was guessed; a guess stands if it is that token. ◇ is the drafter’s winner, where its law is known.'),
     table('candidates of this place', heads, body),
     h('p', { class: 'quiet' }, agreed ? 'The noise above is computed here from the seed alone; its winner among these candidates is the token that the engine emitted.'
       : 'The emitted token is none of the winners among the candidates that the trace holds: only the likeliest are kept, and a token outside them can win.'),
@@ -125,9 +127,9 @@ function lossy(trace, request, record, found) {
 }
 
 /** p and q of the candidates; ★ was emitted. */
-const laws = (trace, request, rows, step) => table('candidates of this place', ['token', 'p (target)', 'q (draft)'], rows.map((one) =>
+const laws = (trace, request, rows, step) => table('candidates of this place', ['token', 'guess', 'p (target)', 'q (draft)'], rows.map((one) =>
   [h('span', { class: one.token === step.token.token ? 'won' : null }, `${one.token === step.token.token ? '★ ' : ''}${label(trace.piece(one.token, request), 24)}`),
-    [bar(one.p ?? 0, 1, 'p'), chance(one.p)], [bar(one.q ?? 0, 1, 'q'), chance(one.q)]]));
+    fateOf(one), [bar(one.p ?? 0, 1, 'p'), chance(one.p)], [bar(one.q ?? 0, 1, 'q'), chance(one.q)]]));
 
 /** Why a token has no probabilities. */
 function untold({ header: { machine }, withheld }) {
@@ -141,7 +143,7 @@ export const verificationView = {
   draw(ctx) {
     const place = h('div'), paint = ({ trace, request, cursor, token, link }) => {
       const ordinal = Math.max(0, cursor - 1), i = request.rounds[ordinal];
-      if (i === undefined) return place.replaceChildren(h('p', null, 'This request has no round yet.'));
+      if (i === undefined) return place.replaceChildren(h('p', null, roundless(request)));
       const record = trace.record(i), j = Math.min(token, record.tokens.length - 1);
       if (j < 0) return place.replaceChildren(h('p', null, 'This round emitted nothing.'));
       const picks = record.tokens.map((one, k) => h('a', { class: `pick tok ${one.role}`, href: link('verification', { round: ordinal, token: k }), 'aria-current': k === j ? 'true' : null }, label(trace.piece(one.token, request), 16)));

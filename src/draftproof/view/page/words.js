@@ -1,4 +1,6 @@
-// Token texts of a request. A character that spans tokens is shown with the token that completes it.
+// Token texts of a request, and words for its rounds. A character that spans tokens is shown with the token that completes it.
+
+import { label } from './dom.js';
 
 const BROKEN = '\ufffd';
 
@@ -49,6 +51,16 @@ export function walk(record) {
     at = node ?? null;
     return { token, node: node ?? null, siblings };
   });
+}
+
+/** Why a round was as deep as it was, by the budget and by the drafter; empty where the trace does not tell. */
+export const reasons = (record) => [record.reason, record.draft_reason].filter(Boolean).map((text) => label(text, 200)).join('; ');
+
+/** Why a request shows no round. */
+export function roundless({ done, tokens, totals }) {
+  if (totals) return 'This trace has no rounds of this request, only its totals.';
+  if (!done) return 'No round has run yet.';
+  return tokens ? 'The text ended at its first token, which reading the prompt gives: there was nothing to guess.' : `It ended (${label(done.finish)}) before its first token.`;
 }
 
 export const ROLE_NAMES = {
