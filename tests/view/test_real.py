@@ -265,6 +265,20 @@ def test_the_switch_of_the_server(page: Page, keyed: Running) -> None:
     assert keyed.server.depth_cap is None
 
 
+def test_a_switch_thrown_elsewhere_is_shown(page: Page) -> None:
+    """By the command line, or by another page: what stood there would be said to be on while it is off."""
+    with serving(letters(), "ngram:min=1,max=2", depth=3) as running:
+        page.open(running.url)
+        state = "document.querySelector('#server-state')?.textContent"
+        page.until(f"{state}?.startsWith('Speculation is on')", 30)
+        body, head = json.dumps({"enabled": False}).encode(), {"Content-Type": "application/json"}
+        request = urllib.request.Request(running.url + "/draftproof/speculation", body, head, method="PUT")
+        urllib.request.urlopen(request, timeout=60).close()
+        page.until(f"{state}.startsWith('Speculation is off')", 15)
+        assert page.js("return document.querySelector('#server-switch').textContent") == "Switch on"
+        running.listener.handle_exit(signal.SIGTERM, None)
+
+
 def test_many_tokens_cost_one_flush_a_frame(page: Page) -> None:
     endless = letters(context=1 << 20)
     endless.eos_ids = ()                                    # it writes until the page has shown some, however fast either is

@@ -6,6 +6,8 @@ import { Live } from './live.js';
 import { Steering, speculation } from './steer.js';
 import { Trace } from './trace.js';
 
+const WATCH_MS = 3000;
+
 export class Session {
   #wanted = null; #race = null;
 
@@ -26,6 +28,7 @@ export class Session {
       const state = await speculation(key);
       this.steering = new Steering(key, this.told);
       this.steering.show(state);
+      this.watch = setInterval(() => document.hidden || this.steering.look(), WATCH_MS);      // others may switch, too
       const drafters = [state.configured, ...Object.keys(state.others ?? {})];
       this.chat = new Chat({ key, model: state.model, drafters }, (name) => this.#sent(name), (off, on) => { this.#race = { off, on }; this.#arrived(this.trace); }, () => this.steering.look());
       this.panels = [this.chat.panel, this.steering.panel];
@@ -35,7 +38,7 @@ export class Session {
     return answer;
   }
 
-  stop() { this.live?.stop(); }
+  stop() { clearInterval(this.watch); this.live?.stop(); }
 
   /** The reader has chosen what to look at. */
   release() { this.#wanted = null; }
