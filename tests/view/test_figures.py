@@ -23,11 +23,34 @@ def chain(depth: int, stood: int, times: Times, granted: int | None = None) -> R
     return around(nodes, tuple(TokenRecord(1, "accepted") for _ in range(stood)) + (TokenRecord(2, "correction"),), "", granted, times)
 
 
+def loaded(rounds: list[RoundDone], name: str) -> list[Event]:
+    """A request whose rounds keep their batch sizes."""
+    sizes = iter([one.batch for one in rounds])
+    return [replace(event, batch=next(sizes)) if isinstance(event, RoundDone) else event for event in request(rounds, name)]
+
+
 def test_costs_are_by_the_levels_that_were_drafted() -> None:
     rounds = [replace(PLAIN, drafter="model")] * 4 + [chain(2, 1, Times(0.006, 0.012, 0.0, 0.0), granted=6)] * 4
     found = figures.runs([header(), *request(rounds)])
     (line,) = figures.payoffs(found, found)
     assert (line.c, line.row) == pytest.approx((0.3, 0.1)) and found[0].kind == "model"
+
+
+def test_plain_decoding_is_that_of_as_many_texts_at_a_time() -> None:
+    """A server's plain passes at its busiest make no text, that was written when it was idle, four times as fast."""
+    slow = replace(PLAIN, batch=8, times=Times(0.0, 0.04, 0.0, 0.0))
+    mine = [chain(2, 1, Times(0.0, 0.01, 0.0, 0.0))] * 9 + [replace(chain(2, 0, Times(0.0, 0.05, 0.0, 0.0)), batch=8)] * 3
+    idle, busy = request([PLAIN] * 3, "idle"), loaded([slow] * 3, "busy")
+    found = figures.runs([header(), *loaded(mine, "on"), *idle, *busy])
+    base = figures.plain(found, found[:1])
+    assert base is not None and base.by == pytest.approx({1: 0.01, 8: 0.04}) and base.how.startswith("measured on 6 passes of runs")
+    assert base.seconds == pytest.approx((18 * 0.01 + 3 * 0.04) / 21)
+    about, (line,) = base.estimate(found[0]), figures.payoffs(found, found[:1])
+    assert about is not None and about.gain == pytest.approx((18 * 0.01 + 3 * 0.04) / (9 * 0.01 + 3 * 0.05))
+    assert [speed.gain for speed in line.measured] == [pytest.approx(about.gain)]
+    few = figures.runs([header(), *loaded(mine, "on"), *request([PLAIN] * 3, "idle")])
+    unknown = figures.plain(few, few[:1])
+    assert unknown is not None and not unknown.measured, "a seventh of the tokens were written at a load of which nothing is known"
 
 
 @pytest.mark.parametrize("finish", ["stop", "length", "cancelled", "error", None])

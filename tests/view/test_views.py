@@ -172,18 +172,24 @@ SLOW, BARE = Times(0.006, 0.0131, 0.001, 0.0), around((), (TokenRecord(3, "plain
 OFF, NOISY = replace(BARE, drafter="none"), Times(0.05, 0.013, 0.001, 0.0)
 
 
-@pytest.mark.parametrize("kind", ["off", "bare", "scores"])
+@pytest.mark.parametrize("kind", ["off", "bare", "scores", "load", "other load"])
 def test_plain_decoding_has_one_definition(opened: Callable[..., Page], kind: str) -> None:
     """Status, Gantt, Pays? and the charts say one speed-up of one trace."""
     mine = [tree(SLOW), tree(NOISY), tree(SLOW), *([BARE] * (kind == "bare") * 4)]
     events = [header(), *request(mine), *(request([OFF] * 9, "r1", finish="cancelled") if kind == "off" else [])]
+    if "load" in kind:                   # plain passes over eight texts took longer, and say nothing of a text that was alone
+        dear = request([replace(OFF, times=Times(0.0, 0.09, 0.01, 0.0))] * 9, "r1", finish="cancelled")
+        events += [replace(event, batch=8) if isinstance(event, RoundDone) else event for event in dear]
+        events += request([OFF] * 9, "r2", finish="cancelled") if kind == "load" else []
     found = figures.runs(events)
     base = figures.plain(found, found[:1])
-    assert base is not None and base.measured == (kind != "scores")
+    assert base is not None and base.measured == (kind not in ("scores", "other load"))
+    assert base.seconds == pytest.approx(0.01 if base.measured else 0.013, rel=0.01)
     about, (line,) = base.estimate(found[0]), figures.payoffs(found, found[:1])
     page = opened(*events)
     assert about is not None and asked(page, 0, "of.plainOf(trace, request)") == {
-        "seconds": pytest.approx(base.seconds), "measured": base.measured, "how": base.how}
+        "seconds": pytest.approx(base.seconds), "measured": base.measured, "how": base.how,
+        "by": {str(batch): pytest.approx(seconds) for batch, seconds in base.by.items()}}
     told = asked(page, 0, "of.estimated(trace, request)")
     assert (told["gain"], told["high"] - told["gain"]) == pytest.approx((about.gain, about.half))
     shown = asked(page, 0, "of.measured(trace, request)")

@@ -6,10 +6,11 @@ A trace is reduced to a few numbers a round while it is read, so that a long one
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf, sqrt
 from statistics import mean, median
+from types import MappingProxyType
 from typing import NamedTuple
 
 from ..core.tally import Tally, ratio
@@ -17,7 +18,8 @@ from .events import UNCLASSED, Event, PrefillDone, RequestDone, RequestStarted, 
 from .report import RequestReport
 
 Z95 = 1.959963984540054
-FEWEST_ROUNDS = 2                             # of one depth, for its measured speed to be drawn
+FEWEST_ROUNDS = 2                             # of one depth, for its measured speed to be drawn; of one load, to be a measure
+MOST_TOKENS = 0.9                             # of a run, at loads for which plain decoding is known
 WANTED = {"tokens_per_s": 1, "ttft_s": -1, "tpot_s": -1, "acceptance_length": 1, "draft_utilisation": 1, "passes_per_token": -1}
 """The metrics that two traces are compared by; 1: more is better."""
 
@@ -37,6 +39,7 @@ class Round(NamedTuple):
     verify_s: float
     other_s: float
     levels: int                               # deepest node of the draft: what a chain or a tree of that depth costs to draft
+    batch: int                                # texts that were written at a time
 
     @property
     def parts(self) -> tuple[float, float, float, float]:
@@ -110,7 +113,7 @@ def runs(events: Iterable[Event]) -> list[Run]:
             else:
                 fates, t = [node.fate for node in event.nodes], event.times
                 run.rounds.append(Round(event.round, event.at_s, event.depth, len(fates), fates.count("accepted"), fates.count("rejected"),
-                                        len(event.tokens), t.draft_s, t.score_s, t.verify_s, t.other_s, _levels(event)))
+                                        len(event.tokens), t.draft_s, t.score_s, t.verify_s, t.other_s, _levels(event), event.batch))
     return found
 
 
@@ -191,16 +194,21 @@ def _groups(chosen: Sequence[Run], name_of: Callable[[Run], str]) -> list[Share]
 # Does it pay
 
 class Plain(NamedTuple):
-    """Seconds of plain decoding per token, and how they are known."""
+    """Seconds of plain decoding per token, and how they are known; `by`: at so many texts at a time, where that was measured."""
 
     seconds: float
     measured: bool
     how: str
+    by: Mapping[int, float] = MappingProxyType({})
+
+    def at(self, rounds: Sequence[Round]) -> float:
+        """Seconds a token at the load of these rounds."""
+        return sum(one.emitted * self.by.get(one.batch, self.seconds) for one in rounds) / max(1, sum(one.emitted for one in rounds))
 
     def estimate(self, run: Run) -> Speed | None:
         """How many times as fast a run's rounds were; None without times. What lies between rounds is not counted."""
         timed = any(one.emitted for one in run.rounds) and sum(one.seconds for one in run.rounds) > 0
-        return _speed(0, run.rounds, self.seconds) if timed else None
+        return _speed(0, run.rounds, self.at(run.rounds)) if timed else None
 
 
 class Speed(NamedTuple):
@@ -234,17 +242,36 @@ class Payoff:
 
 def plain(all_runs: Sequence[Run], chosen: Sequence[Run]) -> Plain | None:
     """What plain decoding of the chosen runs' target takes; `plainOf` of the page is its twin. By whole rounds: of runs without guesses,
-    else of the chosen runs' rounds without one; else by their scoring passes, as if these were no wider than a plain one."""
+    else of the chosen runs' rounds without one, at as many texts at a time; else by their scoring passes, as if these were plain."""
     targets = {run.header.target for run in chosen}
     bare = [run for run in all_runs if not run.guesses and run.report.drafter == "none" and run.header.target in targets]
     off = [one for run in bare for one in run.rounds]
     own = [one for run in chosen for one in run.rounds if not one.drafted]
     for rounds, how in ((off, "passes of runs without guesses"), (own, "passes without a guess")):
-        seconds, emitted = sum(one.seconds for one in rounds), sum(one.emitted for one in rounds)
-        if len(rounds) > FEWEST_ROUNDS and seconds > 0 and emitted:
-            return Plain(seconds / emitted, True, f"measured on {len(rounds)} {how}")
+        if found := _at_load(rounds, [one for run in chosen for one in run.rounds], how):
+            return found
     passes = [one.score_s for run in chosen for one in run.rounds]
     return Plain(mean(passes), False, "estimated: the mean scoring pass") if sum(passes) > 0 else None
+
+
+def _at_load(plain_rounds: Sequence[Round], chosen: Sequence[Round], how: str) -> Plain | None:
+    """A pass over more texts takes longer, so each of the chosen rounds is held against plain ones of as many; None if there are such
+    rounds for too few of the chosen tokens."""
+    groups: dict[int, list[Round]] = {}
+    for one in plain_rounds:
+        groups.setdefault(one.batch, []).append(one)
+    costs: dict[int, float] = {}
+    for batch, group in groups.items():
+        seconds, emitted = sum(one.seconds for one in group), sum(one.emitted for one in group)
+        if len(group) > FEWEST_ROUNDS and seconds > 0 and emitted:
+            costs[batch] = seconds / emitted
+    by = {one.batch: costs[one.batch] for one in chosen if one.batch in costs}
+    known = [one for one in chosen if one.batch in by]
+    tokens = sum(one.emitted for one in known)
+    if not tokens or tokens < MOST_TOKENS * sum(one.emitted for one in chosen):
+        return None
+    mean_cost = sum(one.emitted * by[one.batch] for one in known) / tokens
+    return Plain(mean_cost, True, f"measured on {sum(len(groups[batch]) for batch in by)} {how}", by)
 
 
 def payoffs(all_runs: Sequence[Run], chosen: Sequence[Run]) -> list[Payoff]:
@@ -263,7 +290,7 @@ def _payoff(drafter: str, base: Plain, group: Sequence[Run]) -> Payoff:
 
     hazards = sum((run.report.tally for run in group), Tally()).hazard
     drafted = [one for run in group for one in run.rounds if one.drafted]
-    levels, second = sum(one.levels for one in drafted), base.seconds
+    levels, second = sum(one.levels for one in drafted), base.at(drafted)
     bare = [one.score_s for run in group for one in run.rounds if not one.drafted and one.score_s > 0]
     single = mean(bare) if len(bare) > FEWEST_ROUNDS else second
     c = sum(one.draft_s for one in drafted) / levels / second
@@ -277,7 +304,7 @@ def _payoff(drafter: str, base: Plain, group: Sequence[Run]) -> Payoff:
     by_depth: dict[int, list[Round]] = {}
     for one in drafted:
         by_depth.setdefault(one.depth, []).append(one)
-    measured = [_speed(k, rounds, second) for k, rounds in sorted(by_depth.items())
+    measured = [_speed(k, rounds, base.at(rounds)) for k, rounds in sorted(by_depth.items())
                 if len(rounds) >= FEWEST_ROUNDS and sum(one.seconds for one in rounds) > 0]
     return Payoff(drafter, base, hazards, c, row, o, predicted, measured, (depth, rate), need)
 

@@ -2,7 +2,7 @@
 
 import { breakEven, expectedTokens, scoreCost, speedup } from './budget.js';
 import { h, integer, number, panel, percent, slider, svg, table } from './dom.js';
-import { plainOf, spentOf } from './speed.js';
+import { lasted, plainOf, plainly, spentOf } from './speed.js';
 
 /** A line chart: series [{name, points: [[x, y]], kind}], with a line at y = 1. */
 export function lines(title, series, { most, wide, across }) {
@@ -21,29 +21,21 @@ export function lines(title, series, { most, wide, across }) {
 /** What the trace measured, as trace/figures.py: per granted depth the rounds, tokens, and speed against plain decoding; and the costs in plain
  *  passes: of a level of guesses (a chain's level is one guess) and of scoring it. */
 export function measured(trace, request) {
-  const plain = plainOf(trace, request)?.seconds, depths = new Map();
+  const base = plainOf(trace, request), depths = new Map(), drafted = base ? request.rounds.filter((i) => trace.drafted.at(i)) : [];
+  const sum = (of) => drafted.reduce((all, i) => all + of(i), 0), all = (name) => sum((i) => trace[name].at(i));
+  const plain = sum((i) => plainly(trace, base, i)) / all('emitted'), levels = all('levels');
+  if (!plain || !levels) return { points: [], cost: null, c: 0.1, row: 0.02, o: 0 };
   const bare = spentOf(trace, request, (i) => trace.drafted.at(i) === 0 && trace.score.at(i) > 0), single = bare.rounds > 2 ? bare.score / bare.rounds : plain;
-  let drafting = 0, levels = 0, wider = 0, besides = 0, rounds = 0;
-  for (const i of request.rounds) {
-    if (!trace.drafted.at(i)) continue;
-    const depth = trace.depth.at(i), one = depths.get(depth) ?? { rounds: 0, tokens: 0, seconds: 0 };
+  for (const i of drafted) {
+    const depth = trace.depth.at(i), one = depths.get(depth) ?? { rounds: 0, plain: 0, seconds: 0 };
     depths.set(depth, one);
     one.rounds += 1;
-    one.tokens += trace.emitted.at(i);
-    one.seconds += trace.draft.at(i) + trace.score.at(i) + trace.verify.at(i) + trace.other.at(i);
-    rounds += 1;
-    drafting += trace.draft.at(i);
-    levels += trace.levels.at(i);
-    wider += trace.score.at(i) - single;
-    besides += trace.verify.at(i) + trace.other.at(i);
+    one.plain += plainly(trace, base, i);
+    one.seconds += lasted(trace, i);
   }
-  if (!plain || !levels) return { points: [], cost: null, c: 0.1, row: 0.02, o: 0 };
-  const cost = drafting / levels / plain;
-  const points = [...depths].filter(([, one]) => one.rounds >= 2 && one.seconds > 0).map(([depth, one]) => [depth, plain * one.tokens / one.seconds, one.rounds]);
-  return {
-    points: points.sort((a, b) => a[0] - b[0]), cost, c: Math.min(1, cost), row: Math.max(0, Math.min(1, wider / levels / plain)),
-    o: Math.min(1, besides / rounds / plain),
-  };
+  const cost = all('draft') / levels / plain, row = (all('score') - single * drafted.length) / levels / plain;
+  const points = [...depths].filter(([, one]) => one.rounds >= 2 && one.seconds > 0).map(([depth, one]) => [depth, one.plain / one.seconds, one.rounds]);
+  return { points: points.sort((a, b) => a[0] - b[0]), cost, c: Math.min(1, cost), row: Math.max(0, Math.min(1, row)), o: Math.min(1, (all('verify') + all('other')) / drafted.length / plain) };
 }
 
 /** The chart with its sliders, also used by the explainer. */
