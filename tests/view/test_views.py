@@ -685,3 +685,18 @@ def test_marks_that_are_colours_survive_the_reader_s_own(opened: Callable[..., P
         assert len(set(keys)) == len(keys) == 4
     finally:
         page.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})
+
+
+def test_the_time_line_of_a_long_text_is_drawn_to_its_end_and_quickly(opened: Callable[..., Page]) -> None:
+    """What is left out would look like time between rounds; and a pixel that is full is not filled again for every round."""
+    page = opened(header(None), *request([BARE] * 45_000), *request([OFF] * 3, "r1", finish="cancelled"))
+    page.js("""window.fills = 0; const fill = CanvasRenderingContext2D.prototype.fillRect;
+        CanvasRenderingContext2D.prototype.fillRect = function (...box) { window.fills += 1; return fill.apply(this, box); };""")
+    page.show("gantt", r=0, round=0)
+    page.until("window.fills > 100")
+    lanes = page.js("""const canvas = document.querySelector('canvas.gantt'), wide = canvas.width, scale = canvas.height / 218;
+        const { data } = canvas.getContext('2d').getImageData(0, 0, wide, canvas.height);
+        const filled = (y, at) => data[4 * (Math.round(y * scale) * wide + Math.round(at * wide)) + 3] > 0;
+        return [0.2, 0.5, 0.8, 0.98].map((at) => [46, 74, 102, 130, 170].map((y) => filled(y, at)));""")
+    assert lanes == [[False, True, True, False, True]] * 4, "score, verify and plain; nothing was drafted, and nothing else took time"
+    assert page.js("return window.fills") < 8 * page.js("return document.querySelector('canvas.gantt').width") < 45_000

@@ -1,7 +1,7 @@
 // Where every millisecond went: the rounds of a text on one time line, and plain decoding of the same text below.
 
 import { button, h, integer, number, panel, percent, seconds, table } from './dom.js';
-import { estimated, speedOf } from './speed.js';
+import { estimated, lasted, speedOf } from './speed.js';
 import { PHASES } from './tally.js';
 
 const SLOWEST = 5;
@@ -28,22 +28,24 @@ function paintLanes(canvas, ctx, span, plain) {
   const lane = { prefill: 8, draft: 36, score: 64, verify: 92, other: 120, plain: 160 };
   pen.fillStyle = colour('ink');
   for (const [name, y] of Object.entries(lane)) pen.fillText(name, 2, y + 15);
-  const block = (name, y, from, to) => {
-    const a = Math.max(left, x(from)), b = Math.min(width, x(to));
-    if (b < left || a > width) return;
-    pen.fillStyle = colour(name);
-    pen.fillRect(a, y, Math.max(0.6, b - a), 20);
+  // each lane comes in the order of time; what is less than half a pixel beyond what stands there already is not drawn again
+  const reached = {}, paint = Object.fromEntries(Object.keys(lane).map((name) => [name, colour(name)]));
+  const block = (name, from, to) => {
+    const a = Math.max(left, x(from)), b = Math.max(a + 0.6, Math.min(width, x(to)));
+    if (to <= from || x(to) < left || a > width || b < reached[name] + 0.5) return;
+    reached[name] = b;
+    pen.fillStyle = paint[name];
+    pen.fillRect(a, lane[name], b - a, 20);
   };
   const rounds = request.rounds, { prefill } = request;
-  if (prefill) block('prefill', lane.prefill, prefill.at_s - request.at - prefill.seconds, prefill.at_s - request.at);
-  let painted = 0;
+  if (prefill) block('prefill', prefill.at_s - request.at - prefill.seconds, prefill.at_s - request.at);
   for (let n = behind(trace, rounds, request.at + span[0]); n < rounds.length; n++) {
-    const i = rounds[n], parts = PHASES.map((name) => trace[name].at(i));
-    let t = trace.at.at(i) - request.at - parts.reduce((a, b) => a + b, 0);
-    if (t > span[1] || painted++ > 40000) break;
-    parts.forEach((length, k) => { block(PHASES[k], lane[PHASES[k]], t, t + length); t += length; });
+    const i = rounds[n];
+    let t = trace.at.at(i) - request.at - lasted(trace, i);
+    if (t > span[1]) break;
+    for (const name of PHASES) block(name, t, t += trace[name].at(i));
   }
-  for (const [from, to] of plain(span)) block('plain', lane.plain, from, to);
+  for (const [from, to] of plain(span)) block('plain', from, to);
   const now = cursor > 0 && rounds[cursor - 1] !== undefined ? trace.at.at(rounds[cursor - 1]) - request.at : null;
   pen.fillStyle = colour('ink');
   if (now !== null && now >= span[0] && now <= span[1]) pen.fillRect(x(now), 4, 2, 180);
@@ -71,7 +73,7 @@ function untimed({ done, tokens }, length) {
 
 /** Places of the rounds that took longest, the longest first. */
 function slowest(trace, rounds) {
-  const took = rounds.map((i, ordinal) => ({ ordinal, length: PHASES.reduce((sum, name) => sum + trace[name].at(i), 0) }));
+  const took = rounds.map((i, ordinal) => ({ ordinal, length: lasted(trace, i) }));
   return took.filter(({ length }) => length > 0).sort((a, b) => b.length - a.length).slice(0, SLOWEST);
 }
 
@@ -87,13 +89,13 @@ export const ganttView = {
     const plain = function* plain(view) {
       if (measured) {
         const off = measured.off;
-        for (let n = behind(trace, off.rounds, off.at + view[0]), k = 0; n < off.rounds.length && k < 40000; n++, k++) {
+        for (let n = behind(trace, off.rounds, off.at + view[0]); n < off.rounds.length; n++) {
           const i = off.rounds[n], end = trace.at.at(i) - off.at;
           if (end - trace.score.at(i) > view[1]) return;
           yield [end - trace.score.at(i), end];
         }
       } else if (pass) {
-        for (let n = Math.max(0, Math.floor((view[0] - first) / pass)), k = 0; n < request.tally.emitted && k < 40000; n++, k++) {
+        for (let n = Math.max(0, Math.floor((view[0] - first) / pass)); n < request.tally.emitted; n++) {
           if (first + n * pass > view[1]) return;
           yield [first + n * pass, first + (n + 0.9) * pass];
         }

@@ -133,9 +133,9 @@ function route() {
   if (view === acceptanceView) state.scope = asked.get('of');
   const requests = state.trace?.requests ?? [];
   if (notice.hidden && name && name !== view.id) complain(`The address names the view ${name}; there are ${VIEWS.map((one) => one.id).join(', ')}. Shown is ${view.title}.`);
-  if (state.trace?.complete && notice.hidden && number('r') >= requests.length && requests.length) complain(`The address names request ${number('r')}; this trace has ${requests.length}, counted from 0. Shown is the first.`);
-  const others = state.second?.requests ?? requests;
-  if (state.trace?.complete && notice.hidden && view === compareView && state.other >= others.length && requests.length) complain(`The address compares with request ${state.other}; its trace has ${others.length}, counted from 0. Shown is the first.`);
+  const beyond = (verb, place, { length }, whose) => { if (state.trace?.complete && notice.hidden && requests.length && place >= length) complain(`The address ${verb} request ${place}; ${whose} trace has ${length}, counted from 0. Shown is the first.`); };
+  beyond('names', number('r'), requests, 'this');
+  if (view === compareView) beyond('compares with', state.other, state.second?.requests ?? requests, 'its');
   if (request) {
     const fallback = view === textView || view === raceView ? request.rounds.length : Math.min(1, request.rounds.length);
     replay.set(state.trace, request, asked.has('round') && (asked.get('round') !== '0' || view !== textView) ? number('round') + 1 : fallback);

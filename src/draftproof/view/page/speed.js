@@ -45,8 +45,7 @@ function atLoad(trace, rounds, chosen, how) {
 /** Seconds that plain decoding takes for the tokens of a round. */
 export const plainly = (trace, { seconds, by }, i) => trace.emitted.at(i) * (by[trace.batch.at(i)] ?? seconds);
 
-/** Plain decoding of a request's target: {seconds a token, measured, how, by: seconds by texts at a time}, by whole rounds without a guess, else by
- *  scoring passes; null without times. */
+/** Plain decoding of a request's target: {seconds a token, measured, how, by: texts at a time → seconds}; null without times. */
 export function plainOf(trace, request) {
   const bare = (one) => one.drafter === 'none' && !one.tally.drafted && !one.totals && one.header.target === request.header.target;
   const off = trace.requests.flatMap((one) => (bare(one) ? one.rounds : [])), own = request.rounds.filter((i) => trace.drafted.at(i) === 0);

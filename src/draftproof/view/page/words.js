@@ -53,7 +53,7 @@ export function walk(record) {
   });
 }
 
-/** Why a round was as deep as it was, by the budget and by the drafter; empty where the trace does not tell. */
+/** Why a round was as deep as it was; empty where the trace does not tell. */
 export const reasons = (record) => [record.reason, record.draft_reason].filter(Boolean).map((text) => label(text, 200)).join('; ');
 
 /** Why a request shows no round. */
