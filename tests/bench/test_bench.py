@@ -29,6 +29,7 @@ from draftproof.bench.workload import MT_BENCH, SPEC_BENCH, Item, poisson, read_
 from draftproof.cli import run
 from draftproof.config import LoadConfig
 from draftproof.errors import Failure, PromptError
+from draftproof.view import style
 
 QUESTIONS = [
     {"question_id": 81, "category": "writing", "turns": ["ab ab", "ba"]},
@@ -282,6 +283,7 @@ def test_spec_benchs_file_end_to_end(tmp_path: Path) -> None:
     table = list(csv.DictReader((tmp_path / "b.csv").read_text().splitlines()))
     assert len(table) == len(document["cells"]) and float(table[0]["ttft_s_p99"]) > 0
     page = re.sub("base64,[^\"']*", "", (tmp_path / "b.html").read_text())      # letters of a picture spell anything
+    assert "times are p50/p99" in page
     assert "mean accepted tokens" in page and "&lt;b&gt;" in page and "http" not in page.replace("http-equiv", "")
     spoken = answer_lines(found, "ngram", "m", 1.0)
     assert [len(line["choices"][0]["turns"]) for line in spoken] == [2, 1, 1]
@@ -344,7 +346,15 @@ def test_the_plot() -> None:
     pytest.importorskip("matplotlib")
     items = [Item(str(i), "a", ((1, 2, 3, 1, 2, i),)) for i in range(2)]
     found, arms = answers(items, Plan(repeats=1, most_repeats=1, tokens=8))
-    assert report.plot([row.as_json() for row in rows(found, arms)]).startswith(b"\x89PNG")
+    cells = [row.as_json() for row in rows(found, arms)]
+    assert report.plot(cells).startswith(b"\x89PNG")
+    with style.sheet() as colours:
+        figure = style.figure(4.2, 14.0)
+        report.draw(figure, colours, cells)
+        figure.draw_without_rendering()
+        speed, _, depth = figure.axes
+        assert all(place == round(place) for place in depth.get_xticks()), "there is no position one and a quarter"
+        assert all(text.get_text().endswith("×") for text in speed.get_yticklabels())
 
 
 def test_arms_of_servers() -> None:

@@ -101,7 +101,7 @@ def spec_bench_lines(rows: Sequence[Mapping[str, Any]]) -> tuple[tuple[str, ...]
 def write_html(document: Mapping[str, Any], file: Path) -> None:
     """The table, the acceptance by position, the machine; the plot if matplotlib is there."""
     head, lines = lines_of(document["cells"])
-    body = f"<p>{escape(document.get('note', ''))}</p>" + html_table(head, lines)
+    body = f"<p>{escape(document.get('note', ''))}; times are p50/p99</p>" + html_table(head, lines)
     accepted = [(cell["class"], cell["arm"], cell["load"], *(f"{share:.2f}" for share in cell["accepted_at"]))
                 for cell in document["cells"] if cell["accepted_at"]]
     if accepted:
@@ -154,8 +154,10 @@ def draw(figure: Any, colours: Mapping[str, str], cells: Sequence[Cell]) -> None
                 depth.plot(range(1, len(cell["accepted_at"]) + 1), cell["accepted_at"], label=arm, **look)
     speed.axhline(1, color=colours["correction"], linewidth=1)
     speed.set(title="speed-up over off (95 %)", xlabel="load", xticks=range(len(loads)), xticklabels=loads)
+    speed.yaxis.set_major_formatter("{x:g}×")
     pareto.set(title="whole load against one user", xlabel="tokens/s per user", ylabel="tokens/s total")
     depth.set(title="accepted at position, per draft", xlabel="position", ylim=(0, 1))
+    depth.xaxis.get_major_locator().set_params(integer=True)
     for axes in (speed, pareto, depth):
         axes.grid(True)
         if axes.get_legend_handles_labels()[0]:
