@@ -16,7 +16,7 @@ pytestmark = pytest.mark.skipif(
 def dense(levels: torch.Tensor, steps: torch.Tensor) -> torch.Tensor:
     """The weights that levels and steps stand for, in float64, filled up as they are."""
     step, zero = (steps[..., i].transpose(0, 1).double()[..., None] for i in (0, 1))
-    return ((levels.view(levels.shape[0], -1, GROUP) - 8) * step + zero).view(levels.shape)
+    return ((levels.view(levels.shape[0], -1, GROUP).double() - 8) * step + zero).view(levels.shape)
 
 
 def weights(outputs: int, inputs: int, seed: int = 0) -> torch.Tensor:

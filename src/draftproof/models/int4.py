@@ -34,7 +34,7 @@ class StreamedInt4Linear(StreamedLinear):
 
     def _arrange(self, weight: Tensor) -> tuple[Tensor, int]:
         levels, steps = rounded(weight, torch.bfloat16)
-        panels = native.arrange_four(levels.to(torch.uint8), steps.transpose(0, 1))
+        panels = native.arrange_four(levels, steps.transpose(0, 1))
         return panels, levels.numel() // 2 + 2 * steps.numel()
 
 
@@ -67,7 +67,7 @@ class Int4Linear(KeptLinear):
         return torch.bfloat16 if dtype == torch.bfloat16 and multiplies_bfloat16() else torch.float32
 
     def _pack(self, levels: Tensor) -> Tensor:
-        packed: Tensor = torch.ops.aten._convert_weight_to_int4pack_for_cpu(levels, 1)
+        packed: Tensor = torch.ops.aten._convert_weight_to_int4pack_for_cpu(levels.int(), 1)
         return packed
 
     def _product(self, rows: Tensor) -> Tensor:
@@ -91,8 +91,8 @@ class TensorCoreInt4Linear(Int4Linear, InTiles):
 
 
 def pack_tiles(levels: Tensor) -> Tensor:
-    """Levels int32 [out, in] in the order of the GPU's product: of two columns the first in the upper half of a byte."""
-    packed: Tensor = torch.ops.aten._convert_weight_to_int4pack((levels[:, ::2] << 4 | levels[:, 1::2]).to(torch.uint8), INNER)
+    """Levels uint8 [out, in] in the order of the GPU's product: of two columns the first in the upper half of a byte."""
+    packed: Tensor = torch.ops.aten._convert_weight_to_int4pack(levels[:, ::2] << 4 | levels[:, 1::2], INNER)
     return packed
 
 
@@ -105,7 +105,7 @@ def multiply_tiles(rows: Tensor, packed: Tensor, steps: Tensor) -> Tensor:
 def plain(rows: Tensor, levels: Tensor, steps: Tensor) -> Tensor:
     """The product [n, out] in float32 of rows [n, in] with the weights that levels [out, in] and steps [groups, out, 2] stand for."""
     step, zero = steps.float().transpose(0, 1)[..., None].unbind(2)
-    weight = (levels.view(levels.shape[0], -1, GROUP) - 8) * step + zero
+    weight = (levels.view(levels.shape[0], -1, GROUP).float() - 8) * step + zero
     return rows.float() @ weight.view(levels.shape).t()
 
 
@@ -114,7 +114,7 @@ def linear(weight: Tensor, bias: Tensor | None) -> KeptLinear:
 
 
 def rounded(weight: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Levels int32 [outputs, inputs], filled up with zeros to what the kernel takes, and steps `dtype` [groups, outputs, 2]: s and z. A
+    """Levels uint8 [outputs, inputs], filled up with zeros to what the kernel takes, and steps `dtype` [groups, outputs, 2]: s and z. A
     weight that is levels already keeps them."""
     if isinstance(weight, LevelWeight):
         return _given(weight, dtype)
@@ -132,7 +132,7 @@ def rounded(weight: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         better = error < least
         levels, least = torch.where(better, asked, levels), torch.where(better, error, least)
         steps = torch.where(better, torch.cat((step, zero), -1), steps)
-    return (levels.view(wide.shape) + 8).to(torch.int32), steps.transpose(0, 1).to(dtype).contiguous()
+    return (levels.view(wide.shape) + 8).to(torch.uint8), steps.transpose(0, 1).to(dtype).contiguous()
 
 
 def _given(weight: LevelWeight, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -140,7 +140,9 @@ def _given(weight: LevelWeight, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     step = scale.to(dtype).float()
     steps = torch.stack((step, (8 - zero) * step), -1).to(dtype).repeat_interleave(q.shape[1] // scale.shape[1] // GROUP, 1)
     more = -q.shape[0] % OUTPUTS
-    return nn.functional.pad(q, (0, 0, 0, more)).int(), nn.functional.pad(steps, (0, 0, 0, 0, 0, more)).transpose(0, 1).contiguous()
+    if more:
+        q, steps = nn.functional.pad(q, (0, 0, 0, more)), nn.functional.pad(steps, (0, 0, 0, 0, 0, more))
+    return q, steps.transpose(0, 1).contiguous()
 
 
 def can_round() -> tuple[bool, str]:

@@ -68,7 +68,7 @@ def rounded(weight: Tensor) -> tuple[Tensor, Tensor]:
     """The integers int8 [out, in] of a weight, and the step float32 [out] of each output. A weight that is levels already keeps them."""
     if isinstance(weight, LevelWeight):
         q, given, _ = weight.grid()
-        return (q.int() - 128).to(torch.int8), given[:, 0].contiguous()
+        return (q ^ 128).view(torch.int8), given[:, 0].contiguous()
     wide = weight.detach().float()
     scale = wide.abs().amax(1).clamp_min(torch.finfo(torch.float32).tiny * TOP) / TOP
     return (wide / scale[:, None]).round_().to(torch.int8), scale

@@ -2,7 +2,8 @@
 
     w = (q − zero) · scale         q of four or eight bits
 
-Our kernels (int4.py, int8.py) multiply such a weight as it is. Whatever else asks for it gets its values, computed anew each time.
+Our kernels (int4.py, int8.py) multiply such a weight as it is. Whatever else asks for it gets its values, computed anew each time, or what
+stands in for them.
 """
 
 from __future__ import annotations
@@ -13,12 +14,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+SHIFT, SHIFTED = 8160, 1 << 20      # how far apart in one row of numbers two weights' stand-ins begin, and the last of them
 
 
 @dataclass(frozen=True)
 class Levels:
-    """A weight [out, in] of `bits`; scale and zero float32 [out, groups], of in / groups adjoining inputs; `read` unpacks q uint8 [out, in]
-    from what the file holds."""
+    """A weight [out, in] of `bits`; scale and zero [out, groups], of in / groups adjoining inputs; `read` unpacks q uint8 [out, in] from
+    what the file holds."""
 
     bits: int
     inputs: int
@@ -36,7 +40,7 @@ class Levels:
 
     def values(self) -> Tensor:
         """The weight that they stand for, float32."""
-        return values(self.read(), self.scale, self.zero)
+        return values(self.read(), self.scale.float(), self.zero.float())
 
 
 class LevelWeight(Tensor):
@@ -62,10 +66,10 @@ class LevelWeight(Tensor):
         return self.parts[0].bits
 
     def grid(self) -> tuple[Tensor, Tensor, Tensor]:
-        """q, scale and zero of all of it, on this weight's device."""
-        found = [(part.read(), part.scale, part.zero) for part in self.parts]
-        q, scale, zero = (torch.cat(pieces).to(self.device) for pieces in zip(*found, strict=True))
-        return q, scale, zero
+        """q, scale and zero of all of it, the last two float32, on this weight's device."""
+        q, scale, zero = (torch.cat(found).to(self.device) for found in (
+            [part.read() for part in self.parts], [part.scale for part in self.parts], [part.zero for part in self.parts]))
+        return q, scale.float(), zero.float()
 
     def values(self) -> Tensor:
         """An ordinary weight [out, in]."""
@@ -105,6 +109,27 @@ def _mapped(found: Any, how: Callable[[LevelWeight], Tensor]) -> Any:
     if type(found) in (list, tuple):
         return type(found)(_mapped(value, how) for value in found)
     return how(found) if isinstance(found, LevelWeight) else found
+
+
+class StandIns(TorchFunctionMode):
+    """In this context random numbers stand for the levels of a model, in passes that are compared with one another and need no more than
+    some weights of a usual size: to compute their values takes far longer than to multiply by them."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        found = level_weights(model)
+        self._at = {id(weight): SHIFT * number % SHIFTED for number, weight in enumerate(found)}
+        if found:
+            largest = max(found, key=Tensor.numel)
+            numbers = torch.randn(largest.numel() + SHIFTED, generator=torch.Generator().manual_seed(0)) / largest.shape[1] ** 0.5
+            self._numbers: Tensor = numbers.to(largest.device, largest.dtype)
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return function(*_mapped(args, self._of), **_mapped(kwargs or {}, self._of))
+
+    def _of(self, weight: LevelWeight) -> Tensor:
+        at = self._at[id(weight)]
+        return self._numbers[at : at + weight.numel()].view(weight.shape)
 
 
 def level_weights(module: nn.Module) -> list[LevelWeight]:

@@ -1,6 +1,7 @@
 """Checkpoints whose linear layers others have quantised, read without their libraries, as they are published:
 
-    AWQ (arXiv 2306.00978)    qweight int32 [in, out / 8], qzeros [groups, out / 8], scales [groups, out]; eight outputs a word, interleaved
+    AWQ (arXiv 2306.00978)    qweight int32 [in, out / 8], qzeros [groups, out / 8], scales [groups, out]; of the eight outputs of
+                              a word, lowest bits first: 0 2 4 6 1 3 5 7
     GPTQ (arXiv 2210.17323)   qweight int32 [in · bits / 32, out], qzeros [groups, out · bits / 32], scales [groups, out], g_idx [in]
     compressed-tensors        weight_packed int32 [out, in · bits / 32], weight_scale [out, groups], weight_zero_point, weight_g_idx;
                               a weight of eight bits, whole numbers or E4M3, with a weight_scale of all, an output, a group or a block;
@@ -29,7 +30,6 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 from ..errors import LoadError, first_line
 from .levels import Levels, LevelWeight, put
 
-INTERLEAVED = [0, 2, 4, 6, 1, 3, 5, 7]          # the output that each nibble of an AWQ word belongs to, lowest first
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)   # and the same below zero
 EIGHTS = (torch.int8, torch.float8_e4m3fn)
 METHODS = ("awq", "gptq", "compressed-tensors", "fp8", "modelopt")
@@ -69,7 +69,7 @@ def load(path: str, config: Any, told: Mapping[str, Any], dtype: torch.dtype, de
     weights: dict[str, Tensor] = {}
     held: dict[str, LevelWeight] = {}
     opened: Counter[str] = Counter()
-    for name, found in _layers(folder, told):
+    for name, found in _layers(folder, told, dtype):
         if not isinstance(found, Levels):
             weights[name] = found
         elif shapes.get(name) == found.shape and keeps(found):
@@ -88,24 +88,48 @@ def load(path: str, config: Any, told: Mapping[str, Any], dtype: torch.dtype, de
     return model, info, f"{told['quant_method']}: {len(held)} layers are multiplied as they were published{others}"
 
 
-def _layers(folder: Path, told: Mapping[str, Any]) -> Iterator[tuple[str, Levels | Tensor]]:
-    """Of all files: names of layers with their levels, and names of weights."""
+def _layers(folder: Path, told: Mapping[str, Any], dtype: torch.dtype) -> Iterator[tuple[str, Levels | Tensor]]:
+    """Of all files: names of layers with their levels, and names of weights; those that were quantised are of this type."""
     files = sorted(folder.glob("*.safetensors"))
     index = folder / "model.safetensors.index.json"
     if index.exists():
         files = [folder / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
-    opened: list[Any] = [safe_open(file, framework="pt") for file in files]
-    where = {name: file for file in opened for name in file.keys()}  # noqa: SIM118 (not a mapping)
-    layers: dict[str, dict[str, Tensor]] = {}
+    where: dict[str, Path] = {}
+    for file in files:
+        with safe_open(file, framework="pt") as opened:
+            where |= dict.fromkeys(opened.keys(), file)
+    layers: dict[str, dict[str, Path]] = {}
+    whole: dict[Path, list[str]] = {}
     for name, file in where.items():
         layer, _, kind = name.rpartition(".")
         if kind in BESIDE or kind == "weight" and any(f"{layer}.{scale}" in where for scale in SCALES):
-            layers.setdefault(layer, {})[kind] = file.get_tensor(name)
+            layers.setdefault(layer, {})[kind] = file
         else:
-            yield name, file.get_tensor(name)
-    for layer, tensors in layers.items():
-        found = _read(layer, tensors, told)
-        yield (layer, found) if isinstance(found, Levels) else (f"{layer}.weight", found)
+            whole.setdefault(file, []).append(name)
+    for file, names in whole.items():
+        with safe_open(file, framework="pt") as opened:
+            yield from ((name, opened.get_tensor(name)) for name in names)
+    for layer, kinds in layers.items():
+        found = _read(layer, _Stored(layer, kinds), told)
+        yield (layer, found) if isinstance(found, Levels) else (f"{layer}.weight", found.to(dtype))
+
+
+class _Stored(Mapping[str, Tensor]):
+    """A layer's tensors by kind. Each is read when it is asked for, so that files leave memory as layers are arranged."""
+
+    def __init__(self, layer: str, files: Mapping[str, Path]) -> None:
+        self._layer, self._files = layer, files
+
+    def __getitem__(self, kind: str) -> Tensor:
+        with safe_open(self._files[kind], framework="pt") as opened:
+            found: Tensor = opened.get_tensor(f"{self._layer}.{kind}")
+        return found
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._files)
+
+    def __len__(self) -> int:
+        return len(self._files)
 
 
 def _read(layer: str, tensors: Mapping[str, Tensor], told: Mapping[str, Any]) -> Levels | Tensor:
@@ -120,7 +144,7 @@ def _read(layer: str, tensors: Mapping[str, Tensor], told: Mapping[str, Any]) ->
         if four is not None:
             return _fours(four, tensors)
         if types.get("weight") in EIGHTS:
-            return _eights(tensors["weight"], tensors)
+            return _eights(tensors)
         why = "it is of another form"
     except KeyError as error:
         why = f"it lacks {error.args[0]}"
@@ -142,45 +166,46 @@ def _levels(bits: int, inputs: int, scale: Tensor, zero: Tensor, read: Callable[
     """Levels, or the values of a weight whose inputs lie in groups by `order` [in]."""
     groups = scale.shape[1]
     assert bits in (4, 8) and inputs % groups == 0 and zero.shape == scale.shape, f"{bits} bits, {inputs} inputs in {groups} groups"
-    found = Levels(bits, inputs, scale.float(), zero.float(), read)
+    found = Levels(bits, inputs, scale.clone(memory_format=torch.contiguous_format), zero.contiguous(), read)
     if order is None or bool((order < 0).all()) or torch.equal(order.long(), torch.arange(inputs) // found.group):
         return found
     of = order.long()
-    return (read().float() - found.zero[:, of]) * found.scale[:, of]
+    return (read().float() - zero.float()[:, of]) * scale.float()[:, of]
 
 
 def _awq(tensors: Mapping[str, Tensor]) -> Levels | Tensor:
-    words, back = tensors["qweight"], torch.tensor(INTERLEAVED).argsort()
+    def outputs(kind: str) -> Tensor:
+        inputs, eights = tensors[kind].shape
+        octets = tensors[kind].t().flatten().view(torch.uint8).view(eights, inputs, 4).mT.reshape(eights, 2, 2, inputs)
+        return torch.stack((octets & 15, octets >> 4), 3).permute(0, 2, 3, 1, 4).reshape(-1, inputs)
 
-    def outputs(words: Tensor) -> Tensor:
-        return _numbers(words, 4).view(words.shape[0], -1, 8)[..., back].flatten(1).t().contiguous()
-
-    return _levels(4, words.shape[0], tensors["scales"].t(), outputs(tensors["qzeros"]), lambda: outputs(words))
+    return _levels(4, tensors["qweight"].shape[0], tensors["scales"].t(), outputs("qzeros"), lambda: outputs("qweight"))
 
 
 def _gptq(tensors: Mapping[str, Tensor], one_less: bool) -> Levels | Tensor:
     """one_less: zeros are stored so."""
-    words, scale = tensors["qweight"], tensors["scales"].t()
-    bits = 32 * tensors["qzeros"].shape[1] // scale.shape[0]
-    zero = _numbers(tensors["qzeros"], bits).t().float() + one_less
-    return _levels(bits, words.shape[0] * 32 // bits, scale, zero, lambda: _numbers(words.t(), bits), tensors.get("g_idx"))
+    scale, zeros = tensors["scales"].t(), tensors["qzeros"]
+    bits = 32 * zeros.shape[1] // scale.shape[0]
+    inputs, zero = tensors["qweight"].shape[0] * 32 // bits, _numbers(zeros, bits).t().short() + one_less
+    return _levels(bits, inputs, scale, zero, lambda: _numbers(tensors["qweight"].t(), bits), tensors.get("g_idx"))
 
 
 def _packed(tensors: Mapping[str, Tensor]) -> Levels | Tensor:
-    words, zeros = tensors["weight_packed"], tensors.get("weight_zero_point")
-    out, inputs = map(int, tensors["weight_shape"])
-    bits, scale = 32 * words.shape[1] // inputs, _table(tensors["weight_scale"], out)
-    zero = torch.full(scale.shape, 1 << bits - 1) if zeros is None else _numbers(zeros.t(), bits).t()[:out]
-    return _levels(bits, inputs, scale, zero, lambda: _numbers(words, bits)[:, :inputs].contiguous(), tensors.get("weight_g_idx"))
+    (out, inputs), zeros = map(int, tensors["weight_shape"]), tensors.get("weight_zero_point")
+    bits, scale = 32 * tensors["weight_packed"].shape[1] // inputs, _table(tensors["weight_scale"], out)
+    zero = torch.full(scale.shape, 1 << bits - 1, dtype=torch.uint8) if zeros is None else _numbers(zeros.t(), bits).t()[:out]
+    return _levels(bits, inputs, scale, zero, lambda: _numbers(tensors["weight_packed"], bits)[:, :inputs].contiguous(),
+                   tensors.get("weight_g_idx"))
 
 
-def _eights(weight: Tensor, tensors: Mapping[str, Tensor]) -> Levels | Tensor:
+def _eights(tensors: Mapping[str, Tensor]) -> Levels | Tensor:
     """Whole numbers with a scale per output or group are levels; all else has values."""
+    weight = tensors["weight"]
     (out, inputs), scale = weight.shape, _steps(next(tensors[name] for name in SCALES if name in tensors))
     zeros, table = tensors.get("weight_zero_point"), _table(scale, out)
     if weight.dtype == torch.int8 and table.shape[0] == out:
         zero = torch.zeros_like(table) if zeros is None else _table(zeros.float(), out)
-        return _levels(8, inputs, table, zero + 128, lambda: (weight.int() + 128).to(torch.uint8), tensors.get("weight_g_idx"))
+        return _levels(8, inputs, table, zero + 128, lambda: tensors["weight"].view(torch.uint8) ^ 128, tensors.get("weight_g_idx"))
     tall, wide = _side(out, table.shape[0]), _side(inputs, table.shape[1])
     assert table.shape == (-(-out // tall), -(-inputs // wide)), f"a scale {list(scale.shape)} of a weight {[out, inputs]}"
     return weight.float() * table.repeat_interleave(tall, 0)[:out].repeat_interleave(wide, 1)[:, :inputs]
