@@ -56,11 +56,11 @@ def test_what_is_no_model_is_refused_by_name(settings: dict[str, Any], said: str
 
 def test_a_checkpoint_that_another_library_must_read_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def absent(*about: object, **more: object) -> None:
-        raise ImportError("Loading a GPTQ quantized model requires optimum")
+        raise ImportError("Using 4-bit quantization requires bitsandbytes")
 
-    say(folder / "config.json", quantization_config={"quant_method": "gptq", "bits": 4, "group_size": 128})
+    say(folder / "config.json", quantization_config={"quant_method": "bitsandbytes", "load_in_4bit": True})
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", absent)
-    with pytest.raises(LoadError, match="requires optimum; it is quantised by gptq.*--engine vllm"):
+    with pytest.raises(LoadError, match="requires bitsandbytes; it is quantised by bitsandbytes.*--engine vllm"):
         load_target(folder, SMALL)
 
 

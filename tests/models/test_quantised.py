@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -14,7 +15,7 @@ import torch
 from families import COMMON, MOE
 from packings import Packed, publish
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, LlamaForCausalLM
 
 from draftproof import Engine, LoadConfig, Sampling, native
 from draftproof.errors import LoadError
@@ -257,3 +258,33 @@ def test_opened_weights_wait_in_the_type_of_the_model(tmp_path: Path, monkeypatc
     monkeypatch.setattr(LlamaForCausalLM, "from_pretrained", watched)
     load_target(tmp_path / "packed", LoadConfig(dtype="bfloat16", self_test=False))
     assert found == {torch.bfloat16}
+
+
+@pytest.mark.parametrize("family,more", [
+    ("gemma3", {"head_dim": 32, "sliding_window": 24, "query_pre_attn_scalar": 32}),
+    ("qwen3_5", {"head_dim": 32, "layer_types": ["linear_attention", "linear_attention", "full_attention"], "linear_num_value_heads": 4,
+                 "linear_num_key_heads": 2, "linear_key_head_dim": 32, "linear_value_head_dim": 32}),
+])
+def test_language_models_inside_others(tmp_path: Path, family: str, more: dict[str, Any]) -> None:
+    """Their layers have other names in the file than in the model; Qwen3.5's ended in a traceback, Gemma 3's became ordinary weights."""
+    torch.manual_seed(5)
+    seeing = {"hidden_size": 32, "depth": 1, "num_hidden_layers": 1, "num_heads": 2, "num_attention_heads": 2, "intermediate_size": 64,
+              "out_hidden_size": 128}
+    config = type(AutoConfig.for_model(family))(
+        text_config={**COMMON, "hidden_size": 128, "intermediate_size": 256, **more}, vision_config=seeing)
+    AutoModelForImageTextToText.from_config(config).save_pretrained(tmp_path / "source")
+    names = tuple(filter(re.compile(r".*language_model.*_proj\.weight").match, load_file(tmp_path / "source" / "model.safetensors")))
+    weights = publish(tmp_path / "source", tmp_path / "packed", AWQ, packings.awq, names)
+    target = load_target(tmp_path / "packed", LoadConfig(dtype="float32", self_test=False))
+    assert target.facts.reasons["checkpoint"] == f"awq: {len(names)} layers are multiplied as they were published"
+    assert len(names) > 10
+    expected = logits(ordinary(tmp_path / "source", tmp_path / "ordinary", weights), packed=False)
+    assert 0 < off(logits(tmp_path / "packed"), expected) < 0.08
+
+
+@pytest.mark.parametrize("kind", ["exl2", "marlin", "higgs"])
+def test_other_ways_to_quantise_are_refused_by_name(tmp_path: Path, kind: str) -> None:
+    """transformers loads what it can of those that it does not know: weights were missing, and nothing told why."""
+    publish(llama(tmp_path / "source"), tmp_path / "packed", {"quant_method": kind, "bits": 4}, packings.gptq)
+    with pytest.raises(LoadError, match=f"quantised by {kind}: load the model that it was made of, or serve --engine vllm"):
+        load_target(tmp_path / "packed")

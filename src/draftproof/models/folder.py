@@ -18,6 +18,7 @@ from transformers.utils import cached_file
 
 from ..config import LoadConfig
 from ..errors import LoadError, first_line
+from .quantised import INSTEAD, METHODS, named
 from .tokenizer import Tokenizer
 
 LEAST_CONTEXT = 2  # a prompt and what follows it
@@ -104,11 +105,13 @@ def why_not(error: BaseException, model_config: Any) -> str:
     if isinstance(error, KeyError):  # of a table of what it knows
         named = next((f"{key}={error.args[0]!r}" for key, value in _settings(model_config.to_dict()) if value == error.args[0]), None)
         return f"config.json has {named}, which this version of transformers does not know" if named else f"it lacks {error}"
-    quantised = getattr(model_config, "quantization_config", None)
-    if isinstance(error, ImportError) and quantised:
-        kind = quantised.get("quant_method") if isinstance(quantised, dict) else quantised.quant_method
-        return f"{first_line(error)}; it is quantised by {kind}: load the model that it was made of, or serve --engine vllm"
-    return first_line(error)
+    return first_line(error) + unread(model_config)
+
+
+def unread(model_config: Any) -> str:
+    """What to do about a checkpoint that others than those read here have quantised; nothing about any other."""
+    kind, _ = named(model_config)
+    return f"; it is quantised by {kind}: {INSTEAD}" if kind and kind not in METHODS else ""
 
 
 def _settings(config: Mapping[str, Any]) -> list[tuple[str, Any]]:
@@ -136,8 +139,9 @@ def check_size(path: str | Path, model_config: Any, trust_remote_code: bool) -> 
                         "expected the config.json of these weights, and all of their files")
 
 
-def check_weights(path: str | Path, model: Any, info: Mapping[str, Any], shares: int, reasons: dict[str, str]) -> None:
-    """From what transformers says of a load. Raises LoadError for weights that are missing or of another shape; others are told."""
+def check_weights(path: str | Path, model: Any, info: Mapping[str, Any], shares: int, more: str, reasons: dict[str, str]) -> None:
+    """From what transformers says of a load. Raises LoadError, with `more` at its end, for weights that are missing or of another shape;
+    others are told."""
     kind = type(model).__name__
     misshapen, missing, strange = (sorted(info[f"{what}_keys"]) for what in ("mismatched", "missing", "unexpected"))
     if misshapen:
@@ -145,9 +149,9 @@ def check_weights(path: str | Path, model: Any, info: Mapping[str, Any], shares:
         why = f"as a share with tensor_parallel={shares}: {kind} does not come apart in this version of transformers, use one device" \
             if shares > 1 else f"as config.json describes {kind}"
         raise LoadError(f"{path}: {len(misshapen)} weights have another shape, first {name}: found {list(found)}, expected "
-                        f"{list(expected)} {why}")
+                        f"{list(expected)} {why}{more}")
     if missing:
-        raise LoadError(f"{path}: {len(missing)} weights are missing, first {missing[0]}; expected a complete checkpoint of {kind}")
+        raise LoadError(f"{path}: {len(missing)} weights are missing, first {missing[0]}; expected a complete checkpoint of {kind}{more}")
     if strange:
         named = ", ".join((*strange[:2], *["…"] * (len(strange) > 2)))
         reasons["unused weights"] = f"{len(strange)}, for which {kind} has no place as config.json describes it: {named}"

@@ -21,7 +21,7 @@ from ..errors import LoadError, first_line
 from . import float8, int4, int8, quantised, rows
 from .between import compare, compiled_between
 from .cropped import CroppedTarget
-from .folder import check_size, check_weights, defaults_of, end_ids, read_config, read_tokenizer, saved_dtype, why_not
+from .folder import check_size, check_weights, defaults_of, end_ids, read_config, read_tokenizer, saved_dtype, unread, why_not
 from .fused import FusedPass, can_fuse, fuse
 from .graphs import passes
 from .graphs import recorder as _recorder
@@ -220,7 +220,7 @@ def _load_model(path: str | Path, config: LoadConfig, model_config: Any, dtype: 
             )
     except (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError) as error:
         raise LoadError(f"{path}: the weights could not be loaded ({why_not(error, model_config)})") from error
-    check_weights(path, model, info, ranks.count if ranks else 1, reasons)
+    check_weights(path, model, info, ranks.count if ranks else 1, unread(model_config), reasons)
     return model
 
 

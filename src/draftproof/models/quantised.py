@@ -15,6 +15,7 @@ activations are not imitated: they stay what they are, which is nearer to the mo
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from copy import deepcopy
@@ -32,26 +33,33 @@ from .levels import Levels, LevelWeight, put
 
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)   # and the same below zero
 EIGHTS = (torch.int8, torch.float8_e4m3fn)
+INSTEAD = "load the model that it was made of, or serve --engine vllm"
 METHODS = ("awq", "gptq", "compressed-tensors", "fp8", "modelopt")
 SCALES = ("weight_scale", "weight_scale_inv")
 BESIDE = ("qweight", "qzeros", "scales", "g_idx", "weight_packed", "weight_scale", "weight_scale_inv", "weight_zero_point", "weight_shape",
           "weight_g_idx", "weight_global_scale", "weight_scale_2", "input_scale", "input_global_scale", "input_zero_point")
 
+WRAPPED = re.compile(r"^(?:(?:model|language_model)\.)+")     # a language model inside another: its names differ in file and model
+
 Keeps = Callable[[Levels], bool]                # whether a layer of these levels is to be multiplied as it is
+
+
+def named(config: Any) -> tuple[str, dict[str, Any]]:
+    """How a model is quantised: its name, empty for one that is not, and the whole of it."""
+    found = getattr(config, "quantization_config", None)
+    told: dict[str, Any] = (found if isinstance(found, dict) or found is None else found.to_dict()) or {}
+    return str(getattr(method := told.get("quant_method", "a method without a name"), "value", method)).lower() if told else "", told
 
 
 def method(config: Any) -> dict[str, Any] | None:
     """How a model is quantised, in its own words; None for one that is not, or that transformers reads by itself. Raises LoadError."""
-    found = getattr(config, "quantization_config", None)
-    told = found if isinstance(found, dict) or found is None else found.to_dict()
-    name = str((told or {}).get("quant_method", "")).lower()
-    if told is None or name not in METHODS:
+    name, told = named(config)
+    if name not in METHODS:
         return None
     for key, expected in (("version", ("gemm", None)), ("checkpoint_format", ("gptq", "gptq_v2", None)), ("sparsity_config", (None, {})),
                           ("transform_config", (None, {}))):
         if told.get(key) not in expected and not (isinstance(told.get(key), dict) and told[key].get("format") == "dense"):
-            raise LoadError(f"{name}: its {key} is {told[key]!r}, which is not read here; expected {expected[0] or 'none'}: "
-                            "load the model that it was made of, or serve --engine vllm")
+            raise LoadError(f"{name}: its {key} is {told[key]!r}, which is not read here; expected {expected[0] or 'none'}: {INSTEAD}")
     return {**told, "quant_method": name}
 
 
@@ -63,8 +71,8 @@ def load(path: str, config: Any, told: Mapping[str, Any], dtype: torch.dtype, de
         if hasattr(part, "quantization_config"):
             del part.quantization_config
     with torch.device("meta"):
-        empty = AutoModelForCausalLM.from_config(deepcopy(plain), trust_remote_code=trust_remote_code)
-    shapes = {name: (layer.out_features, layer.in_features) for name, layer in empty.named_modules() if type(layer) is nn.Linear}
+        empty = AutoModelForCausalLM.from_config(plain, trust_remote_code=trust_remote_code)
+    places = {WRAPPED.sub("", name): name for name, layer in empty.named_modules() if type(layer) is nn.Linear}
     folder = Path(path) if Path(path).exists() else Path(snapshot_download(path, allow_patterns=["*.safetensors", "*.json"]))
     weights: dict[str, Tensor] = {}
     held: dict[str, LevelWeight] = {}
@@ -72,13 +80,13 @@ def load(path: str, config: Any, told: Mapping[str, Any], dtype: torch.dtype, de
     for name, found in _layers(folder, told, dtype):
         if not isinstance(found, Levels):
             weights[name] = found
-        elif shapes.get(name) == found.shape and keeps(found):
-            held[name] = LevelWeight([found], dtype, device)
+        elif (place := places.get(WRAPPED.sub("", name))) and empty.get_submodule(place).weight.shape == found.shape and keeps(found):
+            held[place] = LevelWeight([found], dtype, device)
             weights[f"{name}.weight"] = torch.zeros(1, dtype=dtype).expand(found.shape)    # takes no memory, and its place
         else:
             weights[f"{name}.weight"] = found.values().to(dtype)
             opened[f"{found.bits} bits in groups of {found.group}"] += 1
-    model, info = type(empty).from_pretrained(None, config=plain, state_dict=weights, dtype=dtype, output_loading_info=True,
+    model, info = type(empty).from_pretrained(None, config=empty.config, state_dict=weights, dtype=dtype, output_loading_info=True,
                                               ignore_mismatched_sizes=True)  # told by who looks at the rest
     for name, weight in held.items():
         put(model.get_submodule(name), weight)
@@ -152,7 +160,7 @@ def _read(layer: str, tensors: Mapping[str, Tensor], told: Mapping[str, Any]) ->
         why = first_line(error)
     found = ", ".join(f"{kind} {str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}" for kind, tensor in tensors.items())
     raise LoadError(f"{layer}: {why}: found {found}, expected whole numbers or floats of four or eight bits as {told['quant_method']} "
-                    "packs them; load the model that it was made of, or serve --engine vllm")
+                    f"packs them; {INSTEAD}")
 
 
 def _numbers(words: Tensor, bits: int) -> Tensor:
