@@ -288,3 +288,9 @@ def test_other_ways_to_quantise_are_refused_by_name(tmp_path: Path, kind: str) -
     publish(llama(tmp_path / "source"), tmp_path / "packed", {"quant_method": kind, "bits": 4}, packings.gptq)
     with pytest.raises(LoadError, match=f"quantised by {kind}: load the model that it was made of, or serve --engine vllm"):
         load_target(tmp_path / "packed")
+
+
+def test_many_layers_of_random_numbers_are_no_other_attention(tmp_path: Path) -> None:
+    """What stands in for levels while attention is compared must not enlarge what bfloat16 loses, however deep the model."""
+    publish(llama(tmp_path / "source", num_hidden_layers=100), tmp_path / "packed", AWQ, packings.awq)
+    assert load_target(tmp_path / "packed", LoadConfig(dtype="bfloat16", self_test=False)).facts.tier == 1

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 SHIFT, SHIFTED = 8160, 1 << 20      # how far apart in one row of numbers two weights' stand-ins begin, and the last of them
+SPREAD = 0.5                        # of a stand-in's products; of 1, many layers enlarge what bfloat16 loses until attention seems to differ
 
 
 @dataclass(frozen=True)
@@ -121,8 +122,8 @@ class StandIns(TorchFunctionMode):
         self._at = {id(weight): SHIFT * number % SHIFTED for number, weight in enumerate(found)}
         if found:
             largest = max(found, key=Tensor.numel)
-            numbers = torch.randn(largest.numel() + SHIFTED, generator=torch.Generator().manual_seed(0)) / largest.shape[1] ** 0.5
-            self._numbers: Tensor = numbers.to(largest.device, largest.dtype)
+            numbers = torch.randn(largest.numel() + SHIFTED, generator=torch.Generator().manual_seed(0))
+            self._numbers: Tensor = (numbers * SPREAD / largest.shape[1] ** 0.5).to(largest.device, largest.dtype)
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return function(*_mapped(args, self._of), **_mapped(kwargs or {}, self._of))
