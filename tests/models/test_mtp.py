@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import packings
 import pytest
 import torch
 from models.mtp_layouts import CASES, CONFIGS, DEEPSEEK, Case, H, L, V, make, reference, target
@@ -133,6 +135,28 @@ def test_fp8_blocks_are_read_with_their_scales(targets: Any, tmp_path: Path) -> 
     config = {"model_type": "deepseek_v3", **CONFIGS["deepseek_v3"]}
     head = MtpHead.read(HeadFiles(tmp_path, config, packed), targets(case)[1].parts, V)
     torch.testing.assert_close(head.blocks[0].self_attn.q_b_proj.weight, small.float() * scale, atol=0, rtol=1e-2)   # type: ignore[union-attr, arg-type]
+
+
+@pytest.mark.parametrize("name", ["mimo", "qwen3-next"])
+@pytest.mark.parametrize("kind", ["awq", "gptq", "compressed-tensors", "modelopt"])
+def test_a_head_is_read_as_its_checkpoint_was_quantised(name: str, kind: str, targets: Any, tmp_path: Path) -> None:
+    """Experts that stand alone, too. Such layers were taken for tensors that nothing reads."""
+    form = {"awq": partial(packings.awq, group=8), "gptq": partial(packings.gptq, group=8), "compressed-tensors": packings.whole,
+            "modelopt": lambda weight: packings.floats(weight, tuple(weight.shape), "weight_scale")}[kind]
+    case, tensors = CASES[name], make(CASES[name])
+    packed, plain = dict(tensors), dict(tensors)
+    for key, weight in tensors.items():
+        if key.endswith("_proj.weight") and "input_proj" not in key:
+            parts, stands_for = form(packed.pop(key))
+            plain[key] = stands_for.to(torch.bfloat16).to(weight.dtype)
+            packed |= {key.removesuffix("weight") + part: tensor.contiguous() for part, tensor in parts.items()}
+    folder = checkpoint(targets(case)[0], case, packed, tmp_path / "packed")
+    told = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**told, "quantization_config": {"quant_method": kind}}))
+    found = MtpHead.read(read_head(folder), targets(case)[1].parts, V).state_dict()
+    expected = head_of(case, plain, targets, tmp_path).state_dict()
+    assert all(torch.allclose(found[key].float(), value.float(), rtol=0.01, atol=1e-6) for key, value in expected.items())
+    assert not all(torch.equal(plain[key], weight) for key, weight in tensors.items())
 
 
 def without(name: str) -> Callable[[dict[str, Tensor]], dict[str, Tensor]]:

@@ -110,7 +110,7 @@ def why_not(error: BaseException, model_config: Any) -> str:
 
 def unread(model_config: Any) -> str:
     """What to do about a checkpoint that others than those read here have quantised; nothing about any other."""
-    kind, _ = named(model_config)
+    kind, _ = named(getattr(model_config, "quantization_config", None))
     return f"; it is quantised by {kind}: {INSTEAD}" if kind and kind not in METHODS else ""
 
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 SHIFT, SHIFTED = 8160, 1 << 20      # how far apart in one row of numbers two weights' stand-ins begin, and the last of them
-SPREAD = 0.5                        # of a stand-in's products; of 1, many layers enlarge what bfloat16 loses until attention seems to differ
+SPREAD = 0.5                        # of a stand-in's products; of 1, many layers enlarge what bfloat16 loses until attention seems another
 
 
 @dataclass(frozen=True)

@@ -200,7 +200,7 @@ def _load_model(path: str | Path, config: LoadConfig, model_config: Any, dtype: 
                 reasons: dict[str, str], levels: bool = True) -> Any:
     """levels: whether those of a quantised checkpoint may stay."""
     check_size(path, model_config, config.trust_remote_code)
-    told = quantised.method(model_config)
+    told = quantised.method(getattr(model_config, "quantization_config", None))
     try:
         if ranks:
             model, info = load_share(str(path), model_config, dtype, ranks)

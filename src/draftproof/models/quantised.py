@@ -17,7 +17,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -44,16 +44,15 @@ WRAPPED = re.compile(r"^(?:(?:model|language_model)\.)+")     # a language model
 Keeps = Callable[[Levels], bool]                # whether a layer of these levels is to be multiplied as it is
 
 
-def named(config: Any) -> tuple[str, dict[str, Any]]:
-    """How a model is quantised: its name, empty for one that is not, and the whole of it."""
-    found = getattr(config, "quantization_config", None)
+def named(found: Any) -> tuple[str, dict[str, Any]]:
+    """Of a `quantization_config`: the method's name, empty where nothing is quantised, and the whole of it."""
     told: dict[str, Any] = (found if isinstance(found, dict) or found is None else found.to_dict()) or {}
     return str(getattr(method := told.get("quant_method", "a method without a name"), "value", method)).lower() if told else "", told
 
 
-def method(config: Any) -> dict[str, Any] | None:
-    """How a model is quantised, in its own words; None for one that is not, or that transformers reads by itself. Raises LoadError."""
-    name, told = named(config)
+def method(found: Any) -> dict[str, Any] | None:
+    """A `quantization_config` as `load` takes it; None for what is not quantised, or is read by transformers alone. Raises LoadError."""
+    name, told = named(found)
     if name not in METHODS:
         return None
     for key, expected in (("version", ("gemm", None)), ("checkpoint_format", ("gptq", "gptq_v2", None)), ("sparsity_config", (None, {})),
@@ -106,20 +105,41 @@ def _layers(folder: Path, told: Mapping[str, Any], dtype: torch.dtype) -> Iterat
     for file in files:
         with safe_open(file, framework="pt") as opened:
             where |= dict.fromkeys(opened.keys(), file)
-    layers: dict[str, dict[str, Path]] = {}
-    whole: dict[Path, list[str]] = {}
-    for name, file in where.items():
-        layer, _, kind = name.rpartition(".")
-        if kind in BESIDE or kind == "weight" and any(f"{layer}.{scale}" in where for scale in SCALES):
-            layers.setdefault(layer, {})[kind] = file
-        else:
-            whole.setdefault(file, []).append(name)
-    for file, names in whole.items():
+    layers, whole = _sorted(where)
+    for file in files:
         with safe_open(file, framework="pt") as opened:
-            yield from ((name, opened.get_tensor(name)) for name in names)
+            yield from ((name, opened.get_tensor(name)) for name in whole if where[name] == file)
     for layer, kinds in layers.items():
-        found = _read(layer, _Stored(layer, kinds), told)
+        found = _read(layer, _Stored(layer, {kind: where[f"{layer}.{kind}"] for kind in kinds}), told)
         yield (layer, found) if isinstance(found, Levels) else (f"{layer}.weight", found.to(dtype))
+
+
+def _sorted(names: Collection[str]) -> tuple[dict[str, list[str]], list[str]]:
+    """Layers with the kinds of their tensors, and all other names."""
+    layers: dict[str, list[str]] = {}
+    whole: list[str] = []
+    for name in names:
+        layer, _, kind = name.rpartition(".")
+        if kind in BESIDE or kind == "weight" and any(f"{layer}.{scale}" in names for scale in SCALES):
+            layers.setdefault(layer, []).append(kind)
+        else:
+            whole.append(name)
+    return layers, whole
+
+
+def ordinary(tensors: Mapping[str, Tensor], told: Mapping[str, Any] | None, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Tensors by name, those of quantised layers as weights of this type instead. told: as `method` has it; without it only fp8's blocks,
+    whose names belong to no other form, are read, and the rest is left. Raises LoadError."""
+    layers, whole = _sorted(tensors)
+    found = {name: tensors[name] for name in whole}
+    for layer, kinds in layers.items():
+        held = {kind: tensors[f"{layer}.{kind}"] for kind in kinds}
+        if told is None and "weight_scale_inv" not in held:
+            found |= {f"{layer}.{kind}": tensor for kind, tensor in held.items()}
+        else:
+            read = _read(layer, held, told or {"quant_method": "fp8"})
+            found[f"{layer}.weight"] = (read.values() if isinstance(read, Levels) else read).to(dtype)
+    return found
 
 
 class _Stored(Mapping[str, Tensor]):

@@ -28,6 +28,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from ...errors import LoadError
+from .. import quantised
 from .files import HeadFiles, folder_of, read_files, save_file
 
 INDEX = "model.safetensors.index.json"
@@ -35,7 +36,7 @@ COUNTS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")       # by which 
 EXPERT = re.compile(r"^(.*\.experts\.)(\d+)\.(gate_proj|up_proj|down_proj)\.weight$")
 EXPECTED = "expected mtp.*, mtp_layers.*, model.mtp_layers.*, model.mtp_block.* or model.layers.N.eh_proj"
 OTHERS = re.compile(r"(?:^|[._])(?:mtp|nextn)|\.eh_proj\.")              # how heads are named that are not read here
-SCALE, BLOCK = "_scale_inv", 128     # DeepSeek's FP8: a float per block of 128 × 128 beside `….weight`
+PACKED = ("_scale_inv", ".weight_scale", ".qweight", ".weight_packed")       # beside or instead of a weight that is quantised
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,11 +132,12 @@ def _layers(names: Iterable[str]) -> int:
     return 1 + max((int(name.split(".")[1]) for name in names if name.startswith("blocks.")), default=-1)
 
 
-def understand(tensors: Mapping[str, Tensor], source: str | Path) -> Weights:
-    """A head's tensors under our names. Raises LoadError if they are no head's."""
+def understand(files: HeadFiles, source: str | Path) -> Weights:
+    """A head's tensors under our names, quantised ones in bfloat16. Raises LoadError if they are no head's."""
+    tensors = quantised.ordinary(files.tensors, quantised.method(files.config.get("quantization_config")), torch.bfloat16)
     layout, base, split = _recognise(tensors, source)
     named: dict[str, Tensor] = {}
-    for name, tensor in _fuse(_dequantised(tensors), source).items():
+    for name, tensor in _fuse(tensors, source).items():
         ours = layout.ours(name, base)
         if ours in named and not torch.equal(named[ours], tensor):
             raise LoadError(f"{source}: {name} differs from its copy in an earlier layer; expected one embedding that all layers share")
@@ -184,7 +186,7 @@ def stitch(head: str | Path, target: str | Path, out: str | Path) -> list[str]:
         raise LoadError(f"{source}: {missing[0]}, which its index names, is missing; fetch the checkpoint again")
     there = {name: file for name, file in where.items() if _is_head(name, depth)}
     found = read_files(head)
-    weights = understand(found.tensors, head)
+    weights = understand(found, head)
     layout, base, split = _recognise(there, source) if there else (weights.layout, weights.base, weights.split)
     if layout.name == "speculators":
         layout = LAYOUTS["qwen"]
@@ -195,9 +197,9 @@ def stitch(head: str | Path, target: str | Path, out: str | Path) -> list[str]:
         raise LoadError(f"{source}: its head has {held} layers, {head} has {weights.layers}; expected as many or more, for those that stay "
                         "would be read as the new head's")
     tensors = weights.published(layout, base, split)
-    quantised = sorted(name for name in there if name.endswith((SCALE, ".weight_scale", ".qweight")))
-    if quantised:
-        raise LoadError(f"{source}: its head is quantised ({quantised[0]}); stitch into the checkpoint in its original precision")
+    packed = sorted(name for name in there if name.endswith(PACKED))
+    if packed:
+        raise LoadError(f"{source}: its head is quantised ({packed[0]}); stitch into the checkpoint in its original precision")
     place.mkdir(parents=True, exist_ok=True)
     _write(source, place, where, tensors)
     config = _config(source)
@@ -291,18 +293,6 @@ def _is_head(name: str, layers: int) -> bool:
     """Whether a tensor of a target with so many layers belongs to its head."""
     found = re.match(r"model\.layers\.(\d+)\.", name)
     return int(found[1]) >= layers if found else name.startswith(("mtp.", "mtp_layers.", "model.mtp_"))
-
-
-def _dequantised(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """DeepSeek publishes FP8 weights with one scale per block (`….weight_scale_inv`); as bfloat16 they are ordinary ones."""
-    plain = dict(tensors)
-    for name, scale in tensors.items():
-        weight = tensors.get(name.removesuffix(SCALE)) if name.endswith(SCALE) else None
-        if weight is not None and scale.shape == tuple(-(-size // BLOCK) for size in weight.shape):
-            wide = scale.float().repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)[:weight.shape[0], :weight.shape[1]]
-            plain[name.removesuffix(SCALE)] = (weight.float() * wide).to(torch.bfloat16)
-            del plain[name]
-    return plain
 
 
 def _fuse(tensors: Mapping[str, Tensor], source: str | Path) -> dict[str, Tensor]:
