@@ -145,7 +145,11 @@ def test_other_forms_become_ordinary_weights(tmp_path: Path, name: str) -> None:
     expected = logits(ordinary(source, tmp_path / "ordinary", weights), packed=False)
     assert off(logits(tmp_path / "packed"), expected) < 1e-4
     told = load_target(tmp_path / "packed", LoadConfig(self_test=False)).facts.reasons["checkpoint"]
-    assert told.startswith(f"{config['quant_method']}: 0 layers are multiplied as they were published")
+    kind = {"awq 32": "4 bits in groups of 32", "packed 32": "4 bits in groups of 32", "gptq 8 in groups": "8 bits in groups of 64",
+            "packed 8 asymmetric": "8 bits in groups of ", "gptq shuffled": "inputs in an order of their own"}.get(name, "floats")
+    start = f"{config['quant_method']}: 0 layers are multiplied as they were published"
+    assert told.startswith(start) and f" made ordinary weights ({kind}" in told
+    assert sum(map(int, re.findall(r", (\d+) made", told))) == 21
 
 
 @pytest.mark.parametrize("name", ["awq", "gptq 8", "blocks"])

@@ -39,6 +39,7 @@ SCALES = ("weight_scale", "weight_scale_inv")
 BESIDE = ("qweight", "qzeros", "scales", "g_idx", "weight_packed", "weight_scale", "weight_scale_inv", "weight_zero_point", "weight_shape",
           "weight_g_idx", "weight_global_scale", "weight_scale_2", "input_scale", "input_global_scale", "input_zero_point")
 
+ORDER = {"g_idx", "weight_g_idx"}
 WRAPPED = re.compile(r"^(?:(?:model|language_model)\.)+")     # a language model inside another: its names differ in file and model
 
 Keeps = Callable[[Levels], bool]                # whether a layer of these levels is to be multiplied as it is
@@ -76,15 +77,16 @@ def load(path: str, config: Any, told: Mapping[str, Any], dtype: torch.dtype, de
     weights: dict[str, Tensor] = {}
     held: dict[str, LevelWeight] = {}
     opened: Counter[str] = Counter()
-    for name, found in _layers(folder, told, dtype):
+    for name, found, kind in _layers(folder, told, dtype):
         if not isinstance(found, Levels):
             weights[name] = found
+            opened.update([kind] if kind else ())
         elif (place := places.get(WRAPPED.sub("", name))) and empty.get_submodule(place).weight.shape == found.shape and keeps(found):
             held[place] = LevelWeight([found], dtype, device)
             weights[f"{name}.weight"] = torch.zeros(1, dtype=dtype).expand(found.shape)    # takes no memory, and its place
         else:
             weights[f"{name}.weight"] = found.values().to(dtype)
-            opened[f"{found.bits} bits in groups of {found.group}"] += 1
+            opened[kind] += 1
     model, info = type(empty).from_pretrained(None, config=empty.config, state_dict=weights, dtype=dtype, output_loading_info=True,
                                               ignore_mismatched_sizes=True)  # told by who looks at the rest
     for name, weight in held.items():
@@ -95,8 +97,9 @@ def load(path: str, config: Any, told: Mapping[str, Any], dtype: torch.dtype, de
     return model, info, f"{told['quant_method']}: {len(held)} layers are multiplied as they were published{others}"
 
 
-def _layers(folder: Path, told: Mapping[str, Any], dtype: torch.dtype) -> Iterator[tuple[str, Levels | Tensor]]:
-    """Of all files: names of layers with their levels, and names of weights; those that were quantised are of this type."""
+def _layers(folder: Path, told: Mapping[str, Any], dtype: torch.dtype) -> Iterator[tuple[str, Levels | Tensor, str]]:
+    """Of all files: names of layers with their levels, or names of weights; and in which form they were quantised, if they were. Weights of
+    such are of this type."""
     files = sorted(folder.glob("*.safetensors"))
     index = folder / "model.safetensors.index.json"
     if index.exists():
@@ -108,10 +111,13 @@ def _layers(folder: Path, told: Mapping[str, Any], dtype: torch.dtype) -> Iterat
     layers, whole = _sorted(where)
     for file in files:
         with safe_open(file, framework="pt") as opened:
-            yield from ((name, opened.get_tensor(name)) for name in whole if where[name] == file)
+            yield from ((name, opened.get_tensor(name), "") for name in whole if where[name] == file)
     for layer, kinds in layers.items():
         found = _read(layer, _Stored(layer, {kind: where[f"{layer}.{kind}"] for kind in kinds}), told)
-        yield (layer, found) if isinstance(found, Levels) else (f"{layer}.weight", found.to(dtype))
+        if isinstance(found, Levels):
+            yield layer, found, f"{found.bits} bits in groups of {found.group}"
+        else:
+            yield f"{layer}.weight", found.to(dtype), "inputs in an order of their own" if ORDER & set(kinds) else "floats"
 
 
 def _sorted(names: Collection[str]) -> tuple[dict[str, list[str]], list[str]]:
