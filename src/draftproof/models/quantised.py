@@ -38,7 +38,6 @@ METHODS = ("awq", "gptq", "compressed-tensors", "fp8", "modelopt")
 SCALES = ("weight_scale", "weight_scale_inv")
 BESIDE = ("qweight", "qzeros", "scales", "g_idx", "weight_packed", "weight_scale", "weight_scale_inv", "weight_zero_point", "weight_shape",
           "weight_g_idx", "weight_global_scale", "weight_scale_2", "input_scale", "input_global_scale", "input_zero_point")
-
 ORDER = {"g_idx", "weight_g_idx"}
 WRAPPED = re.compile(r"^(?:(?:model|language_model)\.)+")     # a language model inside another: its names differ in file and model
 
