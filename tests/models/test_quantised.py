@@ -295,16 +295,35 @@ def test_other_ways_to_quantise_are_refused_by_name(tmp_path: Path, kind: str) -
         load_target(tmp_path / "packed")
 
 
-@torch.inference_mode()
-def test_many_layers_of_random_numbers_are_no_other_attention() -> None:
-    """What stands in for levels while attention is compared must not enlarge what bfloat16 loses, however deep the model."""
-    config = AutoConfig.for_model("llama", **{**COMMON, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 100})
-    model = AutoModelForCausalLM.from_config(config).bfloat16().eval()
+def hollow(kind: str, layers: int, seed: int, **more: Any) -> Any:
+    """A model whose levels nobody can read."""
+    torch.manual_seed(seed)
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": layers}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **{**COMMON, **sizes, **more})).bfloat16().eval()
     for layer in model.model.modules():
         if type(layer) is torch.nn.Linear:
             ones = torch.ones(layer.out_features, 1)
-            unread = Levels(4, layer.in_features, ones, ones, lambda: torch.empty(0))
-            put(layer, LevelWeight([unread], torch.bfloat16, torch.device("cpu")))
+            put(layer, LevelWeight([Levels(4, layer.in_features, ones, ones, lambda: torch.empty(0))], torch.bfloat16, torch.device("cpu")))
+    return model
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("seed", range(4))
+def test_many_layers_of_random_numbers_are_no_other_attention(seed: int) -> None:
+    """What stands in for levels while attention is compared must not enlarge what bfloat16 loses, however deep the model."""
+    model = hollow("llama", 100, seed)
     with StandIns(model):
         found = pages_agree(model, 256)
     assert isinstance(found, float), found
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("layers", [3, 32])
+def test_another_mask_shows_through_random_numbers(layers: int) -> None:
+    """By far more than what is allowed for roundings."""
+    ids, found = (torch.arange(64) * 7919 % 200)[None], []
+    for window in (24, None):
+        model = hollow("mistral", layers, 0, sliding_window=window)
+        with StandIns(model):
+            found.append(model(input_ids=ids, use_cache=False).logits.float())
+    assert (found[0] - found[1]).abs().max() > 0.3 * found[1].abs().max()
