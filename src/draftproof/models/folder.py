@@ -11,18 +11,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import snapshot_download
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError, safe_open
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 from transformers.utils import cached_file
 
 from ..config import LoadConfig
 from ..errors import LoadError, first_line
-from .quantised import INSTEAD, METHODS, named
 from .tokenizer import Tokenizer
 
 LEAST_CONTEXT = 2  # a prompt and what follows it
 MISSING = 2  # times as many numbers in a model as in its files: beyond what any form of saving leaves out
+METHODS = ("awq", "gptq", "compressed-tensors", "fp8", "modelopt")      # ways to quantise that quantised.py reads
+INSTEAD = "load the model that it was made of, or serve --engine vllm"
 TYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}  # names in safetensors
 
 
@@ -108,9 +110,15 @@ def why_not(error: BaseException, model_config: Any) -> str:
     return first_line(error) + unread(model_config)
 
 
+def quantised_by(found: Any) -> tuple[str, dict[str, Any]]:
+    """Of a `quantization_config`: the method's name, empty where nothing is quantised, and the whole of it."""
+    told: dict[str, Any] = (found if isinstance(found, dict) or found is None else found.to_dict()) or {}
+    return str(getattr(method := told.get("quant_method", "a method without a name"), "value", method)).lower() if told else "", told
+
+
 def unread(model_config: Any) -> str:
     """What to do about a checkpoint that others than those read here have quantised; nothing about any other."""
-    kind, _ = named(getattr(model_config, "quantization_config", None))
+    kind, _ = quantised_by(getattr(model_config, "quantization_config", None))
     return f"; it is quantised by {kind}: {INSTEAD}" if kind and kind not in METHODS else ""
 
 
@@ -155,6 +163,28 @@ def check_weights(path: str | Path, model: Any, info: Mapping[str, Any], shares:
     if strange:
         named = ", ".join((*strange[:2], *["…"] * (len(strange) > 2)))
         reasons["unused weights"] = f"{len(strange)}, for which {kind} has no place as config.json describes it: {named}"
+
+
+def fetched(path: str) -> Path:
+    """The folder, or what the hub has under this id, with all that a model is built of."""
+    return Path(path) if Path(path).exists() else Path(snapshot_download(path, allow_patterns=["*.safetensors", "*.json"]))
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """Those that its index names; without one, model.safetensors, or else all there are."""
+    index, one = folder / "model.safetensors.index.json", folder / "model.safetensors"
+    if index.exists():
+        return [folder / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
+    return [one] if one.exists() else sorted(folder.glob("*.safetensors"))
+
+
+def assembled(kind: Any, config: Any, weights: Mapping[str, torch.Tensor], dtype: torch.dtype, folder: Path) -> tuple[Any, Any]:
+    """(a model of this class, of weights by name and the folder's defaults; what transformers says of the load)."""
+    model, info = kind.from_pretrained(None, config=config, state_dict=weights, dtype=dtype, output_loading_info=True,
+                                       ignore_mismatched_sizes=True)  # told by `check_weights`
+    if (folder / "generation_config.json").exists():
+        model.generation_config = GenerationConfig.from_pretrained(str(folder))
+    return model, info
 
 
 def read_tokenizer(path: str | Path, config: LoadConfig, reasons: dict[str, str]) -> Tokenizer | None:

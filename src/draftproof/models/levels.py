@@ -100,11 +100,6 @@ def with_values(found: Any) -> Any:
     return _mapped(found, LevelWeight.values)
 
 
-def without_levels(found: Any) -> Any:
-    """Arguments of a function with zeros instead, which take neither time nor memory."""
-    return _mapped(found, lambda weight: torch.zeros(1, dtype=weight.dtype, device=weight.device).expand(weight.shape))
-
-
 def _mapped(found: Any, how: Callable[[LevelWeight], Tensor]) -> Any:
     if isinstance(found, dict):
         return {key: _mapped(value, how) for key, value in found.items()}
@@ -114,8 +109,8 @@ def _mapped(found: Any, how: Callable[[LevelWeight], Tensor]) -> Any:
 
 
 class StandIns(TorchFunctionMode):
-    """In this context random numbers stand for the levels of a model, in passes that are compared with one another and need no more than
-    some weights of a usual size: to compute their values takes far longer than to multiply by them."""
+    """In this context random numbers stand for the levels of a model, in passes at load that are watched, or compared with one another, and
+    need no more than some weights of a usual size: to compute their values takes far longer than to multiply by them."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()

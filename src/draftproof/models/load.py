@@ -26,7 +26,7 @@ from .fused import FusedPass, can_fuse, fuse
 from .graphs import passes
 from .graphs import recorder as _recorder
 from .leading import lead
-from .levels import Levels, LevelWeight, level_weights
+from .levels import Levels, LevelWeight, StandIns, level_weights
 from .packed import HeldLinear, Linear, can_pack, multiplies_bfloat16, pack, packed, read_by_hand, sizes, widened_bytes
 from .paged import PagedTarget
 from .recurrent import RecurrentTarget
@@ -100,8 +100,9 @@ def _made(model: Any, name: str, config: LoadConfig, tokenizer: Tokenizer | None
     weight_bytes, parameters = sizes(model)
     text = model.config.get_text_config()
     context = _context(text)
-    spared = read_by_hand(model)
-    tier = tier_of(model, context, reasons)
+    with StandIns(model):
+        spared = read_by_hand(model)
+        tier = tier_of(model, context, reasons)
     levels = level_weights(model)
     ours = fused and tier == 1 and not levels and rows.usable(model, config, reasons)
     form = _form(config, device, dtype, reasons, ours)

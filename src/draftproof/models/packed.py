@@ -27,7 +27,7 @@ from torch.overrides import TorchFunctionMode
 from transformers.pytorch_utils import Conv1D
 
 from .. import native
-from .levels import level_weights, without_levels
+from .levels import level_weights
 
 Linear = Callable[[Tensor, Tensor | None], nn.Module]  # makes a layer of a weight [out, in] and a bias
 PACK_ROWS = 8  # the row count that oneDNN's layout is chosen for
@@ -283,7 +283,7 @@ class HandReads(TorchFunctionMode):
                                 module.register_forward_hook(lambda module, *_: self._running.discard(module)))
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = function(*without_levels(args), **without_levels(kwargs or {}))
+        found = function(*args, **(kwargs or {}))
         if isinstance(found, Tensor):
             values = [*args, *(kwargs or {}).values()]
             for value in chain(values, *(parts for parts in values if isinstance(parts, list | tuple))):

@@ -14,7 +14,6 @@ activations are not imitated: they stay what they are, which is nearer to the mo
 
 from __future__ import annotations
 
-import json
 import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -23,18 +22,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import snapshot_download
 from safetensors import safe_open
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, GenerationConfig
+from transformers import AutoModelForCausalLM
 
 from ..errors import LoadError, first_line
+from .folder import INSTEAD, METHODS, assembled, fetched, quantised_by, weight_files
 from .levels import Levels, LevelWeight, put
 
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)   # and the same below zero
 EIGHTS = (torch.int8, torch.float8_e4m3fn)
-INSTEAD = "load the model that it was made of, or serve --engine vllm"
-METHODS = ("awq", "gptq", "compressed-tensors", "fp8", "modelopt")
 SCALES = ("weight_scale", "weight_scale_inv")
 BESIDE = ("qweight", "qzeros", "scales", "g_idx", "weight_packed", "weight_scale", "weight_scale_inv", "weight_zero_point", "weight_shape",
           "weight_g_idx", "weight_global_scale", "weight_scale_2", "input_scale", "input_global_scale", "input_zero_point")
@@ -44,15 +41,9 @@ WRAPPED = re.compile(r"^(?:(?:model|language_model)\.)+")     # a language model
 Keeps = Callable[[Levels], bool]                # whether a layer of these levels is to be multiplied as it is
 
 
-def named(found: Any) -> tuple[str, dict[str, Any]]:
-    """Of a `quantization_config`: the method's name, empty where nothing is quantised, and the whole of it."""
-    told: dict[str, Any] = (found if isinstance(found, dict) or found is None else found.to_dict()) or {}
-    return str(getattr(method := told.get("quant_method", "a method without a name"), "value", method)).lower() if told else "", told
-
-
 def method(found: Any) -> dict[str, Any] | None:
     """A `quantization_config` as `load` takes it; None for what is not quantised, or is read by transformers alone. Raises LoadError."""
-    name, told = named(found)
+    name, told = quantised_by(found)
     if name not in METHODS:
         return None
     for key, expected in (("version", ("gemm", None)), ("checkpoint_format", ("gptq", "gptq_v2", None)), ("sparsity_config", (None, {})),
@@ -72,7 +63,7 @@ def load(path: str, config: Any, told: Mapping[str, Any], dtype: torch.dtype, de
     with torch.device("meta"):
         empty = AutoModelForCausalLM.from_config(plain, trust_remote_code=trust_remote_code)
     places = {WRAPPED.sub("", name): name for name, layer in empty.named_modules() if type(layer) is nn.Linear}
-    folder = Path(path) if Path(path).exists() else Path(snapshot_download(path, allow_patterns=["*.safetensors", "*.json"]))
+    folder = fetched(path)
     weights: dict[str, Tensor] = {}
     held: dict[str, LevelWeight] = {}
     opened: Counter[str] = Counter()
@@ -86,12 +77,9 @@ def load(path: str, config: Any, told: Mapping[str, Any], dtype: torch.dtype, de
         else:
             weights[f"{name}.weight"] = found.values().to(dtype)
             opened[kind] += 1
-    model, info = type(empty).from_pretrained(None, config=empty.config, state_dict=weights, dtype=dtype, output_loading_info=True,
-                                              ignore_mismatched_sizes=True)  # told by who looks at the rest
+    model, info = assembled(type(empty), empty.config, weights, dtype, folder)
     for name, weight in held.items():
         put(model.get_submodule(name), weight)
-    if (folder / "generation_config.json").exists():
-        model.generation_config = GenerationConfig.from_pretrained(str(folder))
     others = "".join(f", {count} made ordinary weights ({kind})" for kind, count in opened.items())
     return model, info, f"{told['quant_method']}: {len(held)} layers are multiplied as they were published{others}"
 
@@ -99,11 +87,7 @@ def load(path: str, config: Any, told: Mapping[str, Any], dtype: torch.dtype, de
 def _layers(folder: Path, told: Mapping[str, Any], dtype: torch.dtype) -> Iterator[tuple[str, Levels | Tensor, str]]:
     """Of all files: names of layers with their levels, or names of weights; and in which form they were quantised, if they were. Weights of
     such are of this type."""
-    files = sorted(folder.glob("*.safetensors"))
-    index = folder / "model.safetensors.index.json"
-    if index.exists():
-        files = [folder / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
-    where: dict[str, Path] = {}
+    files, where = weight_files(folder), dict[str, Path]()
     for file in files:
         with safe_open(file, framework="pt") as opened:
             where |= dict.fromkeys(opened.keys(), file)

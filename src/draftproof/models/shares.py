@@ -9,7 +9,6 @@ norms and output matrix stay whole: drafters borrow them.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from copy import deepcopy
@@ -18,12 +17,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import snapshot_download
 from safetensors import safe_open
 from torch import Tensor, distributed, nn
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, GenerationConfig
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from ..errors import LoadError
+from .folder import assembled, fetched, weight_files
 from .packed import Linear
 
 DIVIDED = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
@@ -117,28 +116,21 @@ def load_share(path: str, config: Any, dtype: torch.dtype, ranks: Ranks) -> tupl
     """(the model of this process's share, what transformers says of the load). Only the share is read."""
     share, plan = divided(config, ranks.count), config.base_model_tp_plan
     kind = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-    folder = Path(path) if Path(path).exists() else Path(snapshot_download(path, allow_patterns=["*.safetensors", "*.json"]))
-    prefix = kind.base_model_prefix + "."
-    weights = _weights(folder, prefix, plan, ranks)
-    model, info = kind.from_pretrained(None, config=share, state_dict=weights, dtype=dtype, output_loading_info=True,
-                                       ignore_mismatched_sizes=True)  # told by who looks at the rest
+    folder, prefix = fetched(path), kind.base_model_prefix + "."
+    model, info = assembled(kind, share, _weights(folder, prefix, plan, ranks), dtype, folder)
     for name, layer in list(model.named_modules()):
         if _style(name, prefix, plan) == "rowwise":
             parent, _, last = name.rpartition(".")
             setattr(model.get_submodule(parent), last, Summed(layer, layer.bias, ranks))
             layer.register_parameter("bias", None)  # added once, behind the sum
-    if (folder / "generation_config.json").exists():
-        model.generation_config = GenerationConfig.from_pretrained(str(folder))
     return model, info
 
 
 def _weights(folder: Path, prefix: str, plan: Mapping[str, str], ranks: Ranks) -> dict[str, Tensor]:
     """This share's weights by name, read file by file."""
-    index = folder / "model.safetensors.index.json"
-    names = sorted(set(json.loads(index.read_text())["weight_map"].values())) if index.exists() else ["model.safetensors"]
     weights: dict[str, Tensor] = {}
-    for name in names:
-        with safe_open(folder / name, framework="pt") as file:
+    for name in weight_files(folder):
+        with safe_open(name, framework="pt") as file:
             for key in file.keys():  # noqa: SIM118 (not a mapping)
                 layer, _, kind = key.rpartition(".")
                 style = _style(layer, prefix, plan)

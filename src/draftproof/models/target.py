@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -38,7 +39,7 @@ class LoadFacts:
 CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")      # Gemma's and others', RecurrentGemma's, xLSTM's
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class TargetParts:
     """Read-only parts that drafters may borrow."""
 
@@ -49,7 +50,7 @@ class TargetParts:
     norm: torch.nn.Module | None = None  # the final norm: finished(output(norm(output of the last layer))) are the logits
     saved_as: torch.dtype | None = None  # of the checkpoint's weights; they may be loaded in another
 
-    @property
+    @cached_property
     def finish(self) -> tuple[float, float]:
         """(what the output matrix's products are multiplied by, at what they are softly capped: c · tanh(x / c), 0 where they are not):
         families that do so have it in their configs."""

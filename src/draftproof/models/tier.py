@@ -18,7 +18,6 @@ from transformers.masking_utils import causal_mask_function
 from ..errors import first_line
 from . import attention
 from .cache import PagePool
-from .levels import StandIns
 from .passes import Pass, Path
 
 Rule = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]  # batch, head, position of a query, positions of keys → which of them it reads
@@ -40,8 +39,7 @@ def tier_of(model: Any, context: int, reasons: dict[str, str]) -> int:
     if foreign:
         reasons["tier"] = f"2, the model's own cache: layers of kind {', '.join(sorted(foreign))} have masks of their own"
         return 2
-    with StandIns(model):
-        difference = pages_agree(model, context)
+    difference = pages_agree(model, context)
     if isinstance(difference, str):
         reasons["tier"] = f"2, the model's own cache: {difference}"
         return 2

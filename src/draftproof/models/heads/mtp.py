@@ -141,7 +141,7 @@ class MtpHead(nn.Module):
     def read(cls, files: HeadFiles, parts: TargetParts, vocab_size: int) -> Self:
         """From a folder with only the head, or the tensors of a target's checkpoint. Raises LoadError saying what does not fit."""
         settings = _settings(files.config, parts, files.path)         # a family that is not known is named before its tensors are judged
-        weights = understand(files, files.path)
+        weights = understand(files)
         _check(weights, parts, vocab_size, files.path)
         own = [name for name in ("embed", "heads") if any(tensor.startswith(f"{name}.") for tensor in weights.tensors)]
         try:

@@ -132,8 +132,9 @@ def _layers(names: Iterable[str]) -> int:
     return 1 + max((int(name.split(".")[1]) for name in names if name.startswith("blocks.")), default=-1)
 
 
-def understand(files: HeadFiles, source: str | Path) -> Weights:
+def understand(files: HeadFiles) -> Weights:
     """A head's tensors under our names, quantised ones in bfloat16. Raises LoadError if they are no head's."""
+    source = files.path
     tensors = quantised.ordinary(files.tensors, quantised.method(files.config.get("quantization_config")), torch.bfloat16)
     layout, base, split = _recognise(tensors, source)
     named: dict[str, Tensor] = {}
@@ -186,7 +187,7 @@ def stitch(head: str | Path, target: str | Path, out: str | Path) -> list[str]:
         raise LoadError(f"{source}: {missing[0]}, which its index names, is missing; fetch the checkpoint again")
     there = {name: file for name, file in where.items() if _is_head(name, depth)}
     found = read_files(head)
-    weights = understand(found, head)
+    weights = understand(found)
     layout, base, split = _recognise(there, source) if there else (weights.layout, weights.base, weights.split)
     if layout.name == "speculators":
         layout = LAYOUTS["qwen"]
