@@ -73,7 +73,7 @@ class Layer(ctypes.Structure):
     _fields_ = [
         *((name, Product) for name in ("qkv", "o", "gate_up", "down")),
         *fields(pointers="before after of_heads of_stream", reals="before_eps after_eps heads_eps scaling",
-                 numbers="heads kv_heads dim window normed", pointers_="keys values"),
+                 numbers="heads kv_heads dim window normed", pointers_="keys values experts"),
     ]
 
 
@@ -85,7 +85,7 @@ def available() -> tuple[bool, str]:
 
 def arrange(weight: Tensor) -> Tensor:
     """weight [out, in] bfloat16 → linear.c's panels, int32 [panels, pairs of columns, outputs of a panel]."""
-    library, (out, columns) = _loaded(), weight.shape
+    library, (out, columns) = loaded(), weight.shape
     panels, weight = _panels(out, -(-columns // 2)), weight.contiguous()
     library.arrange(weight.data_ptr(), panels.data_ptr(), out, columns, torch.get_num_threads())
     return panels
@@ -93,20 +93,20 @@ def arrange(weight: Tensor) -> Tensor:
 
 def _panels(out: int, words: int) -> Tensor:
     """Room for `words` words of each output, int32 [panels, words, outputs of a panel]."""
-    wide = _loaded().wide()
+    wide = loaded().wide()
     shape = -(-out // wide), words, wide
     return room(math.prod(shape)).view(shape)
 
 
 def takes_narrow() -> bool:
     """Whether products of bfloat16 numbers can be taken with the panels of `arrange_narrow`."""
-    return bool(_loaded().takes_narrow())
+    return bool(loaded().takes_narrow())
 
 
 def arrange_narrow(weight: Tensor) -> tuple[Tensor, Spare]:
     """weight [out, in] bfloat16 → narrow.c's panels, int32 [panels, words], in twelve bits a weight, and the blocks of four columns that
     are not in them."""
-    library, (out, columns) = _loaded(), weight.shape
+    library, (out, columns) = loaded(), weight.shape
     weight, blocks, wide = weight.contiguous(), -(-columns // 4), library.wide()
     count, words = -(-out // wide), 16 + blocks * 3 * wide // 2
     panels, spare = room(count * words).view(count, words), torch.empty(count, blocks, dtype=torch.uint8)
@@ -134,14 +134,14 @@ def multiply(x: Tensor, by: Product) -> Tensor:
     assert columns == by.columns and x.dtype in TYPES, f"x {list(x.shape)} {x.dtype} for {by.columns} columns"
     x, y = x.contiguous(), torch.empty(*x.shape[:-1], by.out, dtype=x.dtype)
     rows = math.prod(x.shape[:-1])
-    if _loaded().multiply(by, x.data_ptr(), y.data_ptr(), rows, halves, torch.get_num_threads()):
+    if loaded().multiply(by, x.data_ptr(), y.data_ptr(), rows, halves, torch.get_num_threads()):
         raise MemoryError(f"a product of {rows} rows found no memory to work in")
     return y
 
 
 def arrange_eight(levels: Tensor) -> Tensor:
     """levels int8 [out, in] → integers.c's panels, int32 [panels, words of four columns, outputs of a panel]."""
-    library, (out, columns) = _loaded(), levels.shape
+    library, (out, columns) = loaded(), levels.shape
     panels, levels = _panels(out, -(-columns // 4)), levels.contiguous()
     library.arrange_eight(levels.data_ptr(), panels.data_ptr(), out, columns, torch.get_num_threads())
     return panels
@@ -149,7 +149,7 @@ def arrange_eight(levels: Tensor) -> Tensor:
 
 def arrange_four(levels: Tensor, steps: Tensor) -> Tensor:
     """levels uint8 [out, groups * 64], 0 … 15, and steps bfloat16 [out, groups, 2], step and zero → integers.c's panels, int32."""
-    library, (out, groups, _) = _loaded(), steps.shape
+    library, (out, groups, _) = loaded(), steps.shape
     assert levels.shape == (out, 64 * groups) and levels.dtype == torch.uint8 and steps.dtype == torch.bfloat16
     panels, levels, steps = _panels(out, 9 * groups), levels.contiguous(), steps.contiguous()
     library.arrange_four(levels.data_ptr(), steps.data_ptr(), panels.data_ptr(), out, groups, torch.get_num_threads())
@@ -200,7 +200,7 @@ def attend(
     asked = _Attention(
         query.data_ptr(), keys.data_ptr(), values.data_ptr(), address_of(sinks), out.data_ptr(), query.stride(0),
         kv_heads, heads // kv_heads, dim, deep, window or 0, scaling, query.dtype == torch.bfloat16)
-    if _loaded().attend(course.struct, asked, torch.get_num_threads()):
+    if loaded().attend(course.struct, asked, torch.get_num_threads()):
         raise MemoryError(f"attention of {rows} rows found no memory to work in")
     return out
 
@@ -213,7 +213,7 @@ def blocks(layers: ctypes.Array[Layer], first: int, last: int, x: Tensor, cos: T
     assert x.is_contiguous() and x.shape[0] == rows and x.dtype == cos.dtype == sin.dtype and cos.stride(0) == sin.stride(0)
     assert beside is None or beside.is_contiguous() and beside.shape == x.shape and beside.dtype == x.dtype
     structs = (_Course * len(courses))(*(course.struct for course in courses))
-    failed = _loaded().blocks(
+    failed = loaded().blocks(
         ctypes.byref(layers[first]), last - first, structs, len(courses), x.data_ptr(), address_of(beside), cos.data_ptr(), sin.data_ptr(),
         cos.stride(0), x.dtype == torch.bfloat16, torch.get_num_threads())
     if failed:
@@ -256,7 +256,7 @@ def forward(model: Model, course: Course, ids: Tensor, taps: Sequence[int], keep
     address, size = numbers.buffer_info()[0], numbers.itemsize
     wish = _Wish(ids.data_ptr(), address, None if keep is None else address + size * len(taps), address_of(tapped), logits.data_ptr(),
                  len(taps), kept)
-    failed = _loaded().forward(model, course.struct, wish, torch.get_num_threads())
+    failed = loaded().forward(model, course.struct, wish, torch.get_num_threads())
     if failed == 2:
         raise IndexError(f"ids {ids.tolist()}: expected each to be one of the embedding's {model.vocabulary}")
     if failed:
@@ -272,7 +272,7 @@ def best(x: Tensor, keys: Tensor | None, names: Tensor | None, k: int) -> tuple[
     x, keys = x.contiguous(), None if keys is None else keys.contiguous()
     assert keys is None or keys.dtype == torch.int32 and keys.shape == (rows, 2)
     scores, columns = torch.empty(rows, k), torch.empty(rows, k, dtype=torch.int64)
-    if _loaded().best(x.data_ptr(), rows, size, address_of(keys), address_of(names), k, scores.data_ptr(), columns.data_ptr(),
+    if loaded().best(x.data_ptr(), rows, size, address_of(keys), address_of(names), k, scores.data_ptr(), columns.data_ptr(),
                       torch.get_num_threads()):
         raise MemoryError(f"the choice of {rows} rows found no memory to work in")
     return scores, columns
@@ -281,21 +281,21 @@ def best(x: Tensor, keys: Tensor | None, names: Tensor | None, k: int) -> tuple[
 def first(x: Tensor) -> Tensor | None:
     """The first column of the largest value of each row [N, V], int64 [N, 1]; None if a row's largest is not finite."""
     x, columns = x.contiguous(), torch.empty(x.shape[0], 1, dtype=torch.int64)
-    wrong = _loaded().first(x.data_ptr(), *x.shape, x.dtype == torch.bfloat16, columns.data_ptr(), torch.get_num_threads())
+    wrong = loaded().first(x.data_ptr(), *x.shape, x.dtype == torch.bfloat16, columns.data_ptr(), torch.get_num_threads())
     return None if wrong else columns
 
 
 def law(x: Tensor, temperature: float) -> Tensor | None:
     """log softmax of x [N, V] at this temperature above 0, float32; None if a row's largest is not finite."""
     x, y = x.contiguous(), torch.empty(x.shape)
-    wrong = _loaded().law(x.data_ptr(), y.data_ptr(), *x.shape, temperature, x.dtype == torch.bfloat16, torch.get_num_threads())
+    wrong = loaded().law(x.data_ptr(), y.data_ptr(), *x.shape, temperature, x.dtype == torch.bfloat16, torch.get_num_threads())
     return None if wrong else y
 
 
 def draft(head: ctypes.Structure, growth: ctypes.Structure, last: Tensor) -> bool:
     """kernels/draft.c's draft, its structures as models/heads/compiled.py makes them; false if a logit is no number. last [hidden]: written
     if anything is fed."""
-    failed = _loaded().draft(ctypes.byref(head), ctypes.byref(growth), last.data_ptr(), torch.get_num_threads())
+    failed = loaded().draft(ctypes.byref(head), ctypes.byref(growth), last.data_ptr(), torch.get_num_threads())
     if failed == -1:
         raise MemoryError("a draft found no memory to work in")
     return not failed
@@ -306,7 +306,7 @@ def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     inner, n = weight.numel() // weight.shape[-1], weight.shape[-1]
     assert x.shape[1:] == weight.shape and x.dtype == weight.dtype and _rows_whole(x) and weight.is_contiguous(), f"{x.shape} {x.stride()}"
     y = torch.empty(x.shape, dtype=x.dtype)
-    _loaded().norm(x.data_ptr(), weight.data_ptr(), y.data_ptr(), x.shape[0], inner, n, x.stride(0), eps, x.dtype == torch.bfloat16,
+    loaded().norm(x.data_ptr(), weight.data_ptr(), y.data_ptr(), x.shape[0], inner, n, x.stride(0), eps, x.dtype == torch.bfloat16,
                    torch.get_num_threads())
     return y
 
@@ -316,7 +316,7 @@ def turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     rows, heads, n = x.shape
     assert x.dtype == cos.dtype == sin.dtype and _rows_whole(x) and cos.stride(0) == sin.stride(0) and n % 2 == 0, f"{x.shape} {x.stride()}"
     y = torch.empty(rows, heads, n, dtype=x.dtype)
-    _loaded().turn(x.data_ptr(), cos.data_ptr(), sin.data_ptr(), y.data_ptr(), rows, heads, n, x.stride(0), cos.stride(0),
+    loaded().turn(x.data_ptr(), cos.data_ptr(), sin.data_ptr(), y.data_ptr(), rows, heads, n, x.stride(0), cos.stride(0),
                    x.dtype == torch.bfloat16, torch.get_num_threads())
     return y
 
@@ -335,18 +335,18 @@ def copy_rows(stores: Sequence[Tensor], moves: Sequence[tuple[int, int, int]]) -
     numbers = array("q", chain(*moves))
     addresses = (ctypes.c_void_p * len(stores))(*(store.data_ptr() for store in stores))
     sizes = (ctypes.c_long * len(stores))(*(store.stride(0) * store.element_size() for store in stores))
-    _loaded().copy_rows(addresses, sizes, len(stores), numbers.buffer_info()[0], len(moves), torch.get_num_threads())
+    loaded().copy_rows(addresses, sizes, len(stores), numbers.buffer_info()[0], len(moves), torch.get_num_threads())
 
 
 def gate(x: Tensor) -> Tensor:
     """silu(x[:, :n]) · x[:, n:] of x [rows, 2 n]."""
     rows, n = x.shape[0], x.shape[1] // 2
     x, y = x.contiguous(), torch.empty(rows, n, dtype=x.dtype)
-    _loaded().gate(x.data_ptr(), y.data_ptr(), rows, n, x.dtype == torch.bfloat16, torch.get_num_threads())
+    loaded().gate(x.data_ptr(), y.data_ptr(), rows, n, x.dtype == torch.bfloat16, torch.get_num_threads())
     return y
 
 
-def _loaded() -> ctypes.CDLL:
+def loaded() -> ctypes.CDLL:
     library = _library()
     assert not isinstance(library, str), library
     return library

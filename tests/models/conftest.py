@@ -20,7 +20,7 @@ def other_kernels(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempP
         pytest.skip(native.available()[1])
     if request.param != "other width" and not machine()["cpu_flags"]["avx512_bf16"]:
         pytest.skip("this processor has no bfloat16 instructions")
-    stock = native._loaded().wide() // 2
+    stock = native.loaded().wide() // 2
     with pytest.MonkeyPatch.context() as patch:
         # What one process of this run has compiled others find: it takes a while where vectors are made of halves.
         mine = tmp_path_factory.getbasetemp()
@@ -29,7 +29,7 @@ def other_kernels(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempP
         # -O1: a third of the compiler's time, and the same arithmetic
         patch.setattr(compiler, "FLAGS", [*compiler.FLAGS, "-O1", asked, "-DTAKES_TILES=0"])
         native._library.cache_clear()
-        assert native.available()[0] and native._loaded().wide() == 2 * (24 - stock if request.param == "other width" else stock)
+        assert native.available()[0] and native.loaded().wide() == 2 * (24 - stock if request.param == "other width" else stock)
         yield
     native._library.cache_clear()
 

@@ -19,12 +19,15 @@ from draftproof.models.paged import PagedTarget
 from draftproof.models.passes import Pass, chain_items, general_items
 from draftproof.types import Draft, Scores
 
-FUSED = ("llama", "mistral", "qwen2", "qwen3", "ministral", "biased llama")
+FUSED = ("llama", "mistral", "qwen2", "qwen3", "ministral", "biased llama", "qwen3_moe", "mixtral")
 TEXT = 45
 OPTIONS = {
     "biased llama": ("llama", {"attention_bias": True, "mlp_bias": True}),
     "ministral": ("ministral", {"head_dim": 16, "sliding_window": 24}),
+    "qwen3_moe, all experts": ("qwen3_moe", {"head_dim": 16, **families.MOE, "num_experts_per_tok": 4}),
+    "mixtral, all experts": ("mixtral", {**families.MOE, "num_experts_per_tok": 4}),
 }
+EVERY = tuple(f"{family}, all experts" if family in ("qwen3_moe", "mixtral") else family for family in FUSED)  # no choice sits on an edge
 
 
 def save(family: str, folder: Path, values: torch.dtype = torch.float32) -> None:
@@ -80,7 +83,7 @@ def play(target: PagedTarget) -> list[Scores]:
 
 
 @pytest.mark.parametrize("dtype, tolerance", [("float32", 2e-5), ("bfloat16", 0.04)])
-@pytest.mark.parametrize("family", FUSED)
+@pytest.mark.parametrize("family", EVERY)
 def test_fused_pass_agrees_with_the_transformers_forward(family: str, dtype: str, tolerance: float, tmp_path: Path) -> None:
     save(family, tmp_path)
     fused, plain = pair(tmp_path, dtype)

@@ -94,7 +94,7 @@ def test_twelve_bits_hold_every_weight_and_no_product_tells(out: int, columns: i
             x = torch.randn(rows, columns, generator=random).to(dtype)
             got, wanted = native.multiply(x, product), native.multiply(x, wide)
             assert torch.equal(got[:, 0].isnan(), wanted[:, 0].isnan()) and torch.equal(got[:, 1:], wanted[:, 1:]), f"{rows} rows, {dtype}"
-    assert panels.numel() and held.nbytes <= 0.75 * panels.nbytes + 64 * held.shape[0] + 96 * native._loaded().wide()
+    assert panels.numel() and held.nbytes <= 0.75 * panels.nbytes + 64 * held.shape[0] + 96 * native.loaded().wide()
 
 
 @narrow

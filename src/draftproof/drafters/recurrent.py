@@ -16,13 +16,14 @@ import torch
 from torch import Tensor, nn
 
 from ..core.upload import rows_of, uploaded
+from ..models.experts import take_experts
 from ..models.graphs import recorder
 from ..models.heads.blocks import join
 from ..models.heads.cache import HeadCache, HeadPass, entry_bytes
 from ..models.heads.compiled import CompiledHead, Made, Wish
 from ..models.heads.recorded import MOST_FED, MOST_LINES, Fed, RecordedChains, Recording, RecurrentHead
 from ..models.heads.rows import by_rows
-from ..models.packed import can_pack, pack, sizes
+from ..models.packed import can_pack, pack, packed, sizes
 from ..models.taps import abreast, rows_in, stacked
 from ..types import Budget, Commit, Draft, SequenceView, Signals
 from .base import NOTHING, Needs, Noise, Picks, Ranking, pick
@@ -53,6 +54,7 @@ class RecurrentDrafter:
         head.requires_grad_(False).eval()
         join(head)
         if self.device.type == "cpu" and can_pack(self.dtype)[0]:
+            take_experts(head, packed)
             pack(head)
         self.head: RecurrentHead = head  # type: ignore[assignment]
         self.cache_bytes_per_token = entry_bytes(self.head.depth, self.head.kv_heads, self.head.head_dim, self.dtype)

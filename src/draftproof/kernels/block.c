@@ -85,7 +85,7 @@ static void gate_row(const char *x, char *y, long n, long from, long to, int hal
 }
 
 /* y [rows, n] = silu(x[:, :n]) * x[:, n:], x [rows, 2 n], by a team: a row's parts begin with whole vectors. */
-static void gated(const member *me, const void *x, void *y, long rows, long n, int halves)
+void gated(const member *me, const void *x, void *y, long rows, long n, int halves)
 {
     long parts = rows % me->of ? me->of : 1, vectors = n / LANES, each = size(halves);
     MINE(i, rows * parts) {
@@ -173,7 +173,7 @@ static void come_forward(const member *me, const run *p, const layer *l)
 void through(const member *me, const run *p, const layer *l, long number)
 {
     int few = p->keep && number == p->last;
-    long hidden = l->o.out, inner = l->gate_up.out / 2, each = size(p->halves), bytes = each * hidden, entered = each * l->qkv.in;
+    long hidden = l->o.out, each = size(p->halves), bytes = each * hidden, entered = each * l->qkv.in;
     long rows = few ? p->kept : p->rows;
     MINE(r, p->rows) enter_row(l, p->x + r * bytes, p->beside ? p->beside + r * bytes : 0, p->read + r * entered, p->halves);
     join(me);
@@ -183,8 +183,14 @@ void through(const member *me, const run *p, const layer *l, long number)
     multiplied(me, &l->o, p->read, p->room, p->x, rows, p->halves, 1);
     MINE(r, rows) norm_of_row(p->x + r * bytes, l->after, p->read + r * bytes, 1, hidden, l->after_eps, p->halves);
     join(me);
+    if (l->experts) {
+        multiplied(me, &l->experts->router, p->read, p->room, p->written, rows, p->halves, 0);
+        routed(me, l->experts, p->written, p->journey, rows, p->halves);
+        through_experts(me, l->experts, p->read, p->journey, p->x, rows, p->halves, 1);
+        return;
+    }
     multiplied(me, &l->gate_up, p->read, p->room, p->written, rows, p->halves, 0);
-    gated(me, p->written, p->inner, rows, inner, p->halves);
+    gated(me, p->written, p->inner, rows, l->gate_up.out / 2, p->halves);
     join(me);
     multiplied(me, &l->down, p->inner, p->room, p->x, rows, p->halves, 1);
 }
@@ -192,17 +198,21 @@ void through(const member *me, const run *p, const layer *l, long number)
 /* Memory for a run of these layers; its own address, to be freed. */
 char *equip(run *p, const layer *layers, long count)
 {
+    const mixture *experts = 0;
     long read = 0, written = 0, inner = 0, room = 0, each = size(p->halves), at = 0;
     for (const layer *l = layers; l < layers + count; l++) {
-        const product *products[] = {&l->qkv, &l->o, &l->gate_up, &l->down};
+        const product *behind = l->experts ? &l->experts->router : &l->gate_up, *products[] = {&l->qkv, &l->o, behind, &l->down};
         read = most(read, most(l->qkv.in, most(l->o.in, l->o.out)));
-        written = most(written, most(l->gate_up.out, l->qkv.out));
+        written = most(written, most(behind->out, l->qkv.out));
         inner = most(inner, most((l->heads + l->kv_heads) * l->dim, l->down.in));
-        for (int i = 0; i < 4; i++) room = most(room, room_for(products[i], p->rows, p->halves, p->threads));
+        for (int i = 0; i < (l->experts ? 3 : 4); i++) room = most(room, room_for(products[i], p->rows, p->halves, p->threads));
+        experts = l->experts ? l->experts : experts;
     }
+    long journey = experts ? journey_for(p->journey, experts, p->rows, p->halves, p->threads, 0) : 0;
     long sizes[] = {UP(p->rows * each * read, 64), UP(p->rows * each * written, 64), UP(p->rows * each * inner, 64), UP(room, 64)};
-    char *all = aligned_alloc(64, sizes[0] + sizes[1] + sizes[2] + sizes[3]), **parts[] = {&p->read, &p->written, &p->inner, &p->room};
+    char *all = aligned_alloc(64, sizes[0] + sizes[1] + sizes[2] + sizes[3] + journey), **parts[] = {&p->read, &p->written, &p->inner, &p->room};
     for (int i = 0; i < 4; at += sizes[i++]) *parts[i] = all + at;
+    if (all && experts) journey_for(p->journey, experts, p->rows, p->halves, p->threads, all + at);
     return all;
 }
 
@@ -211,7 +221,8 @@ int blocks(const layer *layers, long count, const course *first_course, long cou
            const void *sin, long angles, int halves, int threads)
 {
     int failed = 0;
-    run p = {first_course, courses, 0, angles, x, beside, cos, sin, halves, threads, &failed, 0, 0, 0, 0, 0, 0, 0};
+    journey journey;
+    run p = {first_course, courses, 0, angles, x, beside, cos, sin, halves, threads, &failed, .journey = &journey};
     for (const course *c = first_course; c < first_course + courses; c++) p.rows += c->rows;
     char *all = equip(&p, layers, count);
     if (!all) return 1;

@@ -50,8 +50,9 @@ int forward(const model *m, const course *c, const wish *w, int threads)
     char *x = aligned_alloc(64, streams + angles + normed + room_for(&m->output, w->kept, m->halves, threads));
     char *turns = x + streams, *y = turns + angles;
     int failed = 0;
+    journey journey;
     run p = {c, 1, rows, 2 * m->dim, x, 0, turns, turns + size(m->halves) * m->dim, m->halves, threads, &failed, 0, 0, 0, 0,
-             w->tap_count && w->taps[w->tap_count - 1] == m->count - 1 ? 0 : w->keep, w->kept, m->count - 1};
+             w->tap_count && w->taps[w->tap_count - 1] == m->count - 1 ? 0 : w->keep, w->kept, m->count - 1, &journey};
     char *all = x ? equip(&p, m->layers, m->count) : 0;
     for (long r = 0; all && r < rows; r++) {
         memcpy(x + r * bytes, (const char *)m->embedding + w->ids[r] * bytes, bytes);

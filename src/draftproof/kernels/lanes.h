@@ -246,6 +246,32 @@ typedef struct {
     long in, out, bits;
 } product;
 
+/* Rows that go to different products: those from start[i] to start[i + 1] to the of[i]-th, for each of `count`. */
+typedef struct {
+    const int64_t *of, *start;
+    long count;
+} portions;
+
+/* The experts of a layer (Shazeer et al., arXiv 1701.06538): of `count` each row chooses so many. router [count, hidden]; gate_up and down
+ * [count] are of one shape and form. normed: the weights of those that a row chooses add up to 1; kept: they are rounded to the stream's type. */
+typedef struct {
+    product router;
+    const product *gate_up, *down;
+    long count, chosen;
+    int normed, kept;
+} mixture;
+
+/* Rows on their way through experts, and memory. Of each row's choices, [rows, chosen]: the experts, in `chosen`, their weights, and in
+ * `place` where it stands among the rows of all portions, -1: of no expert. read, written, inner: of those rows what products read and
+ * write, and what stands between. */
+typedef struct {
+    int64_t *chosen, *place, *of, *start;
+    float *weights;
+    char *read, *written, *inner;
+    void *room;
+    long count;
+} journey;
+
 /* Steps of a panel that are not in it, from one on: which they are, rising and ended by one that no panel has, and their words. */
 typedef struct {
     const int64_t *at;
@@ -343,6 +369,7 @@ typedef struct {
     float before_eps, after_eps, heads_eps, scaling;
     long heads, kv_heads, dim, window, normed; /* normed: x itself goes on as norm(x; of_stream) */
     void *keys, *values; /* the layer's storage, [places, kv_heads, dim] */
+    const mixture *experts; /* in place of gate_up and down, or null */
 } layer;
 
 /* A pass of the rows of `courses` courses, one after the other, and its memory, for all rows and every layer: what a product reads, what it
@@ -358,10 +385,15 @@ typedef struct {
     char *read, *written, *inner, *room;
     const int64_t *keep;
     long kept, last;
+    journey *journey; /* of layers with experts, which are all of one shape */
 } run;
 
 /* Whether so many rows of a layer are worth a team. */
-static inline int worth_a_team(const layer *l, long rows) { return rows * l->gate_up.in * l->gate_up.out > SMALL; }
+static inline int worth_a_team(const layer *l, long rows)
+{
+    const product *p = l->experts ? l->experts->gate_up : &l->gate_up;
+    return rows * p->in * p->out > SMALL;
+}
 
 void attended(const member *me, const course *c, const attention *a, int *failed);
 form form_of_whole(int bits, long in);
@@ -380,6 +412,12 @@ void open_narrow(const uint32_t *panel, long first, long count, spares *left, ui
 long room_for(const product *p, long rows, int halves, int threads);
 void multiplied(const member *me, const product *p, const void *x, void *room, void *y, long rows, int halves, int adding);
 int multiply(const product *p, const void *x, void *y, long rows, int halves, int threads);
+long room_for_each(const product *p, long rows, long all, int halves, int threads);
+void multiplied_each(const member *me, const product *products, const portions *all, const void *x, long rows, void *room, void *y, int halves);
+void gated(const member *me, const void *x, void *y, long rows, long n, int halves);
+long journey_for(journey *j, const mixture *m, long rows, int halves, int threads, char *memory);
+void through_experts(const member *me, const mixture *m, const void *x, journey *j, void *y, long rows, int halves, int adding);
+void routed(const member *me, const mixture *m, const void *logits, journey *j, long rows, int halves);
 void norm(const void *x, const void *weight, void *y, long outer, long inner, long n, long stride, float eps, int halves, int threads);
 void norm_of_row(const char *from, const void *weight, char *to, long inner, long n, float eps, int halves);
 char *equip(run *p, const layer *layers, long count);

@@ -231,6 +231,13 @@ typedef struct {
     long rows, block, blocks, stride;
 } sheaf;
 
+/* The b-th block of row r of x, in its place of what will be read. */
+static void prepare(const product *p, const form *f, const void *x, const sheaf *to, long r, long b, int halves)
+{
+    long columns = to->blocks > 1 ? to->block * f->columns : p->in;
+    f->prepare(x, r * p->in + b * columns, least(columns, p->in - b * columns), halves, (uint32_t *)to->from + (b * to->rows + r) * to->stride);
+}
+
 /* part [rows, WIDE] = x times panel a, of which a block at a time is opened once for all rows, in `open`. */
 static void multiply_opened(const product *p, const form *f, const sheaf *x, long a, uint32_t *open, float *part)
 {
@@ -281,14 +288,14 @@ static void multiply_panels(const product *p, const form *f, const sheaf *x, lon
 }
 
 /* How many of so many pieces of a product are one's own share of work; the others go to whoever has time. */
-static long shared_out(const product *p, long pieces) { return pieces - (p->in * p->out > LARGE ? pieces / 4 : 0); }
+static long shared_out(long weights, long pieces) { return pieces - (weights > LARGE ? pieces / 4 : 0); }
 
 /* A team's part of y, of panels that all rows meet at once. own: a thread's memory. */
 static void multiply_all(const member *me, const product *p, const form *f, const sheaf *x, uint32_t *own, void *y, int halves, int adding)
 {
     long count = (p->out + WIDE - 1) / WIDE, rows = x->rows;
     float *part = (float *)(own + room_to_open(p, f, rows, halves));
-    MOSTLY_MINE(a, count, shared_out(p, count)) {
+    MOSTLY_MINE(a, count, shared_out(p->in * p->out, count)) {
         if (is_opened(f, rows)) multiply_opened(p, f, x, a, own, part);
         else if (is_tiled(p, rows, halves))
             multiply_in_tiles(p, f, p->panels + a * f->words, beside(p, a, 0), x->from, rows, OPENED_FOR_TILES, own, part);
@@ -303,21 +310,18 @@ static void multiply_rows(const member *me, const product *p, const form *f, con
 {
     long count = (p->out + WIDE - 1) / WIDE, step = rows <= f->most_of_two ? 2 : 1, block = block_of(f, rows);
     long blocks = blocks_of(f, block), stride = stride_of(f, block);
-    long columns = blocks > 1 ? block * f->columns : p->in, words = arranged(p, f, rows, halves);
+    long words = arranged(p, f, rows, halves);
     const sheaf whole = {words ? room : x, rows, block, blocks, stride};
     if (is_tiled(p, rows, halves)) arrange_in_tiles(me, x, rows, p->in, room);
     else if (in_bytes(p)) arrange_whole(me, f, p->bits, x, rows, p->in, halves, room);
     else if (words) {
-        MINE(i, rows * blocks) {
-            long r = i / blocks, b = i % blocks;
-            f->prepare(x, r * p->in + b * columns, least(columns, p->in - b * columns), halves, (uint32_t *)room + (b * rows + r) * stride);
-        }
+        MINE(i, rows * blocks) prepare(p, f, x, &whole, i / blocks, i % blocks, halves);
     }
     if (words) join(me);
     if (is_shared(p, f, rows, halves)) {
         multiply_all(me, p, f, &whole, (uint32_t *)room + words + me->index * own_room(p, f, rows, halves), y, halves, adding);
     } else {
-        long pieces = (count + step - 1) / step, own = shared_out(p, pieces);
+        long pieces = (count + step - 1) / step, own = shared_out(p->in * p->out, pieces);
         MOSTLY_MINE(i, pieces, own) multiply_panels(p, f, &whole, i * step, least(step, count - i * step), y, halves, adding);
     }
     leave_tiles();
@@ -343,6 +347,101 @@ int multiply(const product *p, const void *x, void *y, long rows, int halves, in
     void *room = bytes ? aligned_alloc(64, bytes) : 0;
     if (bytes && !room) return 1;
     TOGETHER(threads, rows * p->out * p->in > SMALL, multiplied(me, p, x, room, y, rows, halves, 0));
+    free(room);
+    return 0;
+}
+
+/* Of a portion the rows as the kernels take them, and the pieces of work that it is: none where all its rows meet a panel at once. */
+typedef struct {
+    const product *p;
+    form f;
+    const char *x;
+    char *y;
+    sheaf rows;
+    long step, pieces;
+} task;
+
+/* words: of each row, in room. */
+static task task_of(const product *products, const portions *all, long i, const char *x, uint32_t *room, long words, char *y, int halves)
+{
+    task t = {products + all->of[i]};
+    const product *p = t.p;
+    long first = all->start[i], rows = all->start[i + 1] - first, each = size(halves);
+    t.f = form_of(p->bits, p->in, halves), t.x = x + each * first * p->in, t.y = y + each * first * p->out;
+    long block = block_of(&t.f, rows);
+    t.rows = (sheaf){prepared(&t.f, block) ? room + first * words : (const uint32_t *)t.x, rows, block, blocks_of(&t.f, block),
+                     stride_of(&t.f, block)};
+    t.step = rows <= t.f.most_of_two ? 2 : 1;
+    t.pieces = is_shared(p, &t.f, rows, halves) ? 0 : ((p->out + WIDE - 1) / WIDE + t.step - 1) / t.step;
+    return t;
+}
+
+/* Of 16 bits may be what could not be told in 12. */
+static long next_form(long bits) { return bits == 12 ? 16 : bits == 16 ? 12 : 0; }
+
+/* Words of a row where products of this kind meet up to so many rows of a portion one by one. */
+static long words_of_each(const product *p, long rows, int halves)
+{
+    product one = *p;
+    long words = 0;
+    for (int turn = 0; turn < 2 && one.bits; turn++, one.bits = next_form(one.bits)) {
+        const form f = form_of(one.bits, one.in, halves);
+        for (long n = 1; n <= rows && !is_shared(&one, &f, n, halves); n++) words = most(words, prepared(&f, block_of(&f, n)));
+    }
+    return words;
+}
+
+/* Bytes of memory that `multiplied_each` needs for portions of up to `rows` rows, `all` together. */
+long room_for_each(const product *p, long rows, long all, int halves, int threads)
+{
+    product one = *p;
+    long bytes = UP(4 * all * words_of_each(p, rows, halves), 64);
+    for (int turn = 0; turn < 2 && one.bits; turn++, one.bits = next_form(one.bits))
+        for (long n = 1; n <= rows; n++) bytes = most(bytes, room_for(&one, n, halves, threads));
+    return bytes;
+}
+
+/* A team's y [rows, out]: each portion of x [rows, in], none longer than `rows`, by its own of the products, which are all of one shape and
+ * form. Where few rows meet a product, the products are taken together: a thread does not wait for each of them. room: memory. All join at
+ * the end. */
+void multiplied_each(const member *me, const product *products, const portions *all, const void *x, long rows, void *room, void *y, int halves)
+{
+    long words = words_of_each(products, rows, halves), pieces = 0, at = 0, before = 0;
+    for (long i = 0; i < all->count; i++) {
+        task t = task_of(products, all, i, x, room, words, y, halves);
+        pieces += t.pieces;
+        if (!t.pieces) multiplied(me, t.p, t.x, room, t.y, t.rows.rows, halves, 0);
+    }
+    for (long i = 0; i < all->count; i++) {
+        task t = task_of(products, all, i, x, room, words, y, halves);
+        if (!t.pieces || (const void *)t.rows.from == t.x) continue;
+        if (in_bytes(t.p)) arrange_whole(me, &t.f, t.p->bits, t.x, t.rows.rows, t.p->in, halves, (uint32_t *)t.rows.from);
+        else
+            for (long r = (me->index + all->start[i]) % me->of; r < t.rows.rows; r += me->of)
+                for (long b = 0; b < t.rows.blocks; b++) prepare(t.p, &t.f, t.x, &t.rows, r, b, halves);
+    }
+    join(me);
+    if (!pieces) return;
+    long own = shared_out(pieces * WIDE * products->in, pieces);
+    task t = task_of(products, all, 0, x, room, words, y, halves);
+    MOSTLY_MINE(n, pieces, own) {
+        for (; n >= before + t.pieces; t = task_of(products, all, ++at, x, room, words, y, halves)) before += t.pieces;
+        long a = (n - before) * t.step, left = (t.p->out + WIDE - 1) / WIDE - a;
+        multiply_panels(t.p, &t.f, &t.rows, a, least(t.step, left), t.y, halves, 0);
+    }
+    leave_tiles();
+    join(me);
+}
+
+/* y [rows, out]: `multiplied_each` by threads. Returns 0, or 1 without memory. */
+int multiply_each(const product *products, const portions *all, const void *x, void *y, int halves, int threads)
+{
+    long rows = 0, total = all->start[all->count];
+    for (long i = 0; i < all->count; i++) rows = most(rows, all->start[i + 1] - all->start[i]);
+    long bytes = room_for_each(products, rows, total, halves, threads);
+    void *room = bytes ? aligned_alloc(64, bytes) : 0;
+    if (bytes && !room) return 1;
+    TOGETHER(threads, total * products->out * products->in > SMALL, multiplied_each(me, products, all, x, rows, room, y, halves));
     free(room);
     return 0;
 }

@@ -2,6 +2,8 @@
 
     x ← x + o(attention(rotary(qkv(norm(x)))))        x ← x + down(act(gate(norm(x))) · up(norm(x)))
 
+or, in place of the latter, what a mixture of such experts makes of norm(x) (experts.py).
+
 A pass over a few rows is short enough for the interpreter's share to show: transformers' block runs about 60 small operations,
 this one about 30. What is computed, and in which order values are rounded, is the same; the models' own forward stays
 the plain twin (`load_target(…, fused=False)`), and a test compares the two.
@@ -27,13 +29,15 @@ from ..core.upload import rows_of
 from .attention import attend, compiled
 from .between import Between, angles_held, rms_norm, signed, tiled_norm, turn
 from .cache import PagePool
+from .experts import Routed
 from .packed import HeldLinear, Linear, StreamedLinear, joined
 from .passes import Pass
 from .shares import bare, kept
 from .taps import SideBySide
 from .tiled import InTiles
 
-FAMILIES = {"llama": "Llama", "mistral": "Mistral", "ministral": "Ministral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
+FAMILIES = {"llama": "Llama", "mistral": "Mistral", "ministral": "Ministral", "qwen2": "Qwen2", "qwen3": "Qwen3", "mixtral": "Mixtral",
+            "qwen3_moe": "Qwen3Moe"}
 MOVING_ROPE = {"dynamic", "longrope"}  # their angles depend on the longest row of the pass, so there is no table of them
 SILU = (nn.SiLU, SiLUActivation)
 
@@ -47,19 +51,22 @@ class FusedLayer(nn.Module):
         attention, mlp = layer.self_attn, layer.mlp
         self.layer_idx, self.head_dim, self.scaling = attention.layer_idx, attention.head_dim, attention.scaling
         self.window = getattr(attention, "sliding_window", None)
-        if type(attention).__name__ == "MistralAttention":  # reads its window from the configuration
+        if type(attention).__name__ in ("MistralAttention", "MixtralAttention"):  # read their window from the configuration
             self.window = attention.config.sliding_window
         self.heads = attention.q_proj.out_features // self.head_dim
         self.kv_heads = attention.k_proj.out_features // self.head_dim
-        self.inner: int = mlp.gate_proj.out_features
         self.qkv = linear(*joined([attention.q_proj, attention.k_proj, attention.v_proj]))
         self.o = kept(attention.o_proj, linear)
-        self.gate_up = linear(*joined([mlp.gate_proj, mlp.up_proj]))
-        self.down = kept(mlp.down_proj, linear)
-        self.act = mlp.act_fn
+        self.routed = Routed(mlp, linear) if hasattr(mlp, "experts") else None
+        if self.routed is None:
+            self.gate_up = linear(*joined([mlp.gate_proj, mlp.up_proj]))
+            self.down = kept(mlp.down_proj, linear)
+        self.act = mlp.act_fn if self.routed is None else self.routed.act_fn
+        self.inner: int = mlp.gate_proj.out_features if self.routed is None else self.routed.inner
         self.input_norm, self.mlp_norm = layer.input_layernorm, layer.post_attention_layernorm
         # bound once: finding and calling a module costs as much as a small operation
-        self._products = self.qkv.forward, self.o.forward, self.gate_up.forward, self.down.forward
+        parts = [self.qkv, self.o, *([self.gate_up, self.down] if self.routed is None else ())]
+        self._products = tuple(part.forward for part in parts)
         ours = between is None and compiled(layer.input_layernorm.weight.device, layer.input_layernorm.weight.dtype)
         tiled = isinstance(self.qkv, InTiles)
         found = between or (Between(native.norm, native.turn) if ours else Between(tiled_norm if tiled else rms_norm, turn, tiled=tiled))
@@ -75,7 +82,7 @@ class FusedLayer(nn.Module):
     def run(self, x: Tensor, angles: Tensor, p: Pass, pool: PagePool) -> Tensor:
         """x [rows, hidden], which is overwritten; angles [rows, 2, head_dim], sin negative in its first half → [rows, hidden]."""
         rows, turned = x.shape[0], self.heads + self.kv_heads
-        to_qkv, to_out, to_gate_up, to_down = self._products
+        to_qkv, to_out, *mlp = self._products
         before, after = self._norms
         heads = to_qkv(self._norm(x, *before)).view(rows, -1, self.head_dim)
         qk = heads[:, :turned]
@@ -85,19 +92,24 @@ class FusedLayer(nn.Module):
         out = attend(self.layer_idx, qk[:, : self.heads], qk[:, self.heads :], heads[:, turned:], self.scaling, self.window, p, pool,
                      weigh=self._weigh)
         x.add_(to_out(out.reshape(rows, -1)))
-        return x.add_(to_down(self._gate(to_gate_up(self._norm(x, *after)))))
+        h = self._norm(x, *after)
+        return x.add_(mlp[1](self._gate(mlp[0](h))) if self.routed is None else self.routed(h))
 
     def placed(self, p: Pass) -> Pass:
         """The pass, ready for `run`."""
         return p.placed()
 
     def streamed(self) -> list[StreamedLinear]:
-        """Its products, if the block runs through our kernels alone; else none."""
-        found = [part for part in (self.qkv, self.o, self.gate_up, self.down) if isinstance(part, StreamedLinear)]
-        return found if len(found) == 4 and self._gate is native.gate else []
+        """Its products but for those of experts, if the block runs through our kernels alone; else none."""
+        wanted = [self.qkv, self.o, *([self.gate_up, self.down] if self.routed is None else ())]
+        found = [part for part in wanted if isinstance(part, StreamedLinear)]
+        behind = self._gate is native.gate if self.routed is None else self.routed.compiled
+        return found if len(found) == len(wanted) and behind else []
 
     def tile(self) -> int:
         """The rows of a tile, if every product and sum over a row has one shape (tiled.py); else 0."""
+        if self.routed is not None:
+            return 0
         tiles = [part.tile for part in (self.qkv, bare(self.o), self.gate_up, bare(self.down)) if isinstance(part, InTiles)]
         return max(tiles) if len(tiles) == 4 and self._tiled else 0
 
@@ -107,10 +119,14 @@ class FusedLayer(nn.Module):
         one = before.new_empty(0, self.kv_heads, self.head_dim)
         keys, values = pool.storage(self.layer_idx, one, one)
         of_heads, heads_eps = (None, 0.0) if self.head_norm is None else (self.head_norm.data_ptr(), self.head_eps)
+        products = [part.product for part in self.streamed()]
+        if self.routed is not None:
+            products += [native.Product(), native.Product()]
         return native.Layer(
-            *(part.product for part in self.streamed()),
+            *products,
             before.data_ptr(), after.data_ptr(), of_heads, None, before_eps, after_eps, heads_eps, self.scaling,
-            self.heads, self.kv_heads, self.head_dim, self.window or 0, 0, keys.data_ptr(), values.data_ptr())
+            self.heads, self.kv_heads, self.head_dim, self.window or 0, 0, keys.data_ptr(), values.data_ptr(),
+            None if self.routed is None else self.routed.address())
 
     def forward(
         self,
@@ -249,12 +265,17 @@ def can_fuse(model: Any) -> tuple[bool, str]:
         norms = [layer.input_layernorm, layer.post_attention_layernorm]
         norms += [attention.q_norm, attention.k_norm] if hasattr(attention, "q_norm") else []
         linears = [attention.q_proj, attention.k_proj, attention.v_proj, bare(attention.o_proj)]
-        linears += [mlp.gate_proj, mlp.up_proj, bare(mlp.down_proj)]
-        known = known and exact(layer, "DecoderLayer") and exact(attention, "Attention") and exact(mlp, "MLP")
+        if hasattr(mlp, "experts"):
+            known = known and exact(mlp, "SparseMoeBlock") and exact(mlp.gate, "TopKRouter") and exact(mlp.experts, "Experts")
+            known = known and model.device.type == "cpu"        # elsewhere they would wait to be told which experts are chosen
+        else:
+            linears += [mlp.gate_proj, mlp.up_proj, bare(mlp.down_proj)]
+            known = known and exact(mlp, "MLP")
+        known = known and exact(layer, "DecoderLayer") and exact(attention, "Attention")
         known = known and all(exact(norm, "RMSNorm") for norm in norms) and all(type(linear) is nn.Linear for linear in linears)
         known = known and attention.k_proj.out_features == attention.v_proj.out_features
     if not known:
-        return False, f"{type(model).__name__} has layers of other classes than {home} ships"
+        return False, f"{type(model).__name__} has layers of other classes than {home} ships, or experts on another device than a CPU"
     rotary = model.model.rotary_emb
     if not exact(rotary, "RotaryEmbedding") or 2 * rotary.inv_freq.shape[0] != model.model.layers[0].self_attn.head_dim:
         return False, "its rotary positions do not cover the whole head"

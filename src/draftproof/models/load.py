@@ -21,6 +21,7 @@ from ..errors import LoadError, first_line
 from . import float8, int4, int8, quantised, rows
 from .between import compare, compiled_between
 from .cropped import CroppedTarget
+from .experts import take_experts
 from .folder import check_size, check_weights, defaults_of, end_ids, read_config, read_tokenizer, saved_dtype, unread, why_not
 from .fused import FusedPass, can_fuse, fuse
 from .graphs import passes
@@ -110,6 +111,7 @@ def _made(model: Any, name: str, config: LoadConfig, tokenizer: Tokenizer | None
         form = _beside_levels(form, device)
     slim = fused and config.packed and _fuse(model, tier, form, config, ours, reasons)
     if form:
+        take_experts(model, form)
         pack(model, form, spared)
     facts = LoadFacts(
         name=name,

@@ -298,5 +298,5 @@ def _twin(layer: RowsLayer) -> Any:
     twin = copy(layer)
     twin._norm = between.rms_norm
     parts = (layer.qkv, layer.o, layer.gate_up, layer.down)
-    twin._products = tuple(part.plain if isinstance(part, ByRows) else part.forward for part in parts)  # type: ignore[assignment]
+    twin._products = tuple(part.plain if isinstance(part, ByRows) else part.forward for part in parts)
     return partial(FusedLayer.run, twin)

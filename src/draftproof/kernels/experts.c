@@ -1,0 +1,121 @@
+/* A mixture of experts: rows go to the few experts that a router chose for each of them, and what comes back is added by weight. Compiled
+ * and called by ../native.py; models/experts.py has the twin.
+ *
+ * A row is added in the order of its own choices, and its products do not feel what other rows chose: its bits are its own.
+ */
+#include <math.h>
+#include <stdlib.h>
+
+#include "lanes.h"
+
+/* Bytes of memory for so many rows; memory: it, or null. */
+long journey_for(journey *j, const mixture *m, long rows, int halves, int threads, char *memory)
+{
+    const product *up = m->gate_up, *down = m->down;
+    long all = rows * m->chosen, each = size(halves), counts = 8 * (m->count + 1), bytes = 0;
+    long room = most(room_for_each(up, rows, all, halves, threads), room_for_each(down, rows, all, halves, threads));
+    long sizes[] = {8 * all, 8 * all, counts, counts, 4 * all, each * all * up->in, each * all * up->out, each * all * down->in, room};
+    void **parts[] = {(void **)&j->chosen, (void **)&j->place, (void **)&j->of, (void **)&j->start, (void **)&j->weights,
+                      (void **)&j->read, (void **)&j->written, (void **)&j->inner, &j->room};
+    for (int i = 0; i < 9; bytes += UP(sizes[i++], 64))
+        if (memory) *parts[i] = memory + bytes;
+    return bytes;
+}
+
+/* Sort the rows' choices by expert. */
+static void depart(const mixture *m, journey *j, long all)
+{
+    int64_t *before = j->of;
+    memset(before, 0, 8 * (m->count + 1));
+    for (long i = 0; i < all; i++)
+        if (j->chosen[i] >= 0 && j->chosen[i] < m->count) before[j->chosen[i] + 1]++;
+    for (long e = 0; e < m->count; e++) before[e + 1] += before[e];
+    for (long i = 0; i < all; i++) j->place[i] = j->chosen[i] >= 0 && j->chosen[i] < m->count ? before[j->chosen[i]]++ : -1;
+    j->count = 0; /* each expert's end stands now where its beginning stood */
+    for (long e = 0, start = 0; e < m->count; e++) {
+        long end = before[e];
+        if (end == start) continue;
+        j->of[j->count] = e, j->start[j->count++] = start;
+        start = end;
+        j->start[j->count] = end;
+    }
+}
+
+/* A row's sum over its choices, in their order. */
+static void come_back(const mixture *m, const journey *j, long r, void *y, int halves, int adding)
+{
+    long hidden = m->down->out, to = r * hidden, c = 0;
+    const int64_t *place = j->place + r * m->chosen;
+    const float *weight = j->weights + r * m->chosen;
+    for (; c + LANES <= hidden; c += LANES) {
+        floats sum = {0};
+        for (long i = 0; i < m->chosen; i++)
+            if (place[i] >= 0) sum += load_lanes(j->read, place[i] * hidden + c, halves) * weight[i];
+        store_lanes(y, to + c, adding ? load_lanes(y, to + c, halves) + kept_lanes(sum, halves) : sum, halves);
+    }
+    for (; c < hidden; c++) {
+        float sum = 0;
+        for (long i = 0; i < m->chosen; i++)
+            if (place[i] >= 0) sum += load(j->read, place[i] * hidden + c, halves) * weight[i];
+        store(y, to + c, adding ? load(y, to + c, halves) + kept(sum, halves) : sum, halves);
+    }
+}
+
+/* Of rows' logits [rows, count] the experts, the likeliest first and of equals the one that comes first, and their weights, by a team. */
+void routed(const member *me, const mixture *m, const void *logits, journey *j, long rows, int halves)
+{
+    float law[m->count + LANES];
+    MINE(r, rows) {
+        float *weight = j->weights + r * m->chosen, top = -INFINITY, all = 0, sum = 0;
+        long found = 0;
+        widen(logits, r * m->count, m->count, halves, law, m->count);
+        for (long e = 0; e < m->count; e++) top = law[e] > top ? law[e] : top;
+        for (long e = 0; e < m->count; e += LANES) *(floats *)(law + e) = exponential(*(const floats *)(law + e) - top);
+        for (long e = 0; e < m->count; e++) all += law[e];
+        for (long e = 0; e < m->count; e++)
+            if (found < m->chosen || law[e] > weight[found - 1]) found = placed(law[e], e, m->chosen, found, weight, j->chosen + r * m->chosen);
+        for (long i = 0; i < m->chosen; i++) weight[i] /= all, sum += weight[i];
+        for (long i = 0; i < m->chosen; i++) weight[i] = kept(m->normed ? weight[i] / sum : weight[i], halves && m->kept);
+    }
+    join(me);
+}
+
+/* A team's y [rows, hidden]: what the chosen experts make of x [rows, hidden], by weight; or, adding, += it. */
+void through_experts(const member *me, const mixture *m, const void *x, journey *j, void *y, long rows, int halves, int adding)
+{
+    long all = rows * m->chosen, bytes = size(halves) * m->gate_up->in;
+    if (me->index == 0) depart(m, j, all);
+    join(me);
+    const portions which = {j->of, j->start, j->count};
+    long there = j->count ? j->start[j->count] : 0;
+    MINE(i, all) if (j->place[i] >= 0) memcpy(j->read + j->place[i] * bytes, (const char *)x + i / m->chosen * bytes, bytes);
+    join(me);
+    multiplied_each(me, m->gate_up, &which, j->read, rows, j->room, j->written, halves);
+    gated(me, j->written, j->inner, there, m->down->in, halves);
+    join(me);
+    multiplied_each(me, m->down, &which, j->inner, rows, j->room, j->read, halves);
+    MINE(r, rows) come_back(m, j, r, y, halves, adding);
+    join(me);
+}
+
+/* `through_experts` of rows whose experts and weights [rows, chosen] others chose. Returns 0, or 1 without memory. */
+int mix(const mixture *m, const void *x, const int64_t *chosen, const float *weights, void *y, long rows, int halves, int threads)
+{
+    journey j = {0};
+    long bytes = journey_for(&j, m, rows, halves, threads, 0);
+    char *memory = aligned_alloc(64, bytes);
+    if (!memory) return 1;
+    journey_for(&j, m, rows, halves, threads, memory);
+    memcpy(j.chosen, chosen, 8 * rows * m->chosen);
+    memcpy(j.weights, weights, 4 * rows * m->chosen);
+    TOGETHER(threads, rows * m->chosen * m->down->out * m->down->in > SMALL, through_experts(me, m, x, &j, y, rows, halves, 0));
+    free(memory);
+    return 0;
+}
+
+/* The experts and weights [rows, chosen] that logits [rows, count] choose. */
+void route(const mixture *m, const void *logits, int64_t *chosen, float *weights, long rows, int halves)
+{
+    journey j = {.chosen = chosen, .weights = weights};
+    TOGETHER(1, 0, routed(me, m, logits, &j, rows, halves));
+}

@@ -1,0 +1,212 @@
+"""Mixtures of experts by products of our own (Shazeer et al., arXiv 1701.06538): what stands for transformers' experts.
+
+    y = Σ over the experts e that a row chose, in the order of its choices:  weight · down_e(act(gate_up_e(x)))
+
+transformers multiplies with slices of one large tensor by functions whose bits depend on how many rows chose an expert, or copies the
+chosen slices first; rows of a pass then feel each other, and a router that sits on the edge turns that into another text. Here each expert
+is two layers of the form that all linear layers have, and a row's sum has an order of its own.
+
+Whatever a family does beside products (its gate, limits, a norm behind) stays its own code.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.activations import SiLUActivation
+
+from .. import native
+from ..mixtures import Mixture, Products, mix, multiply_each, route
+from .packed import HeldLinear, Linear, StreamedLinear, packed
+
+SILU = (nn.SiLU, SiLUActivation)
+
+
+def are_experts(module: nn.Module) -> bool:
+    """Whether a module is one of transformers' collections of experts, all of whose weights lie in two tensors [experts, …]."""
+    return (getattr(module, "has_gate", None) is not None and hasattr(module, "is_transposed")
+            and all(isinstance(getattr(module, name, None), Tensor) and getattr(module, name).dim() == 3 for name in _names(module)))
+
+
+def _names(module: Any) -> tuple[str, str]:
+    return "gate_up_proj" if module.has_gate else "up_proj", "down_proj"
+
+
+class Experts(nn.Module):
+    """Stands for transformers' experts, whose weights it takes one by one."""
+
+    def __init__(self, like: Any, form: Linear) -> None:
+        super().__init__()
+        self.first, self.down = (self._layers(like, name, form) for name in _names(like))
+        self.like = like
+        gate = type(like)._apply_gate
+        plain = like.has_gate and gate.__module__ == "transformers.integrations.moe" and type(like.act_fn) in SILU
+        self._products: tuple[Products, Products] | None = None
+        self._mixtures: dict[int, Mixture] = {}
+        if all(isinstance(layer, StreamedLinear) for layer in (*self.first, *self.down)):
+            self._products = _products_of(self.first), _products_of(self.down)
+        self.compiled = plain and self._products is not None and not like.has_post_expert_norm
+
+    @staticmethod
+    def _layers(like: Any, name: str, form: Linear) -> nn.ModuleList:
+        weights, biases = getattr(like, name), getattr(like, f"{name}_bias", None)
+        delattr(like, name)
+        turned = weights.detach().transpose(1, 2) if like.is_transposed else weights.detach()
+        return nn.ModuleList(form(weight, None if biases is None else biases[number].detach()) for number, weight in enumerate(turned))
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """hidden_states [rows, hidden], the experts of each row [rows, k] and their weights → [rows, hidden]. A number that no expert has
+        stands for none."""
+        if self.compiled and hidden_states.dtype in native.TYPES:
+            each = top_k_index.shape[1]
+            if each not in self._mixtures:
+                self._mixtures[each] = self.mixture(each)
+            return mix(self._mixtures[each], hidden_states, top_k_index, top_k_weights)
+        return self.steps(hidden_states, top_k_index, top_k_weights)
+
+    def mixture(self, each: int, *router: Any) -> Mixture:
+        """For `mix`, where rows choose so many; router: what `Mixture.of` takes for `route`."""
+        assert self._products is not None
+        return Mixture.of(*self._products, each, *router)
+
+    def steps(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        """The same, step by step: the twin of `mix`, and the way of families with a gate of their own."""
+        count, each = len(self.down), chosen.shape[1]
+        order = chosen.reshape(-1).sort(stable=True)
+        ends = torch.searchsorted(order.values, torch.arange(count + 1, device=x.device)).tolist()
+        rows = order.indices[ends[0]:ends[-1]]
+        starts = [end - ends[0] for end in ends]
+        inner = self._multiplied(0, x[rows // each], starts)
+        inner = self.like._apply_gate(inner) if self.like.has_gate else self.like.act_fn(inner)
+        out = self._multiplied(1, inner, starts)
+        if self.like.has_post_expert_norm:
+            out = self.like.post_expert_norm(out)
+        apart = out.new_zeros(chosen.numel(), out.shape[1], dtype=torch.float32)
+        apart[rows] = out.float() * weights.reshape(-1)[rows, None].float()
+        found = apart.view(*chosen.shape, out.shape[1])
+        total = found[:, 0]
+        for choice in range(1, each):
+            total = total + found[:, choice]
+        return total.to(x.dtype)
+
+    def _multiplied(self, side: int, x: Tensor, starts: Sequence[int]) -> Tensor:
+        """Rows in the order of their experts, each by its own expert's first layer, or second."""
+        layers: Any = self.down if side else self.first
+        parts = [(number, start, end) for number, (start, end) in enumerate(pairwise(starts)) if start < end]
+        if self._products is not None and x.dtype in native.TYPES:
+            return multiply_each(self._products[side], x, parts)
+        out: Tensor = x.new_empty(len(x), layers[0].out_features)
+        for number, start, end in parts:
+            out[start:end] = layers[number](x[start:end])
+        return out
+
+
+class Routed(nn.Module):
+    """Experts behind a router that takes the likeliest of a softmax, as those of Mixtral and Qwen 3 (arXiv 2401.04088)."""
+
+    def __init__(self, block: Any, form: Linear) -> None:
+        super().__init__()
+        router = block.gate
+        self.each: int = router.top_k
+        self.normed: bool = getattr(router, "norm_topk_prob", True)         # whether weights add up to 1
+        self.kept = type(router).__name__.startswith("Qwen")                # in the stream's own type
+        self.router = (HeldLinear if form is HeldLinear else packed)(router.weight.detach(), None)
+        self.experts = Experts(block.experts, form)
+        self.act_fn, self.inner = self.experts.like.act_fn, block.experts.intermediate_dim
+        self._mixture: Mixture | None = None
+        if self.experts.compiled and isinstance(self.router, StreamedLinear):
+            self._mixture = self.experts.mixture(self.each, self.router.product, self.normed, self.kept)
+        self.compiled = self._mixture is not None
+
+    def address(self) -> int:
+        """Of the `Mixture`, for kernels/block.c."""
+        assert self._mixture is not None
+        return ctypes.addressof(self._mixture)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [rows, hidden] → [rows, hidden]."""
+        logits = self.router(x)
+        if self._mixture is not None and x.dtype in native.TYPES:
+            return mix(self._mixture, x, *route(self._mixture, logits))
+        return self.experts(x, *self.choose(logits))                        # type: ignore[no-any-return]
+
+    def choose(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """The twin of `route`: of logits [rows, experts] the experts and weights [rows, k]."""
+        weights, chosen = (found[:, : self.each] for found in logits.float().softmax(-1).sort(stable=True, dim=-1, descending=True))
+        if self.normed:
+            weights = weights / weights.sum(-1, keepdim=True)
+        return chosen, weights.to(logits.dtype) if self.kept else weights
+
+
+def _products_of(layers: Iterable[Any]) -> Products:
+    found = [layer.product for layer in layers]
+    return (native.Product * len(found))(*found)
+
+
+class RouterWeight(Tensor):
+    """A router's weight [experts, hidden], which its module multiplies by itself, often in float32: here by a product of ours, whose rows
+    do not feel each other."""
+
+    layer: StreamedLinear
+    stored: Tensor
+
+    @staticmethod
+    def __new__(cls, layer: StreamedLinear, stored: Tensor, dtype: torch.dtype) -> RouterWeight:
+        made: RouterWeight = Tensor._make_wrapper_subclass(cls, stored.shape, dtype=dtype, device=stored.device)
+        made.layer, made.stored = layer, stored
+        return made
+
+    def __init__(self, *_: Any) -> None:
+        pass
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs, name = kwargs or {}, getattr(function, "__name__", "")
+        if function is nn.functional.linear and len(args) > 1 and isinstance(args[1], RouterWeight) and args[0].dtype in native.TYPES:
+            bias = args[2] if len(args) > 2 else kwargs.get("bias")
+            found = native.multiply(args[0], args[1].layer.product)
+            return found if bias is None else found + bias
+        if isinstance(args[0], RouterWeight) and (name in ("float", "detach") or name in ("to", "type") and not kwargs):
+            wanted = {"float": torch.float32, "detach": args[0].dtype}.get(name) or args[1]
+            if wanted in (torch.float32, args[0].stored.dtype):         # which hold every value
+                return RouterWeight(args[0].layer, args[0].stored, wanted)
+        if name in ("__get__", "size", "dim", "numel", "element_size", "is_floating_point"):
+            with torch._C.DisableTorchFunctionSubclass():
+                return function(*args, **kwargs)
+        return function(*_plain(args), **_plain(kwargs))
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        return function(*_plain(args), **_plain(kwargs or {}))
+
+
+def _plain(found: Any) -> Any:
+    if isinstance(found, dict):
+        return {key: _plain(value) for key, value in found.items()}
+    if type(found) in (list, tuple):
+        return type(found)(map(_plain, found))
+    return found.stored.to(found.dtype) if isinstance(found, RouterWeight) else found
+
+
+def take_experts(model: nn.Module, form: Linear) -> None:
+    """Replace every collection of experts below `model`, in place and one after the other, and on a CPU the routers beside them."""
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if are_experts(child):
+                setattr(parent, name, Experts(child, form))
+                _take_router(parent, len(getattr(parent, name).down))
+
+
+def _take_router(parent: nn.Module, count: int) -> None:
+    for router in parent.children():
+        weight = getattr(router, "weight", None)
+        if isinstance(weight, nn.Parameter) and not isinstance(router, nn.Linear) and weight.dim() == 2 and len(weight) == count:
+            layer = packed(weight.detach(), None) if weight.device.type == "cpu" else None
+            if isinstance(layer, StreamedLinear):
+                del router.weight
+                router.weight = RouterWeight(layer, weight.detach(), weight.dtype)

@@ -1,0 +1,210 @@
+"""Experts by our own products against transformers' and against their own steps; rows that feel nobody; routers; and what a load says."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import families
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from draftproof import native
+from draftproof.config import LoadConfig
+from draftproof.mixtures import route
+from draftproof.models import int4, int8
+from draftproof.models.experts import Experts, Routed, RouterWeight, are_experts, take_experts
+from draftproof.models.load import load_target
+from draftproof.models.packed import HeldLinear, packed
+from draftproof.models.paged import PagedTarget
+from draftproof.models.tiled import TiledLinear
+
+compiled = pytest.mark.skipif(not native.available()[0], reason=native.available()[1])
+HIDDEN, INNER, COUNT, EACH = 96, 72, 8, 3
+SIZES = {"hidden_size": HIDDEN, "intermediate_size": INNER, "moe_intermediate_size": INNER, "num_local_experts": COUNT,
+         "num_experts": COUNT, "n_routed_experts": COUNT, "num_experts_per_tok": EACH, "num_hidden_layers": 1, "num_attention_heads": 4,
+         "num_key_value_heads": 2, "vocab_size": 64, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 0, "q_lora_rank": None}
+KINDS = ("qwen3_moe", "deepseek_v3", "gpt_oss", "nemotron_h")       # silu gates; a gate with limits, biases and turned weights; no gate
+PLACES = {"nemotron_h": {"layers_block_type": ["moe"], "mamba_num_heads": 8, "mamba_head_dim": 16, "n_groups": 2, "ssm_state_size": 16}}
+
+
+def experts(kind: str, dtype: torch.dtype, seed: int = 0) -> Any:
+    """transformers' experts with random weights that are all bfloat16 numbers."""
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **SIZES, **PLACES.get(kind, {})), dtype=dtype)
+    found = next(module for module in model.modules() if are_experts(module))
+    with torch.no_grad():
+        for parameter in found.parameters():
+            parameter.normal_(0, 0.1).copy_(parameter.bfloat16())
+    return found.requires_grad_(False)
+
+
+def asked(rows: int, dtype: torch.dtype, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    random = torch.Generator().manual_seed(seed)
+    chosen = torch.stack([torch.randperm(COUNT, generator=random)[:EACH] for _ in range(rows)])
+    return torch.randn(rows, HIDDEN, generator=random).to(dtype), chosen, torch.rand(rows, EACH, generator=random).to(dtype)
+
+
+@pytest.mark.parametrize("form", [HeldLinear, packed, int8.linear, int4.linear, TiledLinear], ids=lambda form: form.__name__)
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 2e-6), (torch.bfloat16, 0.01)])
+@pytest.mark.parametrize("kind", KINDS)
+def test_experts_are_those_of_transformers(kind: str, dtype: torch.dtype, tolerance: float, form: Any) -> None:
+    """Rounded weights are those that a linear layer of the form has, too."""
+    theirs = experts(kind, dtype)
+    ours = Experts(copy.deepcopy(theirs), form)
+    if form in (int8.linear, int4.linear):
+        tolerance = 0.08 if form is int8.linear else 0.4
+    for rows in (1, 2, 7, 40, 150):
+        x, chosen, weights = asked(rows, dtype)
+        want, found = theirs(x, chosen, weights).float(), ours(x, chosen, weights).float()
+        assert found.shape == want.shape and float((found - want).abs().max()) <= tolerance * float(want.abs().max()), rows
+
+
+@compiled
+@pytest.mark.parametrize("form", [packed, int8.linear, int4.linear], ids=lambda form: form.__name__)
+@pytest.mark.parametrize("dtype", native.TYPES, ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_call_is_its_steps_and_a_row_does_not_feel_the_others(kind: str, dtype: torch.dtype, form: Any, other_kernels: None) -> None:
+    """A gate of a family's own is torch's, whose vectors end where a pass does: in float32 its last bits depend on the rows."""
+    ours = Experts(experts(kind, dtype), form)
+    assert ours.compiled == (kind in ("qwen3_moe", "deepseek_v3"))
+    for rows in (1, 2, 5, 33, 150):
+        x, chosen, weights = asked(rows, dtype, rows)
+        found = ours(x, chosen, weights)
+        near = 1e-5 if dtype == torch.float32 and form is packed else 0.01          # inner numbers are rounded, some on an edge
+        assert torch.allclose(found.float(), ours.steps(x, chosen, weights).float(), rtol=near, atol=near)
+        if ours.compiled or dtype == torch.bfloat16:
+            assert torch.equal(found, torch.cat([ours(x[i:i + 1], chosen[i:i + 1], weights[i:i + 1]) for i in range(rows)]))
+        order = torch.randperm(rows, generator=torch.Generator().manual_seed(rows))
+        if ours.compiled:
+            assert torch.equal(found[order], ours(x[order], chosen[order], weights[order]))
+
+
+@compiled
+@pytest.mark.parametrize("threads", [1, 2, 3, 5])
+def test_the_number_of_threads_moves_no_bit(threads: int) -> None:
+    ours, before = Experts(experts("qwen3_moe", torch.bfloat16), packed), torch.get_num_threads()
+    found = {}
+    try:
+        for count in (1, threads):
+            torch.set_num_threads(count)
+            found[count] = [ours(*asked(rows, torch.bfloat16, rows)) for rows in (1, 3, 20, 200)]
+    finally:
+        torch.set_num_threads(before)
+    assert all(map(torch.equal, found[1], found[threads]))
+
+
+@compiled
+def test_experts_whose_weights_do_not_fit_twelve_bits_stand_beside_others() -> None:
+    theirs = experts("qwen3_moe", torch.bfloat16)
+    spread = torch.randn(INNER, HIDDEN, generator=torch.Generator().manual_seed(1)).mul(12).exp2()
+    theirs.gate_up_proj[2, :INNER] = (theirs.gate_up_proj[2, :INNER].float() * spread).bfloat16()
+    ours = Experts(copy.deepcopy(theirs), packed)
+    if native.takes_narrow():
+        assert {layer.bits for layer in ours.first} == {12, 16}
+    for rows in (1, 6, 30, 120):
+        x, chosen, weights = asked(rows, torch.bfloat16, 2)
+        want, found = theirs(x, chosen, weights).float(), ours(x, chosen, weights)
+        assert float((found.float() - want).abs().max()) <= 0.01 * float(want.abs().max())
+        assert torch.equal(found, torch.cat([ours(x[i:i + 1], chosen[i:i + 1], weights[i:i + 1]) for i in range(rows)]))
+
+
+@pytest.mark.parametrize("form", [HeldLinear, packed], ids=lambda form: form.__name__)
+def test_an_expert_that_there_is_not_adds_nothing(form: Any) -> None:
+    ours = Experts(experts("qwen3_moe", torch.float32), form)
+    x, chosen, weights = asked(6, torch.float32)
+    none, without = chosen.clone(), weights.clone()
+    none[1, 0] = none[4, 2] = none[5] = COUNT
+    without[1, 0] = without[4, 2] = without[5] = 0
+    assert torch.allclose(ours(x, none, weights), ours(x, chosen, without), atol=1e-6)
+    assert not ours(x, none, weights)[5].any()
+    assert not ours(x, torch.full_like(chosen, COUNT), weights).any() and ours(x[:0], chosen[:0], weights[:0]).shape == (0, HIDDEN)
+
+
+def routed(kind: str, dtype: torch.dtype, form: Any = packed) -> tuple[Routed, Any]:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **SIZES), dtype=dtype).requires_grad_(False)
+    block = next(module for module in model.modules() if hasattr(module, "experts"))
+    for parameter in block.parameters():
+        parameter.normal_(0, 0.3).copy_(parameter.bfloat16())
+    return Routed(copy.deepcopy(block), form), block
+
+
+@compiled
+@pytest.mark.parametrize("dtype", native.TYPES, ids=str)
+@pytest.mark.parametrize("kind", ["qwen3_moe", "mixtral"])
+def test_a_router_takes_the_likeliest_and_of_equals_the_first(kind: str, dtype: torch.dtype, other_kernels: None) -> None:
+    ours, theirs = routed(kind, dtype)
+    assert ours.compiled
+    mixture = ours.experts.mixture(EACH, ours.router.product, ours.normed, ours.kept)
+    logits = torch.randn(200, COUNT, generator=torch.Generator().manual_seed(3)).mul(2).round().to(dtype)      # many of them are equal
+    chosen, weights = route(mixture, logits)
+    plain, law = ours.choose(logits)
+    assert torch.equal(chosen, plain) and torch.allclose(weights, law.float(), rtol=1e-2 if dtype == torch.bfloat16 else 1e-5)
+    assert sum(len(set(row)) < COUNT for row in logits.tolist()) > 100
+    x = torch.randn(30, HIDDEN, generator=torch.Generator().manual_seed(4)).to(dtype)
+    want, found = theirs(x[None])[0].float(), ours(x).float()
+    apart = (want - found).abs().amax(-1) > (0.02 if dtype == torch.bfloat16 else 1e-5) * want.abs().max()
+    assert int(apart.sum()) <= (2 if dtype == torch.bfloat16 else 0)            # rows whose router sits on an edge
+
+
+@compiled
+def test_what_is_no_number_reaches_its_own_row_alone() -> None:
+    ours, _ = routed("qwen3_moe", torch.bfloat16)
+    x = torch.randn(5, HIDDEN, generator=torch.Generator().manual_seed(5)).bfloat16()
+    want = ours(x)
+    x[2, 7] = torch.nan
+    found = ours(x)
+    assert found[2].isnan().all() and all(torch.equal(found[i], want[i]) for i in (0, 1, 3, 4))
+
+
+@compiled
+@pytest.mark.parametrize("wide", [False, True])
+def test_a_routers_weight_is_multiplied_by_rows_that_do_not_feel_each_other(wide: bool) -> None:
+    weight = torch.randn(COUNT, HIDDEN, generator=torch.Generator().manual_seed(6)).bfloat16()
+    held = RouterWeight(packed(weight, None), weight, weight.dtype)             # type: ignore[arg-type]
+    x = torch.randn(9, HIDDEN, generator=torch.Generator().manual_seed(7)).bfloat16()
+
+    def logits(x: Tensor, weight: Tensor) -> Tensor:
+        return functional.linear(x.type(torch.float32), weight.type(torch.float32)) if wide else functional.linear(x, weight)
+
+    found, want = logits(x, held), logits(x, weight)
+    assert found.dtype == want.dtype and torch.allclose(found, want, rtol=0.01, atol=0.05)
+    assert torch.equal(found, torch.cat([logits(x[i:i + 1], held) for i in range(9)]))
+    bias = torch.randn(COUNT, generator=torch.Generator().manual_seed(8)).bfloat16()
+    assert torch.equal(functional.linear(x, held, bias), functional.linear(x, held) + bias)
+    assert torch.equal(x @ held.t(), x @ weight.t()) and held.shape == weight.shape and held.float().dtype == torch.float32
+    assert torch.equal(held.float() * 2, weight.float() * 2) and torch.equal(torch.cat([held, held]), torch.cat([weight, weight]))
+
+
+@compiled
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "gpt_oss", "olmoe", "qwen2_moe", "glm4_moe", "ernie4_5_moe", "deepseek_v3"])
+def test_speculation_is_invisible_with_experts_in_bfloat16(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A router on the edge chose other experts for a rounding's sake: our attention seemed another, and rows felt each other."""
+    more = {**families.MOE, "head_dim": 16, "n_routed_experts": 4, "moe_num_experts": 4, "moe_k": 2, "n_group": 1, "topk_group": 1,
+            "shared_expert_intermediate_size": 48, "first_k_dense_replace": 1, "kv_lora_rank": 16, "q_lora_rank": None,
+            "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 16, "num_hidden_layers": 4,
+            **({"num_key_value_heads": 4} if family == "deepseek_v3" else {})}
+    monkeypatch.setitem(families.FAMILIES, family, more)
+    families.build(family).bfloat16().save_pretrained(tmp_path)
+    target = load_target(tmp_path, LoadConfig(device="cpu", dtype="bfloat16", page_tokens=16))
+    assert isinstance(target, PagedTarget), target.facts.reasons
+    assert target.facts.invisible, target.facts.invisible_reason
+
+
+def test_experts_are_taken_wherever_they_stand_and_routers_beside_them() -> None:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen3_moe", **{**SIZES, "num_hidden_layers": 2}), dtype=torch.bfloat16)
+    model.requires_grad_(False)
+    want = model(input_ids=torch.tensor([[1, 2, 3]])).logits.float()
+    take_experts(model, packed)
+    found = [module for module in model.modules() if isinstance(module, Experts)]
+    assert len(found) == 2 and not any(are_experts(module) for module in model.modules())
+    if native.available()[0]:
+        assert all(isinstance(layer.mlp.gate.weight, RouterWeight) for layer in model.model.layers)
+    assert float((model(input_ids=torch.tensor([[1, 2, 3]])).logits.float() - want).abs().max()) <= 0.05 * float(want.abs().max())
+    assert not [name for name, parameter in model.named_parameters() if isinstance(parameter, nn.Parameter) and parameter.dim() == 3]
