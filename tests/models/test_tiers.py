@@ -84,6 +84,22 @@ def test_a_window_that_reaches_attention_is_no_hindrance(family: str, tmp_path: 
     assert target.facts.tier == 1 and off(model, target) < 1e-3
 
 
+@pytest.mark.parametrize(("family", "seed"), [("mixtral", 0), ("mixtral", 6), ("qwen3_moe", 6)])
+def test_what_bfloat16_loses_does_not_reach_the_choice_of_experts(family: str, seed: int, tmp_path: Path) -> None:
+    """Other rounding before a router lets it choose other experts, which was taken for another mask."""
+    families.build(family, seed).bfloat16().save_pretrained(tmp_path)
+    target = load_target(tmp_path, LoadConfig(self_test=False, dtype="bfloat16"))
+    assert target.facts.tier == 1, target.facts.reasons["tier"]
+    assert {layer.mlp.experts.config._experts_implementation for layer in target.model.model.layers} == {"grouped_mm"}
+
+
+def test_a_model_that_does_not_run_is_refused(tmp_path: Path) -> None:
+    """It ended in a traceback of its own code."""
+    saved("qwen3_moe", {**families.MOE, "head_dim": 16, "num_experts_per_tok": 5}, tmp_path)
+    with pytest.raises(LoadError, match=r"Qwen3MoeForCausalLM cannot read a text of 24 tokens .*: correct config.json"):
+        load_target(tmp_path)
+
+
 def longcat(folder: Path) -> PreTrainedModel:
     """Its router multiplies by its layer's weight itself, and its two sublayers count their keys apart."""
     return saved("longcat_flash", {**LATENT, "num_layers": 2, "ffn_hidden_size": 96, "expert_ffn_hidden_size": 48, "n_routed_experts": 4,

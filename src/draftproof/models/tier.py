@@ -6,16 +6,18 @@ runs, transformers hands over the rule of each mask, and the rule is asked about
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.masking_utils import causal_mask_function
 
-from ..errors import first_line
+from ..errors import LoadError, first_line
 from . import attention
 from .cache import PagePool
 from .passes import Pass, Path
@@ -23,11 +25,13 @@ from .passes import Pass, Path
 Rule = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]  # batch, head, position of a query, positions of keys → which of them it reads
 
 WATCHED = "draftproof_watched"  # our attention, and a look at what it is given
+SILENT = "draftproof_silent"  # experts that add nothing
 RECURRENT = {"linear_attention", "hybrid", "hybrid_sliding"}  # kinds of layers whose state has no positions
 ROWS, PAGE = 24, 8  # tokens of the text, and keys of a page
 
 
 def tier_of(model: Any, context: int, reasons: dict[str, str]) -> int:
+    """1, 2 or 3; reasons["tier"] says why. Raises LoadError for a model whose own code cannot run it."""
     kinds = set(getattr(model.config.get_text_config(), "layer_types", None) or ["full_attention"])
     foreign = kinds - {"full_attention", "sliding_attention"}
     if getattr(model, "_is_stateful", False) or kinds & RECURRENT:
@@ -39,7 +43,8 @@ def tier_of(model: Any, context: int, reasons: dict[str, str]) -> int:
     if foreign:
         reasons["tier"] = f"2, the model's own cache: layers of kind {', '.join(sorted(foreign))} have masks of their own"
         return 2
-    difference = pages_agree(model, context)
+    with silent_experts(model):
+        difference = pages_agree(model, context)
     if isinstance(difference, str):
         reasons["tier"] = f"2, the model's own cache: {difference}"
         return 2
@@ -50,12 +55,18 @@ def tier_of(model: Any, context: int, reasons: dict[str, str]) -> int:
 @torch.inference_mode()
 def pages_agree(model: Any, context: int) -> float | str:
     """Largest relative difference between the model's logits of a short text and ours, whose second half reads the keys of the first in
-    pages; or why our attention cannot be used. Leaves the model with the attention that is to be used."""
+    pages; or why our attention cannot be used. Leaves the model with the attention that is to be used. Raises LoadError if the model fails
+    with its own."""
     device, rows = model.device, min(ROWS, max(2, context - 1))
     ids = (torch.arange(rows, device=device) * 7919 % model.config.get_text_config().vocab_size)[None]
     at = torch.arange(rows, device=device)[None]
     before = model.config._attn_implementation
-    stock = model(input_ids=ids, position_ids=at, use_cache=False).logits.float()
+    try:
+        stock = model(input_ids=ids, position_ids=at, use_cache=False).logits.float()
+    except Exception as error:
+        kind, why = type(model).__name__, f"{type(error).__name__}: {first_line(error)}"
+        raise LoadError(f"{kind} cannot read a text of {rows} tokens ({why}): correct config.json, or look for a release of transformers "
+                        "that runs this model") from error
     pool, pages, parts = WatchedPool(context, device), [3, 1, 2], []
     try:
         for name, start, end in ((WATCHED, 0, rows // 2), (attention.NAME, rows // 2, rows)):
@@ -71,11 +82,33 @@ def pages_agree(model: Any, context: int) -> float | str:
         why = f"its attention cannot be replaced ({first_line(error)})"
     if not why:
         difference = float((torch.cat(parts, 1) - stock).abs().max() / stock.abs().max().clamp_min(1e-6))
-        if difference <= (1e-3 if next(model.parameters()).dtype == torch.float32 else 0.05):
+        exact = next(model.parameters()).dtype == torch.float32
+        if difference <= (1e-3 if exact else 0.05):
             return difference
-        why = f"our attention gives other logits (relative difference {difference:.1e}), so it has a mask we do not know"
+        why = f"our attention gives other logits (relative difference {difference:.1e}), so it has a mask we do not know" + (
+            "" if exact else ", or enlarges what rounding loses: with dtype float32 the load tells which")
     model.set_attn_implementation(before)
     return why
+
+
+@contextmanager
+def silent_experts(model: nn.Module) -> Iterator[None]:
+    """While attention is compared, experts add nothing, where transformers lets us say so: what another order of additions changes in
+    bfloat16 is enough to let a router choose others, and their difference is as large as that of another mask."""
+    modules: Iterator[Any] = model.modules()
+    configs = list({id(module.config): module.config for module in modules if hasattr(module, "is_concatenated")}.values())
+    before = [config._experts_implementation for config in configs]
+    try:
+        for config in configs:
+            config._experts_implementation = SILENT
+        yield
+    finally:
+        for config, was in zip(configs, before, strict=True):
+            config._experts_implementation = was
+
+
+def _silent(module: nn.Module, hidden: Tensor, *_: Any, **__: Any) -> Tensor:
+    return torch.zeros_like(hidden)
 
 
 class WatchedPool(PagePool):
@@ -139,3 +172,4 @@ def _mask(*, batch_size: int, q_length: int, kv_length: int, mask_function: Rule
 
 AttentionInterface.register(WATCHED, _watched)
 AttentionMaskInterface.register(WATCHED, _mask)
+ALL_EXPERTS_FUNCTIONS.register(SILENT, _silent)
