@@ -12,6 +12,7 @@ import transformers
 from packaging.version import Version
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from draftproof import Engine
 from draftproof.config import LoadConfig
 from draftproof.errors import LoadError
 from draftproof.models.load import load_target
@@ -21,6 +22,8 @@ from draftproof.types import Draft
 WINDOW, LENGTH = 32, 90
 MOE = {**families.MOE, "shared_expert_intermediate_size": 48}
 LATENT = {"num_key_value_heads": 4, "q_lora_rank": 32, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 16}
+LONGCAT = {**LATENT, "ffn_hidden_size": 96, "expert_ffn_hidden_size": 48, "n_routed_experts": 4, "moe_topk": 2, "zero_expert_num": 1,
+           "head_dim": 16}
 
 # why they are not tier 1 → tier: options
 TWICE = {"diffllama": {}, "hrm_text": {"num_hidden_layers": 1}}  # two attention calls under one number
@@ -102,8 +105,7 @@ def test_a_model_that_does_not_run_is_refused(tmp_path: Path) -> None:
 
 def longcat(folder: Path) -> PreTrainedModel:
     """Its router multiplies by its layer's weight itself, and its two sublayers count their keys apart."""
-    return saved("longcat_flash", {**LATENT, "num_layers": 2, "ffn_hidden_size": 96, "expert_ffn_hidden_size": 48, "n_routed_experts": 4,
-                                   "moe_topk": 2, "zero_expert_num": 1, "head_dim": 16}, folder)
+    return saved("longcat_flash", {**LONGCAT, "num_layers": 2}, folder)
 
 
 def test_a_layer_whose_weight_the_model_reads_by_hand_stays_as_it_is(tmp_path: Path) -> None:
@@ -113,6 +115,17 @@ def test_a_layer_whose_weight_the_model_reads_by_hand_stays_as_it_is(tmp_path: P
     kinds = {name: type(layer) for name, layer in target.model.named_modules() if name.endswith(("classifier", "o_proj", "lm_head"))}
     assert {kind is torch.nn.Linear for name, kind in kinds.items() if name.endswith("classifier")} == {True}
     assert torch.nn.Linear not in {kind for name, kind in kinds.items() if not name.endswith("classifier")}
+
+
+@pytest.mark.parametrize("layers", [1, 2])
+def test_layers_that_attend_twice_are_one_each(layers: int, tmp_path: Path) -> None:
+    """Drafters found none of two, and of one the two attentions in it."""
+    saved("longcat_flash", {**LONGCAT, "num_hidden_layers": 2 * layers, "num_layers": layers}, tmp_path)
+    target = load_target(tmp_path, LoadConfig(self_test=False))
+    assert list(target.parts.layers) == list(target.model.model.layers)
+    engine = Engine(target, "layer-skip:exit=1", 2)
+    out = engine.generate([3, 1, 4, 1, 5], max_tokens=8, temperature=0)
+    assert out.speculation["state"] == "on" and len(out.token_ids) == 8
 
 
 def test_weights_that_the_first_pass_changes_are_packed_behind_it(tmp_path: Path) -> None:

@@ -330,10 +330,11 @@ def _context(text: Any) -> int:
 
 
 def _parts(model: Any, saved: torch.dtype) -> TargetParts:
-    embed, output, count = model.get_input_embeddings(), model.get_output_embeddings(), model.config.get_text_config().num_hidden_layers
+    embed, output, text = model.get_input_embeddings(), model.get_output_embeddings(), model.config.get_text_config()
+    counts = {text.num_hidden_layers, getattr(text, "num_layers", None)}    # LongCat's layers attend twice: its configuration has both
     for body in model.modules():
         for child in body.children():
-            if isinstance(child, nn.ModuleList) and len(child) == count:
+            if isinstance(child, nn.ModuleList) and len(child) in counts:
                 norm = next((getattr(body, name) for name in FINAL_NORMS if isinstance(getattr(body, name, None), nn.Module)), None)
                 return TargetParts(embed, output, list(child), model.config, norm, saved)
     return TargetParts(embed, output, (), model.config, saved_as=saved)
