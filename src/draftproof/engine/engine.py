@@ -32,7 +32,7 @@ from .port import Completion, TokenEvent
 from .profile import profile
 from .records import Recorder
 from .sequence import Sequence
-from .setup import check_depth, control_of, draft_bytes, open_drafter, open_target
+from .setup import check_depth, control_of, draft_bytes, open_drafter, open_target, spec_of
 from .speculation import UNASKED, Speculation
 from .turn import Turn
 
@@ -100,7 +100,7 @@ class Engine:
         self.load, self.config = load or LoadConfig(), config or EngineConfig()
         if depth != "auto" and not is_integer(depth):
             raise OptionError(f"depth={depth!r}: expected auto or an integer ≥ 0")
-        spec = drafter if isinstance(drafter, str) else drafter.name
+        spec = spec_of(drafter)
         self.settings = SpeculationConfig(drafter=spec, depth=None if depth == "auto" else int(depth), tree=tree, rule=rule)
         self._fixed = self.settings.depth                           # as asked: a drafter that comes back after none has it again
         self.target = open_target(target, self.load)
@@ -208,7 +208,7 @@ class Engine:
         if depth_cap is not None and not (is_integer(depth_cap) and depth_cap >= 0):
             raise OptionError(f"depth_cap={depth_cap!r}: expected an integer ≥ 0")
         if drafter is not None:
-            spec = drafter if isinstance(drafter, str) else drafter.name
+            spec = spec_of(drafter)
             settings = replace(self.settings, drafter=spec, depth=None if spec == "none" else self._fixed)
             worker = open_drafter(drafter, self.target, settings, self.load)
             self.settings = settings
@@ -275,7 +275,7 @@ class Engine:
                 profile(self.target, self._passes, self.config.max_batch, self.config.profile_s)
 
     def _other(self, drafter: str | Drafter) -> tuple[str, Speculation]:
-        spec = drafter if isinstance(drafter, str) else drafter.name
+        spec = spec_of(drafter)
         lane = self._lane(drafter, replace(self.settings, drafter=spec))
         if lane.drafter is None:
             raise OptionError(f"others: {spec!r}; expected drafters that guess: none needs no loading")

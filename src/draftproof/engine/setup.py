@@ -23,6 +23,14 @@ def open_target(target: str | PathLike[str] | Target | None, load: LoadConfig) -
     return load_target(builtin("target") if target is None else fspath(target), load)
 
 
+def spec_of(drafter: object) -> str:
+    """The spec, or a drafter's name. Raises OptionError for anything else."""
+    spec = drafter if isinstance(drafter, str) else getattr(drafter, "name", None)
+    if not isinstance(spec, str):
+        raise OptionError(f"drafter={drafter!r}: expected a spec such as 'ngram', a Drafter, or 'none'")
+    return spec
+
+
 def open_drafter(drafter: str | Drafter, target: Target, settings: SpeculationConfig, load: LoadConfig) -> Drafter | None:
     """The drafter of a spec, checked against the target, the rule and the shape of drafts; None is no drafter.
 
