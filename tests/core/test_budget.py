@@ -6,6 +6,7 @@ import itertools
 import random
 from itertools import accumulate
 
+import numpy as np
 import pytest
 import torch
 
@@ -15,6 +16,7 @@ from draftproof.core.budget import (
     best_batch,
     best_depth,
     break_even,
+    distinct_experts,
     expected_tokens,
     expected_tokens_iid,
     match_acceptance,
@@ -48,6 +50,32 @@ def test_expected_tokens():
     assert expected_tokens_iid(1.0, 5) == 6
     # convexity: a mixture of requests emits more than one request of the mean acceptance
     assert (expected_tokens_iid(0.2, 4) + expected_tokens_iid(0.8, 4)) / 2 > expected_tokens_iid(0.5, 4)
+
+
+@pytest.mark.parametrize(("experts", "chosen", "rows"), [(4, 2, 1), (4, 2, 3), (5, 1, 4), (3, 2, 5), (4, 3, 4), (3, 3, 2), (6, 2, 0)])
+def test_distinct_experts_by_enumeration(experts, chosen, rows):
+    """Over every choice that so many rows can make; and in groups of which each row chooses one first, as DeepSeek's do."""
+    choices = [*itertools.product(itertools.combinations(range(experts), chosen), repeat=rows)]
+    mean = sum(len(set().union(*each)) for each in choices) / len(choices)
+    assert distinct_experts(experts, chosen, rows) == pytest.approx(mean, rel=1e-12, abs=1e-12)
+    if experts % 2 == 0 and chosen <= experts // 2:
+        groups = range(experts // 2), range(experts // 2, experts)
+        choices = [*itertools.product([one for group in groups for one in itertools.combinations(group, chosen)], repeat=rows)]
+        mean = sum(len(set().union(*each)) for each in choices) / len(choices)
+        assert distinct_experts(experts, chosen, rows) == pytest.approx(mean, rel=1e-12, abs=1e-12)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_unequal_experts_are_fewer(seed):
+    """A router that prefers some experts: its rows, independent as before, read no more than those of an even one."""
+    experts, rows = 5, 4
+    dice = random.Random(seed)
+    weights = [dice.random() ** 2 for _ in range(experts)]
+    choices = [*itertools.combinations(range(experts), 2)]
+    chance = [weights[a] * weights[b] for a, b in choices]
+    included = [sum(c for c, one in zip(chance, choices, strict=True) if expert in one) / sum(chance) for expert in range(experts)]
+    assert sum(1 - (1 - p) ** rows for p in included) < distinct_experts(experts, 2, rows)
+    assert np.array_equal(distinct_experts(experts, 2, np.arange(4.0)), [distinct_experts(experts, 2, n) for n in range(4)])
 
 
 def test_break_even():

@@ -11,9 +11,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from operator import mul
+from typing import overload
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 
@@ -134,6 +136,17 @@ def between(score_cost: Sequence[float], rows: float) -> float:
     low = int(rows)
     value = score_cost[low - 1]
     return value if rows == low else value + (rows - low) * (score_cost[low] - value)
+
+
+@overload
+def distinct_experts(experts: int, chosen: int, rows: float) -> float: ...
+@overload
+def distinct_experts(experts: int, chosen: int, rows: NDArray[np.float64]) -> NDArray[np.float64]: ...
+def distinct_experts(experts: int, chosen: int, rows: float | NDArray[np.float64]) -> float | NDArray[np.float64]:
+    """Of `experts`, how many are expected to be read where each of `rows` rows chooses `chosen` of them: E (1 − (1 − k/E)^t), whatever the
+    router, so long as each expert is as likely as any other and rows choose independently (MoESD, arXiv 2505.19645). Rows that agree, as
+    those of neighbouring tokens do, and experts that are chosen more often than others, make it fewer (arXiv 2506.20675)."""
+    return experts * (1 - (1 - chosen / experts) ** rows)
 
 
 def match_acceptance(p: Tensor, q: Tensor) -> Tensor:

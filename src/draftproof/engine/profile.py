@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
+from random import Random
 from typing import Any
 
 import torch
@@ -64,30 +65,31 @@ def _timed(target: Target, batch: int, context: int, widths: list[int], clock: C
     """(rows in all, seconds) of a scoring pass, every width in turn, SWEEPS times; before them (0, seconds) of those that warm up: on a
     processor one, elsewhere every width, as it may be recorded."""
     widest = max(widths) // batch + 1
-    text = [i % target.vocab_size for i in range(context + widest)]
+    dice = Random(0)                                                             # in a mixture of experts equal texts would share theirs
+    texts = [[dice.randrange(target.vocab_size) for _ in range(context + widest)] for _ in range(batch)]
     slots: list[Any] = []
     try:
-        for i in range(batch):
+        for i, text in enumerate(texts):
             slots.append(target.open(text[:context], f"profile {i}", widest))
             target.extend(slots[-1:], [torch.tensor(text[slots[-1].length:context], device=target.device)])
         records = target.device.type not in CROWDS
         for rows in widths if records else (max(widths),):
-            spent = _pass(target, slots, text, context, rows, clock)
+            spent = _pass(target, slots, texts, context, rows, clock)
             if records:
                 yield 0, spent
         for _ in range(SWEEPS):
             for rows in widths:
-                yield rows, _pass(target, slots, text, context, rows, clock)
+                yield rows, _pass(target, slots, texts, context, rows, clock)
     finally:
         for slot in slots:
             target.close(slot)
 
 
-def _pass(target: Target, slots: list[Any], text: list[int], context: int, rows: int, clock: Clock) -> float:
-    roots = torch.tensor([text[context]] * len(slots), device=target.device)
+def _pass(target: Target, slots: list[Any], texts: list[list[int]], context: int, rows: int, clock: Clock) -> float:
+    roots = torch.tensor([text[context] for text in texts], device=target.device)
     each, more = divmod(rows, len(slots))
     drafts = [Draft.chain(torch.tensor(text[context + 1:context + each + (i < more)], dtype=torch.int64, device=target.device))
-              for i in range(len(slots))]
+              for i, text in enumerate(texts)]
     before = clock()
     float(target.score(slots, roots, drafts).logits[0, 0])                       # reading a number waits for the device
     spent = clock() - before
