@@ -427,6 +427,42 @@ def test_pass_costs_follow_rows_batch_and_context() -> None:
     assert curve[143] - curve[47] > 5 * (curve[47] - curve[15]), "the knee"
 
 
+MIXTURES = {"Mixtral": (8, 2), "gpt-oss": (32, 4), "Qwen 3": (128, 8), "DeepSeek": (256, 8)}
+
+
+@pytest.mark.parametrize("alike", [1.0, 0.8])
+@pytest.mark.parametrize("name", MIXTURES)
+def test_pass_costs_of_a_mixture_of_experts(name: str, alike: float) -> None:
+    """First rows are dear, as each reads experts of its own, and later ones cheap; also where neighbours agree, as no law says."""
+    experts = *MIXTURES[name], alike
+    passes = PassCosts(experts=MIXTURES[name])
+    shapes = [(batch, batch * each, batch * 64) for batch in (1, 4, 64) for each in (1, 2, 3, 5, 9, 17)]
+    for shape in 2 * shapes:
+        passes.learn(*shape, pass_seconds(*shape, experts=experts))
+    for batch in (1, 4, 64):
+        curve, plain = passes.curve(batch, batch * 64, 13 * batch), pass_seconds(batch, batch, batch * 64, experts=experts)
+        for rows in (batch + 1, batch + 3, 2 * batch, 3 * batch, 5 * batch, 8 * batch, 13 * batch):
+            worth = pass_seconds(batch, rows, batch * 64, experts=experts) / plain
+            assert curve[rows - 1] / curve[batch - 1] == pytest.approx(worth, rel=0.1), (batch, rows)
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.15])
+@pytest.mark.parametrize(("batch", "chance"), [(1, 0.3), (1, 0.75), (1, 0.9), (4, 0.6), (4, 0.9), (32, 0.75)])
+@pytest.mark.parametrize("name", MIXTURES)
+def test_regret_with_a_mixture_of_experts(name: str, batch: int, chance: float, noise: float) -> None:
+    """Never below plain decoding, where a first row more takes half a pass; and near the best depth, where eight more take two."""
+    settings: dict[str, Any] = dict(batch=batch, chance=flat(chance), experts=(*MIXTURES[name], 1.0), length=200,
+                                    arms={"": Arm(call=0.01, level=0.05, token=0.001, lag=0.0)})
+    rounds = {1: 600, 4: 300, 32: 80}[batch]
+    off, best = best_fixed(rounds, depths=(0, 1, 2, 4, 8, 12), **settings)
+    world = World(noise=noise, **settings)
+    control = world.auto()
+    first = world.rate(control, rounds // 2)
+    found = world.rate(control, rounds)
+    assert first > 0.96 * off and found > 0.98 * off, f"{first / off:.3f} and {found / off:.3f} of plain decoding"
+    assert found > 0.9 * best, f"{found / best:.3f} of the best fixed depth"
+
+
 def test_weather_moves_all_costs_and_no_decision() -> None:
     passes = PassCosts()
     for _ in range(10):

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from draftproof import Budget, Draft, Verdict
+from draftproof.core.budget import distinct_experts
 from draftproof.drafters.grow import affordable
 from draftproof.engine.control import AutoDepth
 from draftproof.engine.costs import LINGER, PassCosts
@@ -61,9 +62,11 @@ def flat(first: float, *more: float) -> Chance:
     return lambda arm, kind, at: chances
 
 
-def pass_seconds(batch: int, rows: int, keys: int, knee: float = math.inf) -> float:
-    """A plain pass of one short text is 1; rows are paid for in full above the knee."""
-    return 0.8 + 0.05 * batch + 0.015 * rows + 1e-4 * keys + 2e-5 * rows * keys / batch + 0.15 * max(0.0, rows - knee)
+def pass_seconds(batch: int, rows: int, keys: int, knee: float = math.inf, experts: tuple[int, int, float] | None = None) -> float:
+    """A plain pass of one short text is 1; rows are paid for in full above the knee. experts: of a mixture, how many there are and how
+    many a row chooses, which are half of that pass; and the power of the rows that choose independently, below 1 where they agree."""
+    fixed = 0.8 if experts is None else 0.3 + 0.5 * distinct_experts(*experts[:2], rows ** experts[2]) / experts[1]
+    return fixed + 0.05 * batch + 0.015 * rows + 1e-4 * keys + 2e-5 * rows * keys / batch + 0.15 * max(0.0, rows - knee)
 
 
 @dataclass
@@ -75,6 +78,7 @@ class World:
     arms: dict[str, Arm] = field(default_factory=lambda: {"": Arm()})
     classes: tuple[str, ...] = ("a",)
     knee: float = math.inf
+    experts: tuple[int, int, float] | None = None        # see `pass_seconds`
     length: int = 96                     # tokens of an answer
     prompt: int = 100
     linger: float = 0.0                  # of a plain pass, by so much the first ones after one with guesses take longer
@@ -87,7 +91,8 @@ class World:
     def __post_init__(self) -> None:
         self.dice, self.made, self.rounds = random.Random(self.seed), 0, 0
         self.seconds, self.tokens, self.asked, self.probes = 0.0, 0.0, 0, 0
-        self.weather, self.passes, self.plain = 1.0, PassCosts(), LINGER
+        self.passes = PassCosts(experts=None if self.experts is None else self.experts[:2])
+        self.weather, self.plain = 1.0, LINGER
         self.live: list[Any] = [self._fresh() for _ in range(self.batch)]
         for i, seq in enumerate(self.live):                      # they do not all end at once
             seq.tokens += [0] * (i * self.length // self.batch)
@@ -151,7 +156,7 @@ class World:
         self.tokens += self.batch                    # expected tokens: their luck is no merit of the controller
         rows = self.batch + sum(map(len, drafts))
         self.plain = self.plain + 1 if rows == self.batch else 0
-        score_s = pass_seconds(self.batch, rows, keys, self.knee) * (1 + self.linger * (0 < self.plain <= LINGER))
+        score_s = pass_seconds(self.batch, rows, keys, self.knee, self.experts) * (1 + self.linger * (0 < self.plain <= LINGER))
         self.seconds += draft_s + score_s
         self.rounds += 1
         self.weather *= math.exp(self.dice.gauss(0, self.noise / 5))          # drifts, and comes back
@@ -173,7 +178,7 @@ class World:
             shapes = [(rows, batch, 32) for batch in sorted({1, min(4, self.batch), self.batch}) for rows in (1, 1.5, 2, 3, 5, 9, 17)]
             for each, batch, keys in 2 * [*shapes, (1, 1, 256), (9, 1, 256)]:
                 rows = int(each * batch)
-                self.passes.learn(batch, rows, keys * batch, pass_seconds(batch, rows, keys * batch, self.knee))
+                self.passes.learn(batch, rows, keys * batch, pass_seconds(batch, rows, keys * batch, self.knee, self.experts))
         return AutoDepth(self.depth, self.tree, parts=parts, passes=self.passes, **options)
 
     # What is compared with.

@@ -17,6 +17,8 @@ from itertools import accumulate
 import numpy as np
 from numpy.typing import NDArray
 
+from ..core.budget import distinct_experts
+
 Vector = NDArray[np.float64]
 
 NOISE = 0.1             # standard deviation of one timing's logarithm
@@ -84,20 +86,23 @@ class PassCosts:
     passes, each of which sweeps the caches.
     """
 
-    # What a pass is made of: itself, sequences, rows, thousands of keys read, and thousands of row × key pairs; beliefs before
-    # anything was measured.
+    # What a pass is made of: itself, sequences, rows, thousands of keys read, and thousands of row × key pairs; of a mixture of experts
+    # also the experts that are read, as many as one row chooses being 1. Beliefs before anything was measured.
     BELIEFS = (1.0, 0.05, 0.03, 0.05, 0.02)
+    CHOSEN = 1.0
     KNOTS, STEPS = 21, 2    # bends at 1, √2, 2, … 1024 rows: shapes of kernels, and the knee where arithmetic takes over
     BEND, REACH = 0.3, 3.0  # how large they may be, and over how many knots they are alike
 
-    def __init__(self, overlaps: bool = False) -> None:
-        """overlaps: a plain pass behind another is begun while the host is still busy with that one (ahead.py)."""
-        self.overlaps = overlaps
+    def __init__(self, overlaps: bool = False, experts: tuple[int, int] | None = None) -> None:
+        """overlaps: a plain pass behind another is begun while the host is still busy with that one (ahead.py). experts: how many a layer
+        of the target has, and how many of them a row chooses; None: it is no mixture of experts."""
+        self.overlaps, self.experts = overlaps, experts
         knots = np.arange(self.KNOTS)
         terms = np.zeros((self.KNOTS + 1, self.KNOTS + 1))               # the bends, and the weather
         terms[:-1, :-1] = self.BEND**2 * np.exp(-np.abs(knots[:, None] - knots) / self.REACH)
-        self._filter = Filter(self.BELIEFS, 1.0, terms)
-        self._weather = len(self.BELIEFS) + self.KNOTS
+        beliefs = self.BELIEFS if experts is None else (*self.BELIEFS, self.CHOSEN)
+        self._filter = Filter(beliefs, 1.0, terms)
+        self._weather = len(beliefs) + self.KNOTS
         self.moment = Moment()                      # of the last measurement
         self._waiting: list[tuple[Moment, int, int, int, float, int]] = []      # arguments of `learn`, and passes since the one before
         self._round = self._learnt = 0              # passes so far, and the last of them that was used
@@ -146,7 +151,7 @@ class PassCosts:
             return
         for moment, batch, rows, keys, seconds, passes in self._waiting:
             self._filter.drift[self._weather] = WEATHER**2 * passes
-            parts = np.array([1.0, batch, rows, keys / 1e3, rows * keys / batch / 1e3])
+            parts = np.array([1.0, batch, rows, keys / 1e3, rows * keys / batch / 1e3, *self._chosen(rows)])
             self._filter.learn(parts, self._mix(rows), math.log(seconds))
             moment.weather = float(self._filter.terms[-1])
         self._waiting.clear()
@@ -158,10 +163,17 @@ class PassCosts:
         many = np.arange(1.0, rows + 1)
         if len(self._bent) < rows:
             self._bent = np.exp(np.interp(self.STEPS * np.log2(many), np.arange(self.KNOTS), self._filter.terms[:-1]))
-        one, each, row, key, pair = self._filter.weights.tolist()
+        one, each, row, key, pair, *chosen = self._filter.weights.tolist()
         base, slope = one + each * batch + key * keys / 1e3, row + pair * keys / batch / 1e3
-        found: list[float] = np.maximum.accumulate((base + slope * many) * self._bent[:rows]).tolist()
+        seconds = base + slope * many
+        for weight, experts in zip(chosen, self._chosen(many), strict=True):
+            seconds += weight * experts
+        found: list[float] = np.maximum.accumulate(seconds * self._bent[:rows]).tolist()
         return found
+
+    def _chosen(self, rows: int | Vector) -> tuple[float | Vector, ...]:
+        """Experts that so many rows are expected to read, one row's being 1; empty: there are none to choose from."""
+        return () if self.experts is None else (distinct_experts(*self.experts, rows) / self.experts[1],)
 
     def _mix(self, rows: int) -> Vector:
         mix = np.zeros(self.KNOTS + 1)

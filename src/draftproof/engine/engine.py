@@ -105,7 +105,8 @@ class Engine:
         self._fixed = self.settings.depth                           # as asked: a drafter that comes back after none has it again
         self.target = open_target(target, self.load)
         check_depth(self.target, self.settings)
-        self._passes = PassCosts(ahead.overlaps(self.target))
+        experts = self.target.facts.experts
+        self._passes = PassCosts(ahead.overlaps(self.target), (experts.count, experts.chosen) if experts else None)
         self.speculation = self._lane(drafter, self.settings)
         self._others = [self._other(other) for other in others]
         self.lanes = Lanes([self.speculation, *(lane for _, lane in self._others)], self._passes)

@@ -28,6 +28,7 @@ from .graphs import passes
 from .graphs import recorder as _recorder
 from .leading import lead
 from .levels import Levels, LevelWeight, StandIns, level_weights
+from .mixture import experts_of
 from .packed import HeldLinear, Linear, can_pack, multiplies_bfloat16, pack, packed, read_by_hand, sizes, widened_bytes
 from .paged import PagedTarget
 from .recurrent import RecurrentTarget
@@ -98,7 +99,7 @@ def as_target(model: Any, config: LoadConfig | None = None, name: str = "a model
 def _made(model: Any, name: str, config: LoadConfig, tokenizer: Tokenizer | None, saved: torch.dtype, fused: bool,
           reasons: dict[str, str]) -> Target:
     device, dtype, threads = model.device, model.dtype, torch.get_num_threads()
-    weight_bytes, parameters = sizes(model)
+    (weight_bytes, parameters), experts = sizes(model), experts_of(model)
     text = model.config.get_text_config()
     context = _context(text)
     with StandIns(model):
@@ -125,6 +126,7 @@ def _made(model: Any, name: str, config: LoadConfig, tokenizer: Tokenizer | None
         invisible_reason="not measured: the self-test is off",
         reasons=reasons,
         parameters=parameters,
+        experts=experts,
     )
     shared: dict[str, Any] = dict(
         vocab_size=model.get_output_embeddings().out_features

@@ -248,7 +248,7 @@ def joined(parts: Sequence[nn.Linear]) -> tuple[Tensor, Tensor | None]:
 
 def sizes(module: nn.Module) -> tuple[int, int]:
     """(bytes, count) of the parameters of a module that is not packed yet, levels in their own type; tied ones count once."""
-    parameters = [*{p.data_ptr(): p for p in module.parameters()}.values(), *level_weights(module)]
+    parameters = [*{p.data_ptr() or id(p): p for p in module.parameters()}.values(), *level_weights(module)]
     return sum(p.numel() * p.element_size() for p in parameters), sum(p.numel() for p in parameters)
 
 

@@ -59,7 +59,7 @@ class Shallow:
         self.target, self.exit = target, exit
         self.vocab_size, self.context, self.device = target.vocab_size, target.context, target.device
         self.facts = replace(target.facts, name=f"the first {exit} of {count} layers of {target.facts.name}", weight_bytes=0,
-                             cache_bytes_per_token=0)
+                             cache_bytes_per_token=0, experts=None)
         if target.fused is not None:
             self._fused = target.fused.first(exit)
         else:

@@ -14,9 +14,24 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from ..core.budget import distinct_experts
 from ..errors import CacheFull
 from ..types import Draft, Scores
 from .tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class Experts:
+    """Routed experts of a mixture: `count` in a layer, of which each row chooses `chosen`; parameters and bytes of all of them."""
+
+    count: int
+    chosen: int
+    bytes: int
+    parameters: int
+
+    def unread(self, rows: float) -> float:
+        """The share of them that a pass over so many rows is expected to leave unread (`distinct_experts`)."""
+        return 1 - distinct_experts(self.count, self.chosen, rows) / self.count
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +49,16 @@ class LoadFacts:
     invisible_reason: str  # "yes: …" or the rule that fails
     reasons: dict[str, str] = field(default_factory=dict)  # choice → why
     parameters: int = 0
+    experts: Experts | None = None  # None: no mixture of experts
+
+    @property
+    def active_parameters(self) -> int:
+        """Those that one row goes through."""
+        return self.parameters - (round(self.experts.parameters * self.experts.unread(1)) if self.experts else 0)
+
+    def pass_bytes(self, rows: float) -> float:
+        """Bytes of weights that a pass over so many rows is expected to read: all of them, but for experts that no row chooses."""
+        return self.weight_bytes - (self.experts.bytes * self.experts.unread(rows) if self.experts else 0.0)
 
 
 CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")      # Gemma's and others', RecurrentGemma's, xLSTM's
