@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import accumulate
+from random import Random
 from typing import Any
 
 import pytest
@@ -135,6 +136,34 @@ def test_a_level_is_drafted_for_what_it_may_bring() -> None:
     assert run.takes(1, 8.0, sure) and run.goes_on(sure)
     assert run.takes(2, 0.5, sure) and not run.goes_on(sure), "two in five times three in five is not worth 0.4"
     assert not Run(priced(0.5), True).takes(1, 0.1, sure)
+
+
+def test_a_dear_first_row_is_paid_by_cheap_later_ones() -> None:
+    """As those of a mixture of experts are: alone the first row is not worth its price, six are."""
+    prices = 0.9, 1.3, 1.6, 1.8, 1.9, 1.95
+    sure = Confidence()
+    run = Run(Budget(DEPTH, DEPTH, "", "", prices, 0.01), True)
+    taken = 0
+    while run.takes(taken, 2.0, sure) and (taken := taken + 1) < DEPTH and run.goes_on(sure):
+        pass
+    assert run.chances[0] < prices[0] and sum(run.chances) > prices[-1]
+    assert taken == DEPTH and run.kept() == DEPTH
+    run = Run(Budget(DEPTH, DEPTH, "", "", prices, 0.01), True)
+    assert run.takes(0, 2.0, sure) and run.takes(1, -3.0, sure) and not run.takes(2, -3.0, sure)
+    assert run.kept() == 0, "a guess is left out where its followers fail"
+
+
+@KINDS
+@pytest.mark.parametrize("seed", range(6))
+def test_a_chain_never_costs_more_than_it_brings(seed: int, kind: Sampling) -> None:
+    """Where first rows are dear, too: by the chances that the drafter itself believes in."""
+    dice = Random(seed)
+    for _ in range(6):
+        drafter, state = model_state(text_of(seed, kind))
+        prices = tuple(accumulate(sorted((dice.random() for _ in range(DEPTH)), reverse=True)))
+        draft = guess(drafter, state, Budget(DEPTH, DEPTH, "", "", prices, 1e-6))
+        worth = [0.0, *(brought - price for brought, price in zip(accumulate(state.run.chances), prices, strict=False))]
+        assert worth[len(draft)] == pytest.approx(max(worth)) and state.guess.tolist() == draft.tokens.tolist()
 
 
 @KINDS

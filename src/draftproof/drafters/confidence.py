@@ -6,9 +6,10 @@ import math
 from bisect import bisect
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 from ..types import Budget
-from .grow import GAPS, middles
+from .grow import GAPS, affordable, middles
 
 PRIOR = 10.0            # observations that a first belief is worth
 MEMORY = 2000.0         # observations after which old ones fade
@@ -51,27 +52,37 @@ class Confidence:
         self._usual[greedy] += 0.01 * (stood - self._usual[greedy])
 
 
+@lru_cache(maxsize=256)
+def floors_of(prices: tuple[float, ...]) -> tuple[float, ...]:
+    """Behind so many nodes, the chance at which no further number of nodes could be worth its rows."""
+    paid = (0.0, *prices)
+    return tuple(min((paid[more] - paid[had]) / (more - had) for more in range(had + 1, len(paid))) for had in range(len(prices)))
+
+
 @dataclass(slots=True)
 class Run:
-    """One chain as it is drafted: tokens with their gaps, also the last one where it was left out, and the chance that all of it stands."""
+    """One chain as it is drafted: tokens with their gaps, and the chances that all up to each stand; also those that are left out."""
 
     budget: Budget
     greedy: bool
     tokens: list[int] = field(default_factory=list)
     gaps: list[float] = field(default_factory=list)
-    reach: float = 1.0
+    chances: list[float] = field(default_factory=list)
 
     def takes(self, token: int, gap: float, sure: Confidence) -> bool:
-        """Whether the next token is worth its row."""
+        """Whether the next token may be worth its row, with those that can follow it."""
         self.tokens.append(token)
         self.gaps.append(gap)
-        self.reach *= sure.of(self.greedy, gap)
-        return self.reach > self._price(len(self.tokens))
+        self.chances.append(self._reach * sure.of(self.greedy, gap))
+        return self._reach > self._floor(len(self.tokens))
 
     def goes_on(self, sure: Confidence) -> bool:
-        """Whether another level is worth drafting."""
-        more = len(self.tokens) + 1
-        return self.reach * sure.usual(self.greedy) > self._price(more) + self.budget.step
+        """Whether another level may be worth drafting."""
+        return self._reach * sure.usual(self.greedy) > self._floor(len(self.tokens) + 1) + self.budget.step
+
+    def kept(self) -> int:
+        """How many tokens, of those drafted, are worth their rows: with a first row that is dear, many may be where few are not."""
+        return affordable(self.chances, self.budget.prices, 0)
 
     def teach(self, sure: Confidence, came: tuple[int, ...]) -> None:
         """The text went on with these tokens."""
@@ -80,7 +91,11 @@ class Run:
             if token != chosen:
                 return
 
-    def _price(self, number: int) -> float:
-        """Of the row of token `number`, 1 being the first, beside those before it."""
-        prices = self.budget.prices
-        return prices[number - 1] - (prices[number - 2] if number > 1 else 0.0) if number <= len(prices) else math.inf
+    @property
+    def _reach(self) -> float:
+        return self.chances[-1] if self.chances else 1.0
+
+    def _floor(self, number: int) -> float:
+        """The chance at which neither token `number`, 1 being the first, nor any that follow could be worth their rows."""
+        floors = floors_of(self.budget.prices[:self.budget.nodes])
+        return floors[number - 1] if number <= len(floors) else math.inf

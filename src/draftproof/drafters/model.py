@@ -277,6 +277,8 @@ class ModelDrafter(NoOptions):
             tokens, values, shares = tokens.cpu(), values.cpu(), None if shares is None else shares.cpu()
         drafts = []
         for line in lines:
+            if line.run is not None and (kept := line.run.kept()) < len(line.rows):
+                line.rows, line.spine, line.reason = line.rows[:kept], line.spine[:kept], UNWORTHY
             line.state.base, line.state.guess = len(line.state.seq.tokens), torch.cat(line.spine or [tokens.new_empty(0)])
             line.state.run = line.run
             if not line.rows:

@@ -13,7 +13,6 @@ import math
 from bisect import bisect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
 from itertools import count
 from typing import ClassVar, NamedTuple, Self
 
@@ -26,7 +25,7 @@ from ..core.noise import gumbel_of, key
 from ..core.verify import shares_noise
 from ..types import Budget, Commit, Draft, Sampling, SequenceView, Signals
 from .base import Needs, Noise, NoOptions, Site
-from .confidence import Counts
+from .confidence import Counts, floors_of
 from .grow import GAPS, affordable, middles
 from .occurrences import AGREEMENTS, agreed
 
@@ -223,7 +222,7 @@ class RecycleDrafter(NoOptions):
         """Nodes, the likeliest first, which puts parents before children: their tokens, parents and chances."""
         state.out = out = Guessed(len(text))
         view = _View(text, state.copies, self.rows.of(state.seq.tenant), state.seq.sampling, WIDTH if budget.nodes > budget.depth else 1)
-        floors, greedy = _floors(budget.prices), state.seq.sampling.greedy
+        floors, greedy = floors_of(budget.prices), state.seq.sampling.greedy
         heap: list[tuple[float, int, int, int, Offer, Ending, int]] = []
         tokens: list[int] = []
         parents: list[int] = []
@@ -344,10 +343,3 @@ def _left(logits: Sequence[float], heat: float, sampling: Sampling) -> int:
             return left
         run += share
     return len(shares)
-
-
-@lru_cache(maxsize=256)
-def _floors(prices: tuple[float, ...]) -> tuple[float, ...]:
-    """Behind so many nodes, the chance at which no further number of nodes could be worth its rows."""
-    paid = (0.0, *prices)
-    return tuple(min((paid[more] - paid[had]) / (more - had) for more in range(had + 1, len(paid))) for had in range(len(prices)))
