@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import cycle
 from random import Random
 from typing import Any
@@ -67,6 +68,16 @@ def test_the_larger_part_of_what_a_round_takes_longer_is_its_reason(seconds: tup
     plain = made("none", 1.0, free_rows=_free_rows(passes, 1), passes=passes)
     one = forecast(heard(2.0, 1.5), plain, made("ngram", 2.0, nodes=2.0))
     assert one is not None and said in one.reason and "2.00× a plain one" in one.reason
+
+
+def test_verification_by_a_mixture_of_experts_reads_more_of_them() -> None:
+    """Until hardly any is left: then more rows cost arithmetic."""
+    passes = (1, 1.0), (2, 1.5), (3, 1.9)
+    for experts, said in (((128, 8), "reads more experts than a plain pass, about 23 of 128 for 3 rows, where 8 are read for 1"),
+                          ((4, 4), "compute-bound beyond 1 rows"), (None, "compute-bound beyond 1 rows")):
+        plain = replace(made("none", 1.0, free_rows=1, passes=passes), experts=experts)
+        one = forecast(heard(2.0, 1.5), plain, made("ngram", 2.0, nodes=2.0))
+        assert one is not None and said in one.reason, one.reason
 
 
 def test_a_gain_whose_interval_has_no_gain_in_it_is_not_shown() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 
@@ -10,11 +11,13 @@ import pytest
 import torch
 
 from draftproof.bench.cells import Spread
-from draftproof.bench.profile import Plan, Point, curve, document, free_rows, plot, points_of, read_bandwidth
+from draftproof.bench.profile import Plan, Point, curve, document, experts_of, free_rows, plot, points_of, read_bandwidth
 from draftproof.cli import run as command
-from draftproof.commands.profile import left_out
+from draftproof.commands.console import parameters
+from draftproof.commands.profile import left_out, print_curve
 from draftproof.errors import Failure, OptionError
 from draftproof.models.fake import TableTarget
+from draftproof.models.target import Experts
 
 
 class Slow(TableTarget):
@@ -49,6 +52,22 @@ def test_what_does_not_fit_is_left_out() -> None:
     assert {(p.context, p.rows) for p in points} == {(30, 1), (39, 1)}
     assert [line.partition(": the target has room for 40 tokens")[0] for line in left_out(plan, points, target.context)] == [
         "left out: context 30, batch 1, rows 16", "left out: context 39, batch 1, rows 16", "left out: context 64, batch 1"]
+
+
+def test_wider_passes_of_a_mixture_read_more_experts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    target, ticks = TableTarget(5), count()
+    target.facts = replace(target.facts, weight_bytes=1000, parameters=500, experts=Experts(8, 2, 800, 400))
+    points = list(curve(target, Plan(rows=(1, 2, 3), contexts=(8,), batches=(1, 2), repeats=2), clock=lambda: float(next(ticks))))
+    record = json.loads(json.dumps(document(target, points, 1e9)))
+    one, two = record["roofline"]["passes"]
+    assert one["bytes"] == 400 and two["bytes"] == pytest.approx(200 + 800 * 3.5 / 8) and record["target"]["active_parameters"] == 200
+    assert [wide["rows"] for wide in one["by_rows"]] == [1, 2, 3] and one["by_rows"][1]["bytes"] == pytest.approx(two["bytes"])
+    assert experts_of(record) == (8, 2)
+    assert experts_of({"target": "x"}) is None and experts_of({"target": {"experts": {"count": 3}}}) is None
+    print_curve(record)
+    assert "context 8, batch 1, by rows per sequence: 1.00 at 1, 1.38 at 2" in capsys.readouterr().out
+    plot(record, tmp_path / "curve.svg")
+    assert "2 of 8 experts" in parameters(target.facts) and "experts" not in parameters(TableTarget(5).facts)
 
 
 def test_the_document_goes_both_ways_and_onto_paper(tmp_path: Path) -> None:

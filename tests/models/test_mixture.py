@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -40,10 +41,8 @@ def facts_of(model: Any) -> LoadFacts:
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_published_mixtures(name: str) -> None:
-    family, settings, all_of_them, active = PUBLISHED[name]
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **settings), dtype=torch.bfloat16)
-    facts = facts_of(model)
+    *_, all_of_them, active = PUBLISHED[name]
+    facts = published(name)
     assert facts.parameters / 1e9 == pytest.approx(all_of_them, rel=0.005)
     assert facts.weight_bytes == pytest.approx(2 * facts.parameters, rel=1e-3), "some routers are in float32"
     assert facts.active_parameters / 1e9 == pytest.approx(active, rel=0.02)
@@ -53,6 +52,22 @@ def test_published_mixtures(name: str) -> None:
     assert experts is not None and experts.bytes == 2 * experts.parameters
     more = [(distinct_experts(experts.count, experts.chosen, t) - experts.chosen) / experts.count * experts.bytes for t in (2, 9)]
     assert [facts.pass_bytes(t) - facts.pass_bytes(1) for t in (2, 9)] == pytest.approx(more)
+
+
+def published(name: str) -> LoadFacts:
+    family, settings, *_ = PUBLISHED[name]
+    with torch.device("meta"):
+        return facts_of(AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **settings), dtype=torch.bfloat16))
+
+
+def test_the_table_of_the_documentation() -> None:
+    said = (Path(__file__).parents[2] / "docs" / "advice.md").read_text(encoding="utf-8")
+    for name in PUBLISHED:
+        facts = published(name)
+        shapes = (1, 2), (1, 5), (1, 9), (8, 2), (8, 5), (64, 2), (64, 5)
+        cells = [f"{facts.pass_bytes(batch * rows) / facts.pass_bytes(batch):.2f}" for batch, rows in shapes]
+        row = " | ".join([name, f"{facts.parameters / 1e9:.1f} B, {facts.active_parameters / 1e9:.1f} B", *cells])
+        assert f"| {row} |" in said, row
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "gpt_oss"])

@@ -79,10 +79,12 @@ def measure(target: Target, arms: Sequence[tuple[str, int]], texts: Sequence[tup
     costs = [cost for batch in batches for cost in _costs({key[:2]: found for key, found in timed.items() if key[2] == batch}, batch)]
     begins = sorted(costs, key=lambda cost: (cost.batch == min(batches), cost.depth == firsts[cost.drafter]))       # how it began last
     round_s = {cost.drafter: cost.seconds.median for cost in begins}
+    experts = None if target.facts.experts is None else (target.facts.experts.count, target.facts.experts.chosen)
     passes = _passes(target, int(median(map(len, places))), batches, max((depth for _, depth in arms), default=0) + 1, clock)
     starts = {spec: _line([(length, seconds - rounds * round_s[spec]) for length, seconds, rounds in each]) for spec, each in begun.items()
               if spec in round_s}
     return [replace(cost, free_rows=_free_rows(passes[cost.batch], cost.batch), passes=passes[cost.batch] if cost.drafter == OFF else (),
+                    experts=experts,
                     start_s=start, token_s=token)
             for cost in costs for start, token in [starts[cost.drafter]]], bytes_of
 
@@ -276,11 +278,12 @@ def _costs(timed: Mapping[tuple[str, int], Rounds], batch: int) -> list[Cost]:
     return costs
 
 
-def from_curve(points: Sequence[Point], cells: Sequence[dict[str, Any]], context: int, draft_cost: float) -> list[Cost]:
+def from_curve(points: Sequence[Point], cells: Sequence[dict[str, Any]], context: int, draft_cost: float,
+               experts: tuple[int, int] | None = None) -> list[Cost]:
     """Costs read off a target's curve, where no engine was timed: T(1) plain, T(1 + drafted) + depth · draft_cost · T(1) with guesses.
 
-    context: the nearest measured one is taken. draft_cost: seconds to draft a token in plain passes. Raises Failure if there is
-    no point, or none of one row.
+    context: the nearest measured one is taken. draft_cost: seconds to draft a token in plain passes. experts: as in `Cost`.
+    Raises Failure if there is no point, or none of one row.
     """
     if not points:
         raise Failure("the cost curve has no point; expected the document that draftproof profile --json prints")
@@ -293,7 +296,7 @@ def from_curve(points: Sequence[Point], cells: Sequence[dict[str, Any]], context
         plain = mine[0].seconds
         free = max((p.rows for p in mine if p.seconds.median <= FREE * plain.median), default=1) * batch
         passes = tuple((p.rows, p.seconds.median) for p in mine)
-        costs.append(Cost(OFF, 0, batch, plain, free_rows=free, passes=passes))
+        costs.append(Cost(OFF, 0, batch, plain, free_rows=free, passes=passes, experts=experts))
         for spec, depth in dict.fromkeys((c["drafter"], c["depth"]) for c in cells if c["rounds"] and isinstance(c["depth"], int)):
             whole = [c for c in cells if (c["drafter"], c["depth"]) == (spec, depth)]
             nodes = sum(c["drafted"] for c in whole) / sum(c["rounds"] for c in whole)

@@ -20,6 +20,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..bench.cells import ALL, Spread
+from ..bench.profile import FREE
+from ..core.budget import distinct_experts
 
 MARGIN = 0.02           # a drafter that is expected to gain less is not worth its memory
 LITTLE = 1.15           # tokens per round below which hardly any guess stands
@@ -34,7 +36,8 @@ class Cost:
     seconds: a typical round's and its 95 % interval · nodes: drafted tokens per sequence and round, and slope: seconds for one more
     slope_error: half the 95 % interval of the slope · context: tokens of the text before it, and context_s: seconds for one more
     start_s, token_s: of one request before its first round, and for each token of its prompt · free_rows: rows per pass up to which a
-    plain pass is not exceeded by a quarter, None if not known · passes: (rows per text, seconds) of passes of the target alone
+    plain pass is not exceeded by a quarter, None if not known · passes: (rows per text, seconds) of passes of the target alone ·
+    experts: of a mixture, how many a layer has, and how many of them a row chooses
     """
 
     drafter: str
@@ -50,6 +53,7 @@ class Cost:
     token_s: float = 0.0
     free_rows: int | None = None
     passes: tuple[tuple[int, float], ...] = ()
+    experts: tuple[int, int] | None = None
 
     def at(self, nodes: float, context: float) -> float:
         """Seconds of a round that drafts `nodes` tokens per sequence after `context` of text; never below half of what was timed."""
@@ -144,10 +148,20 @@ def _reason(length: float, nodes: float, around: float, round_s: float, plain_s:
     if length < LITTLE:
         why = f"of {nodes:.1f} tokens guessed a round hardly any stands"
     elif free is not None and rows > free and (judging is None or 2 * judging > round_s - plain_s):
-        why = f"verification is compute-bound beyond {free} rows, and this needs {rows:.0f}"
+        why = f"verification {_bound(plain, rows, free)}"
     else:
         why = "drafting takes more time than the accepted tokens save"
     return f"{why} ({said})"
+
+
+def _bound(plain: Cost, rows: float, free: int) -> str:
+    """Why verifying so many rows takes longer than a plain pass, of whose width and up to `free` rows it does not."""
+    if plain.experts is not None:
+        before, after = (distinct_experts(*plain.experts, each) for each in (plain.batch, rows))
+        if after > FREE * before:
+            return (f"reads more experts than a plain pass, about {after:.0f} of {plain.experts[0]} for {rows:.0f} rows, where "
+                    f"{before:.0f} are read for {plain.batch}")
+    return f"is compute-bound beyond {free} rows, and this needs {rows:.0f}"
 
 
 def read(passes: Sequence[tuple[int, float]], rows: float) -> tuple[float, float]:

@@ -1,7 +1,8 @@
 """The cost curve of a target on this device: seconds of a scoring pass as a function of rows, context and batch, and its roofline.
 
-A pass over few rows is bound by reading the weights and the keys; rows are then free. Where arithmetic takes over, each row
-is paid for: `free_rows` says where (Williams et al., "Roofline", 2009; arXiv 2211.17192, section 3.4, on what verification costs).
+A pass over few rows is bound by reading the weights and the keys; rows are then free, but in a mixture of experts, where each row may
+read experts of its own until hardly any is left (`core.budget.distinct_experts`). Where arithmetic takes over, each row is paid for:
+`free_rows` says where (Williams et al., "Roofline", 2009; arXiv 2211.17192, section 3.4, on what verification costs).
 """
 
 from __future__ import annotations
@@ -158,18 +159,23 @@ def most_free(times: Mapping[int, float]) -> int:
 
 
 def document(target: Target, points: Sequence[Point], bandwidth: float | None) -> dict[str, Any]:
-    """Curve and roofline as `profile --json` has them. Bytes of a pass: all weights once, and the keys of every text."""
+    """Curve and roofline as `profile --json` has them. Bytes of a pass: all weights once, but of a mixture of experts those that its rows
+    are expected to choose, and the keys of every text. by_rows: the same of the wider passes of a mixture, which read more."""
     facts, roofs = target.facts, []
     for context, batch in dict.fromkeys((p.context, p.batch) for p in points):
         one = next((p.seconds.median for p in points if (p.context, p.batch, p.rows) == (context, batch, 1)), None)
-        moved = facts.weight_bytes + batch * context * facts.cache_bytes_per_token
+        keys = batch * context * facts.cache_bytes_per_token
+        moved = facts.pass_bytes(batch) + keys
+        widths = [p.rows for p in points if (p.context, p.batch) == (context, batch)] if facts.experts else []
         roofs.append({
             "context": context, "batch": batch, "bytes": moved, "free_rows": free_rows(points, context, batch),
             "bytes_per_s": None if one is None else moved / one,
             "share_of_limit": None if one is None or bandwidth is None else moved / one / bandwidth,
-            "limit_s": None if bandwidth is None else moved / bandwidth})
+            "limit_s": None if bandwidth is None else moved / bandwidth,
+            "by_rows": [{"rows": rows, "bytes": facts.pass_bytes(batch * rows) + keys} for rows in widths]})
     return {
         "target": {"name": facts.name, "device": facts.device, "dtype": facts.dtype, "parameters": facts.parameters,
+                   "active_parameters": facts.active_parameters, "experts": None if facts.experts is None else asdict(facts.experts),
                    "weight_bytes": facts.weight_bytes, "cache_bytes_per_token": facts.cache_bytes_per_token,
                    "vocab_size": target.vocab_size, "context": target.context, "threads": facts.threads},
         "curve": [asdict(p) for p in points], "roofline": {"read_bytes_per_s": bandwidth, "free_means": FREE, "passes": roofs}}
@@ -194,6 +200,14 @@ def points_of(record: dict[str, Any]) -> list[Point]:
     return points
 
 
+def experts_of(record: dict[str, Any]) -> tuple[int, int] | None:
+    """(experts of a layer, how many of them a row chooses) of the target of a document; None if it tells of none."""
+    target = record.get("target")
+    told = target.get("experts") if isinstance(target, dict) else None
+    count, chosen = (told.get("count"), told.get("chosen")) if isinstance(told, dict) else (None, None)
+    return (count, chosen) if type(count) is int and type(chosen) is int and 0 < chosen <= count else None
+
+
 def positive(value: Any) -> bool:
     """Whether a value of a document is a number above 0, and finite."""
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
@@ -216,7 +230,8 @@ def plot(record: dict[str, Any], file: Path) -> None:
             limits = [p["limit_s"] for p in record["roofline"]["passes"] if p["limit_s"] is not None]
             if limits:
                 axes.axhline(min(limits) * 1e3, linestyle="--", color=colours["plain"],
-                             label="reading the weights once, at the measured bandwidth")
+                             label=f"reading {'one row’s experts and other ' if record['target'].get('experts') else 'the '}weights once, "
+                                   "at the measured bandwidth")
             axes.set(xlabel="rows per sequence (1 + drafted tokens)", ylabel="milliseconds per pass", ylim=(0, None))
             axes.grid(True)
             axes.legend()

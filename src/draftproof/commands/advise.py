@@ -137,11 +137,12 @@ def _heard(document: Mapping[str, Any], file: Path) -> list[dict[str, Any]]:
 
 def _from_curve(record: Mapping[str, Any], cells: Sequence[dict[str, Any]], draft_cost: float) -> list[Cost]:
     from ..advise.measure import from_curve
-    from ..bench.profile import points_of
+    from ..bench.profile import experts_of, points_of
 
     whole = [cell for cell in cells if cell.get("class") == "all"]
     context = int((whole[0].get("prompt_tokens") or 64) if whole else 64)
-    return from_curve(points_of(dict(record)), cells, context, draft_cost)
+    curve = dict(record)
+    return from_curve(points_of(curve), cells, context, draft_cost, experts_of(curve))
 
 
 def _timed(log: Path | None, place: str | Target | None, cells: Sequence[Mapping[str, Any]],

@@ -139,10 +139,17 @@ def size(count: float) -> str:
     return f"{count:.1f} TB"
 
 
+def parameters(facts: LoadFacts) -> str:
+    """18.5 M parameters; of a mixture of experts also what one row goes through."""
+    experts = facts.experts
+    more = f" ({facts.active_parameters / 1e6:.1f} M of them for each row: {experts.chosen} of {experts.count} experts)" if experts else ""
+    return f"{facts.parameters / 1e6:.1f} M parameters{more}"
+
+
 def facts_lines(facts: LoadFacts, cache_tokens: int) -> list[str]:
     """What a load decided and measured, one line each, every automatic choice with its reason."""
     return [
-        f"target {facts.name}: {facts.parameters / 1e6:.1f} M parameters, {facts.dtype} on {facts.device}, threads {facts.threads}, "
+        f"target {facts.name}: {parameters(facts)}, {facts.dtype} on {facts.device}, threads {facts.threads}, "
         f"tier {facts.tier} ({TIERS.get(facts.tier, 'unknown')})",
         f"memory: weights {size(facts.weight_bytes)}, cache at most {size(facts.cache_bytes_per_token * cache_tokens)} "
         f"({size(facts.cache_bytes_per_token)} a token, {cache_tokens} tokens)",
@@ -158,7 +165,7 @@ def load_lines(engine: Engine, cache_tokens: int) -> list[str]:
         lines.append(f"rule {engine.settings.rule}: lossy, what is written is neither the target's own text nor drawn from its law")
     lm = getattr(drafter, "lm", None)
     if lm is not None:
-        lines.append(f"drafter {lm.facts.name}: {lm.facts.parameters / 1e6:.1f} M parameters, {lm.facts.dtype} on {lm.facts.device}")
+        lines.append(f"drafter {lm.facts.name}: {parameters(lm.facts)}, {lm.facts.dtype} on {lm.facts.device}")
     told = [check for check in getattr(drafter, "checks", ()) if check.name == "vocabulary" or not check.ok]
     return lines + [f"drafter {check.name}: {check.detail}" for check in told]
 

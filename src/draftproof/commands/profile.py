@@ -111,3 +111,10 @@ def print_curve(record: Mapping[str, Any]) -> None:
     roof = record["roofline"]
     click.echo(f"Verification is free (at most {roof['free_means']:g} times a one-row pass) up to the rows named; this device reads "
                f"{size(roof['read_bytes_per_s'])}/s.")
+    experts = record["target"].get("experts")
+    if experts:
+        click.echo(f"A mixture of experts: a row reads {experts['chosen']} of {experts['count']} in a layer, and wider passes, where rows "
+                   "choose independently, so many times the bytes of a plain one:")
+        for one in roof["passes"]:
+            told = ", ".join(f"{wide['bytes'] / one['bytes']:.2f} at {wide['rows']}" for wide in one["by_rows"])
+            click.echo(f"  context {one['context']}, batch {one['batch']}, by rows per sequence: {told}.")
