@@ -17,7 +17,7 @@ from draftproof.commands.console import parameters
 from draftproof.commands.profile import left_out, print_curve
 from draftproof.errors import Failure, OptionError
 from draftproof.models.fake import TableTarget
-from draftproof.models.target import Experts
+from draftproof.models.target import ExpertFacts
 
 
 class Slow(TableTarget):
@@ -56,7 +56,7 @@ def test_what_does_not_fit_is_left_out() -> None:
 
 def test_wider_passes_of_a_mixture_read_more_experts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     target, ticks = TableTarget(5), count()
-    target.facts = replace(target.facts, weight_bytes=1000, parameters=500, experts=Experts(8, 2, 800, 400))
+    target.facts = replace(target.facts, weight_bytes=1000, parameters=500, experts=ExpertFacts(8, 2, 800, 400))
     points = list(curve(target, Plan(rows=(1, 2, 3), contexts=(8,), batches=(1, 2), repeats=2), clock=lambda: float(next(ticks))))
     record = json.loads(json.dumps(document(target, points, 1e9)))
     one, two = record["roofline"]["passes"]

@@ -12,7 +12,7 @@ Whatever a family does beside products (its gate, limits, a norm behind) stays i
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -22,9 +22,12 @@ from transformers.activations import SiLUActivation
 
 from .. import native
 from ..mixtures import Mixture, Products, mix, multiply_each, route
-from .packed import HeldLinear, Linear, StreamedLinear, packed
+from .packed import HeldLinear, Linear, StreamedLinear, packed, sizes, widened_bytes
+from .target import ExpertFacts
 
 SILU = (nn.SiLU, SiLUActivation)
+COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")            # as configurations name them
+CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts", "moe_top_k")
 
 
 def are_experts(module: nn.Module) -> bool:
@@ -210,3 +213,32 @@ def _take_router(parent: nn.Module, count: int) -> None:
             if isinstance(layer, StreamedLinear):
                 del router.weight
                 router.weight = RouterWeight(layer, weight.detach(), weight.dtype)
+
+
+def experts_of(model: Any) -> ExpertFacts | None:
+    """What is known of a model's experts, before its layers are packed; None where it has none, or layers differ in how many they have.
+
+    Experts that every row goes through count as any other layer.
+    """
+    config = model.config.get_text_config()
+    kept = [config, getattr(config, "ffn_config", None)]
+    count, chosen = (next((value for part in kept for name in names if (value := getattr(part, name, None))), None)
+                     for names in (COUNTS, CHOSEN))
+    found = [sizes(module) for module in _collections(model)]
+    if not found or not isinstance(count, int) or not isinstance(chosen, int) or not 0 < chosen <= count:
+        return None
+    return ExpertFacts(count, chosen, *map(sum, zip(*found, strict=True)))
+
+
+def _collections(module: nn.Module, name: str = "") -> Iterator[nn.Module]:
+    """The outermost modules that hold a layer's routed experts: transformers calls them, or their class, so."""
+    if name == "experts" or type(module).__name__.endswith("Experts"):
+        yield module
+        return
+    for below, child in module.named_children():
+        yield from _collections(child, below)
+
+
+def packed_bytes(model: nn.Module) -> int:
+    """What experts hold, in the form that they are in, beyond the size of their weights' own type."""
+    return sum(widened_bytes(module) for module in model.modules() if isinstance(module, Experts))

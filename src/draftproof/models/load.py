@@ -21,14 +21,13 @@ from ..errors import LoadError, first_line
 from . import float8, int4, int8, quantised, rows
 from .between import compare, compiled_between
 from .cropped import CroppedTarget
-from .experts import take_experts
+from .experts import experts_of, packed_bytes, take_experts
 from .folder import check_size, check_weights, defaults_of, end_ids, read_config, read_tokenizer, saved_dtype, unread, why_not
 from .fused import FusedPass, can_fuse, fuse
 from .graphs import passes
 from .graphs import recorder as _recorder
 from .leading import lead
 from .levels import Levels, LevelWeight, StandIns, level_weights
-from .mixture import experts_of
 from .packed import HeldLinear, Linear, can_pack, multiplies_bfloat16, pack, packed, read_by_hand, sizes, widened_bytes
 from .paged import PagedTarget
 from .recurrent import RecurrentTarget
@@ -126,7 +125,7 @@ def _made(model: Any, name: str, config: LoadConfig, tokenizer: Tokenizer | None
         invisible_reason="not measured: the self-test is off",
         reasons=reasons,
         parameters=parameters,
-        experts=experts,
+        experts=experts and replace(experts, bytes=experts.bytes + packed_bytes(model)),
     )
     shared: dict[str, Any] = dict(
         vocab_size=model.get_output_embeddings().out_features

@@ -21,7 +21,7 @@ from .tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, slots=True)
-class Experts:
+class ExpertFacts:
     """Routed experts of a mixture: `count` in a layer, of which each row chooses `chosen`; parameters and bytes of all of them."""
 
     count: int
@@ -49,7 +49,7 @@ class LoadFacts:
     invisible_reason: str  # "yes: …" or the rule that fails
     reasons: dict[str, str] = field(default_factory=dict)  # choice → why
     parameters: int = 0
-    experts: Experts | None = None  # None: no mixture of experts
+    experts: ExpertFacts | None = None  # None: no mixture of experts
 
     @property
     def active_parameters(self) -> int:

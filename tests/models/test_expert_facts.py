@@ -12,10 +12,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from draftproof.config import LoadConfig
 from draftproof.core.budget import distinct_experts
+from draftproof.models.experts import experts_of
 from draftproof.models.load import as_target
-from draftproof.models.mixture import experts_of
 from draftproof.models.packed import sizes
-from draftproof.models.target import Experts, LoadFacts
+from draftproof.models.target import ExpertFacts, LoadFacts
 
 PUBLISHED: dict[str, tuple[str, dict[str, int], float, float]] = {   # family, configuration, 10⁹ weights, active ones
     "Qwen3-30B-A3B": ("qwen3_moe", dict(
@@ -75,7 +75,7 @@ def test_a_load_tells_of_experts(family: str) -> None:
     model = build(family)
     held = sum(p.numel() for name, p in model.named_parameters() if ".experts." in name)
     facts = as_target(model, LoadConfig(self_test=False)).facts
-    assert facts.experts == Experts(4, 2, 4 * held, held)
+    assert facts.experts == ExpertFacts(4, 2, 4 * held, held)
     assert facts.active_parameters == facts.parameters - held // 2
 
 
