@@ -31,6 +31,8 @@ from . import compiler
 from .huge import room
 
 CHUNK = 16  # keys that attention takes at a time (kernels/lanes.h)
+ALIKE = 128  # columns of floats of eight bits that share a step (kernels/narrow.c)
+EIGHT_FLOATS = -8  # in place of the bits of a product's numbers
 TYPES = (torch.float32, torch.bfloat16)
 
 
@@ -58,7 +60,7 @@ class Product(ctypes.Structure):
 
 
 class Spare(NamedTuple):
-    """Blocks of four columns that panels of twelve bits cannot hold: where each panel's begin among all, int64 [panels + 1]; which blocks
+    """Blocks of four columns that narrow panels cannot hold: where each panel's begin among all, int64 [panels + 1]; which blocks
     of the panel they are, int64 [n + panels], each panel's ended by a number that none has; and their words, int32 [n, 2, outputs of a
     panel]."""
 
@@ -98,19 +100,22 @@ def _panels(out: int, words: int) -> Tensor:
     return room(math.prod(shape)).view(shape)
 
 
-def takes_narrow() -> bool:
-    """Whether products of bfloat16 numbers can be taken with the panels of `arrange_narrow`."""
-    return bool(loaded().takes_narrow())
+def takes_narrow(bits: int = 12) -> bool:
+    """Whether products can be taken with the panels of `arrange_narrow`, of twelve bits or EIGHT_FLOATS."""
+    return bool(loaded().takes_narrow(bits))
 
 
-def arrange_narrow(weight: Tensor) -> tuple[Tensor, Spare]:
+def arrange_narrow(weight: Tensor, steps: Tensor | None = None) -> tuple[Tensor, Spare]:
     """weight [out, in] bfloat16 → narrow.c's panels, int32 [panels, words], in twelve bits a weight, and the blocks of four columns that
-    are not in them."""
+    are not in them. With steps float32 [out, in / ALIKE, rounded up], of the weight's outputs and adjoining inputs, the weight is of
+    E4M3's numbers, and takes eight bits."""
     library, (out, columns) = loaded(), weight.shape
-    weight, blocks, wide = weight.contiguous(), -(-columns // 4), library.wide()
-    count, words = -(-out // wide), 16 + blocks * 3 * wide // 2
+    weight, groups, wide = weight.contiguous(), -(-columns // ALIKE), library.wide()
+    blocks = -(-columns // 4) if steps is None else groups * ALIKE // 4
+    count, words = -(-out // wide), 16 + (blocks * 3 * wide // 2 if steps is None else (blocks + groups) * wide)
+    assert steps is None or steps.shape == (out, groups) and steps.dtype == torch.float32 and steps.is_contiguous()
     panels, spare = room(count * words).view(count, words), torch.empty(count, blocks, dtype=torch.uint8)
-    library.arrange_narrow(weight.data_ptr(), panels.data_ptr(), spare.data_ptr(), out, columns, torch.get_num_threads())
+    library.arrange_narrow(weight.data_ptr(), address_of(steps), panels.data_ptr(), spare.data_ptr(), out, columns, torch.get_num_threads())
     at = spare.nonzero().contiguous()
     held = torch.empty(len(at), 2, wide, dtype=torch.int32)
     library.arrange_spare(weight.data_ptr(), at.data_ptr(), held.data_ptr(), len(at), out, columns)
@@ -122,8 +127,8 @@ def arrange_narrow(weight: Tensor) -> tuple[Tensor, Spare]:
 
 def product(panels: Tensor, bias: Tensor | None, steps: Tensor | None, out: int, columns: int, bits: int,
             spare: Spare | None = None) -> Product:
-    """What `multiply` and `Layer` take: panels by an `arrange…`, of 16, 12, 8 or 4 bits; bias, and steps of 8 bits, float32 [out]; spare,
-    of 12 bits. The tensors must outlive it."""
+    """What `multiply` and `Layer` take: panels by an `arrange…`, of 16, 12, 8 or 4 bits or EIGHT_FLOATS; bias, and steps of 8 bits, float32
+    [out]; spare, of narrow panels. The tensors must outlive it."""
     blocks = (None,) * 3 if spare is None else tuple(map(address_of, spare))
     return Product(panels.data_ptr(), address_of(bias), address_of(steps), *blocks, columns, out, bits)
 
@@ -368,8 +373,8 @@ def _open(path: Path) -> ctypes.CDLL:
     library.wide.argtypes, library.wide.restype = [], whole
     library.arrange.argtypes, library.arrange.restype = [pointer, pointer, whole, whole, small], None
     library.multiply.argtypes, library.multiply.restype = [ctypes.POINTER(Product), *[pointer] * 2, whole, small, small], small
-    library.takes_narrow.argtypes, library.takes_narrow.restype = [], small
-    library.arrange_narrow.argtypes, library.arrange_narrow.restype = [*[pointer] * 3, whole, whole, small], None
+    library.takes_narrow.argtypes, library.takes_narrow.restype = [small], small
+    library.arrange_narrow.argtypes, library.arrange_narrow.restype = [*[pointer] * 4, whole, whole, small], None
     library.arrange_spare.argtypes, library.arrange_spare.restype = [*[pointer] * 3, *[whole] * 3], None
     library.arrange_eight.argtypes, library.arrange_eight.restype = [pointer, pointer, whole, whole, small], None
     library.arrange_four.argtypes, library.arrange_four.restype = [pointer, pointer, pointer, whole, whole, small], None

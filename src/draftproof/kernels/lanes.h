@@ -118,7 +118,7 @@ static inline void fill(const void *from, long first, long n, void *to, long wid
 #define TAKES_TILES 0
 #endif
 #endif
-/* Whether weights lie in twelve bits (narrow.c). */
+/* Whether weights lie in twelve bits, or as floats of eight (narrow.c). */
 #ifndef TAKES_NARROW
 #if defined __AVX512BW__ && LANES == 16
 #define TAKES_NARROW 1
@@ -126,7 +126,12 @@ static inline void fill(const void *from, long first, long n, void *to, long wid
 #define TAKES_NARROW 0
 #endif
 #endif
-#if TAKES_NARROW
+#if TAKES_NARROW || defined __AVX2__ && LANES == 8
+#define TAKES_FLOATS 1
+#else
+#define TAKES_FLOATS 0
+#endif
+#if TAKES_FLOATS
 #include <immintrin.h>
 #endif
 #if TAKES_PAIRS
@@ -235,9 +240,10 @@ typedef struct {
     int halves;
 } attention;
 
-/* y = x Wᵀ + b: the panels of W [out, in], of numbers of 16, 12, 8 or 4 bits; steps [out] of 8 bits, or null; bias [out], or null. Of 12
- * bits: spare [n, 2, WIDE] are blocks that the panels cannot hold, those of panel a from spare_start[a] on; spare_at [n + panels]: which of
+/* y = x Wᵀ + b: the panels of W [out, in], of numbers of 16, 12, 8 or 4 bits, or of EIGHT_FLOATS; steps [out] of 8 bits, or null;
+ * bias [out], or null. Of 12 bits and of floats: spare [n, 2, WIDE] are blocks that the panels cannot hold, those of panel a from spare_start[a] on; spare_at [n + panels]: which of
  * its blocks they are, ended for each panel by a number that none has. */
+#define EIGHT_FLOATS -8
 typedef struct {
     const uint32_t *panels;
     const float *bias, *steps;
@@ -397,7 +403,7 @@ static inline int worth_a_team(const layer *l, long rows)
 
 void attended(const member *me, const course *c, const attention *a, int *failed);
 form form_of_whole(int bits, long in);
-form form_of_narrow(long in, int halves);
+form form_of_narrow(int bits, long in, int halves);
 form form_of_tiles(int bits, long in);
 int takes_tiles(void);
 void leave_tiles(void);

@@ -91,8 +91,9 @@ static int is_whole(int bits) { return bits == 8 || bits == 4; }
 static form form_of(int bits, long in, int halves)
 {
     long length = (in + 1) / 2;
+    if (bits == EIGHT_FLOATS) return form_of_narrow(bits, in, halves);
     if ((halves || is_whole(bits)) && takes_tiles()) return form_of_tiles(bits, in);
-    if (bits == 12) return form_of_narrow(in, halves);
+    if (bits == 12) return form_of_narrow(bits, in, halves);
     if (is_whole(bits)) return form_of_whole(bits, in);
 #if TAKES_PAIRS
     if (halves) /* one stream: measured */
@@ -180,7 +181,7 @@ static long together(const product *p, const form *f, long rows, int halves)
     int opened = is_opened(f, rows);
     long fewest = opened ? FEWEST_OPENED : FEWEST;
     if (rows <= fewest || !(opened || is_tiled(p, rows, halves) || in_bytes(p))) return rows;
-    long fit = SECOND_CACHE / (opened && p->bits == 12 ? 4 * p->in : 2 * p->in), parts = (rows - 1) / most(fit, fewest) + 1;
+    long fit = SECOND_CACHE / (opened && !is_whole(p->bits) ? 4 * p->in : 2 * p->in), parts = (rows - 1) / most(fit, fewest) + 1;
     return UP((rows - 1) / parts + 1, opened ? 1 : MOST_SHARING);
 }
 
@@ -216,7 +217,7 @@ static void hand_out(const product *p, const float *part, long rows, long width,
     }
 }
 
-/* The spare steps of a panel from `first` on; none if no panel has any. */
+/* The spare blocks of a panel from `first` on; none if no panel has any. */
 static spares beside(const product *p, long panel, long first)
 {
     if (!p->spare_at) return (spares){0, 0};
@@ -278,7 +279,7 @@ static void multiply_panels(const product *p, const form *f, const sheaf *x, lon
         memset(part, 0, 4 * many * adjoining * WIDE);
         for (long b = 0; b < x->blocks; b++) {
             spares left[2];
-            for (long q = 0; q < adjoining; q++) left[q] = beside(p, a + q, b * x->block);
+            for (long q = 0; q < adjoining; q++) left[q] = beside(p, a + q, b * x->block * f->columns / 4);
             (adjoining == 2 ? f->two : f->one)[many - 1](p->panels + a * f->words, f->words, b * x->block,
                                                          x->from + (b * x->rows + r) * x->stride, many, x->stride,
                                                          least(x->block, f->length - b * x->block), part, p->spare_at ? left : 0);

@@ -453,7 +453,7 @@ form form_of_tiles(int bits, long in)
         return (form){2 * SIDE, FEW_OF_FOUR, groups, GROUP, groups * GROUP_WORDS, 0, STRIDE, 0, SPAN / GROUP, 0, four, four_of_two};
     if (bits == 8) return (form){SIDE, SIDE / 2, length, 4, length * WIDE, 0, STRIDE, 0, SPAN / 4, 0, eight, eight_of_two};
     form f = {2 * SIDE, SIDE, length, columns, length * WIDE, columns / 2, UP(in, COLUMNS) / 2 + GAP, 0, 2 * BLOCK / columns, as_columns};
-    if (bits == 12) f.words = form_of_narrow(in, 1).words;
+    if (bits == 12) f.words = form_of_narrow(12, in, 1).words;
     f.one = bits == 16 ? sixteen : twelve;
     f.two = bits == 16 ? sixteen_of_two : twelve_of_two;
     return f;

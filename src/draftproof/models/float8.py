@@ -1,9 +1,12 @@
-"""Linear layers whose weights and activations are floats of eight bits (E4M3: Micikevicius et al., arXiv 2209.05433), for GPUs that
-multiply them: half the bytes of half precision.
+"""Linear layers whose weights are floats of eight bits (E4M3: Micikevicius et al., arXiv 2209.05433): half the bytes of half precision.
 
-w ≈ s · q with q in E4M3 and one s per output, and every row of x likewise, by its own largest magnitude; products are added in float32
-and rounded to bfloat16. Rows are multiplied in tiles (tiled.py), so a row's bits do not depend on its neighbours. The tests run torch's
-product of such numbers on a CPU. Our own kernels multiply the same weights with activations of half precision (rows.py).
+On a CPU with AVX2 or AVX-512, but without tiles, our kernels multiply the weights of checkpoints that were published so, with scales of
+outputs or of groups of inputs, opened without loss, with activations as they are (kernels/narrow.c).
+
+GPUs that multiply them take activations of eight bits, too: w ≈ s · q with q in E4M3 and one s per output, and every row of x likewise,
+by its own largest magnitude; products are added in float32 and rounded to bfloat16. Rows are multiplied in tiles (tiled.py), so a row's
+bits do not depend on its neighbours. The tests run torch's product of such numbers on a CPU. Our own kernels for GPUs multiply the same
+weights with activations of half precision (rows.py).
 """
 
 from __future__ import annotations
@@ -11,13 +14,42 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .packed import KeptLinear
+from .. import native
+from .levels import Levels, LevelWeight
+from .packed import MOST_SPARE, KeptLinear, StreamedLinear, packed
 from .tiled import InTiles, TiledLinear, by_tiles
 
 TOP = 448.0     # the largest E4M3
 SOME = 4096     # outputs that are rounded at a time
 STEP = 16       # sizes that the hardware multiplies are multiples of it
 LEAST = (8, 9)  # compute capability
+
+
+class StreamedFloat8Linear(StreamedLinear):
+    """y = x Wᵀ + b by our kernels, of a weight of levels that `streams` takes."""
+
+    bits = native.EIGHT_FLOATS
+    spare: native.Spare
+
+    def _arrange(self, weight: Tensor) -> tuple[Tensor, int]:
+        assert isinstance(weight, LevelWeight), type(weight)
+        eight, scale, _ = weight.grid()
+        groups = -(-weight.shape[1] // native.ALIKE)
+        steps = scale.repeat_interleave(max(1, groups // scale.shape[1]), 1)
+        panels, self.spare = native.arrange_narrow(eight.bfloat16(), steps)
+        return panels, panels.nbytes + sum(part.nbytes for part in self.spare)
+
+
+def streams(levels: Levels) -> bool:
+    """Whether our kernels on a CPU multiply these floats: scales are of all inputs or of multiples of ALIKE."""
+    return (native.available()[0] and native.takes_narrow(native.EIGHT_FLOATS)
+            and (levels.group == levels.inputs or levels.group % native.ALIKE == 0))
+
+
+def streamed(weight: LevelWeight, bias: Tensor | None) -> KeptLinear:
+    """An ordinary layer where too many of the weights would stand beside the panels."""
+    made = StreamedFloat8Linear(weight, bias)
+    return made if made.spare.words.nbytes <= MOST_SPARE * made.panels.nbytes else packed(weight.values(), bias)
 
 
 class Float8Linear(KeptLinear, InTiles):

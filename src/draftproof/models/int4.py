@@ -137,6 +137,7 @@ def rounded(weight: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 def _given(weight: LevelWeight, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     q, scale, zero = weight.grid()
+    assert zero is not None, "whole numbers"
     step = scale.to(dtype).float()
     steps = torch.stack((step, (8 - zero) * step), -1).to(dtype).repeat_interleave(q.shape[1] // scale.shape[1] // GROUP, 1)
     more = -q.shape[0] % OUTPUTS

@@ -1,9 +1,11 @@
-"""Weights that others have rounded, kept as they were published: whole numbers, a scale and a zero for each output and group of inputs.
+"""Weights that others have rounded, kept as they were published: whole numbers, a scale and a zero for each output and group of inputs; or
+floats without a zero.
 
     w = (q − zero) · scale         q of four or eight bits
+    w = q · scale                  q of E4M3
 
-Our kernels (int4.py, int8.py) multiply such a weight as it is. Whatever else asks for it gets its values, computed anew each time, or what
-stands in for them.
+Our kernels (int4.py, int8.py, float8.py) multiply such a weight as it is. Whatever else asks for it gets its values, computed anew each
+time, or what stands in for them.
 """
 
 from __future__ import annotations
@@ -24,12 +26,12 @@ SPREAD = 0.18                       # of a stand-in's products: of 0.5, a hundre
 @dataclass(frozen=True)
 class Levels:
     """A weight [out, in] of `bits`; scale and zero [out, groups], of in / groups adjoining inputs; `read` unpacks q uint8 [out, in] from
-    what the file holds."""
+    what the file holds. Without a zero: float8_e4m3fn [out, in], none of them NaN."""
 
     bits: int
     inputs: int
     scale: Tensor
-    zero: Tensor
+    zero: Tensor | None
     read: Callable[[], Tensor]
 
     @property
@@ -42,7 +44,7 @@ class Levels:
 
     def values(self) -> Tensor:
         """The weight that they stand for, float32."""
-        return values(self.read(), self.scale.float(), self.zero.float())
+        return values(self.read(), self.scale.float(), None if self.zero is None else self.zero.float())
 
 
 class LevelWeight(Tensor):
@@ -61,17 +63,21 @@ class LevelWeight(Tensor):
         pass
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
-        return f"LevelWeight({list(self.shape)}, {self.bits} bits)"
+        return f"LevelWeight({list(self.shape)}, {self.bits} bits{', floats' if self.floats else ''})"
 
     @property
     def bits(self) -> int:
         return self.parts[0].bits
 
-    def grid(self) -> tuple[Tensor, Tensor, Tensor]:
+    @property
+    def floats(self) -> bool:
+        return self.parts[0].zero is None
+
+    def grid(self) -> tuple[Tensor, Tensor, Tensor | None]:
         """q, scale and zero of all of it, the last two float32, on this weight's device."""
-        q, scale, zero = (torch.cat(found).to(self.device) for found in (
-            [part.read() for part in self.parts], [part.scale for part in self.parts], [part.zero for part in self.parts]))
-        return q, scale.float(), zero.float()
+        zeros = [part.zero for part in self.parts if part.zero is not None]
+        q, scale = torch.cat([part.read() for part in self.parts]), torch.cat([part.scale for part in self.parts]).float()
+        return q.to(self.device), scale.to(self.device), torch.cat(zeros).float().to(self.device) if zeros else None
 
     def values(self) -> Tensor:
         """An ordinary weight [out, in]."""
@@ -137,14 +143,17 @@ def level_weights(module: nn.Module) -> list[LevelWeight]:
 
 def alike(weights: Sequence[Any]) -> bool:
     """Whether these are all levels, of the same form."""
-    forms = {(weight.bits, weight.parts[0].group, weight.shape[1]) if isinstance(weight, LevelWeight) else None for weight in weights}
+    forms = {(weight.bits, weight.floats, weight.parts[0].group, weight.shape[1]) if isinstance(weight, LevelWeight) else None
+             for weight in weights}
     return len(forms) == 1 and None not in forms
 
 
-def values(q: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
-    """The weight float32 [out, in] of q uint8 [out, in], scale and zero [out, groups]."""
+def values(q: Tensor, scale: Tensor, zero: Tensor | None) -> Tensor:
+    """The weight float32 [out, in] of q [out, in], scale and zero [out, groups]."""
     grouped = q.view(*scale.shape, -1).float()
-    return grouped.sub_(zero[..., None]).mul_(scale[..., None]).view(q.shape)
+    if zero is not None:
+        grouped.sub_(zero[..., None])
+    return grouped.mul_(scale[..., None]).view(q.shape)
 
 
 def put(layer: nn.Module, weight: LevelWeight) -> None:

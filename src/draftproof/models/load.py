@@ -234,6 +234,9 @@ def _keeps(config: LoadConfig, dtype: torch.dtype, device: torch.device) -> Call
             and (device.type != "cpu" or dtype in native.TYPES) and kinds[device.type][1]()[0]}
 
     def keeps(levels: Levels) -> bool:
+        if levels.zero is None:
+            plainly = config.packed and config.quantization is None and device.type == "cpu" and dtype in native.TYPES
+            return plainly and float8.streams(levels)
         if levels.bits == 4:
             return "int4" in able and levels.group % int4.GROUP == 0
         return "int8" in able and levels.group == levels.inputs and bool((levels.zero == 128).all())
@@ -244,6 +247,8 @@ def _keeps(config: LoadConfig, dtype: torch.dtype, device: torch.device) -> Call
 def _beside_levels(form: Linear | None, device: torch.device) -> Linear:
     """A form of linear layers in which levels stay what they are."""
     def made(weight: Tensor, bias: Tensor | None) -> nn.Module:
+        if isinstance(weight, LevelWeight) and weight.floats:
+            return float8.streamed(weight, bias)
         if isinstance(weight, LevelWeight):
             return ROUNDED[f"int{weight.bits}"][device.type][0](weight, bias)
         return (form or HeldLinear)(weight, bias)

@@ -8,7 +8,7 @@
                               NVFP4, MXFP4, MXFP8
     fp8, modelopt             a weight of E4M3 with weight_scale_inv of blocks of 128 × 128; with weight_scale; NVFP4
 
-A form that our kernels multiply stays in whole numbers (levels.py). Every other weight becomes an ordinary one, once, at load. Rounded
+A form that our kernels multiply stays what it is (levels.py). Every other weight becomes an ordinary one, once, at load. Rounded
 activations are not imitated: they stay what they are, which is nearer to the model that was quantised.
 """
 
@@ -98,7 +98,7 @@ def _layers(folder: Path, told: Mapping[str, Any], dtype: torch.dtype) -> Iterat
     for layer, kinds in layers.items():
         found = _read(layer, _Stored(layer, {kind: where[f"{layer}.{kind}"] for kind in kinds}), told)
         if isinstance(found, Levels):
-            yield layer, found, f"{found.bits} bits in groups of {found.group}"
+            yield layer, found, "floats" if found.zero is None else f"{found.bits} bits in groups of {found.group}"
         else:
             yield f"{layer}.weight", found.to(dtype), "inputs in an order of their own" if ORDER & set(kinds) else "floats"
 
@@ -216,7 +216,7 @@ def _packed(tensors: Mapping[str, Tensor]) -> Levels | Tensor:
 
 
 def _eights(tensors: Mapping[str, Tensor]) -> Levels | Tensor:
-    """Whole numbers with a scale per output or group are levels; all else has values."""
+    """Whole numbers with a scale per output or group are levels, floats are if no block of inputs is cut; all else has values."""
     weight = tensors["weight"]
     (out, inputs), scale = weight.shape, _steps(next(tensors[name] for name in SCALES if name in tensors))
     zeros, table = tensors.get("weight_zero_point"), _table(scale, out)
@@ -225,6 +225,10 @@ def _eights(tensors: Mapping[str, Tensor]) -> Levels | Tensor:
         return _levels(8, inputs, table, zero + 128, lambda: tensors["weight"].view(torch.uint8) ^ 128, tensors.get("weight_g_idx"))
     tall, wide = _side(out, table.shape[0]), _side(inputs, table.shape[1])
     assert table.shape == (-(-out // tall), -(-inputs // wide)), f"a scale {list(scale.shape)} of a weight {[out, inputs]}"
+    if weight.dtype == torch.float8_e4m3fn:
+        assert not (weight.view(torch.uint8) & 127 == 127).any(), "some of its weights are no numbers"
+        if inputs % wide == 0:
+            return Levels(8, inputs, table.repeat_interleave(tall, 0)[:out], None, lambda: tensors["weight"])
     return weight.float() * table.repeat_interleave(tall, 0)[:out].repeat_interleave(wide, 1)[:, :inputs]
 
 
