@@ -32,7 +32,7 @@ from .huge import room
 
 CHUNK = 16  # keys that attention takes at a time (kernels/lanes.h)
 ALIKE = 128  # columns of floats of eight bits that share a step (kernels/narrow.c)
-EIGHT_FLOATS = -8  # in place of the bits of a product's numbers
+EIGHT_FLOATS, FOUR_BY_32, FOUR_BY_16 = -8, -32, -16  # in place of the bits of a product's numbers
 TYPES = (torch.float32, torch.bfloat16)
 
 
@@ -101,7 +101,7 @@ def _panels(out: int, words: int) -> Tensor:
 
 
 def takes_narrow(bits: int = 12) -> bool:
-    """Whether products can be taken with the panels of `arrange_narrow`, of twelve bits or EIGHT_FLOATS."""
+    """Whether products can be taken with panels of `arrange_narrow`, twelve bits or EIGHT_FLOATS, or `arrange_four` with a table."""
     return bool(loaded().takes_narrow(bits))
 
 
@@ -127,8 +127,8 @@ def arrange_narrow(weight: Tensor, steps: Tensor | None = None) -> tuple[Tensor,
 
 def product(panels: Tensor, bias: Tensor | None, steps: Tensor | None, out: int, columns: int, bits: int,
             spare: Spare | None = None) -> Product:
-    """What `multiply` and `Layer` take: panels by an `arrange…`, of 16, 12, 8 or 4 bits or EIGHT_FLOATS; bias, and steps of 8 bits, float32
-    [out]; spare, of narrow panels. The tensors must outlive it."""
+    """What `multiply` and `Layer` take: panels by an `arrange…`, of 16, 12, 8 or 4 bits, EIGHT_FLOATS or FOUR_BY_…; bias, and steps of 8
+    bits, float32 [out]; spare, of narrow panels. The tensors must outlive it."""
     blocks = (None,) * 3 if spare is None else tuple(map(address_of, spare))
     return Product(panels.data_ptr(), address_of(bias), address_of(steps), *blocks, columns, out, bits)
 
@@ -152,12 +152,16 @@ def arrange_eight(levels: Tensor) -> Tensor:
     return panels
 
 
-def arrange_four(levels: Tensor, steps: Tensor) -> Tensor:
-    """levels uint8 [out, groups * 64], 0 … 15, and steps bfloat16 [out, groups, 2], step and zero → integers.c's panels, int32."""
-    library, (out, groups, _) = loaded(), steps.shape
-    assert levels.shape == (out, 64 * groups) and levels.dtype == torch.uint8 and steps.dtype == torch.bfloat16
-    panels, levels, steps = _panels(out, 9 * groups), levels.contiguous(), steps.contiguous()
-    library.arrange_four(levels.data_ptr(), steps.data_ptr(), panels.data_ptr(), out, groups, torch.get_num_threads())
+def arrange_four(levels: Tensor, steps: Tensor, table: Tensor | None = None) -> Tensor:
+    """levels uint8 [out, groups * 64], 0 … 15, and steps bfloat16 [out, groups, 2], step and zero → integers.c's panels, int32. With a
+    table uint8 [16] of what levels stand for, groups are of 32 or 16 and steps int32 [out, groups], as kernels/lanes.h has them."""
+    library, (out, groups), size, head = loaded(), steps.shape[:2], levels.shape[1] // steps.shape[1], 0 if table is None else 16
+    assert levels.shape == (out, size * groups) and size in ((32, 16) if head else (64,)) and levels.dtype == torch.uint8
+    assert steps.dtype == (torch.int32 if head else torch.bfloat16)
+    count, words = -(-out // library.wide()), head + groups * (size // 8 + 1) * library.wide()
+    panels, levels, steps = room(count * words).view(count, words), levels.contiguous(), steps.contiguous()
+    library.arrange_four(
+        levels.data_ptr(), steps.data_ptr(), address_of(table), panels.data_ptr(), out, groups, size, torch.get_num_threads())
     return panels
 
 
@@ -377,7 +381,7 @@ def _open(path: Path) -> ctypes.CDLL:
     library.arrange_narrow.argtypes, library.arrange_narrow.restype = [*[pointer] * 4, whole, whole, small], None
     library.arrange_spare.argtypes, library.arrange_spare.restype = [*[pointer] * 3, *[whole] * 3], None
     library.arrange_eight.argtypes, library.arrange_eight.restype = [pointer, pointer, whole, whole, small], None
-    library.arrange_four.argtypes, library.arrange_four.restype = [pointer, pointer, pointer, whole, whole, small], None
+    library.arrange_four.argtypes, library.arrange_four.restype = [*[pointer] * 4, *[whole] * 3, small], None
     library.attend.argtypes, library.attend.restype = [ctypes.POINTER(_Course), ctypes.POINTER(_Attention), small], small
     library.blocks.argtypes = [ctypes.POINTER(Layer), whole, ctypes.POINTER(_Course), whole, *[pointer] * 4, whole, small, small]
     library.blocks.restype = small

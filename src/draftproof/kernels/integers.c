@@ -5,8 +5,10 @@
  * Four bits, W = (level - 8) * step + zero, both per output and GROUP columns: panels of groups. A group is [GROUP / 8, WIDE] words of
  * levels, even columns in the lower half of a word and odd ones in the upper, the first in its lowest bits; then WIDE words of its step
  * (bfloat16, lower half) and its zero (upper half).
+ * Four bits in groups of 32 or 16 columns, W = (number - zero) * step: such groups behind a HEAD with the sixteen numbers, bytes, that levels
+ * stand for; a word of step and zero is `levels_beside`'s. So E2M1 is whole numbers, too: twice its values, and twelve more.
  *
- * SPAN columns of a row that meets eight bits, or GROUP that meet four, are whole numbers times a step, too (lanes.h, `in_whole`). So their
+ * SPAN columns of a row that meets eight bits, or a group that meet four, are whole numbers times a step, too (lanes.h, `in_whole`). So their
  * products and sums are whole numbers, which have no order, and groups follow one another: a row's bits depend on nothing but the row.
  */
 #include <limits.h>
@@ -89,39 +91,47 @@ static inline integers plus_two(integers sum, words level, uint32_t x)
         GIVE(ROWS, 2 * PANELS)                                                                                           \
     }
 
-/* The same of groups: of each, x holds its columns in pairs, their step and their sum. */
-#define NUMBERS (GROUP / 2 + 2)
-#define FOUR(ROWS, PANELS, UNROLLED)                                                                                     \
-    KERNEL(four_##ROWS##_##PANELS)                                                                                       \
+/* The same of groups of SIZE columns: of each, x holds its columns in pairs, their step and their sum. */
+#define NUMBERS(SIZE) ((SIZE) / 2 + 2)
+#define FOURS(NAME, SIZE, START, level_of, scales_of, ROWS, PANELS, UNROLLED)                                            \
+    KERNEL(NAME##_##ROWS##_##PANELS)                                                                                     \
     {                                                                                                                    \
-        panel += first * GROUP_WORDS;                                                                                    \
+        const words table = *(const words *)panel;                                                                       \
+        (void)table;                                                                                                     \
+        panel += START + first * (SIZE / 8 + 1) * WIDE;                                                                  \
         const uint32_t *x = rows;                                                                                        \
         floats sum[ROWS][2 * PANELS];                                                                                    \
         TAKE(ROWS, 2 * PANELS)                                                                                           \
         for (long g = 0; g < count; g++, panel += WIDE, x += 2) {                                                        \
             integers whole[ROWS][2 * PANELS] = {0};                                                                      \
             words w[2 * PANELS], level[2 * PANELS];                                                                      \
-            for (long c = 0; c < GROUP / 8; c++, panel += WIDE, x += 4) {                                                \
+            for (long c = 0; c < SIZE / 8; c++, panel += WIDE, x += 4) {                                                 \
                 READ(PANELS)                                                                                             \
                 UNROLLED for (int k = 0; k < 4; k++) {                                                                   \
-                    UNROLL for (int v = 0; v < 2 * PANELS; v++) level[v] = w[v] & 0xf000f;                               \
+                    UNROLL for (int v = 0; v < 2 * PANELS; v++) level[v] = level_of(w[v] & 0xf000f);                     \
                     UNROLL for (int r = 0; r < ROWS; r++)                                                                \
-                        UNROLL for (int v = 0; v < 2 * PANELS; v++) whole[r][v] = plus_two(whole[r][v], level[v], x[r * stride + k]);    \
+                        UNROLL for (int v = 0; v < 2 * PANELS; v++) whole[r][v] = plus_two(whole[r][v], level[v], x[r * stride + k]); \
                     UNROLL for (int v = 0; v < 2 * PANELS; v++) w[v] >>= 4;                                              \
                 }                                                                                                        \
             }                                                                                                            \
             READ(PANELS)                                                                                                 \
             UNROLL for (int v = 0; v < 2 * PANELS; v++) {                                                                \
-                const levels of = levels_of(w[v]);                                                                       \
+                const levels of = scales_of(w[v]);                                                                       \
                 UNROLL for (int r = 0; r < ROWS; r++)                                                                    \
                     sum[r][v] = plus_group(sum[r][v], of, whole[r][v], (const float *)(x + r * stride));                 \
             }                                                                                                            \
         }                                                                                                                \
         GIVE(ROWS, 2 * PANELS)                                                                                           \
     }
+/* Levels as they are, or looked up in a panel's head. */
+#define AS_THEY_ARE(LEVELS) (LEVELS)
+#define LOOKED_UP(LEVELS) IN_LANES(shuffle, table, (LEVELS) | 0x80008000u)
+#define FOUR(ROWS, PANELS, UNROLLED) FOURS(four, GROUP, 0, AS_THEY_ARE, levels_of, ROWS, PANELS, UNROLLED)
+#define BY_32(ROWS, PANELS, UNROLLED) FOURS(by_32, 32, HEAD, LOOKED_UP, levels_beside, ROWS, PANELS, UNROLLED)
+#define BY_16(ROWS, PANELS, UNROLLED) FOURS(by_16, 16, HEAD, LOOKED_UP, levels_beside, ROWS, PANELS, UNROLLED)
 
 /* The levels of steps in words of two columns each, as the kernels take them, for many rows: of eight bits [count, 2, WIDE], of four
- * [count, GROUP / 2 + 1, WIDE], with the words of steps and zeros. */
+ * [count, SIZE / 2 + 1, WIDE], with the words of steps and zeros. */
 static void open_eight(const uint32_t *panel, long first, long count, spares *left, uint32_t *to)
 {
     (void)left;
@@ -134,19 +144,21 @@ static void open_eight(const uint32_t *panel, long first, long count, spares *le
         }
 }
 
-static void open_four(const uint32_t *panel, long first, long count, spares *left, uint32_t *to)
-{
-    (void)left;
-    panel += first * GROUP_WORDS;
-    for (long g = 0; g < count; g++, panel += WIDE, to += WIDE) {
-        for (long c = 0; c < GROUP / 8; c++, panel += WIDE, to += 4 * WIDE)
-            for (int v = 0; v < 2; v++) {
-                words w = *(const words *)(panel + v * LANES);
-                for (int k = 0; k < 4; k++, w >>= 4) *(words *)(to + k * WIDE + v * LANES) = w & 0xf000f;
-            }
-        memcpy(to, panel, 4 * WIDE);
+#define OPEN_FOURS(NAME, SIZE, START, level_of)                                                                          \
+    static void open_##NAME(const uint32_t *panel, long first, long count, spares *left, uint32_t *to)                   \
+    {                                                                                                                    \
+        const words table = *(const words *)panel;                                                                       \
+        (void)left, (void)table;                                                                                         \
+        panel += START + first * (SIZE / 8 + 1) * WIDE;                                                                  \
+        for (long g = 0; g < count; g++, panel += WIDE, to += WIDE) {                                                    \
+            for (long c = 0; c < SIZE / 8; c++, panel += WIDE, to += 4 * WIDE)                                           \
+                for (int v = 0; v < 2; v++) {                                                                            \
+                    words w = *(const words *)(panel + v * LANES);                                                       \
+                    for (int k = 0; k < 4; k++, w >>= 4) *(words *)(to + k * WIDE + v * LANES) = level_of(w & 0xf000f);  \
+                }                                                                                                        \
+            memcpy(to, panel, 4 * WIDE);                                                                                 \
+        }                                                                                                                \
     }
-}
 
 #define PLUS_OPENED(ROWS)                                                                                                \
     __builtin_prefetch(next);                                                                                            \
@@ -165,16 +177,16 @@ static void open_four(const uint32_t *panel, long first, long count, spares *lef
             UNROLL for (int v = 0; v < 2; v++, part += LANES)                                                            \
                 *(floats *)part = plus_span(*(const floats *)part, whole[r][v], step[r * stride]);                       \
     }
-#define OPENED_FOUR(ROWS)                                                                                                \
-    KERNEL(opened_four_##ROWS)                                                                                           \
+#define OPENED_FOURS(NAME, SIZE, scales_of, ROWS)                                                                        \
+    KERNEL(opened_##NAME##_##ROWS)                                                                                       \
     {                                                                                                                    \
         const uint32_t *x = rows, *next = beside->words;                                                                 \
         for (long g = 0; g < count; g++, panel += WIDE, x += 2, next += apart) {                                         \
             integers whole[ROWS][2] = {0};                                                                               \
-            for (long c = 0; c < GROUP / 2; c++, panel += WIDE, x++, next += apart) { PLUS_OPENED(ROWS) }                \
+            for (long c = 0; c < SIZE / 2; c++, panel += WIDE, x++, next += apart) { PLUS_OPENED(ROWS) }                 \
             __builtin_prefetch(next);                                                                                    \
             UNROLL for (int v = 0; v < 2; v++) {                                                                         \
-                const levels of = levels_of(*(const words *)(panel + v * LANES));                                        \
+                const levels of = scales_of(*(const words *)(panel + v * LANES));                                        \
                 UNROLL for (int r = 0; r < ROWS; r++) {                                                                  \
                     floats *sum = (floats *)(part + r * WIDE + v * LANES);                                               \
                     *sum = plus_group(*sum, of, whole[r][v], (const float *)(x + r * stride));                           \
@@ -182,17 +194,32 @@ static void open_four(const uint32_t *panel, long first, long count, spares *lef
             }                                                                                                            \
         }                                                                                                                \
     }
+#define OPENED_FOUR(ROWS) OPENED_FOURS(four, GROUP, levels_of, ROWS)
+#define OPENED_BY_32(ROWS) OPENED_FOURS(by_32, 32, levels_beside, ROWS)
+#define OPENED_BY_16(ROWS) OPENED_FOURS(by_16, 16, levels_beside, ROWS)
 
+/* The kernels of a kind and their lists. */
 #define EIGHT_NAME(ROWS, PANELS, UNROLLED) eight_##ROWS##_##PANELS,
 #define FOUR_NAME(ROWS, PANELS, UNROLLED) four_##ROWS##_##PANELS,
-
-EACH(EIGHT) EACH_OF_TWO(EIGHT) EACH(FOUR) EACH_OF_TWO(FOUR)
-static panel_kernel *const eights[] = {EACH(EIGHT_NAME)}, *const fours[] = {EACH(FOUR_NAME)};
+#define BY_32_NAME(ROWS, PANELS, UNROLLED) by_32_##ROWS##_##PANELS,
+#define BY_16_NAME(ROWS, PANELS, UNROLLED) by_16_##ROWS##_##PANELS,
 #define OPENED_EIGHT_NAME(ROWS) opened_eight_##ROWS,
 #define OPENED_FOUR_NAME(ROWS) opened_four_##ROWS,
-EACH_OPENED(OPENED_EIGHT) EACH_OPENED(OPENED_FOUR)
-static panel_kernel *const opened_eights[] = {EACH_OPENED(OPENED_EIGHT_NAME)}, *const opened_fours[] = {EACH_OPENED(OPENED_FOUR_NAME)};
-static panel_kernel *const eights_of_two[] = {EACH_OF_TWO(EIGHT_NAME) 0}, *const fours_of_two[] = {EACH_OF_TWO(FOUR_NAME) 0};
+#define OPENED_BY_32_NAME(ROWS) opened_by_32_##ROWS,
+#define OPENED_BY_16_NAME(ROWS) opened_by_16_##ROWS,
+#define LISTED(NAME, KIND)                                                                                               \
+    EACH(KIND) EACH_OF_TWO(KIND) EACH_OPENED(OPENED_##KIND)                                                              \
+    static panel_kernel *const NAME[] = {EACH(KIND##_NAME)}, *const NAME##_of_two[] = {EACH_OF_TWO(KIND##_NAME) 0},      \
+                       *const opened_##NAME[] = {EACH_OPENED(OPENED_##KIND##_NAME)};
+LISTED(eights, EIGHT)
+OPEN_FOURS(four, GROUP, 0, AS_THEY_ARE)
+LISTED(fours, FOUR)
+#if TAKES_TABLES
+OPEN_FOURS(by_32, 32, HEAD, LOOKED_UP)
+LISTED(fours_by_32, BY_32)
+OPEN_FOURS(by_16, 16, HEAD, LOOKED_UP)
+LISTED(fours_by_16, BY_16)
+#endif
 
 static void as_span(const void *x, long first, long n, int halves, void *to)
 {
@@ -202,26 +229,44 @@ static void as_span(const void *x, long first, long n, int halves, void *to)
     for (long k = 0; k < UP(n, 4); k++) columns[(k & ~3) + (k % 2 * 2 + k % 4 / 2)] = whole[k];
 }
 
-static void as_groups(const void *x, long first, long in, int halves, void *to)
+static inline void as_fours(const void *x, long first, long in, int halves, void *to, long size)
 {
     int16_t *columns = to;
-    for (long c = 0; c < in; c += GROUP, columns += 2 * NUMBERS) {
+    for (long c = 0; c < in; c += size, columns += 2 * NUMBERS(size)) {
         int32_t whole[GROUP];
-        float *scales = (float *)(columns + GROUP);
-        long sum = in_whole(x, first + c, least(GROUP, in - c), halves, SIZE_OF_FOUR, whole, GROUP, scales);
+        float *scales = (float *)(columns + size);
+        long sum = in_whole(x, first + c, least(size, in - c), halves, SIZE_OF_FOUR, whole, size, scales);
         scales[1] = scales[0] * sum;
-        for (long k = 0; k < GROUP; k++) columns[k] = whole[k];
+        for (long k = 0; k < size; k++) columns[k] = whole[k];
     }
 }
 
+static void as_groups(const void *x, long first, long in, int halves, void *to) { as_fours(x, first, in, halves, to, GROUP); }
+
+#if TAKES_TABLES
+static void as_32(const void *x, long first, long in, int halves, void *to) { as_fours(x, first, in, halves, to, 32); }
+
+static void as_16(const void *x, long first, long in, int halves, void *to) { as_fours(x, first, in, halves, to, 16); }
+#endif
+
 form form_of_whole(int bits, long in)
 {
-    long four = (in + 3) / 4, groups = (in + GROUP - 1) / GROUP; /* words of eight bits, groups of four bits */
-    if (bits == 4)
-        return (form){MOST, MOST_OF_TWO, groups, GROUP, groups * GROUP_WORDS, NUMBERS, groups * NUMBERS, 0, 0, as_groups, fours, fours_of_two,
-                      DIRECT, AT_ONCE, GROUP / 2 + 1, open_four, opened_fours};
-    return (form){MOST, MOST_OF_TWO, four, 4, four * WIDE, 0, STRIDE_OF_EIGHT, 0, SPAN / 4, as_span, eights, eights_of_two,
-                  DIRECT, SPAN / 4, 2, open_eight, opened_eights};
+    if (bits == 8) {
+        long four = (in + 3) / 4;
+        return (form){MOST, MOST_OF_TWO, four, 4, four * WIDE, 0, STRIDE_OF_EIGHT, 0, SPAN / 4, as_span, eights, eights_of_two,
+                      DIRECT, SPAN / 4, 2, open_eight, opened_eights};
+    }
+    long size = bits == 4 ? GROUP : -bits, groups = (in + size - 1) / size, numbers = NUMBERS(size);
+    form f = {MOST, MOST_OF_TWO, groups, size, groups * (size / 8 + 1) * WIDE, numbers, groups * numbers, 0, 0, as_groups, fours, fours_of_two,
+              DIRECT, AT_ONCE * GROUP / size, size / 2 + 1, open_four, opened_fours};
+    if (bits == 4) return f;
+    f.words += HEAD;
+#if TAKES_TABLES
+    int small = bits == FOUR_BY_16;
+    f.prepare = small ? as_16 : as_32, f.open = small ? open_by_16 : open_by_32, f.one = small ? fours_by_16 : fours_by_32;
+    f.two = small ? fours_by_16_of_two : fours_by_32_of_two, f.opened = small ? opened_fours_by_16 : opened_fours_by_32;
+#endif
+    return f;
 }
 
 /* levels [out, in] → panels; what is beyond the matrix is zero. */
@@ -239,21 +284,26 @@ void arrange_eight(const int8_t *levels, uint32_t *panels, long out, long in, in
             }
 }
 
-/* levels [out, groups * GROUP] and steps [out, groups], a step and a zero in a word → panels; what is beyond the outputs is zero. */
-void arrange_four(const uint8_t *levels, const uint32_t *steps, uint32_t *panels, long out, long groups, int threads)
+/* levels [out, groups * size] and steps [out, groups], a step and a zero in a word → panels, which begin with a table [16] if there is one;
+ * what is beyond the outputs is zero. */
+void arrange_four(const uint8_t *levels, const uint32_t *steps, const uint8_t *table, uint32_t *panels, long out, long groups, long size,
+                  int threads)
 {
-    long count = (out + WIDE - 1) / WIDE;
+    long count = (out + WIDE - 1) / WIDE, words = size / 8 + 1, head = table ? HEAD : 0;
 #pragma omp parallel for num_threads(threads)
-    for (long a = 0; a < count; a++)
+    for (long a = 0; a < count; a++) {
+        uint32_t *to = panels + a * (head + groups * words * WIDE);
+        for (long i = 0; i < head; i++) memcpy(to++, table + i % 4 * 4, 4);
         for (long g = 0; g < groups; g++)
-            for (long j = 0; j <= GROUP / 8; j++)
+            for (long j = 0; j < words; j++)
                 for (long i = 0; i < WIDE; i++) {
                     long o = a * WIDE + i;
                     uint32_t word = 0;
-                    const uint8_t *from = levels + (o * groups + g) * GROUP + 8 * j;
-                    if (o < out && j == GROUP / 8) word = steps[o * groups + g];
+                    const uint8_t *from = levels + (o * groups + g) * size + 8 * j;
+                    if (o < out && j == size / 8) word = steps[o * groups + g];
                     else if (o < out)
                         for (int k = 0; k < 8; k++) word |= (uint32_t)from[k] << (k / 2 * 4 + k % 2 * 16);
-                    panels[((a * groups + g) * (GROUP / 8 + 1) + j) * WIDE + i] = word;
+                    *to++ = word;
                 }
+    }
 }

@@ -118,7 +118,7 @@ static inline void fill(const void *from, long first, long n, void *to, long wid
 #define TAKES_TILES 0
 #endif
 #endif
-/* Whether weights lie in twelve bits, or as floats of eight (narrow.c). */
+/* Whether weights lie in twelve bits (narrow.c). */
 #ifndef TAKES_NARROW
 #if defined __AVX512BW__ && LANES == 16
 #define TAKES_NARROW 1
@@ -126,14 +126,19 @@ static inline void fill(const void *from, long first, long n, void *to, long wid
 #define TAKES_NARROW 0
 #endif
 #endif
+/* Whether bytes are looked up, sixteen side by side, and interleaved: floats of eight bits, and four in small groups. */
 #if TAKES_NARROW || defined __AVX2__ && LANES == 8
-#define TAKES_FLOATS 1
-#else
-#define TAKES_FLOATS 0
-#endif
-#if TAKES_FLOATS
+#define TAKES_TABLES 1
 #include <immintrin.h>
+#if LANES == 16
+#define IN_LANES(NAME, A, B) ((words)_mm512_##NAME##_epi8((__m512i)(A), (__m512i)(B)))
+#else
+#define IN_LANES(NAME, A, B) ((words)_mm256_##NAME##_epi8((__m256i)(A), (__m256i)(B)))
 #endif
+#else
+#define TAKES_TABLES 0
+#endif
+#define HEAD 16 /* words before a panel's first step: a line with sixteen bytes, four times */
 #if TAKES_PAIRS
 static inline floats plus_pairs(floats sum, words w, uint32_t x) /* sum + w's odd halves times x's, + the even ones */
 {
@@ -240,10 +245,12 @@ typedef struct {
     int halves;
 } attention;
 
-/* y = x Wᵀ + b: the panels of W [out, in], of numbers of 16, 12, 8 or 4 bits, or of EIGHT_FLOATS; steps [out] of 8 bits, or null;
+/* y = x Wᵀ + b: the panels of W [out, in], of numbers of 16, 12, 8 or 4 bits, EIGHT_FLOATS, or FOUR_BY_…; steps [out] of 8 bits, or null;
  * bias [out], or null. Of 12 bits and of floats: spare [n, 2, WIDE] are blocks that the panels cannot hold, those of panel a from spare_start[a] on; spare_at [n + panels]: which of
  * its blocks they are, ended for each panel by a number that none has. */
 #define EIGHT_FLOATS -8
+#define FOUR_BY_32 -32 /* four bits in groups of so many columns */
+#define FOUR_BY_16 -16
 typedef struct {
     const uint32_t *panels;
     const float *bias, *steps;
@@ -355,6 +362,13 @@ static inline levels levels_of(words both)
 {
     floats step = (floats)(both << 16), zero = (floats)(both & 0xffff0000u);
     return (levels){step, zero - 8 * step};
+}
+
+/* The same of small groups: the step, float32 but for its last five bits, which are the number that stands for 0. */
+static inline levels levels_beside(words both)
+{
+    floats step = (floats)(both & ~31u);
+    return (levels){step, -step * __builtin_convertvector(both & 31, floats)};
 }
 
 /* all + what a group adds: the sums of its levels times the whole numbers of x. scales [2]: their step and, times that, their sum. */

@@ -91,7 +91,7 @@ static int is_whole(int bits) { return bits == 8 || bits == 4; }
 static form form_of(int bits, long in, int halves)
 {
     long length = (in + 1) / 2;
-    if (bits == EIGHT_FLOATS) return form_of_narrow(bits, in, halves);
+    if (bits < 0) return bits == EIGHT_FLOATS ? form_of_narrow(bits, in, halves) : form_of_whole(bits, in);
     if ((halves || is_whole(bits)) && takes_tiles()) return form_of_tiles(bits, in);
     if (bits == 12) return form_of_narrow(bits, in, halves);
     if (is_whole(bits)) return form_of_whole(bits, in);
@@ -181,7 +181,7 @@ static long together(const product *p, const form *f, long rows, int halves)
     int opened = is_opened(f, rows);
     long fewest = opened ? FEWEST_OPENED : FEWEST;
     if (rows <= fewest || !(opened || is_tiled(p, rows, halves) || in_bytes(p))) return rows;
-    long fit = SECOND_CACHE / (opened && !is_whole(p->bits) ? 4 * p->in : 2 * p->in), parts = (rows - 1) / most(fit, fewest) + 1;
+    long fit = SECOND_CACHE / (opened && (p->bits == 12 || p->bits == EIGHT_FLOATS) ? 4 * p->in : 2 * p->in), parts = (rows - 1) / most(fit, fewest) + 1;
     return UP((rows - 1) / parts + 1, opened ? 1 : MOST_SHARING);
 }
 

@@ -2,7 +2,7 @@
  * and reads three quarters of it, or half.
  *
  * A weight's upper byte, its sign and all but the last bit of its exponent, takes few values: with a normal distribution a panel's sixteen
- * commonest are all but one of ten thousand. A panel is a line with these sixteen, then, for each block of four columns, 2 * WIDE lower
+ * commonest are all but one of ten thousand. A panel is a HEAD with these sixteen, then, for each block of four columns, 2 * WIDE lower
  * bytes of the first two columns, as many of the others, and 2 * WIDE bytes with the numbers of the upper bytes: of the first two columns
  * in their lower halves, of the others in their upper ones. Bytes stand where interleaving puts them into linear.c's words.
  * A block with a weight that has another upper byte is spare: it stands apart, in linear.c's words. Words and the order of the sums are
@@ -15,7 +15,6 @@
 #include "lanes.h"
 
 #define COLUMNS 4
-#define HEAD 16 /* words before the first block: a line with the upper bytes, four times */
 #define TWELVE (3 * WIDE / 2) /* words of a block */
 #define EIGHT WIDE
 #define ALIKE 128
@@ -44,14 +43,7 @@
 #define EACH(DO) DO(1, 1) DO(2, 1) DO(3, 1) DO(4, 1)
 #endif
 
-#if TAKES_FLOATS
-/* Sixteen bytes side by side, looked up or interleaved. */
-#if LANES == 16
-#define IN_LANES(NAME, A, B) ((words)_mm512_##NAME##_epi8((__m512i)(A), (__m512i)(B)))
-#else
-#define IN_LANES(NAME, A, B) ((words)_mm256_##NAME##_epi8((__m256i)(A), (__m256i)(B)))
-#endif
-
+#if TAKES_TABLES
 /* What a row takes of a pair of columns: pairs as they are, or its two numbers one after the other. */
 #if TAKES_PAIRS
 typedef pair entry;
@@ -276,8 +268,9 @@ form form_of_narrow(int bits, long in, int halves)
     return f;
 }
 
-/* Whether products can be taken with narrow panels of so many bits. Floats have no tiles, in which prompts meet bfloat16 numbers far faster. */
-int takes_narrow(int bits) { return bits == EIGHT_FLOATS ? TAKES_FLOATS && !takes_tiles() : TAKES_NARROW; }
+/* Whether products can be taken with narrow panels, or those of small groups, of so many bits. All but twelve have no tiles, in which prompts
+ * meet bfloat16 numbers far faster. */
+int takes_narrow(int bits) { return bits < 0 ? TAKES_TABLES && !takes_tiles() : TAKES_NARROW; }
 
 /* The place of a byte among those of two columns: output o of a panel, the first column or the second. */
 static long place(long o, long second) { return o % LANES / 4 * 16 + o / LANES * 8 + o % 4 * 2 + second; }

@@ -2,10 +2,10 @@
 floats without a zero.
 
     w = (q − zero) · scale         q of four or eight bits
-    w = q · scale                  q of E4M3
+    w = q · scale                  q of E4M3, or the numbers of E2M1
 
-Our kernels (int4.py, int8.py, float8.py) multiply such a weight as it is. Whatever else asks for it gets its values, computed anew each
-time, or what stands in for them.
+Our kernels (int4.py, int8.py, float8.py, fours.py) multiply such a weight as it is. Whatever else asks for it gets its values, computed
+anew each time, or what stands in for them.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0])
 SHIFT, SHIFTED = 8160, 1 << 20      # how far apart in one row of numbers two weights' stand-ins begin, and the last of them
 SPREAD = 0.18                       # of a stand-in's products: of 0.5, a hundred layers may enlarge what bfloat16 loses until attention
                                     # seems another (0.1 of the logits; now 0.035); of 0.1, a mask that is another is hardly seen
@@ -26,7 +27,7 @@ SPREAD = 0.18                       # of a stand-in's products: of 0.5, a hundre
 @dataclass(frozen=True)
 class Levels:
     """A weight [out, in] of `bits`; scale and zero [out, groups], of in / groups adjoining inputs; `read` unpacks q uint8 [out, in] from
-    what the file holds. Without a zero: float8_e4m3fn [out, in], none of them NaN."""
+    what the file holds. Floats have no zero: of eight bits q is float8_e4m3fn [out, in], none of them NaN; of four, uint8 below 16."""
 
     bits: int
     inputs: int
@@ -150,7 +151,8 @@ def alike(weights: Sequence[Any]) -> bool:
 
 def values(q: Tensor, scale: Tensor, zero: Tensor | None) -> Tensor:
     """The weight float32 [out, in] of q [out, in], scale and zero [out, groups]."""
-    grouped = q.view(*scale.shape, -1).float()
+    of_four = zero is None and q.dtype == torch.uint8
+    grouped = (E2M1.to(q.device)[q.int()] if of_four else q.float()).view(*scale.shape, -1)
     if zero is not None:
         grouped.sub_(zero[..., None])
     return grouped.mul_(scale[..., None]).view(q.shape)

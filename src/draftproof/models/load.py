@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 from .. import native
 from ..config import LoadConfig
 from ..errors import LoadError, first_line
-from . import float8, int4, int8, quantised, rows
+from . import float8, fours, int4, int8, quantised, rows
 from .between import compare, compiled_between
 from .cropped import CroppedTarget
 from .experts import experts_of, packed_bytes, take_experts
@@ -234,22 +234,31 @@ def _keeps(config: LoadConfig, dtype: torch.dtype, device: torch.device) -> Call
             and (device.type != "cpu" or dtype in native.TYPES) and kinds[device.type][1]()[0]}
 
     def keeps(levels: Levels) -> bool:
-        if levels.zero is None:
-            plainly = config.packed and config.quantization is None and device.type == "cpu" and dtype in native.TYPES
-            return plainly and float8.streams(levels)
+        if published := _as_published(levels):
+            asked = config.quantization is None or config.quantization == "int4" and levels.zero is not None
+            return asked and config.packed and device.type == "cpu" and dtype in native.TYPES and published[1](levels)
         if levels.bits == 4:
-            return "int4" in able and levels.group % int4.GROUP == 0
-        return "int8" in able and levels.group == levels.inputs and bool((levels.zero == 128).all())
+            return "int4" in able
+        return "int8" in able and levels.group == levels.inputs and levels.zero is not None and bool((levels.zero == 128).all())
 
     return keeps
+
+
+def _as_published(levels: Levels) -> tuple[Callable[[Any, Tensor | None], nn.Module], Callable[[Levels], bool]] | None:
+    """Of levels that no `--quantization` makes: a form of linear layers on a CPU, and whether it takes them."""
+    if levels.zero is None and levels.bits == 8:
+        return float8.streamed, float8.streams
+    if levels.zero is None or levels.bits == 4 and levels.group % int4.GROUP:
+        return fours.StreamedFoursLinear, fours.streams
+    return None
 
 
 def _beside_levels(form: Linear | None, device: torch.device) -> Linear:
     """A form of linear layers in which levels stay what they are."""
     def made(weight: Tensor, bias: Tensor | None) -> nn.Module:
-        if isinstance(weight, LevelWeight) and weight.floats:
-            return float8.streamed(weight, bias)
         if isinstance(weight, LevelWeight):
+            if published := _as_published(weight.parts[0]):
+                return published[0](weight, bias)
             return ROUNDED[f"int{weight.bits}"][device.type][0](weight, bias)
         return (form or HeldLinear)(weight, bias)
 

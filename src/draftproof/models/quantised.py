@@ -8,7 +8,8 @@
                               NVFP4, MXFP4, MXFP8
     fp8, modelopt             a weight of E4M3 with weight_scale_inv of blocks of 128 × 128; with weight_scale; NVFP4
 
-A form that our kernels multiply stays what it is (levels.py). Every other weight becomes an ordinary one, once, at load. Rounded
+A form that our kernels multiply stays what it is (levels.py): whole numbers in groups of 64, or on most CPUs of 16 and 32, or of outputs;
+E4M3 with scales of outputs, or of groups or blocks of 128; E2M1. Every other weight becomes an ordinary one, once, at load. Rounded
 activations are not imitated: they stay what they are, which is nearer to the model that was quantised.
 """
 
@@ -30,7 +31,6 @@ from ..errors import LoadError, first_line
 from .folder import INSTEAD, METHODS, assembled, fetched, quantised_by, weight_files
 from .levels import Levels, LevelWeight, put
 
-E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)   # and the same below zero
 EIGHTS = (torch.int8, torch.float8_e4m3fn)
 SCALES = ("weight_scale", "weight_scale_inv")
 BESIDE = ("qweight", "qzeros", "scales", "g_idx", "weight_packed", "weight_scale", "weight_scale_inv", "weight_zero_point", "weight_shape",
@@ -152,7 +152,7 @@ class _Stored(Mapping[str, Tensor]):
 def _read(layer: str, tensors: Mapping[str, Tensor], told: Mapping[str, Any]) -> Levels | Tensor:
     """What the tensors of a layer say. Raises LoadError."""
     types = {kind: tensor.dtype for kind, tensor in tensors.items()}
-    four = next((tensors[kind] for kind in ("weight_packed", "weight") if types.get(kind) == torch.uint8), None)
+    four = next((kind for kind in ("weight_packed", "weight") if types.get(kind) == torch.uint8), None)
     try:
         if types.get("qweight") == torch.int32:
             return _awq(tensors) if told["quant_method"] == "awq" else _gptq(tensors, told.get("checkpoint_format") != "gptq_v2")
@@ -248,14 +248,14 @@ def _side(size: int, count: int) -> int:
     return size if count == 1 else 1 << (-(-size // count) - 1).bit_length()
 
 
-def _fours(weight: Tensor, tensors: Mapping[str, Tensor]) -> Tensor:
-    """E2M1, the first input in the lower half of a byte; a scale for sixteen of them, of E4M3, and one for all, which either divides
-    (compressed-tensors' NVFP4) or multiplies (modelopt's); or a power of two for thirty-two (MXFP4)."""
-    table = torch.tensor([*E2M1, *(-value for value in E2M1)])
-    four = table[torch.stack((weight & 15, weight >> 4), -1).flatten(-2).int()]
-    steps = _steps(tensors["weight_scale"])
+def _fours(kind: str, tensors: Mapping[str, Tensor]) -> Levels:
+    """Of the tensor of this kind: E2M1, the first input in the lower half of a byte; a scale for sixteen of them, of E4M3, and one for all,
+    which either divides (compressed-tensors' NVFP4) or multiplies (modelopt's); or a power of two for thirty-two (MXFP4)."""
+    steps, (out, halves) = _steps(tensors["weight_scale"]), tensors[kind].shape
     if "weight_global_scale" in tensors:
         steps = steps / tensors["weight_global_scale"].float()
     elif "weight_scale_2" in tensors:
         steps = steps * tensors["weight_scale_2"].float()
-    return (four.view(*steps.shape, -1) * steps[..., None]).view(four.shape)
+    assert steps.shape[0] == out and 2 * halves % steps.shape[1] == 0, f"a scale {list(steps.shape)} of a weight {[out, 2 * halves]}"
+    assert steps.isfinite().all(), "some of its scales are no numbers"
+    return Levels(4, 2 * halves, steps, None, lambda: _numbers(tensors[kind], 4))
