@@ -13,7 +13,7 @@ long journey_for(journey *j, const mixture *m, long rows, int halves, int thread
 {
     const product *up = m->gate_up, *down = m->down;
     long all = rows * m->chosen, each = size(halves), counts = 8 * (m->count + 1), bytes = 0;
-    long room = most(room_for_each(up, rows, all, halves, threads), room_for_each(down, rows, all, halves, threads));
+    long room = most(room_for_each(up, m->count, rows, all, halves, threads), room_for_each(down, m->count, rows, all, halves, threads));
     long sizes[] = {8 * all, 8 * all, counts, counts, 4 * all, each * all * up->in, each * all * up->out, each * all * down->in, room};
     void **parts[] = {(void **)&j->chosen, (void **)&j->place, (void **)&j->of, (void **)&j->start, (void **)&j->weights,
                       (void **)&j->read, (void **)&j->written, (void **)&j->inner, &j->room};

@@ -266,7 +266,7 @@ typedef struct {
 } portions;
 
 /* The experts of a layer (Shazeer et al., arXiv 1701.06538): of `count` each row chooses so many. router [count, hidden]; gate_up and down
- * [count] are of one shape and form. normed: the weights of those that a row chooses add up to 1; kept: they are rounded to the stream's type. */
+ * [count] are of one shape. normed: the weights of those that a row chooses add up to 1; kept: they are rounded to the stream's type. */
 typedef struct {
     product router;
     const product *gate_up, *down;
@@ -432,7 +432,7 @@ void open_narrow(const uint32_t *panel, long first, long count, spares *left, ui
 long room_for(const product *p, long rows, int halves, int threads);
 void multiplied(const member *me, const product *p, const void *x, void *room, void *y, long rows, int halves, int adding);
 int multiply(const product *p, const void *x, void *y, long rows, int halves, int threads);
-long room_for_each(const product *p, long rows, long all, int halves, int threads);
+long room_for_each(const product *products, long count, long rows, long all, int halves, int threads);
 void multiplied_each(const member *me, const product *products, const portions *all, const void *x, long rows, void *room, void *y, int halves);
 void gated(const member *me, const void *x, void *y, long rows, long n, int halves);
 long journey_for(journey *j, const mixture *m, long rows, int halves, int threads, char *memory);

@@ -377,37 +377,35 @@ static task task_of(const product *products, const portions *all, long i, const 
     return t;
 }
 
-/* Of 16 bits may be what could not be told in 12. */
-static long next_form(long bits) { return bits == 12 ? 16 : bits == 16 ? 12 : 0; }
-
 /* Words of a row where products of this kind meet up to so many rows of a portion one by one. */
 static long words_of_each(const product *p, long rows, int halves)
 {
-    product one = *p;
+    const form f = form_of(p->bits, p->in, halves);
     long words = 0;
-    for (int turn = 0; turn < 2 && one.bits; turn++, one.bits = next_form(one.bits)) {
-        const form f = form_of(one.bits, one.in, halves);
-        for (long n = 1; n <= rows && !is_shared(&one, &f, n, halves); n++) words = most(words, prepared(&f, block_of(&f, n)));
-    }
+    for (long n = 1; n <= rows && !is_shared(p, &f, n, halves); n++) words = most(words, prepared(&f, block_of(&f, n)));
     return words;
 }
 
-/* Bytes of memory that `multiplied_each` needs for portions of up to `rows` rows, `all` together. */
-long room_for_each(const product *p, long rows, long all, int halves, int threads)
+/* Bytes of memory that `multiplied_each` needs for portions of up to `rows` rows, `all` together, whichever of `count` products they meet. */
+long room_for_each(const product *products, long count, long rows, long all, int halves, int threads)
 {
-    product one = *p;
-    long bytes = UP(4 * all * words_of_each(p, rows, halves), 64);
-    for (int turn = 0; turn < 2 && one.bits; turn++, one.bits = next_form(one.bits))
-        for (long n = 1; n <= rows; n++) bytes = most(bytes, room_for(&one, n, halves, threads));
-    return bytes;
+    long words = 0, bytes = 0;
+    for (const product *p = products; p < products + count; p++) {
+        if (p > products && p->bits == p[-1].bits) continue;
+        words = most(words, words_of_each(p, rows, halves));
+        for (long n = 1; n <= rows; n++) bytes = most(bytes, room_for(p, n, halves, threads));
+    }
+    return most(bytes, UP(4 * all * words, 64));
 }
 
-/* A team's y [rows, out]: each portion of x [rows, in], none longer than `rows`, by its own of the products, which are all of one shape and
- * form. Where few rows meet a product, the products are taken together: a thread does not wait for each of them. room: memory. All join at
+/* A team's y [rows, out]: each portion of x [rows, in], none longer than `rows`, by its own of the products, which are all of one shape. Where
+ * few rows meet a product, the products are taken together: a thread does not wait for each of them. room: memory. All join at
  * the end. */
 void multiplied_each(const member *me, const product *products, const portions *all, const void *x, long rows, void *room, void *y, int halves)
 {
-    long words = words_of_each(products, rows, halves), pieces = 0, at = 0, before = 0;
+    long words = 0, pieces = 0, at = 0, before = 0;
+    for (long i = 0, bits = 0; i < all->count; bits = products[all->of[i++]].bits)
+        if (products[all->of[i]].bits != bits) words = most(words, words_of_each(products + all->of[i], rows, halves));
     for (long i = 0; i < all->count; i++) {
         task t = task_of(products, all, i, x, room, words, y, halves);
         pieces += t.pieces;
@@ -439,7 +437,8 @@ int multiply_each(const product *products, const portions *all, const void *x, v
 {
     long rows = 0, total = all->start[all->count];
     for (long i = 0; i < all->count; i++) rows = most(rows, all->start[i + 1] - all->start[i]);
-    long bytes = room_for_each(products, rows, total, halves, threads);
+    long bytes = 0;
+    for (long i = 0; i < all->count; i++) bytes = most(bytes, room_for_each(products + all->of[i], 1, rows, total, halves, threads));
     void *room = bytes ? aligned_alloc(64, bytes) : 0;
     if (bytes && !room) return 1;
     TOGETHER(threads, total * products->out * products->in > SMALL, multiplied_each(me, products, all, x, rows, room, y, halves));
