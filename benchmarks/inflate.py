@@ -14,6 +14,7 @@ Timing is then that of the large model; text and acceptance are those of the sma
            read the null space, so that what any output projection makes of them is zero.
   heads    head_dim may grow by a whole factor m: rotary pair i moves to pair i·m, which turns at the same speed; new
            query and key dims read the null space, so they hold zero.
+  experts  each MLP may become a mixture of experts, of which any choice computes what the MLP did (see mixture.py).
 
 No matrix is zero, repeated or of low rank, so nothing can be merged, skipped or compressed; `degenerate` checks it. Rank
 is full where the shape leaves room: kv_heads·head_dim ≤ hidden − d and intermediate ≥ 2·hidden (with as many kv heads as
@@ -35,6 +36,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from mixture import fill_mixture, misfit, mixture_config, usual_inputs
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
@@ -46,7 +48,7 @@ NORM_RANGE = (0.75, 1.25)
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """The larger shape. head_dim None keeps the small model's."""
+    """The larger shape. head_dim None keeps the small model's. experts: of each MLP, of which a token takes `chosen`; 0 keeps it dense."""
 
     hidden: int
     layers: int
@@ -54,6 +56,8 @@ class Shape:
     kv_heads: int
     intermediate: int
     head_dim: int | None = None
+    experts: int = 0
+    chosen: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +92,9 @@ def check_shape(config: Any, shape: Shape) -> None:
     if shape.layers > config.num_hidden_layers or (shape.head_dim or width) > width:
         require(shape.hidden > config.hidden_size,
                 f"hidden={shape.hidden}: extra layers and head dims need more than the small model's {config.hidden_size}")
+    require(bool(shape.experts) or not shape.chosen, f"chosen={shape.chosen}: expected no chosen experts where there are none")
+    if shape.experts:
+        require(not (why := misfit(config, shape)), str(why))
 
 
 def real_layers(small: int, large: int) -> list[int | None]:
@@ -228,16 +235,20 @@ class Inflater:
         self.put(new.o_proj.weight, out.T)
         self.write_bias(old.o_proj, new.o_proj, extra)
 
-    def neurons(self, old: Any, new: Any, extra: bool, norms: tuple[Tensor, Tensor]) -> None:
+    def family(self, old: Any, extra: bool, norms: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """For the neurons of an MLP: which small one each computes [I], gate and up rows [I, D], write vectors [I, D]."""
         unit = torch.arange(self.shape.intermediate, device=self.device)
         unit = (unit % (len(unit) // 2) if extra else unit) % self.config.intermediate_size
-        for name in ("gate_proj", "up_proj"):
-            a, b = getattr(old, name), getattr(new, name)
-            self.put(b.weight, self.reads(self.old(a.weight)[unit], *norms))
+        gate, up = (self.reads(self.old(getattr(old, name).weight)[unit], *norms) for name in ("gate_proj", "up_proj"))
+        target = self.old(old.down_proj.weight).T
+        return unit, gate, up, opposed(self.free_writes(target, len(unit))) if extra else self.writes(target, unit)
+
+    def neurons(self, old: Any, new: Any, extra: bool, norms: tuple[Tensor, Tensor]) -> None:
+        unit, gate, up, out = self.family(old, extra, norms)
+        for a, b, rows in ((old.gate_proj, new.gate_proj, gate), (old.up_proj, new.up_proj, up)):
+            self.put(b.weight, rows)
             if b.bias is not None:
                 self.put(b.bias, self.old(a.bias)[unit])
-        target = self.old(old.down_proj.weight).T
-        out = opposed(self.free_writes(target, len(unit))) if extra else self.writes(target, unit)
         self.put(new.down_proj.weight, out.T)
         self.write_bias(old.down_proj, new.down_proj, extra)
 
@@ -249,6 +260,7 @@ class Inflater:
         small: Any = self.small
         large: Any = self.large
         self.put(large.model.embed_tokens.weight, self.old(small.model.embed_tokens.weight) @ self.rotation.T * self.scale)
+        usual = usual_inputs(small, self.generator) if self.shape.experts else []
         source = 0
         for layer, place in zip(large.model.layers, real_layers(self.config.num_hidden_layers, self.shape.layers), strict=True):
             source = source if place is None else place         # an extra layer takes its statistics from the one before
@@ -256,7 +268,10 @@ class Inflater:
             norms = (self.old(old.input_layernorm.weight), self.new_norm(layer.input_layernorm))
             self.attention(old.self_attn, layer.self_attn, place is None, norms)
             norms = (self.old(old.post_attention_layernorm.weight), self.new_norm(layer.post_attention_layernorm))
-            self.neurons(old.mlp, layer.mlp, place is None, norms)
+            if usual:
+                fill_mixture(self, old.mlp, layer.mlp, place is None, norms, usual[source])
+            else:
+                self.neurons(old.mlp, layer.mlp, place is None, norms)
         norms = (self.old(small.model.norm.weight), self.new_norm(large.model.norm))
         self.put(large.lm_head.weight, self.reads(self.old(small.lm_head.weight), *norms))
         missing = [name for name, p in large.named_parameters() if id(p) not in self.filled]
@@ -264,7 +279,7 @@ class Inflater:
 
 
 def large_config(config: Any, shape: Shape) -> Any:
-    large = copy.deepcopy(config)
+    large = mixture_config(config, shape) if shape.experts else copy.deepcopy(config)
     types = getattr(config, "layer_types", None)
     if types:
         kinds, last = [], types[0]
@@ -335,18 +350,16 @@ def degenerate(model: PreTrainedModel, ranks: bool = True) -> list[str]:
     found: list[str] = []
     rows: dict[int, list[Tensor]] = {}
     for name, parameter in model.named_parameters():
-        if parameter.ndim != 2:
-            continue
-        matrix = parameter.detach()
-        for kind, vectors in (("row", matrix), ("column", matrix.T)):
-            zeros = int((vectors == 0).all(1).sum())
-            if zeros:
-                found.append(f"{name}: {zeros} zero {kind}s")
-            rows.setdefault(vectors.shape[1], []).append(row_hashes(vectors))
-        if ranks and "embed_tokens" not in name:
-            rank = int(torch.linalg.matrix_rank(matrix.float()))
-            if rank < min(matrix.shape):
-                found.append(f"{name}: rank {rank} of {min(matrix.shape)}")
+        for matrix in () if parameter.ndim < 2 else parameter.detach().view(-1, *parameter.shape[-2:]):        # one, or each expert's
+            for kind, vectors in (("row", matrix), ("column", matrix.T)):
+                zeros = int((vectors == 0).all(1).sum())
+                if zeros:
+                    found.append(f"{name}: {zeros} zero {kind}s")
+                rows.setdefault(vectors.shape[1], []).append(row_hashes(vectors))
+            if ranks and "embed_tokens" not in name:
+                rank = int(torch.linalg.matrix_rank(matrix.float()))
+                if rank < min(matrix.shape):
+                    found.append(f"{name}: rank {rank} of {min(matrix.shape)}")
     for width, hashes in rows.items():
         every = torch.cat(hashes)
         repeated = len(every) - len(torch.unique(every))
@@ -373,11 +386,13 @@ def main() -> int:
     for name in ("hidden", "layers", "heads", "kv-heads", "intermediate"):
         parser.add_argument(f"--{name}", type=int, required=True)
     parser.add_argument("--head-dim", type=int, help="a multiple of the small model's; default: the same")
+    parser.add_argument("--experts", type=int, default=0, help="of each MLP, of a llama or mistral model without biases; 0: dense")
+    parser.add_argument("--chosen", type=int, default=0, help="experts that a token takes")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--no-check", action="store_true", help="build and save only; the checks hold a float32 copy")
     args = parser.parse_args()
-    shape = Shape(args.hidden, args.layers, args.heads, args.kv_heads, args.intermediate, args.head_dim)
+    shape = Shape(args.hidden, args.layers, args.heads, args.kv_heads, args.intermediate, args.head_dim, args.experts, args.chosen)
     try:
         small = AutoModelForCausalLM.from_pretrained(args.src, dtype=torch.float32).eval()
         check_shape(small.config, shape)

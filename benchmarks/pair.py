@@ -1,4 +1,5 @@
-"""The pair that engine.py and peers.py measure: the built-in one, inflated to 579 M and 18 M, a head and prompts for it."""
+"""The pair that engine.py and peers.py measure: the built-in one, inflated to 579 M and 18 M, a head and prompts for it. In place of the
+dense target a mixture of experts of as many parameters."""
 
 from __future__ import annotations
 
@@ -16,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 SHAPES = {"target": Shape(1536, 16, 24, 12, 6144), "draft": Shape(512, 4, 8, 4, 1728)}
+TARGETS = {"dense": SHAPES["target"], "moe": Shape(512, 10, 12, 6, 2304, experts=16, chosen=4)}     # 579 M; 582 M, a token reads 156
 
 
 def built(source: Path, folder: Path, shape: Shape, seed: int) -> Path:
@@ -83,11 +85,16 @@ def long_prompts(tokenizer: Any, count: int, tokens: int) -> list[list[int]]:
 
 
 def pass_bytes(folder: Path) -> int:
-    """Bytes of weights that a pass of one row reads: all but the embedding table, which is looked up. Keys and values come on top."""
+    """Bytes of weights that a pass of one row reads: all but the embedding table, which is looked up, and but the experts that a token does
+    not choose. Keys and values come on top."""
     tensors: dict[str, Any] = {}
     for path in folder.glob("*.safetensors"):
         with path.open("rb") as file:
             tensors |= json.loads(file.read(int.from_bytes(file.read(8), "little")))
     tensors.pop("__metadata__", None)
+    config = json.loads((folder / "config.json").read_text("utf-8"))
+    experts, chosen = config.get("num_local_experts", 1), config.get("num_experts_per_tok", 1)
     tied = not any("lm_head" in name for name in tensors)
-    return sum(entry["data_offsets"][1] - entry["data_offsets"][0] for name, entry in tensors.items() if tied or "embed_tokens" not in name)
+    sizes = {name: entry["data_offsets"][1] - entry["data_offsets"][0] for name, entry in tensors.items()
+             if tied or "embed_tokens" not in name}
+    return sum(size * chosen // experts if ".experts." in name else size for name, size in sizes.items())

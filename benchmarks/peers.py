@@ -3,6 +3,7 @@
     python benchmarks/peers.py --work DIR                           # what is installed, on 579 M and 18 M
     python benchmarks/peers.py --work DIR --peers ours,vllm --prompts 4 --repeats 1 --temperatures 0
     python benchmarks/peers.py --work DIR --together 6 --write docs/peers.md        # at most 6 engines in memory
+    python benchmarks/peers.py --work DIR --shape moe               # a mixture of experts in place of the dense target
     python benchmarks/peers.py --work DIR --bits 4                  # the target's weights rounded to four bits, by each engine's own rule
 
 The built-in pair is inflated (see inflate.py: nothing to merge or skip) and converted for each engine, kept in DIR; the built-in EAGLE-3
@@ -55,9 +56,10 @@ sys.path.append(str(Path(__file__).resolve().parent / "peers"))       # what sta
 
 import torch
 from crew import AUTO, Arm, Broken, Crew, Peer, Timed, converted, engine_of, request
+from inflate import Shape
 from memory import Memory
 from pages import put
-from pair import SHAPES, inflated, long_prompts, pass_bytes, read_prompts, turned_head
+from pair import SHAPES, TARGETS, built, long_prompts, pass_bytes, read_prompts, turned_head
 from provenance import digest, provenance
 from ratios import BRACKETS, paired, shown
 from transformers import AutoTokenizer
@@ -278,12 +280,17 @@ class Prepared:
         return Crew(arms, self.peers, self.models, self.prompts[0], work, args.threads, args.together, args.patience, args.bits)
 
 
+def shapes_of(args: argparse.Namespace) -> dict[str, Shape]:
+    return {**SHAPES, "target": TARGETS[args.shape]}
+
+
 def prepared(args: argparse.Namespace, work: Path) -> Prepared:
     """The pair inflated, the head turned, both converted for each engine; what work already holds is taken."""
-    sources = {role: path if args.as_is else inflated(path, role, work, args.seed)
-               for role, path in (("target", args.target.absolute()), ("draft", args.draft.absolute()))}
-    head = args.head.absolute()
-    sources["head"] = head if args.as_is else turned_head(head, args.target.absolute(), SHAPES["target"], work / "head", args.seed)
+    sources = {role: getattr(args, role).absolute() for role in ("target", "draft", "head")}
+    if not args.as_is:
+        shapes = shapes_of(args)
+        turned = turned_head(sources["head"], sources["target"], shapes["target"], work / "head", args.seed)
+        sources = {**{role: built(sources[role], work / role, shape, args.seed) for role, shape in shapes.items()}, "head": turned}
     words = AutoTokenizer.from_pretrained(sources["target"])
     prompts = (long_prompts(words, args.prompts, args.long) if args.long else
                read_prompts(args.prompts_file, words, args.prompts, args.shortest, args.longest))
@@ -312,7 +319,7 @@ def run(args: argparse.Namespace, work: Path) -> dict[str, Any]:
     order = sorted(runs, key=lambda key: (key[0], list(there.peers).index(key[1].peer), key[1].depth))
     return {**facts, "threads": args.threads, "prompt_tokens": [len(p) for p in there.prompts], "tokens": args.tokens,
             "repeats": args.repeats,
-            "pair": {role: "as it is" if args.as_is else str(shape) for role, shape in SHAPES.items()}, "pass_bytes": size,
+            "pair": {role: "as it is" if args.as_is else str(shape) for role, shape in shapes_of(args).items()}, "pass_bytes": size,
             "read_gb_per_s": {"median": median(flat), "low": percentile(flat, 0.1), "high": percentile(flat, 0.9)},
             "floor_ms": size / median(flat) / 1e6, "peers": crew.versions, "load_s": crew.load_s,
             "not_run": {**there.missing, **{str(arm): why for arm, why in sorted(crew.broken.items())}},
@@ -338,7 +345,7 @@ def carry_out(args: argparse.Namespace, name: str, run: Callable[[argparse.Names
     text = page(result)
     print(text)
     if args.write:
-        put(args.write, name, text)
+        put(args.write, name if args.shape == "dense" else f"{name}-{args.shape}", text)
     if args.json:
         args.json.write_text(json.dumps(result, indent=1) + "\n", "utf-8")
     print(json.dumps(result))
@@ -375,6 +382,7 @@ def shared_options(parser: argparse.ArgumentParser, prompts: int, tokens: int, d
     parser.add_argument("--target", type=Path, default=WEIGHTS / "target", help="the small target; default: the built-in one")
     parser.add_argument("--draft", type=Path, default=WEIGHTS / "draft")
     parser.add_argument("--head", type=Path, default=WEIGHTS / "eagle3", help="an EAGLE-3 head of the small target")
+    parser.add_argument("--shape", choices=TARGETS, default="dense", help="of the inflated target: dense, or a mixture of experts")
     parser.add_argument("--bits", type=int, default=16, choices=(16, 8, 4), help="of the target's weights; the draft model keeps its own")
     parser.add_argument("--as-is", action="store_true", help="take this pair, without inflating it")
     parser.add_argument("--prompts-file", type=Path, default=WEIGHTS / "prompts.jsonl", help='lines of {"class", "prompt"}')

@@ -267,9 +267,10 @@ def test_own_workers_on_the_built_in_pair(name: str) -> None:
         assert generate(peers.request(Arm(name, peers.AUTO), prompt, 12, 0.0, 1) | WAYS[name][2], came.append)[0] == plain
 
 
-def test_a_turned_head_reads_the_large_stream_as_the_small_one(tmp_path: Path) -> None:
+@pytest.mark.parametrize("target, taps", [("dense", [1, 6, 9]), ("moe", [1, 4, 6])])
+def test_a_turned_head_reads_the_large_stream_as_the_small_one(tmp_path: Path, target: str, taps: list[int]) -> None:
     pair, inflate = benchmark("pair"), benchmark("inflate")
-    folder = pair.turned_head(WEIGHTS / "eagle3", WEIGHTS / "target", pair.SHAPES["target"], tmp_path / "head", 3)
+    folder = pair.turned_head(WEIGHTS / "eagle3", WEIGHTS / "target", pair.TARGETS[target], tmp_path / "head", 3)
     small, large = (load_file(place / "model.safetensors") for place in (WEIGHTS / "eagle3", folder))
     config = json.loads((folder / "config.json").read_text("utf-8"))
     width, wide = 384, config["target_hidden_size"]
@@ -280,5 +281,5 @@ def test_a_turned_head_reads_the_large_stream_as_the_small_one(tmp_path: Path) -
     stream = torch.cat([h @ rotation.T * (wide / width) ** 0.5 for h in hidden], 1)
     expected, found = torch.cat(hidden, 1) @ small["fc.weight"].float().T, stream @ large["fc.weight"].float().T
     assert (found - expected).abs().max() < 0.02 * expected.abs().max(), "but for rounding to bfloat16"
-    assert config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [1, 6, 9], "where layers 1, 4 and 6 of ten are among sixteen"
+    assert config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == taps, "where layers 1, 4 and 6 of ten are"
     assert torch.equal(large["lm_head.weight"], small["lm_head.weight"]) and large["embed_tokens.weight"].shape == (4096, width)

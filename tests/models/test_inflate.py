@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from benchmark_module import benchmark
+from safetensors.torch import load_file
 from transformers import (
     GenerationConfig,
     LlamaConfig,
@@ -27,11 +28,11 @@ SMALL = dict(vocab_size=96, hidden_size=32, num_hidden_layers=2, num_attention_h
 PROMPT = torch.randint(0, 96, (1, 20), generator=torch.Generator().manual_seed(5))
 
 
-def small_model(family: str) -> PreTrainedModel:
+def small_model(family: str, biases: bool = True) -> PreTrainedModel:
     torch.manual_seed(7)
     model: PreTrainedModel
     if family == "llama":
-        model = LlamaForCausalLM(LlamaConfig(**SMALL, head_dim=8, tie_word_embeddings=True, attention_bias=True, mlp_bias=True))
+        model = LlamaForCausalLM(LlamaConfig(**SMALL, head_dim=8, tie_word_embeddings=True, attention_bias=biases, mlp_bias=biases))
     elif family == "mistral":
         model = MistralForCausalLM(MistralConfig(**SMALL, head_dim=8, sliding_window=12))
     elif family == "qwen2":
@@ -67,6 +68,49 @@ def test_same_function_and_nothing_to_merge(family: str, shape: str) -> None:
     assert inflate.degenerate(large) == []
     embed, output = large.get_input_embeddings().weight, large.get_output_embeddings().weight
     assert embed.data_ptr() != output.data_ptr() and not large.config.tie_word_embeddings
+
+
+MIXTURES = {
+    "experts": inflate.Shape(64, 2, 8, 4, 96, experts=4, chosen=2),
+    "extra layers": inflate.Shape(64, 5, 8, 4, 160, experts=3, chosen=1),
+    "head_dim": inflate.Shape(128, 4, 16, 4, 320, head_dim=16, experts=3, chosen=3),
+}
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral"])
+@pytest.mark.parametrize("shape", MIXTURES)
+def test_a_mixture_computes_the_same_whichever_experts_are_chosen(family: str, shape: str) -> None:
+    small = small_model(family, biases=False)
+    large = inflate.build_inflated(small, MIXTURES[shape], "cpu", torch.float32, seed=3)
+    assert large.config.model_type == "mixtral" and inflate.degenerate(large) == []
+    for _ in range(2):
+        result = inflate.compare(small, large, PROMPT)
+        assert result["logits"] < 1e-5 and result["same_text"], result
+        for layer in large.model.layers:
+            layer.mlp.gate.weight.data.neg_()               # the least likely experts in place of the likeliest
+
+
+def test_every_expert_is_chosen_and_none_by_all() -> None:
+    large: Any = inflate.build_inflated(small_model("llama", biases=False), MIXTURES["experts"], "cpu", torch.float32, seed=3)
+    chosen: list[torch.Tensor] = []
+    for layer in large.model.layers:
+        layer.mlp.gate.register_forward_hook(lambda gate, _, out: chosen.append(out[2]))
+    with torch.no_grad():
+        large(torch.randint(96, (1, 200), generator=torch.Generator().manual_seed(6)))
+    counts = [torch.bincount(each.flatten(), minlength=4) for each in chosen]
+    assert len(counts) == 2 and all(30 < count.min() and count.max() < 180 for count in counts), counts
+
+
+def test_a_mixture_is_saved_as_published_ones_are(tmp_path: Path) -> None:
+    large: Any = inflate.build_inflated(small_model("llama", biases=False), MIXTURES["experts"], "cpu", torch.bfloat16, seed=3)
+    large.save_pretrained(tmp_path)
+    tensors, layer = load_file(tmp_path / "model.safetensors"), large.model.layers[1].mlp
+    expert = "model.layers.1.block_sparse_moe.experts.2."
+    assert torch.equal(torch.cat((tensors[expert + "w1.weight"], tensors[expert + "w3.weight"])), layer.experts.gate_up_proj[2])
+    assert torch.equal(tensors[expert + "w2.weight"], layer.experts.down_proj[2])
+    read = sum(p.nbytes for p in large.parameters()) - large.model.embed_tokens.weight.nbytes
+    idle = sum(each.mlp.experts.gate_up_proj.nbytes + each.mlp.experts.down_proj.nbytes for each in large.model.layers) // 2
+    assert benchmark("pair").pass_bytes(tmp_path) == read - idle, "two of four experts"
 
 
 def test_more_kv_heads_than_groups_need() -> None:
@@ -119,6 +163,18 @@ def test_the_check_finds(damage: str) -> None:
     assert len(inflate.degenerate(large)) == 1
 
 
+@pytest.mark.parametrize("damage", ["row of another expert", "rank of an expert"])
+def test_the_check_looks_into_experts(damage: str) -> None:
+    large: Any = inflate.build_inflated(small_model("llama", biases=False), MIXTURES["experts"], "cpu", torch.float32, seed=3)
+    rows = large.model.layers[0].mlp.experts.gate_up_proj
+    with torch.no_grad():
+        if damage == "rank of an expert":
+            rows[1, :, 0] = rows[1, :, 1:].mean(1)
+        else:
+            rows[1, 3] = rows[2, 4]
+    assert len(inflate.degenerate(large)) == 1
+
+
 @pytest.mark.parametrize(("shape", "says"), [
     (inflate.Shape(16, 5, 8, 4, 160), "hidden=16"),
     (inflate.Shape(64, 1, 8, 4, 160), "layers=1"),
@@ -130,3 +186,18 @@ def test_the_check_finds(damage: str) -> None:
 def test_a_shape_that_does_not_fit_is_refused(shape: Any, says: str) -> None:
     with pytest.raises(ValueError, match=says):
         inflate.build_inflated(small_model("llama"), shape)
+
+
+@pytest.mark.parametrize(("family", "shape", "says"), [
+    ("llama", inflate.Shape(64, 2, 8, 4, 95, experts=4, chosen=2), "intermediate=95: expected at least twice"),
+    ("llama", inflate.Shape(64, 2, 8, 4, 96, experts=4), "chosen=0: expected 1 to 4"),
+    ("llama", inflate.Shape(64, 2, 8, 4, 96, experts=4, chosen=5), "chosen=5: expected 1 to 4"),
+    ("llama", inflate.Shape(64, 2, 8, 4, 96, chosen=2), "chosen=2: expected no chosen experts"),
+    ("llama", inflate.Shape(32, 2, 4, 2, 96, experts=4, chosen=2), "hidden=32"),
+    ("qwen3", inflate.Shape(64, 2, 8, 4, 96, experts=4, chosen=2), "'qwen3' with experts"),
+    ("biases", inflate.Shape(64, 2, 8, 4, 96, experts=4, chosen=2), "biases"),
+])
+def test_a_mixture_that_does_not_fit_is_refused(family: str, shape: Any, says: str) -> None:
+    small = small_model("llama") if family == "biases" else small_model(family, biases=False)
+    with pytest.raises(ValueError, match=says):
+        inflate.build_inflated(small, shape)
