@@ -13,7 +13,9 @@ an engine, plain or guessing at one depth, at one temperature. Rates are of deco
 since it; the time until it is told beside them. Ratios are paired by prompt and repeat. Just before and just after every run the memory is
 read; a plain pass cannot take less than reading the checkpoint's matrices does at that speed, the floor, unless it reads fewer bytes: ours
 keeps bfloat16 weights in twelve bits, without loss, on processors with AVX512. "Best" is the arm with the highest median
-rate of this very run. What cannot run is named with its reason. Prints tables and, as the last line, JSON; exits with 3 if a measured goal
+rate of this very run. With --shape moe the target is a mixture of experts of as many parameters, a Mixtral, whose tables stand between
+marks of their own; its floor counts the experts that a token chooses; the draft model is the same; onnxruntime-genai's builder knows no
+such model. What cannot run is named with its reason. Prints tables and, as the last line, JSON; exits with 3 if a measured goal
 is missed, with 1 if our own engine did not run.
 
 The environments, in the repository's folder (elsewhere: --env NAME=PATH of a python):

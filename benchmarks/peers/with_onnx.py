@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import subprocess
+import runpy
 import sys
 from pathlib import Path
 
@@ -11,8 +11,8 @@ from worker import Accepted, Arrived, Generate, Job, main
 
 
 def convert(source: Path, out: Path, bits: int) -> None:
-    subprocess.run([sys.executable, "-m", "onnxruntime_genai.models.builder", "-i", source, "-o", out, "-p", "fp32", "-e", "cpu", "-c",
-                    out / "cache"], check=True)
+    sys.argv = ["builder", "-i", str(source), "-o", str(out), "-p", "fp32", "-e", "cpu", "-c", str(out / "cache")]
+    runpy.run_module("onnxruntime_genai.models.builder", run_name="__main__")        # here, so that its own words are the last if it fails
 
 
 def load(job: Job) -> Generate:
