@@ -12,7 +12,7 @@ from typing import Any
 import packings
 import pytest
 import torch
-from families import COMMON, MOE
+from families import COMMON
 from packings import Packed, publish
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, LlamaForCausalLM
@@ -220,17 +220,6 @@ def test_models_that_are_not_fused(tmp_path: Path) -> None:
     target = load_target(tmp_path / "packed", LoadConfig(dtype="float32"))
     assert target.facts.invisible and isinstance(target.parts.layers[0].mlp.down_proj, (StreamedInt4Linear, Int4Linear))
     assert off(logits(tmp_path / "packed"), logits(ordinary(tmp_path / "source", tmp_path / "ordinary", weights), packed=False)) < 0.08
-
-
-def test_experts_become_ordinary_weights_and_are_joined_as_transformers_joins_them(tmp_path: Path) -> None:
-    torch.manual_seed(5)
-    config = AutoConfig.for_model("qwen3_moe", **{**COMMON, **MOE, "head_dim": 16, "moe_intermediate_size": 64})
-    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "source")
-    weights = publish(tmp_path / "source", tmp_path / "packed", AWQ, packings.awq)
-    assert any(".experts.0." in name for name in weights)
-    expected = logits(ordinary(tmp_path / "source", tmp_path / "ordinary", weights), packed=False)
-    assert off(logits(tmp_path / "packed", packed=False), expected) < 1e-4
-    assert off(logits(tmp_path / "packed"), expected) < 0.08
 
 
 def test_asking_for_other_bits_rounds_anew(tmp_path: Path) -> None:

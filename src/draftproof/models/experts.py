@@ -59,7 +59,9 @@ class Experts(nn.Module):
     def _layers(like: Any, name: str, form: Linear) -> nn.ModuleList:
         weights, biases = getattr(like, name), getattr(like, f"{name}_bias", None)
         delattr(like, name)
-        turned = weights.detach().transpose(1, 2) if like.is_transposed else weights.detach()
+        turned = getattr(weights, "each", None)                             # of levels
+        if turned is None:
+            turned = weights.detach().transpose(1, 2) if like.is_transposed else weights.detach()
         return nn.ModuleList(form(weight, None if biases is None else biases[number].detach()) for number, weight in enumerate(turned))
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:

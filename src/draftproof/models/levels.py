@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0])
+EXPERTS = ("gate_up_proj", "up_proj", "down_proj")      # where those of a collection of experts are (level_experts.py)
 SHIFT, SHIFTED = 8160, 1 << 20      # how far apart in one row of numbers two weights' stand-ins begin, and the last of them
 SPREAD = 0.18                       # of a stand-in's products: of 0.5, a hundred layers may enlarge what bfloat16 loses until attention
                                     # seems another (0.1 of the logits; now 0.035); of 0.1, a mask that is another is hardly seen
@@ -137,9 +138,12 @@ class StandIns(TorchFunctionMode):
 
 
 def level_weights(module: nn.Module) -> list[LevelWeight]:
-    """Of the linear layers below a module."""
-    found = (getattr(layer, "weight", None) for layer in module.modules())
-    return [weight for weight in found if isinstance(weight, LevelWeight)]
+    """Of the linear layers below a module, and of its experts."""
+    found: list[LevelWeight] = []
+    for layer in module.modules():
+        held = [getattr(layer, name, None) for name in ("weight", *EXPERTS)]
+        found += [weight for one in held for weight in getattr(one, "each", [one]) if isinstance(weight, LevelWeight)]
+    return found
 
 
 def alike(weights: Sequence[Any]) -> bool:

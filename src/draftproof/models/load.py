@@ -34,7 +34,7 @@ from .recurrent import RecurrentTarget
 from .selftest import invisible
 from .shares import Ranks, divided, load_share
 from .target import LoadFacts, Target, TargetParts
-from .tier import tier_of
+from .tier import silent_experts, tier_of
 from .tiled import TILE_ROWS, TiledLinear
 from .tokenizer import Tokenizer
 
@@ -102,7 +102,8 @@ def _made(model: Any, name: str, config: LoadConfig, tokenizer: Tokenizer | None
     text = model.config.get_text_config()
     context = _context(text)
     with StandIns(model):
-        spared = read_by_hand(model)
+        with silent_experts(model):
+            spared = read_by_hand(model)
         tier = tier_of(model, context, reasons)
     levels = level_weights(model)
     ours = fused and tier == 1 and not levels and rows.usable(model, config, reasons)

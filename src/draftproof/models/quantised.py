@@ -29,6 +29,7 @@ from transformers import AutoModelForCausalLM
 
 from ..errors import LoadError, first_line
 from .folder import INSTEAD, METHODS, assembled, fetched, quantised_by, weight_files
+from .level_experts import Gathered, put_experts
 from .levels import Levels, LevelWeight, put
 
 EIGHTS = (torch.int8, torch.float8_e4m3fn)
@@ -63,7 +64,7 @@ def load(path: str, config: Any, told: Mapping[str, Any], dtype: torch.dtype, de
     with torch.device("meta"):
         empty = AutoModelForCausalLM.from_config(plain, trust_remote_code=trust_remote_code)
     places = {WRAPPED.sub("", name): name for name, layer in empty.named_modules() if type(layer) is nn.Linear}
-    folder = fetched(path)
+    experts, folder = Gathered(empty, keeps), fetched(path)
     weights: dict[str, Tensor] = {}
     held: dict[str, LevelWeight] = {}
     opened: Counter[str] = Counter()
@@ -74,14 +75,26 @@ def load(path: str, config: Any, told: Mapping[str, Any], dtype: torch.dtype, de
         elif (place := places.get(WRAPPED.sub("", name))) and empty.get_submodule(place).weight.shape == found.shape and keeps(found):
             held[place] = LevelWeight([found], dtype, device)
             weights[f"{name}.weight"] = torch.zeros(1, dtype=dtype).expand(found.shape)    # takes no memory, and its place
-        else:
+        elif not experts.take(name, found):
             weights[f"{name}.weight"] = found.values().to(dtype)
             opened[kind] += 1
+    stacks = experts.whole(dtype, device)
+    weights |= {name: torch.zeros(1, dtype=dtype).expand(stack.shape) for name, stack in stacks.items()}
+    for name, found in experts.others():
+        weights[f"{name}.weight"] = found.values().to(dtype)
+        opened[_kind(found)] += 1
     model, info = assembled(type(empty), empty.config, weights, dtype, folder)
     for name, weight in held.items():
         put(model.get_submodule(name), weight)
+    for name, stack in stacks.items():
+        put_experts(model, name, stack)
+    kept = len(held) + sum(len(weight.parts) for stack in stacks.values() for weight in stack.each)
     others = "".join(f", {count} made ordinary weights ({kind})" for kind, count in opened.items())
-    return model, info, f"{told['quant_method']}: {len(held)} layers are multiplied as they were published{others}"
+    return model, info, f"{told['quant_method']}: {kept} layers are multiplied as they were published{others}"
+
+
+def _kind(levels: Levels) -> str:
+    return "floats" if levels.zero is None else f"{levels.bits} bits in groups of {levels.group}"
 
 
 def _layers(folder: Path, told: Mapping[str, Any], dtype: torch.dtype) -> Iterator[tuple[str, Levels | Tensor, str]]:
@@ -98,7 +111,7 @@ def _layers(folder: Path, told: Mapping[str, Any], dtype: torch.dtype) -> Iterat
     for layer, kinds in layers.items():
         found = _read(layer, _Stored(layer, {kind: where[f"{layer}.{kind}"] for kind in kinds}), told)
         if isinstance(found, Levels):
-            yield layer, found, "floats" if found.zero is None else f"{found.bits} bits in groups of {found.group}"
+            yield layer, found, _kind(found)
         else:
             yield f"{layer}.weight", found.to(dtype), "inputs in an order of their own" if ORDER & set(kinds) else "floats"
 

@@ -1,0 +1,97 @@
+"""Experts of quantised checkpoints: their levels stay, or all of them become ordinary weights, joined as transformers joins them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import packings
+import pytest
+import torch
+from families import COMMON, MOE
+from packings import publish
+from test_quantised import ALL, AWQ, logits, off, ordinary
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from draftproof import Engine, LoadConfig, Sampling, native
+from draftproof.models.experts import Experts, Routed
+from draftproof.models.load import load_target
+
+WIDE = {**COMMON, **MOE, "hidden_size": 128, "moe_intermediate_size": 128, "intermediate_size": 128, "num_hidden_layers": 2}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "qwen3_moe": {"head_dim": 16},
+    "mixtral": {"sliding_window": None},
+    "deepseek_v3": {"n_routed_experts": 32, "num_experts": 32, "num_local_experts": 32, "n_group": 1, "topk_group": 1,
+                    "first_k_dense_replace": 1, "kv_lora_rank": 128, "q_lora_rank": None, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 32, "num_key_value_heads": 4},
+}
+NAMES = ("proj.weight", ".w1.weight", ".w2.weight", ".w3.weight")
+compiled = pytest.mark.skipif(not native.available()[0] or not native.takes_narrow(native.EIGHT_FLOATS), reason="no kernels for it here")
+
+
+def source(folder: Path, family: str) -> Path:
+    torch.manual_seed(5)
+    config = AutoConfig.for_model(family, **{**WIDE, **FAMILIES[family]}, dtype="bfloat16")
+    model = AutoModelForCausalLM.from_config(config).bfloat16()
+    for name, weight in model.named_parameters():
+        if "norm" not in name:
+            weight.data *= 4
+    model.save_pretrained(folder)
+    return folder
+
+
+def experts_of(model: torch.nn.Module) -> list[Experts]:
+    return [module for module in model.modules() if isinstance(module, Experts)]
+
+
+@compiled
+@pytest.mark.parametrize("name", ["awq", "packed 8", "blocks", "mxfp4", "packed 16"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_experts_stay_as_they_were_published(tmp_path: Path, family: str, name: str) -> None:
+    config, form = ALL[name]
+    weights = publish(source(tmp_path / "source", family), tmp_path / "packed", config, form, NAMES)
+    assert any(".experts.0." in found for found in weights)
+    target = load_target(tmp_path / "packed", LoadConfig(dtype="float32"))
+    assert "ordinary" not in target.facts.reasons["checkpoint"], target.facts.reasons["checkpoint"]
+    assert target.facts.tier == 1 and target.facts.invisible, (target.facts.reasons["tier"], target.facts.invisible_reason)
+    held = experts_of(target.model)
+    assert len(held) == (1 if family == "deepseek_v3" else 2)
+    layers = [layer for one in held for layer in (*one.first, *one.down)]
+    assert all(layer.weight_bytes < 1.2 * layer.weight.numel() for layer in layers)
+    plain = ordinary(tmp_path / "source", tmp_path / "ordinary", weights)
+    near = 1e-4 if name == "blocks" else 0.08
+    found, expected = logits(tmp_path / "packed"), logits(plain, packed=False)
+    apart = [off(one, other) for one, other in zip(found, expected, strict=True)]
+    assert sorted(apart)[-2] < near, "all rows but one, whose router may sit on an edge"
+    whole = load_target(plain, LoadConfig(self_test=False)).facts
+    assert target.facts.parameters == whole.parameters and target.facts.weight_bytes < 0.6 * whole.weight_bytes
+    assert target.facts.experts is not None and whole.experts is not None
+    assert target.facts.experts.parameters == whole.experts.parameters and target.facts.experts.bytes < 0.6 * whole.experts.bytes
+
+
+@compiled
+@pytest.mark.parametrize("name", ["awq", "blocks"])
+def test_guessing_changes_nothing(tmp_path: Path, name: str) -> None:
+    config, form = ALL[name]
+    publish(source(tmp_path / "source", "qwen3_moe"), tmp_path / "packed", config, form)
+    target, texts = load_target(tmp_path / "packed"), []
+    assert all(isinstance(layer.routed, Routed) for layer in target.parts.layers)
+    for spec in ("none", "ngram", f"model:{tmp_path / 'packed'}"):
+        with Engine(target, spec) as engine:
+            texts.append(engine.generate([5, 9, 5, 9, 5], Sampling(temperature=0.8, max_tokens=40, seed=3, ignore_eos=True)).token_ids)
+    assert texts[0] == texts[1] == texts[2]
+
+
+@pytest.mark.parametrize("names", [("experts.0.down_proj.weight", "experts.1.down_proj.weight", "q_proj.weight"),
+                                   tuple(f"experts.{number}.up_proj.weight" for number in range(4))], ids=["two", "up alone"])
+def test_experts_of_which_some_are_whole_are_ordinary(tmp_path: Path, names: tuple[str, ...]) -> None:
+    weights = publish(source(tmp_path / "source", "qwen3_moe"), tmp_path / "packed", AWQ, packings.awq, names)
+    target = load_target(tmp_path / "packed", LoadConfig(dtype="float32", self_test=False))
+    assert "made ordinary weights" in target.facts.reasons["checkpoint"]
+    expected = logits(ordinary(tmp_path / "source", tmp_path / "ordinary", weights), packed=False)
+    assert off(logits(tmp_path / "packed", packed=False), expected) < 1e-4 and off(logits(tmp_path / "packed"), expected) < 0.08
+
+
+def test_without_packing_they_are_joined_as_transformers_joins_them(tmp_path: Path) -> None:
+    weights = publish(source(tmp_path / "source", "mixtral"), tmp_path / "packed", AWQ, packings.awq, NAMES)
+    expected = logits(ordinary(tmp_path / "source", tmp_path / "ordinary", weights), packed=False)
+    assert off(logits(tmp_path / "packed", packed=False), expected) < 1e-4
