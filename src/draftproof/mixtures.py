@@ -19,16 +19,18 @@ Products = ctypes.Array[Product]
 class Mixture(ctypes.Structure):
     """The experts of a layer, as kernels/lanes.h has them. The parts must outlive it."""
 
-    _fields_ = [("router", Product), *fields(pointers="first down", numbers="count chosen", flags="normed kept")]
+    _fields_ = [("router", Product), *fields(pointers="first down", numbers="count chosen", flags="normed kept", reals="alpha limit")]
     parts: tuple[Products, Products]
 
     @classmethod
-    def of(cls, first: Products, down: Products, chosen: int, router: Product | None = None, normed: bool = False,
-           kept: bool = False) -> Self:
-        """first [experts]: gate and up, one below the other; chosen: by each row. For `route`: the router; normed: weights of a row add up
-        to 1; kept: they are rounded to the type of logits."""
+    def of(cls, first: Products, down: Products, chosen: int, limits: tuple[float, float] | None = None, router: Product | None = None,
+           normed: bool = False, kept: bool = False) -> Self:
+        """first [experts]: gate and up, one below the other; chosen: by each row. limits: alpha and the limit of gates like gpt-oss's,
+        whose gates and ups stand in turn. For `route`: the router; normed: weights of a row add up to 1; kept: they are rounded to the
+        type of logits."""
         assert len(first) == len(down) and first[0].out == 2 * down[0].columns and first[0].columns == down[0].out
-        made = cls(router or Product(), ctypes.addressof(first), ctypes.addressof(down), len(first), chosen, normed, kept)
+        made = cls(router or Product(), ctypes.addressof(first), ctypes.addressof(down), len(first), chosen, normed, kept,
+                   *(limits or (0.0, 0.0)))
         made.parts = first, down
         return made
 
@@ -38,7 +40,7 @@ class _Portions(ctypes.Structure):
 
 
 def mix(mixture: Mixture, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-    """What experts with silu gates make of x [rows, hidden], float32 or bfloat16: chosen int64 and weights [rows, k]; an expert that there
+    """What experts make of x [rows, hidden], float32 or bfloat16: chosen int64 and weights [rows, k]; an expert that there
     is not counts as none."""
     rows, down = len(x), mixture.parts[1][0]
     assert x.shape == (rows, down.out) and chosen.shape == weights.shape == (rows, mixture.chosen) and chosen.dtype == torch.int64

@@ -28,7 +28,7 @@ HIDDEN, INNER, COUNT, EACH = 96, 72, 8, 3
 SIZES = {"hidden_size": HIDDEN, "intermediate_size": INNER, "moe_intermediate_size": INNER, "num_local_experts": COUNT,
          "num_experts": COUNT, "n_routed_experts": COUNT, "num_experts_per_tok": EACH, "num_hidden_layers": 1, "num_attention_heads": 4,
          "num_key_value_heads": 2, "vocab_size": 64, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 0, "q_lora_rank": None}
-KINDS = ("qwen3_moe", "deepseek_v3", "gpt_oss", "nemotron_h")       # silu gates; a gate with limits, biases and turned weights; no gate
+KINDS = ("qwen3_moe", "deepseek_v3", "gpt_oss", "nemotron_h")       # silu gates; gates with limits, biases, turned weights; no gate
 PLACES = {"nemotron_h": {"layers_block_type": ["moe"], "mamba_num_heads": 8, "mamba_head_dim": 16, "n_groups": 2, "ssm_state_size": 16}}
 
 
@@ -69,9 +69,9 @@ def test_experts_are_those_of_transformers(kind: str, dtype: torch.dtype, tolera
 @pytest.mark.parametrize("dtype", native.TYPES, ids=str)
 @pytest.mark.parametrize("kind", KINDS)
 def test_one_call_is_its_steps_and_a_row_does_not_feel_the_others(kind: str, dtype: torch.dtype, form: Any, other_kernels: None) -> None:
-    """A gate of a family's own is torch's, whose vectors end where a pass does: in float32 its last bits depend on the rows."""
+    """Without a gate what stands between is torch's, whose vectors end where a pass does: in float32 its last bits depend on the rows."""
     ours = Experts(experts(kind, dtype), form)
-    assert ours.compiled == (kind in ("qwen3_moe", "deepseek_v3"))
+    assert ours.compiled == (kind != "nemotron_h")
     for rows in (1, 2, 5, 33, 150):
         x, chosen, weights = asked(rows, dtype, rows)
         found = ours(x, chosen, weights)
@@ -82,6 +82,21 @@ def test_one_call_is_its_steps_and_a_row_does_not_feel_the_others(kind: str, dty
         order = torch.randperm(rows, generator=torch.Generator().manual_seed(rows))
         if ours.compiled:
             assert torch.equal(found[order], ours(x[order], chosen[order], weights[order]))
+
+
+@compiled
+@pytest.mark.parametrize("inner", [5, 72])
+def test_limits_of_a_gate_are_kept_and_what_is_no_number_stays_so(inner: int) -> None:
+    theirs = experts("gpt_oss", torch.float32)
+    for name, size in (("gate_up_proj", 2 * inner), ("gate_up_proj_bias", 2 * inner)):
+        setattr(theirs, name, nn.Parameter(getattr(theirs, name)[..., :size] * 32, requires_grad=False))
+    theirs.down_proj = nn.Parameter(theirs.down_proj[:, :inner], requires_grad=False)
+    ours = Experts(copy.deepcopy(theirs), packed)
+    assert ours.compiled
+    x, chosen, weights = asked(40, torch.float32)
+    assert torch.allclose(ours(x, chosen, weights), theirs(x, chosen, weights), rtol=1e-4, atol=1e-4)
+    x[3, 0] = torch.nan
+    assert ours(x, chosen, weights).isnan().any(-1).tolist() == [row == 3 for row in range(40)]
 
 
 @compiled

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 from families import COMMON, MOE
 from packings import publish
+from safetensors.torch import load_file, save_file
 from test_quantised import ALL, AWQ, logits, off, ordinary
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -22,7 +24,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"head_dim": 16},
     "mixtral": {"sliding_window": None},
     "deepseek_v3": {"n_routed_experts": 32, "num_experts": 32, "num_local_experts": 32, "n_group": 1, "topk_group": 1,
-                    "first_k_dense_replace": 1, "kv_lora_rank": 128, "q_lora_rank": None, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 32, "num_key_value_heads": 4},
+                    "first_k_dense_replace": 1, "kv_lora_rank": 128, "q_lora_rank": None, "qk_nope_head_dim": 16,
+                    "qk_rope_head_dim": 16, "v_head_dim": 32, "num_key_value_heads": 4},
 }
 NAMES = ("proj.weight", ".w1.weight", ".w2.weight", ".w3.weight")
 compiled = pytest.mark.skipif(not native.available()[0] or not native.takes_narrow(native.EIGHT_FLOATS), reason="no kernels for it here")
@@ -66,6 +69,45 @@ def test_experts_stay_as_they_were_published(tmp_path: Path, family: str, name: 
     assert target.facts.parameters == whole.parameters and target.facts.weight_bytes < 0.6 * whole.weight_bytes
     assert target.facts.experts is not None and whole.experts is not None
     assert target.facts.experts.parameters == whole.experts.parameters and target.facts.experts.bytes < 0.6 * whole.experts.bytes
+
+
+def published_as_gpt_oss(source: Path, to: Path) -> dict[str, torch.Tensor]:
+    """Its experts' weights in MXFP4, which lie together; returns what they stand for."""
+    to.mkdir()
+    told, weights = json.loads((source / "config.json").read_text()), load_file(source / "model.safetensors")
+    (to / "config.json").write_text(json.dumps({**told, "quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": []}}))
+    held = dict(weights)
+    for name, weight in weights.items():
+        if name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            each = [packings.mxfp4(one.t().contiguous()) for one in held.pop(name)]
+            blocks = torch.stack([tensors["weight_packed"] for tensors, _ in each])
+            held[f"{name}_blocks"] = blocks.view(*blocks.shape[:2], -1, 16).contiguous()
+            held[f"{name}_scales"] = torch.stack([tensors["weight_scale"] for tensors, _ in each])
+            weights[name] = torch.stack([stands.t() for _, stands in each])
+    save_file(held, to / "model.safetensors", {"format": "pt"})
+    return weights
+
+
+@pytest.mark.parametrize("kept", [pytest.param(True, marks=compiled), False])
+def test_experts_of_gpt_oss(tmp_path: Path, kept: bool) -> None:
+    torch.manual_seed(5)
+    config = AutoConfig.for_model("gpt_oss", **{**WIDE, "head_dim": 16, "sliding_window": 24}, dtype="bfloat16")
+    model = AutoModelForCausalLM.from_config(config).bfloat16()
+    for name, weight in model.named_parameters():
+        if weight.dim() > 1:
+            weight.data *= 4
+    model.save_pretrained(tmp_path / "source")
+    weights = published_as_gpt_oss(tmp_path / "source", tmp_path / "packed")
+    target = load_target(tmp_path / "packed", LoadConfig(dtype="float32", packed=kept, self_test=False))
+    told = target.facts.reasons["checkpoint"]
+    assert told == ("mxfp4: 16 layers are multiplied as they were published" if kept else
+                    "mxfp4: 0 layers are multiplied as they were published, 16 made ordinary weights (floats)")
+    found = logits(tmp_path / "packed", packed=kept)
+    expected = logits(ordinary(tmp_path / "source", tmp_path / "ordinary", weights), packed=False)
+    apart = sorted(off(one, other) for one, other in zip(found, expected, strict=True))
+    assert apart[-2] < (0.08 if kept else 1e-4) and (kept or apart[-1] < 1e-4)
+    if kept:
+        assert all(layer.mlp.experts.compiled for layer in target.parts.layers)
 
 
 @compiled

@@ -63,14 +63,16 @@ void turn(const void *x, const void *cos, const void *sin, void *y, long rows, l
                  (char *)y + each * r * heads * dim, heads, dim, halves);
 }
 
-static inline floats silu(floats x) /* x / (1 + e^-x), by the exponential of what is not positive */
+static inline floats sigmoid(floats x) /* 1 / (1 + e^-x), by the exponential of what is not positive */
 {
     integers negative = x < 0;
     floats e = exponential((floats)((words)x | 0x80000000u)), over = {0};
     over += 1;
     floats top = (floats)(((integers)e & negative) | ((integers)over & ~negative));
-    return x * (top / (1 + e));
+    return top / (1 + e);
 }
+
+static inline floats silu(floats x) { return x * sigmoid(x); }
 
 /* y [to) = silu(x) * x, n further on: numbers from `from` on of a row. */
 static void gate_row(const char *x, char *y, long n, long from, long to, int halves)
@@ -92,6 +94,45 @@ void gated(const member *me, const void *x, void *y, long rows, long n, int halv
         long r = i / parts, part = i % parts, to = part + 1 == parts ? n : (part + 1) * vectors / parts * LANES;
         gate_row((const char *)x + 2 * each * r * n, (char *)y + each * r * n, n, part * vectors / parts * LANES, to, halves);
     }
+}
+
+/* What becomes of gates and ups, where a number that is none stays so. */
+static inline floats between_limits(floats gate, floats up, float alpha, float limit, int halves)
+{
+    floats top = {0};
+    top += limit;
+    gate = either(gate > top, top, gate);
+    up = either(up > top, top, either(up < -top, -top, up));
+    gate = kept_lanes(gate * kept_lanes(sigmoid(kept_lanes(gate * alpha, halves)), halves), halves);
+    return kept_lanes(up + 1, halves) * gate;
+}
+
+/* The even and the odd of numbers from the 2 at-th on. */
+static inline void in_turn(const void *x, long at, floats both[2], int halves)
+{
+    if (halves) {
+        words pairs = *(const words *)((const uint16_t *)x + 2 * at);
+        both[0] = (floats)(pairs << 16), both[1] = (floats)(pairs & 0xffff0000u);
+        return;
+    }
+    floats front = load_lanes(x, 2 * at, 0), back = load_lanes(x, 2 * at + LANES, 0);
+    both[0] = __builtin_shuffle(front, back, 2 * AT), both[1] = __builtin_shuffle(front, back, 2 * AT + 1);
+}
+
+/* y [rows, n] = (up + 1) * gate * sigmoid(alpha * gate), gate up to limit and up between -limit and limit, which stand in turn in
+ * x [rows, 2 n]; by a team. */
+void limited(const member *me, const void *x, void *y, long rows, long n, float alpha, float limit, int halves)
+{
+    MINE(r, rows)
+        for (long c = 0; c < n; c += LANES) {
+            long at = r * n + c, whole = c + LANES <= n;
+            floats both[2] = {0};
+            if (whole) in_turn(x, at, both, halves);
+            for (long i = 0; !whole && i < 2 * (n - c); i++) both[i % 2][i / 2] = load(x, 2 * at + i, halves);
+            floats value = between_limits(both[0], both[1], alpha, limit, halves);
+            if (whole) store_lanes(y, at, value, halves);
+            for (long i = 0; !whole && i < n - c; i++) store(y, at + i, value[i], halves);
+        }
 }
 
 void gate(const void *x, void *y, long rows, long n, int halves, int threads)

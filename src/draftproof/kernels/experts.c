@@ -91,7 +91,8 @@ void through_experts(const member *me, const mixture *m, const void *x, journey 
     MINE(i, all) if (j->place[i] >= 0) memcpy(j->read + j->place[i] * bytes, (const char *)x + i / m->chosen * bytes, bytes);
     join(me);
     multiplied_each(me, m->gate_up, &which, j->read, rows, j->room, j->written, halves);
-    gated(me, j->written, j->inner, there, m->down->in, halves);
+    if (m->limit > 0) limited(me, j->written, j->inner, there, m->down->in, m->alpha, m->limit, halves);
+    else gated(me, j->written, j->inner, there, m->down->in, halves);
     join(me);
     multiplied_each(me, m->down, &which, j->inner, rows, j->room, j->read, halves);
     MINE(r, rows) come_back(m, j, r, y, halves, adding);

@@ -266,12 +266,14 @@ typedef struct {
 } portions;
 
 /* The experts of a layer (Shazeer et al., arXiv 1701.06538): of `count` each row chooses so many. router [count, hidden]; gate_up and down
- * [count] are of one shape. normed: the weights of those that a row chooses add up to 1; kept: they are rounded to the stream's type. */
+ * [count] are of one shape. normed: the weights of those that a row chooses add up to 1; kept: they are rounded to the stream's type.
+ * limit: of gates like gpt-oss's, whose gate and up stand side by side; 0: of silu gates. */
 typedef struct {
     product router;
     const product *gate_up, *down;
     long count, chosen;
     int normed, kept;
+    float alpha, limit;
 } mixture;
 
 /* Rows on their way through experts, and memory. Of each row's choices, [rows, chosen]: the experts, in `chosen`, their weights, and in
@@ -435,6 +437,7 @@ int multiply(const product *p, const void *x, void *y, long rows, int halves, in
 long room_for_each(const product *products, long count, long rows, long all, int halves, int threads);
 void multiplied_each(const member *me, const product *products, const portions *all, const void *x, long rows, void *room, void *y, int halves);
 void gated(const member *me, const void *x, void *y, long rows, long n, int halves);
+void limited(const member *me, const void *x, void *y, long rows, long n, float alpha, float limit, int halves);
 long journey_for(journey *j, const mixture *m, long rows, int halves, int threads, char *memory);
 void through_experts(const member *me, const mixture *m, const void *x, journey *j, void *y, long rows, int halves, int adding);
 void routed(const member *me, const mixture *m, const void *logits, journey *j, long rows, int halves);

@@ -49,11 +49,12 @@ class Experts(nn.Module):
         self.like = like
         gate = type(like)._apply_gate
         plain = like.has_gate and gate.__module__ == "transformers.integrations.moe" and type(like.act_fn) in SILU
+        self._limits = None if plain else limits_of(like)
         self._products: tuple[Products, Products] | None = None
         self._mixtures: dict[int, Mixture] = {}
         if all(isinstance(layer, StreamedLinear) for layer in (*self.first, *self.down)):
             self._products = _products_of(self.first), _products_of(self.down)
-        self.compiled = plain and self._products is not None and not like.has_post_expert_norm
+        self.compiled = (plain or self._limits is not None) and self._products is not None and not like.has_post_expert_norm
 
     @staticmethod
     def _layers(like: Any, name: str, form: Linear) -> nn.ModuleList:
@@ -77,7 +78,7 @@ class Experts(nn.Module):
     def mixture(self, each: int, *router: Any) -> Mixture:
         """For `mix`, where rows choose so many; router: what `Mixture.of` takes for `route`."""
         assert self._products is not None
-        return Mixture.of(*self._products, each, *router)
+        return Mixture.of(*self._products, each, self._limits, *router)
 
     def steps(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         """The same, step by step: the twin of `mix`, and the way of families with a gate of their own."""
@@ -109,6 +110,20 @@ class Experts(nn.Module):
         for number, start, end in parts:
             out[start:end] = layers[number](x[start:end])
         return out
+
+
+def limits_of(like: Any) -> tuple[float, float] | None:
+    """alpha and limit of experts whose gate is gpt-oss's, found by what it does to some numbers; None of all others:
+
+        min(gate, limit) · sigmoid(alpha · gate) · (clamp(up, −limit, limit) + 1)        gates and ups in turn
+    """
+    alpha, limit = getattr(like, "alpha", None), getattr(like, "limit", None)
+    if not like.has_gate or not isinstance(alpha, float) or not isinstance(limit, float):
+        return None
+    x = torch.linspace(-2 * limit, 2 * limit, 64).view(2, 32).flip(0)[:, torch.arange(32) * 7 % 32]
+    gate, up = x[:, ::2].clamp(max=limit), x[:, 1::2].clamp(-limit, limit)
+    same = torch.allclose(like._apply_gate(x), (up + 1) * gate * torch.sigmoid(gate * alpha), atol=1e-5)
+    return (alpha, limit) if same else None
 
 
 class Routed(nn.Module):

@@ -23,7 +23,7 @@ from .tokenizer import Tokenizer
 
 LEAST_CONTEXT = 2  # a prompt and what follows it
 MISSING = 2  # times as many numbers in a model as in its files: beyond what any form of saving leaves out
-METHODS = ("awq", "gptq", "compressed-tensors", "fp8", "modelopt")      # ways to quantise that quantised.py reads
+METHODS = ("awq", "gptq", "compressed-tensors", "fp8", "modelopt", "mxfp4")      # ways to quantise that quantised.py reads
 INSTEAD = "load the model that it was made of, or serve --engine vllm"
 TYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}  # names in safetensors
 

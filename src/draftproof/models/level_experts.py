@@ -52,36 +52,42 @@ class Gathered:
         self._found: dict[tuple[str, str], dict[tuple[int, int], tuple[str, Levels]]] = defaultdict(dict)
 
     def take(self, name: str, levels: Levels) -> bool:
-        """Whether it is an expert's layer that may stay."""
+        """Whether it is an expert's layer."""
         found = ONE.match(name)
-        if found is None or found[3] not in PARTS or not self._keeps(levels):
-            return False
-        place = next((place for place in self._collections if _same(place, found[1])), None)
-        if place is None:
+        place = found and next((place for place in self._collections if _same(place, found[1])), None)
+        if found is None or place is None or found[3] not in PARTS:
             return False
         kind, part = PARTS[found[3]]
         self._found[place, kind][int(found[2]), part] = name, levels
         return True
 
     def whole(self, dtype: torch.dtype, device: torch.device) -> dict[str, LevelExperts]:
-        """By their names in the model, the weights of which all experts are there in one form. What is left are `others`."""
+        """By their names in the model, the weights of which all experts are there, in one form that is kept. What is left are `others`."""
         made: dict[str, LevelExperts] = {}
         for (place, kind), found in list(self._found.items()):
-            shape = getattr(self._collections[place], kind).shape
-            each = [LevelWeight([found[at][1] for at in sorted(found) if at[0] == number], dtype, device) for number in range(shape[0])
-                    if any(at[0] == number for at in found)]
-            turned = torch.Size((shape[0], shape[2], shape[1]) if getattr(self._collections[place], "is_transposed", False) else shape)
-            parts = [part for weight in each for part in weight.parts]
-            if len(each) == shape[0] and {weight.shape for weight in each} == {turned[1:]} and alike([LevelWeight([part], dtype, device)
-                                                                                                     for part in parts]):
+            shape, by_number = getattr(self._collections[place], kind).shape, defaultdict(list)
+            for number, part in sorted(found):
+                by_number[number].append(found[number, part][1])
+            each = [LevelWeight(parts, dtype, device) for parts in by_number.values()]
+            alone = [LevelWeight([part], dtype, device) for parts in by_number.values() for part in parts]
+            wanted = shape[:0:-1] if self._turned(place) else shape[1:]
+            if len(each) == shape[0] and all(weight.shape == wanted for weight in each) and alike(alone) and all(
+                    self._keeps(levels) for _, levels in found.values()):
                 made[f"{place}.{kind}"] = LevelExperts(each, shape)
                 del self._found[place, kind]
         return made
 
-    def others(self) -> Iterator[tuple[str, Levels]]:
-        """Layers by their names in the files."""
-        for found in self._found.values():
-            yield from found.values()
+    def others(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor, list[Levels]]]:
+        """Ordinary weights by their names in files or, of experts whose weights lie together there, in the model; and what they were."""
+        for (place, kind), found in self._found.items():
+            if self._turned(place):
+                levels = [levels for _, (_, levels) in sorted(found.items())]
+                yield f"{place}.{kind}", torch.stack([one.values().to(dtype).t() for one in levels]), levels
+            else:
+                yield from ((f"{name}.weight", levels.values().to(dtype), [levels]) for name, levels in found.values())
+
+    def _turned(self, place: str) -> bool:
+        return bool(getattr(self._collections[place], "is_transposed", False))
 
 
 def _same(place: str, name: str) -> bool:

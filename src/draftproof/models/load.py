@@ -206,6 +206,8 @@ def _load_model(path: str | Path, config: LoadConfig, model_config: Any, dtype: 
     """levels: whether those of a quantised checkpoint may stay."""
     check_size(path, model_config, config.trust_remote_code)
     told = quantised.method(getattr(model_config, "quantization_config", None))
+    if told and told["quant_method"] == "mxfp4" and device.type != "cpu":
+        told = None                                     # transformers has kernels for it
     try:
         if ranks:
             model, info = load_share(str(path), model_config, dtype, ranks)

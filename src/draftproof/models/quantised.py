@@ -6,6 +6,7 @@
     compressed-tensors        weight_packed int32 [out, in · bits / 32], weight_scale [out, groups], weight_zero_point, weight_g_idx;
                               a weight of eight bits, whole numbers or E4M3, with a weight_scale of all, an output, a group or a block;
                               NVFP4, MXFP4, MXFP8
+    mxfp4                     gpt-oss's experts: …_blocks [experts, out, groups, 16] of MXFP4, …_scales [experts, out, groups]
     fp8, modelopt             a weight of E4M3 with weight_scale_inv of blocks of 128 × 128; with weight_scale; NVFP4
 
 A form that our kernels multiply stays what it is (levels.py): whole numbers in groups of 64, or on most CPUs of 16 and 32, or of outputs;
@@ -19,6 +20,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
 from copy import deepcopy
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +39,7 @@ SCALES = ("weight_scale", "weight_scale_inv")
 BESIDE = ("qweight", "qzeros", "scales", "g_idx", "weight_packed", "weight_scale", "weight_scale_inv", "weight_zero_point", "weight_shape",
           "weight_g_idx", "weight_global_scale", "weight_scale_2", "input_scale", "input_global_scale", "input_zero_point")
 ORDER = {"g_idx", "weight_g_idx"}
+BLOCKS, EXPONENTS = "_blocks", "_scales"                     # gpt-oss's endings
 WRAPPED = re.compile(r"^(?:(?:model|language_model)\.)+")     # a language model inside another: its names differ in file and model
 
 Keeps = Callable[[Levels], bool]                # whether a layer of these levels is to be multiplied as it is
@@ -75,14 +78,14 @@ def load(path: str, config: Any, told: Mapping[str, Any], dtype: torch.dtype, de
         elif (place := places.get(WRAPPED.sub("", name))) and empty.get_submodule(place).weight.shape == found.shape and keeps(found):
             held[place] = LevelWeight([found], dtype, device)
             weights[f"{name}.weight"] = torch.zeros(1, dtype=dtype).expand(found.shape)    # takes no memory, and its place
-        elif not experts.take(name, found):
+        elif not experts.take(name, found):                                     # those of an expert wait for all others
             weights[f"{name}.weight"] = found.values().to(dtype)
             opened[kind] += 1
     stacks = experts.whole(dtype, device)
     weights |= {name: torch.zeros(1, dtype=dtype).expand(stack.shape) for name, stack in stacks.items()}
-    for name, found in experts.others():
-        weights[f"{name}.weight"] = found.values().to(dtype)
-        opened[_kind(found)] += 1
+    for name, weight, all_of_it in experts.others(dtype):
+        weights[name] = weight
+        opened.update(map(_kind, all_of_it))
     model, info = assembled(type(empty), empty.config, weights, dtype, folder)
     for name, weight in held.items():
         put(model.get_submodule(name), weight)
@@ -104,7 +107,8 @@ def _layers(folder: Path, told: Mapping[str, Any], dtype: torch.dtype) -> Iterat
     for file in files:
         with safe_open(file, framework="pt") as opened:
             where |= dict.fromkeys(opened.keys(), file)
-    layers, whole = _sorted(where)
+    stacks = [name.removesuffix(BLOCKS) for name in where if name.endswith(BLOCKS) and name.removesuffix(BLOCKS) + EXPONENTS in where]
+    layers, whole = _sorted([name for name in where if name.removesuffix(BLOCKS).removesuffix(EXPONENTS) not in stacks])
     for file in files:
         with safe_open(file, framework="pt") as opened:
             yield from ((name, opened.get_tensor(name), "") for name in whole if where[name] == file)
@@ -114,6 +118,23 @@ def _layers(folder: Path, told: Mapping[str, Any], dtype: torch.dtype) -> Iterat
             yield layer, found, _kind(found)
         else:
             yield f"{layer}.weight", found.to(dtype), "inputs in an order of their own" if ORDER & set(kinds) else "floats"
+    for stack in stacks:
+        yield from ((layer, found, _kind(found)) for layer, found in _stacked(stack, where[stack + BLOCKS], where[stack + EXPONENTS]))
+
+
+def _stacked(stack: str, blocks: Path, exponents: Path) -> Iterator[tuple[str, Levels]]:
+    """The layers of experts that lie together, as layers that stand alone are called."""
+    place, _, kind = stack.rpartition(".")
+    with safe_open(exponents, framework="pt") as opened:
+        scales: Tensor = opened.get_tensor(stack + EXPONENTS)
+
+    def read(number: int) -> Tensor:
+        with safe_open(blocks, framework="pt") as opened:
+            found: Tensor = opened.get_slice(stack + BLOCKS)[number]
+        return _numbers(found.flatten(1), 4)
+
+    for number, scale in enumerate(scales):
+        yield f"{place}.{number}.{kind}", Levels(4, 32 * scale.shape[1], _steps(scale), None, partial(read, number))
 
 
 def _sorted(names: Collection[str]) -> tuple[dict[str, list[str]], list[str]]:
