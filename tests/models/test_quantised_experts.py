@@ -77,7 +77,7 @@ def published_as_gpt_oss(source: Path, to: Path) -> dict[str, torch.Tensor]:
     told, weights = json.loads((source / "config.json").read_text()), load_file(source / "model.safetensors")
     (to / "config.json").write_text(json.dumps({**told, "quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": []}}))
     held = dict(weights)
-    for name, weight in weights.items():
+    for name in list(weights):
         if name.endswith(("experts.gate_up_proj", "experts.down_proj")):
             each = [packings.mxfp4(one.t().contiguous()) for one in held.pop(name)]
             blocks = torch.stack([tensors["weight_packed"] for tensors, _ in each])
@@ -93,7 +93,7 @@ def test_experts_of_gpt_oss(tmp_path: Path, kept: bool) -> None:
     torch.manual_seed(5)
     config = AutoConfig.for_model("gpt_oss", **{**WIDE, "head_dim": 16, "sliding_window": 24}, dtype="bfloat16")
     model = AutoModelForCausalLM.from_config(config).bfloat16()
-    for name, weight in model.named_parameters():
+    for weight in model.parameters():
         if weight.dim() > 1:
             weight.data *= 4
     model.save_pretrained(tmp_path / "source")
