@@ -20,7 +20,6 @@ import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
 from copy import deepcopy
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +32,7 @@ from ..errors import LoadError, first_line
 from .folder import INSTEAD, METHODS, assembled, fetched, quantised_by, weight_files
 from .level_experts import Gathered, put_experts
 from .levels import Levels, LevelWeight, put
+from .stored import TensorFile
 
 EIGHTS = (torch.int8, torch.float8_e4m3fn)
 SCALES = ("weight_scale", "weight_scale_inv")
@@ -112,29 +112,26 @@ def _layers(folder: Path, told: Mapping[str, Any], dtype: torch.dtype) -> Iterat
     for file in files:
         with safe_open(file, framework="pt") as opened:
             yield from ((name, opened.get_tensor(name), "") for name in whole if where[name] == file)
+    read = {file: TensorFile(file) for file in files}
     for layer, kinds in layers.items():
-        found = _read(layer, _Stored(layer, {kind: where[f"{layer}.{kind}"] for kind in kinds}), told)
+        found = _read(layer, _Stored(layer, {kind: read[where[f"{layer}.{kind}"]] for kind in kinds}), told)
         if isinstance(found, Levels):
             yield layer, found, _kind(found)
         else:
             yield f"{layer}.weight", found.to(dtype), "inputs in an order of their own" if ORDER & set(kinds) else "floats"
     for stack in stacks:
-        yield from ((layer, found, _kind(found)) for layer, found in _stacked(stack, where[stack + BLOCKS], where[stack + EXPONENTS]))
+        blocks, exponents = (read[where[stack + part]] for part in (BLOCKS, EXPONENTS))
+        yield from ((layer, found, _kind(found)) for layer, found in _stacked(stack, blocks, exponents))
 
 
-def _stacked(stack: str, blocks: Path, exponents: Path) -> Iterator[tuple[str, Levels]]:
+def _stacked(stack: str, blocks: TensorFile, exponents: TensorFile) -> Iterator[tuple[str, Levels]]:
     """The layers of experts that lie together, as layers that stand alone are called."""
     place, _, kind = stack.rpartition(".")
-    with safe_open(exponents, framework="pt") as opened:
-        scales: Tensor = opened.get_tensor(stack + EXPONENTS)
+    for number, scale in enumerate(exponents.get(stack + EXPONENTS)):
+        def read(number: int = number) -> Tensor:
+            return _numbers(blocks.get(stack + BLOCKS, number).flatten(1), 4)
 
-    def read(number: int) -> Tensor:
-        with safe_open(blocks, framework="pt") as opened:
-            found: Tensor = opened.get_slice(stack + BLOCKS)[number]
-        return _numbers(found.flatten(1), 4)
-
-    for number, scale in enumerate(scales):
-        yield f"{place}.{number}.{kind}", Levels(4, 32 * scale.shape[1], _steps(scale), None, partial(read, number))
+        yield f"{place}.{number}.{kind}", Levels(4, 32 * scale.shape[1], _steps(scale), None, read)
 
 
 def _sorted(names: Collection[str]) -> tuple[dict[str, list[str]], list[str]]:
@@ -168,13 +165,14 @@ def ordinary(tensors: Mapping[str, Tensor], told: Mapping[str, Any] | None, dtyp
 class _Stored(Mapping[str, Tensor]):
     """A layer's tensors by kind. Each is read when it is asked for, so that files leave memory as layers are arranged."""
 
-    def __init__(self, layer: str, files: Mapping[str, Path]) -> None:
+    def __init__(self, layer: str, files: Mapping[str, TensorFile]) -> None:
         self._layer, self._files = layer, files
 
     def __getitem__(self, kind: str) -> Tensor:
-        with safe_open(self._files[kind], framework="pt") as opened:
-            found: Tensor = opened.get_tensor(f"{self._layer}.{kind}")
-        return found
+        return self._files[kind].get(f"{self._layer}.{kind}")
+
+    def types(self) -> dict[str, torch.dtype]:
+        return {kind: file.type_of(f"{self._layer}.{kind}") for kind, file in self._files.items()}
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._files)
@@ -185,7 +183,7 @@ class _Stored(Mapping[str, Tensor]):
 
 def _read(layer: str, tensors: Mapping[str, Tensor], told: Mapping[str, Any]) -> Levels | Tensor:
     """What the tensors of a layer say. Raises LoadError."""
-    types = {kind: tensor.dtype for kind, tensor in tensors.items()}
+    types = tensors.types() if isinstance(tensors, _Stored) else {kind: tensor.dtype for kind, tensor in tensors.items()}
     four = next((kind for kind in ("weight_packed", "weight") if types.get(kind) == torch.uint8), None)
     try:
         if types.get("qweight") == torch.int32:
