@@ -19,7 +19,7 @@ from draftproof.mixtures import route
 from draftproof.models import int4, int8
 from draftproof.models.experts import Experts, Routed, RouterWeight, are_experts, take_experts
 from draftproof.models.load import load_target
-from draftproof.models.packed import HeldLinear, packed
+from draftproof.models.packed import HeldLinear, pack, packed
 from draftproof.models.paged import PagedTarget
 from draftproof.models.tiled import TiledLinear
 
@@ -209,6 +209,22 @@ def test_speculation_is_invisible_with_experts_in_bfloat16(family: str, tmp_path
     target = load_target(tmp_path, LoadConfig(device="cpu", dtype="bfloat16", page_tokens=16))
     assert isinstance(target, PagedTarget), target.facts.reasons
     assert target.facts.invisible, target.facts.invisible_reason
+
+
+def test_routers_are_not_rounded_with_other_layers() -> None:
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.experts, self.gate, self.shared = experts("qwen3_moe", torch.bfloat16), nn.Linear(HIDDEN, COUNT), nn.Linear(HIDDEN, HIDDEN)
+
+    block = Block().requires_grad_(False)
+    for layer in (block.gate, block.shared):
+        layer.weight.copy_(layer.weight.bfloat16())
+    x = torch.randn(3, HIDDEN, generator=torch.Generator().manual_seed(9))
+    want = block.gate(x)
+    take_experts(block, int4.linear)
+    pack(block, int4.linear)
+    assert torch.allclose(block.gate(x), want, atol=1e-4) and type(block.shared) not in (nn.Linear, type(block.gate))
 
 
 def test_experts_are_taken_wherever_they_stand_and_routers_beside_them() -> None:

@@ -6,13 +6,13 @@ transformers multiplies with slices of one large tensor by functions whose bits 
 chosen slices first; rows of a pass then feel each other, and a router that sits on the edge turns that into another text. Here each expert
 is two layers of the form that all linear layers have, and a row's sum has an order of its own.
 
-Whatever a family does beside products (its gate, limits, a norm behind) stays its own code.
+Where a gate is silu's or gpt-oss's, all of that is one call (kernels/experts.c); what other families do stays their own code.
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence, Set
 from itertools import pairwise
 from typing import Any
 
@@ -191,7 +191,7 @@ class RouterWeight(Tensor):
             bias = args[2] if len(args) > 2 else kwargs.get("bias")
             found = native.multiply(args[0], args[1].layer.product)
             return found if bias is None else found + bias
-        if isinstance(args[0], RouterWeight) and (name in ("float", "detach") or name in ("to", "type") and not kwargs):
+        if args and isinstance(args[0], RouterWeight) and (name in ("float", "detach") or name in ("to", "type") and not kwargs):
             wanted = {"float": torch.float32, "detach": args[0].dtype}.get(name) or args[1]
             if wanted in (torch.float32, args[0].stored.dtype):         # which hold every value
                 return RouterWeight(args[0].layer, args[0].stored, wanted)
@@ -213,23 +213,29 @@ def _plain(found: Any) -> Any:
     return found.stored.to(found.dtype) if isinstance(found, RouterWeight) else found
 
 
-def take_experts(model: nn.Module, form: Linear) -> None:
-    """Replace every collection of experts below `model`, in place and one after the other, and on a CPU the routers beside them."""
+def take_experts(model: nn.Module, form: Linear, spared: Set[nn.Module] = frozenset()) -> None:
+    """Replace every collection of experts below `model`, in place and one after the other, and on a CPU the routers beside them, but for
+    those `spared`."""
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             if are_experts(child):
                 setattr(parent, name, Experts(child, form))
-                _take_router(parent, len(getattr(parent, name).down))
+                _take_routers(parent, len(getattr(parent, name).down), spared)
 
 
-def _take_router(parent: nn.Module, count: int) -> None:
-    for router in parent.children():
+def _take_routers(parent: nn.Module, count: int, spared: Set[nn.Module]) -> None:
+    """Those that are linear layers, too: they would else be rounded with all others."""
+    for name, router in list(parent.named_children()):
         weight = getattr(router, "weight", None)
-        if isinstance(weight, nn.Parameter) and not isinstance(router, nn.Linear) and weight.dim() == 2 and len(weight) == count:
-            layer = packed(weight.detach(), None) if weight.device.type == "cpu" else None
-            if isinstance(layer, StreamedLinear):
-                del router.weight
-                router.weight = RouterWeight(layer, weight.detach(), weight.dtype)
+        if not isinstance(weight, nn.Parameter) or weight.dim() != 2 or len(weight) != count or router in spared:
+            continue
+        if weight.device.type != "cpu":
+            continue
+        if type(router) is nn.Linear:
+            setattr(parent, name, packed(weight.detach(), router.bias))
+        elif isinstance(layer := packed(weight.detach(), None), StreamedLinear):
+            del router.weight
+            router.weight = RouterWeight(layer, weight.detach(), weight.dtype)
 
 
 def experts_of(model: Any) -> ExpertFacts | None:

@@ -112,7 +112,7 @@ def _made(model: Any, name: str, config: LoadConfig, tokenizer: Tokenizer | None
         form = _beside_levels(form, device)
     slim = fused and config.packed and _fuse(model, tier, form, config, ours, reasons)
     if form:
-        take_experts(model, form)
+        take_experts(model, form, spared)
         pack(model, form, spared)
         _give_back()
     facts = LoadFacts(
