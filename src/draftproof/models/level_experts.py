@@ -48,13 +48,13 @@ class Gathered:
 
     def __init__(self, empty: nn.Module, keeps: Callable[[Levels], bool]) -> None:
         self._collections = {name: module for name, module in empty.named_modules() if are_experts(module)}
-        self._keeps = keeps
+        self._keeps, self._places = keeps, {_path(name): name for name in self._collections}
         self._found: dict[tuple[str, str], dict[tuple[int, int], tuple[str, Levels]]] = defaultdict(dict)
 
     def take(self, name: str, levels: Levels) -> bool:
         """Whether it is an expert's layer."""
         found = ONE.match(name)
-        place = found and next((place for place in self._collections if _same(place, found[1])), None)
+        place = found and self._places.get(_path(found[1]))
         if found is None or place is None or found[3] not in PARTS:
             return False
         kind, part = PARTS[found[3]]
@@ -90,11 +90,9 @@ class Gathered:
         return bool(getattr(self._collections[place], "is_transposed", False))
 
 
-def _same(place: str, name: str) -> bool:
-    """Whether a collection of the model is what a file calls so: models lie in one another, and some of their parts have two names."""
-    ours, theirs = (([OTHERWISE.get(part, part) for part in path.split(".") if part not in ("model", "language_model")])
-                    for path in (place, name))
-    return ours == theirs
+def _path(name: str) -> tuple[str, ...]:
+    """What a model and its files call alike: models lie in one another, and some of their parts have two names."""
+    return tuple(OTHERWISE.get(part, part) for part in name.split(".") if part not in ("model", "language_model"))
 
 
 def put_experts(model: nn.Module, name: str, weights: LevelExperts) -> None:

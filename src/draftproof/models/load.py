@@ -112,7 +112,11 @@ def _made(model: Any, name: str, config: LoadConfig, tokenizer: Tokenizer | None
         form = _beside_levels(form, device)
     slim = fused and config.packed and _fuse(model, tier, form, config, ours, reasons)
     if form:
-        take_experts(model, form, spared)
+        if device.type == "cpu":                        # a GPU would wait to be told which experts are chosen
+            take_experts(model, form, spared)
+        elif experts and config.quantization:
+            own = str(dtype).removeprefix("torch.")
+            reasons["experts"] = f"in {own}, as transformers runs them: {config.quantization} is for linear layers"
         pack(model, form, spared)
         _give_back()
     facts = LoadFacts(

@@ -67,7 +67,7 @@ def load(path: str, config: Any, told: Mapping[str, Any], dtype: torch.dtype, de
     with torch.device("meta"):
         empty = AutoModelForCausalLM.from_config(plain, trust_remote_code=trust_remote_code)
     places = {WRAPPED.sub("", name): name for name, layer in empty.named_modules() if type(layer) is nn.Linear}
-    experts, folder = Gathered(empty, keeps), fetched(path)
+    experts, folder = Gathered(empty, keeps if device.type == "cpu" else lambda _: False), fetched(path)
     weights: dict[str, Tensor] = {}
     held: dict[str, LevelWeight] = {}
     opened: Counter[str] = Counter()
