@@ -15,7 +15,7 @@ from ..errors import LoadError, first_line
 from ..types import Draft, Scores
 from .own import ADVICE, CACHES, CHUNK, OwnCacheTarget, OwnSlot, cache_name, difference
 from .passes import inferring
-from .selftest import invisible
+from .selftest import differ_far, invisible
 from .taps import rows_at, stacked
 
 LONGER = 160  # tokens that are decoded in two ways, where a dozen rows were equal
@@ -73,8 +73,8 @@ class CroppedTarget(OwnCacheTarget[CroppedSlot]):
 
     @inferring
     def measure(self, page_tokens: int, chunk: int) -> tuple[bool, str]:
-        """Law 2 as `selftest.invisible` measures it, and on a longer text: the attention is the model's own, and where products round
-        what they multiply, that it adds in another order shows in few rows only."""
+        """Law 2 as `selftest.invisible` measures it, and on longer texts: the attention is the model's own, and where products round
+        what they multiply, that it adds in another order shows in few rows only, or far from the beginning."""
         passed, reason = invisible(self, page_tokens, chunk)
         if passed:
             text = torch.randint(0, self.vocab_size, (min(LONGER, self.context),), generator=torch.Generator().manual_seed(21))
@@ -82,6 +82,8 @@ class CroppedTarget(OwnCacheTarget[CroppedSlot]):
             self.slots.clear()
             if different:
                 passed, reason = False, f"no: {different} of {len(text)} rows differ from plain decoding when scored 5 wide"
+            elif far := differ_far(self):
+                passed, reason = False, far
         return passed, reason
 
     @inferring

@@ -21,7 +21,7 @@ from ..errors import LoadError
 from ..types import Draft, Scores
 from .own import ADVICE, CACHES, CHUNK, OwnCacheTarget, OwnSlot, cache_name, difference
 from .passes import inferring
-from .selftest import invisible
+from .selftest import differ_far, invisible
 from .taps import rows_at, stacked
 
 REPLAY = 16  # tokens: more rows than this at the head of a pass would cost more than a fresh copy of the state
@@ -139,6 +139,8 @@ class RecurrentTarget(OwnCacheTarget[RecurrentSlot]):
         passed, reason = invisible(self, page_tokens, chunk)
         if passed and not self._states_agree(page_tokens):
             passed, reason = False, "no: the same tokens leave another state when they are scored 5 wide"
+        elif passed and (far := differ_far(self)):
+            passed, reason = False, far
         if self.whole_tiles and not passed:
             self.whole_tiles = False
             reason += "; a state keeps the rounding of how its tokens were grouped into passes, so plain decoding takes rows singly"

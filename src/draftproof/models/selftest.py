@@ -16,6 +16,7 @@ from ..types import Draft
 from .target import Slot, Target
 
 ROWS, WIDTHS = 12, (2, 3, 5, 8, 17)
+FAR = 700  # tokens before rows: more than torch's attention takes in one block
 
 
 def invisible(target: Target, page_tokens: int, chunk: int) -> tuple[bool, str]:
@@ -41,6 +42,19 @@ def invisible(target: Target, page_tokens: int, chunk: int) -> tuple[bool, str]:
             return False, f"no: {different} of {ROWS} rows differ from plain decoding when {name}"
     shapes = "a batch, trees and" if target.trees else "a batch and"
     return True, f"yes: {ROWS} rows equal bit for bit at widths {', '.join(map(str, WIDTHS))}, in {shapes} other prefill chunks"
+
+
+def differ_far(target: Target) -> str:
+    """What `invisible` says where rows differ behind a long text, as they may where attention is not ours: the rule that fails, or nothing.
+    Leaves no slot open."""
+    before = FAR
+    while before + ROWS + 20 > target.context or not target.fits(before + ROWS + 22):
+        before //= 2
+        if before < ROWS:
+            return ""
+    text = torch.randint(0, target.vocab_size, (before + ROWS + 20,), generator=torch.Generator().manual_seed(22))
+    different = _chain(target, text, before, _decode(target, text, before), 5)
+    return f"no: {different} of {ROWS} rows differ from plain decoding when scored 5 wide behind {before} tokens" if different else ""
 
 
 def _filled(target: Target, text: Tensor, length: int, chunk: int | None = None) -> Slot:
