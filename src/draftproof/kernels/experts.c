@@ -67,13 +67,14 @@ void routed(const member *me, const mixture *m, const void *logits, journey *j, 
     float law[m->count + LANES];
     MINE(r, rows) {
         float *weight = j->weights + r * m->chosen, top = -INFINITY, all = 0, sum = 0;
+        int64_t *chosen = j->chosen + r * m->chosen;
         long found = 0;
         widen(logits, r * m->count, m->count, halves, law, m->count);
         for (long e = 0; e < m->count; e++) top = law[e] > top ? law[e] : top;
         for (long e = 0; e < m->count; e += LANES) *(floats *)(law + e) = exponential(*(const floats *)(law + e) - top);
         for (long e = 0; e < m->count; e++) all += law[e];
         for (long e = 0; e < m->count; e++)
-            if (found < m->chosen || law[e] > weight[found - 1]) found = placed(law[e], e, m->chosen, found, weight, j->chosen + r * m->chosen);
+            if (found < m->chosen || law[e] > weight[found - 1]) found = placed(law[e], e, m->chosen, found, weight, chosen);
         for (long i = 0; i < m->chosen; i++) weight[i] /= all, sum += weight[i];
         for (long i = 0; i < m->chosen; i++) weight[i] = kept(m->normed ? weight[i] / sum : weight[i], halves && m->kept);
     }

@@ -246,8 +246,8 @@ typedef struct {
 } attention;
 
 /* y = x Wᵀ + b: the panels of W [out, in], of numbers of 16, 12, 8 or 4 bits, EIGHT_FLOATS, or FOUR_BY_…; steps [out] of 8 bits, or null;
- * bias [out], or null. Of 12 bits and of floats: spare [n, 2, WIDE] are blocks that the panels cannot hold, those of panel a from spare_start[a] on; spare_at [n + panels]: which of
- * its blocks they are, ended for each panel by a number that none has. */
+ * bias [out], or null. Of 12 bits and of floats: spare [n, 2, WIDE] are blocks that the panels cannot hold, those of panel a from
+ * spare_start[a] on; spare_at [n + panels]: which of its blocks they are, ended for each panel by a number that none has. */
 #define EIGHT_FLOATS -8
 #define FOUR_BY_32 -32 /* four bits in groups of so many columns */
 #define FOUR_BY_16 -16

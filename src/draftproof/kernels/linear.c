@@ -181,7 +181,8 @@ static long together(const product *p, const form *f, long rows, int halves)
     int opened = is_opened(f, rows);
     long fewest = opened ? FEWEST_OPENED : FEWEST;
     if (rows <= fewest || !(opened || is_tiled(p, rows, halves) || in_bytes(p))) return rows;
-    long fit = SECOND_CACHE / (opened && (p->bits == 12 || p->bits == EIGHT_FLOATS) ? 4 * p->in : 2 * p->in), parts = (rows - 1) / most(fit, fewest) + 1;
+    int wide = opened && (p->bits == 12 || p->bits == EIGHT_FLOATS);
+    long fit = SECOND_CACHE / ((wide ? 4 : 2) * p->in), parts = (rows - 1) / most(fit, fewest) + 1;
     return UP((rows - 1) / parts + 1, opened ? 1 : MOST_SHARING);
 }
 
@@ -386,7 +387,8 @@ static long words_of_each(const product *p, long rows, int halves)
     return words;
 }
 
-/* Bytes of memory that `multiplied_each` needs for portions of up to `rows` rows, `all` together, whichever of `count` products they meet. */
+/* Bytes of memory that `multiplied_each` needs for portions of up to `rows` rows, `all` together, whichever of `count` products they
+ * meet. */
 long room_for_each(const product *products, long count, long rows, long all, int halves, int threads)
 {
     long words = 0, bytes = 0;
@@ -398,10 +400,11 @@ long room_for_each(const product *products, long count, long rows, long all, int
     return most(bytes, UP(4 * all * words, 64));
 }
 
-/* A team's y [rows, out]: each portion of x [rows, in], none longer than `rows`, by its own of the products, which are all of one shape. Where
- * few rows meet a product, the products are taken together: a thread does not wait for each of them. room: memory. All join at
- * the end. */
-void multiplied_each(const member *me, const product *products, const portions *all, const void *x, long rows, void *room, void *y, int halves)
+/* A team's y [rows, out]: each portion of x [rows, in], none longer than `rows`, by its own of the products, which are all of one shape.
+ * Where few rows meet a product, the products are taken together: a thread does not wait for each of them. room: memory. All join at the
+ * end. */
+void multiplied_each(const member *me, const product *products, const portions *all, const void *x, long rows, void *room, void *y,
+                     int halves)
 {
     long words = 0, pieces = 0, at = 0, before = 0;
     for (long i = 0, bits = 0; i < all->count; bits = products[all->of[i++]].bits)
