@@ -22,14 +22,13 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
-from transformers.activations import SiLUActivation
 
 from .. import native
 from ..core.upload import rows_of
 from .attention import attend, compiled
 from .between import Between, angles_held, rms_norm, signed, tiled_norm, turn
 from .cache import PagePool
-from .experts import Routed
+from .experts import SILU, Routed
 from .packed import HeldLinear, Linear, StreamedLinear, joined
 from .passes import Pass
 from .shares import bare, kept
@@ -39,7 +38,6 @@ from .tiled import InTiles
 FAMILIES = {"llama": "Llama", "mistral": "Mistral", "ministral": "Ministral", "qwen2": "Qwen2", "qwen3": "Qwen3", "mixtral": "Mixtral",
             "qwen3_moe": "Qwen3Moe"}
 MOVING_ROPE = {"dynamic", "longrope"}  # their angles depend on the longest row of the pass, so there is no table of them
-SILU = (nn.SiLU, SiLUActivation)
 
 
 class FusedLayer(nn.Module):

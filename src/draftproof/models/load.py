@@ -101,9 +101,8 @@ def _made(model: Any, name: str, config: LoadConfig, tokenizer: Tokenizer | None
     (weight_bytes, parameters), experts = sizes(model), experts_of(model)
     text = model.config.get_text_config()
     context = _context(text)
-    with StandIns(model):
-        with silent_experts(model):
-            spared = read_by_hand(model)
+    with StandIns(model), silent_experts(model):
+        spared = read_by_hand(model)
         tier = tier_of(model, context, reasons)
     levels = level_weights(model)
     ours = fused and tier == 1 and not levels and rows.usable(model, config, reasons)

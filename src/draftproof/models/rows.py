@@ -24,8 +24,9 @@ from ..errors import LoadError, first_line
 from . import between
 from .attention import TILE
 from .cache import PagePool
+from .experts import SILU
 from .float8 import Float8Linear, multiplies
-from .fused import SILU, FusedLayer, can_fuse
+from .fused import FusedLayer, can_fuse
 from .packed import HeldLinear, Linear
 from .passes import Pass, Path
 from .shares import bare

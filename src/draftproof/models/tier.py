@@ -43,8 +43,7 @@ def tier_of(model: Any, context: int, reasons: dict[str, str]) -> int:
     if foreign:
         reasons["tier"] = f"2, the model's own cache: layers of kind {', '.join(sorted(foreign))} have masks of their own"
         return 2
-    with silent_experts(model):
-        difference = pages_agree(model, context)
+    difference = pages_agree(model, context)
     if isinstance(difference, str):
         reasons["tier"] = f"2, the model's own cache: {difference}"
         return 2
@@ -93,8 +92,8 @@ def pages_agree(model: Any, context: int) -> float | str:
 
 @contextmanager
 def silent_experts(model: nn.Module) -> Iterator[None]:
-    """While attention is compared, experts add nothing, where transformers lets us say so: what another order of additions changes in
-    bfloat16 is enough to let a router choose others, and their difference is as large as that of another mask."""
+    """While a load looks at passes and compares attention, experts add nothing, where transformers lets us say so: what another order of
+    additions changes in bfloat16 is enough to let a router choose others, and their difference is as large as that of another mask."""
     modules: Iterator[Any] = model.modules()
     configs = list({id(module.config): module.config for module in modules if hasattr(module, "is_concatenated")}.values())
     before = [config._experts_implementation for config in configs]
