@@ -13,7 +13,7 @@ from pathlib import Path
 
 KERNELS = Path(__file__).with_name("kernels")
 FLAGS = ["-O3", "-march=native", "-ffp-contract=fast", "-fopenmp", "-fPIC"]
-PATIENCE = 60  # seconds for the compiler
+PATIENCE = 300  # seconds for the compiler, which takes ten, and a minute on a busy machine
 OPENMP = ("libgomp", "libiomp5", "libomp")
 
 
@@ -22,7 +22,7 @@ class Unavailable(Exception):
 
 
 def built() -> Path:
-    """The library; made, in about three seconds, unless it is there. Raises Unavailable, OSError or subprocess.SubprocessError."""
+    """The library; made, in about ten seconds, unless it is there. Raises Unavailable, OSError or subprocess.SubprocessError."""
     return _build(_compiler(), _openmp())
 
 
@@ -47,7 +47,8 @@ def _openmp() -> str:
 def _build(compiler: list[str], openmp: str) -> Path:
     version = subprocess.run([*compiler, "--version"], capture_output=True, check=True, timeout=PATIENCE).stdout
     sources = sorted(KERNELS.iterdir())
-    made_of = [*(source.read_bytes() for source in sources), version, openmp.encode(), " ".join(FLAGS).encode(), _processor().encode()]
+    made_of = [*(source.read_bytes() for source in sources), version, openmp.encode(), " ".join([*compiler[1:], *FLAGS]).encode(),
+               _processor().encode()]
     name = hashlib.sha256(b"\0".join(made_of)).hexdigest()[:32] + ".so"
     kept = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "draftproof" / name
     if kept.exists():

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
+import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -572,6 +574,17 @@ def test_it_is_compiled_once_and_found_again(forgotten: Path) -> None:
     native._library.cache_clear()
     assert native.available()[0]
     assert [(path, path.stat().st_mtime_ns) for path in forgotten.iterdir()] == first and len(first) == 1
+
+
+@compiled
+def test_what_a_compiler_is_told_beside_makes_another_library(forgotten: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "kernels").mkdir()
+    (tmp_path / "kernels" / "told.c").write_text("int told(void) { return TOLD; }\n")
+    monkeypatch.setattr(compiler, "KERNELS", tmp_path / "kernels")
+    for number in (1, 2, 1):
+        monkeypatch.setenv("CC", f"{shlex.join(compiler._compiler()[:1])} -DTOLD={number}")
+        assert ctypes.CDLL(str(compiler.built())).told() == number
+    assert len(list(forgotten.iterdir())) == 2
 
 
 @pytest.mark.parametrize(("asked", "said"), [("no-such-compiler", "no-such-compiler"), ("false", "returned non-zero")])

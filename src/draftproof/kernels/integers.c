@@ -18,7 +18,13 @@
 #include <immintrin.h>
 #endif
 
+#if TAKES_PAIRS && !defined __AVXVNNI__
+#define ZEN_4 1
+#else
+#define ZEN_4 0
+#endif
 #define AHEAD(PANELS) ((PANELS) == 1 ? 1024 : 512) /* words to fetch ahead, measured */
+#define FETCHES(ROWS) (!ZEN_4 || (ROWS) > 1) /* Zen 4 fetches better by itself for one row, and worse for more */
 
 #define AT_ONCE 2 /* groups, opened: they fit the first cache, beside the rows'; four are 4 % slower for 13 to 32 rows, 4 % faster for 300 */
 
@@ -38,17 +44,13 @@
 
 /* Rows that meet panels as they lie. Zen 4 multiplies a vector in the time in which it would open another, so that twelve rows' opening costs
  * little there, and reading opened panels, once for each twelve rows, more: 1.12 to 1.45 times the time of all (docs/log.md). */
-#if TAKES_PAIRS && !defined __AVXVNNI__
-#define DIRECT LONG_MAX
-#else
-#define DIRECT MOST
-#endif
+#define DIRECT (ZEN_4 ? LONG_MAX : MOST)
 
 typedef int16_t signs __attribute__((vector_size(4 * LANES), aligned(4)));
 
 /* The words of a step */
-#define READ(PANELS)                                                                                                     \
-    UNROLL for (int q = 0; q < PANELS; q++) fetch(panel + q * apart + AHEAD(PANELS));                                    \
+#define READ(ROWS, PANELS)                                                                                               \
+    if (FETCHES(ROWS)) UNROLL for (int q = 0; q < PANELS; q++) fetch(panel + q * apart + AHEAD(PANELS));                 \
     UNROLL for (int v = 0; v < 2 * PANELS; v++) w[v] = *(const words *)(panel + v / 2 * apart + v % 2 * LANES);
 
 /* sum + two columns of levels times two whole numbers of x */
@@ -79,7 +81,7 @@ static inline integers plus_two(integers sum, words level, uint32_t x)
         words w[2 * PANELS], level[2 * PANELS];                                                                          \
         TAKE(ROWS, 2 * PANELS)                                                                                           \
         for (long c = 0; c < count; c++, panel += WIDE, x += 2) {                                                        \
-            READ(PANELS)                                                                                                 \
+            READ(ROWS, PANELS)                                                                                           \
             UNROLLED for (int k = 0; k < 2; k++) {                                                                       \
                 UNROLL for (int v = 0; v < 2 * PANELS; v++) level[v] = (words)(k ? (signs)w[v] >> 8 : (signs)w[v] << 8 >> 8);            \
                 UNROLL for (int r = 0; r < ROWS; r++)                                                                    \
@@ -106,7 +108,7 @@ static inline integers plus_two(integers sum, words level, uint32_t x)
             integers whole[ROWS][2 * PANELS] = {0};                                                                      \
             words w[2 * PANELS], level[2 * PANELS];                                                                      \
             for (long c = 0; c < SIZE / 8; c++, panel += WIDE, x += 4) {                                                 \
-                READ(PANELS)                                                                                             \
+                READ(ROWS, PANELS)                                                                                       \
                 UNROLLED for (int k = 0; k < 4; k++) {                                                                   \
                     UNROLL for (int v = 0; v < 2 * PANELS; v++) level[v] = level_of(w[v] & 0xf000f);                     \
                     UNROLL for (int r = 0; r < ROWS; r++)                                                                \
@@ -114,7 +116,7 @@ static inline integers plus_two(integers sum, words level, uint32_t x)
                     UNROLL for (int v = 0; v < 2 * PANELS; v++) w[v] >>= 4;                                              \
                 }                                                                                                        \
             }                                                                                                            \
-            READ(PANELS)                                                                                                 \
+            READ(ROWS, PANELS)                                                                                           \
             UNROLL for (int v = 0; v < 2 * PANELS; v++) {                                                                \
                 const levels of = scales_of(w[v]);                                                                       \
                 UNROLL for (int r = 0; r < ROWS; r++)                                                                    \
