@@ -226,6 +226,38 @@ def test_a_pass_over_prompts_reads_a_chunk_of_all_of_them_together(monkeypatch: 
     assert order == [4, 2, 3, 0, 1] and all(chunks[0] >= 4 for chunks in read[:-1])
 
 
+def test_texts_that_run_wait_no_longer_for_a_pass_over_prompts_than_they_may(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At two milliseconds a token: whole chunks where nobody waits, 0.3 s of them, or the fewest, where somebody does."""
+    target, read, clock, token_s = TableTarget(vocab_size=11, order=2, seed=0), list[int](), [0.0], [0.002]
+    extend = target.extend
+
+    def slow(slots: Any, chunks: Any) -> Any:
+        read.append(sum(map(len, chunks)))
+        clock[0] += token_s[0] * read[-1]
+        return extend(slots, chunks)
+
+    monkeypatch.setattr(target, "extend", slow)
+    monkeypatch.setattr("draftproof.engine.batch.perf_counter", lambda: clock[0])
+    first, second = [3] * 700, [i % 11 for i in range(700)]
+    sampling = Sampling(seed=1, max_tokens=30)
+    with Engine(target=target, drafter="none") as engine:
+        running = engine.submit(first, sampling)[0]
+        while not running.completion().token_ids:
+            engine.step()
+        assert read == [512, 188]
+        late = engine.submit(second, sampling)[0]
+        to_the_end(engine, [running, late])
+        assert read[2:] == [150] * 4 + [100]
+        read.clear()
+        token_s[0] = 1.0
+        assert engine.generate(second[1:600], sampling).token_ids and read == [512, 87], "alone, as fast as it goes"
+        running = engine.submit(first[1:100], Sampling(seed=1, max_tokens=100))[0]
+        engine.step()
+        late = engine.submit(second[2:200], sampling)[0]
+        to_the_end(engine, [running, late])
+    assert read[2:] == [99, 64, 64, 64, 6], "fewer would each read all weights again"
+
+
 class Small(TableTarget):
     """Has room for 40 tokens at a time."""
 

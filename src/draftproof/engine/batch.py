@@ -19,6 +19,8 @@ from .records import Recorder
 from .round import Rounds
 from .sequence import Sequence, Status
 
+PAUSE_S = 0.3           # that running texts wait for one pass over prompts, if it need not be of fewer tokens than
+FEWEST = 64             # these, for which all weights are read as well
 SCORED = 1 << 24        # logits that one pass over prompts makes at most where every row's are wanted (prompt_logprobs): 64 MB
 
 
@@ -32,6 +34,7 @@ class Batch:
         self.live: list[Sequence] = []
         self.ended: list[Sequence] = []           # done, but not yet settled by the engine
         self._max_batch, self._chunk = max_batch, prefill_chunk
+        self._token_s = 0.0                       # of a prompt, in the last pass that was no shorter than the shortest
 
     def __iter__(self) -> Iterator[Sequence]:
         return iter((*self.live, *self.waiting))
@@ -48,7 +51,7 @@ class Batch:
             self._admit()
             running = [seq for seq in self.live if seq.status is Status.RUNNING and seq.finish is None]
             starting = [seq for seq in self.live if seq.status is Status.PREFILL]
-            done = self._prefill(starting)
+            done = self._prefill(starting, self._most(bool(running)))
             self._catch_up(running)
             done += self._round(running, [seq for seq in starting if seq.status is Status.RUNNING and seq.finish is None])
         self._end_finished()
@@ -97,11 +100,15 @@ class Batch:
             self.live.append(seq)
             seq.to(Status.PREFILL)
 
-    def _prefill(self, batch: list[Sequence]) -> list[tuple[Sequence, Commit]]:
+    def _most(self, awaited: bool) -> int:
+        """Tokens of the next pass over prompts. Where texts wait for it, as many as are read meanwhile at the last pass's speed."""
+        return min(self._chunk, max(FEWEST, round(PAUSE_S / self._token_s))) if awaited and self._token_s else self._chunk
+
+    def _prefill(self, batch: list[Sequence], most: int) -> list[tuple[Sequence, Commit]]:
         """One chunk of the prompts, no more, since running texts wait for it. A prompt that is complete gets its first token."""
         plain = [seq for seq in batch if not _wants_prompt_logprobs(seq)]
         scored = [seq for seq in batch if _wants_prompt_logprobs(seq)]
-        return self._read(plain, self._chunk) + self._read(scored, min(self._chunk, max(1, SCORED // self.target.vocab_size)))
+        return self._read(plain, most) + self._read(scored, min(most, max(1, SCORED // self.target.vocab_size)))
 
     def _read(self, batch: list[Sequence], most: int) -> list[tuple[Sequence, Commit]]:
         """One prefill pass of at most `most` tokens, over prompts of which all or none want their log-probabilities."""
@@ -120,7 +127,9 @@ class Batch:
             scores = self._scored(batch, slots, chunks) if _wants_prompt_logprobs(batch[0]) else self.target.extend(slots, chunks)
         except Exception as error:
             return self._apart(batch, starts, error)
-        spent, row = perf_counter() - start, 0
+        spent, read, row = perf_counter() - start, sum(widths), 0
+        if read >= min(FEWEST, self._chunk):
+            self._token_s = spent / read
         done: list[tuple[Sequence, Commit]] = []
         for i, (seq, chunk, at) in enumerate(zip(batch, chunks, starts, strict=True)):
             seq.prefill_passes += 1
@@ -169,7 +178,7 @@ class Batch:
         if len(batch) == 1:
             self.end(batch[0], "error", error)
             return []
-        return [done for seq in batch for done in self._prefill([seq])]
+        return [done for seq in batch for done in self._prefill([seq], self._chunk)]
 
     def _first_token(self, seq: Sequence, logits: torch.Tensor) -> list[tuple[Sequence, Commit]]:
         try:
