@@ -115,8 +115,9 @@ class Finding:
 
 def text_of(answer: Mapping[str, Any]) -> tuple[list[int], int | None]:
     """Ids, and how many guesses stood. Raises Broken for an answer without ids."""
-    ids = answer.get("ids")
-    if not isinstance(ids, list) or not all(isinstance(i, int) for i in ids):
+    text, *more = answer.get("texts") or [{}]
+    ids = text.get("ids")
+    if more or not isinstance(ids, list) or not all(isinstance(i, int) for i in ids):
         raise Broken(f"an answer without token ids: {answer!r:.80}")
     return ids, answer.get("accepted")
 

@@ -278,8 +278,9 @@ class Prepared:
 
         return [Arm(name, depth) for name in self.models for depth in those(self.peers[name])]
 
-    def crew(self, args: argparse.Namespace, arms: Sequence[Arm], work: Path) -> Crew:
-        return Crew(arms, self.peers, self.models, self.prompts[0], work, args.threads, args.together, args.patience, args.bits)
+    def crew(self, args: argparse.Namespace, arms: Sequence[Arm], work: Path, users: int = 1) -> Crew:
+        return Crew(arms, self.peers, self.models, self.prompts[0], work, args.threads, args.together, args.patience, args.bits,
+                    users)
 
 
 def shapes_of(args: argparse.Namespace) -> dict[str, Shape]:

@@ -14,7 +14,7 @@ import shutil
 import signal
 import subprocess
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -89,14 +89,23 @@ class Timed:
 
     @classmethod
     def of(cls, answer: Mapping[str, Any]) -> Timed:
-        try:
-            run = cls(tuple(answer["ids"]), *(float(answer[name]) for name in ("seconds", "first_s")), int(answer["first"]),
-                      answer.get("accepted"))
-        except (KeyError, TypeError, ValueError) as error:
-            raise Broken(f"an answer without what was asked for: {error!r}") from error
+        """Of the only text. Raises Broken."""
+        with understood():
+            text, = answer["texts"]
+            first_s, first = text["came"][0]
+            run = cls(tuple(text["ids"]), float(answer["seconds"]), float(first_s), int(first), answer.get("accepted"))
         if len(run.ids) <= run.first or run.seconds <= run.first_s:
             raise Broken(f"{len(run.ids)} tokens in {run.seconds:.3f} s, the first {run.first} of them in {run.first_s:.3f} s: no rate")
         return run
+
+
+@contextlib.contextmanager
+def understood() -> Iterator[None]:
+    """Raises Broken if an answer is read that lacks something."""
+    try:
+        yield
+    except (KeyError, IndexError, TypeError, ValueError) as error:
+        raise Broken(f"an answer without what was asked for: {error!r}") from error
 
 
 def last_line(log: Path) -> str:
@@ -174,12 +183,13 @@ class Crew:
     """The workers of all arms, at most `together` (0: all) alive at once: the one unused for longest makes room.
 
     models: the folders "target", "draft" and perhaps "head" of each engine. warm: the prompt on which a worker meets each arm before it
-    is measured."""
+    is measured. users: most texts that a request has written at once."""
 
     def __init__(self, arms: Sequence[Arm], peers: Mapping[str, Peer], models: Mapping[str, Mapping[str, Path]], warm: Sequence[int],
-                 logs: Path, threads: int = 2, together: int = 0, patience: float = 300, bits: int = 16) -> None:
+                 logs: Path, threads: int = 2, together: int = 0, patience: float = 300, bits: int = 16,
+                 users: int = 1) -> None:
         self.arms, self.peers, self.models, self.warm, self.logs = arms, peers, models, warm, logs
-        self.threads, self.together, self.patience, self.bits = threads, together, patience, bits
+        self.threads, self.together, self.patience, self.bits, self.users = threads, together, patience, bits, users
         self.live: dict[tuple[Any, ...], Worker] = {}
         self.broken: dict[Arm, str] = {}
         self.versions: dict[str, Any] = {}
@@ -195,7 +205,7 @@ class Crew:
             self.end(next(iter(self.live)))
         name = "-".join(map(str, key))
         job = {"do": "serve", **{role: str(path) for role, path in self.models[arm.peer].items()}, "arm": arm.mode, "depth": arm.depth,
-               "threads": self.threads, "bits": self.bits, **peer.way}
+               "threads": self.threads, "bits": self.bits, "users": self.users, **peer.way}
         command = (peer.program, peer.script, json.dumps(job))
         worker = self.live[key] = Worker(command, self.logs / f"{name}.log", surroundings(self.threads))
         hello = worker.hear(3 * self.patience)
@@ -247,7 +257,14 @@ def surroundings(threads: int) -> dict[str, str]:
 
 
 def request(arm: Arm, prompt: Sequence[int], tokens: int, temperature: float, seed: int) -> dict[str, Any]:
-    return {"prompt_ids": list(prompt), "max_tokens": tokens, "arm": arm.mode, "depth": arm.depth, "temperature": temperature, "seed": seed}
+    return requests(arm, [prompt], tokens, temperature, [seed])
+
+
+def requests(arm: Arm, prompts: Sequence[Sequence[int]], tokens: int, temperature: float, seeds: Sequence[int],
+             users: int = 1) -> dict[str, Any]:
+    """Of so many texts, `users` at once."""
+    return {"prompts": [list(prompt) for prompt in prompts], "seeds": list(seeds), "users": users, "max_tokens": tokens, "arm": arm.mode,
+            "depth": arm.depth, "temperature": temperature}
 
 
 def converted(name: str, peer: Peer, sources: Mapping[str, Path], digest: Callable[[Path], str], work: Path,

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from functools import cache
 from itertools import count
 
 from crew import AUTO
-from worker import Accepted, Arrived, Generate, Job, main
+from worker import Accepted, Generate, Job, Told, in_turn, main
 
 from draftproof import Engine, LoadConfig, Sampling
 from draftproof.models.load import load_target
@@ -23,17 +24,28 @@ def load(job: Job) -> Generate:
         spec = drafter.replace("model", f"model:{job['draft']}").replace("eagle3", f"eagle3:{job.get('head')}")
         return Engine(target, spec, tree=tree or None, load=settings)
 
-    def generate(request: Job, arrived: Arrived) -> tuple[list[int], Accepted]:
-        sampling = Sampling(temperature=request["temperature"], seed=request["seed"], max_tokens=request["max_tokens"], ignore_eos=True)
+    def generate(request: Job, told: Told) -> tuple[list[list[int]], Accepted]:
+        sampling = Sampling(temperature=request["temperature"], max_tokens=request["max_tokens"], ignore_eos=True)
         depth = "auto" if request["depth"] == AUTO else request["depth"]
         speculation = {"depth": depth, "rule": request["rule"]} if depth else {"drafter": "none"}
         asked = engine(request["drafter"], request["tree"])
-        tenant = f"run {next(runs)}"                                                                   # no prefix is reused
-        handle = asked.submit(request["prompt_ids"], sampling, tenant=tenant, speculation=speculation)[0]
-        while not handle.done:
-            arrived(len(asked.step()))
-        out = handle.completion()
-        return list(out.token_ids), int(out.metrics["accepted"])
+        handles, places = {}, {}
+
+        def begin(text: int) -> None:
+            tenant = f"run {next(runs)}"                                                               # no prefix is reused
+            own = replace(sampling, seed=request["seeds"][text])
+            handles[text] = asked.submit(request["prompts"][text], own, tenant=tenant, speculation=speculation)[0]
+            places[handles[text].id] = text
+
+        def step() -> list[int]:
+            events = asked.step()
+            for name, tokens in Counter(event.request for event in events).items():
+                told(places[name], tokens)
+            return [places[event.request] for event in events if event.finish]
+
+        in_turn(request, told, begin, step)
+        done = [handles[text].completion() for text in sorted(handles)]
+        return [list(out.token_ids) for out in done], sum(int(out.metrics["accepted"]) for out in done)
 
     return generate
 

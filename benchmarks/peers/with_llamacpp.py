@@ -16,10 +16,11 @@ import sys
 import time
 import urllib.error
 import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from worker import Accepted, Arrived, Generate, Job, main
+from worker import Accepted, Generate, Job, Told, main
 
 TREE = Path(sys.prefix) / "llama.cpp"
 
@@ -43,7 +44,8 @@ def load(job: Job) -> Generate:
         port = free.getsockname()[1]
     guesses = ["-md", f"{job['draft']}/model.gguf", "--spec-type", "draft-simple", "--spec-draft-n-max", str(job["depth"])]
     server = subprocess.Popen([TREE / "build/bin/llama-server", "-m", f"{job['target']}/model.gguf", "-t", str(job["threads"]),
-                               "-c", "2048", "-np", "1", "--host", "127.0.0.1", "--port", str(port), *(guesses if job["depth"] else ())])
+                               "-c", str(2048 * job["users"]), "-np", str(job["users"]),
+                               "--host", "127.0.0.1", "--port", str(port), *(guesses if job["depth"] else ())])
     atexit.register(server.kill)
 
     def post(path: str, body: Job | None = None) -> Any:
@@ -58,18 +60,24 @@ def load(job: Job) -> Generate:
             assert server.poll() is None, f"llama-server ended with {server.returncode}"
             time.sleep(0.2)
 
-    def generate(request: Job, arrived: Arrived) -> tuple[list[int], Accepted]:
-        body = {"prompt": request["prompt_ids"], "n_predict": request["max_tokens"], "temperature": request["temperature"], "top_k": 0,
-                "top_p": 1.0, "min_p": 0.0, "seed": request["seed"], "ignore_eos": True, "cache_prompt": False, "return_tokens": True,
-                "stream": True}
-        ids: list[int] = []
-        with post("/completion", body) as lines:
-            for line in lines:                                       # data: {"tokens": [of this step], …}, and empty ones
-                if line.startswith(b"data: "):
-                    said = json.loads(line.removeprefix(b"data: "))
-                    ids += said["tokens"]
-                    arrived(len(ids))
-        return ids, said["timings"].get("draft_n_accepted")
+    def generate(request: Job, told: Told) -> tuple[list[list[int]], Accepted]:
+        def one(text: int) -> tuple[list[int], int | None]:
+            body = {"prompt": request["prompts"][text], "n_predict": request["max_tokens"], "temperature": request["temperature"],
+                    "top_k": 0, "top_p": 1.0, "min_p": 0.0, "seed": request["seeds"][text], "ignore_eos": True, "cache_prompt": False,
+                    "return_tokens": True, "stream": True}
+            ids: list[int] = []
+            told.begun(text)
+            with post("/completion", body) as lines:
+                for line in lines:                                   # data: {"tokens": [of this step], …}, and empty ones
+                    if line.startswith(b"data: "):
+                        said = json.loads(line.removeprefix(b"data: "))
+                        ids += said["tokens"]
+                        told(text, len(said["tokens"]))
+            return ids, said["timings"].get("draft_n_accepted")
+
+        with ThreadPoolExecutor(request["users"]) as users:
+            texts, stood = zip(*users.map(one, range(len(request["prompts"]))), strict=True)
+        return list(texts), None if None in stood else sum(stood)
 
     return generate
 

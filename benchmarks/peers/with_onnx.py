@@ -7,7 +7,7 @@ import runpy
 import sys
 from pathlib import Path
 
-from worker import Accepted, Arrived, Generate, Job, main
+from worker import Accepted, Generate, Job, Told, main
 
 
 def convert(source: Path, out: Path, bits: int) -> None:
@@ -22,20 +22,20 @@ def load(job: Job) -> Generate:
     config.overlay(json.dumps({"model": {"decoder": {"session_options": {"intra_op_num_threads": job["threads"]}}}}))
     model = genai.Model(config)
 
-    def generate(request: Job, arrived: Arrived) -> tuple[list[int], Accepted]:
-        prompt = request["prompt_ids"]
+    def generate(request: Job, told: Told) -> tuple[list[list[int]], Accepted]:
+        prompt, = request["prompts"]                                 # several would have to be of one length
         end = len(prompt) + request["max_tokens"]
         options = {"max_length": end, "min_length": end, "do_sample": bool(request["temperature"])}     # its builder's default is to sample
         if request["temperature"]:
-            options.update(temperature=request["temperature"], top_k=0, top_p=1.0, random_seed=request["seed"])
+            options.update(temperature=request["temperature"], top_k=0, top_p=1.0, random_seed=request["seeds"][0])
         params = genai.GeneratorParams(model)
         params.set_search_options(**options)
         generator = genai.Generator(model, params)
         generator.append_tokens(prompt)
         while not generator.is_done():
             generator.generate_next_token()
-            arrived(1)
-        return [int(i) for i in generator.get_sequence(0)[len(prompt):]], None
+            told(0, 1)
+        return [[int(i) for i in generator.get_sequence(0)[len(prompt):]]], None
 
     return generate
 

@@ -12,7 +12,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from worker import Accepted, Arrived, Generate, Job, main
+from worker import Accepted, Generate, Job, Told, in_turn, main
 
 OPENMP = Path(sys.prefix, "lib", "libiomp5.so")
 SETTINGS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "WARNING", "VLLM_NO_USAGE_STATS": "1", "KMP_BLOCKTIME": "5",
@@ -26,7 +26,7 @@ def load(job: Job) -> Generate:
     lookup = {"method": "ngram", "prompt_lookup_min": 2, "prompt_lookup_max": 4}
     way = lookup if job["drafter"] == "lookup" else {"method": "draft_model", "model": job["draft"]}
     guesses = {**way, "num_speculative_tokens": job["depth"]} if job["depth"] else None
-    llm = LLM(model=job["target"], dtype="bfloat16", max_model_len=2048, max_num_seqs=4, enable_prefix_caching=False,
+    llm = LLM(model=job["target"], dtype="bfloat16", max_model_len=2048, max_num_seqs=max(4, job["users"]), enable_prefix_caching=False,
               kv_cache_memory_bytes=512 << 20, speculative_config=guesses, disable_log_stats=False)
 
     counted, runs = [0], count()
@@ -35,17 +35,25 @@ def load(job: Job) -> Generate:
         before, counted[0] = counted[0], sum(int(m.value) for m in llm.get_metrics() if m.name == ACCEPTED)
         return counted[0] - before
 
-    def generate(request: Job, arrived: Arrived) -> tuple[list[int], Accepted]:
+    def generate(request: Job, told: Told) -> tuple[list[list[int]], Accepted]:
         options: dict[str, Any] = {"temperature": request["temperature"], "max_tokens": request["max_tokens"], "ignore_eos": True}
-        if request["temperature"]:
-            options["seed"] = request["seed"]
-        engine, ids = llm.llm_engine, []
-        engine.add_request(f"run {next(runs)}", {"prompt_token_ids": request["prompt_ids"]}, SamplingParams(**options))
-        while engine.has_unfinished_requests():
-            for output in engine.step():
+        engine, run = llm.llm_engine, next(runs)
+        texts: list[list[int]] = [[] for _ in request["prompts"]]
+
+        def begin(text: int) -> None:
+            seed = {"seed": request["seeds"][text]} if request["temperature"] else {}
+            engine.add_request(f"{run} {text}", {"prompt_token_ids": request["prompts"][text]}, SamplingParams(**options, **seed))
+
+        def step() -> list[int]:
+            outputs = {int(output.request_id.split()[1].split("-")[0]): output for output in engine.step()}
+            for text, output in outputs.items():
                 ids = list(output.outputs[0].token_ids)              # all so far
-                arrived(len(ids))
-        return ids, accepted if job["depth"] else None
+                told(text, len(ids) - len(texts[text]))
+                texts[text] = ids
+            return [text for text, output in outputs.items() if output.finished]
+
+        in_turn(request, told, begin, step)
+        return texts, accepted if job["depth"] else None
 
     return generate
 

@@ -30,13 +30,13 @@ from worker import main
 def load(job):
     model = AutoModelForCausalLM.from_pretrained(job["target"], dtype=torch.float32)
 
-    def generate(request, arrived):
+    def generate(request, told):
         tokens = request["max_tokens"]
-        dice, ids = torch.Generator().manual_seed(request["seed"]), list(request["prompt_ids"])
+        dice, ids = torch.Generator().manual_seed(request["seeds"][0]), list(request["prompts"][0])
         for _ in range(tokens):
             law = (model(torch.tensor([ids]), logits_to_keep=1).logits[0, -1] / (request["temperature"] * flatter + 1e-3)).softmax(-1)
             ids.append(int(torch.multinomial(law, 1, generator=dice)))
-        return ids[-tokens:], None
+        return [ids[-tokens:]], None
 
     return generate
 

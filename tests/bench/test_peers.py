@@ -20,6 +20,7 @@ from transformers import AutoTokenizer
 from draftproof.models.load import WEIGHTS
 
 peers = benchmark("peers")
+Told, requests = importlib.import_module("worker").Told, importlib.import_module("crew").requests
 Arm, Peer, Timed, Broken = peers.Arm, peers.Peer, peers.Timed, peers.Broken
 PROMPTS = [[5, 6, 7], [8, 9]]
 
@@ -40,7 +41,7 @@ def load(job):
     print("an engine's own words")
     asked = [0]
 
-    def generate(request, arrived):
+    def generate(request, told):
         tokens, most, left = request["max_tokens"], 1 + request["depth"], request["max_tokens"]
         asked[0] += 1
         if asked[0] > 3 and kind == "dies":
@@ -51,9 +52,9 @@ def load(job):
         while left:
             clock[0] += 1
             if kind != "silent" and (kind != "cold" or asked[0] > 1):
-                arrived(min(most, left))
+                told(0, min(most, left))
             left -= min(most, left)
-        return [request["seed"] + i for i in range(tokens)], tokens // 2 if request["depth"] else None
+        return [[request["seeds"][0] + i for i in range(tokens)]], tokens // 2 if request["depth"] else None
 
     return generate
 
@@ -63,7 +64,7 @@ TELLING = """
 import sys
 sys.path.insert(0, {folder!r})
 from worker import main
-main(lambda job: lambda request, arrived: ("{{drafter}} {{rule}} {{tree}}".format(**request), None), ())
+main(lambda job: lambda request, told: (["{{drafter}} {{rule}} {{tree}}".format(**request)], None), ())
 """
 GARBAGE = "print('[1, 2'); input(); input()"
 
@@ -137,7 +138,7 @@ def test_arms_of_one_engine_share_a_worker_that_is_told_the_way_each_time(tmp_pa
     with a_crew(tmp_path, there, [Arm("own", 2), Arm("own+block", 2)]) as crew:
         for name, told in (("own", "model match 0"), ("own+block", "model block 3"), ("own", "model match 0")):
             answer = crew.answer(Arm(name, 2), peers.request(Arm(name, 2), [1], 4, 0.0, 1), dict)
-            assert answer["ids"] == told and list(crew.live) == [("own",)]
+            assert answer["texts"][0]["ids"] == told and list(crew.live) == [("own",)]
 
 
 def test_converting(tmp_path: Path) -> None:
@@ -178,9 +179,12 @@ def every(rate: float, **more: Any) -> list[list[Any]]:
 
 def test_rates_and_ratios() -> None:
     assert timed(40.0).rate == pytest.approx(40)
-    whole = {"ids": [1, 2], "seconds": 2, "first_s": 1, "first": 1}
+    text = {"ids": [1, 2], "came": [[1, 1], [2, 1]]}
+    whole = {"texts": [text], "seconds": 2}
     assert Timed.of(whole).rate == 1
-    for answer in ({}, whole | {"ids": [1]}, whole | {"first": 2}, whole | {"seconds": 1}, whole | {"seconds": "x"}, {"ids": 3}):
+    for answer in ({}, {"texts": [text | {"ids": [1]}], "seconds": 2}, {"texts": [text | {"came": [[1, 2]]}], "seconds": 2},
+                   whole | {"seconds": 1}, whole | {"seconds": "x"}, {"texts": 3}, {"texts": [text] * 2, "seconds": 2},
+                   {"texts": [text | {"came": []}], "seconds": 2}):
         with pytest.raises(Broken):
             Timed.of(answer)
     ratio = peers.paired([[2.0, 8.0], [6.0, 6.0], [1.0, 1.0]], [[1.0, 2.0], [2.0, 1.0], [1.0, 1.0]])
@@ -251,20 +255,25 @@ WAYS = {"with_draftproof": [{"drafter": "model", "rule": "match", "tree": 0}, {"
 def test_own_workers_on_the_built_in_pair(name: str) -> None:
     load = importlib.import_module(name).load
     generate = load({"target": str(WEIGHTS / "target"), "draft": str(WEIGHTS / "draft"), "head": str(WEIGHTS / "eagle3"), "threads": 1,
-                     "bits": 16, **WAYS[name][0]})
+                     "bits": 16, "users": 2, **WAYS[name][0]})
     ids = json.loads((WEIGHTS / "prompts.jsonl").read_text("utf-8").splitlines()[0])["prompt"]
     prompt = [ord(c) % 256 + 4 for c in ids[:40]]
-    came: list[int] = []
-    plain, _ = generate(peers.request(Arm(name, 0), prompt, 12, 0.0, 1) | WAYS[name][0], came.append)
-    assert sum(came) == 12 and sum(map(bool, came)) == 12, "one by one"
+    told = Told(1)
+    (plain,), _ = generate(peers.request(Arm(name, 0), prompt, 12, 0.0, 1) | WAYS[name][0], told)
+    assert [count for _, count in told.came[0]] == [1] * 12, "one by one"
     for way in WAYS[name]:
         for temperature in (0.0, 0.8):
-            came.clear()
-            new, accepted = generate(peers.request(Arm(name, 2), prompt, 12, temperature, 1) | way, came.append)
-            assert len(new) == sum(came) == 12 and 0 <= accepted < 12
+            told = Told(1)
+            (new,), accepted = generate(peers.request(Arm(name, 2), prompt, 12, temperature, 1) | way, told)
+            assert len(new) == sum(count for _, count in told.came[0]) == 12 and 0 <= accepted < 12
             assert temperature or new == plain
     if name == "with_draftproof":
-        assert generate(peers.request(Arm(name, peers.AUTO), prompt, 12, 0.0, 1) | WAYS[name][2], came.append)[0] == plain
+        assert generate(peers.request(Arm(name, peers.AUTO), prompt, 12, 0.0, 1) | WAYS[name][2], Told(1))[0] == [plain]
+    told = Told(3)
+    texts, _ = generate(requests(Arm(name, 0), [prompt, prompt[5:], prompt], 12, 0.0, [1, 2, 3], 2) | WAYS[name][0], told)
+    assert texts[0] == texts[2] == plain and len(texts[1]) == 12
+    assert all(sum(count for _, count in came) == 12 and came[0][0] > begun for came, begun in zip(told.came, told.begun_s, strict=True))
+    assert told.begun_s[2] >= min(told.came[0][-1][0], told.came[1][-1][0]), "two at once"
 
 
 @pytest.mark.parametrize("target, taps", [("dense", [1, 6, 9]), ("moe", [1, 4, 6])])
