@@ -18,11 +18,6 @@
 #include <immintrin.h>
 #endif
 
-#if TAKES_PAIRS && !defined __AVXVNNI__
-#define ZEN_4 1
-#else
-#define ZEN_4 0
-#endif
 #define AHEAD(PANELS) ((PANELS) == 1 ? 1024 : 512) /* words to fetch ahead, measured */
 #define FETCHES(ROWS) (!ZEN_4 || (ROWS) > 1) /* Zen 4 fetches better by itself for one row, and worse for more */
 

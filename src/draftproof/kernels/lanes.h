@@ -110,6 +110,11 @@ static inline void fill(const void *from, long first, long n, void *to, long wid
 #define TAKES_PAIRS 0
 #endif
 #endif
+#if TAKES_PAIRS && !defined __AVXVNNI__ /* measured apart from what follows it */
+#define ZEN_4 1
+#else
+#define ZEN_4 0
+#endif
 /* Whether products are taken in tiles (tiles.c), which the process must have asked for: `takes_tiles`. */
 #ifndef TAKES_TILES
 #if defined __AMX_BF16__ && defined __AMX_INT8__ && defined __AVX512VNNI__ && defined __linux__ && LANES == 16

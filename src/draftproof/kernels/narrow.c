@@ -21,19 +21,17 @@
 #define BLOCKS (ALIKE / COLUMNS)
 #define ALIKE_WORDS (BLOCKS * EIGHT + WIDE)
 #define AT_ONCE 32 /* blocks, opened: in float32 they fit the first cache, beside the rows' */
-/* How many words ahead of a block a panel is fetched, if it is: */
-#if !TAKES_PAIRS
-#define AHEAD(PANELS) ((PANELS) == 1 ? 768 : 512) /* 3 KB of one stream, 2 KB of each of two, measured */
-#elif defined __AVXVNNI__ /* Zen 5: 0.76 of the time at nine rows, 0.97 at one; Zen 4 takes 1.05 to 1.15 (docs/log.md) */
-#define AHEAD(PANELS) 3072
-#endif
-#ifdef AHEAD
-#define FETCH(PANELS, WORDS)                                                                                             \
-    UNROLL for (int q = 0; q < PANELS; q++)                                                                              \
-        UNROLL for (int i = 0; i < WORDS; i += 16) __builtin_prefetch(panel + q * apart + AHEAD(PANELS) + i);
+/* How many words ahead of a block a panel is fetched, and whether; measured (docs/log.md). Zen 5 takes 0.76 of the time at nine rows and
+ * 0.97 at one; Zen 4 takes 0.92 at twelve, and 1.05 to 1.15 below seven. */
+#if TAKES_PAIRS
+#define AHEAD(PANELS) (ZEN_4 ? 512 : 3072)
 #else
-#define FETCH(PANELS, WORDS)
+#define AHEAD(PANELS) ((PANELS) == 1 ? 768 : 512)
 #endif
+#define FETCHES(ROWS) (!ZEN_4 || (ROWS) > 6)
+#define FETCH(ROWS, PANELS, WORDS)                                                                                       \
+    if (FETCHES(ROWS)) UNROLL for (int q = 0; q < PANELS; q++)                                                           \
+        UNROLL for (int i = 0; i < WORDS; i += 16) __builtin_prefetch(panel + q * apart + AHEAD(PANELS) + i);
 
 #if LANES == 16
 #define MOST 12
@@ -99,7 +97,7 @@ static inline void open_eight(const uint32_t *block, words upper, int k, words *
 /* sum += x times the blocks [b, end) of PANELS adjoining panels, each of so many words that `open` opens. */
 #define PLUS_BLOCKS(ROWS, PANELS, WORDS, open)                                                                           \
         for (; b < end; b++, panel += WORDS, x += APART) {                                                               \
-            FETCH(PANELS, WORDS)                                                                                         \
+            FETCH(ROWS, PANELS, WORDS)                                                                                   \
             UNROLL for (int k = 0; k < 2; k++) {                                                                         \
                 UNROLL for (int q = 0; q < PANELS; q++) {                                                                \
                     if (__builtin_expect(b == *at[q], 0)) {                                                              \
