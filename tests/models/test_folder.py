@@ -156,14 +156,15 @@ def test_angles_that_depend_on_the_longest_row_are_seen_in_each_kind_of_layer(tm
     assert not facts.invisible and "dynamic rotary angles" in facts.invisible_reason
 
 
-def test_an_outline_has_the_defaults_and_ends_that_a_load_has(tiny_pair: tuple[Path, Path], tmp_path: Path) -> None:
+def test_an_outline_has_the_defaults_context_and_ends_that_a_load_has(tiny_pair: tuple[Path, Path], tmp_path: Path) -> None:
     for file in tiny_pair[0].iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
     (tmp_path / "generation_config.json").write_text('{"do_sample": false}')
     config = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps({**config, "eos_token_id": None}))
+    (tmp_path / "config.json").write_text(json.dumps({**config, "eos_token_id": None, "max_position_embeddings": -1}))
     local, edge = load_target(tmp_path, SMALL), outline(tmp_path)
     assert edge.defaults == local.defaults == {"temperature": 0.0} and edge.eos_ids == local.eos_ids == (0,)
+    assert edge.context == local.context == 1 << 20, "a configuration may set no limit"
     (tmp_path / "tokenizer.json").unlink()
     (tmp_path / "tokenizer_config.json").unlink()
     with pytest.raises(LoadError, match="no tokenizer files"):

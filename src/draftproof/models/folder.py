@@ -213,6 +213,12 @@ def defaults_of(generation: Any, path: str | Path) -> dict[str, float]:
         raise LoadError(f"{path}: generation_config.json has an option that is no number ({first_line(error)}); correct it") from error
 
 
+def context_of(text_config: Any) -> int:
+    """The longest text of a language model, in tokens; a million where its configuration sets no limit."""
+    found = getattr(text_config, "max_position_embeddings", None) or getattr(text_config, "n_positions", None) or -1
+    return int(found) if found > 0 else 1 << 20
+
+
 def end_ids(generation: Any, text_config: Any, tokenizer: Tokenizer | None, path: str | Path) -> tuple[int, ...]:
     """Of a text: as generation_config.json says, or else config.json, or else the tokenizer. Raises LoadError."""
     ids = generation.eos_token_id

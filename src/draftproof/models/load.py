@@ -22,7 +22,7 @@ from . import float8, fours, int4, int8, quantised, rows
 from .between import compare, compiled_between
 from .cropped import CroppedTarget
 from .experts import experts_of, packed_bytes, take_experts
-from .folder import check_size, check_weights, defaults_of, end_ids, read_config, read_tokenizer, saved_dtype, unread, why_not
+from .folder import check_size, check_weights, context_of, defaults_of, end_ids, read_config, read_tokenizer, saved_dtype, unread, why_not
 from .fused import FusedPass, can_fuse, fuse
 from .graphs import passes
 from .graphs import recorder as _recorder
@@ -100,7 +100,7 @@ def _made(model: Any, name: str, config: LoadConfig, tokenizer: Tokenizer | None
     device, dtype, threads = model.device, model.dtype, torch.get_num_threads()
     (weight_bytes, parameters), experts = sizes(model), experts_of(model)
     text = model.config.get_text_config()
-    context = _context(text)
+    context = context_of(text)
     with StandIns(model), silent_experts(model):
         spared = read_by_hand(model)
         tier = tier_of(model, context, reasons)
@@ -351,11 +351,6 @@ def _cache_bytes(text: Any, dtype: torch.dtype) -> int:
         if heads:
             numbers += 2 * heads * (getattr(layer, "head_dim", None) or layer.hidden_size // layer.num_attention_heads)
     return int(numbers * torch.empty(0, dtype=dtype).element_size())
-
-
-def _context(text: Any) -> int:
-    found = getattr(text, "max_position_embeddings", None) or getattr(text, "n_positions", None) or -1
-    return int(found) if found > 0 else 1 << 20
 
 
 def _parts(model: Any, saved: torch.dtype) -> TargetParts:

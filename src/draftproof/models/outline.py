@@ -11,7 +11,7 @@ from transformers import GenerationConfig
 
 from ..config import LoadConfig
 from ..errors import LoadError
-from .folder import configuration, defaults_of, end_ids, read_tokenizer
+from .folder import configuration, context_of, defaults_of, end_ids, read_tokenizer
 from .target import LoadFacts, Target, TargetParts
 from .tokenizer import Tokenizer
 
@@ -44,7 +44,7 @@ def outline(path: str | Path, context: int | None = None) -> Target:
         generation = GenerationConfig.from_pretrained(str(path))
     except OSError:
         generation = GenerationConfig()
-    own = int(getattr(config, "max_position_embeddings", None) or 1 << 20)
+    own = context_of(config)
     facts = LoadFacts(name=str(path), device="remote", dtype=str(getattr(config, "dtype", "")).removeprefix("torch."), tier=0, threads=0,
                       weight_bytes=0, cache_bytes_per_token=0, invisible=False, invisible_reason="not promised: another engine runs it")
     found = Outline(int(config.vocab_size), min(own, context or own), facts, tokenizer,

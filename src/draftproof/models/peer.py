@@ -13,7 +13,7 @@ from transformers import GenerationConfig
 
 from ..config import LoadConfig
 from ..errors import Failure, first_line
-from .folder import end_ids, read_config, read_tokenizer, saved_dtype
+from .folder import context_of, end_ids, read_config, read_tokenizer, saved_dtype
 from .load import _device, _dtype, _load_model, builtin
 from .own import cache_name
 
@@ -33,7 +33,7 @@ class TransformersPeer:
         self.model, self.device, self.dtype = _load(place, config)
         self.assistant = None if assistant is None else _load(assistant, config)[0]
         self.tokenizer = read_tokenizer(place, config, {})
-        self.context = int(getattr(self.model.config.get_text_config(), "max_position_embeddings", 1 << 20))
+        self.context = context_of(self.model.config.get_text_config())
         self.ends = end_ids(self.model.generation_config, self.model.config.get_text_config(), self.tokenizer, place)
         for model in filter(None, (self.model, self.assistant)):
             model.generation_config = GenerationConfig(do_sample=False, pad_token_id=self.ends[0] if self.ends else 0,

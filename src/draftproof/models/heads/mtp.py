@@ -37,6 +37,7 @@ from torch.nn.functional import pad
 from transformers import AttentionInterface, AutoConfig
 
 from ...errors import LoadError
+from ..folder import context_of
 from ..target import TargetParts
 from .cache import HeadPass
 from .files import HeadFiles, converted, fill, write_files
@@ -256,7 +257,7 @@ def _llama(text: Any) -> dict[str, Any]:
     size = int(text.hidden_size)
     heads = next(count for count in range(max(1, size // 64), 0, -1) if size % count == 0)
     return {"model_type": "llama", "hidden_size": size, "intermediate_size": 2 * size, "head_dim": 64, "num_attention_heads": heads,
-            "num_key_value_heads": heads, "max_position_embeddings": int(getattr(text, "max_position_embeddings", None) or 1 << 20)}
+            "num_key_value_heads": heads, "max_position_embeddings": context_of(text)}
 
 
 def _config(settings: Mapping[str, Any], weights: Weights | None, layers: int = 1) -> Any:
