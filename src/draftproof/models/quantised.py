@@ -138,9 +138,10 @@ def _sorted(names: Collection[str]) -> tuple[dict[str, list[str]], list[str]]:
     """Layers with the kinds of their tensors, and all other names."""
     layers: dict[str, list[str]] = {}
     whole: list[str] = []
+    known = set(names)                                      # there may be a hundred thousand
     for name in names:
         layer, _, kind = name.rpartition(".")
-        if kind in BESIDE or kind == "weight" and any(f"{layer}.{scale}" in names for scale in SCALES):
+        if kind in BESIDE or kind == "weight" and any(f"{layer}.{scale}" in known for scale in SCALES):
             layers.setdefault(layer, []).append(kind)
         else:
             whole.append(name)
