@@ -15,15 +15,14 @@
 
 #if LANES == 16 /* 32 registers */
 #define MOST 12 /* queries of a micro-kernel of scores */
-#define EACH(DO, PAIRS)                                                                                                  \
-    EACH_OF_VALUES(DO, PAIRS) DO(7, PAIRS) DO(8, PAIRS) DO(9, PAIRS) DO(10, PAIRS) DO(11, PAIRS) DO(12, PAIRS)
+#define EACH(KIND, NAME, PAIRS) UP_TO_12(KIND, NAME, PAIRS)
 #define MOST_OF_VALUES 6
-#define EACH_OF_VALUES(DO, HALVES) DO(1, HALVES) DO(2, HALVES) DO(3, HALVES) DO(4, HALVES) DO(5, HALVES) DO(6, HALVES)
+#define EACH_OF_VALUES(KIND, NAME, HALVES) UP_TO_6(KIND, NAME, HALVES)
 #else
 #define MOST 6
-#define EACH(DO, PAIRS) EACH_OF_VALUES(DO, PAIRS) DO(4, PAIRS) DO(5, PAIRS) DO(6, PAIRS)
+#define EACH(KIND, NAME, PAIRS) UP_TO_6(KIND, NAME, PAIRS)
 #define MOST_OF_VALUES 3
-#define EACH_OF_VALUES(DO, HALVES) DO(1, HALVES) DO(2, HALVES) DO(3, HALVES)
+#define EACH_OF_VALUES(KIND, NAME, HALVES) UP_TO_3(KIND, NAME, HALVES)
 #endif
 #define SIDE 4      /* vectors of values of a micro-kernel: MOST_OF_VALUES * SIDE sums fill the registers */
 #define MOST_QUERIES 48 /* of a piece of work, over all its heads; more only where one head of keys has more */
@@ -42,8 +41,8 @@ static inline floats plus(floats sum, words key, uint32_t asked, int pairs)
 }
 
 /* to [ROWS, LANES] = query [deep, ROWS], its words `n` apart, times key [deep, CHUNK], and scaled; deep is even */
-#define SCORE(ROWS, PAIRS)                                                                                               \
-    static void score_##ROWS##_##PAIRS(const uint32_t *query, long n, const uint32_t *key, long deep, float scale, float *to, long width) \
+#define SCORE(NAME, ROWS, PAIRS)                                                                                         \
+    static void NAME##_##ROWS##_##PAIRS(const uint32_t *query, long n, const uint32_t *key, long deep, float scale, float *to, long width) \
     {                                                                                                                    \
         floats sum[ROWS][2] = {0};                                                                                       \
         for (long d = 0; d < deep; d += 2)                                                                               \
@@ -64,8 +63,8 @@ static inline floats value_lanes(const char *value, int v, int halves)
 
 /* out [ROWS, SIDE * LANES] += weight [ROWS, keys] times value [keys, SIDE * LANES], `apart` bytes from one to the next; keys in turn. What
  * is read next lies `ahead`, and is fetched bit by bit between the products: all at once, they wait for each other. */
-#define AVERAGE(ROWS, HALVES)                                                                                            \
-    static void average_##ROWS##_##HALVES(const float *weight, long width, const char *value, long keys, long apart, long ahead,        \
+#define AVERAGE(NAME, ROWS, HALVES)                                                                                      \
+    static void NAME##_##ROWS##_##HALVES(const float *weight, long width, const char *value, long keys, long apart, long ahead,        \
                                           float *out, long broad)                                                        \
     {                                                                                                                    \
         floats sum[ROWS][SIDE];                                                                                          \
@@ -81,11 +80,9 @@ static inline floats value_lanes(const char *value, int v, int halves)
         UNROLL for (int r = 0; r < ROWS; r++)                                                                            \
             UNROLL for (int v = 0; v < SIDE; v++) *(floats *)(out + r * broad + v * LANES) = sum[r][v];                  \
     }
-EACH(SCORE, 0) EACH(SCORE, 1) EACH_OF_VALUES(AVERAGE, 0) EACH_OF_VALUES(AVERAGE, 1)
-#define SCORE_NAME(ROWS, PAIRS) score_##ROWS##_##PAIRS,
-#define AVERAGE_NAME(ROWS, HALVES) average_##ROWS##_##HALVES,
-static typeof(score_1_0) *const scores[2][MOST] = {{EACH(SCORE_NAME, 0)}, {EACH(SCORE_NAME, 1)}};
-static typeof(average_1_0) *const averages[2][MOST_OF_VALUES] = {{EACH_OF_VALUES(AVERAGE_NAME, 0)}, {EACH_OF_VALUES(AVERAGE_NAME, 1)}};
+EACH(SCORE, score, 0) EACH(SCORE, score, 1) EACH_OF_VALUES(AVERAGE, average, 0) EACH_OF_VALUES(AVERAGE, average, 1)
+static typeof(score_1_0) *const scores[2][MOST] = {{EACH(ENTRY, score, 0)}, {EACH(ENTRY, score, 1)}};
+static typeof(average_1_0) *const averages[2][MOST_OF_VALUES] = {{EACH_OF_VALUES(ENTRY, average, 0)}, {EACH_OF_VALUES(ENTRY, average, 1)}};
 
 /* LANES words of a query or key, or those of n numbers, if they are fewer, and zeros */
 static inline words words_of(const char *from, long n, int halves, int pairs)

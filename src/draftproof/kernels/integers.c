@@ -5,11 +5,11 @@
  * Four bits, W = (level - 8) * step + zero, both per output and GROUP columns: panels of groups. A group is [GROUP / 8, WIDE] words of
  * levels, even columns in the lower half of a word and odd ones in the upper, the first in its lowest bits; then WIDE words of its step
  * (bfloat16, lower half) and its zero (upper half).
- * Four bits in groups of 32 or 16 columns, W = (number - zero) * step: such groups behind a HEAD with the sixteen numbers, bytes, that levels
- * stand for; a word of step and zero is `levels_beside`'s. So E2M1 is whole numbers, too: twice its values, and twelve more.
+ * Four bits in groups of 32 or 16 columns, W = (number - zero) * step: such groups behind a HEAD with the sixteen numbers, bytes, that
+ * levels stand for; a word of step and zero is `levels_beside`'s. So E2M1 is whole numbers, too: twice its values, and twelve more.
  *
- * SPAN columns of a row that meets eight bits, or a group that meet four, are whole numbers times a step, too (lanes.h, `in_whole`). So their
- * products and sums are whole numbers, which have no order, and groups follow one another: a row's bits depend on nothing but the row.
+ * SPAN columns of a row that meets eight bits, or a group that meet four, are whole numbers times a step, too (lanes.h, `in_whole`). So
+ * their products and sums are whole numbers, which have no order, and groups follow one another: a row's bits depend on the row alone.
  */
 #include <limits.h>
 
@@ -21,24 +21,24 @@
 #define AHEAD(PANELS) ((PANELS) == 1 ? 1024 : 512) /* words to fetch ahead, measured */
 #define FETCHES(ROWS) (!ZEN_4 || (ROWS) > 1) /* Zen 4 fetches better by itself for one row, and worse for more */
 
-#define AT_ONCE 2 /* groups, opened: they fit the first cache, beside the rows'; four are 4 % slower for 13 to 32 rows, 4 % faster for 300 */
+#define AT_ONCE 2 /* groups, opened: they fit the first cache, beside the rows'; four take 4 % longer for 13 to 32 rows, 4 % less for 300 */
 
-#if LANES == 16 /* 32 registers; EACH(DO): the rows, panels, and whether the levels of a word are unrolled or leave no registers for the sums */
+#if LANES == 16 /* 32 registers; ALL levels of a word are unrolled, or by ONE: they leave no registers for the sums */
 #define MOST 12
-#define EACH(DO) DO(1, 1, UNROLL) DO(2, 1, UNROLL) DO(3, 1, UNROLL) DO(4, 1, UNROLL) DO(5, 1, UNROLL) DO(6, 1, UNROLL)   \
-    DO(7, 1, UNROLL) DO(8, 1, UNROLL) DO(9, 1, UNROLL) DO(10, 1, UNROLL) DO(11, 1, UNROLL) DO(12, 1, UNROLL)
+#define EACH(KIND, NAME) UP_TO_12(KIND, NAME, 1, ALL)
 #define MOST_OF_TWO (TAKES_PAIRS ? 0 : 5) /* two streams are faster on Intel's; of AMD's, one was where it was measured */
-#define EACH_OF_TWO(DO) DO(1, 2, UNROLL) DO(2, 2, UNROLL) DO(3, 2, UNROLL) DO(4, 2, UNROLL) DO(5, 2, UNROLL)
+#define EACH_OF_TWO(KIND, NAME) UP_TO_5(KIND, NAME, 2, ALL)
 #else /* 16 */
 #define MOST 5
-#define EACH(DO) DO(1, 1, UNROLL) DO(2, 1, UNROLL) DO(3, 1, UNROLL) DO(4, 1, ROLLED) DO(5, 1, ROLLED)
+#define EACH(KIND, NAME) UP_TO_3(KIND, NAME, 1, ALL) KIND(NAME, 4, 1, ONE) KIND(NAME, 5, 1, ONE)
 #define MOST_OF_TWO 0
-#define EACH_OF_TWO(DO)
+#define EACH_OF_TWO(KIND, NAME)
 #endif
-#define ROLLED _Pragma("GCC unroll 1")
+#define UNROLL_ALL UNROLL
+#define UNROLL_ONE _Pragma("GCC unroll 1")
 
-/* Rows that meet panels as they lie. Zen 4 multiplies a vector in the time in which it would open another, so that twelve rows' opening costs
- * little there, and reading opened panels, once for each twelve rows, more: 1.12 to 1.45 times the time of all (docs/log.md). */
+/* Rows that meet panels as they lie. Zen 4 multiplies a vector in the time in which it would open another, so that twelve rows' opening
+ * costs little there, and reading opened panels, once for each twelve rows, more: 1.12 to 1.45 times the time of all (docs/log.md). */
 #define DIRECT (ZEN_4 ? LONG_MAX : MOST)
 
 typedef int16_t signs __attribute__((vector_size(4 * LANES), aligned(4)));
@@ -62,11 +62,11 @@ static inline integers plus_two(integers sum, words level, uint32_t x)
 #endif
 }
 
-/* part [ROWS, WIDE * PANELS] += x [ROWS, 4 * count], of a span, times PANELS adjoining panels. Of four columns x has the even ones and the odd
- * ones; behind them the step. */
+/* part [ROWS, WIDE * PANELS] += x [ROWS, 4 * count], of a span, times PANELS adjoining panels. Of four columns x has the even ones and the
+ * odd ones; behind them the step. */
 #define STRIDE_OF_EIGHT (SPAN / 2 + 16)
-#define EIGHT(ROWS, PANELS, UNROLLED)                                                                                    \
-    KERNEL(eight_##ROWS##_##PANELS)                                                                                      \
+#define EIGHT(NAME, ROWS, PANELS, TURNS)                                                                                 \
+    KERNEL(NAME##_##ROWS##_##PANELS)                                                                                     \
     {                                                                                                                    \
         panel += first * WIDE;                                                                                           \
         const uint32_t *x = rows;                                                                                        \
@@ -77,7 +77,7 @@ static inline integers plus_two(integers sum, words level, uint32_t x)
         TAKE(ROWS, 2 * PANELS)                                                                                           \
         for (long c = 0; c < count; c++, panel += WIDE, x += 2) {                                                        \
             READ(ROWS, PANELS)                                                                                           \
-            UNROLLED for (int k = 0; k < 2; k++) {                                                                       \
+            UNROLL_##TURNS for (int k = 0; k < 2; k++) {                                                                 \
                 UNROLL for (int v = 0; v < 2 * PANELS; v++) level[v] = (words)(k ? (signs)w[v] >> 8 : (signs)w[v] << 8 >> 8);            \
                 UNROLL for (int r = 0; r < ROWS; r++)                                                                    \
                     UNROLL for (int v = 0; v < 2 * PANELS; v++) whole[r][v] = plus_two(whole[r][v], level[v], x[r * stride + k]);        \
@@ -90,7 +90,7 @@ static inline integers plus_two(integers sum, words level, uint32_t x)
 
 /* The same of groups of SIZE columns: of each, x holds its columns in pairs, their step and their sum. */
 #define NUMBERS(SIZE) ((SIZE) / 2 + 2)
-#define FOURS(NAME, SIZE, START, level_of, scales_of, ROWS, PANELS, UNROLLED)                                            \
+#define FOURS(NAME, SIZE, START, level_of, scales_of, ROWS, PANELS, TURNS)                                               \
     KERNEL(NAME##_##ROWS##_##PANELS)                                                                                     \
     {                                                                                                                    \
         const words table = *(const words *)panel;                                                                       \
@@ -104,7 +104,7 @@ static inline integers plus_two(integers sum, words level, uint32_t x)
             words w[2 * PANELS], level[2 * PANELS];                                                                      \
             for (long c = 0; c < SIZE / 8; c++, panel += WIDE, x += 4) {                                                 \
                 READ(ROWS, PANELS)                                                                                       \
-                UNROLLED for (int k = 0; k < 4; k++) {                                                                   \
+                UNROLL_##TURNS for (int k = 0; k < 4; k++) {                                                             \
                     UNROLL for (int v = 0; v < 2 * PANELS; v++) level[v] = level_of(w[v] & 0xf000f);                     \
                     UNROLL for (int r = 0; r < ROWS; r++)                                                                \
                         UNROLL for (int v = 0; v < 2 * PANELS; v++) whole[r][v] = plus_two(whole[r][v], level[v], x[r * stride + k]); \
@@ -123,9 +123,9 @@ static inline integers plus_two(integers sum, words level, uint32_t x)
 /* Levels as they are, or looked up in a panel's head. */
 #define AS_THEY_ARE(LEVELS) (LEVELS)
 #define LOOKED_UP(LEVELS) IN_LANES(shuffle, table, (LEVELS) | 0x80008000u)
-#define FOUR(ROWS, PANELS, UNROLLED) FOURS(four, GROUP, 0, AS_THEY_ARE, levels_of, ROWS, PANELS, UNROLLED)
-#define BY_32(ROWS, PANELS, UNROLLED) FOURS(by_32, 32, HEAD, LOOKED_UP, levels_beside, ROWS, PANELS, UNROLLED)
-#define BY_16(ROWS, PANELS, UNROLLED) FOURS(by_16, 16, HEAD, LOOKED_UP, levels_beside, ROWS, PANELS, UNROLLED)
+#define FOUR(NAME, ROWS, PANELS, TURNS) FOURS(NAME, GROUP, 0, AS_THEY_ARE, levels_of, ROWS, PANELS, TURNS)
+#define BY_32(NAME, ROWS, PANELS, TURNS) FOURS(NAME, 32, HEAD, LOOKED_UP, levels_beside, ROWS, PANELS, TURNS)
+#define BY_16(NAME, ROWS, PANELS, TURNS) FOURS(NAME, 16, HEAD, LOOKED_UP, levels_beside, ROWS, PANELS, TURNS)
 
 /* The levels of steps in words of two columns each, as the kernels take them, for many rows: of eight bits [count, 2, WIDE], of four
  * [count, SIZE / 2 + 1, WIDE], with the words of steps and zeros. */
@@ -163,8 +163,8 @@ static void open_eight(const uint32_t *panel, long first, long count, spares *le
         UNROLL for (int v = 0; v < 2; v++) whole[r][v] = plus_two(whole[r][v], *(const words *)(panel + v * LANES), x[r * stride]);
 
 /* part [ROWS, WIDE] += x times opened steps: of eight bits all of a span. */
-#define OPENED_EIGHT(ROWS)                                                                                               \
-    KERNEL(opened_eight_##ROWS)                                                                                          \
+#define OPENED_EIGHT(NAME, ROWS, PANELS)                                                                                 \
+    KERNEL(NAME##_##ROWS##_##PANELS)                                                                                     \
     {                                                                                                                    \
         const uint32_t *x = rows, *next = beside->words;                                                                 \
         const float *step = (const float *)(x + SPAN / 2);                                                               \
@@ -175,7 +175,7 @@ static void open_eight(const uint32_t *panel, long first, long count, spares *le
                 *(floats *)part = plus_span(*(const floats *)part, whole[r][v], step[r * stride]);                       \
     }
 #define OPENED_FOURS(NAME, SIZE, scales_of, ROWS)                                                                        \
-    KERNEL(opened_##NAME##_##ROWS)                                                                                       \
+    KERNEL(NAME##_##ROWS##_1)                                                                                            \
     {                                                                                                                    \
         const uint32_t *x = rows, *next = beside->words;                                                                 \
         for (long g = 0; g < count; g++, panel += WIDE, x += 2, next += apart) {                                         \
@@ -191,31 +191,21 @@ static void open_eight(const uint32_t *panel, long first, long count, spares *le
             }                                                                                                            \
         }                                                                                                                \
     }
-#define OPENED_FOUR(ROWS) OPENED_FOURS(four, GROUP, levels_of, ROWS)
-#define OPENED_BY_32(ROWS) OPENED_FOURS(by_32, 32, levels_beside, ROWS)
-#define OPENED_BY_16(ROWS) OPENED_FOURS(by_16, 16, levels_beside, ROWS)
+#define OPENED_FOUR(NAME, ROWS, PANELS) OPENED_FOURS(NAME, GROUP, levels_of, ROWS)
+#define OPENED_BY_32(NAME, ROWS, PANELS) OPENED_FOURS(NAME, 32, levels_beside, ROWS)
+#define OPENED_BY_16(NAME, ROWS, PANELS) OPENED_FOURS(NAME, 16, levels_beside, ROWS)
 
 /* The kernels of a kind and their lists. */
-#define EIGHT_NAME(ROWS, PANELS, UNROLLED) eight_##ROWS##_##PANELS,
-#define FOUR_NAME(ROWS, PANELS, UNROLLED) four_##ROWS##_##PANELS,
-#define BY_32_NAME(ROWS, PANELS, UNROLLED) by_32_##ROWS##_##PANELS,
-#define BY_16_NAME(ROWS, PANELS, UNROLLED) by_16_##ROWS##_##PANELS,
-#define OPENED_EIGHT_NAME(ROWS) opened_eight_##ROWS,
-#define OPENED_FOUR_NAME(ROWS) opened_four_##ROWS,
-#define OPENED_BY_32_NAME(ROWS) opened_by_32_##ROWS,
-#define OPENED_BY_16_NAME(ROWS) opened_by_16_##ROWS,
-#define LISTED(NAME, KIND)                                                                                               \
-    EACH(KIND) EACH_OF_TWO(KIND) EACH_OPENED(OPENED_##KIND)                                                              \
-    static panel_kernel *const NAME[] = {EACH(KIND##_NAME)}, *const NAME##_of_two[] = {EACH_OF_TWO(KIND##_NAME) 0},      \
-                       *const opened_##NAME[] = {EACH_OPENED(OPENED_##KIND##_NAME)};
-LISTED(eights, EIGHT)
+#define LISTS(NAME, KIND)                                                                                                \
+    LIST(NAME, KIND, EACH) LIST(NAME##_of_two, KIND, EACH_OF_TWO) LIST(opened_##NAME, OPENED_##KIND, EACH_OPENED)
+LISTS(eights, EIGHT)
 OPEN_FOURS(four, GROUP, 0, AS_THEY_ARE)
-LISTED(fours, FOUR)
+LISTS(fours, FOUR)
 #if TAKES_TABLES
 OPEN_FOURS(by_32, 32, HEAD, LOOKED_UP)
-LISTED(fours_by_32, BY_32)
+LISTS(fours_by_32, BY_32)
 OPEN_FOURS(by_16, 16, HEAD, LOOKED_UP)
-LISTED(fours_by_16, BY_16)
+LISTS(fours_by_16, BY_16)
 #endif
 
 static void as_span(const void *x, long first, long n, int halves, void *to)
@@ -250,12 +240,14 @@ form form_of_whole(int bits, long in)
 {
     if (bits == 8) {
         long four = (in + 3) / 4;
-        return (form){MOST, MOST_OF_TWO, four, 4, four * WIDE, 0, STRIDE_OF_EIGHT, 0, SPAN / 4, as_span, eights, eights_of_two,
-                      DIRECT, SPAN / 4, 2, open_eight, opened_eights};
+        return (form){.most = MOST, .most_of_two = MOST_OF_TWO, .length = four, .columns = 4, .words = four * WIDE,
+                      .stride = STRIDE_OF_EIGHT, .block = SPAN / 4, .prepare = as_span, .one = eights, .two = eights_of_two,
+                      .direct = DIRECT, .at_once = SPAN / 4, .lines = 2, .open = open_eight, .opened = opened_eights};
     }
     long size = bits == 4 ? GROUP : -bits, groups = (in + size - 1) / size, numbers = NUMBERS(size);
-    form f = {MOST, MOST_OF_TWO, groups, size, groups * (size / 8 + 1) * WIDE, numbers, groups * numbers, 0, 0, as_groups, fours, fours_of_two,
-              DIRECT, AT_ONCE * GROUP / size, size / 2 + 1, open_four, opened_fours};
+    form f = {.most = MOST, .most_of_two = MOST_OF_TWO, .length = groups, .columns = size, .words = groups * (size / 8 + 1) * WIDE,
+              .apart = numbers, .stride = groups * numbers, .prepare = as_groups, .one = fours, .two = fours_of_two,
+              .direct = DIRECT, .at_once = AT_ONCE * GROUP / size, .lines = size / 2 + 1, .open = open_four, .opened = opened_fours};
     if (bits == 4) return f;
     f.words += HEAD;
 #if TAKES_TABLES

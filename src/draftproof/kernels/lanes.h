@@ -16,12 +16,23 @@
 #define CHUNK 16    /* keys that attention takes at a time */
 #define UP(n, to) (((n) + (to) - 1) / (to) * (to))
 #define MOST_SHARING 32 /* rows, of any form */
+/* A kernel for each number of rows, UP_TO_12(KIND, NAME, …): KIND(NAME, 1, …) KIND(NAME, 2, …) …; and the LIST of them, by rows. */
+#define UP_TO_2(KIND, NAME, ...) KIND(NAME, 1, __VA_ARGS__) KIND(NAME, 2, __VA_ARGS__)
+#define UP_TO_3(KIND, NAME, ...) UP_TO_2(KIND, NAME, __VA_ARGS__) KIND(NAME, 3, __VA_ARGS__)
+#define UP_TO_4(KIND, NAME, ...) UP_TO_3(KIND, NAME, __VA_ARGS__) KIND(NAME, 4, __VA_ARGS__)
+#define UP_TO_5(KIND, NAME, ...) UP_TO_4(KIND, NAME, __VA_ARGS__) KIND(NAME, 5, __VA_ARGS__)
+#define UP_TO_6(KIND, NAME, ...) UP_TO_5(KIND, NAME, __VA_ARGS__) KIND(NAME, 6, __VA_ARGS__)
+#define UP_TO_12(KIND, NAME, ...)                                                                                        \
+    UP_TO_6(KIND, NAME, __VA_ARGS__) KIND(NAME, 7, __VA_ARGS__) KIND(NAME, 8, __VA_ARGS__) KIND(NAME, 9, __VA_ARGS__)    \
+    KIND(NAME, 10, __VA_ARGS__) KIND(NAME, 11, __VA_ARGS__) KIND(NAME, 12, __VA_ARGS__)
+#define ENTRY(NAME, ROWS, PANELS, ...) NAME##_##ROWS##_##PANELS,
+#define LIST(NAME, KIND, EACH_ROWS) EACH_ROWS(KIND, NAME) static panel_kernel *const NAME[] = {EACH_ROWS(ENTRY, NAME) 0};
 #if LANES == 16
 #define MOST_OPENED 12 /* rows that share a reading of an opened panel: as many as there are registers for */
-#define EACH_OPENED(DO) DO(1) DO(2) DO(3) DO(4) DO(5) DO(6) DO(7) DO(8) DO(9) DO(10) DO(11) DO(12)
+#define EACH_OPENED(KIND, NAME) UP_TO_12(KIND, NAME, 1)
 #else
 #define MOST_OPENED 6
-#define EACH_OPENED(DO) DO(1) DO(2) DO(3) DO(4) DO(5) DO(6)
+#define EACH_OPENED(KIND, NAME) UP_TO_6(KIND, NAME, 1)
 #endif
 #define GROUP 64   /* columns of four bits that share a step */
 #define SPAN 512   /* columns of a row that share a step where weights have eight bits */

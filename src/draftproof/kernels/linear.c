@@ -23,19 +23,19 @@
 
 #if LANES == 16 /* 32 registers */
 #define MOST 12
-#define EACH(DO) DO(1, 1) DO(2, 1) DO(3, 1) DO(4, 1) DO(5, 1) DO(6, 1) DO(7, 1) DO(8, 1) DO(9, 1) DO(10, 1) DO(11, 1) DO(12, 1)
+#define EACH(KIND, NAME) UP_TO_12(KIND, NAME, 1)
 #define MOST_OF_TWO 6
-#define EACH_OF_TWO(DO) DO(1, 2) DO(2, 2) DO(3, 2) DO(4, 2) DO(5, 2) DO(6, 2)
+#define EACH_OF_TWO(KIND, NAME) UP_TO_6(KIND, NAME, 2)
 #else /* 16 */
 #define MOST 6
-#define EACH(DO) DO(1, 1) DO(2, 1) DO(3, 1) DO(4, 1) DO(5, 1) DO(6, 1)
+#define EACH(KIND, NAME) UP_TO_6(KIND, NAME, 1)
 #define MOST_OF_TWO 2 /* three would leave sums on the stack: measured, slower than four of one */
-#define EACH_OF_TWO(DO) DO(1, 2) DO(2, 2)
+#define EACH_OF_TWO(KIND, NAME) UP_TO_2(KIND, NAME, 2)
 #endif
 
 /* part [ROWS, WIDE * PANELS] += x [ROWS, 2 * pairs] times PANELS adjoining panels. */
-#define SINGLES(ROWS, PANELS)                                                                                            \
-    KERNEL(singles_##ROWS##_##PANELS)                                                                                    \
+#define SINGLES(NAME, ROWS, PANELS)                                                                                      \
+    KERNEL(NAME##_##ROWS##_##PANELS)                                                                                     \
     {                                                                                                                    \
         panel += first * WIDE;                                                                                           \
         const float *x = rows;                                                                                           \
@@ -54,8 +54,8 @@
         GIVE(ROWS, 2 * PANELS)                                                                                           \
     }
 /* The same with x in pairs of bfloat16. Nothing is fetched ahead: processors that come here do it better by themselves. */
-#define PAIRS(ROWS, PANELS)                                                                                              \
-    KERNEL(pairs_##ROWS##_##PANELS)                                                                                      \
+#define PAIRS(NAME, ROWS, PANELS)                                                                                        \
+    KERNEL(NAME##_##ROWS##_##PANELS)                                                                                     \
     {                                                                                                                    \
         panel += first * WIDE;                                                                                           \
         const pair *x = rows;                                                                                            \
@@ -71,14 +71,11 @@
     }
 #define FETCH(PANELS) for (int q = 0; q < PANELS; q++) fetch(panel + q * apart + p * WIDE + AHEAD(PANELS))
 #define WORDS(V) *(const words *)(panel + (V) / 2 * apart + p * WIDE + (V) % 2 * LANES)
-#define SINGLES_NAME(ROWS, PANELS) singles_##ROWS##_##PANELS,
-#define PAIRS_NAME(ROWS, PANELS) pairs_##ROWS##_##PANELS,
 
-EACH(SINGLES) EACH_OF_TWO(SINGLES)
-static panel_kernel *const singles[] = {EACH(SINGLES_NAME)}, *const singles_of_two[] = {EACH_OF_TWO(SINGLES_NAME)};
+LIST(singles, SINGLES, EACH)
+LIST(singles_of_two, SINGLES, EACH_OF_TWO)
 #if TAKES_PAIRS
-EACH(PAIRS)
-static panel_kernel *const pairs[] = {EACH(PAIRS_NAME)};
+LIST(pairs, PAIRS, EACH)
 
 static void as_pairs(const void *x, long first, long in, int halves, void *to) { (void)halves, fill(x, first, in, to, in + in % 2); }
 #endif
@@ -97,10 +94,12 @@ static form form_of(int bits, long in, int halves)
     if (is_whole(bits)) return form_of_whole(bits, in);
 #if TAKES_PAIRS
     if (halves) /* one stream: measured */
-        return (form){MOST, 0, length, 2, length * WIDE, 1, length, in % 2 == 0, BLOCK, as_pairs, pairs, 0};
+        return (form){.most = MOST, .length = length, .columns = 2, .words = length * WIDE, .apart = 1, .stride = length,
+                      .as_is = in % 2 == 0, .block = BLOCK, .prepare = as_pairs, .one = pairs};
 #endif
     int as_is = !halves && in % 2 == 0;
-    return (form){MOST, MOST_OF_TWO, length, 2, length * WIDE, 2, 2 * length + (as_is ? 0 : GAP), as_is, 0, as_singles, singles, singles_of_two};
+    return (form){.most = MOST, .most_of_two = MOST_OF_TWO, .length = length, .columns = 2, .words = length * WIDE, .apart = 2,
+                  .stride = 2 * length + (as_is ? 0 : GAP), .as_is = as_is, .prepare = as_singles, .one = singles, .two = singles_of_two};
 }
 
 long wide(void) { return WIDE; }
@@ -237,7 +236,8 @@ typedef struct {
 static void prepare(const product *p, const form *f, const void *x, const sheaf *to, long r, long b, int halves)
 {
     long columns = to->blocks > 1 ? to->block * f->columns : p->in;
-    f->prepare(x, r * p->in + b * columns, least(columns, p->in - b * columns), halves, (uint32_t *)to->from + (b * to->rows + r) * to->stride);
+    f->prepare(x, r * p->in + b * columns, least(columns, p->in - b * columns), halves,
+               (uint32_t *)to->from + (b * to->rows + r) * to->stride);
 }
 
 /* part [rows, WIDE] = x times panel a, of which a block at a time is opened once for all rows, in `open`. */

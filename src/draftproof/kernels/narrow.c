@@ -1,5 +1,5 @@
-/* Panels of a bfloat16 matrix in twelve bits a weight, or eight, without loss, for linear.c's products: a pass of few rows waits for memory,
- * and reads three quarters of it, or half.
+/* Panels of a bfloat16 matrix in twelve bits a weight, or eight, without loss, for linear.c's products: a pass of few rows waits for
+ * memory, and reads three quarters of it, or half.
  *
  * A weight's upper byte, its sign and all but the last bit of its exponent, takes few values: with a normal distribution a panel's sixteen
  * commonest are all but one of ten thousand. A panel is a HEAD with these sixteen, then, for each block of four columns, 2 * WIDE lower
@@ -8,9 +8,9 @@
  * A block with a weight that has another upper byte is spare: it stands apart, in linear.c's words. Words and the order of the sums are
  * those of linear.c: no bit of a product tells that the weights are narrow.
  *
- * Floats of eight bits, E4M3, leave the lower halves of their lower bytes empty: the numbers of the upper bytes stand there. They have nineteen
- * upper bytes, those of the largest and the least of both signs rare. An output's step is the same for ALIKE columns: behind their blocks
- * stand WIDE steps, float32, times which their sum is added to those before.
+ * Floats of eight bits, E4M3, leave the lower halves of their lower bytes empty: the numbers of the upper bytes stand there. They have
+ * nineteen upper bytes, those of the largest and the least of both signs rare. An output's step is the same for ALIKE columns: behind
+ * their blocks stand WIDE steps, float32, times which their sum is added to those before.
  */
 #include "lanes.h"
 
@@ -35,10 +35,10 @@
 
 #if LANES == 16
 #define MOST 12
-#define EACH(DO) DO(1, 1) DO(2, 1) DO(3, 1) DO(4, 1) DO(5, 1) DO(6, 1) DO(7, 1) DO(8, 1) DO(9, 1) DO(10, 1) DO(11, 1) DO(12, 1)
+#define EACH(KIND, NAME) UP_TO_12(KIND, NAME, 1)
 #else
 #define MOST 4
-#define EACH(DO) DO(1, 1) DO(2, 1) DO(3, 1) DO(4, 1)
+#define EACH(KIND, NAME) UP_TO_4(KIND, NAME, 1)
 #endif
 
 #if TAKES_TABLES
@@ -47,7 +47,7 @@
 typedef pair entry;
 #define APART 2 /* entries of a row for a block */
 #define MOST_OF_TWO 0
-#define EACH_OF_TWO(DO)
+#define EACH_OF_TWO(KIND, NAME)
 #define PLUS(ROWS, PANELS)                                                                                               \
     UNROLL for (int r = 0; r < ROWS; r++)                                                                                \
         UNROLL for (int v = 0; v < 2 * PANELS; v++) sum[r][v] = plus_pairs(sum[r][v], w[v], x[r * stride + k]);
@@ -56,10 +56,10 @@ typedef float entry;
 #define APART 4
 #if LANES == 16
 #define MOST_OF_TWO 6
-#define EACH_OF_TWO(DO) DO(1, 2) DO(2, 2) DO(3, 2) DO(4, 2) DO(5, 2) DO(6, 2)
+#define EACH_OF_TWO(KIND, NAME) UP_TO_6(KIND, NAME, 2)
 #else
 #define MOST_OF_TWO 0
-#define EACH_OF_TWO(DO)
+#define EACH_OF_TWO(KIND, NAME)
 #endif
 #define PLUS(ROWS, PANELS)                                                                                               \
     UNROLL for (int r = 0; r < ROWS; r++)                                                                                \
@@ -111,8 +111,8 @@ static inline void open_eight(const uint32_t *block, words upper, int k, words *
             }                                                                                                            \
         }
 /* part [ROWS, WIDE * PANELS] += x [ROWS, COLUMNS * count] times blocks [first, first + count) of PANELS adjoining panels */
-#define NARROW(ROWS, PANELS)                                                                                             \
-    KERNEL(narrow_##ROWS##_##PANELS)                                                                                     \
+#define NARROW(NAME, ROWS, PANELS)                                                                                       \
+    KERNEL(NAME##_##ROWS##_##PANELS)                                                                                     \
     {                                                                                                                    \
         BEGIN(ROWS, PANELS)                                                                                              \
         TAKE(ROWS, 2 * PANELS)                                                                                           \
@@ -122,8 +122,8 @@ static inline void open_eight(const uint32_t *block, words upper, int k, words *
         GIVE(ROWS, 2 * PANELS)                                                                                           \
     }
 /* The same of floats: steps are of ALIKE columns. */
-#define FLOATS(ROWS, PANELS)                                                                                             \
-    KERNEL(floats_##ROWS##_##PANELS)                                                                                     \
+#define FLOATS(NAME, ROWS, PANELS)                                                                                       \
+    KERNEL(NAME##_##ROWS##_##PANELS)                                                                                     \
     {                                                                                                                    \
         BEGIN(ROWS, PANELS)                                                                                              \
         panel += HEAD + first * ALIKE_WORDS;                                                                             \
@@ -137,13 +137,11 @@ static inline void open_eight(const uint32_t *block, words upper, int k, words *
             }                                                                                                            \
         }                                                                                                                \
     }
-#define NARROW_NAME(ROWS, PANELS) narrow_##ROWS##_##PANELS,
-#define FLOATS_NAME(ROWS, PANELS) floats_##ROWS##_##PANELS,
-EACH(FLOATS) EACH_OF_TWO(FLOATS)
-static panel_kernel *const floating[] = {EACH(FLOATS_NAME)}, *const floating_of_two[] = {EACH_OF_TWO(FLOATS_NAME) 0};
+LIST(floating, FLOATS, EACH)
+LIST(floating_of_two, FLOATS, EACH_OF_TWO)
 
-/* Block b of a panel, opened: in linear.c's words, [2, WIDE], or each column in float32, [COLUMNS, WIDE]; spare ones from `left`, which goes on.
- * Returns where the next one goes. */
+/* Block b of a panel, opened: in linear.c's words, [2, WIDE], or each column in float32, [COLUMNS, WIDE]; spare ones from `left`, which
+ * goes on. Returns where the next one goes. */
 static inline __attribute__((always_inline)) uint32_t *open_block(void open(const uint32_t *, words, int, words *), const uint32_t *block,
                                                                   words upper, long b, spares *left, uint32_t *to, int wide)
 {
@@ -178,8 +176,8 @@ static void widen_floats(const uint32_t *panel, long first, long count, spares *
             UNROLL for (int r = 0; r < ROWS; r++)                                                                        \
                 UNROLL for (int v = 0; v < 2; v++) sum[r][v] += *(const floats *)(w + v * LANES) * x[r * stride];        \
         }
-#define OPENED_FLOATS(ROWS)                                                                                              \
-    KERNEL(opened_floats_##ROWS)                                                                                         \
+#define OPENED_FLOATS(NAME, ROWS, PANELS)                                                                                \
+    KERNEL(NAME##_##ROWS##_##PANELS)                                                                                     \
     {                                                                                                                    \
         const float *x = rows, *w = (const float *)panel;                                                                \
         const uint32_t *next = beside->words;                                                                            \
@@ -189,12 +187,11 @@ static void widen_floats(const uint32_t *panel, long first, long count, spares *
             PLUS_OPENED(ROWS, ALIKE)                                                                                     \
             __builtin_prefetch(next);                                                                                    \
             UNROLL for (int r = 0; r < ROWS; r++)                                                                        \
-                UNROLL for (int v = 0; v < 2; v++) *(floats *)(part + r * WIDE + v * LANES) += *(const floats *)(w + v * LANES) * sum[r][v]; \
+                UNROLL for (int v = 0; v < 2; v++)                                                                       \
+                    *(floats *)(part + r * WIDE + v * LANES) += *(const floats *)(w + v * LANES) * sum[r][v];            \
         }                                                                                                                \
     }
-#define OPENED_FLOATS_NAME(ROWS) opened_floats_##ROWS,
-EACH_OPENED(OPENED_FLOATS)
-static panel_kernel *const opened_floats[] = {EACH_OPENED(OPENED_FLOATS_NAME)};
+LIST(opened_floats, OPENED_FLOATS, EACH_OPENED)
 #else
 #define MOST_OF_TWO 0
 static panel_kernel *const *const floating = 0, *const *const floating_of_two = 0, *const *const opened_floats = 0;
@@ -202,8 +199,8 @@ static panel_kernel *const *const floating = 0, *const *const floating_of_two = 
 #endif
 
 #if TAKES_NARROW
-EACH(NARROW) EACH_OF_TWO(NARROW)
-static panel_kernel *const narrows[] = {EACH(NARROW_NAME)}, *const narrows_of_two[] = {EACH_OF_TWO(NARROW_NAME) 0};
+LIST(narrows, NARROW, EACH)
+LIST(narrows_of_two, NARROW, EACH_OF_TWO)
 
 static inline void open_blocks(const uint32_t *panel, long first, long count, spares *left, uint32_t *to, int wide)
 {
@@ -212,12 +209,18 @@ static inline void open_blocks(const uint32_t *panel, long first, long count, sp
     for (long b = first; b < first + count; b++, panel += TWELVE) to = open_block(open_twelve, panel, upper, b, left, to, wide);
 }
 
-void open_narrow(const uint32_t *panel, long first, long count, spares *left, uint32_t *to) { open_blocks(panel, first, count, left, to, 0); }
+void open_narrow(const uint32_t *panel, long first, long count, spares *left, uint32_t *to)
+{
+    open_blocks(panel, first, count, left, to, 0);
+}
 
-static void widen_narrow(const uint32_t *panel, long first, long count, spares *left, uint32_t *to) { open_blocks(panel, first, count, left, to, 1); }
+static void widen_narrow(const uint32_t *panel, long first, long count, spares *left, uint32_t *to)
+{
+    open_blocks(panel, first, count, left, to, 1);
+}
 
-#define OPENED(ROWS)                                                                                                     \
-    KERNEL(opened_##ROWS)                                                                                                \
+#define OPENED(NAME, ROWS, PANELS)                                                                                       \
+    KERNEL(NAME##_##ROWS##_##PANELS)                                                                                     \
     {                                                                                                                    \
         const float *x = rows, *w = (const float *)panel;                                                                \
         const uint32_t *next = beside->words;                                                                            \
@@ -226,13 +229,14 @@ static void widen_narrow(const uint32_t *panel, long first, long count, spares *
         PLUS_OPENED(ROWS, COLUMNS * count)                                                                               \
         GIVE(ROWS, 2)                                                                                                    \
     }
-#define OPENED_NAME(ROWS) opened_##ROWS,
-EACH_OPENED(OPENED)
-static panel_kernel *const opened[] = {EACH_OPENED(OPENED_NAME)};
+LIST(opened, OPENED, EACH_OPENED)
 #else
 static panel_kernel *const *const narrows = 0, *const *const narrows_of_two = 0, *const *const opened = 0;
 
-void open_narrow(const uint32_t *panel, long first, long count, spares *left, uint32_t *to) { (void)panel, (void)first, (void)count, (void)left, (void)to; }
+void open_narrow(const uint32_t *panel, long first, long count, spares *left, uint32_t *to)
+{
+    (void)panel, (void)first, (void)count, (void)left, (void)to;
+}
 #define widen_narrow open_narrow
 #endif
 
@@ -257,17 +261,18 @@ form form_of_narrow(int bits, long in, int halves)
     const int pairs = in_pairs(halves), eight = bits == EIGHT_FLOATS;
     const long columns = eight ? ALIKE : COLUMNS, length = (in + columns - 1) / columns, apart = pairs ? columns / 2 : columns;
     const int as_is = in % columns == 0 && halves == pairs;
-    form f = {MOST, MOST_OF_TWO, length, columns, HEAD + length * (eight ? ALIKE_WORDS : TWELVE), apart, apart * length + (as_is ? 0 : GAP), as_is,
-              pairs ? 2 * BLOCK / columns : 0, as_entries, narrows, narrows_of_two, TAKES_PAIRS ? 0 : MOST, AT_ONCE, COLUMNS, widen_narrow,
-              pairs ? 0 : opened};
+    form f = {.most = MOST, .most_of_two = MOST_OF_TWO, .length = length, .columns = columns,
+              .words = HEAD + length * (eight ? ALIKE_WORDS : TWELVE), .apart = apart, .stride = apart * length + (as_is ? 0 : GAP),
+              .as_is = as_is, .block = pairs ? 2 * BLOCK / columns : 0, .prepare = as_entries, .one = narrows, .two = narrows_of_two,
+              .direct = TAKES_PAIRS ? 0 : MOST, .at_once = AT_ONCE, .lines = COLUMNS, .open = widen_narrow, .opened = pairs ? 0 : opened};
     if (!eight) return f;
     f.prepare = as_alike, f.one = floating, f.two = floating_of_two;
     f.at_once = AT_ONCE / BLOCKS, f.lines = ALIKE + 1, f.open = widen_floats, f.opened = pairs ? 0 : opened_floats;
     return f;
 }
 
-/* Whether products can be taken with narrow panels, or those of small groups, of so many bits. All but twelve have no tiles, in which prompts
- * meet bfloat16 numbers far faster. */
+/* Whether products can be taken with narrow panels, or those of small groups, of so many bits. All but twelve have no tiles, in which
+ * prompts meet bfloat16 numbers far faster. */
 int takes_narrow(int bits) { return bits < 0 ? TAKES_TABLES && !takes_tiles() : TAKES_NARROW; }
 
 /* The place of a byte among those of two columns: output o of a panel, the first column or the second. */
@@ -291,8 +296,8 @@ static void count_upper(const uint16_t *weight, long out, long in, long first, u
     }
 }
 
-/* weight [out, in] → panels [ceil(out / WIDE), HEAD + …] of twelve bits or, with steps [out, ceil(in / ALIKE)], of eight, which have zeros in
- * the lower halves of their lower bytes; what is beyond the matrix is zero. spare [panels, blocks]: 1 where a block is spare. */
+/* weight [out, in] → panels [ceil(out / WIDE), HEAD + …] of twelve bits or, with steps [out, ceil(in / ALIKE)], of eight, which have zeros
+ * in the lower halves of their lower bytes; what is beyond the matrix is zero. spare [panels, blocks]: 1 where a block is spare. */
 void arrange_narrow(const uint16_t *weight, const float *steps, uint32_t *panels, uint8_t *spare, long out, long in, int threads)
 {
     const long count = (out + WIDE - 1) / WIDE, groups = (in + ALIKE - 1) / ALIKE, each = 4 * (steps ? EIGHT : TWELVE);

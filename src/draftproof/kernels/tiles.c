@@ -1,7 +1,7 @@
 /* Products in tiles, for processors with AMX: sixteen rows times thirty-two columns of sixteen outputs in one instruction, whose time does
- * not depend on the rows. Panels are those of linear.c, narrow.c and integers.c; a tile reads linear.c's words and those of eight bits as they
- * lie, others are opened first, thirty-two columns at a time or, of four bits, sixty-four. Thirty-two rows share that; of more than sixty-four
- * that meet twelve bits all do. Attention's scores are taken in tiles, too.
+ * not depend on the rows. Panels are those of linear.c, narrow.c and integers.c; a tile reads linear.c's words and those of eight bits as
+ * they lie, others are opened first, thirty-two columns at a time or, of four bits, sixty-four. Thirty-two rows share that; of more than
+ * sixty-four that meet twelve bits all do. Attention's scores are taken in tiles, too.
  *
  * An instruction adds thirty-two columns in an order of its own, the same for every row and for any number of rows; numbers below 2^-126
  * count as zeros. What lies behind a row's last column is zero. Whole numbers are added in fours, sixty-four columns in an instruction, and
@@ -19,7 +19,7 @@
 #define AHEAD 1024             /* words */
 #define FEW (4 * SIDE)         /* rows that open a panel again and again, measured */
 #define PERMISSION 0x1023, 18L /* ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA */
-/* Tiles 0 to 3 are sums: of the first SIDE rows by the first and the second outputs of a panel, then of the other rows, or of the next panel. */
+/* Tiles 0 to 3 are sums: of the first SIDE rows by the first and second outputs of a panel, then of other rows, or of the next panel. */
 #define ROWS 4
 #define OTHERS 5
 #define FIRST 6 /* outputs */
@@ -188,8 +188,7 @@ static inline __attribute__((always_inline)) void in_tiles(
     MOVE(_tile_stored, panels, part, many);
 }
 
-/* Whether so many rows are multiplied by `multiply_in_tiles`. Those of whole
- * numbers have nothing to open, or are scaled one by one. */
+/* Whether so many rows are multiplied by `multiply_in_tiles`. Those of whole numbers have nothing to open, or are scaled one by one. */
 int stand_in_tiles(const product *p, long rows) { return rows > FEW && p->in && (p->bits == 16 || p->bits == 12); }
 
 /* Words of many rows as `arrange_in_tiles` has them. */
@@ -239,10 +238,10 @@ void multiply_in_tiles(const product *p, const form *f, const uint32_t *panel, s
     }
 }
 
-/* Rows that meet whole numbers are 256 or, of four bits, 16 times a coarse number and a fine one, each of eight bits with a sign. So many as
- * share a reading lie together, a SPAN at a time: [SPAN / GROUP, rows, 2, SIDE] words, the coarse numbers of a GROUP in a line, then the fine
- * ones; and [rows, SIDE] numbers, two scales of the span or of each group. A tile has both of SIDE / 2 rows; of more rows of four bits than
- * are few, one: measured. */
+/* Rows that meet whole numbers are 256 or, of four bits, 16 times a coarse number and a fine one, each of eight bits with a sign. So many
+ * as share a reading lie together, a SPAN at a time: [SPAN / GROUP, rows, 2, SIDE] words, the coarse numbers of a GROUP in a line, then the
+ * fine ones; and [rows, SIDE] numbers, two scales of the span or of each group. A tile has both of SIDE / 2 rows; of more rows of four
+ * bits than are few, one: measured. */
 #define NUMBERS (SPAN / GROUP * 2 * SIDE) /* of a row */
 #define STRIDE (NUMBERS + SIDE)
 #define FEW_OF_FOUR (SIDE / 2)
@@ -450,9 +449,13 @@ form form_of_tiles(int bits, long in)
 {
     long columns = bits == 16 ? 2 : 4, length = (in + columns - 1) / columns, groups = UP(in, GROUP) / GROUP;
     if (bits == 4)
-        return (form){2 * SIDE, FEW_OF_FOUR, groups, GROUP, groups * GROUP_WORDS, 0, STRIDE, 0, SPAN / GROUP, 0, four, four_of_two};
-    if (bits == 8) return (form){SIDE, SIDE / 2, length, 4, length * WIDE, 0, STRIDE, 0, SPAN / 4, 0, eight, eight_of_two};
-    form f = {2 * SIDE, SIDE, length, columns, length * WIDE, columns / 2, UP(in, COLUMNS) / 2 + GAP, 0, 2 * BLOCK / columns, as_columns};
+        return (form){.most = 2 * SIDE, .most_of_two = FEW_OF_FOUR, .length = groups, .columns = GROUP, .words = groups * GROUP_WORDS,
+                      .stride = STRIDE, .block = SPAN / GROUP, .one = four, .two = four_of_two};
+    if (bits == 8)
+        return (form){.most = SIDE, .most_of_two = SIDE / 2, .length = length, .columns = 4, .words = length * WIDE,
+                      .stride = STRIDE, .block = SPAN / 4, .one = eight, .two = eight_of_two};
+    form f = {.most = 2 * SIDE, .most_of_two = SIDE, .length = length, .columns = columns, .words = length * WIDE, .apart = columns / 2,
+              .stride = UP(in, COLUMNS) / 2 + GAP, .block = 2 * BLOCK / columns, .prepare = as_columns};
     if (bits == 12) f.words = form_of_narrow(12, in, 1).words;
     f.one = bits == 16 ? sixteen : twelve;
     f.two = bits == 16 ? sixteen_of_two : twelve_of_two;
@@ -483,5 +486,5 @@ void arrange_whole(const member *me, const form *f, int bits, const void *x, lon
     (void)me, (void)f, (void)bits, (void)x, (void)rows, (void)in, (void)halves, (void)to;
 }
 
-form form_of_tiles(int bits, long in) { return (form){bits, in}; }
+form form_of_tiles(int bits, long in) { return (void)bits, (void)in, (form){0}; }
 #endif
