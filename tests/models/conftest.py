@@ -40,4 +40,4 @@ def as_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (attention, fused, paged):
         monkeypatch.setattr(module, "compiled", lambda *_: False)
     monkeypatch.setattr(attention, "flash_page", attention.plain_page)
-    monkeypatch.setattr(load, "_form", lambda *_: TiledLinear)
+    monkeypatch.setattr(load, "form_of", lambda *_: TiledLinear)

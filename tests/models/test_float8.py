@@ -10,7 +10,7 @@ from threads import threads_move_no_bit
 from draftproof import native
 from draftproof.config import LoadConfig
 from draftproof.errors import LoadError
-from draftproof.models.float8 import Float8Linear, StreamedFloat8Linear, linear, rounded, streamed, streams
+from draftproof.models.float8 import Float8Linear, StreamedFloat8Linear, linear, rounded, streamed, takes
 from draftproof.models.levels import Levels, LevelWeight
 from draftproof.models.load import WEIGHTS, load_target
 from draftproof.models.packed import PackedLinear
@@ -66,7 +66,7 @@ CODES = torch.tensor([code for code in range(256) if code & 127 != 127], dtype=t
 
 def published(eight: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype = torch.float32) -> LevelWeight:
     levels = Levels(8, eight.shape[1], scale, None, lambda: eight)
-    assert streams(levels)
+    assert takes(levels)
     return LevelWeight([levels], dtype, torch.device("cpu"))
 
 

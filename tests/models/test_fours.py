@@ -7,7 +7,7 @@ import torch
 from threads import threads_move_no_bit
 
 from draftproof import native
-from draftproof.models.fours import StreamedFoursLinear, streams
+from draftproof.models.fours import StreamedFoursLinear, takes
 from draftproof.models.levels import E2M1, Levels, LevelWeight
 
 ours = pytest.mark.skipif(not native.available()[0] or not native.takes_narrow(native.FOUR_BY_32), reason="no kernel for them here")
@@ -20,7 +20,7 @@ def published(out: int, group: int, groups: int, floats: bool) -> LevelWeight:
     scale = (torch.rand(out, groups, generator=random) * 0.01 + 0.001).half()
     zero = None if floats else torch.randint(0, 17, (out, groups), generator=random)
     levels = Levels(4, group * groups, scale, zero, lambda: q)
-    assert streams(levels)
+    assert takes(levels)
     return LevelWeight([levels], torch.float32, torch.device("cpu"))
 
 
@@ -88,4 +88,4 @@ def test_bytes_of_small_groups(group: int, bits: int) -> None:
 
 def test_zeros_that_a_word_does_not_hold() -> None:
     for zero in (-1.0, 32.0, 7.5):
-        assert not streams(Levels(4, 64, torch.ones(1, 2), torch.tensor([[8.0, zero]]), lambda: torch.zeros(1, 64)))
+        assert not takes(Levels(4, 64, torch.ones(1, 2), torch.tensor([[8.0, zero]]), lambda: torch.zeros(1, 64)))

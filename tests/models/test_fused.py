@@ -11,7 +11,7 @@ import torch
 
 from draftproof import native
 from draftproof.config import LoadConfig
-from draftproof.models import load, passes
+from draftproof.models import forms, passes
 from draftproof.models.between import rms_norm
 from draftproof.models.fused import FusedLayer, can_fuse
 from draftproof.models.load import load_target
@@ -220,7 +220,7 @@ def test_an_id_that_the_embedding_lacks_is_refused(wrong: int, tmp_path: Path, m
 @pytest.mark.parametrize("packed", [True, False])
 def test_fused_layers_take_the_place_of_the_models_own(packed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The transformers model, called as ever, runs through the fused layers; its weights are not held twice."""
-    monkeypatch.setattr(load, "can_pack", lambda dtype: (packed, "as the test wants"))
+    monkeypatch.setattr(forms, "can_pack", lambda dtype: (packed, "as the test wants"))
     save("qwen3", tmp_path)
     fused, plain = pair(tmp_path, "float32")
     for number, layer in enumerate(fused.parts.layers):

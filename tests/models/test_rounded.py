@@ -12,7 +12,8 @@ from test_native import compiled
 from draftproof import Engine, LoadConfig, Sampling, native
 from draftproof.errors import LoadError, OptionError
 from draftproof.models import int4, int8
-from draftproof.models.load import ROUNDED, _form, load_target
+from draftproof.models.forms import ROUNDED, form_of
+from draftproof.models.load import load_target
 from draftproof.models.packed import PackedLinear
 
 Pair = tuple[Path, Path]
@@ -172,17 +173,17 @@ def test_what_cannot_be_rounded_is_refused(name: str) -> None:
     with pytest.raises(OptionError, match="rounded weights cannot be trained"):
         LoadConfig(quantization=name, packed=False)
     with pytest.raises(LoadError, match=f"quantization={name}: the model is on mps; expected a CPU with AVX2"):
-        _form(LoadConfig(quantization=name), torch.device("mps"), torch.bfloat16, {})
+        form_of(LoadConfig(quantization=name), torch.device("mps"), torch.bfloat16, {}, False)
 
 
 def test_four_bits_on_a_gpu_need_a_product_that_is_right(monkeypatch: pytest.MonkeyPatch) -> None:
     config, reasons, capability = LoadConfig(quantization="int4"), dict[str, str](), [(7, 5)]
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability[0])
     with pytest.raises(LoadError, match="has compute capability 7.5; expected a CPU with AVX2 or a GPU of compute capability 8.0 or more"):
-        _form(config, torch.device("cuda"), torch.bfloat16, reasons)
+        form_of(config, torch.device("cuda"), torch.bfloat16, reasons, False)
     capability[0] = (9, 0)
     monkeypatch.setattr(int4, "multiplies_as_packed", lambda device: (device == "cuda", "as the test says"))
-    assert _form(config, torch.device("cuda"), torch.bfloat16, reasons) is int4.TensorCoreInt4Linear
+    assert form_of(config, torch.device("cuda"), torch.bfloat16, reasons, False) is int4.TensorCoreInt4Linear
     assert reasons["linear layers"] == "int4: as the test says"
 
 

@@ -11,7 +11,8 @@ from test_fused import save
 from draftproof.config import LoadConfig
 from draftproof.models import float8, int4, load
 from draftproof.models.between import rms_norm, tiled_norm
-from draftproof.models.load import _form, load_target
+from draftproof.models.forms import form_of
+from draftproof.models.load import load_target
 from draftproof.models.paged import PagedTarget
 from draftproof.models.tiled import TILE_ROWS, TiledLinear, by_tiles
 
@@ -67,7 +68,7 @@ def test_a_device_takes_tiles_unless_it_shall_be_fast_or_train() -> None:
         (LoadConfig(packed=False), None, "stock: packing is off"),
     ):
         reasons: dict[str, str] = {}
-        assert _form(config, torch.device("cuda"), torch.bfloat16, reasons) is form
+        assert form_of(config, torch.device("cuda"), torch.bfloat16, reasons, False) is form
         assert reasons["linear layers"].startswith(said)
 
 
@@ -90,7 +91,7 @@ def test_a_target_of_rounded_weights_is_tiled_too(form: str, tmp_path: Path, as_
     monkeypatch.setattr(int4, "multiply_tiles", lambda *given: int4.plain(*given).bfloat16())
     made, kind, tile = {"fp8": (float8.linear, float8.Float8Linear, TILE_ROWS),
                         "int4": (int4.TensorCoreInt4Linear, int4.TensorCoreInt4Linear, int4.ROWS)}[form]
-    monkeypatch.setattr(load, "_form", lambda *_: made)
+    monkeypatch.setattr(load, "form_of", lambda *_: made)
     target = load_target(tmp_path, LoadConfig(dtype="bfloat16", page_tokens=64, threads=torch.get_num_threads()))
     assert isinstance(target, PagedTarget) and target.fused is not None
     assert target.fused.rows_alone() and [layer.tile() for layer in target.fused.layers] == [tile] * len(target.fused.layers)

@@ -26,7 +26,7 @@ LEAST = (8, 9)  # compute capability
 
 
 class StreamedFloat8Linear(StreamedLinear):
-    """y = x Wᵀ + b by our kernels, of a weight of levels that `streams` takes."""
+    """y = x Wᵀ + b by our kernels, of a weight of levels that `takes` lets in."""
 
     bits = native.EIGHT_FLOATS
     spare: native.Spare
@@ -40,7 +40,7 @@ class StreamedFloat8Linear(StreamedLinear):
         return panels, panels.nbytes + sum(part.nbytes for part in self.spare)
 
 
-def streams(levels: Levels) -> bool:
+def takes(levels: Levels) -> bool:
     """Whether our kernels on a CPU multiply these floats: scales are of all inputs or of multiples of ALIKE."""
     return (native.available()[0] and native.takes_narrow(native.EIGHT_FLOATS)
             and (levels.group == levels.inputs or levels.group % native.ALIKE == 0))

@@ -22,7 +22,7 @@ ZEROS = 32  # that the last five bits of a step can be
 
 
 class StreamedFoursLinear(StreamedLinear):
-    """y = x Wᵀ + b, of a weight of levels that `streams` takes."""
+    """y = x Wᵀ + b, of a weight of levels that `takes` lets in."""
 
     def _arrange(self, weight: Tensor) -> tuple[Tensor, int]:
         assert isinstance(weight, LevelWeight), type(weight)
@@ -39,7 +39,7 @@ class StreamedFoursLinear(StreamedLinear):
         return panels, panels.nbytes
 
 
-def streams(levels: Levels) -> bool:
+def takes(levels: Levels) -> bool:
     """Whether our kernels on a CPU multiply these levels of four bits."""
     whole = levels.zero is None or bool(((levels.zero >= 0) & (levels.zero < ZEROS) & (levels.zero % 1 == 0)).all())
     return whole and levels.group % 16 == 0 and native.available()[0] and native.takes_narrow(native.FOUR_BY_32)

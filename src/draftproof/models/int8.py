@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from .. import native
-from .levels import LevelWeight
+from .levels import Levels, LevelWeight
 from .packed import KeptLinear, StreamedLinear
 
 HIGH, LOW = 63, 126          # steps of the coarse integer up to the peak; steps of the fine one within a coarse step
@@ -72,6 +72,11 @@ def rounded(weight: Tensor) -> tuple[Tensor, Tensor]:
     wide = weight.detach().float()
     scale = wide.abs().amax(1).clamp_min(torch.finfo(torch.float32).tiny * TOP) / TOP
     return (wide / scale[:, None]).round_().to(torch.int8), scale
+
+
+def takes(levels: Levels) -> bool:
+    """Whether levels of eight bits are such integers: a step per output, and zero in the middle."""
+    return levels.group == levels.inputs and levels.zero is not None and bool((levels.zero == 128).all())
 
 
 def split(rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -12,43 +11,35 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from torch import Tensor, nn
+from torch import nn
 from transformers import AutoModelForCausalLM
 
-from .. import native
 from ..config import LoadConfig
 from ..errors import LoadError, first_line
-from . import float8, fours, int4, int8, quantised, rows
+from . import quantised, rows
 from .between import compare, compiled_between
 from .cropped import CroppedTarget
 from .experts import experts_of, packed_bytes, take_experts
 from .folder import check_size, check_weights, context_of, defaults_of, end_ids, read_config, read_tokenizer, saved_dtype, unread, why_not
-from .fused import FusedPass, can_fuse, fuse
+from .forms import beside_levels, form_of, keeps
+from .fused import MOVING_ROPE, FusedPass, can_fuse, fuse
 from .graphs import passes
 from .graphs import recorder as _recorder
 from .leading import lead
-from .levels import Levels, LevelWeight, StandIns, level_weights
-from .packed import HeldLinear, Linear, can_pack, multiplies_bfloat16, pack, packed, read_by_hand, sizes, widened_bytes
+from .levels import StandIns, level_weights
+from .packed import Linear, multiplies_bfloat16, pack, read_by_hand, sizes, widened_bytes
 from .paged import PagedTarget
 from .recurrent import RecurrentTarget
 from .selftest import invisible
 from .shares import Ranks, divided, load_share
 from .target import LoadFacts, Target, TargetParts
 from .tier import silent_experts, tier_of
-from .tiled import TILE_ROWS, TiledLinear
 from .tokenizer import Tokenizer
 
 WEIGHTS = Path(__file__).parent.parent / "weights"
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3          # glibc's malloc.h
 HALVES = (torch.bfloat16, torch.float16)
 FINAL_NORMS = ("norm", "ln_f", "final_layer_norm", "final_layernorm", "norm_f")  # what families call the norm before the output
-ROUNDED: dict[str, dict[str, tuple[Linear, Callable[[], tuple[bool, str]], str]]] = {   # by kind of device, and what that must be
-    "int8": {"cpu": (int8.linear, int8.can_round, "a CPU with AVX2")},
-    "int4": {"cpu": (int4.linear, int4.can_round, "a CPU with AVX2"),
-             "cuda": (int4.TensorCoreInt4Linear, int4.can_round_on_gpu, "a GPU of compute capability 8.0 or more")},
-    "fp8": {"cuda": (float8.linear, float8.can_round, "a GPU of compute capability 8.9 or more")},
-}
-ROW_DEPENDENT_ROPE = {"dynamic", "longrope"}  # their angles depend on the longest row of the pass
 
 
 def builtin(name: str) -> Path:
@@ -106,9 +97,9 @@ def _made(model: Any, name: str, config: LoadConfig, tokenizer: Tokenizer | None
         tier = tier_of(model, context, reasons)
     levels = level_weights(model)
     ours = fused and tier == 1 and not levels and rows.usable(model, config, reasons)
-    form = _form(config, device, dtype, reasons, ours)
+    form = form_of(config, device, dtype, reasons, ours)
     if levels:
-        form = _beside_levels(form, device)
+        form = beside_levels(form, device)
     slim = fused and config.packed and _fuse(model, tier, form, config, ours, reasons)
     if form:
         if device.type == "cpu":                        # a GPU would wait to be told which experts are chosen
@@ -155,40 +146,11 @@ def _tested(target: Target, config: LoadConfig) -> Target:
         passed, reason = measure(config.page_tokens, config.prefill_chunk)
         ropes = getattr(target.parts.config.get_text_config(), "rope_parameters", None) or {}
         kinds = {kind.get("rope_type") for kind in (ropes, *ropes.values()) if isinstance(kind, dict)}  # one, or one of each kind of layer
-        rope = next(iter(kinds & ROW_DEPENDENT_ROPE), None)
+        rope = next(iter(kinds & MOVING_ROPE), None)
         if rope and passed:
             passed, reason = False, f"no: {rope} rotary angles depend on the longest text of the pass"
         target.facts = replace(target.facts, invisible=passed, invisible_reason=reason)
     return target
-
-
-def _form(config: LoadConfig, device: torch.device, dtype: torch.dtype, reasons: dict[str, str], ours: bool = False) -> Linear | None:
-    """In which form linear layers are kept; None: as transformers made them. ours: whether blocks run through our kernels on a GPU."""
-    if config.quantization:
-        kinds = ROUNDED[config.quantization]
-        found = kinds.get(device.type)
-        able, why = found[1]() if found else (False, f"the model is on {device}")
-        if able and device.type == "cpu" and dtype not in native.TYPES:
-            raise LoadError(f"quantization={config.quantization} with {str(dtype).removeprefix('torch.')} activations: expected float32 or "
-                            "bfloat16 on a CPU; leave dtype out")
-        if found is None or not able:
-            raise LoadError(f"quantization={config.quantization}: {why}; expected {' or '.join(wanted for *_, wanted in kinds.values())}: "
-                            "leave the option out, or load a checkpoint that is quantised for this device")
-        by_rows = ours and config.quantization == "fp8"
-        reasons["linear layers"] = f"{config.quantization}: {rows.EIGHT if by_rows else why}"
-        return rows.linear_of_eight(config.reproducible) if by_rows else found[0]
-    if ours:
-        many = "all of them" if config.reproducible else f"up to {rows.FEW}, torch's libraries more"
-        reasons["linear layers"] = f"by rows: our kernels multiply {many}"
-        return rows.linear(config.reproducible)
-    if device.type != "cpu":
-        tiled, stock = config.reproducible and config.packed, "asked to be fast" if config.packed else "packing is off"
-        reasons["linear layers"] = (
-            f"tiled: rows are multiplied {TILE_ROWS} at a time: no kernel is chosen by their number" if tiled else f"stock: {stock}")
-        return TiledLinear if tiled else None
-    able, why = can_pack(dtype) if config.packed else (False, "packing is off")
-    reasons["linear layers"] = f"{'packed' if able else 'stock'}: {why}"
-    return packed if able else None
 
 
 def _fuse(model: Any, tier: int, linear: Linear | None, config: LoadConfig, ours: bool, reasons: dict[str, str]) -> bool:
@@ -206,8 +168,7 @@ def _fuse(model: Any, tier: int, linear: Linear | None, config: LoadConfig, ours
 
 
 def _load_model(path: str | Path, config: LoadConfig, model_config: Any, dtype: torch.dtype, device: torch.device, ranks: Ranks | None,
-                reasons: dict[str, str], levels: bool = True) -> Any:
-    """levels: whether those of a quantised checkpoint may stay."""
+                reasons: dict[str, str]) -> Any:
     check_size(path, model_config, config.trust_remote_code)
     told = quantised.method(getattr(model_config, "quantization_config", None))
     if told and told["quant_method"] == "mxfp4" and device.type != "cpu":
@@ -216,8 +177,7 @@ def _load_model(path: str | Path, config: LoadConfig, model_config: Any, dtype: 
         if ranks:
             model, info = load_share(str(path), model_config, dtype, ranks)
         elif told:
-            keeps = _keeps(config, dtype, device) if levels else lambda _: False
-            model, info, reasons["checkpoint"] = quantised.load(str(path), model_config, told, dtype, device, keeps,
+            model, info, reasons["checkpoint"] = quantised.load(str(path), model_config, told, dtype, device, keeps(config, dtype, device),
                                                                 config.trust_remote_code)
         else:
             model, info = AutoModelForCausalLM.from_pretrained(
@@ -233,43 +193,6 @@ def _load_model(path: str | Path, config: LoadConfig, model_config: Any, dtype: 
         raise LoadError(f"{path}: the weights could not be loaded ({why_not(error, model_config)})") from error
     check_weights(path, model, info, ranks.count if ranks else 1, unread(model_config), reasons)
     return model
-
-
-def _keeps(config: LoadConfig, dtype: torch.dtype, device: torch.device) -> Callable[[Levels], bool]:
-    """Which levels of a checkpoint are multiplied as they are."""
-    able = {name for name, kinds in ROUNDED.items() if config.packed and config.quantization in (None, name) and device.type in kinds
-            and (device.type != "cpu" or dtype in native.TYPES) and kinds[device.type][1]()[0]}
-
-    def keeps(levels: Levels) -> bool:
-        if published := _as_published(levels):
-            asked = config.quantization is None or config.quantization == "int4" and levels.zero is not None
-            return asked and config.packed and device.type == "cpu" and dtype in native.TYPES and published[1](levels)
-        if levels.bits == 4:
-            return "int4" in able
-        return "int8" in able and levels.group == levels.inputs and levels.zero is not None and bool((levels.zero == 128).all())
-
-    return keeps
-
-
-def _as_published(levels: Levels) -> tuple[Callable[[Any, Tensor | None], nn.Module], Callable[[Levels], bool]] | None:
-    """Of levels that no `--quantization` makes: a form of linear layers on a CPU, and whether it takes them."""
-    if levels.zero is None and levels.bits == 8:
-        return float8.streamed, float8.streams
-    if levels.zero is None or levels.bits == 4 and levels.group % int4.GROUP:
-        return fours.StreamedFoursLinear, fours.streams
-    return None
-
-
-def _beside_levels(form: Linear | None, device: torch.device) -> Linear:
-    """A form of linear layers in which levels stay what they are."""
-    def made(weight: Tensor, bias: Tensor | None) -> nn.Module:
-        if isinstance(weight, LevelWeight):
-            if published := _as_published(weight.parts[0]):
-                return published[0](weight, bias)
-            return ROUNDED[f"int{weight.bits}"][device.type][0](weight, bias)
-        return (form or HeldLinear)(weight, bias)
-
-    return made
 
 
 def _target(model: Any, tier: int, config: LoadConfig, slim: FusedPass | None, shared: dict[str, Any]) -> Target:

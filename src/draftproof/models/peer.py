@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -142,4 +143,5 @@ def _load(place: str | Path, config: LoadConfig) -> tuple[Any, torch.device, tor
     found, reasons = read_config(place, config), dict[str, str]()
     device = _device(config, reasons)
     dtype = _dtype(config, saved_dtype(place, found), device, reasons)
-    return _load_model(place, config, found, dtype, device, None, reasons, levels=False).to(device).eval(), device, dtype
+    ordinary = replace(config, packed=False, quantization=None)         # as transformers multiplies them
+    return _load_model(place, ordinary, found, dtype, device, None, reasons).to(device).eval(), device, dtype
