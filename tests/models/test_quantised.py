@@ -328,7 +328,8 @@ def hollow(kind: str, layers: int, seed: int, **more: Any) -> Any:
     for layer in model.model.modules():
         if type(layer) is torch.nn.Linear:
             ones = torch.ones(layer.out_features, 1)
-            put(layer, LevelWeight([Levels(4, layer.in_features, ones, ones, lambda: torch.empty(0))], torch.bfloat16, torch.device("cpu")))
+            made = LevelWeight([Levels(4, layer.in_features, ones, ones, lambda: torch.empty(0))], torch.bfloat16, torch.device("cpu"))
+            put(layer, "weight", made)
     return model
 
 

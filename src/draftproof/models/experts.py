@@ -14,7 +14,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Iterable, Iterator, Sequence, Set
 from itertools import pairwise
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +22,9 @@ from transformers.activations import SiLUActivation
 
 from .. import native
 from ..mixtures import Mixture, Products, mix, multiply_each, route
+from .levels import LevelExperts
 from .packed import HeldLinear, Linear, StreamedLinear, packed, sizes, widened_bytes
+from .placeholder import Placeholder
 from .target import ExpertFacts
 
 SILU = (nn.SiLU, SiLUActivation)
@@ -60,10 +62,11 @@ class Experts(nn.Module):
     def _layers(like: Any, name: str, form: Linear) -> nn.ModuleList:
         weights, biases = getattr(like, name), getattr(like, f"{name}_bias", None)
         delattr(like, name)
-        turned = getattr(weights, "each", None)                             # of levels
-        if turned is None:
-            turned = weights.detach().transpose(1, 2) if like.is_transposed else weights.detach()
-        return nn.ModuleList(form(weight, None if biases is None else biases[number].detach()) for number, weight in enumerate(turned))
+        if isinstance(weights, LevelExperts):
+            each: Iterable[Tensor] = weights.each
+        else:
+            each = weights.detach().transpose(1, 2) if like.is_transposed else weights.detach()
+        return nn.ModuleList(form(weight, None if biases is None else biases[number].detach()) for number, weight in enumerate(each))
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """hidden_states [rows, hidden], the experts of each row [rows, k] and their weights → [rows, hidden]. A number that no expert has
@@ -168,21 +171,20 @@ def _products_of(layers: Iterable[Any]) -> Products:
     return (native.Product * len(found))(*found)
 
 
-class RouterWeight(Tensor):
+class RouterWeight(Placeholder):
     """A router's weight [experts, hidden], which its module multiplies by itself, often in float32: here by a product of ours, whose rows
     do not feel each other."""
 
     layer: StreamedLinear
     stored: Tensor
 
-    @staticmethod
-    def __new__(cls, layer: StreamedLinear, stored: Tensor, dtype: torch.dtype) -> RouterWeight:
-        made: RouterWeight = Tensor._make_wrapper_subclass(cls, stored.shape, dtype=dtype, device=stored.device)
+    def __new__(cls, layer: StreamedLinear, stored: Tensor, dtype: torch.dtype) -> Self:
+        made = super().__new__(cls, stored.shape, dtype, stored.device)
         made.layer, made.stored = layer, stored
         return made
 
-    def __init__(self, *_: Any) -> None:
-        pass
+    def values(self) -> Tensor:
+        return self.stored.to(self.dtype)
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -195,22 +197,7 @@ class RouterWeight(Tensor):
             wanted = {"float": torch.float32, "detach": args[0].dtype}.get(name) or args[1]
             if wanted in (torch.float32, args[0].stored.dtype):         # which hold every value
                 return RouterWeight(args[0].layer, args[0].stored, wanted)
-        if name in ("__get__", "size", "dim", "numel", "element_size", "is_floating_point"):
-            with torch._C.DisableTorchFunctionSubclass():
-                return function(*args, **kwargs)
-        return function(*_plain(args), **_plain(kwargs))
-
-    @classmethod
-    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        return function(*_plain(args), **_plain(kwargs or {}))
-
-
-def _plain(found: Any) -> Any:
-    if isinstance(found, dict):
-        return {key: _plain(value) for key, value in found.items()}
-    if type(found) in (list, tuple):
-        return type(found)(map(_plain, found))
-    return found.stored.to(found.dtype) if isinstance(found, RouterWeight) else found
+        return super().__torch_function__(function, types, args, kwargs)
 
 
 def take_experts(model: nn.Module, form: Linear, spared: Set[nn.Module] = frozenset()) -> None:

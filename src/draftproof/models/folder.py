@@ -19,13 +19,14 @@ from transformers.utils import cached_file
 
 from ..config import LoadConfig
 from ..errors import LoadError, first_line
+from .stored import TYPES
 from .tokenizer import Tokenizer
 
 LEAST_CONTEXT = 2  # a prompt and what follows it
 MISSING = 2  # times as many numbers in a model as in its files: beyond what any form of saving leaves out
 METHODS = ("awq", "gptq", "compressed-tensors", "fp8", "modelopt", "mxfp4")      # ways to quantise that quantised.py reads
 INSTEAD = "load the model that it was made of, or serve --engine vllm"
-TYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}  # names in safetensors
+SAVED = (torch.bfloat16, torch.float16, torch.float32)  # types of weights that a whole model may be loaded in
 
 
 def configuration(path: str | Path, trust_remote_code: bool = False) -> Any:
@@ -97,7 +98,7 @@ def _first_dtype(path: str | Path) -> torch.dtype | None:
             file = cached_file(str(path), min(index["weight_map"].values()))
         with safe_open(file, framework="pt") as weights:
             types = (TYPES.get(weights.get_slice(name).get_dtype()) for name in weights.keys())  # noqa: SIM118 (not a mapping)
-            return next(filter(None, types), None)
+            return next((kind for kind in types if kind in SAVED), None)
     except (OSError, ValueError, KeyError, SafetensorError):
         return None
 

@@ -5,14 +5,13 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor, nn
 
 from .experts import are_experts
-from .levels import Levels, LevelWeight, alike
+from .levels import LevelExperts, Levels, LevelWeight, alike
 
 ONE = re.compile(r"^(.*\bexperts)\.(\d+)\.(\w+)$")         # an expert's layer: where its collection is, its number, its name
 PARTS = {"gate_proj": ("gate_up_proj", 0), "w1": ("gate_up_proj", 0), "up_proj": ("gate_up_proj", 1), "w3": ("gate_up_proj", 1),
@@ -20,41 +19,18 @@ PARTS = {"gate_proj": ("gate_up_proj", 0), "w1": ("gate_up_proj", 0), "up_proj":
 OTHERWISE = {"block_sparse_moe": "mlp"}                    # names of files that transformers changes
 
 
-class LevelExperts(Tensor):
-    """Stands where a model has the weights of all its experts, [experts, …]; each [out, in]. Nothing computes with it: experts.py takes
-    them one by one, and until then they are silent."""
-
-    each: Sequence[LevelWeight]
-
-    @staticmethod
-    def __new__(cls, each: Sequence[LevelWeight], shape: torch.Size) -> LevelExperts:
-        made: LevelExperts = Tensor._make_wrapper_subclass(cls, shape, dtype=each[0].dtype, device=each[0].device)
-        made.each = each
-        return made
-
-    def __init__(self, *_: Any) -> None:
-        pass
-
-    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
-        return f"LevelExperts({list(self.shape)}, {self.each[0].bits} bits)"
-
-    @classmethod
-    def __torch_dispatch__(cls, function: Any, *_: Any) -> Any:
-        raise RuntimeError(f"{function}: the weights of these experts are levels, which nothing but their own products computes with")
-
-
 class Gathered:
     """Levels of experts on their way into a model, `empty` so far. keeps: whether a layer of these levels can be multiplied as it is."""
 
     def __init__(self, empty: nn.Module, keeps: Callable[[Levels], bool]) -> None:
         self._collections = {name: module for name, module in empty.named_modules() if are_experts(module)}
-        self._keeps, self._places = keeps, {_path(name): name for name in self._collections}
+        self._keeps, self._places = keeps, {path_of(name): name for name in self._collections}
         self._found: dict[tuple[str, str], dict[tuple[int, int], tuple[str, Levels]]] = defaultdict(dict)
 
     def take(self, name: str, levels: Levels) -> bool:
         """Whether it is an expert's layer."""
         found = ONE.match(name)
-        place = found and self._places.get(_path(found[1]))
+        place = found and self._places.get(path_of(found[1]))
         if found is None or place is None or found[3] not in PARTS:
             return False
         kind, part = PARTS[found[3]]
@@ -90,14 +66,6 @@ class Gathered:
         return bool(getattr(self._collections[place], "is_transposed", False))
 
 
-def _path(name: str) -> tuple[str, ...]:
+def path_of(name: str) -> tuple[str, ...]:
     """What a model and its files call alike: models lie in one another, and some of their parts have two names."""
     return tuple(OTHERWISE.get(part, part) for part in name.split(".") if part not in ("model", "language_model"))
-
-
-def put_experts(model: nn.Module, name: str, weights: LevelExperts) -> None:
-    """Let the model have these weights where it has others."""
-    place, _, kind = name.rpartition(".")
-    collection = model.get_submodule(place)
-    delattr(collection, kind)
-    setattr(collection, kind, weights)

@@ -12,14 +12,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from .placeholder import Placeholder, mapped
+
 E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0])
-EXPERTS = ("gate_up_proj", "up_proj", "down_proj")      # where those of a collection of experts are (level_experts.py)
 SHIFT, SHIFTED = 8160, 1 << 20      # how far apart in one row of numbers two weights' stand-ins begin, and the last of them
 SPREAD = 0.18                       # of a stand-in's products: of 0.5, a hundred layers may enlarge what bfloat16 loses until attention
                                     # seems another (0.1 of the logits; now 0.035); of 0.1, a mask that is another is hardly seen
@@ -49,23 +50,15 @@ class Levels:
         return values(self.read(), self.scale.float(), None if self.zero is None else self.zero.float())
 
 
-class LevelWeight(Tensor):
+class LevelWeight(Placeholder):
     """Levels, one below the other, that stand where a model has the weight [out, in] of a linear layer."""
 
     parts: Sequence[Levels]
 
-    @staticmethod
-    def __new__(cls, parts: Sequence[Levels], dtype: torch.dtype, device: torch.device) -> LevelWeight:
-        shape = sum(part.shape[0] for part in parts), parts[0].shape[1]
-        made: LevelWeight = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
+    def __new__(cls, parts: Sequence[Levels], dtype: torch.dtype, device: torch.device) -> Self:
+        made = super().__new__(cls, (sum(part.shape[0] for part in parts), parts[0].shape[1]), dtype, device)
         made.parts = parts
         return made
-
-    def __init__(self, *_: Any) -> None:
-        pass
-
-    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
-        return f"LevelWeight({list(self.shape)}, {self.bits} bits{', floats' if self.floats else ''})"
 
     @property
     def bits(self) -> int:
@@ -82,38 +75,28 @@ class LevelWeight(Tensor):
         return q.to(self.device), scale.to(self.device), torch.cat(zeros).float().to(self.device) if zeros else None
 
     def values(self) -> Tensor:
-        """An ordinary weight [out, in]."""
         return values(*self.grid()).to(self.dtype)
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = getattr(function, "__name__", "")
-        if name in ("__get__", "size", "dim", "numel", "element_size", "is_floating_point"):
-            with torch._C.DisableTorchFunctionSubclass():
-                return function(*args, **(kwargs or {}))
-        if name == "detach":
+        if getattr(function, "__name__", "") == "detach":
             return args[0]
         if function is torch.cat and len(args) == 1 and not kwargs and alike(args[0]):
             first = args[0][0]
             return LevelWeight([part for weight in args[0] for part in weight.parts], first.dtype, first.device)
-        return function(*with_values(args), **with_values(kwargs or {}))
-
-    @classmethod
-    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        return function(*with_values(args), **with_values(kwargs or {}))
+        return super().__torch_function__(function, types, args, kwargs)
 
 
-def with_values(found: Any) -> Any:
-    """Arguments of a function with ordinary weights instead."""
-    return _mapped(found, LevelWeight.values)
+class LevelExperts(Placeholder):
+    """Stands where a model has the weights of all its experts, [experts, …]; each [out, in]. Nothing computes with it: experts.py takes
+    them one by one, and until then they are silent."""
 
+    each: Sequence[LevelWeight]
 
-def _mapped(found: Any, how: Callable[[LevelWeight], Tensor]) -> Any:
-    if isinstance(found, dict):
-        return {key: _mapped(value, how) for key, value in found.items()}
-    if type(found) in (list, tuple):
-        return type(found)(_mapped(value, how) for value in found)
-    return how(found) if isinstance(found, LevelWeight) else found
+    def __new__(cls, each: Sequence[LevelWeight], shape: torch.Size) -> Self:
+        made = super().__new__(cls, shape, each[0].dtype, each[0].device)
+        made.each = each
+        return made
 
 
 class StandIns(TorchFunctionMode):
@@ -130,7 +113,7 @@ class StandIns(TorchFunctionMode):
             self._numbers: Tensor = (numbers * SPREAD / largest.shape[1] ** 0.5).to(largest.device, largest.dtype)
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return function(*_mapped(args, self._of), **_mapped(kwargs or {}, self._of))
+        return function(*mapped(args, LevelWeight, self._of), **mapped(kwargs or {}, LevelWeight, self._of))
 
     def _of(self, weight: LevelWeight) -> Tensor:
         at = self._at[id(weight)]
@@ -139,11 +122,8 @@ class StandIns(TorchFunctionMode):
 
 def level_weights(module: nn.Module) -> list[LevelWeight]:
     """Of the linear layers below a module, and of its experts."""
-    found: list[LevelWeight] = []
-    for layer in module.modules():
-        held = [getattr(layer, name, None) for name in ("weight", *EXPERTS)]
-        found += [weight for one in held for weight in getattr(one, "each", [one]) if isinstance(weight, LevelWeight)]
-    return found
+    held = [one for layer in module.modules() for one in vars(layer).values()]
+    return [weight for one in held for weight in (one.each if isinstance(one, LevelExperts) else [one]) if isinstance(weight, LevelWeight)]
 
 
 def alike(weights: Sequence[Any]) -> bool:
@@ -162,7 +142,9 @@ def values(q: Tensor, scale: Tensor, zero: Tensor | None) -> Tensor:
     return grouped.mul_(scale[..., None]).view(q.shape)
 
 
-def put(layer: nn.Module, weight: LevelWeight) -> None:
-    """Let a linear layer have this weight instead of its own."""
-    del layer.weight
-    layer.weight = weight
+def put(model: nn.Module, name: str, weight: Placeholder) -> None:
+    """Let a model have this weight instead of the one of this name."""
+    place, _, kind = name.rpartition(".")
+    holder = model.get_submodule(place)
+    delattr(holder, kind)
+    setattr(holder, kind, weight)

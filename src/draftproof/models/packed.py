@@ -19,7 +19,7 @@ import math
 from collections.abc import Callable, Sequence, Set
 from functools import cache
 from itertools import chain
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +28,7 @@ from transformers.pytorch_utils import Conv1D
 
 from .. import native
 from .levels import level_weights
+from .placeholder import Placeholder
 
 Linear = Callable[[Tensor, Tensor | None], nn.Module]  # makes a layer of a weight [out, in] and a bias
 PACK_ROWS = 8  # the row count that oneDNN's layout is chosen for
@@ -35,8 +36,6 @@ HALF_TOP = 15  # weights are scaled to below 2 ** HALF_TOP, so that small ones s
 BASE, PROBED = 6, 16  # rows of FBGEMM's slice that others are compared with; how many numbers of rows are tried
 MOST_SPARE = 0.1  # of narrow panels' bytes, that blocks beside them may have
 BY_HAND = {"dt_proj"}  # layers of state-space models whose weight the model multiplies by itself, though not in every pass
-
-KEPT = "this layer's weight is kept in another form and has no values to compute with; load with packed=False and without quantization"
 
 
 class HeldLinear(nn.Linear):
@@ -49,34 +48,14 @@ class HeldLinear(nn.Linear):
             self.bias = nn.Parameter(bias.detach(), requires_grad=False)
 
 
-class NoValues(Tensor):
-    """The type and shape of a weight that is kept in another form, which some models ask for. Whoever would compute with it is told so: a
-    product with a tensor on the device "meta" may well return memory that nobody has written."""
+class NoValues(Placeholder):
+    """Stands where some models ask for the weight of a `KeptLinear`."""
 
-    @staticmethod
-    def __new__(cls, like: Tensor) -> NoValues:
-        made: NoValues = Tensor._make_wrapper_subclass(cls, like.shape, dtype=like.dtype, device=torch.device("meta"))
-        return made
+    def __new__(cls, like: Tensor) -> Self:
+        return super().__new__(cls, like.shape, like.dtype, torch.device("meta"))
 
-    def __init__(self, like: Tensor) -> None:
-        pass
-
-    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
-        return f"NoValues({list(self.shape)}, {self.dtype})"
-
-    def __deepcopy__(self, memo: Any) -> NoValues:
+    def __deepcopy__(self, memo: Any) -> Self:
         return self
-
-    @classmethod
-    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = getattr(function, "__name__", "")
-        if name in ("__get__", "size", "dim", "numel", "element_size", "is_floating_point"):
-            return super().__torch_function__(function, types, args, kwargs or {})  # type: ignore[no-untyped-call]
-        raise RuntimeError(f"{name or function}: {KEPT}")
-
-    @classmethod
-    def __torch_dispatch__(cls, function: Any, *_: Any) -> Any:
-        raise RuntimeError(f"{function}: {KEPT}")                   # of what a property makes, as `.T` does
 
 
 class KeptLinear(nn.Module):

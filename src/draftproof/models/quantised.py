@@ -16,7 +16,6 @@ activations are not imitated: they stay what they are, which is nearer to the mo
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
 from copy import deepcopy
@@ -30,8 +29,9 @@ from transformers import AutoModelForCausalLM
 
 from ..errors import LoadError, first_line
 from .folder import INSTEAD, METHODS, assembled, fetched, quantised_by, weight_files
-from .level_experts import Gathered, put_experts
-from .levels import Levels, LevelWeight, put
+from .level_experts import Gathered, path_of
+from .levels import Levels, LevelWeight, level_weights, put
+from .placeholder import Placeholder
 from .stored import TensorFile
 
 EIGHTS = (torch.int8, torch.float8_e4m3fn)
@@ -40,7 +40,6 @@ BESIDE = ("qweight", "qzeros", "scales", "g_idx", "weight_packed", "weight_scale
           "weight_g_idx", "weight_global_scale", "weight_scale_2", "input_scale", "input_global_scale", "input_zero_point")
 ORDER = {"g_idx", "weight_g_idx"}
 BLOCKS, EXPONENTS = "_blocks", "_scales"                     # gpt-oss's endings
-WRAPPED = re.compile(r"^(?:(?:model|language_model)\.)+")     # a language model inside another: its names differ in file and model
 
 Keeps = Callable[[Levels], bool]                # whether a layer of these levels is to be multiplied as it is
 
@@ -66,34 +65,31 @@ def load(path: str, config: Any, told: Mapping[str, Any], dtype: torch.dtype, de
             del part.quantization_config
     with torch.device("meta"):
         empty = AutoModelForCausalLM.from_config(plain, trust_remote_code=trust_remote_code)
-    places = {WRAPPED.sub("", name): name for name, layer in empty.named_modules() if type(layer) is nn.Linear}
+    places = {path_of(name): name for name, layer in empty.named_modules() if type(layer) is nn.Linear}
     experts, folder = Gathered(empty, keeps if device.type == "cpu" else lambda _: False), fetched(path)
     weights: dict[str, Tensor] = {}
-    held: dict[str, LevelWeight] = {}
+    kept: dict[str, Placeholder] = {}                                           # by names in the model
     opened: Counter[str] = Counter()
     for name, found, kind in _layers(folder, told, dtype):
         if not isinstance(found, Levels):
             weights[name] = found
             opened.update([kind] if kind else ())
-        elif (place := places.get(WRAPPED.sub("", name))) and empty.get_submodule(place).weight.shape == found.shape and keeps(found):
-            held[place] = LevelWeight([found], dtype, device)
-            weights[f"{name}.weight"] = torch.zeros(1, dtype=dtype).expand(found.shape)    # takes no memory, and its place
+        elif (place := places.get(path_of(name))) and empty.get_submodule(place).weight.shape == found.shape and keeps(found):
+            kept[f"{place}.weight"] = LevelWeight([found], dtype, device)
         elif not experts.take(name, found):                                     # those of an expert wait for all others
             weights[f"{name}.weight"] = found.values().to(dtype)
             opened[kind] += 1
-    stacks = experts.whole(dtype, device)
-    weights |= {name: torch.zeros(1, dtype=dtype).expand(stack.shape) for name, stack in stacks.items()}
+    kept |= experts.whole(dtype, device)
+    weights |= {name: torch.zeros(1, dtype=dtype).expand(weight.shape) for name, weight in kept.items()}    # its place, without memory
     for name, weight, all_of_it in experts.others(dtype):
         weights[name] = weight
         opened.update(map(_kind, all_of_it))
     model, info = assembled(type(empty), empty.config, weights, dtype, folder)
-    for name, weight in held.items():
-        put(model.get_submodule(name), weight)
-    for name, stack in stacks.items():
-        put_experts(model, name, stack)
-    kept = len(held) + sum(len(weight.parts) for stack in stacks.values() for weight in stack.each)
+    for name, levels in kept.items():
+        put(model, name, levels)
+    count = sum(len(weight.parts) for weight in level_weights(model))
     others = "".join(f", {count} made ordinary weights ({kind})" for kind, count in opened.items())
-    return model, info, f"{told['quant_method']}: {kept} layers are multiplied as they were published{others}"
+    return model, info, f"{told['quant_method']}: {count} layers are multiplied as they were published{others}"
 
 
 def _kind(levels: Levels) -> str:
