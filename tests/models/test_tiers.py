@@ -152,14 +152,36 @@ def test_the_weight_of_a_packed_layer_has_no_values() -> None:
             read()
 
 
-def test_layers_of_different_shapes(tmp_path: Path) -> None:
-    model = saved("gemma4_text", {"head_dim": 16, "sliding_window": WINDOW, "global_head_dim": 32, "hidden_size_per_layer_input": 8,
-                                  "vocab_size_per_layer_input": 200, "num_kv_shared_layers": 0,
-                                  "layer_types": ["sliding_attention", "full_attention", "full_attention"]}, tmp_path)
+SHAPES: dict[str, dict[str, Any]] = {
+    "gemma4_text": {"head_dim": 16, "sliding_window": WINDOW, "global_head_dim": 32, "hidden_size_per_layer_input": 8,
+                    "vocab_size_per_layer_input": 200, "num_kv_shared_layers": 0,
+                    "layer_types": ["sliding_attention", "full_attention", "full_attention"]},
+    "deepseek_v3": {**families.MOE, "n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "kv_lora_rank": 16,
+                    "q_lora_rank": None, "qk_nope_head_dim": 24, "qk_rope_head_dim": 8, "v_head_dim": 20, "num_key_value_heads": 4},
+}
+
+
+@pytest.mark.parametrize("family", SHAPES)
+def test_a_token_takes_what_its_keys_and_values_take_in_pages(family: str, tmp_path: Path) -> None:
+    """Of layers of several shapes, and of latent attention, whose configuration calls a part of a key its size."""
+    model = saved(family, SHAPES[family], tmp_path)
     target = load_target(tmp_path, LoadConfig(self_test=False, page_tokens=16))
     assert target.facts.tier == 1 and off(model, target) < 1e-3
     stored = sum(rows[0].numel() for store in (target.pool.keys, target.pool.values) for rows in store.values())
     assert target.facts.cache_bytes_per_token == 4 * stored
+    if family == "deepseek_v3":
+        assert stored == 3 * 4 * (24 + 8 + 20)
+
+
+@pytest.mark.parametrize(("family", "options", "numbers"), [
+    ("falcon", {"multi_query": True, "new_decoder_architecture": False}, 3 * 2 * 16),      # three layers of one key head
+    ("lfm2", {"layer_types": ["conv", "full_attention", "conv"]}, 1 * 2 * 2 * 16),         # convolutions keep no keys
+])
+def test_a_token_takes_what_its_keys_and_values_take_in_the_models_own_cache(
+        family: str, options: dict[str, Any], numbers: int, tmp_path: Path) -> None:
+    saved(family, options, tmp_path)
+    target = load_target(tmp_path, LoadConfig(self_test=False))
+    assert target.facts.tier == 2 and target.facts.cache_bytes_per_token == 4 * numbers
 
 
 @pytest.mark.parametrize(("family", "options", "why"), [

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -45,6 +45,7 @@ class CroppedTarget(OwnCacheTarget[CroppedSlot]):
         half, name = len(text) // 2, f"{self.facts.name} ({self.parts.config.get_text_config().model_type})"
         try:
             whole, parts = self._logits(text, len(text)), self._logits(text, half)
+            held = _bytes(self.slots[-1].cache)
         except LoadError:
             raise
         except Exception as error:
@@ -59,6 +60,7 @@ class CroppedTarget(OwnCacheTarget[CroppedSlot]):
         off = difference(parts[half:], whole[half:])
         if not off <= most:
             raise LoadError(f"{name}: decoding behind a cached prefix gives other logits than one pass ({off:.0e} off, relative); {ADVICE}")
+        self.facts = replace(self.facts, cache_bytes_per_token=held)
 
     def _logits(self, text: Tensor, width: int) -> Tensor:
         """Logits after each token of a text, scored so many at a time."""
@@ -168,6 +170,12 @@ class CroppedTarget(OwnCacheTarget[CroppedSlot]):
                 layer.keys, layer.values = layer.keys[..., : slot.length, :], layer.values[..., : slot.length, :]
         else:
             slot.cache = None
+
+
+def _bytes(cache: Any) -> int:
+    """Of a token's keys and values, in layers that keep them."""
+    layers = [layer for layer in cache.layers if isinstance(layer, DynamicLayer) and layer.is_initialized]
+    return sum(rows[..., :1, :].nbytes for layer in layers for rows in (layer.keys, layer.values))
 
 
 def _holds(layer: Any, length: int) -> bool:

@@ -94,7 +94,7 @@ def _made(model: Any, name: str, config: LoadConfig, tokenizer: Tokenizer | None
     context = context_of(text)
     with StandIns(model), silent_experts(model):
         spared = read_by_hand(model)
-        tier = tier_of(model, context, reasons)
+        tier, cache_bytes = tier_of(model, context, reasons)
     levels = level_weights(model)
     ours = fused and tier == 1 and not levels and rows.usable(model, config, reasons)
     form = form_of(config, device, dtype, reasons, ours)
@@ -116,7 +116,7 @@ def _made(model: Any, name: str, config: LoadConfig, tokenizer: Tokenizer | None
         tier=tier,
         threads=threads,
         weight_bytes=weight_bytes + widened_bytes(model),
-        cache_bytes_per_token=_cache_bytes(text, dtype),
+        cache_bytes_per_token=cache_bytes,
         invisible=False,
         invisible_reason="not measured: the self-test is off",
         reasons=reasons,
@@ -264,16 +264,6 @@ def _give_back() -> None:
     libc = ctypes.CDLL(None)
     if hasattr(libc, "malloc_trim"):
         libc.malloc_trim(0)
-
-
-def _cache_bytes(text: Any, dtype: torch.dtype) -> int:
-    """Of a token's keys and values in all layers, which may be of different shapes; 0 where the configuration does not say."""
-    numbers = 0
-    for layer in getattr(text, "per_layer_config", None) or [text] * text.num_hidden_layers:
-        heads = getattr(layer, "num_key_value_heads", None) or getattr(layer, "num_attention_heads", 0)
-        if heads:
-            numbers += 2 * heads * (getattr(layer, "head_dim", None) or layer.hidden_size // layer.num_attention_heads)
-    return int(numbers * torch.empty(0, dtype=dtype).element_size())
 
 
 def _parts(model: Any, saved: torch.dtype) -> TargetParts:

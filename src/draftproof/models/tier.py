@@ -30,32 +30,34 @@ RECURRENT = {"linear_attention", "hybrid", "hybrid_sliding"}  # kinds of layers 
 ROWS, PAGE = 24, 8  # tokens of the text, and keys of a page
 
 
-def tier_of(model: Any, context: int, reasons: dict[str, str]) -> int:
-    """1, 2 or 3; reasons["tier"] says why. Raises LoadError for a model whose own code cannot run it."""
+def tier_of(model: Any, context: int, reasons: dict[str, str]) -> tuple[int, int]:
+    """1, 2 or 3, and the bytes of a token's keys and values in our pages (0 without them); reasons["tier"] says why. Raises LoadError for a
+    model whose own code cannot run it."""
     kinds = set(getattr(model.config.get_text_config(), "layer_types", None) or ["full_attention"])
     foreign = kinds - {"full_attention", "sliding_attention"}
     if getattr(model, "_is_stateful", False) or kinds & RECURRENT:
         reasons["tier"] = "3, a recurrent state: copied before guesses are scored, put back after a rejection"
-        return 3
+        return 3, 0
     if not getattr(model, "_supports_attention_backend", False):
         reasons["tier"] = f"2, the model's own cache: {type(model).__name__} takes no attention function from outside"
-        return 2
+        return 2, 0
     if foreign:
         reasons["tier"] = f"2, the model's own cache: layers of kind {', '.join(sorted(foreign))} have masks of their own"
-        return 2
-    difference = pages_agree(model, context)
-    if isinstance(difference, str):
-        reasons["tier"] = f"2, the model's own cache: {difference}"
-        return 2
+        return 2, 0
+    found = pages_agree(model, context)
+    if isinstance(found, str):
+        reasons["tier"] = f"2, the model's own cache: {found}"
+        return 2, 0
+    difference, held = found
     reasons["tier"] = f"1, own pages: logits agree with the model's own attention ({difference:.1e} of the largest)"
-    return 1
+    return 1, held
 
 
 @torch.inference_mode()
-def pages_agree(model: Any, context: int) -> float | str:
+def pages_agree(model: Any, context: int) -> tuple[float, int] | str:
     """Largest relative difference between the model's logits of a short text and ours, whose second half reads the keys of the first in
-    pages; or why our attention cannot be used. Leaves the model with the attention that is to be used. Raises LoadError if the model fails
-    with its own."""
+    pages, and the bytes that a token's keys and values take there; or why our attention cannot be used. Leaves the model with the attention
+    that is to be used. Raises LoadError if the model fails with its own."""
     device, rows = model.device, min(ROWS, max(2, context - 1))
     ids = (torch.arange(rows, device=device) * 7919 % model.config.get_text_config().vocab_size)[None]
     at = torch.arange(rows, device=device)[None]
@@ -83,7 +85,7 @@ def pages_agree(model: Any, context: int) -> float | str:
         difference = float((torch.cat(parts, 1) - stock).abs().max() / stock.abs().max().clamp_min(1e-6))
         exact = next(model.parameters()).dtype == torch.float32
         if difference <= (1e-3 if exact else 0.05):
-            return difference
+            return difference, sum(rows[0].nbytes for store in (pool.keys, pool.values) for rows in store.values())
         why = f"our attention gives other logits (relative difference {difference:.1e}), so it has a mask we do not know" + (
             "" if exact else ", or enlarges what rounding loses: with dtype float32 the load tells which")
     model.set_attn_implementation(before)
