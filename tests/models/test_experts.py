@@ -17,9 +17,9 @@ from draftproof import native
 from draftproof.config import LoadConfig
 from draftproof.mixtures import route
 from draftproof.models import int4, int8
-from draftproof.models.experts import Experts, Routed, RouterWeight, are_experts, take_experts
+from draftproof.models.experts import Experts, Routed, RouterWeight, are_experts, routers, take_experts
 from draftproof.models.load import load_target
-from draftproof.models.packed import HeldLinear, pack, packed
+from draftproof.models.packed import HeldLinear, StreamedLinear, pack, packed
 from draftproof.models.paged import PagedTarget
 from draftproof.models.tiled import TiledLinear
 
@@ -225,6 +225,28 @@ def test_routers_are_not_rounded_with_other_layers() -> None:
     take_experts(block, int4.linear)
     pack(block, int4.linear)
     assert torch.allclose(block.gate(x), want, atol=1e-4) and type(block.shared) not in (nn.Linear, type(block.gate))
+
+
+INSIDE: dict[str, dict[str, Any]] = {
+    "afmoe": {"num_dense_layers": 0, "num_shared_experts": 1}, "hunyuan_v1_moe": {"moe_topk": EACH, "head_dim": 32},
+    "gemma4_text": {"enable_moe_block": True, "top_k_experts": EACH, "head_dim": 32, "hidden_size_per_layer_input": 0},
+    "zaya": {"num_experts_per_tok": 1, "head_dim": 32},
+}
+
+
+@compiled
+@pytest.mark.parametrize("kind", INSIDE)
+def test_nor_are_linear_layers_inside_of_routers(kind: str) -> None:
+    """A router of four bits chooses other experts."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **{**SIZES, **INSIDE[kind]}), dtype=torch.bfloat16)
+    model.requires_grad_(False)
+    inside = {name for name, layer in model.named_modules() if layer in routers(model) and type(layer) is nn.Linear}
+    assert inside and all("router" in name or "gate" in name for name in inside)
+    take_experts(model, int4.linear)
+    pack(model, int4.linear)
+    rounded = {name for name, layer in model.named_modules() if isinstance(layer, StreamedLinear) and layer.bits == 4}
+    assert any("experts" in name for name in rounded) and any("proj" in name for name in rounded) and not inside & rounded
 
 
 def test_experts_are_taken_wherever_they_stand_and_routers_beside_them() -> None:

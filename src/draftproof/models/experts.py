@@ -12,6 +12,7 @@ Where a gate is silu's or gpt-oss's, all of that is one call (kernels/experts.c)
 from __future__ import annotations
 
 import ctypes
+import re
 from collections.abc import Iterable, Iterator, Sequence, Set
 from itertools import pairwise
 from typing import Any, Self
@@ -29,6 +30,7 @@ from .target import ExpertFacts
 
 SILU = (nn.SiLU, SiLUActivation)
 COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")            # as configurations name them
+ROUTER = re.compile("Router|Gat(?:e|ing)$")      # in transformers' names of classes
 CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts", "moe_top_k")
 
 
@@ -201,28 +203,41 @@ class RouterWeight(Placeholder):
 
 
 def take_experts(model: nn.Module, form: Linear, spared: Set[nn.Module] = frozenset()) -> None:
-    """Replace every collection of experts below `model`, in place and one after the other, and on a CPU the routers beside them, but for
-    those `spared`."""
+    """Replace every collection of experts below `model`, in place and one after the other, and on a CPU their `routers`, but for those
+    `spared`."""
+    scoring = routers(model) - spared
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             if are_experts(child):
                 setattr(parent, name, Experts(child, form))
-                _take_routers(parent, len(getattr(parent, name).down), spared)
+            elif child in scoring:
+                _take_router(parent, name, child)
 
 
-def _take_routers(parent: nn.Module, count: int, spared: Set[nn.Module]) -> None:
-    """Those that are linear layers, too: they would else be rounded with all others."""
-    for name, router in list(parent.named_children()):
-        weight = getattr(router, "weight", None)
-        if not isinstance(weight, nn.Parameter) or weight.dim() != 2 or len(weight) != count or router in spared:
-            continue
-        if weight.device.type != "cpu":
-            continue
-        if type(router) is nn.Linear:
-            setattr(parent, name, packed(weight.detach(), router.bias))
-        elif isinstance(layer := packed(weight.detach(), None), StreamedLinear):
-            del router.weight
-            router.weight = RouterWeight(layer, weight.detach(), weight.dtype)
+def routers(model: nn.Module) -> set[nn.Module]:
+    """What scores experts, beside their collections, with all parts: as other linear layers some would be rounded."""
+    found: set[nn.Module] = set()
+    for parent in model.modules():
+        beside: list[Any] = list(parent.children())
+        counts = {child.down_proj.shape[0] for child in beside if are_experts(child)}
+        for child in beside if counts else ():
+            weight = getattr(child, "weight", None)
+            scores = isinstance(weight, nn.Parameter) and weight.dim() == 2 and len(weight) in counts
+            if scores or ROUTER.search(type(child).__name__):
+                found.update(child.modules())
+    return found
+
+
+def _take_router(parent: nn.Module, name: str, router: Any) -> None:
+    """A part of a router: one that is a linear layer, or has a weight that it multiplies by itself."""
+    weight = getattr(router, "weight", None)
+    if not isinstance(weight, nn.Parameter) or weight.dim() != 2 or weight.device.type != "cpu":
+        return
+    if type(router) is nn.Linear:
+        setattr(parent, name, packed(weight.detach(), router.bias))
+    elif isinstance(layer := packed(weight.detach(), None), StreamedLinear):
+        del router.weight
+        router.weight = RouterWeight(layer, weight.detach(), weight.dtype)
 
 
 def experts_of(model: Any) -> ExpertFacts | None:

@@ -19,7 +19,7 @@ from ..errors import LoadError, first_line
 from . import quantised, rows
 from .between import compare, compiled_between
 from .cropped import CroppedTarget
-from .experts import experts_of, packed_bytes, take_experts
+from .experts import experts_of, packed_bytes, routers, take_experts
 from .folder import check_size, check_weights, context_of, defaults_of, end_ids, read_config, read_tokenizer, saved_dtype, unread, why_not
 from .forms import beside_levels, form_of, keeps
 from .fused import MOVING_ROPE, FusedPass, can_fuse, fuse
@@ -106,7 +106,8 @@ def _made(model: Any, name: str, config: LoadConfig, tokenizer: Tokenizer | None
             take_experts(model, form, spared)
         elif experts and config.quantization:
             own = str(dtype).removeprefix("torch.")
-            reasons["experts"] = f"in {own}, as transformers runs them: {config.quantization} is for linear layers"
+            reasons["experts"] = f"in {own}, as transformers runs them, and what scores them: {config.quantization} is for linear layers"
+            spared |= routers(model)
         pack(model, form, spared)
         _give_back()
     facts = LoadFacts(
