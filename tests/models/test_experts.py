@@ -19,7 +19,7 @@ from draftproof.mixtures import route
 from draftproof.models import int4, int8
 from draftproof.models.experts import Experts, Routed, RouterWeight, are_experts, routers, take_experts
 from draftproof.models.load import load_target
-from draftproof.models.packed import HeldLinear, StreamedLinear, pack, packed
+from draftproof.models.packed import HeldLinear, PackedLinear, StreamedLinear, pack, packed
 from draftproof.models.paged import PagedTarget
 from draftproof.models.tiled import TiledLinear
 
@@ -261,3 +261,16 @@ def test_experts_are_taken_wherever_they_stand_and_routers_beside_them() -> None
         assert all(isinstance(layer.mlp.gate.weight, RouterWeight) for layer in model.model.layers)
     assert float((model(input_ids=torch.tensor([[1, 2, 3]])).logits.float() - want).abs().max()) <= 0.05 * float(want.abs().max())
     assert not [name for name, parameter in model.named_parameters() if isinstance(parameter, nn.Parameter) and parameter.dim() == 3]
+
+
+def test_no_product_of_an_expert_sees_one_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    """oneDNN adds up 2048 numbers of one row in another order. Plain decoding runs a row twice, of a wider pass an expert may get one."""
+    monkeypatch.setitem(SIZES, "hidden_size", 2048)
+    theirs = experts("qwen3_moe", torch.float32)
+    theirs.gate_up_proj.normal_(0, 0.1)                     # what is no bfloat16
+    ours = Experts(theirs, PackedLinear)
+    x, apart = torch.randn(COUNT, 2048), list(range(COUNT + 1))
+    found = ours._multiplied(0, x, apart)
+    for expert in range(COUNT):
+        twice = ours._multiplied(0, x[[expert, expert]], [0] * (expert + 1) + [2] * (COUNT - expert))
+        assert torch.equal(found[expert], twice[0]) and torch.equal(found[expert], twice[1])
