@@ -84,6 +84,17 @@ def test_one_call_is_its_steps_and_a_row_does_not_feel_the_others(kind: str, dty
             assert torch.equal(found[order], ours(x[order], chosen[order], weights[order]))
 
 
+@pytest.mark.parametrize("form", [HeldLinear, packed], ids=lambda form: form.__name__)
+def test_experts_need_not_say_whether_a_norm_stands_behind_each(form: Any) -> None:
+    """Those of transformers before 5.24 do not."""
+    theirs = experts("qwen3_moe", torch.float32)
+    x, chosen, weights = asked(5, torch.float32)
+    want = theirs(x, chosen, weights)
+    vars(theirs).pop("has_post_expert_norm", None)
+    ours = Experts(theirs, form)
+    assert torch.allclose(ours(x, chosen, weights), want, atol=1e-5) and torch.allclose(ours.steps(x, chosen, weights), want, atol=1e-5)
+
+
 @compiled
 @pytest.mark.parametrize("inner", [12, 72])
 def test_limits_of_a_gate_are_kept_and_what_is_no_number_stays_so(inner: int) -> None:

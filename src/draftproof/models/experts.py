@@ -58,7 +58,8 @@ class Experts(nn.Module):
         self._mixtures: dict[int, Mixture] = {}
         if all(isinstance(layer, StreamedLinear) for layer in (*self.first, *self.down)):
             self._products = _products_of(self.first), _products_of(self.down)
-        self.compiled = (plain or self._limits is not None) and self._products is not None and not like.has_post_expert_norm
+        self._normed: bool = getattr(like, "has_post_expert_norm", False)                       # since transformers 5.24
+        self.compiled = (plain or self._limits is not None) and self._products is not None and not self._normed
 
     @staticmethod
     def _layers(like: Any, name: str, form: Linear) -> nn.ModuleList:
@@ -95,7 +96,7 @@ class Experts(nn.Module):
         inner = self._multiplied(0, x[rows // each], starts)
         inner = self.like._apply_gate(inner) if self.like.has_gate else self.like.act_fn(inner)
         out = self._multiplied(1, inner, starts)
-        if self.like.has_post_expert_norm:
+        if self._normed:
             out = self.like.post_expert_norm(out)
         apart = out.new_zeros(chosen.numel(), out.shape[1], dtype=torch.float32)
         apart[rows] = out.float() * weights.reshape(-1)[rows, None].float()
