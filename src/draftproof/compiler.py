@@ -13,7 +13,8 @@ from pathlib import Path
 
 KERNELS = Path(__file__).with_name("kernels")
 FLAGS = ["-O3", "-march=native", "-ffp-contract=fast", "-fopenmp", "-fPIC"]
-PATIENCE = 300  # seconds for the compiler, which takes ten, and a minute on a busy machine
+PATIENCE = 600  # seconds for the compiler: a dozen when it has a core for itself, minutes where many share it
+ELSEWHERE = "name one that can be in the variable XDG_CACHE_HOME"
 OPENMP = ("libgomp", "libiomp5", "libomp")
 
 
@@ -22,7 +23,7 @@ class Unavailable(Exception):
 
 
 def built() -> Path:
-    """The library; made, in about ten seconds, unless it is there. Raises Unavailable, OSError or subprocess.SubprocessError."""
+    """The library; made, in a dozen seconds, unless it is there. Raises Unavailable, OSError or subprocess.SubprocessError."""
     return _build(_compiler(), _openmp())
 
 
@@ -50,10 +51,11 @@ def _build(compiler: list[str], openmp: str) -> Path:
     made_of = [*(source.read_bytes() for source in sources), version, openmp.encode(), " ".join([*compiler[1:], *FLAGS]).encode(),
                _processor().encode()]
     name = hashlib.sha256(b"\0".join(made_of)).hexdigest()[:32] + ".so"
-    kept = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "draftproof" / name
+    kept = _folder() / name
     if kept.exists():
         return kept
-    kept.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if not os.access(kept.parent, os.W_OK):
+        raise Unavailable(f"{kept.parent} cannot be written; {ELSEWHERE}")
     with tempfile.TemporaryDirectory(dir=kept.parent) as folder:  # another process may be building the same
         parts = [source for source in sources if source.suffix == ".c"]
         for step in ([*FLAGS, "-c", *map(str, parts)], ["-shared", *(f"{part.stem}.o" for part in parts), openmp, "-lm", "-o", name]):
@@ -63,6 +65,16 @@ def _build(compiler: list[str], openmp: str) -> Path:
                 raise Unavailable(f"{shlex.join(compiler)} stopped with {made.returncode}: {said}")
         os.replace(f"{folder}/{name}", kept)
     return kept
+
+
+def _folder() -> Path:
+    """The one that keeps the library. Raises Unavailable."""
+    try:
+        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "draftproof"
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except (OSError, RuntimeError) as error:            # a user without a home, as in many containers
+        raise Unavailable(f"no folder to keep them in: {error}; {ELSEWHERE}") from error
+    return folder
 
 
 def _processor() -> str:

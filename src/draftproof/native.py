@@ -80,7 +80,7 @@ class Layer(ctypes.Structure):
 
 
 def available() -> tuple[bool, str]:
-    """Whether the compiled products can be taken, and why or why not. Compiles them at the first call (about a second)."""
+    """Whether the compiled products can be taken, and why or why not. Compiles them at the first call."""
     library = _library()
     return not isinstance(library, str), library if isinstance(library, str) else "compiled for this processor"
 

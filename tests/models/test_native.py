@@ -609,3 +609,20 @@ def test_no_compiler_at_all(forgotten: Path, monkeypatch: pytest.MonkeyPatch, tm
     monkeypatch.setenv("PATH", str(tmp_path))
     able, why = native.available()
     assert not able and "no C compiler found" in why
+
+
+@compiled
+@pytest.mark.parametrize("given", ["a file", "nothing, and the user has no home"])
+def test_where_no_folder_can_keep_the_library_the_reason_says_how_to_name_one(
+        given: str, forgotten: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def homeless() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    (tmp_path / "file").touch()
+    if given == "a file":
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    else:
+        monkeypatch.delenv("XDG_CACHE_HOME")
+        monkeypatch.setattr(Path, "home", homeless)
+    able, why = native.available()
+    assert not able and "in the variable XDG_CACHE_HOME" in why
