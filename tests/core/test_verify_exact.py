@@ -156,6 +156,8 @@ def test_dense_law():
     torch.testing.assert_close(q, torch.tensor([[0.75, 0, 0.25, 0], [0.75, 0, 0.25, 0], [0, 0, 1, 0]], dtype=torch.float64))
     assert dense_law(DraftLaw(logq, (1,)), 3).tolist() == [[1.0, 0.0, 0.0]]
     assert dense_law(DraftLaw(logq, (0,), torch.tensor([2, 2])), 3).tolist() == [[0.0, 0.0, 1.0]]      # two draft tokens that mean one
+    swapped = dense_law(DraftLaw(logq, (0, 1), torch.tensor([1, 0])), 2)                               # as many, in another order
+    torch.testing.assert_close(swapped, torch.tensor([[0.75, 0.25], [0.0, 1.0]], dtype=torch.float64))
     with pytest.raises(DrafterError, match="2 tokens and no id map, the target 1"):
         dense_law(DraftLaw(logq, (0,)), 1)
 
