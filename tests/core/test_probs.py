@@ -390,6 +390,20 @@ def test_ties_go_to_the_lowest_id() -> None:
 
 
 @pytest.mark.usefixtures("way")
+@pytest.mark.parametrize("counts", [(1, 1, 1), (2, 2, 2), (2, 2), (3, 1, 2), (1, 4)])
+def test_rows_that_share_a_key_have_its_noise(counts: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if each had the key for itself: by the kernel, from bounds, and with noise for whole rows."""
+    logp = torch.randn(sum(counts), 50, generator=torch.Generator().manual_seed(1)).log_softmax(-1)
+    keys = noise.key_rows([noise.key(5, 0, "draft", at) for at in range(len(counts))], "cpu")
+    each = keys[[i for i, count in enumerate(counts) for _ in range(count)]]
+    for kernel, dense in ((True, 0), (False, 0), (False, 50)):
+        if not kernel:
+            monkeypatch.setattr(choice, "compiled", lambda *_: False)
+        monkeypatch.setattr(choice, "_DENSE", dense)
+        for found, want in zip(perturbed_top(logp, keys, 3, counts=counts), perturbed_top(logp, each, 3), strict=True):
+            assert torch.equal(found, want)
+
+
 def test_too_few_tokens_end_in_minus_infinity() -> None:
     logp = torch.full((1, 40_000), -math.inf)
     logp[0, 17] = 0.0

@@ -89,6 +89,25 @@ def test_where_somebody_guesses_nothing_is_begun(target: PagedTarget, begun: lis
         assert len(begun) >= 8
 
 
+def test_guesses_that_are_switched_on_are_scored_though_a_plain_pass_was_begun(target: PagedTarget, begun: list[int]) -> None:
+    asked = Sampling(temperature=0, max_tokens=16, ignore_eos=True)
+    with Engine(target, AlwaysWrong(target.vocab_size), 3) as engine:
+        engine.set_speculation(enabled=False)
+        want = [one.token_ids for one in engine.generate_batch(PROMPTS[:2], asked)]
+        handles = [engine.submit(prompt, asked)[0] for prompt in PROMPTS[:2]]
+        for _ in range(6):
+            engine.step()
+        count = len(begun)
+        engine.set_speculation(enabled=True)
+        while not all(handle.done for handle in handles):
+            engine.step()
+        done = [handle.completion() for handle in handles]
+    assert [one.token_ids for one in done] == want and all(one.metrics["drafted"] >= 9 for one in done) and len(begun) == count > 6
+    first = [next(event for event in one.trace if event.event == "round_done" and event.nodes) for one in done]
+    assert [event.batch for event in first] == [2, 2], "the round has not failed, after which each text had one by itself"
+    target.check()
+
+
 @pytest.mark.parametrize("depth", [0, "auto"])
 def test_where_guesses_rest_plain_passes_are_begun_and_none_for_nothing(target: PagedTarget, depth: int | str, begun: list[int],
                                                                         monkeypatch: pytest.MonkeyPatch) -> None:

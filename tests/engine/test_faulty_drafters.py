@@ -244,5 +244,7 @@ def test_a_false_law_retires_the_drafter(fault: str, rule: str) -> None:
         assert "law" in engine.set_speculation()["reason"]
     for out in outs:
         assert len(out.token_ids) == 40
+        told = [event for event in out.trace if event.event == "round_done" and "out of service" in event.draft_reason]
+        assert told and not any(event.nodes for event in told), "the draft that the rule could not judge is dropped"
         check_counts(out)
     assert not target.open_slots
