@@ -6,32 +6,53 @@ import ctypes
 from array import array
 from collections.abc import Sequence
 from functools import cache
-from typing import Self
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
 
-from .native import Product, fields, loaded
+from .native import TYPES, Product, address_of, fields, loaded
 
 Products = ctypes.Array[Product]
+
+
+class Routing(NamedTuple):
+    """How a row's experts are chosen and weighed.
+
+    by_sigmoid: weights are sigmoids of the router's logits, not their softmax. wide: its sums stay float32. normed: those of a row add
+    up to 1; kept: they are rounded to the type of the stream. factor: what they are then taken times. shared: how many experts, the
+    last ones, all rows go through (Dai et al., arXiv 2401.06066), with weight 1, or, gated, the sigmoid of one logit more.
+    """
+
+    by_sigmoid: bool = False
+    wide: bool = False
+    normed: bool = True
+    kept: bool = False
+    factor: float = 1.0
+    shared: int = 0
+    gated: bool = False
 
 
 class Mixture(ctypes.Structure):
     """The experts of a layer, as kernels/lanes.h has them. The parts must outlive it."""
 
-    _fields_ = [("router", Product), *fields(pointers="first down", numbers="count chosen", flags="normed kept", reals="alpha limit")]
-    parts: tuple[Products, Products]
+    _fields_ = [("router", Product), *fields(pointers="first down bias", numbers="count chosen shared",
+                                             flags="by_sigmoid wide normed kept gated", reals="factor alpha limit")]
+    parts: tuple[Any, ...]
 
     @classmethod
-    def of(cls, first: Products, down: Products, chosen: int, limits: tuple[float, float] | None = None, router: Product | None = None,
-           normed: bool = False, kept: bool = False) -> Self:
+    def of(cls, first: Products, down: Products, chosen: int, limits: tuple[float, float] | None = None, routing: Routing | None = None,
+           router: Product | None = None, bias: Tensor | None = None) -> Self:
         """first [experts]: gate and up, one below the other; chosen: by each row. limits: alpha and the limit of gates like gpt-oss's,
-        whose gates and ups stand in turn. For `route`: the router; normed: weights of a row add up to 1; kept: they are rounded to the
-        type of logits."""
+        whose gates and ups stand in turn. For `route`: how, the router, and bias float32: what is added to weights where experts are
+        chosen."""
+        how = routing or Routing()
         assert len(first) == len(down) and first[0].out == 2 * down[0].columns and first[0].columns == down[0].out
-        made = cls(router or Product(), ctypes.addressof(first), ctypes.addressof(down), len(first), chosen, normed, kept,
-                   *(limits or (0.0, 0.0)))
-        made.parts = first, down
+        assert router is None or router.out == len(first) - how.shared + how.gated
+        assert bias is None or bias.dtype == torch.float32 and bias.shape == (len(first) - how.shared,) and bias.is_contiguous()
+        made = cls(router or Product(), ctypes.addressof(first), ctypes.addressof(down), address_of(bias), len(first), chosen, how.shared,
+                   how.by_sigmoid, how.wide, how.normed, how.kept, how.gated, how.factor, *(limits or (0.0, 0.0)))
+        made.parts = first, down, bias
         return made
 
 
@@ -51,13 +72,14 @@ def mix(mixture: Mixture, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
     return y
 
 
-def route(mixture: Mixture, logits: Tensor) -> tuple[Tensor, Tensor]:
-    """Of the router's logits [rows, experts] the likeliest experts, int64 [rows, k], of equals the first, and their weights float32."""
-    rows = len(logits)
-    assert logits.shape == (rows, mixture.count)
+def route(mixture: Mixture, logits: Tensor, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
+    """Of the router's logits [rows, experts] the worthiest experts, int64 [rows, k], of equals the first, and their weights float32;
+    dtype: of the stream, if it is another."""
+    rows, halves = len(logits), logits.dtype == torch.bfloat16
+    assert logits.shape == (rows, mixture.router.out) and logits.dtype in TYPES
     logits = logits.contiguous()
     chosen, weights = torch.empty(rows, mixture.chosen, dtype=torch.int64), torch.empty(rows, mixture.chosen)
-    _library().route(mixture, logits.data_ptr(), chosen.data_ptr(), weights.data_ptr(), rows, logits.dtype == torch.bfloat16)
+    _library().route(mixture, logits.data_ptr(), chosen.data_ptr(), weights.data_ptr(), rows, halves, dtype == torch.bfloat16 or halves)
     return chosen, weights
 
 
@@ -83,7 +105,7 @@ def _told(library: ctypes.CDLL) -> ctypes.CDLL:
     """What the functions take."""
     whole, pointer, small = ctypes.c_long, ctypes.c_void_p, ctypes.c_int
     library.mix.argtypes, library.mix.restype = [ctypes.POINTER(Mixture), *[pointer] * 4, whole, small, small], small
-    library.route.argtypes, library.route.restype = [ctypes.POINTER(Mixture), *[pointer] * 3, whole, small], None
+    library.route.argtypes, library.route.restype = [ctypes.POINTER(Mixture), *[pointer] * 3, whole, small, small], None
     library.multiply_each.argtypes = [ctypes.POINTER(Product), ctypes.POINTER(_Portions), *[pointer] * 2, small, small]
     library.multiply_each.restype = small
     return library

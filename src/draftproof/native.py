@@ -3,8 +3,8 @@
 * Products of few rows with a bfloat16 matrix: torch takes them below the speed of memory, by a third where the processor has no bfloat16
   instructions; and with whole numbers of eight or four bits, where it is slower still. Tiles (AMX) take sixteen rows in the time of one.
 * Attention over pages: torch copies pages that do not adjoin, and reads keys at a third of the speed of memory, bfloat16 ones slower.
-* Llama's block as a whole, and a pass from ids to logits: between its products stand twenty small calls of torch, and around the blocks
-  five, each of which finds the caches cold.
+* Llama's block as a whole, and a pass from ids to logits (llama.py): between its products stand twenty small calls of torch, and around
+  the blocks five, each of which finds the caches cold.
 * The choice under noise: numpy reads a row a dozen times to find the few tokens that can win.
 
 docs/log.md has the figures. The compiled library is kept in the user's cache folder, by what it was made of. Where there is no compiler
@@ -20,7 +20,6 @@ from array import array
 from collections.abc import Sequence
 from functools import cache
 from itertools import accumulate, chain
-from operator import lt
 from pathlib import Path
 from typing import NamedTuple, Self
 
@@ -42,7 +41,7 @@ def fields(**kinds: str) -> list[tuple[str, type]]:
     return [(name, types[kind.rstrip("_")]) for kind, names in kinds.items() for name in names.split()]
 
 
-class _Course(ctypes.Structure):
+class CourseFields(ctypes.Structure):
     _fields_ = fields(
         numbers="rows paths writes page", pointers="position row_start page_start row_of page_of common write_to write_from own",
         numbers_="room", pointers_="sight", numbers__="seen")
@@ -59,6 +58,19 @@ class Product(ctypes.Structure):
     _fields_ = fields(pointers="panels bias steps spare_start spare_at spare", numbers="columns out bits")
 
 
+class Scale(ctypes.Structure):
+    """A norm's weights, as kernels/lanes.h has them."""
+
+    _fields_ = fields(pointers="weight", reals="eps", flags="late")
+
+    @classmethod
+    def of(cls, weight: Tensor | None, eps: float, dtype: torch.dtype) -> Self:
+        """Of rows of this type; weights that are float32 where rows are not count as late: what they make is rounded once, behind them.
+        None: there is no norm. The tensor must outlive it."""
+        assert weight is None or weight.is_contiguous() and weight.dtype in (dtype, torch.float32)
+        return cls(address_of(weight), eps, weight is not None and weight.dtype != dtype)
+
+
 class Spare(NamedTuple):
     """Blocks of four columns that narrow panels cannot hold: where each panel's begin among all, int64 [panels + 1]; which blocks
     of the panel they are, int64 [n + panels], each panel's ended by a number that none has; and their words, int32 [n, 2, outputs of a
@@ -67,16 +79,6 @@ class Spare(NamedTuple):
     starts: Tensor
     at: Tensor
     words: Tensor
-
-
-class Layer(ctypes.Structure):
-    """A layer of Llama's block, as kernels/block.c has it."""
-
-    _fields_ = [
-        *((name, Product) for name in ("qkv", "o", "gate_up", "down")),
-        *fields(pointers="before after of_heads of_stream", reals="before_eps after_eps heads_eps scaling",
-                 numbers="heads kv_heads dim window normed", pointers_="keys values experts"),
-    ]
 
 
 def available() -> tuple[bool, str]:
@@ -191,7 +193,7 @@ class Course:
         self.rows, self._numbers = len(positions), array("q", numbers)
         address = self._numbers.buffer_info()[0]
         self._sight = None if sight is None else sight.contiguous()
-        self.struct = _Course.from_buffer(array("q", (          # sooner than field by field
+        self.struct = CourseFields.from_buffer(array("q", (          # sooner than field by field
             self.rows, len(paths), len(write_to), page, *[address + start for start in at], address_of(own) or 0,
             0 if own is None else own.shape[2], address_of(self._sight) or 0, 0 if sight is None else sight.shape[1])))
 
@@ -212,65 +214,6 @@ def attend(
     if loaded().attend(course.struct, asked, torch.get_num_threads()):
         raise MemoryError(f"attention of {rows} rows found no memory to work in")
     return out
-
-
-def blocks(layers: ctypes.Array[Layer], first: int, last: int, x: Tensor, cos: Tensor, sin: Tensor, courses: Sequence[Course],
-           beside: Tensor | None = None) -> None:
-    """Layers [first, last) one after the other over x [rows, hidden], which is overwritten: the rows of all courses. cos, sin
-    [rows, 1, head_dim] as for `turn`; beside [rows, hidden]: what a layer with `of_stream` reads, too."""
-    rows = sum(course.rows for course in courses)
-    assert x.is_contiguous() and x.shape[0] == rows and x.dtype == cos.dtype == sin.dtype and cos.stride(0) == sin.stride(0)
-    assert beside is None or beside.is_contiguous() and beside.shape == x.shape and beside.dtype == x.dtype
-    structs = (_Course * len(courses))(*(course.struct for course in courses))
-    failed = loaded().blocks(
-        ctypes.byref(layers[first]), last - first, structs, len(courses), x.data_ptr(), address_of(beside), cos.data_ptr(), sin.data_ptr(),
-        cos.stride(0), x.dtype == torch.bfloat16, torch.get_num_threads())
-    if failed:
-        raise MemoryError(f"a pass of {rows} rows found no memory to work in")
-
-
-class Model(ctypes.Structure):
-    """A model of Llama's blocks, as kernels/forward.c has it. Its parts must outlive it."""
-
-    _fields_ = [*fields(pointers="layers"), ("output", Product),
-                *fields(pointers="norm embedding angles", numbers="count hidden vocabulary dim", reals="eps", flags="halves")]
-
-    @classmethod
-    def of(cls, layers: ctypes.Array[Layer], output: Product, norm: Tensor, eps: float, embedding: Tensor, angles: Tensor) -> Self:
-        """norm [hidden], of the last layer's stream; embedding [vocabulary, hidden]; angles [positions, 2, head_dim]: cos, and sin with its
-        first half negated. All of one type, and all contiguous."""
-        (vocabulary, hidden), dim = embedding.shape, angles.shape[-1]
-        assert norm.shape == (hidden,) and norm.dtype == embedding.dtype == angles.dtype and output.columns == hidden
-        assert all(part.is_contiguous() for part in (norm, embedding, angles))
-        return cls(ctypes.addressof(layers), output, norm.data_ptr(), embedding.data_ptr(), angles.data_ptr(), len(layers), hidden,
-                   vocabulary, dim, eps, norm.dtype == torch.bfloat16)
-
-
-class _Wish(ctypes.Structure):
-    _fields_ = fields(pointers="ids taps keep tapped logits", numbers="tap_count kept")
-
-
-def forward(model: Model, course: Course, ids: Tensor, taps: Sequence[int], keep: Sequence[int] | None) -> tuple[Tensor, Tensor | None]:
-    """The whole pass of ids int64 [1, rows]: logits [len(keep), V] of the rows in `keep`, which rise, or of all, and the outputs
-    [rows, layers, hidden] of the layers `taps`, which rise, if there are any. Positions lie within the model's angles. Raises
-    IndexError, as torch's embedding does, for an id that the model lacks."""
-    rows, kept = course.rows, course.rows if keep is None else len(keep)
-    assert ids.shape == (1, rows) and ids.dtype == torch.int64 and ids.is_contiguous()
-    assert keep is None or all(map(lt, (-1, *keep), (*keep, rows))), f"rows {keep} of {rows}"
-    assert not taps or 0 <= taps[0] and taps[-1] < model.count and list(taps) == sorted(set(taps)), f"layers {taps} of {model.count}"
-    dtype = torch.bfloat16 if model.halves else torch.float32
-    logits = torch.empty(kept, model.output.out, dtype=dtype)
-    tapped = torch.empty(rows, len(taps), model.hidden, dtype=dtype) if taps else None
-    numbers = array("q", (*taps, *(keep or ())))
-    address, size = numbers.buffer_info()[0], numbers.itemsize
-    wish = _Wish(ids.data_ptr(), address, None if keep is None else address + size * len(taps), address_of(tapped), logits.data_ptr(),
-                 len(taps), kept)
-    failed = loaded().forward(model, course.struct, wish, torch.get_num_threads())
-    if failed == 2:
-        raise IndexError(f"ids {ids.tolist()}: expected each to be one of the embedding's {model.vocabulary}")
-    if failed:
-        raise MemoryError(f"a pass of {rows} rows found no memory to work in")
-    return logits, tapped
 
 
 def best(x: Tensor, keys: Tensor | None, names: Tensor | None, k: int) -> tuple[Tensor, Tensor]:
@@ -311,22 +254,25 @@ def draft(head: ctypes.Structure, growth: ctypes.Structure, last: Tensor) -> boo
 
 
 def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x / rms(x) · weight over the last dimension: x [rows, n], weight [n]; or x [rows, heads, n], weight [heads, n]."""
+    """x / rms(x) · weight over the last dimension: x [rows, n], weight [n]; or x [rows, heads, n], weight [heads, n]. Of a weight in
+    float32 the product is rounded once."""
     inner, n = weight.numel() // weight.shape[-1], weight.shape[-1]
-    assert x.shape[1:] == weight.shape and x.dtype == weight.dtype and _rows_whole(x) and weight.is_contiguous(), f"{x.shape} {x.stride()}"
+    assert x.shape[1:] == weight.shape and _rows_whole(x), f"{x.shape} {x.stride()}"
     y = torch.empty(x.shape, dtype=x.dtype)
-    loaded().norm(x.data_ptr(), weight.data_ptr(), y.data_ptr(), x.shape[0], inner, n, x.stride(0), eps, x.dtype == torch.bfloat16,
-                   torch.get_num_threads())
+    loaded().norm(x.data_ptr(), Scale.of(weight, eps, x.dtype), y.data_ptr(), x.shape[0], inner, n, x.stride(0),
+                   x.dtype == torch.bfloat16, torch.get_num_threads())
     return y
 
 
 def turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x [rows, heads, n] turned by rotary angles; cos, sin [rows, 1, n], sin negative in its first half."""
-    rows, heads, n = x.shape
-    assert x.dtype == cos.dtype == sin.dtype and _rows_whole(x) and cos.stride(0) == sin.stride(0) and n % 2 == 0, f"{x.shape} {x.stride()}"
+    """x [rows, heads, n], whose heads' first numbers are turned by rotary angles; cos, sin [rows, 1, numbers], sin negative in its first
+    half. Of angles in float32 the sum is rounded once."""
+    (rows, heads, n), turned, sharp = x.shape, cos.shape[-1], cos.dtype != x.dtype
+    assert cos.dtype == sin.dtype and cos.dtype in (x.dtype, torch.float32) and cos.stride(0) == sin.stride(0)
+    assert _rows_whole(x) and turned % 2 == 0 and turned <= n, f"{x.shape} {x.stride()}"
     y = torch.empty(rows, heads, n, dtype=x.dtype)
-    loaded().turn(x.data_ptr(), cos.data_ptr(), sin.data_ptr(), y.data_ptr(), rows, heads, n, x.stride(0), cos.stride(0),
-                   x.dtype == torch.bfloat16, torch.get_num_threads())
+    loaded().turn(x.data_ptr(), cos.data_ptr(), sin.data_ptr(), y.data_ptr(), rows, heads, n, turned, x.stride(0), cos.stride(0),
+                   sharp, x.dtype == torch.bfloat16, torch.get_num_threads())
     return y
 
 
@@ -347,11 +293,11 @@ def copy_rows(stores: Sequence[Tensor], moves: Sequence[tuple[int, int, int]]) -
     loaded().copy_rows(addresses, sizes, len(stores), numbers.buffer_info()[0], len(moves), torch.get_num_threads())
 
 
-def gate(x: Tensor) -> Tensor:
-    """silu(x[:, :n]) · x[:, n:] of x [rows, 2 n]."""
+def gate(x: Tensor, gelu: bool = False) -> Tensor:
+    """silu(x[:, :n]) · x[:, n:] of x [rows, 2 n], or with gelu's approximation by a hyperbolic tangent."""
     rows, n = x.shape[0], x.shape[1] // 2
     x, y = x.contiguous(), torch.empty(rows, n, dtype=x.dtype)
-    loaded().gate(x.data_ptr(), y.data_ptr(), rows, n, x.dtype == torch.bfloat16, torch.get_num_threads())
+    loaded().gate(x.data_ptr(), y.data_ptr(), rows, n, gelu, x.dtype == torch.bfloat16, torch.get_num_threads())
     return y
 
 
@@ -382,17 +328,14 @@ def _open(path: Path) -> ctypes.CDLL:
     library.arrange_spare.argtypes, library.arrange_spare.restype = [*[pointer] * 3, *[whole] * 3], None
     library.arrange_eight.argtypes, library.arrange_eight.restype = [pointer, pointer, whole, whole, small], None
     library.arrange_four.argtypes, library.arrange_four.restype = [*[pointer] * 4, *[whole] * 3, small], None
-    library.attend.argtypes, library.attend.restype = [ctypes.POINTER(_Course), ctypes.POINTER(_Attention), small], small
-    library.blocks.argtypes = [ctypes.POINTER(Layer), whole, ctypes.POINTER(_Course), whole, *[pointer] * 4, whole, small, small]
-    library.blocks.restype = small
-    library.forward.argtypes, library.forward.restype = [*map(ctypes.POINTER, (Model, _Course, _Wish)), small], small
+    library.attend.argtypes, library.attend.restype = [ctypes.POINTER(CourseFields), ctypes.POINTER(_Attention), small], small
     library.best.argtypes = [pointer, whole, whole, pointer, pointer, whole, pointer, pointer, small]
     library.best.restype = small
     library.law.argtypes, library.law.restype = [pointer, pointer, whole, whole, ctypes.c_float, small, small], small
     library.first.argtypes, library.first.restype = [pointer, whole, whole, small, pointer, small], small
     library.draft.argtypes, library.draft.restype = [*[pointer] * 3, small], whole
     library.copy_rows.argtypes, library.copy_rows.restype = [pointer, pointer, whole, pointer, whole, small], None
-    library.norm.argtypes, library.norm.restype = [*[pointer] * 3, *[whole] * 4, ctypes.c_float, small, small], None
-    library.turn.argtypes, library.turn.restype = [*[pointer] * 4, *[whole] * 5, small, small], None
-    library.gate.argtypes, library.gate.restype = [*[pointer] * 2, *[whole] * 2, small, small], None
+    library.norm.argtypes, library.norm.restype = [pointer, ctypes.POINTER(Scale), pointer, *[whole] * 4, small, small], None
+    library.turn.argtypes, library.turn.restype = [*[pointer] * 4, *[whole] * 6, *[small] * 3], None
+    library.gate.argtypes, library.gate.restype = [*[pointer] * 2, *[whole] * 2, *[small] * 3], None
     return library

@@ -21,6 +21,10 @@ COMMON = {
     "tie_word_embeddings": False,
 }
 MOE = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+SHARED = {"shared_expert_intermediate_size": 96, "n_routed_experts": 4, "n_shared_experts": 2, "n_group": 1, "topk_group": 1,
+          "first_k_dense_replace": 1, "routed_scaling_factor": 1.5}
+ERNIE = {"moe_num_experts": 4, "moe_k": 2, "moe_num_shared_experts": 2, "moe_layer_start_index": 1}
+MIXED = {"sliding_window": 24, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
 
 FAMILIES: dict[str, dict[str, object]] = {
     "llama": {},
@@ -33,7 +37,24 @@ FAMILIES: dict[str, dict[str, object]] = {
     "gemma3_text": {"head_dim": 16, "sliding_window": 24, "query_pre_attn_scalar": 16},
     "phi3": {"sliding_window": None, "original_max_position_embeddings": 256},
     "olmo2": {},
-    "granite": {},
+    "granite": {"embedding_multiplier": 3.0, "residual_multiplier": 0.7, "logits_scaling": 2.0, "attention_multiplier": 0.2},
+    "olmo3": MIXED,
+    "exaone4": {"head_dim": 16, **MIXED},
+    "cwm": {"head_dim": 16, **MIXED, "bos_token_id": 1, "eos_token_id": 2},
+    "seed_oss": {"head_dim": 16},
+    "smollm3": {"no_rope_layers": [1, 0, 1]},
+    "gemma": {"head_dim": 16},
+    "helium": {"head_dim": 16},
+    "glm": {"head_dim": 16},
+    "glm4": {"head_dim": 16},
+    "ernie4_5": {"head_dim": 16},
+    "olmoe": MOE,
+    "flex_olmo": MOE,
+    "qwen2_moe": {**MOE, **SHARED},
+    "glm4_moe": {"head_dim": 16, **MOE, **SHARED, "use_qk_norm": True},
+    "dots1": {"head_dim": 16, **MOE, **SHARED},
+    "minimax_m2": {"head_dim": 16, **MOE},
+    "ernie4_5_moe": {**MOE, **ERNIE},
     "gpt_neox": {"num_key_value_heads": None},
     "gpt2": {"n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 256},
     "starcoder2": {"sliding_window": 24},
@@ -59,6 +80,9 @@ def build(family: str, seed: int = 0) -> PreTrainedModel:
                 parameter.copy_(torch.randn_like(parameter) * (2.0 if "embed" in name else 1.3) / parameter.shape[-1] ** 0.5)
             elif "sinks" in name:
                 parameter.copy_(torch.randn_like(parameter))
+        for name, buffer in model.named_buffers():
+            if "correction_bias" in name:
+                buffer.copy_(torch.randn_like(buffer) * 0.1)
     model.generation_config.eos_token_id = None
     return model.eval()
 

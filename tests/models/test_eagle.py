@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from draftproof import native
+from draftproof import llama, native
 from draftproof.errors import LoadError
 from draftproof.models.heads import files as files_of_heads
 from draftproof.models.heads.blocks import Rope, join
@@ -387,8 +387,8 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         found.append(len(given[6]))
         blocks(*given)
 
-    blocks = native.blocks
-    monkeypatch.setattr(native, "blocks", counted)
+    blocks = llama.blocks
+    monkeypatch.setattr(llama, "blocks", counted)
     return found
 
 

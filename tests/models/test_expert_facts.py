@@ -71,7 +71,7 @@ def test_the_table_of_the_documentation(name: str) -> None:
     assert f"| {row} |" in (Path(__file__).parents[2] / "docs" / "advice.md").read_text(encoding="utf-8"), row
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "gpt_oss"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "gpt_oss", "qwen2_moe"])
 def test_a_load_tells_of_experts(family: str) -> None:
     model = build(family)
     held = sum(p.numel() for name, p in model.named_parameters() if ".experts." in name)

@@ -17,10 +17,12 @@ from draftproof import native
 from draftproof.config import LoadConfig
 from draftproof.mixtures import route
 from draftproof.models import int4, int8
-from draftproof.models.experts import Experts, Routed, RouterWeight, are_experts, routers, take_experts
+from draftproof.models.experts import Experts, RouterWeight, are_experts, routers, take_experts
+from draftproof.models.families import FAMILIES
 from draftproof.models.load import load_target
 from draftproof.models.packed import HeldLinear, PackedLinear, StreamedLinear, pack, packed
 from draftproof.models.paged import PagedTarget
+from draftproof.models.routed import Routed, bias_of
 from draftproof.models.tiled import TiledLinear
 
 compiled = pytest.mark.skipif(not native.available()[0], reason=native.available()[1])
@@ -151,29 +153,40 @@ def test_an_expert_that_there_is_not_adds_nothing(form: Any) -> None:
     assert not ours(x, torch.full_like(chosen, COUNT), weights).any() and ours(x[:0], chosen[:0], weights[:0]).shape == (0, HIDDEN)
 
 
+ROUTED: dict[str, dict[str, Any]] = {
+    "qwen3_moe": {}, "mixtral": {}, "olmoe": {}, "minimax_m2": {}, "gpt_oss": {},
+    "qwen2_moe": {"shared_expert_intermediate_size": 3 * INNER},
+    "glm4_moe": {"n_group": 1, "n_shared_experts": 2, "routed_scaling_factor": 1.5},
+    "ernie4_5_moe": {"moe_num_experts": COUNT, "moe_k": EACH, "moe_num_shared_experts": 1, "moe_layer_start_index": 0},
+}
+
+
 def routed(kind: str, dtype: torch.dtype, form: Any = packed) -> tuple[Routed, Any]:
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **SIZES), dtype=dtype).requires_grad_(False)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **{**SIZES, **ROUTED[kind]}), dtype=dtype).requires_grad_(False)
     block = next(module for module in model.modules() if hasattr(module, "experts"))
     for parameter in block.parameters():
         parameter.normal_(0, 0.3).copy_(parameter.bfloat16())
-    return Routed(copy.deepcopy(block), form), block
+    if (bias := bias_of(block)) is not None:
+        bias.normal_(0, 0.2)
+    return Routed(copy.deepcopy(block), form, FAMILIES[kind].routing(block)), block
 
 
 @compiled
 @pytest.mark.parametrize("dtype", native.TYPES, ids=str)
-@pytest.mark.parametrize("kind", ["qwen3_moe", "mixtral"])
-def test_a_router_takes_the_likeliest_and_of_equals_the_first(kind: str, dtype: torch.dtype, other_kernels: None) -> None:
+@pytest.mark.parametrize("kind", ROUTED)
+def test_a_router_takes_the_worthiest_and_of_equals_the_first(kind: str, dtype: torch.dtype, other_kernels: None) -> None:
     ours, theirs = routed(kind, dtype)
-    assert ours.compiled
-    mixture = ours.experts.mixture(EACH, ours.router.product, ours.normed, ours.kept)
-    logits = torch.randn(200, COUNT, generator=torch.Generator().manual_seed(3)).mul(2).round().to(dtype)      # many of them are equal
-    chosen, weights = route(mixture, logits)
-    plain, law = ours.choose(logits)
+    assert ours.compiled and ours._mixture is not None
+    columns, of_logits = ours.router.out_features, torch.float32 if ours.routing.wide else dtype
+    logits = torch.randn(200, columns, generator=torch.Generator().manual_seed(3)).mul(2).round().to(of_logits)    # many of them are equal
+    chosen, weights = route(ours._mixture, logits, dtype)
+    plain, law = ours.choose(logits, dtype)
     assert torch.equal(chosen, plain) and torch.allclose(weights, law.float(), rtol=1e-2 if dtype == torch.bfloat16 else 1e-5)
     assert sum(len(set(row)) < COUNT for row in logits.tolist()) > 100
     x = torch.randn(30, HIDDEN, generator=torch.Generator().manual_seed(4)).to(dtype)
-    want, found = theirs(x[None])[0].float(), ours(x).float()
+    want, found = theirs(x[None]), ours(x).float()
+    want = (want[0] if isinstance(want, tuple) else want).view(30, HIDDEN).float()
     apart = (want - found).abs().amax(-1) > (0.02 if dtype == torch.bfloat16 else 1e-5) * want.abs().max()
     assert int(apart.sum()) <= (2 if dtype == torch.bfloat16 else 0)            # rows whose router sits on an edge
 

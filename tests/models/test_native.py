@@ -7,6 +7,7 @@ import math
 import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -378,25 +379,32 @@ def test_what_lies_behind_the_last_key_seen_is_not_read() -> None:
 @pytest.mark.parametrize(("heads", "dim"), [(3, 64), (1, 20), (5, 6)])
 def test_the_small_operations_of_a_block_are_their_twins(heads: int, dim: int, dtype: torch.dtype) -> None:
     torch.manual_seed(dim)
-    rows, wide = 7, heads * dim
-    every = torch.randn(rows, heads + 2, dim).to(dtype) * 3
-    x, flat, weight = every[:, :heads], torch.randn(rows, wide).to(dtype), torch.randn(heads, dim).to(dtype)
+    rows, every = 7, torch.randn(7, heads + 2, dim).to(dtype) * 3
+    x, flat, weight = every[:, :heads], torch.randn(rows, heads * dim).to(dtype), torch.randn(heads, dim).to(dtype)
     cos, sin = torch.randn(rows, 2, dim).to(dtype).split(1, 1)
+    wide, sharp, end = weight.float() + 1e-3, (cos.float() + 1e-3, sin.float() + 1e-3), dim // 4 * 2
+    part = cos[..., :end], sin[..., :end]
+    both, gelu = torch.cat([flat, flat.flip(0) * 9], 1), partial(torch.nn.functional.gelu, approximate="tanh")
     pairs = {
         "norm": (native.norm(flat, weight.view(-1), 1e-5), rms_norm(flat, weight.view(-1), 1e-5)),
         "norm of heads": (native.norm(x, weight, 1e-5), rms_norm(x, weight, 1e-5)),
+        "norm that is rounded once": (native.norm(x, wide, 1e-5), rms_norm(x, wide, 1e-5)),
         "turn": (native.turn(x, cos, sin), turn(x, cos, sin)),
-        "gate": (native.gate(torch.cat([flat, flat.flip(0) * 9], 1)), torch.nn.functional.silu(flat) * (flat.flip(0) * 9)),
+        "turn that is rounded once": (native.turn(x, *sharp), turn(x, *sharp)),
+        "turn of a part": (native.turn(x, *part), turn(x, *part)),
+        "gate": (native.gate(both), torch.nn.functional.silu(flat) * (flat.flip(0) * 9)),
+        "gate by gelu": (native.gate(both, gelu=True), gelu(flat.double()).to(dtype) * (flat.flip(0) * 9)),
     }
+    assert torch.equal(pairs["turn of a part"][0][..., end:], x[..., end:])
     for name, (got, want) in pairs.items():
         assert got.dtype == dtype and got.shape == want.shape, name
         torch.testing.assert_close(got, want, rtol=2**-7 if dtype == torch.bfloat16 else 1e-5, atol=1e-6, msg=name)
     for start, count in ((0, 1), (2, 3), (5, 2)):
-        part = slice(start, start + count)
-        assert torch.equal(native.norm(flat[part], weight.view(-1), 1e-5), pairs["norm"][0][part])
-        assert torch.equal(native.norm(x[part], weight, 1e-5), pairs["norm of heads"][0][part])
-        assert torch.equal(native.turn(x[part], cos[part], sin[part]), pairs["turn"][0][part])
-        assert torch.equal(native.gate(torch.cat([flat, flat.flip(0) * 9], 1)[part]), pairs["gate"][0][part])
+        some = slice(start, start + count)
+        assert torch.equal(native.norm(flat[some], weight.view(-1), 1e-5), pairs["norm"][0][some])
+        assert torch.equal(native.norm(x[some], weight, 1e-5), pairs["norm of heads"][0][some])
+        assert torch.equal(native.turn(x[some], cos[some], sin[some]), pairs["turn"][0][some])
+        assert torch.equal(native.gate(both[some]), pairs["gate"][0][some])
 
 
 @compiled

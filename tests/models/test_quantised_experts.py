@@ -16,8 +16,9 @@ from test_quantised import ALL, AWQ, logits, off, ordinary
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from draftproof import Engine, LoadConfig, Sampling, native
-from draftproof.models.experts import Experts, Routed
+from draftproof.models.experts import Experts
 from draftproof.models.load import load_target
+from draftproof.models.routed import Routed
 
 WIDE = {**COMMON, **MOE, "hidden_size": 128, "moe_intermediate_size": 128, "intermediate_size": 128, "num_hidden_layers": 2}
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -107,7 +108,7 @@ def test_experts_of_gpt_oss(tmp_path: Path, kept: bool) -> None:
     apart = sorted(off(one, other) for one, other in zip(found, expected, strict=True))
     assert apart[-2] < (0.08 if kept else 1e-4) and (kept or apart[-1] < 1e-4)
     if kept:
-        assert all(layer.mlp.experts.compiled for layer in target.parts.layers)
+        assert all(layer.routed.compiled for layer in target.parts.layers)
 
 
 @compiled

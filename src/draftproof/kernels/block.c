@@ -11,88 +11,86 @@
 
 /* y [inner, n] = x / rms(x) * weight over n (Zhang & Sennrich, arXiv 1910.07467), weight [inner, n]. Squares add over lanes, then over
  * these. */
-void norm_of_row(const char *from, const void *weight, char *to, long inner, long n, float eps, int halves)
+void norm_of_row(const char *from, const scale *by, char *to, long inner, long n, int halves)
 {
+    int early = halves && !by->late;
     for (long i = 0; i < inner; i++, from += size(halves) * n, to += size(halves) * n) {
         floats squares = {0};
         long c = 0;
         for (; c + LANES <= n; c += LANES) squares += load_lanes(from, c, halves) * load_lanes(from, c, halves);
         for (int j = 0; c + j < n; j++) squares[j] += load(from, c + j, halves) * load(from, c + j, halves);
-        float scale = 1 / sqrtf(total(squares) / n + eps);
+        float factor = 1 / sqrtf(total(squares) / n + by->eps);
         for (c = 0; c + LANES <= n; c += LANES)
-            store_lanes(to, c, kept_lanes(load_lanes(from, c, halves) * scale, halves) * load_lanes(weight, i * n + c, halves), halves);
-        for (; c < n; c++) store(to, c, kept(load(from, c, halves) * scale, halves) * load(weight, i * n + c, halves), halves);
+            store_lanes(to, c, kept_lanes(load_lanes(from, c, halves) * factor, early) * load_lanes(by->weight, i * n + c, early), halves);
+        for (; c < n; c++) store(to, c, kept(load(from, c, halves) * factor, early) * load(by->weight, i * n + c, early), halves);
     }
 }
 
 /* Of x's outer rows, which are `stride` numbers apart: y [outer, inner, n]. */
-void norm(const void *x, const void *weight, void *y, long outer, long inner, long n, long stride, float eps, int halves, int threads)
+void norm(const void *x, const scale *by, void *y, long outer, long inner, long n, long stride, int halves, int threads)
 {
     long each = size(halves);
 #pragma omp parallel for num_threads(threads) if (outer * inner * n > FEW)
     for (long o = 0; o < outer; o++)
-        norm_of_row((const char *)x + each * o * stride, weight, (char *)y + each * o * inner * n, inner, n, eps, halves);
+        norm_of_row((const char *)x + each * o * stride, by, (char *)y + each * o * inner * n, inner, n, halves);
 }
 
-/* y [heads, dim]: x turned by a position's angles (Su et al., arXiv 2104.09864): cos, and sin, negative in its first half. */
-static void turn_row(const char *from, const void *cos, const void *sin, char *to, long heads, long dim, int halves)
+/* y [heads, dim]: of x's heads the first `turned` numbers turned by a position's angles (Su et al., arXiv 2104.09864): cos, and sin,
+ * negative in its first half; sharp: they are float32, and what they make is rounded once. */
+static void turn_row(const char *from, const void *cos, const void *sin, char *to, long heads, long dim, long turned, int sharp, int halves)
 {
-    for (long h = 0; h < heads; h++, from += size(halves) * dim, to += size(halves) * dim)
+    int early = halves && !sharp;
+    long all = size(halves) * dim, first = size(halves) * turned;
+    for (long h = 0; h < heads; h++, from += all, to += all) {
         for (long side = 0; side < 2; side++) {
-            long d = side * dim / 2, end = d + dim / 2, other = dim / 2 - d;
+            long d = side * turned / 2, end = d + turned / 2, other = turned / 2 - d;
             for (; d + LANES <= end; d += LANES, other += LANES) {
-                floats along = kept_lanes(load_lanes(from, d, halves) * load_lanes(cos, d, halves), halves);
-                floats across = kept_lanes(load_lanes(from, other, halves) * load_lanes(sin, d, halves), halves);
+                floats along = kept_lanes(load_lanes(from, d, halves) * load_lanes(cos, d, early), early);
+                floats across = kept_lanes(load_lanes(from, other, halves) * load_lanes(sin, d, early), early);
                 store_lanes(to, d, along + across, halves);
             }
             for (; d < end; d++, other++) {
-                float along = kept(load(from, d, halves) * load(cos, d, halves), halves);
-                store(to, d, along + kept(load(from, other, halves) * load(sin, d, halves), halves), halves);
+                float along = kept(load(from, d, halves) * load(cos, d, early), early);
+                store(to, d, along + kept(load(from, other, halves) * load(sin, d, early), early), halves);
             }
         }
-}
-
-/* Of x's rows, which are `stride` numbers apart, and cos's and sin's, which are `angles` apart: y [rows, heads, dim]. */
-void turn(const void *x, const void *cos, const void *sin, void *y, long rows, long heads, long dim, long stride, long angles, int halves,
-          int threads)
-{
-    long each = size(halves);
-#pragma omp parallel for num_threads(threads) if (rows * heads * dim > FEW)
-    for (long r = 0; r < rows; r++)
-        turn_row((const char *)x + each * r * stride, (const char *)cos + each * r * angles, (const char *)sin + each * r * angles,
-                 (char *)y + each * r * heads * dim, heads, dim, halves);
-}
-
-static inline floats sigmoid(floats x) /* 1 / (1 + e^-x), by the exponential of what is not positive */
-{
-    integers negative = x < 0;
-    floats e = exponential((floats)((words)x | 0x80000000u)), over = {0};
-    over += 1;
-    floats top = (floats)(((integers)e & negative) | ((integers)over & ~negative));
-    return top / (1 + e);
-}
-
-static inline floats silu(floats x) { return x * sigmoid(x); }
-
-/* y [to) = silu(x) * x, n further on: numbers from `from` on of a row. */
-static void gate_row(const char *x, char *y, long n, long from, long to, int halves)
-{
-    long c = from;
-    for (; c + LANES <= to; c += LANES)
-        store_lanes(y, c, kept_lanes(silu(load_lanes(x, c, halves)), halves) * load_lanes(x, n + c, halves), halves);
-    for (; c < to; c++) {
-        floats value = {load(x, c, halves)};
-        store(y, c, kept(silu(value)[0], halves) * load(x, n + c, halves), halves);
+        memcpy(to + first, from + first, all - first);
     }
 }
 
-/* y [rows, n] = silu(x[:, :n]) * x[:, n:], x [rows, 2 n], by a team: a row's parts begin with whole vectors. */
-void gated(const member *me, const void *x, void *y, long rows, long n, int halves)
+/* Of x's rows, which are `stride` numbers apart, and cos's and sin's, which are `angles` apart: y [rows, heads, dim]. */
+void turn(const void *x, const void *cos, const void *sin, void *y, long rows, long heads, long dim, long turned, long stride, long angles,
+          int sharp, int halves, int threads)
+{
+    long each = size(halves), apart = size(halves && !sharp) * angles;
+#pragma omp parallel for num_threads(threads) if (rows * heads * dim > FEW)
+    for (long r = 0; r < rows; r++)
+        turn_row((const char *)x + each * r * stride, (const char *)cos + r * apart, (const char *)sin + r * apart,
+                 (char *)y + each * r * heads * dim, heads, dim, turned, sharp, halves);
+}
+
+/* silu, or the approximation of gelu by a hyperbolic tangent (Hendrycks & Gimpel, arXiv 1606.08415), which is a sigmoid. */
+static inline floats act(floats x, int gelu) { return x * sigmoid(gelu ? 1.5957691216f * (x + 0.044715f * x * x * x) : x); }
+
+/* y [to) = act(x) * x, n further on: numbers from `from` on of a row. */
+static void gate_row(const char *x, char *y, long n, long from, long to, int gelu, int halves)
+{
+    long c = from;
+    for (; c + LANES <= to; c += LANES)
+        store_lanes(y, c, kept_lanes(act(load_lanes(x, c, halves), gelu), halves) * load_lanes(x, n + c, halves), halves);
+    for (; c < to; c++) {
+        floats value = {load(x, c, halves)};
+        store(y, c, kept(act(value, gelu)[0], halves) * load(x, n + c, halves), halves);
+    }
+}
+
+/* y [rows, n] = act(x[:, :n]) * x[:, n:], x [rows, 2 n], by a team: a row's parts begin with whole vectors. */
+void gated(const member *me, const void *x, void *y, long rows, long n, int gelu, int halves)
 {
     long parts = rows % me->of ? me->of : 1, vectors = n / LANES, each = size(halves);
     MINE(i, rows * parts) {
         long r = i / parts, part = i % parts, to = part + 1 == parts ? n : (part + 1) * vectors / parts * LANES;
-        gate_row((const char *)x + 2 * each * r * n, (char *)y + each * r * n, n, part * vectors / parts * LANES, to, halves);
+        gate_row((const char *)x + 2 * each * r * n, (char *)y + each * r * n, n, part * vectors / parts * LANES, to, gelu, halves);
     }
 }
 
@@ -135,9 +133,9 @@ void limited(const member *me, const void *x, void *y, long rows, long n, float 
         }
 }
 
-void gate(const void *x, void *y, long rows, long n, int halves, int threads)
+void gate(const void *x, void *y, long rows, long n, int gelu, int halves, int threads)
 {
-    TOGETHER(threads, rows * n > FEW, gated(me, x, y, rows, n, halves));
+    TOGETHER(threads, rows * n > FEW, gated(me, x, y, rows, n, gelu, halves));
 }
 
 /* Within each of `count` stores, whose rows have sizes[i] bytes: for each of n moves [n, 3], from, to and how many, the rows from `from` on
@@ -152,19 +150,37 @@ void copy_rows(void *const *stores, const long *sizes, long count, const int64_t
             memcpy((char *)stores[i] + move[1] * sizes[i], (char *)stores[i] + move[0] * sizes[i], move[2] * sizes[i]);
 }
 
+static void norm_or_copy(const char *from, const scale *by, char *to, long n, int halves)
+{
+    if (by->weight) norm_of_row(from, by, to, 1, n, halves);
+    else memcpy(to, from, size(halves) * n);
+}
+
 /* What the first product of a layer reads, of rows x and `beside` [hidden], in `to`. */
 static void enter_row(const layer *l, char *x, const char *beside, char *to, int halves)
 {
     long hidden = l->o.out, bytes = size(halves) * hidden;
-    if (l->of_stream) {
-        norm_of_row(beside, l->before, to, 1, hidden, l->before_eps, halves);
-        norm_of_row(x, l->of_stream, to + bytes, 1, hidden, l->before_eps, halves);
+    if (l->of_stream.weight) {
+        norm_of_row(beside, &l->before, to, 1, hidden, halves);
+        norm_of_row(x, &l->of_stream, to + bytes, 1, hidden, halves);
         if (l->normed) memcpy(x, to + bytes, bytes);
-    } else if (l->before) {
-        norm_of_row(x, l->before, to, 1, hidden, l->before_eps, halves);
     } else {
-        memcpy(to, x, bytes);
+        norm_or_copy(x, &l->before, to, hidden, halves);
     }
+}
+
+/* A row's heads, queries and keys, normed. */
+static void norm_heads(const layer *l, char *heads, int halves)
+{
+    long queries = l->heads * l->dim;
+    if (!l->as_one) {
+        norm_of_row(heads, &l->of_heads, heads, l->heads + l->kv_heads, l->dim, halves);
+        return;
+    }
+    scale of_keys = l->of_heads;
+    of_keys.weight = (const char *)of_keys.weight + size(halves && !of_keys.late) * queries;
+    norm_of_row(heads, &l->of_heads, heads, 1, queries, halves);
+    norm_of_row(heads + size(halves) * queries, &of_keys, heads + size(halves) * queries, 1, l->kv_heads * l->dim, halves);
 }
 
 /* What a layer's attention is asked, of the rows of a course that begin with row `at`. */
@@ -172,7 +188,7 @@ static attention question(const run *p, const layer *l, const course *c, long nu
 {
     long each = size(p->halves), turned = (l->heads + l->kv_heads) * l->dim, store = each * c->room * l->kv_heads * l->dim;
     char *keys = c->own ? (char *)c->own + 2 * number * store : l->keys, *values = c->own ? keys + store : l->values;
-    return (attention){p->inner + each * at * turned, keys, values, 0, p->read + each * at * l->heads * l->dim, turned, l->kv_heads,
+    return (attention){p->inner + each * at * turned, keys, values, l->sinks, p->read + each * at * l->heads * l->dim, turned, l->kv_heads,
                        l->heads / l->kv_heads, l->dim, l->dim, l->window, l->scaling, p->halves};
 }
 
@@ -180,11 +196,12 @@ static attention question(const run *p, const layer *l, const course *c, long nu
 static void look_back(const member *me, const run *p, const layer *l, long number)
 {
     long each = size(p->halves), turned = l->heads + l->kv_heads, row = each * l->qkv.out, key = each * l->kv_heads * l->dim, at = 0;
+    long angle = size(p->halves && !p->sharp), rope = 2 * angle * l->rope * l->turned;
     MINE(r, p->rows) {
         char *heads = p->written + r * row;
-        if (l->of_heads) norm_of_row(heads, l->of_heads, heads, turned, l->dim, l->heads_eps, p->halves);
-        turn_row(heads, p->cos + each * r * p->angles, p->sin + each * r * p->angles, p->inner + each * r * turned * l->dim, turned, l->dim,
-                 p->halves);
+        long angles = angle * r * p->angles + rope;
+        if (l->of_heads.weight) norm_heads(l, heads, p->halves);
+        turn_row(heads, p->cos + angles, p->sin + angles, p->inner + each * r * turned * l->dim, turned, l->dim, l->turned, p->sharp, p->halves);
     }
     join(me);
     for (const course *c = p->first; c < p->first + p->courses; at += c->rows, c++) {
@@ -210,6 +227,55 @@ static void come_forward(const member *me, const run *p, const layer *l)
     join(me);
 }
 
+/* y [n] = x * factor */
+void enlarge(const char *x, float factor, char *y, long n, int halves)
+{
+    long c = 0;
+    for (; c + LANES <= n; c += LANES) store_lanes(y, c, load_lanes(x, c, halves) * factor, halves);
+    for (; c < n; c++) store(y, c, load(x, c, halves) * factor, halves);
+}
+
+/* x += what a block made in `written`, normed, and its share taken: in a loop of its own, as one would not round it before the sum. */
+static void arrive(const member *me, const run *p, const layer *l, const scale *by, long rows)
+{
+    long hidden = l->o.out, bytes = size(p->halves) * hidden;
+    MINE(r, rows) {
+        char *made = p->written + r * bytes, *x = p->x + r * bytes;
+        long c = 0;
+        if (by->weight) norm_of_row(made, by, made, 1, hidden, p->halves);
+        if (l->share != 1) enlarge(made, l->share, made, hidden, p->halves);
+        for (; c + LANES <= hidden; c += LANES)
+            store_lanes(x, c, load_lanes(x, c, p->halves) + load_lanes(made, c, p->halves), p->halves);
+        for (; c < hidden; c++) store(x, c, load(x, c, p->halves) + load(made, c, p->halves), p->halves);
+    }
+    join(me);
+}
+
+/* x += what a block's last product makes of rows `from`. */
+static void give(const member *me, const run *p, const layer *l, const product *last, const char *from, const scale *by, long rows)
+{
+    int as_is = !by->weight && l->share == 1;
+    multiplied(me, last, from, p->room, as_is ? p->x : p->written, rows, p->halves, as_is);
+    if (!as_is) arrive(me, p, l, by, rows);
+}
+
+/* x += what experts make of the rows in `read`. */
+static void consult(const member *me, const run *p, const layer *l, long rows)
+{
+    const mixture *m = l->experts;
+    int as_is = !l->of_mlp.weight && l->share == 1, halves = p->halves && !m->wide;
+    const char *from = p->read;
+    if (halves != p->halves) {
+        MINE(r, rows) widen(p->read, r * m->router.in, m->router.in, 1, (float *)p->inner + r * m->router.in, m->router.in);
+        join(me);
+        from = p->inner;
+    }
+    multiplied(me, &m->router, from, p->room, p->written, rows, halves, 0);
+    routed(me, m, p->written, p->journey, rows, halves, p->halves);
+    through_experts(me, m, p->read, p->journey, as_is ? p->x : p->written, rows, p->halves, as_is);
+    if (!as_is) arrive(me, p, l, &l->of_mlp, rows);
+}
+
 /* A layer, which is the pass's so many'th, over x. */
 void through(const member *me, const run *p, const layer *l, long number)
 {
@@ -221,19 +287,17 @@ void through(const member *me, const run *p, const layer *l, long number)
     multiplied(me, &l->qkv, p->read, p->room, p->written, p->rows, p->halves, 0);
     look_back(me, p, l, number);
     if (few) come_forward(me, p, l);
-    multiplied(me, &l->o, p->read, p->room, p->x, rows, p->halves, 1);
-    MINE(r, rows) norm_of_row(p->x + r * bytes, l->after, p->read + r * bytes, 1, hidden, l->after_eps, p->halves);
+    give(me, p, l, &l->o, p->read, &l->of_attention, rows);
+    MINE(r, rows) norm_or_copy(p->x + r * bytes, &l->after, p->read + r * bytes, hidden, p->halves);
     join(me);
     if (l->experts) {
-        multiplied(me, &l->experts->router, p->read, p->room, p->written, rows, p->halves, 0);
-        routed(me, l->experts, p->written, p->journey, rows, p->halves);
-        through_experts(me, l->experts, p->read, p->journey, p->x, rows, p->halves, 1);
+        consult(me, p, l, rows);
         return;
     }
     multiplied(me, &l->gate_up, p->read, p->room, p->written, rows, p->halves, 0);
-    gated(me, p->written, p->inner, rows, l->gate_up.out / 2, p->halves);
+    gated(me, p->written, p->inner, rows, l->gate_up.out / 2, l->gelu, p->halves);
     join(me);
-    multiplied(me, &l->down, p->inner, p->room, p->x, rows, p->halves, 1);
+    give(me, p, l, &l->down, p->inner, &l->of_mlp, rows);
 }
 
 /* Memory for a run of these layers; its own address, to be freed. */
@@ -243,10 +307,12 @@ char *equip(run *p, const layer *layers, long count)
     long read = 0, written = 0, inner = 0, room = 0, each = size(p->halves), at = 0;
     for (const layer *l = layers; l < layers + count; l++) {
         const product *behind = l->experts ? &l->experts->router : &l->gate_up, *products[] = {&l->qkv, &l->o, behind, &l->down};
+        long wide = l->experts && l->experts->wide ? 4 / each : 1; /* float32 beside others */
         read = most(read, most(l->qkv.in, most(l->o.in, l->o.out)));
-        written = most(written, most(behind->out, l->qkv.out));
-        inner = most(inner, most((l->heads + l->kv_heads) * l->dim, l->down.in));
-        for (int i = 0; i < (l->experts ? 3 : 4); i++) room = most(room, room_for(products[i], p->rows, p->halves, p->threads));
+        written = most(written, most(most(wide * behind->out, l->o.out), l->qkv.out));
+        inner = most(inner, most((l->heads + l->kv_heads) * l->dim, l->experts ? wide * behind->in : l->down.in));
+        for (int i = 0; i < (l->experts ? 3 : 4); i++)
+            room = most(room, room_for(products[i], p->rows, p->halves && (wide == 1 || products[i] != behind), p->threads));
         experts = l->experts ? l->experts : experts;
     }
     long journey = experts ? journey_for(p->journey, experts, p->rows, p->halves, p->threads, 0) : 0;
@@ -259,11 +325,11 @@ char *equip(run *p, const layer *layers, long count)
 
 /* `count` layers one after the other, over x, which is overwritten. Returns 0, or 1 without memory. */
 int blocks(const layer *layers, long count, const course *first_course, long courses, void *x, const void *beside, const void *cos,
-           const void *sin, long angles, int halves, int threads)
+           const void *sin, long angles, int sharp, int halves, int threads)
 {
     int failed = 0;
     journey journey;
-    run p = {first_course, courses, 0, angles, x, beside, cos, sin, halves, threads, &failed, .journey = &journey};
+    run p = {first_course, courses, 0, angles, x, beside, cos, sin, sharp, halves, threads, &failed, .journey = &journey};
     for (const course *c = first_course; c < first_course + courses; c++) p.rows += c->rows;
     char *all = equip(&p, layers, count);
     if (!all) return 1;

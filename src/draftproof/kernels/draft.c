@@ -10,16 +10,16 @@
 
 #define SURE 64.0f /* the gap of a token that has no rival */
 
-/* fuse: what the target's hidden states pass through; before [parts, fuse.in / parts]: weights of the norms before it, or null. embedding
+/* fuse: what the target's hidden states pass through; before: norms before it, [parts, fuse.in / parts]. embedding
  * [vocabulary, hidden]; ids [size]: the tokens of the output's columns, or null: themselves; angles [positions, 2, dim]: cos, and sin as
  * `turn` takes it. normed: the stream itself goes on as its norm. */
 typedef struct {
     const layer *layers;
     product output, fuse;
-    const void *before, *norm, *embedding, *angles;
+    scale before, norm;
+    const void *embedding, *angles;
     const int64_t *ids;
     long count, hidden, size, dim, parts;
-    float eps;
     int normed, halves;
 } head;
 
@@ -56,7 +56,7 @@ static int look(const head *h, const growth *g, const desk *d, long level, long 
 {
     long first = level * g->widest * g->k, last = first + slots * g->k;
     int lawful = g->keys || g->chances;
-    if (!h->normed) norm(d->x, h->norm, d->y, slots, 1, h->hidden, h->hidden, h->eps, h->halves, threads);
+    if (!h->normed) norm(d->x, &h->norm, d->y, slots, 1, h->hidden, h->hidden, h->halves, threads);
     int wrong = multiply(&h->output, h->normed ? d->x : d->y, d->logits, slots, h->halves, threads);
     if (lawful) {
         wrong |= law(d->logits, d->law, slots, h->size, g->temperature, h->halves, threads);
@@ -149,10 +149,10 @@ static int pass(const head *h, const growth *g, desk *d, long rows, long start, 
     for (long i = 0; i < pages; i++) page[i] = i;
     const course c = {rows, 1, rows, g->page, position, of_rows, of_pages, row, page, &none, place, row, g->own, g->room, sight, end};
     const char *cos = (const char *)h->angles + size(h->halves) * at * angles, *sin = cos + size(h->halves) * h->dim;
-    int failed = blocks(h->layers, h->count, &c, 1, d->x, d->z, cos, sin, sight ? 0 : angles, h->halves, threads);
+    int failed = blocks(h->layers, h->count, &c, 1, d->x, d->z, cos, sin, sight ? 0 : angles, 0, h->halves, threads);
     if (h->normed) {
         char *streams = d->x;
-        norm(d->x, h->norm, d->y, rows, 1, h->hidden, h->hidden, h->eps, h->halves, threads);
+        norm(d->x, &h->norm, d->y, rows, 1, h->hidden, h->hidden, h->halves, threads);
         d->x = d->y, d->y = streams;
     }
     return failed;
@@ -163,8 +163,8 @@ static int pass(const head *h, const growth *g, desk *d, long rows, long start, 
 static int feed(const head *h, const growth *g, desk *d, void *last, int threads)
 {
     long bytes = size(h->halves) * h->hidden, part = h->fuse.in / h->parts;
-    if (h->before) norm(g->features, h->before, d->read, g->fed, h->parts, part, h->fuse.in, h->eps, h->halves, threads);
-    int failed = multiply(&h->fuse, h->before ? d->read : g->features, d->x, g->fed, h->halves, threads);
+    if (h->before.weight) norm(g->features, &h->before, d->read, g->fed, h->parts, part, h->fuse.in, h->halves, threads);
+    int failed = multiply(&h->fuse, h->before.weight ? d->read : g->features, d->x, g->fed, h->halves, threads);
     for (long r = 0; r < g->fed; r++) memcpy(d->z + r * bytes, (const char *)h->embedding + g->text[r] * bytes, bytes);
     failed |= pass(h, g, d, g->fed, g->held - g->fed, g->position - g->fed, 0, threads);
     memcpy(last, d->x + (g->fed - 1) * bytes, bytes);
@@ -195,7 +195,7 @@ static int step(const head *h, const growth *g, desk *d, long level, long slots,
 static char *furnish(const head *h, const growth *g, desk *d)
 {
     long wide = g->widest, rows = most(wide, g->fed), stream = UP(rows * h->hidden * 4, 64), logits = UP(wide * h->size * 4, 64);
-    long normed = h->before ? UP(g->fed * h->fuse.in * 4, 64) : 0, seen = g->held + wide * g->depth, sight = UP(wide * seen, 64);
+    long normed = h->before.weight ? UP(g->fed * h->fuse.in * 4, 64) : 0, seen = g->held + wide * g->depth, sight = UP(wide * seen, 64);
     long numbers = UP(8 * (3 * rows + seen / g->page + 1), 64);
     char *all = aligned_alloc(64, UP(3 * stream + normed + 2 * logits + 2 * sight + numbers + 12 * wide, 64)), *at = all;
     if (!all) return 0;

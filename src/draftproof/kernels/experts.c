@@ -61,22 +61,41 @@ static void come_back(const mixture *m, const journey *j, long r, void *y, int h
     }
 }
 
-/* Of rows' logits [rows, count] the experts, the likeliest first and of equals the one that comes first, and their weights, by a team. */
-void routed(const member *me, const mixture *m, const void *logits, journey *j, long rows, int halves)
+/* law [count]: what experts weigh by their logits, which it holds; behind it there is room for a vector. */
+static void weigh(float *law, long count, int by_sigmoid)
 {
-    float law[m->count + LANES];
+    float top = -INFINITY, all = 0;
+    if (by_sigmoid) {
+        for (long e = 0; e < count; e += LANES) *(floats *)(law + e) = sigmoid(*(const floats *)(law + e));
+        return;
+    }
+    for (long e = 0; e < count; e++) top = law[e] > top ? law[e] : top;
+    for (long e = 0; e < count; e += LANES) *(floats *)(law + e) = exponential(*(const floats *)(law + e) - top);
+    for (long e = 0; e < count; e++) all += law[e];
+    for (long e = 0; e < count; e++) law[e] /= all;
+}
+
+/* Of rows' logits the experts, the worthiest first and of equals the one that comes first, those that all share behind them, and their
+ * weights, by a team. halves: of logits; stream: of what the experts read. */
+void routed(const member *me, const mixture *m, const void *logits, journey *j, long rows, int halves, int stream)
+{
+    long count = m->count - m->shared, own = m->chosen - m->shared;
+    float law[count + LANES], worth[own + 1];
     MINE(r, rows) {
-        float *weight = j->weights + r * m->chosen, top = -INFINITY, all = 0, sum = 0;
+        float *weight = j->weights + r * m->chosen, sum = 0;
         int64_t *chosen = j->chosen + r * m->chosen;
-        long found = 0;
-        widen(logits, r * m->count, m->count, halves, law, m->count);
-        for (long e = 0; e < m->count; e++) top = law[e] > top ? law[e] : top;
-        for (long e = 0; e < m->count; e += LANES) *(floats *)(law + e) = exponential(*(const floats *)(law + e) - top);
-        for (long e = 0; e < m->count; e++) all += law[e];
-        for (long e = 0; e < m->count; e++)
-            if (found < m->chosen || law[e] > weight[found - 1]) found = placed(law[e], e, m->chosen, found, weight, chosen);
-        for (long i = 0; i < m->chosen; i++) weight[i] /= all, sum += weight[i];
-        for (long i = 0; i < m->chosen; i++) weight[i] = kept(m->normed ? weight[i] / sum : weight[i], halves && m->kept);
+        long found = 0, at = r * m->router.out;
+        widen(logits, at, count, halves, law, count);
+        weigh(law, count, m->by_sigmoid);
+        for (long e = 0; e < count; e++) {
+            float value = m->bias ? law[e] + m->bias[e] : law[e];
+            if (found < own || value > worth[found - 1]) found = placed(value, e, own, found, worth, chosen);
+        }
+        for (long i = 0; i < own; i++) weight[i] = law[chosen[i]], sum += weight[i];
+        for (long i = 0; i < own; i++) weight[i] = kept((m->normed ? weight[i] / sum : weight[i]) * m->factor, stream && m->kept);
+        floats gate = {m->gated ? load(logits, at + count, halves) : 0};
+        for (long i = own; i < m->chosen; i++)
+            chosen[i] = count + i - own, weight[i] = m->gated ? kept(sigmoid(gate)[0], stream && m->kept) : 1;
     }
     join(me);
 }
@@ -93,7 +112,7 @@ void through_experts(const member *me, const mixture *m, const void *x, journey 
     join(me);
     multiplied_each(me, m->gate_up, &which, j->read, rows, j->room, j->written, halves);
     if (m->limit > 0) limited(me, j->written, j->inner, there, m->down->in, m->alpha, m->limit, halves);
-    else gated(me, j->written, j->inner, there, m->down->in, halves);
+    else gated(me, j->written, j->inner, there, m->down->in, 0, halves);
     join(me);
     multiplied_each(me, m->down, &which, j->inner, rows, j->room, j->read, halves);
     MINE(r, rows) come_back(m, j, r, y, halves, adding);
@@ -115,9 +134,9 @@ int mix(const mixture *m, const void *x, const int64_t *chosen, const float *wei
     return 0;
 }
 
-/* The experts and weights [rows, chosen] that logits [rows, count] choose. */
-void route(const mixture *m, const void *logits, int64_t *chosen, float *weights, long rows, int halves)
+/* The experts and weights [rows, chosen] that logits [rows, router.out] choose. */
+void route(const mixture *m, const void *logits, int64_t *chosen, float *weights, long rows, int halves, int stream)
 {
     journey j = {.chosen = chosen, .weights = weights};
-    TOGETHER(1, 0, routed(me, m, logits, &j, rows, halves));
+    TOGETHER(1, 0, routed(me, m, logits, &j, rows, halves, stream));
 }

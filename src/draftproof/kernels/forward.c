@@ -7,14 +7,16 @@
 
 #include "lanes.h"
 
-/* embedding [vocabulary, hidden]; angles [positions, 2, dim]: cos, and sin as `turn` takes it. */
+/* embedding [vocabulary, hidden], taken times `factor`; angles [positions, turns]: of each rope cos, and sin as `turn` takes it, of `turned`
+ * numbers each; sharp: they are float32. */
 typedef struct {
     const layer *layers;
     product output;
-    const void *norm, *embedding, *angles;
-    long count, hidden, vocabulary, dim;
-    float eps;
-    int halves;
+    scale norm;
+    const void *embedding, *angles;
+    long count, hidden, vocabulary, turns, turned;
+    float factor;
+    int sharp, halves;
 } model;
 
 /* What is asked of a pass: ids [rows]; taps [tap_count], rising: layers whose outputs go to tapped [rows, tap_count, hidden]; keep [kept]:
@@ -35,7 +37,7 @@ static void pass(const member *me, const model *m, const run *p, const wish *w, 
         MINE(r, p->rows) memcpy((char *)w->tapped + (r * w->tap_count + tap) * bytes, p->x + r * bytes, bytes);
         tap++;
     }
-    MINE(i, w->kept) norm_of_row(p->x + (w->keep && !p->keep ? w->keep[i] : i) * bytes, m->norm, y + i * bytes, 1, m->hidden, m->eps, m->halves);
+    MINE(i, w->kept) norm_of_row(p->x + (w->keep && !p->keep ? w->keep[i] : i) * bytes, &m->norm, y + i * bytes, 1, m->hidden, m->halves);
     join(me);
     multiplied(me, &m->output, y, room, w->logits, w->kept, m->halves, 0);
 }
@@ -43,7 +45,7 @@ static void pass(const member *me, const model *m, const run *p, const wish *w, 
 /* Returns 0, 1 without memory, or 2, and has done nothing, if an id is none of the vocabulary's. */
 int forward(const model *m, const course *c, const wish *w, int threads)
 {
-    long bytes = size(m->halves) * m->hidden, turned = size(m->halves) * 2 * m->dim, rows = c->rows;
+    long bytes = size(m->halves) * m->hidden, angle = size(m->halves && !m->sharp), turned = angle * m->turns, rows = c->rows;
     for (long r = 0; r < rows; r++)
         if (w->ids[r] < 0 || w->ids[r] >= m->vocabulary) return 2;
     long streams = UP(rows * bytes, 64), angles = UP(rows * turned, 64), normed = UP(w->kept * bytes, 64);
@@ -51,11 +53,11 @@ int forward(const model *m, const course *c, const wish *w, int threads)
     char *turns = x + streams, *y = turns + angles;
     int failed = 0;
     journey journey;
-    run p = {c, 1, rows, 2 * m->dim, x, 0, turns, turns + size(m->halves) * m->dim, m->halves, threads, &failed, 0, 0, 0, 0,
+    run p = {c, 1, rows, m->turns, x, 0, turns, turns + angle * m->turned, m->sharp, m->halves, threads, &failed, 0, 0, 0, 0,
              w->tap_count && w->taps[w->tap_count - 1] == m->count - 1 ? 0 : w->keep, w->kept, m->count - 1, &journey};
     char *all = x ? equip(&p, m->layers, m->count) : 0;
     for (long r = 0; all && r < rows; r++) {
-        memcpy(x + r * bytes, (const char *)m->embedding + w->ids[r] * bytes, bytes);
+        enlarge((const char *)m->embedding + w->ids[r] * bytes, m->factor, x + r * bytes, m->hidden, m->halves);
         memcpy(turns + r * turned, (const char *)m->angles + c->position[r] * turned, turned);
     }
     if (all) TOGETHER(threads, worth_a_team(m->layers, rows), pass(me, m, &p, w, y, y + normed));

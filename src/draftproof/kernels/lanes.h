@@ -181,6 +181,15 @@ static inline floats exponential(floats x)
     return (floats)((integers)((words)y + power) & seen);
 }
 
+static inline floats sigmoid(floats x) /* 1 / (1 + e^-x), by the exponential of what is not positive */
+{
+    integers negative = x < 0;
+    floats e = exponential((floats)((words)x | 0x80000000u)), over = {0};
+    over += 1;
+    floats top = (floats)(((integers)e & negative) | ((integers)over & ~negative));
+    return top / (1 + e);
+}
+
 /* Numbers of float32 or, with halves, bfloat16: one, or LANES of them from the i-th on. */
 static inline float load(const void *from, long i, int halves)
 {
@@ -281,15 +290,19 @@ typedef struct {
     long count;
 } portions;
 
-/* The experts of a layer (Shazeer et al., arXiv 1701.06538): of `count` each row chooses so many. router [count, hidden]; gate_up and down
- * [count] are of one shape. normed: the weights of those that a row chooses add up to 1; kept: they are rounded to the stream's type.
- * limit: of gates like gpt-oss's, whose gate and up stand side by side; 0: of silu gates. */
+/* The experts of a layer (Shazeer et al., arXiv 1701.06538): each row goes through `chosen` of `count`, the last `shared` of both always
+ * (Dai et al., arXiv 2401.06066). router [count - shared, hidden], of which a softmax or, with by_sigmoid, sigmoids make weights, and one
+ * output more, if they are gated: the sigmoid of what the shared ones weigh, else 1. gate_up and down [count] are of one shape. bias
+ * [count - shared], or null: what is added for the choice alone. wide: the router's sums stay float32. normed: the weights of those
+ * that a row chooses add up to 1, and are then taken times `factor`; kept: they are rounded to the stream's type. limit: of gates like
+ * gpt-oss's, whose gate and up stand side by side; 0: of silu gates. */
 typedef struct {
     product router;
     const product *gate_up, *down;
-    long count, chosen;
-    int normed, kept;
-    float alpha, limit;
+    const float *bias;
+    long count, chosen, shared;
+    int by_sigmoid, wide, normed, kept, gated;
+    float factor, alpha, limit;
 } mixture;
 
 /* Rows on their way through experts, and memory. Of each row's choices, [rows, chosen]: the experts, in `chosen`, their weights, and in
@@ -399,13 +412,24 @@ static inline floats plus_group(floats all, levels of, integers whole, const flo
 
 static inline floats plus_span(floats all, integers whole, float step) { return all + step * __builtin_convertvector(whole, floats); }
 
-/* A layer of Llama's block. */
+/* A norm's weights, or null: there is none. late: they are float32, and what they make is rounded once, behind them. */
+typedef struct {
+    const void *weight;
+    float eps;
+    int late;
+} scale;
+
+/* A layer of Llama's block: norms before attention and before the MLP, of what either adds to the stream, and of heads, [heads + kv_heads,
+ * dim], each by itself or, as_one, all queries and all keys. of_stream: the layer reads norm(beside; before) and norm(x; of_stream),
+ * side by side (EAGLE-3); normed: x itself goes on as the latter. What is added is taken times `share`. sinks [heads], or null. Of a
+ * head the first `turned` numbers are turned, by the rope of this number. */
 typedef struct {
     product qkv, o, gate_up, down;
-    const void *before, *after, *of_heads; /* weights of the norms; before may be null, of_heads is [heads + kv_heads, dim] or null */
-    const void *of_stream; /* not null: the layer reads norm(beside; before) and norm(x; of_stream), side by side (EAGLE-3) */
-    float before_eps, after_eps, heads_eps, scaling;
-    long heads, kv_heads, dim, window, normed; /* normed: x itself goes on as norm(x; of_stream) */
+    scale before, after, of_attention, of_mlp, of_heads, of_stream;
+    float scaling, share;
+    long heads, kv_heads, dim, turned, rope, window;
+    int as_one, normed, gelu; /* gelu: of gates, by its approximation; else silu */
+    const float *sinks;
     void *keys, *values; /* the layer's storage, [places, kv_heads, dim] */
     const mixture *experts; /* in place of gate_up and down, or null */
 } layer;
@@ -413,13 +437,14 @@ typedef struct {
 /* A pass of the rows of `courses` courses, one after the other, and its memory, for all rows and every layer: what a product reads, what it
  * writes, heads or the MLP's inner numbers; and `room` for products. failed: set where a thread finds no memory. x [rows, hidden];
  * beside [rows, hidden], or null: what a layer with `of_stream` reads, too; cos, sin: rows `angles` numbers apart, sin negative in its first
- * half. keep [kept], rising, or null: of layer `last` only these rows are wanted, which x begins with afterwards. */
+ * half, those of each rope behind the others'; sharp: they are float32. keep [kept], rising, or null: of layer `last` only these rows
+ * are wanted, which x begins with afterwards. */
 typedef struct {
     const course *first;
     long courses, rows, angles;
     char *x;
     const char *beside, *cos, *sin;
-    int halves, threads, *failed;
+    int sharp, halves, threads, *failed;
     char *read, *written, *inner, *room;
     const int64_t *keep;
     long kept, last;
@@ -452,17 +477,18 @@ void multiplied(const member *me, const product *p, const void *x, void *room, v
 int multiply(const product *p, const void *x, void *y, long rows, int halves, int threads);
 long room_for_each(const product *products, long count, long rows, long all, int halves, int threads);
 void multiplied_each(const member *me, const product *products, const portions *all, const void *x, long rows, void *room, void *y, int halves);
-void gated(const member *me, const void *x, void *y, long rows, long n, int halves);
+void gated(const member *me, const void *x, void *y, long rows, long n, int gelu, int halves);
 void limited(const member *me, const void *x, void *y, long rows, long n, float alpha, float limit, int halves);
 long journey_for(journey *j, const mixture *m, long rows, int halves, int threads, char *memory);
 void through_experts(const member *me, const mixture *m, const void *x, journey *j, void *y, long rows, int halves, int adding);
-void routed(const member *me, const mixture *m, const void *logits, journey *j, long rows, int halves);
-void norm(const void *x, const void *weight, void *y, long outer, long inner, long n, long stride, float eps, int halves, int threads);
-void norm_of_row(const char *from, const void *weight, char *to, long inner, long n, float eps, int halves);
+void routed(const member *me, const mixture *m, const void *logits, journey *j, long rows, int halves, int stream);
+void norm(const void *x, const scale *by, void *y, long outer, long inner, long n, long stride, int halves, int threads);
+void norm_of_row(const char *from, const scale *by, char *to, long inner, long n, int halves);
+void enlarge(const char *x, float factor, char *y, long n, int halves);
 char *equip(run *p, const layer *layers, long count);
 void through(const member *me, const run *p, const layer *l, long number);
 int blocks(const layer *layers, long count, const course *first_course, long courses, void *x, const void *beside, const void *cos,
-           const void *sin, long angles, int halves, int threads);
+           const void *sin, long angles, int sharp, int halves, int threads);
 int law(const void *x, float *y, long rows, long width, float temperature, int halves, int threads);
 int best(const float *x, long rows, long size, const uint32_t *keys, const int64_t *names, long k, float *scores, int64_t *columns,
          int threads);

@@ -30,11 +30,12 @@ Turn = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x / rms(x) · weight over the last dimension, rounded where the transformers modules round (Zhang & Sennrich, arXiv 1910.07467)."""
+    """x / rms(x) · weight over the last dimension, rounded where the transformers modules round (Zhang & Sennrich, arXiv 1910.07467): in
+    front of the weight, or, where that is wider than x, behind it."""
     wide = x.to(torch.float32, copy=True)
     scale = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
     wide.mul_(scale.mul_(scale).div_(x.shape[-1]).add_(eps).rsqrt_())
-    return wide.to(x.dtype).mul_(weight)
+    return wide.to(weight.dtype).mul_(weight).to(x.dtype)
 
 
 def tiled_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -43,8 +44,12 @@ def tiled_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x [rows, heads, n] turned by rotary angles (Su et al., arXiv 2104.09864); cos, sin [rows, 1, n], sin negative in its first half."""
-    return (x * cos).add_(x.roll(x.shape[-1] // 2, -1).mul_(sin))
+    """x [rows, heads, n], whose heads' first numbers are turned by rotary angles (Su et al., arXiv 2104.09864); cos, sin
+    [rows, 1, numbers], sin negative in its first half. Of angles wider than x the sum is rounded once."""
+    turned = cos.shape[-1]
+    if turned < x.shape[-1]:
+        return torch.cat([turn(x[..., :turned], cos, sin), x[..., turned:]], -1)
+    return (x * cos).add_(x.roll(turned // 2, -1) * sin).to(x.dtype)
 
 
 def signed(sin: Tensor) -> Tensor:

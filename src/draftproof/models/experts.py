@@ -11,7 +11,6 @@ Where a gate is silu's or gpt-oss's, all of that is one call (kernels/experts.c)
 
 from __future__ import annotations
 
-import ctypes
 import re
 from collections.abc import Iterable, Iterator, Sequence, Set
 from itertools import pairwise
@@ -22,9 +21,9 @@ from torch import Tensor, nn
 from transformers.activations import SiLUActivation
 
 from .. import native
-from ..mixtures import Mixture, Products, mix, multiply_each, route
+from ..mixtures import Mixture, Products, mix, multiply_each
 from .levels import LevelExperts
-from .packed import HeldLinear, Linear, StreamedLinear, packed, sizes, widened_bytes
+from .packed import Linear, StreamedLinear, packed, sizes, widened_bytes
 from .placeholder import Placeholder
 from .target import ExpertFacts
 
@@ -45,11 +44,15 @@ def _names(module: Any) -> tuple[str, str]:
 
 
 class Experts(nn.Module):
-    """Stands for transformers' experts, whose weights it takes one by one."""
+    """Stands for transformers' experts, whose weights it takes one by one. The last `shared` of them are all rows'."""
 
-    def __init__(self, like: Any, form: Linear) -> None:
+    def __init__(self, like: Any, form: Linear, shared: Sequence[tuple[Tensor, Tensor]] = ()) -> None:
+        """shared: of each such expert gate and up, one below the other, and down."""
         super().__init__()
         self.first, self.down = (self._layers(like, name, form) for name in _names(like))
+        for side, layers in enumerate((self.first, self.down)):
+            layers.extend(form(weights[side], None) for weights in shared)
+        self.shared = len(shared)
         self.like = like
         gate = type(like)._apply_gate
         plain = like.has_gate and gate.__module__ == "transformers.integrations.moe" and type(like.act_fn) in SILU
@@ -81,10 +84,15 @@ class Experts(nn.Module):
             return mix(self._mixtures[each], hidden_states, top_k_index, top_k_weights)
         return self.steps(hidden_states, top_k_index, top_k_weights)
 
-    def mixture(self, each: int, *router: Any) -> Mixture:
-        """For `mix`, where rows choose so many; router: what `Mixture.of` takes for `route`."""
+    def mixture(self, each: int, *route: Any) -> Mixture:
+        """For `mix`, where rows choose so many; route: what `Mixture.of` takes for `route`."""
         assert self._products is not None
-        return Mixture.of(*self._products, each, self._limits, *router)
+        return Mixture.of(*self._products, each, self._limits, *route)
+
+    def routed(self) -> tuple[nn.ModuleList, nn.ModuleList]:
+        """The layers of those that rows choose."""
+        end = len(self.down) - self.shared
+        return self.first[:end], self.down[:end]
 
     def steps(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         """The same, step by step: the twin of `mix`, and the way of families with a gate of their own."""
@@ -131,43 +139,6 @@ def limits_of(like: Any) -> tuple[float, float] | None:
     gate, up = x[:, ::2].clamp(max=limit), x[:, 1::2].clamp(-limit, limit)
     same = torch.allclose(like._apply_gate(x), (up + 1) * gate * torch.sigmoid(gate * alpha), atol=1e-5)
     return (alpha, limit) if same else None
-
-
-class Routed(nn.Module):
-    """Experts behind a router that takes the likeliest of a softmax, as those of Mixtral and Qwen 3 (arXiv 2401.04088)."""
-
-    def __init__(self, block: Any, form: Linear) -> None:
-        super().__init__()
-        router = block.gate
-        self.each: int = router.top_k
-        self.normed: bool = getattr(router, "norm_topk_prob", True)         # whether weights add up to 1
-        self.kept = type(router).__name__.startswith("Qwen")                # in the stream's own type
-        self.router = (HeldLinear if form is HeldLinear else packed)(router.weight.detach(), None)
-        self.experts = Experts(block.experts, form)
-        self.act_fn, self.inner = self.experts.like.act_fn, block.experts.intermediate_dim
-        self._mixture: Mixture | None = None
-        if self.experts.compiled and isinstance(self.router, StreamedLinear):
-            self._mixture = self.experts.mixture(self.each, self.router.product, self.normed, self.kept)
-        self.compiled = self._mixture is not None
-
-    def address(self) -> int:
-        """Of the `Mixture`, for kernels/block.c."""
-        assert self._mixture is not None
-        return ctypes.addressof(self._mixture)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """x [rows, hidden] → [rows, hidden]."""
-        logits = self.router(x)
-        if self._mixture is not None and x.dtype in native.TYPES:
-            return mix(self._mixture, x, *route(self._mixture, logits))
-        return self.experts(x, *self.choose(logits))                        # type: ignore[no-any-return]
-
-    def choose(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """The twin of `route`: of logits [rows, experts] the experts and weights [rows, k]."""
-        weights, chosen = (found[:, : self.each] for found in logits.float().softmax(-1).sort(stable=True, dim=-1, descending=True))
-        if self.normed:
-            weights = weights / weights.sum(-1, keepdim=True)
-        return chosen, weights.to(logits.dtype) if self.kept else weights
 
 
 def _products_of(layers: Iterable[Any]) -> Products:
@@ -268,4 +239,4 @@ def _collections(module: nn.Module, name: str = "") -> Iterator[nn.Module]:
 
 def packed_bytes(model: nn.Module) -> int:
     """What experts hold, in the form that they are in, beyond the size of their weights' own type."""
-    return sum(widened_bytes(module) for module in model.modules() if isinstance(module, Experts))
+    return sum(widened_bytes(layers) for module in model.modules() if isinstance(module, Experts) for layers in module.routed())

@@ -152,7 +152,7 @@ class GraphedPass(FusedPass):
         super().__init__(model)
         self.record: Record | None = record
         self.reasons = reasons
-        self.dtype, self.group = self.norm.weight.dtype, self.layers[0].heads // self.layers[0].kv_heads
+        self.dtype, self.group = self.layers[0].dtype, self.layers[0].heads // self.layers[0].kv_heads
         self.least = self.layers[0].tile() or 1
         self.seats = self.layers[0].seats() if isinstance(self.layers[0], RowsLayer) else 0  # of a tile of our kernels' attention
         self.held: OrderedDict[Bucket, Recording] = OrderedDict()

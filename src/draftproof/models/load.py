@@ -20,9 +20,10 @@ from . import quantised, rows
 from .between import compare, compiled_between
 from .cropped import CroppedTarget
 from .experts import experts_of, packed_bytes, routers, take_experts
+from .families import MOVING_ROPE, can_fuse
 from .folder import check_size, check_weights, context_of, defaults_of, end_ids, read_config, read_tokenizer, saved_dtype, unread, why_not
 from .forms import beside_levels, form_of, keeps
-from .fused import MOVING_ROPE, FusedPass, can_fuse, fuse
+from .fused import FusedLayer, FusedPass, fuse
 from .graphs import passes
 from .graphs import recorder as _recorder
 from .leading import lead
@@ -160,7 +161,7 @@ def _fuse(model: Any, tier: int, linear: Linear | None, config: LoadConfig, ours
     reasons["forward pass"] = f"{'fused' if able else 'as transformers runs it'}: {why}"
     between = compiled_between(able, why, model.device, config.reproducible, reasons) if config.compile else None
     if able:
-        fuse(model, linear, between, rows.RowsLayer if ours else None)
+        fuse(model, linear, between, rows.RowsLayer if ours else FusedLayer)
         if ours:
             rows.check(model.model.layers[0], config.page_tokens)
         if between is not None:

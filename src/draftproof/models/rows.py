@@ -25,8 +25,9 @@ from . import between
 from .attention import TILE
 from .cache import PagePool
 from .experts import SILU
+from .families import can_fuse
 from .float8 import Float8Linear, multiplies
-from .fused import FusedLayer, can_fuse
+from .fused import FusedLayer
 from .packed import HeldLinear, Linear
 from .passes import Pass, Path
 from .shares import bare
@@ -174,22 +175,23 @@ class Plan(NamedTuple):
 class RowsLayer(FusedLayer):
     """A block by our kernels."""
 
-    def __init__(self, layer: Any, form: Linear) -> None:
+    def __init__(self, layer: Any, form: Linear, _: Any = None, *kind: Any) -> None:
+        """kind: the family and the rope, as `FusedLayer` takes them."""
         from ..gpu.calls import norm
 
-        super().__init__(layer, form, between.Between(norm, between.turn))
+        super().__init__(layer, form, between.Between(norm, between.turn), *kind)
 
     def run(self, x: Tensor, angles: Tensor, p: Pass, pool: PagePool) -> Tensor:
         from ..gpu.calls import attend, norm
 
-        before, after = self._norms
+        (before, before_eps), _, (after, after_eps), _ = self._norms
         plan = planned(p, self.heads // self.kv_heads)
         one = x.new_empty(0, self.kv_heads, self.head_dim)
         keys, values = pool.storage(self.layer_idx, one, one)
         eps = 0.0 if self.head_norm is None else self.head_eps
-        heads = turned(self.qkv, norm(x, *before, read(self.qkv, x)), angles, self.head_norm, eps, plan, keys, values)
+        heads = turned(self.qkv, norm(x, before, before_eps, read(self.qkv, x)), angles, self.head_norm, eps, plan, keys, values)
         added(x, self.o, attend(heads, keys, values, plan.tiles, self.scaling, self.window, pool.page_tokens, read(self.o, x)))
-        h = norm(x, *after, read(self.gate_up, x))
+        h = norm(x, after, after_eps, read(self.gate_up, x))
         if isinstance(self.gate_up, ByRows):
             return added(x, self.down, self.gate_up.gated(self.act, h, read(self.down, x)))
         return added(x, self.down, between.gated(self.act, self.gate_up(h)))

@@ -19,16 +19,16 @@ from typing import NamedTuple, Self
 import torch
 from torch import Tensor, nn
 
-from ... import native
+from ... import llama, native
 from ..packed import StreamedLinear
 from .cache import ROOM, HeadCache
 from .eagle3 import Eagle3Head
 
 
 class _Head(ctypes.Structure):
-    _fields_ = [*native.fields(pointers="layers"), ("output", native.Product), ("fuse", native.Product),
-                *native.fields(pointers="before norm embedding angles ids", numbers="count hidden size dim parts", reals="eps",
-                               flags="normed halves")]
+    _fields_ = [*native.fields(pointers="layers"), ("output", native.Product), ("fuse", native.Product), ("before", native.Scale),
+                ("norm", native.Scale), *native.fields(pointers="embedding angles ids", numbers="count hidden size dim parts",
+                                                       flags="normed halves")]
 
 
 class _Growth(ctypes.Structure):
@@ -98,7 +98,7 @@ class Made:
 class CompiledHead:
     """The head's parts in memory, as the kernels take them; they must outlive it."""
 
-    def __init__(self, head: Eagle3Head, layers: ctypes.Array[native.Layer], embedding: Tensor, output: StreamedLinear,
+    def __init__(self, head: Eagle3Head, layers: ctypes.Array[llama.Layer], embedding: Tensor, output: StreamedLinear,
                  fuse: StreamedLinear) -> None:
         self.head, self.layers, self.embedding = head, layers, embedding
         self.dtype, self.size = embedding.dtype, output.out_features
@@ -106,9 +106,10 @@ class CompiledHead:
         if head.fc_norm is not None:
             self.before = torch.cat(list(head.fc_norm.parameters())).detach()
         self.struct = _Head(
-            ctypes.addressof(layers), output.product, fuse.product, native.address_of(self.before), head.norm.weight.data_ptr(),
-            embedding.data_ptr(), None, native.address_of(head.ids), len(layers), head.shape.hidden, self.size, head.shape.head_dim,
-            1 if head.fc_norm is None else len(head.taps), head.norm.eps, head.norm_output, self.dtype == torch.bfloat16)
+            ctypes.addressof(layers), output.product, fuse.product, native.Scale.of(self.before, head.norm.eps, self.dtype),
+            native.Scale.of(head.norm.weight, head.norm.eps, self.dtype), embedding.data_ptr(), None, native.address_of(head.ids),
+            len(layers), head.shape.hidden, self.size, head.shape.head_dim, 1 if head.fc_norm is None else len(head.taps),
+            head.norm_output, self.dtype == torch.bfloat16)
 
     @classmethod
     def of(cls, head: nn.Module) -> Self | None:

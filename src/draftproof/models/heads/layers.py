@@ -3,7 +3,7 @@
     y = x + attention(norm(x))              y = r + attention([norm(beside), norm(x)]),  r = x, or norm(x)      (EAGLE-3's first)
     y = y + mlp(norm(y))
 
-To serve, all layers of a step run in one call of the compiled kernels (../native.py `blocks`): their weights are read in less time than
+To serve, all layers of a step run in one call of the compiled kernels (../../llama.py): their weights are read in less time than
 twenty operations take to be found and called. The lines of torch are the twin; with them heads are trained.
 """
 
@@ -20,7 +20,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from ... import native
+from ... import llama, native
 from ...errors import LoadError
 from ..packed import HeldLinear, StreamedLinear, joined
 from ..target import TargetParts
@@ -173,7 +173,7 @@ class HeadLayers(nn.ModuleList):
     told so here, recordings are for texts that fit them (`whole`), and training looks at them itself."""
 
     windows: Sequence[int | None] = ()
-    _table: ctypes.Array[native.Layer] | None = None
+    _table: ctypes.Array[llama.Layer] | None = None
 
     def forward(self, x: Tensor, rope: Rope, positions: Tensor, attend: Attend | Runs, beside: Tensor | None = None) -> Tensor:
         """x, beside [R, H], entries at positions [R] → [R, H]."""
@@ -184,7 +184,7 @@ class HeadLayers(nn.ModuleList):
         if table is not None:
             cos, sin = rope.angles(positions, x.dtype)
             x = x.clone(memory_format=torch.contiguous_format)
-            native.blocks(table, 0, len(self), x, cos, sin, passes[0].courses(), beside)
+            llama.blocks(table, 0, len(self), x, cos, sin, passes[0].courses(), beside)
             return x
         turn = rope(positions)
         for number, layer in enumerate(self):
@@ -195,23 +195,23 @@ class HeadLayers(nn.ModuleList):
         """Whether every layer sees all of so many entries."""
         return all(window is None or entries <= window for window in self.windows)
 
-    def table(self) -> ctypes.Array[native.Layer] | None:
+    def table(self) -> ctypes.Array[llama.Layer] | None:
         """The layers for the kernels; None unless every product of every layer is one of ours."""
         if self._table is None and all(isinstance(part, StreamedLinear) for layer in self for part in _products(layer)):
-            self._table = (native.Layer * len(self))(*(self._kernel(layer) for layer in self))
+            self._table = (llama.Layer * len(self))(*(self._kernel(layer) for layer in self))
         return self._table
 
-    def _kernel(self, layer: Any) -> native.Layer:
-        """A layer for `native.blocks`; keys and values are the courses' own."""
-        shape, before, of_heads, of_stream = layer.self_attn.shape, layer.input_layernorm, native.address_of(layer.self_attn.norms), None
-        if isinstance(layer, FirstLayer):
-            of_stream = layer.hidden_norm.weight.data_ptr()
-        return native.Layer(
-            *(part.product for part in _products(layer)), None if before is None else before.weight.data_ptr(),
-            layer.post_attention_layernorm.weight.data_ptr(), of_heads, of_stream, shape.eps, shape.eps, shape.eps, shape.head_dim ** -0.5,
-            shape.heads, shape.kv_heads, shape.head_dim, 0, isinstance(layer, FirstLayer) and layer.norm_before_residual, None, None)
+    def _kernel(self, layer: Any) -> llama.Layer:
+        """A layer for `llama.blocks`; keys and values are the courses' own."""
+        shape, first, after = layer.self_attn.shape, isinstance(layer, FirstLayer), layer.post_attention_layernorm.weight
+        before, of_stream = (norm and norm.weight for norm in (layer.input_layernorm, layer.hidden_norm if first else None))
+        scales = (native.Scale.of(weight, shape.eps, after.dtype)
+                  for weight in (before, after, None, None, layer.self_attn.norms, of_stream))
+        return llama.Layer(
+            *(part.product for part in _products(layer)), *scales, shape.head_dim ** -0.5, 1.0, shape.heads, shape.kv_heads, shape.head_dim,
+            shape.head_dim, normed=first and layer.norm_before_residual)
 
 
 def _products(layer: Any) -> list[Any]:
-    """A layer's products as it serves, in `native.Layer`'s order."""
+    """A layer's products as it serves, in `llama.Layer`'s order."""
     return [layer.self_attn.qkv, layer.self_attn.o_proj, layer.mlp.gate_up, layer.mlp.down_proj]

@@ -1,0 +1,118 @@
+"""A mixture of experts behind its router, as a fused layer runs it (arXiv 2401.04088).
+
+Experts that all rows go through stand among the others, cut into as many of their size; a gate of theirs is one output more of the router.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .. import native
+from ..mixtures import Mixture, Routing, mix, route
+from .experts import Experts
+from .levels import LevelWeight
+from .packed import HeldLinear, Linear, StreamedLinear, joined, packed
+
+
+class Routed(nn.Module):
+    """Stands for a block of transformers'."""
+
+    def __init__(self, block: Any, form: Linear, routing: Routing) -> None:
+        """routing: how rows choose, but for what all of them share."""
+        super().__init__()
+        router, bias = router_of(block), bias_of(block)
+        self.experts = Experts(block.experts, form, list(_shared(block)))
+        gate = getattr(block, "shared_expert_gate", None)
+        self.routing = routing._replace(shared=self.experts.shared, gated=gate is not None)
+        self.each: int = router.top_k + self.experts.shared
+        weight = router.weight.detach() if gate is None else torch.cat([router.weight.detach(), gate.weight.detach()])
+        self.router = _form(weight, getattr(router, "bias", None), form is HeldLinear, routing.wide)
+        self.bias = None if bias is None else bias.detach().float().reshape(-1).contiguous()
+        self.act_fn: Any = getattr(block.experts, "act_fn", None)
+        self.inner = self.experts.down[0].in_features
+        self._mixture: Mixture | None = None
+        if self.experts.compiled and isinstance(self.router, StreamedLinear):
+            self._mixture = self.experts.mixture(self.each, self.routing, self.router.product, self.bias)
+        self.compiled = self._mixture is not None
+
+    def address(self) -> int:
+        """Of the `Mixture`, for kernels/block.c."""
+        assert self._mixture is not None
+        return ctypes.addressof(self._mixture)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [rows, hidden] → [rows, hidden]."""
+        logits = self.router(x.float() if self.routing.wide else x)
+        if self._mixture is not None and x.dtype in native.TYPES:
+            return mix(self._mixture, x, *route(self._mixture, logits, x.dtype))
+        return self.experts(x, *self.choose(logits, x.dtype))               # type: ignore[no-any-return]
+
+    def choose(self, logits: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """The twin of `route`: of logits [rows, experts] the experts and weights [rows, k], for a stream of this type."""
+        how, shared = self.routing, self.experts.shared
+        own, gate = torch.split(logits.float(), [logits.shape[1] - how.gated, int(how.gated)], 1)
+        law = own.sigmoid() if how.by_sigmoid else own.softmax(-1)
+        worth = law if self.bias is None else law + self.bias
+        chosen = worth.sort(stable=True, dim=-1, descending=True).indices[:, : self.each - shared]
+        weights = law.gather(1, chosen)
+        weights = (weights / weights.sum(-1, keepdim=True) if how.normed else weights) * how.factor
+        always = torch.arange(shared, device=logits.device) + own.shape[1]
+        gates = gate.sigmoid() if how.gated else gate.new_ones(len(gate), 1)
+        weights = torch.cat([weights, gates.expand(-1, shared)], 1)
+        return torch.cat([chosen, always.expand(len(chosen), -1)], 1), weights.to(dtype) if how.kept else weights
+
+
+def router_of(block: Any) -> Any:
+    return block.gate if hasattr(block, "gate") else block.router
+
+
+def bias_of(block: Any) -> Tensor | None:
+    """What is added to weights where experts are chosen (Wang et al., arXiv 2408.15664); families have it in three places."""
+    router = router_of(block)
+    places = (router, block, getattr(router, "moe_statics", None))
+    found = (getattr(place, "e_score_correction_bias", None) for place in places)
+    return next((bias for bias in found if bias is not None), None)
+
+
+def shared_of(block: Any) -> Any:
+    """The MLP that all rows go through, or None."""
+    return getattr(block, "shared_expert", None) or getattr(block, "shared_experts", None)
+
+
+def comes_apart(block: Any) -> bool:
+    """Whether what all rows go through is so many experts of the others' size."""
+    mlp = shared_of(block)
+    if mlp is None:
+        return True
+    inner, whole = block.experts.down_proj.shape[2], mlp.down_proj.in_features
+    parts = (mlp.gate_proj, mlp.up_proj, mlp.down_proj)
+    if any(type(part) is not nn.Linear or part.bias is not None for part in parts) or type(mlp.act_fn) is not type(block.experts.act_fn):
+        return False
+    return whole == inner or whole % inner == 0 and not any(isinstance(part.weight, LevelWeight) for part in parts)
+
+
+def _shared(block: Any) -> Any:
+    """Weights of the experts that all rows go through, as `Experts` takes them."""
+    mlp = shared_of(block)
+    if mlp is None:
+        return
+    inner, whole = block.experts.down_proj.shape[2], mlp.down_proj.in_features
+    if whole == inner:
+        yield joined([mlp.gate_proj, mlp.up_proj])[0], mlp.down_proj.weight
+        return
+    gate, up, down = (part.weight.detach() for part in (mlp.gate_proj, mlp.up_proj, mlp.down_proj))
+    for start in range(0, whole, inner):
+        part = slice(start, start + inner)
+        yield torch.cat([gate[part], up[part]]), down[:, part].contiguous()
+
+
+def _form(weight: Tensor, bias: Tensor | None, held: bool, wide: bool) -> nn.Module:
+    """The router, which is never rounded to fewer bits. wide: it reads float32, whatever its weight is."""
+    made = None if held else packed(weight, bias)
+    if isinstance(made, StreamedLinear) or made is not None and not wide:
+        return made
+    return HeldLinear(weight.float() if wide else weight, bias)
