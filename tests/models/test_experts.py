@@ -88,7 +88,7 @@ def test_one_call_is_its_steps_and_a_row_does_not_feel_the_others(kind: str, dty
 
 @pytest.mark.parametrize("form", [HeldLinear, packed], ids=lambda form: form.__name__)
 def test_experts_need_not_say_whether_a_norm_stands_behind_each(form: Any) -> None:
-    """Those of transformers before 5.24 do not."""
+    """Those of transformers 5.17 do not."""
     theirs = experts("qwen3_moe", torch.float32)
     x, chosen, weights = asked(5, torch.float32)
     want = theirs(x, chosen, weights)

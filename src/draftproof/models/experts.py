@@ -61,7 +61,7 @@ class Experts(nn.Module):
         self._mixtures: dict[int, Mixture] = {}
         if all(isinstance(layer, StreamedLinear) for layer in (*self.first, *self.down)):
             self._products = _products_of(self.first), _products_of(self.down)
-        self._normed: bool = getattr(like, "has_post_expert_norm", False)                       # since transformers 5.24
+        self._normed: bool = getattr(like, "has_post_expert_norm", False)                       # unknown to transformers 5.17
         self.compiled = (plain or self._limits is not None) and self._products is not None and not self._normed
 
     @staticmethod
