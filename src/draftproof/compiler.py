@@ -9,6 +9,7 @@ import shlex
 import shutil
 import subprocess
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 KERNELS = Path(__file__).with_name("kernels")
@@ -57,12 +58,16 @@ def _build(compiler: list[str], openmp: str) -> Path:
     if not os.access(kept.parent, os.W_OK):
         raise Unavailable(f"{kept.parent} cannot be written; {ELSEWHERE}")
     with tempfile.TemporaryDirectory(dir=kept.parent) as folder:  # another process may be building the same
-        parts = [source for source in sources if source.suffix == ".c"]
-        for step in ([*FLAGS, "-c", *map(str, parts)], ["-shared", *(f"{part.stem}.o" for part in parts), openmp, "-lm", "-o", name]):
-            made = subprocess.run([*compiler, *step], capture_output=True, text=True, timeout=PATIENCE, cwd=folder)
+        def step(*words: str) -> None:
+            made = subprocess.run([*compiler, *words], capture_output=True, text=True, timeout=PATIENCE, cwd=folder)
             if made.returncode:
                 said = (made.stderr.splitlines() or ["no message"])[0]
                 raise Unavailable(f"{shlex.join(compiler)} stopped with {made.returncode}: {said}")
+
+        parts = [source for source in sources if source.suffix == ".c"]
+        with ThreadPoolExecutor(os.cpu_count()) as each:
+            list(each.map(lambda part: step(*FLAGS, "-c", str(part)), parts))
+        step("-shared", *(f"{part.stem}.o" for part in parts), openmp, "-lm", "-o", name)
         os.replace(f"{folder}/{name}", kept)
     return kept
 
