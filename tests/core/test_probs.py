@@ -272,8 +272,9 @@ def test_extreme_temperatures_stay_finite() -> None:
     (replace(PLAIN, logit_bias={9: 1.0}), None, r"logit_bias names token 9; expected ids in \[0, 4\)"),
     (replace(PLAIN, logit_bias={1: math.inf}), None, r"logit_bias holds \+inf")])
 def test_what_cannot_be_sampled_is_refused(s: Sampling, mask: Tensor | None, message: str) -> None:
-    with pytest.raises(OptionError, match=message):
-        distribution(torch.zeros(1, 4), [of(s, mask=mask)])
+    for others in ([], [of(PLAIN, mask=torch.ones(1, 4, dtype=torch.bool))]):                   # behind one that can be, too
+        with pytest.raises(OptionError, match=message):
+            distribution(torch.zeros(len(others) + 1, 4), [*others, of(s, mask=mask)])
 
 
 def dead_end(last: int, options: Sampling) -> tuple[Rows, Rows]:
@@ -309,12 +310,13 @@ def test_a_pass_that_overflowed_behind_a_guess_only_is_a_dead_end() -> None:
     assert law.dead == [1] and torch.equal(law.whole[[0, 2]], torch.full((2, 4), 0.25).log()) and x[1, 2].isnan()
 
 
+@pytest.mark.parametrize("s", [PLAIN, Sampling(temperature=0.0)], ids=["sampled", "greedy"])
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_a_model_that_overflowed_is_reported(bad: float) -> None:
+def test_a_model_that_overflowed_is_reported(bad: float, s: Sampling) -> None:
     x = torch.zeros(2, 4)
     x[1, 2] = bad
     with pytest.raises(Failure, match="row 1: the largest logit is"):
-        distribution(x, [of(PLAIN, 2)])
+        distribution(x, [of(s, 2)])
 
 
 # The choice.
