@@ -391,7 +391,6 @@ def test_ties_go_to_the_lowest_id() -> None:
     assert perturbed_top(zeros, None, 2)[1].tolist() == [[0, 1]]
 
 
-@pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("counts", [(1, 1, 1), (2, 2, 2), (2, 2), (3, 1, 2), (1, 4)])
 def test_rows_that_share_a_key_have_its_noise(counts: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     """As if each had the key for itself: by the kernel, from bounds, and with noise for whole rows."""
@@ -406,6 +405,7 @@ def test_rows_that_share_a_key_have_its_noise(counts: tuple[int, ...], monkeypat
             assert torch.equal(found, want)
 
 
+@pytest.mark.usefixtures("way")
 def test_too_few_tokens_end_in_minus_infinity() -> None:
     logp = torch.full((1, 40_000), -math.inf)
     logp[0, 17] = 0.0
