@@ -15,7 +15,7 @@ from weakref import ref
 import pytest
 import torch
 from elsewhere import NAME, elsewhere, here, leaves
-from test_fused import FUSED, play, save
+from test_fused import play, save
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from draftproof import Engine, Sampling
@@ -137,7 +137,7 @@ def pair(folder: Path, dtype: str = "float32", device: str = "cpu") -> tuple[Pag
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("family", FUSED)
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3", "ministral", "biased llama", "qwen3_moe", "mixtral"])
 def test_recorded_passes_have_the_bits_of_ordinary_ones(family: str, dtype: str, tmp_path: Path, as_on_a_device: None) -> None:
     save(family, tmp_path)
     target, twin, recorder = pair(tmp_path, dtype)
