@@ -22,7 +22,8 @@ from draftproof.types import Draft, Scores
 
 FUSED = ("llama", "mistral", "qwen2", "qwen3", "ministral", "biased llama", "qwen3_moe", "mixtral", "cwm", "dots1", "ernie4_5",
          "ernie4_5_moe", "exaone4", "flex_olmo", "gemma", "gemma3_text", "glm", "glm4", "glm4_moe", "gpt_oss", "granite", "helium",
-         "minimax_m2", "olmo2", "olmo3", "olmoe", "phi3", "half phi3", "qwen2_moe", "seed_oss", "smollm3")
+         "minimax_m2", "olmo2", "olmo3", "olmoe", "phi3", "half phi3", "qwen2_moe", "seed_oss", "smollm3",
+         "exaone_moe", "hy_v3", "solar_open")
 TEXT = 45
 OPTIONS = {
     "biased llama": ("llama", {"attention_bias": True, "mlp_bias": True}),
