@@ -67,7 +67,8 @@ def _build(compiler: list[str], openmp: str) -> Path:
         parts = [source for source in sources if source.suffix == ".c"]
         with ThreadPoolExecutor(os.cpu_count()) as each:
             list(each.map(lambda part: step(*FLAGS, "-c", str(part)), parts))
-        step("-shared", *(f"{part.stem}.o" for part in parts), openmp, "-lm", "-o", name)
+        # -Bsymbolic: what the files call of each other is theirs, whatever else in the process has the name
+        step("-shared", "-Wl,-Bsymbolic", *(f"{part.stem}.o" for part in parts), openmp, "-lm", "-o", name)
         os.replace(f"{folder}/{name}", kept)
     return kept
 

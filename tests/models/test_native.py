@@ -595,6 +595,16 @@ def test_what_a_compiler_is_told_beside_makes_another_library(forgotten: Path, m
     assert len(list(forgotten.iterdir())) == 2
 
 
+@compiled
+def test_files_call_their_own_functions_whoever_else_has_the_name(forgotten: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """libc has a `getpid`, too, and was there first."""
+    (tmp_path / "kernels").mkdir()
+    (tmp_path / "kernels" / "own.c").write_text("int getpid(void) { return 7; }\n")
+    (tmp_path / "kernels" / "told.c").write_text("int getpid(void);\nint told(void) { return getpid(); }\n")
+    monkeypatch.setattr(compiler, "KERNELS", tmp_path / "kernels")
+    assert ctypes.CDLL(str(compiler.built())).told() == 7
+
+
 @pytest.mark.parametrize(("asked", "said"), [("no-such-compiler", "no-such-compiler"), ("false", "returned non-zero")])
 def test_without_a_working_compiler_torchs_own_layouts_are_taken(
         asked: str, said: str, forgotten: Path, monkeypatch: pytest.MonkeyPatch) -> None:
