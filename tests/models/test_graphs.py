@@ -355,7 +355,8 @@ def test_what_is_recorded_and_why(tmp_path: Path, as_on_a_device: None) -> None:
     reasons: dict[str, str] = {}
     assert type(passes(target.model, Recorder(), False, reasons)) is FusedPass and reasons == {"passes": "one by one: recording is off"}
     assert type(passes(target.model, None, True, {})) is FusedPass
-    target.model.model.rotary_emb.rope_type = "dynamic"
+    for layer in target.model.model.layers:
+        layer.rope = layer.rope._replace(moves=True)
     assert type(passes(target.model, Recorder(), True, reasons)) is FusedPass and "rotary" in reasons["passes"]
 
 
