@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import math
+import platform
 import shlex
+import subprocess
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -593,6 +595,19 @@ def test_what_a_compiler_is_told_beside_makes_another_library(forgotten: Path, m
         monkeypatch.setenv("CC", f"{shlex.join(compiler._compiler()[:1])} -DTOLD={number}")
         assert ctypes.CDLL(str(compiler.built())).told() == number
     assert len(list(forgotten.iterdir())) == 2
+
+
+@compiled
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="of this kind of processor only")
+@pytest.mark.parametrize("processor", ["x86-64", "haswell", "znver3", "skylake-avx512", "sapphirerapids"])
+def test_they_compile_for_other_processors(processor: str, tmp_path: Path) -> None:
+    """Without vectors, with AVX2, with AVX-512, and with tiles."""
+    flags = ["-fsyntax-only", f"-march={processor}", *(flag for flag in compiler.FLAGS if not flag.startswith("-march"))]
+    sources = [str(path) for path in sorted(compiler.KERNELS.glob("*.c"))]
+    made = subprocess.run([*compiler._compiler(), *flags, *sources], capture_output=True, text=True, cwd=tmp_path)
+    if "march" in made.stderr and "bad value" in made.stderr:
+        pytest.skip(f"this compiler does not know {processor}")
+    assert not made.returncode, made.stderr
 
 
 @compiled

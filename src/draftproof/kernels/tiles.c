@@ -330,7 +330,7 @@ static inline void open_four(const uint32_t *panel, uint32_t *fine, uint32_t *co
 }
 
 /* part [many, panels * WIDE] += what a group adds. found: its sums, of few rows coarse and fine ones in turns. */
-static inline __attribute__((always_inline)) void scale(
+static inline __attribute__((always_inline)) void plus_scaled(
     int panels, const uint32_t *const *group, const int32_t *found, int few, const float *scales, long many, float *part)
 {
     levels of[2 * 2];
@@ -362,7 +362,7 @@ static inline __attribute__((always_inline)) void groups_in_tiles(
             MULTIPLY(_tile_dpbsud, 1, now, x + SIDE, 2 * SIDE, many);
         }
         MOVE(_tile_stored, panels, found, few ? 2 * many : many);
-        scale(panels, group, found, few, scales, many, part);
+        plus_scaled(panels, group, found, few, scales, many, part);
     }
 }
 
