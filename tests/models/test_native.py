@@ -599,7 +599,7 @@ def test_what_a_compiler_is_told_beside_makes_another_library(forgotten: Path, m
 
 @compiled
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="of this kind of processor only")
-@pytest.mark.parametrize("processor", ["x86-64", "haswell", "znver3", "skylake-avx512", "sapphirerapids"])
+@pytest.mark.parametrize("processor", ["x86-64", "haswell", "skylake-avx512", "sapphirerapids"])
 def test_they_compile_for_other_processors(processor: str, tmp_path: Path) -> None:
     """Without vectors, with AVX2, with AVX-512, and with tiles."""
     flags = ["-fsyntax-only", f"-march={processor}", *(flag for flag in compiler.FLAGS if not flag.startswith("-march"))]
