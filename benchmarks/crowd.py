@@ -29,7 +29,7 @@ sys.path.append(str(Path(__file__).resolve().parent / "peers"))       # what sta
 
 import torch
 from crew import requests, understood
-from peers import OURS, PEERS, Arm, Broken, Crew, carry_out, goals, listed, prepared, same, shared_options, tell, verdict
+from peers import OURS, PEERS, Arm, Broken, Crew, carry_out, ending, goals, listed, prepared, rates, same, shared_options, tell, verdict
 from provenance import provenance
 from ratios import BRACKETS, paired, shown
 
@@ -111,7 +111,7 @@ def cell(runs: Runs, key: tuple[float, Arm]) -> dict[str, Any]:
 
     def over(other: Arm) -> Any:
         base = runs.get((t, other))
-        return paired(*([[run.rate for run in each] for each in side] for side in (runs[key], base))) if base else None
+        return paired(rates(runs[key]), rates(base)) if base else None
 
     def ms(values: Sequence[float]) -> dict[str, float]:
         ordered = sorted(1e3 * value for value in values)
@@ -155,10 +155,7 @@ def page(result: Mapping[str, Any]) -> str:
         words = [f"{row['temperature']:g}", str(Arm(row["peer"], row["depth"])), f"{row['tokens_per_s']:.1f}", shown(row["over_off"]),
                  shown(row["over_own_plain"]), *times, row["same_as_own_plain"] or "–", row["same_as_ours_off"] or "–"]
         lines.append(f"| {' | '.join(words)} |")
-    lines += [f"\n{name}: not run: {why}" for name, why in result["not_run"].items()]
-    lines += ["", "| goal | at least | found | against | reached |", "|---|---|---|---|---|"]
-    return "\n".join([*lines, *(f"| {goal['goal']} | {goal['bound']} | {shown(goal['found'])} | {goal['against']} | "
-                                f"{'yes' if goal['met'] else 'NO'} |" for goal in result["goals"])])
+    return "\n".join([*lines, *ending(result)])
 
 
 def arguments() -> argparse.Namespace:

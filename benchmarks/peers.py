@@ -248,12 +248,16 @@ def page(result: Mapping[str, Any]) -> str:
                  f"{row['first_ms']:.0f}", shown(row["first_over_off"]),
                  f"{each:.2f}" if each else "–", row["same_as_own_plain"] or "–", row["same_as_ours_off"] or "–"]
         lines.append(f"| {' | '.join(words)} |")
-    lines += [f"\n{name}: not run: {why}" for name, why in result["not_run"].items()]
-    lines += ["", "| goal | at least | found | against | reached |", "|---|---|---|---|---|"]
+    return "\n".join([*lines, *ending(result)])
+
+
+def ending(result: Mapping[str, Any]) -> list[str]:
+    """The lines behind a table of arms: what did not run, and the goals."""
     reached = {True: "yes", False: "NO", None: "not measured"}
-    lines += [f"| {goal['goal']} | {goal['bound']} | {shown(goal['found'])} | {goal['against'] or '–'} | {reached[goal['met']]} |"
-              for goal in result["goals"]]
-    return "\n".join(lines)
+    return [*(f"\n{name}: not run: {why}" for name, why in result["not_run"].items()),
+            "", "| goal | at least | found | against | reached |", "|---|---|---|---|---|",
+            *(f"| {goal['goal']} | {goal['bound']} | {shown(goal['found'])} | {goal['against'] or '–'} | {reached[goal['met']]} |"
+              for goal in result["goals"])]
 
 
 def tell(text: str) -> None:

@@ -55,7 +55,7 @@ def load(job: Job) -> Generate:
             with torch.inference_mode():
                 out = model.generate(ids, attention_mask=there, max_new_tokens=request["max_tokens"], streamer=Teller(told, some), **more)
             new += out[:, longest:].tolist()
-        return new, len(new[0]) - passes[0] if users == 1 and len(new) == 1 else None
+        return new, sum(map(len, new)) - passes[0] if users == 1 else None
 
     return generate
 

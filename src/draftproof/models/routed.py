@@ -6,6 +6,7 @@ Experts that all rows go through stand among the others, cut into as many of the
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -95,13 +96,13 @@ def comes_apart(block: Any) -> bool:
     return whole == inner or whole % inner == 0 and not any(isinstance(part.weight, LevelWeight) for part in parts)
 
 
-def _shared(block: Any) -> Any:
+def _shared(block: Any) -> Iterator[tuple[Tensor, Tensor]]:
     """Weights of the experts that all rows go through, as `Experts` takes them."""
     mlp = shared_of(block)
     if mlp is None:
         return
     inner, whole = block.experts.down_proj.shape[2], mlp.down_proj.in_features
-    if whole == inner:
+    if whole == inner:                                  # levels of a checkpoint are joined, but cannot be cut
         yield joined([mlp.gate_proj, mlp.up_proj])[0], mlp.down_proj.weight
         return
     gate, up, down = (part.weight.detach() for part in (mlp.gate_proj, mlp.up_proj, mlp.down_proj))
