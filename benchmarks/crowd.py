@@ -34,6 +34,7 @@ from provenance import provenance
 from ratios import BRACKETS, paired, shown
 
 from draftproof.bench.cells import percentile
+from draftproof.commands.console import counted
 
 ALONE = ("onnx",)       # asked for one text at a time only
 
@@ -144,9 +145,9 @@ def run(args: argparse.Namespace, work: Path) -> dict[str, Any]:
 
 def page(result: Mapping[str, Any]) -> str:
     lines = [f"Made by `{result['command']}` on {result['machine']['cpu']}, {result['threads']} threads, {result['date']}, revision "
-             f"{result['versions']['revision']}: {result['users']} users, {len(result['prompt_tokens'])} prompts of "
+             f"{result['versions']['revision']}: {counted(result['users'], 'user')}, {len(result['prompt_tokens'])} prompts of "
              f"{min(result['prompt_tokens'])} to {max(result['prompt_tokens'])} tokens, {result['tokens']} new ones each, "
-             f"{result['repeats']} repeats, {result['bits']} bits a weight. Ratios are paired medians "
+             f"{counted(result['repeats'], 'repeat')}, {result['bits']} bits a weight. Ratios are paired medians "
              f"{BRACKETS.replace('prompts', 'repeats')}; times are a user's, the median and the 90th percentile.", "",
              "| T | engine | tokens/s of all | ÷ ours off | ÷ own plain | ms to the first token | ms a token | longest pause, ms "
              "| same ids as own plain | as ours off |", "|---" * 10 + "|"]

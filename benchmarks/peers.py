@@ -67,6 +67,7 @@ from ratios import BRACKETS, paired, shown
 from transformers import AutoTokenizer
 
 from draftproof.bench.cells import percentile
+from draftproof.commands.console import counted
 from draftproof.models.load import WEIGHTS
 
 HERE = Path(__file__).resolve().parent
@@ -234,8 +235,9 @@ def goals(runs: Runs, limits: Limits, bits: int = 16) -> list[dict[str, Any]]:
 def page(result: Mapping[str, Any]) -> str:
     memory = result["read_gb_per_s"]
     lines = [f"Made by `{result['command']}` on {result['machine']['cpu']}, {result['threads']} threads, {result['date']}, revision "
-             f"{result['versions']['revision']}: {len(result['prompt_tokens'])} prompts, {result['repeats']} repeats, {result['tokens']} "
-             f"tokens. The memory gave {memory['median']:.1f} GB/s ({memory['low']:.1f}–{memory['high']:.1f}), a plain pass of the "
+             f"{result['versions']['revision']}: {counted(len(result['prompt_tokens']), 'prompt')}, "
+             f"{counted(result['repeats'], 'repeat')}, {result['tokens']} tokens. The memory gave {memory['median']:.1f} GB/s "
+             f"({memory['low']:.1f}–{memory['high']:.1f}), a plain pass of the "
              f"target, {result['bits']} bits a weight, reads {result['pass_bytes'] / 1e9:.3f} GB: at least {result['floor_ms']:.2f} ms, "
              f"the limit below. Ratios are paired medians {BRACKETS}.", "",
              "| T | engine | tokens/s (10th–90th) | ms a token | ÷ limit | ÷ ours off | ÷ own plain | ms to the first token | ÷ ours off "

@@ -17,7 +17,7 @@ import click
 from ..config import BenchConfig, LoadConfig, SpeculationConfig
 from ..errors import OptionError, ParityError
 from . import options as o
-from .console import console, emit_json, facts_lines, note, print_rows
+from .console import console, counted, emit_json, facts_lines, note, print_rows
 from .switch import key_of
 from .view_files import check_apart
 
@@ -98,8 +98,8 @@ def bench(drafters: tuple[str, ...], depths: tuple[int | None, ...], urls: tuple
                 config.temperature, config.seed)
     with ExitStack() as stack:
         arms, items, target = (server if urls else here)(stack, drafters, depths or (None,), urls, given, config, plan)
-        answers, counted, stopped = measure(arms, items, plan)
-        document = describe(answers, arms, plan, counted, target, stopped)
+        answers, counters, stopped = measure(arms, items, plan)
+        document = describe(answers, arms, plan, counters, target, stopped)
     if as_json:
         emit_json(document)
     else:
@@ -235,7 +235,7 @@ def watched(answers: Iterator[Answer], total: int) -> Iterator[Answer]:
             yield answer
 
 
-def describe(answers: Sequence[Answer], arms: Sequence[Arm], plan: Plan, counted: Mapping[tuple[str, Load], Counters],
+def describe(answers: Sequence[Answer], arms: Sequence[Arm], plan: Plan, counters: Mapping[tuple[str, Load], Counters],
              target: Target | None, stopped: str = "") -> dict[str, Any]:
     """The JSON document of `bench`. stopped: what is missing."""
     from ..bench.load import Local
@@ -244,7 +244,8 @@ def describe(answers: Sequence[Answer], arms: Sequence[Arm], plan: Plan, counted
     from ..bench.workload import SYNTHETIC, unsent
 
     loads: list[Load] = list(dict.fromkeys(a.job.load for a in answers))
-    notes = [f"{len(answers)} answers, {max(a.job.repeat for a in answers) + 1} repeats, temperature {plan.temperature:g}"]
+    repeats = counted(max(a.job.repeat for a in answers) + 1, "repeat")
+    notes = [f"{counted(len(answers), 'answer')}, {repeats}, temperature {plan.temperature:g}"]
     if stopped:
         notes.insert(0, stopped)
     if any(a.job.item.prompt_class == SYNTHETIC for a in answers):
@@ -263,7 +264,7 @@ def describe(answers: Sequence[Answer], arms: Sequence[Arm], plan: Plan, counted
         "note": "; ".join(notes), "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "cells": [row.as_json() for row in rows(answers, arms)],
         # An answer's own numbers go first: a server's counters know no requests, so whoever else asks is among them.
-        "serving": [(counted[arm.name, load].as_json() if (arm.name, load) in counted else {}) | serving(answers, arm, load)
+        "serving": [(counters[arm.name, load].as_json() if (arm.name, load) in counters else {}) | serving(answers, arm, load)
                     for load in loads for arm in arms],
         "memory": None if target is None else {
             "weight_bytes": target.facts.weight_bytes, "cache_bytes_per_token": target.facts.cache_bytes_per_token,

@@ -17,7 +17,7 @@ import click
 from ..config import DemoConfig, EngineConfig, LoadConfig
 from ..errors import LoadError, OptionError, ParityError
 from . import options as o
-from .console import console, emit_json, facts_lines, note, print_rows
+from .console import console, counted, emit_json, facts_lines, note, print_rows
 from .view import EMBEDDED_LIMIT, write_page
 from .view_files import check_apart
 
@@ -130,7 +130,8 @@ def watched(arms: Sequence[Arm], prompts: Sequence[Prompt], plan: DemoConfig) ->
     from ..bench.run import measure
 
     total = len(arms) * len(prompts) * len(plan.temperatures) * plan.repeats
-    note(f"{len(prompts)} prompts, repeats {plan.repeats}, at most {plan.tokens} tokens: {total} runs")
+    note(f"{counted(len(prompts), 'prompt')}, {counted(plan.repeats, 'repeat')}, at most {counted(plan.tokens, 'token')}: "
+         f"{counted(total, 'run')}")
     runs = measure(arms, prompts, plan.temperatures, plan.repeats, plan.tokens, plan.seed)
     if sys.stderr.isatty():
         from rich.progress import track
