@@ -91,6 +91,15 @@ class TargetParts:
             scale = config.lm_head_multiplier
         return scale, next((float(cap) for name in CAPS if (cap := getattr(config, name, None))), 0.0)
 
+    @cached_property
+    def table(self) -> torch.nn.Module | None:
+        """Tokens → rows of the embedding's matrix as they stand, as engines that serve heads read them: modules of some families
+        (Gemma's) scale them."""
+        if not isinstance(self.embed, torch.nn.Embedding) or type(self.embed) is torch.nn.Embedding:
+            return self.embed
+        found: torch.nn.Module = torch.nn.Embedding.from_pretrained(self.embed.weight.detach())  # type: ignore[no-untyped-call]
+        return found
+
     def finished(self, products: Tensor) -> Tensor:
         """The target's logits, of what its output matrix gives."""
         scale, cap = self.finish

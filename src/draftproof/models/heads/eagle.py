@@ -159,7 +159,7 @@ def give_biases(module: nn.Module, names: Iterable[str]) -> None:
 
 
 def embedding(parts: TargetParts, own: nn.Embedding | None) -> nn.Module:
-    table = own if own is not None else parts.embed
+    table = own if own is not None else parts.table
     assert table is not None, "refused at construction"
     return table
 

@@ -154,7 +154,7 @@ class HydraHead(nn.Module):
     def step(self, level: int, state: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """All that was read [B, (level + 1)·H] and the token after it [B] → logits [B, V] for the next, and all with the token."""
         if self.grounded:
-            table = self._parts[0].embed
+            table = self._parts[0].table
             assert table is not None, "checked at construction"
             with torch.no_grad():
                 rows = table(tokens)

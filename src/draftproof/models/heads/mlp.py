@@ -142,7 +142,7 @@ class MlpHead(nn.Module):
         if not self.tables:
             embedded: Tensor = self.emb[own](tokens)
             return embedded
-        table = self._parts[0].embed
+        table = self._parts[0].table
         assert table is not None, "checked at construction"
         with torch.no_grad():
             rows = table(tokens)

@@ -235,9 +235,9 @@ class MtpHead(nn.Module):
 
 
 def _embedding(parts: TargetParts) -> nn.Embedding:
-    if not isinstance(parts.embed, nn.Embedding) or parts.output is None:
+    if not isinstance(parts.table, nn.Embedding) or parts.output is None:
         raise LoadError("the target's embedding and output matrix cannot be borrowed; a multi-token prediction head needs both")
-    return parts.embed
+    return parts.table
 
 
 def _settings(config: Mapping[str, Any], parts: TargetParts, source: Path) -> dict[str, Any]:
