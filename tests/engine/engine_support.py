@@ -119,7 +119,7 @@ def check_counts(out: Completion) -> None:
     assert report.finish == out.finish_reason
     tally = report.tally
     rounds = [e for e in out.trace if e.event == "round_done"]
-    assert len(rounds) == m["rounds"]
+    assert len(rounds) == m["rounds"] and [e.round for e in rounds] == list(range(len(rounds)))
     assert tally.completion_tokens == out.completion_tokens
     assert m["target_passes"] == m["rounds"] + tally.prefill_passes
     assert m["passes_saved"] == out.completion_tokens - m["target_passes"]

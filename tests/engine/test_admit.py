@@ -38,6 +38,15 @@ def test_prompts(prompt: Any, says: str) -> None:
         assert engine.stats()["requests"] == {"waiting": 0, "running": 0, "done": 0}
 
 
+def test_a_prompt_leaves_room_for_one_token() -> None:
+    for tokenizer, prompt in ((None, [1] * 19), (Letters(), "a" * 19)):
+        with Engine(target=table(context=20, tokenizer=tokenizer)) as engine:
+            out = engine.generate(prompt, Sampling(seed=1, ignore_eos=True))
+            assert (out.prompt_tokens, out.completion_tokens, out.finish_reason) == (19, 1, "length")
+            with pytest.raises(PromptError, match="20 tokens; .* shorten it to 19"):
+                engine.generate(prompt + prompt[:1])
+
+
 def test_text_prompts() -> None:
     with Engine(target=table(tokenizer=Letters())) as engine:
         with pytest.raises(PromptError, match="empty"):
@@ -55,9 +64,10 @@ def test_text_prompts() -> None:
         ({"echo": True}, "echo"),
         ({"heat": 1}, "unknown sampling option 'heat'"),
         ({"temperature": -1}, "temperature=-1"),
-        ({"logit_bias": {99: 1.0}}, "token id 99"),
-        ({"stop_token_ids": (11,)}, "token id 11"),
-        ({"bad_word_ids": ((1, 50),)}, "token id 50"),
+        *(({name: form(token)}, f"{name} (names|holds) token id {token}; expected ids in .0, 11.")
+          for name, form in (("logit_bias", lambda token: {token: 1.0}), ("stop_token_ids", lambda token: (1, token)),
+                             ("bad_word_ids", lambda token: ((1, token),)), ("prediction", lambda token: (1, token)))
+          for token in (-1, 11)),
         ({"stop": ("x",)}, "no tokenizer"),
         ({"n": 0}, "n=0"),
         *(({name: value}, f"{name}={value!r}: expected (None or )?an integer")
@@ -159,6 +169,16 @@ def test_a_seed_is_drawn_and_reported_and_defaults_are_the_models() -> None:
         assert engine.generate([1, 2], Sampling(temperature=0.5, top_p=0.7, max_tokens=20), seed=two.seed).token_ids == two.token_ids
         assert engine.generate([1, 2], max_tokens=20, seed=two.seed, temperature=1.0, top_p=1.0).token_ids != two.token_ids
     assert alone(table(), [1, 2], Sampling(seed=5)).trace[0].sampling["temperature"] == 1.0
+
+
+def test_what_a_request_says_counts_and_not_what_the_model_says() -> None:
+    target, silent = table(), table()
+    target.defaults = {"temperature": 0.5, "top_p": 0.7}
+    for options in ({"temperature": 1.5, "top_p": 1.0}, {"temperature": 1.5, "top_p": 0.4}, {"temperature": 0.8, "top_p": 0.9}):
+        said = Sampling(seed=3, max_tokens=40, ignore_eos=True, **options)  # type: ignore[arg-type]
+        found, expected = alone(target, [1, 2], said), alone(silent, [1, 2], said)
+        assert found.token_ids == expected.token_ids
+        assert {name: found.trace[0].sampling[name] for name in options} == options
 
 
 def test_logprobs_are_raw() -> None:

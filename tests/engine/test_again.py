@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -20,6 +21,12 @@ from draftproof.types import DraftLaw
 
 SEED = 2**40 + 3
 P, Q = (TableTarget(vocab_size=5, order=1, seed=seed, sharpness=1.0) for seed in (1, 2))
+
+
+def likeliest(law: TableTarget, text: Sequence[int]) -> list[Any]:
+    """As level full tells them: three, and how likely they are."""
+    chances, ids = law.law(text).exp().topk(3)
+    return [(token, pytest.approx(chance, rel=1e-5)) for token, chance in zip(ids.tolist(), chances.tolist(), strict=True)]
 
 
 class Again:
@@ -42,6 +49,7 @@ class Again:
         stream = "text" if self.rule == "match" else "draft"
         for parent in dict.fromkeys(parents):
             assert tokens[parents.index(parent)] == self.chosen(Q, texts[parent + 1], stream)
+        self.told(event, parents, texts)
         if self.rule == "match" or not tokens:
             for token in event.tokens:
                 assert token.token == self.chosen(P, self.text, "text")
@@ -52,6 +60,18 @@ class Again:
             self.text += emitted
         for at in range(event.position, event.position + event.depth):
             self.attempts[at] += 1
+
+    def told(self, event: RoundDone, parents: tuple[int, ...], texts: list[list[int]]) -> None:
+        """The probabilities of every guess and every token, and the likeliest tokens in its place: the drafter's where it guessed there."""
+        for node, parent in zip(event.nodes, parents, strict=True):
+            chances = [float(law.law(texts[parent + 1])[node.token].exp()) for law in (P, Q)]
+            assert [node.p, node.q] == [pytest.approx(chance, rel=1e-5) for chance in chances]
+        walked = [-1, *(i for i, node in enumerate(event.nodes) if node.fate == "accepted")]
+        for token, at in zip(event.tokens, walked, strict=True):
+            assert token.p == pytest.approx(float(P.law(texts[at + 1])[token.token].exp()), rel=1e-5)
+            assert [(one.token, one.probability) for one in token.alternatives] == likeliest(P, texts[at + 1])
+            guessed = likeliest(Q, texts[at + 1]) if at in parents else []
+            assert [(one.token, one.probability) for one in token.draft_alternatives] == guessed
 
     def judged(self, event: RoundDone, tokens: list[int], parents: tuple[int, ...], texts: list[list[int]]) -> list[int]:
         places = [len(self.text) + depth - 1 for depth in depths(parents)]

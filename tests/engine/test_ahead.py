@@ -195,6 +195,41 @@ def test_a_pass_that_kept_other_layers_than_drafters_read_now_is_not_taken() -> 
     assert early.take([seq], roots, ()) is early.scores and settled  # type: ignore[list-item]
 
 
+def test_a_pass_is_only_taken_for_the_texts_it_was_begun_for() -> None:
+    """One of three may have left, another come, a slot been given back or cut, or another token stand at a text's end."""
+    settled: list[Any] = []
+    target = SimpleNamespace(settle=lambda slots, roots: settled.append(slots))
+    seqs = [SimpleNamespace(slot=SimpleNamespace(length=2), tokens=[7, 1, i]) for i in range(3)]
+    scores = Scores(torch.arange(3.0)[:, None], (0, 1, 2, 3))
+    early = ahead.PendingPass(target, seqs, [2] * 3, scores, None, [0, 1, 2])  # type: ignore[arg-type]
+    other = SimpleNamespace(slot=SimpleNamespace(length=2), tokens=[7, 1, 0])
+    for batch in ([other], [seqs[0], other]):
+        assert early.take(batch, torch.zeros(2), ()) is None  # type: ignore[arg-type]
+    for name, wrong in (("slot", None), ("slot", SimpleNamespace(length=1)), ("slot", SimpleNamespace(length=3)), ("tokens", [7, 1, 5])):
+        right = getattr(seqs[1], name)
+        setattr(seqs[1], name, wrong)
+        assert early.take(seqs, torch.zeros(3), ()) is None and not settled  # type: ignore[arg-type]
+        setattr(seqs[1], name, right)
+    some = early.take([seqs[2], seqs[0]], torch.zeros(2), ())  # type: ignore[list-item]
+    assert some is not None and some.logits[:, 0].tolist() == [2, 0] and some.starts == (0, 1, 2)
+    assert settled == [[seqs[2].slot, seqs[0].slot]]
+    assert early.take(seqs, torch.zeros(3), ()) is scores  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("start", "end", "times", "spent"), [
+    (10.0, 10.5, (2.0, 3.0, 0.5), 3.5),         # begun at 4, and over by 9: what the host did from 10 on was to verify
+    (8.0, 9.5, (2.0, 3.0, 0.5), 3.5),           # it came back a second too early, and waited for the device
+    (4.0, 9.0, (2.0, 3.0, 0.0), 3.0)])          # it did nothing else meanwhile
+def test_the_time_of_a_round_that_was_begun_early(start: float, end: float, times: tuple[float, ...], spent: float) -> None:
+    marks = SimpleNamespace(spans=lambda: [2.0, 3.0, 99.0])
+    pending = ahead.PendingRound([], [], [], None, marks, 4.0, ())  # type: ignore[arg-type]
+    found, took = pending.seconds(start, end)
+    assert (found.draft_s, found.score_s, found.verify_s, found.other_s) == (*times, 0.0) and took == spent
+    pending.early = SimpleNamespace(seconds=lambda: 0.25)  # type: ignore[assignment]
+    found, took = pending.seconds(start, end)
+    assert (found.score_s, found.verify_s) == (3.25, max(0.0, times[2] - 0.25)) and took == spent, "the pass was waited for in verify"
+
+
 def test_what_was_begun_is_let_go_when_a_request_leaves(target: PagedTarget, begun: list[int]) -> None:
     asked = Sampling(temperature=0, max_tokens=14, ignore_eos=True)
     with Engine(target) as engine:

@@ -110,6 +110,20 @@ def test_a_level_more_must_win_by_more_than_its_gain_is_unsure(gain: float, dept
     assert depths == [depth] and rate == pytest.approx(1.8 * (gain if depth == 2 else 1))
 
 
+@pytest.mark.parametrize(("held", "one", "two", "best"), [
+    (None, 1.01, 0.9, None), (None, 1.03, 0.9, "one"), ("one", 1.01, 0.9, "one"), ("one", 0.99, 0.9, None),      # to begin, go on, stop
+    ("one", 1.1, 1.11, "one"), ("one", 1.1, 1.14, "two"), ("two", 1.1, 1.09, "two"), ("two", 1.1, 1.0, "one"), (None, 1.1, 1.11, "one")])
+def test_to_begin_or_to_change_takes_a_gain_that_shows_and_to_go_on_takes_none(held: str | None, one: float, two: float, best: str | None,
+                                                                               monkeypatch: pytest.MonkeyPatch) -> None:
+    control, rates = AutoDepth(2, parts=("one", "two")), {None: 0.5, "one": one, "two": two}
+    arms = {arm.name: arm for arm in control.arms}
+    monkeypatch.setattr(AutoDepth, "tried", True)
+    monkeypatch.setattr(control, "_of", lambda arm, scene: Plan(arm, [1], rates[arm.name], 1.0, [[0.5]]))
+    scene = Scene([SimpleNamespace()], [10], 1, [1.0] * 3, Plan(None, [0], 1, 1.0, [[]]))  # type: ignore[list-item]
+    found = control._best(scene, arms[held] if held else None)
+    assert (found.arm.name if found.arm else None) == best
+
+
 @pytest.mark.parametrize("batch", [1, 8])
 def test_a_chain_is_as_long_as_its_guesses_are_worth_their_rows(batch: int) -> None:
     """In a third of the rounds nearly all of a copy stands, in the others hardly any of it, and only the drafter knows which they are."""
@@ -349,6 +363,7 @@ def test_every_decision_has_a_reason() -> None:
         reasons |= {choice.reason for choice in control._choices}
     assert any("tokens expected" in r and "× the plain rate" in r for r in reasons)
     assert any("too few of this text's guesses stand" in r for r in reasons) and any("tried first" in r for r in reasons)
+    assert not any("None" in r for r in reasons), "a drafter that is no chain has no parts to name"
 
 
 def test_below_the_least_acceptance_nothing_is_drafted() -> None:
@@ -425,6 +440,20 @@ def test_pass_costs_follow_rows_batch_and_context() -> None:
         assert list(curve) == sorted(curve)
     curve = passes.curve(16, 1024, 144)
     assert curve[143] - curve[47] > 5 * (curve[47] - curve[15]), "the knee"
+
+
+def test_a_shape_that_is_dear_says_something_of_its_neighbours_and_nothing_of_those_far_away() -> None:
+    passes, seen = PassCosts(), (1, 2, 4, 8, 16, 32, 64, 128, 256)
+
+    def measured(times: int, dear: float) -> list[float]:
+        for rows in times * seen:
+            passes.learn(1, rows, 100, pass_seconds(1, rows, 100) * (dear if rows == 16 else 1.0))
+        return passes.curve(1, 100, 512)
+
+    before, after = measured(8, 1.0), measured(30, 1.3)
+    few, near, here, beside, many, unseen = (after[rows - 1] / before[rows - 1] for rows in (2, 13, 16, 19, 256, 512))
+    assert here > 1.15 * few and here > max(near, beside) and min(near, beside) > 1.05 * few
+    assert many == pytest.approx(few, abs=0.02) and unseen == pytest.approx(few, abs=0.05)
 
 
 MIXTURES = {"Mixtral": (8, 2), "gpt-oss": (32, 4), "Qwen 3": (128, 8), "DeepSeek": (256, 8)}
@@ -590,6 +619,19 @@ def test_survival_per_age_of_the_answer() -> None:
     assert survival.of([seq("next", "code", written=100)], 70, [4])[0][0][3] > 0.8, "learnt of the time when it was drafted, not of now"
 
 
+def test_how_long_drafts_are() -> None:
+    """A share of the drafts that were granted a k-th token has one; where none was granted it, as many as one before."""
+    kind, short, new = Kind(4), Kind(4), Kind(4)
+    for _ in range(200):
+        kind.learn(1, 4, 4, 4)
+        kind.learn(1, 4, 2, 2)
+        kind.learn(1, 4, 0, 0)                                             # none: of the lengths of drafts it says nothing
+        short.learn(1, 2, 1, 0)
+        short.learn(1, 2, 2, 2)
+    assert kind.lengths() == pytest.approx([1.0, 1.0, 0.5, 0.5], abs=0.02)
+    assert short.lengths() == pytest.approx([1.0, 0.5, 0.5, 0.5], abs=0.02) and new.lengths() == [1.0] * 4
+
+
 def test_a_change_is_believed_at_once() -> None:
     kind = Kind(2)
     for _ in range(500):
@@ -599,6 +641,12 @@ def test_a_change_is_believed_at_once() -> None:
         kind.learn(20, 2, 2, 2)
     assert next(kind.long.means()) > 0.4
     assert kind.ages[0].apply(0, 0.8) == pytest.approx(0.8, abs=0.05), "what all guesses did is not held against those of one age"
+    for _ in range(500):
+        kind.learn(20, 2, 2, 2)
+    assert next(kind.long.means()) > 0.98
+    for _ in range(4):
+        kind.learn(20, 2, 2, 0)
+    assert next(kind.long.means()) < 0.6, "for the worse, too"
 
 
 def test_many_classes_take_bounded_memory() -> None:

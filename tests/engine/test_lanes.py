@@ -54,6 +54,25 @@ def test_requests_of_one_batch_have_their_own_drafters_and_the_same_texts() -> N
     assert max(depths) == 5 and {name: lane["state"] for name, lane in state["others"].items()} == {"model": "on", "always-wrong": "on"}
 
 
+def test_drafters_hold_nothing_while_they_are_switched_off() -> None:
+    """Of no text, and they join those that go on when they are on again."""
+    target, models = table(seed=4), [table(seed=5), table(seed=6)]
+    sampling = Sampling(temperature=0, max_tokens=30, ignore_eos=True)
+    with Engine(target, ModelDrafter(models[0], name="one"), 2, others=[ModelDrafter(models[1], name="two")]) as engine:
+        handles = [engine.submit([1, 2, i], sampling, speculation={"drafter": name})[0] for i, name in enumerate(("one", "two"))]
+        for enabled in (True, True, False, True):
+            before = [[*model.open_slots] for model in models]
+            engine.set_speculation(enabled=enabled)
+            assert [model.open_slots for model in models] == (before if enabled else [[], []]), "what is on already stays as it is"
+            for _ in range(3):
+                engine.step()
+            assert [bool(model.open_slots) for model in models] == [enabled] * 2
+        while not all(handle.done for handle in handles):
+            engine.step()
+    for i, handle in enumerate(handles):
+        assert handle.completion().token_ids == alone(target, [1, 2, i], sampling).token_ids and handle.completion().metrics["drafted"]
+
+
 def test_controllers_learn_apart() -> None:
     """In the same rounds, with depth auto: one of a drafter that is always right, one of a drafter that never is."""
     target = table(seed=4)
