@@ -31,9 +31,9 @@ def agreed(text: Sequence[int], place: int) -> int:
     return n
 
 
-def gram_lengths(longest: int) -> tuple[int, ...]:
-    """1, 2, 4, … up to `longest` (at most 64)."""
-    return tuple(1 << level for level in range(longest.bit_length()))
+def gram_levels(longest: int) -> int:
+    """How many of the lengths 1, 2, 4, … there are up to `longest` (at most 64)."""
+    return longest.bit_length()
 
 
 def _hash_all(tokens: NDArray[np.int64], levels: int) -> list[NDArray[np.uint64]]:

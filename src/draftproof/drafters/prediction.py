@@ -11,9 +11,9 @@ import torch
 
 from ..types import Budget, Draft, SequenceView
 from .base import Needs, PerSequence, Plain
-from .occurrences import TextIndex, gram_lengths
+from .occurrences import TextIndex, gram_levels
 
-LEVELS = len(gram_lengths(32))
+LEVELS = gram_levels(32)
 LONGEST = 32          # agreement, in tokens, beyond which a place is no better
 SURE = 8              # agreement that needs no better place
 NEAR = 32             # how far behind the old place a single agreeing token is believed

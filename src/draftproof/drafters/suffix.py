@@ -28,7 +28,7 @@ from ..errors import LoadError
 from ..types import Budget, Draft, SequenceView
 from .base import Needs, PerSequence, Site
 from .grow import affordable
-from .occurrences import Store, TextIndex, gram_lengths, tenant_key
+from .occurrences import Store, TextIndex, gram_levels, tenant_key
 
 FORMAT = "draftproof-suffix-1"
 DOUBT = 2.5          # votes against every guess
@@ -67,7 +67,7 @@ class SuffixDrafter(PerSequence[SuffixState]):
     def __init__(self, max: int = 32, tokens: int = 1_000_000) -> None:
         """max: longest agreement looked for, in tokens. tokens: how many are remembered of past texts (0: none)."""
         self.max, self.tokens = max, tokens
-        self.levels = len(gram_lengths(max))
+        self.levels = gram_levels(max)
         self.store = Store(tokens, self.levels)
 
     @classmethod
