@@ -13,7 +13,7 @@ from engine.test_law import FALSE_ALARM, VOCABULARY, statistic, texts
 from draftproof import Engine, EngineConfig, Sampling
 from draftproof.core.tree import path
 from draftproof.drafters.base import Needs, PerSequence
-from draftproof.drafters.chain import AGAIN, ChainDrafter, chained
+from draftproof.drafters.chain import AGAIN, TRIALS, ChainDrafter, chained
 from draftproof.drafters.fixed import AlwaysWrong, NoDrafter, Oracle, TextState
 from draftproof.drafters.model import ModelDrafter
 from draftproof.drafters.ngram import NgramDrafter
@@ -97,6 +97,18 @@ def test_what_is_always_wrong_is_seldom_used_whichever_place_it_has() -> None:
     assert used["oracle"] > 10 * used["always-wrong"] and stood > 2.6
     used, stood = counted(lambda truth: ChainDrafter(Oracle(truth), AlwaysWrong(V, truth)))
     assert used["oracle"] > 10 * used["always-wrong"] and stood > 2.5
+
+
+def test_a_draft_is_not_counted_for_one_who_had_nothing_to_put_in_its_place() -> None:
+    chain, text = ChainDrafter(says("a", 5, 6), says("b")), Text.of([1, 2, 3], SAMPLED)
+    state = chain.open(text, None)
+    for _ in range(8):
+        draft, = chain.propose([state], [Budget(2, 2, "", "")], SharedNoise())
+        assert tokens_of(draft) == [5, 6] and draft.drafter == "a"
+        chain.observe([state], [Commit(len(text.tokens), (5, 6, 7), ("accepted", "accepted", "bonus"), (0, 1))], [None])
+        text.tokens += (5, 6, 7)
+    record = chain._in_chains.of(0.5)
+    assert record.seen == [TRIALS, 0] and record.brought == [2, 0]
 
 
 def test_the_worse_is_tried_again_in_case_it_became_better() -> None:

@@ -121,6 +121,21 @@ def paths(draft: Draft) -> list[tuple[int, ...]]:
     return found
 
 
+@pytest.mark.parametrize("came", [(2, 3), (2, 9), (4, 5, 1), (4,), (9, 2)])
+def test_of_a_tree_the_guesses_on_the_way_of_the_text_are_counted(came: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Behind a 1 stood 4 5 and, before that, 2 3: siblings of what the text went on with did not stand, and of what hangs from them
+    nothing is known."""
+    drafter, text, learnt = NgramDrafter(1, 1), Text.of([1, 2, 3, 1, 4, 5, 1], GREEDY), list[tuple[int, bool]]()
+    state = drafter.open(text, None)
+    draft, = drafter.propose([state], [priced(0.0)], SharedNoise())
+    assert state.out is not None and {(4,), (4, 5), (2,), (2, 3)} == set(paths(draft))
+    cells = state.out.cells
+    monkeypatch.setattr(drafter.chances, "learn", lambda greedy, cell, stands: learnt.append((cell, stands)))
+    drafter.observe([state], [Commit(len(text.tokens), came, ("accepted",) * len(came), ())], [None])
+    assert learnt == [(cell, way == came[:len(way)]) for cell, way in zip(cells, paths(draft), strict=True)
+                      if len(way) <= len(came) and way[:-1] == came[:len(way) - 1]]
+
+
 @pytest.mark.parametrize("stands", [True, False])
 def test_chances_are_counted_in_sampled_and_greedy_texts_apart(stands: bool) -> None:
     """Texts in which what followed a token follows it again, always or never, while a row costs 0.4 tokens."""

@@ -144,6 +144,24 @@ def test_between_commit_and_rewind() -> None:
         assert not target.open_slots
 
 
+@pytest.mark.parametrize("tokens", [2, 6, 10])
+def test_guesses_that_stood_in_a_round_that_was_interrupted_are_read_again(tokens: int) -> None:
+    """Between commit and rewind: the text has them, and the slot forgets their keys."""
+    target, sampling = table(), Sampling(temperature=0.9, seed=1, max_tokens=20, ignore_eos=True)
+    plain = alone(target, PROMPTS[0], sampling)
+    drafter = Oracle(foresight([[*PROMPTS[0], *plain.token_ids]]))
+    with Engine(target, drafter, 3, config=EngineConfig(trace="none")) as engine, pytest.MonkeyPatch.context() as now:
+        handle, = engine.submit(PROMPTS[0], sampling)
+        seq = handle._seq
+        now.setattr(target, "rewind", Once(target.rewind, KeyboardInterrupt(), lambda: len(seq.output) >= tokens))
+        with pytest.raises(KeyboardInterrupt):
+            while not handle.done:
+                engine.step()
+        assert seq.slot is not None and seq.slot.length == len(seq.tokens) - 4, "three that stood, and the one that is never fed"
+        assert run_out(engine, [handle], ()) == 0 and handle.completion().token_ids == plain.token_ids
+    assert not target.open_slots
+
+
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), RuntimeError("boom")], ids=["interrupt", "error"])
 def test_a_text_of_one_token_whose_step_is_interrupted(error: BaseException, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its prompt is read in the step in which the round of another one is interrupted behind its commit."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -94,6 +95,24 @@ def test_a_full_pool_refuses_and_changes_nothing() -> None:
     assert (list(p.free), list(p.references)) == before
     p.release(taken[0])
     assert p.take() == taken[0]
+
+
+@pytest.mark.parametrize("taken", range(5))
+def test_what_fits_is_what_can_be_taken(taken: int) -> None:
+    """Free pages, and idle ones that hold a text of earlier."""
+    for tokens in range(6 * P):
+        p = pool(5)
+        drop(p, filled(p, list(range(2 * P))))
+        for _ in range(taken):
+            p.take()
+        fits, pages = PagedTarget.fits(SimpleNamespace(pool=p), tokens), 0  # type: ignore[arg-type]
+        try:
+            while pages * P < tokens:
+                p.take()
+                pages += 1
+        except CacheFull:
+            pass
+        assert fits == (pages * P >= tokens)
 
 
 def test_a_text_gets_consecutive_pages_after_others_have_come_and_gone() -> None:

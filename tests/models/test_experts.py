@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -202,16 +203,17 @@ def test_what_is_no_number_reaches_its_own_row_alone() -> None:
 
 
 @compiled
-@pytest.mark.parametrize("wide", [False, True])
-def test_a_routers_weight_is_multiplied_by_rows_that_do_not_feel_each_other(wide: bool) -> None:
+@pytest.mark.parametrize("widened", [None, lambda x: x.float(), lambda x: x.type(torch.float32), lambda x: x.to(torch.float32)])
+def test_a_routers_weight_is_multiplied_by_rows_that_do_not_feel_each_other(widened: Callable[[Tensor], Tensor] | None) -> None:
     weight = torch.randn(COUNT, HIDDEN, generator=torch.Generator().manual_seed(6)).bfloat16()
     held = RouterWeight(packed(weight, None), weight, weight.dtype)             # type: ignore[arg-type]
     x = torch.randn(9, HIDDEN, generator=torch.Generator().manual_seed(7)).bfloat16()
 
     def logits(x: Tensor, weight: Tensor) -> Tensor:
-        return functional.linear(x.type(torch.float32), weight.type(torch.float32)) if wide else functional.linear(x, weight)
+        return functional.linear(widened(x), widened(weight)) if widened else functional.linear(x, weight)
 
     found, want = logits(x, held), logits(x, weight)
+    assert not widened or isinstance(widened(held), RouterWeight), "the product is ours in float32, too"
     assert found.dtype == want.dtype and torch.allclose(found, want, rtol=0.01, atol=0.05)
     assert torch.equal(found, torch.cat([logits(x[i:i + 1], held) for i in range(9)]))
     bias = torch.randn(COUNT, generator=torch.Generator().manual_seed(8)).bfloat16()
