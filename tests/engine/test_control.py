@@ -333,6 +333,22 @@ def test_a_load_pays_for_its_own_trials() -> None:
     assert off / taken > 0.98
 
 
+def test_a_plain_round_that_is_said_to_be_followed_by_another_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the same texts: a pass is begun early on that word."""
+    world, said = World(chance=flat(0.1), batch=2, length=400), list[bool]()
+    control = world.auto()
+    learn = control.learn
+    monkeypatch.setattr(control, "learn", lambda *about: (said.append(control.stays), learn(*about)))
+    before, kept = (), 0
+    for _ in range(500):
+        texts, (depths,) = tuple(one.id for one in world.live), world.play(control, 1)
+        if before == (texts, True):
+            assert not any(depths)
+            kept += 1
+        before = texts, said[-1] and not any(depths)
+    assert 300 < kept < 500
+
+
 def test_of_a_crowd_only_some_are_asked_in_a_trial() -> None:
     world = World(chance=flat(0.0), batch=16)
     control = world.auto()
