@@ -121,8 +121,8 @@ class Tally:
 
     def __add__(self, other: Tally) -> Tally:
         merged = Tally()
-        for name, mine in self.as_dict().items():
-            theirs = getattr(other, name)
+        for name in (f.name for f in fields(self)):
+            mine, theirs = getattr(self, name), getattr(other, name)
             both = [a + b for a, b in zip_longest(mine, theirs, fillvalue=0)] if isinstance(mine, list) else mine + theirs
             setattr(merged, name, both)
         return merged
