@@ -16,7 +16,7 @@ from scipy.stats import chi2
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
-from draftproof import Engine, LoadConfig, Sampling, VocabularyMismatch
+from draftproof import Engine, EngineConfig, LoadConfig, Sampling, VocabularyMismatch
 from draftproof.commands.doctor import pair_checks
 from draftproof.core.probs import distribution
 from draftproof.core.tree import depths
@@ -187,7 +187,8 @@ def test_the_law_of_the_text_is_the_targets(level: str, rule: str, tree: int | N
     for each in (target, lm):
         each.table = (each.table / 3).log_softmax(-1)
     counts, drafted = Counter[tuple[int, ...]](), 0
-    with Engine(target, drafter_of(level, target, lm), 2, tree=tree, rule=rule) as engine:          # type: ignore[arg-type]
+    config = EngineConfig(trace="none", max_batch=256)
+    with Engine(target, drafter_of(level, target, lm), 2, tree=tree, rule=rule, config=config) as engine:  # type: ignore[arg-type]
         handles = [engine.submit([1], Sampling(temperature=1.0, top_p=1.0, seed=seed, max_tokens=4))[0] for seed in range(runs)]
         while not all(handle.done for handle in handles):
             engine.step()
