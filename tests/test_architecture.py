@@ -6,6 +6,7 @@ import ast
 import re
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 from statistics import median
 
@@ -42,11 +43,17 @@ def part_of(file: Path) -> str:
     return first.removesuffix(".py")
 
 
+@cache
+def parsed(file: Path) -> ast.Module:
+    return ast.parse(file.read_text())
+
+
+@cache
 def modules_imported(file: Path) -> set[str]:
     """Dotted names that a file imports, relative ones made absolute; names for type checkers only count too."""
     package = ("draftproof", *file.relative_to(SOURCE).parts[:-1])
     found: set[str] = set()
-    for node in ast.walk(ast.parse(file.read_text())):
+    for node in ast.walk(parsed(file)):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -63,7 +70,7 @@ def ours(file: Path) -> set[str]:
 
 def functions(file: Path) -> list[tuple[str, int]]:
     return [(f"{file.relative_to(ROOT)}:{node.lineno} {node.name}", (node.end_lineno or node.lineno) - node.lineno + 1)
-            for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+            for node in ast.walk(parsed(file)) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda f: str(f.relative_to(SOURCE)))
@@ -87,7 +94,7 @@ def test_core_is_pure(file: Path) -> None:
     outside = {module.split(".")[0] for module in modules_imported(file)} - CORE_MAY_IMPORT
     assert not outside, f"core imports {outside}"
     assert not {"time", "os", "random", "pathlib", "io"} & {m.split(".")[0] for m in modules_imported(file)}
-    for node in ast.walk(ast.parse(file.read_text())):
+    for node in ast.walk(parsed(file)):
         assert not (isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("open", "print"))
 
 
