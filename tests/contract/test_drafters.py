@@ -69,7 +69,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 # Options whose texts are drafted in one batch: every text's budgets are those that it has among its own four.
-TOGETHER = ("greedy", "sampled", "cold-filtered min-p ends", "penalties greedy-penalties bias-and-bans dead-end greedy-dead-end")
+TOGETHER = ("greedy", "sampled", "cold-filtered min-p ends penalties greedy-penalties bias-and-bans dead-end greedy-dead-end")
 
 SHAPES: dict[str, Callable[[int, int], tuple[int, int]]] = {
     "chain": lambda i, round_: ((0, 1, 3, 6)[(i + round_) % 4],) * 2,

@@ -50,7 +50,7 @@ def texts(rule: Rule, count: int, temperature: float) -> list[tuple[list[int], l
     lines = [json.loads(line) for line in (WEIGHTS / "prompts.jsonl").read_text("utf-8").splitlines()]
     prompts = [target.tokenizer.encode(line["prompt"])[:80] for line in lines][:count]
     options = [Sampling(temperature=temperature, top_p=1.0, seed=i, max_tokens=TOKENS, ignore_eos=True) for i in range(len(prompts))]
-    with Engine(target, "model", DEPTH, rule=rule, config=EngineConfig(max_batch=8, trace="none")) as engine:
+    with Engine(target, "model", DEPTH, rule=rule, config=EngineConfig(max_batch=PROMPTS, trace="none")) as engine:
         outs = engine.generate_batch(prompts, options)
     assert sum(o.metrics["accepted"] for o in outs) > 1000, "hardly a draft was accepted: nothing was tested"
     return [(p, list(o.token_ids)) for p, o in zip(prompts, outs, strict=True)]
