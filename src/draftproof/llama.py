@@ -21,8 +21,8 @@ class Layer(ctypes.Structure):
     _fields_ = [
         *((name, Product) for name in ("qkv", "o", "gate_up", "down")),
         *((name, Scale) for name in ("before", "after", "of_attention", "of_mlp", "of_heads", "of_stream")),
-        *fields(reals="scaling share", numbers="heads kv_heads dim turned rope window", flags="as_one normed gelu",
-                 pointers="sinks keys values experts"),
+        *fields(reals="scaling share", numbers="heads kv_heads dim turned rope window", flags="as_one normed act",
+                 pointers="sinks keys values experts", reals_="cap", flags_="turned_first parallel"),
     ]
 
 

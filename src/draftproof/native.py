@@ -33,6 +33,7 @@ CHUNK = 16  # keys that attention takes at a time (kernels/lanes.h)
 ALIKE = 128  # columns of floats of eight bits that share a step (kernels/narrow.c)
 EIGHT_FLOATS, FOUR_BY_32, FOUR_BY_16 = -8, -32, -16  # in place of the bits of a product's numbers
 TYPES = (torch.float32, torch.bfloat16)
+SILU, GELU_BY_TANH, GELU, RELU_SQUARED = range(4)  # what an MLP makes of its gates (kernels/lanes.h)
 
 
 def fields(**kinds: str) -> list[tuple[str, type]]:
@@ -49,7 +50,8 @@ class CourseFields(ctypes.Structure):
 
 class _Attention(ctypes.Structure):
     _fields_ = fields(
-        pointers="query keys values sinks out", numbers="query_stride heads group dim value_dim window", reals="scaling", flags="halves")
+        pointers="query keys values sinks out", numbers="query_stride heads group dim value_dim window", reals="scaling cap",
+        flags="halves")
 
 
 class Product(ctypes.Structure):
@@ -61,14 +63,16 @@ class Product(ctypes.Structure):
 class Scale(ctypes.Structure):
     """A norm's weights, as kernels/lanes.h has them."""
 
-    _fields_ = fields(pointers="weight", reals="eps", flags="late")
+    _fields_ = fields(pointers="weight bias", reals="eps", flags="late")
 
     @classmethod
-    def of(cls, weight: Tensor | None, eps: float, dtype: torch.dtype) -> Self:
+    def of(cls, weight: Tensor | None, eps: float, dtype: torch.dtype, bias: Tensor | None = None) -> Self:
         """Of rows of this type; weights that are float32 where rows are not count as late: what they make is rounded once, behind them.
-        None: there is no norm. The tensor must outlive it."""
+        None: there is no norm. bias: of a norm that is centred; both are float32. The tensors must outlive it."""
         assert weight is None or weight.is_contiguous() and weight.dtype in (dtype, torch.float32)
-        return cls(address_of(weight), eps, weight is not None and weight.dtype != dtype)
+        assert bias is None or weight is not None and bias.dtype == weight.dtype == torch.float32
+        assert bias is None or weight is not None and bias.shape == weight.shape and bias.is_contiguous()
+        return cls(address_of(weight), address_of(bias), eps, weight is not None and weight.dtype != dtype)
 
 
 class Spare(NamedTuple):
@@ -199,10 +203,11 @@ class Course:
 
 
 def attend(
-    course: Course, query: Tensor, keys: Tensor, values: Tensor, scaling: float, window: int | None = None, sinks: Tensor | None = None
+    course: Course, query: Tensor, keys: Tensor, values: Tensor, scaling: float, window: int | None = None, sinks: Tensor | None = None,
+    cap: float | None = None
 ) -> Tensor:
     """Every row over the keys it sees: query [rows, H, D], keys and values [places, KV, ...] → [rows, H, ...]. window: how many keys a
-    row sees, itself included (None: all); sinks [H]: logits that only normalise."""
+    row sees, itself included (None: all); sinks [H]: logits that only normalise; cap: of scores, cap · tanh(score / cap)."""
     (rows, heads, dim), (_, kv_heads, deep) = query.shape, values.shape
     assert query.dtype == keys.dtype == values.dtype and rows == course.rows, f"{query.dtype} {keys.dtype} {rows} rows of {course.rows}"
     query = query if _rows_whole(query) else query.contiguous()
@@ -210,7 +215,7 @@ def attend(
     out = torch.empty(rows, heads, deep, dtype=query.dtype)
     asked = _Attention(
         query.data_ptr(), keys.data_ptr(), values.data_ptr(), address_of(sinks), out.data_ptr(), query.stride(0),
-        kv_heads, heads // kv_heads, dim, deep, window or 0, scaling, query.dtype == torch.bfloat16)
+        kv_heads, heads // kv_heads, dim, deep, window or 0, scaling, cap or 0, query.dtype == torch.bfloat16)
     if loaded().attend(course.struct, asked, torch.get_num_threads()):
         raise MemoryError(f"attention of {rows} rows found no memory to work in")
     return out
@@ -253,13 +258,13 @@ def draft(head: ctypes.Structure, growth: ctypes.Structure, last: Tensor) -> boo
     return not failed
 
 
-def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def norm(x: Tensor, weight: Tensor, eps: float, bias: Tensor | None = None) -> Tensor:
     """x / rms(x) · weight over the last dimension: x [rows, n], weight [n]; or x [rows, heads, n], weight [heads, n]. Of a weight in
-    float32 the product is rounded once."""
+    float32 the product is rounded once. With a bias it is x's distance from its mean, by its deviation, · weight + bias, float32."""
     inner, n = weight.numel() // weight.shape[-1], weight.shape[-1]
     assert x.shape[1:] == weight.shape and _rows_whole(x), f"{x.shape} {x.stride()}"
     y = torch.empty(x.shape, dtype=x.dtype)
-    loaded().norm(x.data_ptr(), Scale.of(weight, eps, x.dtype), y.data_ptr(), x.shape[0], inner, n, x.stride(0),
+    loaded().norm(x.data_ptr(), Scale.of(weight, eps, x.dtype, bias), y.data_ptr(), x.shape[0], inner, n, x.stride(0),
                    x.dtype == torch.bfloat16, torch.get_num_threads())
     return y
 
@@ -293,11 +298,11 @@ def copy_rows(stores: Sequence[Tensor], moves: Sequence[tuple[int, int, int]]) -
     loaded().copy_rows(addresses, sizes, len(stores), numbers.buffer_info()[0], len(moves), torch.get_num_threads())
 
 
-def gate(x: Tensor, gelu: bool = False) -> Tensor:
-    """silu(x[:, :n]) · x[:, n:] of x [rows, 2 n], or with gelu's approximation by a hyperbolic tangent."""
-    rows, n = x.shape[0], x.shape[1] // 2
+def gate(x: Tensor, act: int = SILU, alone: bool = False) -> Tensor:
+    """act(x[:, :n]) · x[:, n:] of x [rows, 2 n]; or, alone, act(x) of x [rows, n]. act: SILU …"""
+    rows, n = x.shape[0], x.shape[1] // (1 if alone else 2)
     x, y = x.contiguous(), torch.empty(rows, n, dtype=x.dtype)
-    loaded().gate(x.data_ptr(), y.data_ptr(), rows, n, gelu, x.dtype == torch.bfloat16, torch.get_num_threads())
+    loaded().gate(x.data_ptr(), y.data_ptr(), rows, n, alone, act, x.dtype == torch.bfloat16, torch.get_num_threads())
     return y
 
 
@@ -337,5 +342,5 @@ def _open(path: Path) -> ctypes.CDLL:
     library.copy_rows.argtypes, library.copy_rows.restype = [pointer, pointer, whole, pointer, whole, small], None
     library.norm.argtypes, library.norm.restype = [pointer, ctypes.POINTER(Scale), pointer, *[whole] * 4, small, small], None
     library.turn.argtypes, library.turn.restype = [*[pointer] * 4, *[whole] * 6, *[small] * 3], None
-    library.gate.argtypes, library.gate.restype = [*[pointer] * 2, *[whole] * 2, *[small] * 3], None
+    library.gate.argtypes, library.gate.restype = [*[pointer] * 2, *[whole] * 2, *[small] * 4], None
     return library

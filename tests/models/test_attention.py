@@ -152,14 +152,14 @@ def forest(layout: list[int]) -> Pass:
 
 @pytest.mark.parametrize("kind", [chain, forest])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("way", ["compiled", "flash", "plain"])
+@pytest.mark.parametrize("way", ["compiled", "capped", "flash", "plain"])
 @pytest.mark.parametrize("window", [None, 7 * P + 3])
 def test_bits_do_not_depend_on_where_the_pages_lie(kind: Callable[[list[int]], Pass], dtype: torch.dtype, way: str, window: int | None,
                                                    monkeypatch: pytest.MonkeyPatch) -> None:
-    softcap = 20.0 if way == "plain" else None
-    if way == "compiled" and not native.available()[0]:
+    softcap, ours = 20.0 if way in ("plain", "capped") else None, way in ("compiled", "capped")
+    if ours and not native.available()[0]:
         pytest.skip(native.available()[1])
-    if way == "flash":
+    if not ours:
         monkeypatch.setattr("draftproof.models.attention.compiled", lambda *_: False)
     generator = torch.Generator().manual_seed(6)
     held = [torch.randn(PAGES, P, KV, DIM, generator=generator).to(dtype) for _ in range(2)]
@@ -177,9 +177,9 @@ def test_bits_do_not_depend_on_where_the_pages_lie(kind: Callable[[list[int]], P
     assert want.isfinite().all()
     for name, got in results.items():
         assert torch.equal(got, want), name
-    if way == "compiled":
+    if ours:
         monkeypatch.setattr("draftproof.models.attention.compiled", lambda *_: False)
-        torch.testing.assert_close(want, attend(0, query, key, value, DIM**-0.5, window, kind(layout), pool), rtol=0.02, atol=0.02)
+        torch.testing.assert_close(want, attend(0, query, key, value, DIM**-0.5, window, kind(layout), pool, softcap), rtol=0.02, atol=0.02)
 
 
 @pytest.mark.parametrize("layout", layouts().values(), ids=layouts())

@@ -7,7 +7,7 @@ import math
 import platform
 import shlex
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -18,7 +18,7 @@ import torch
 
 from draftproof import compiler, native
 from draftproof.core import host
-from draftproof.models.between import rms_norm, turn
+from draftproof.models.between import rms_norm, row_norm, turn
 from draftproof.models.int4 import StreamedInt4Linear
 from draftproof.models.int8 import StreamedInt8Linear
 from draftproof.models.packed import PackedLinear, StreamedLinear, holds_bfloat16, packed
@@ -229,6 +229,10 @@ def test_only_weights_that_are_bfloat16_are_read_as_such() -> None:
     assert holds_bfloat16(weight.bfloat16()) and not holds_bfloat16(weight) and not holds_bfloat16(torch.full((1, 1), float("nan")))
 
 
+FUNCTIONS: dict[str, tuple[int, Callable[[torch.Tensor], torch.Tensor]]] = {
+    "silu": (native.SILU, torch.nn.functional.silu), "gelu": (native.GELU, torch.nn.functional.gelu),
+    "gelu by tanh": (native.GELU_BY_TANH, partial(torch.nn.functional.gelu, approximate="tanh")),
+    "relu squared": (native.RELU_SQUARED, lambda x: torch.nn.functional.relu(x).square())}
 GROUP, PAGES = 2, 9  # query heads of a key head; pages of the storage
 SHAPES = [(256, 2, 64, 64, 3), (64, 1, 80, 48, 50), (16, 3, 20, 20, 1), (33, 1, 128, 128, 7), (1024, 1, 16, 16, 100)]
 
@@ -245,6 +249,7 @@ class Play:
     dtype: torch.dtype
     window: int | None = None
     sinks: torch.Tensor | None = None
+    cap: float | None = None
 
     def __post_init__(self) -> None:
         torch.manual_seed(self.page + self.dim)
@@ -265,7 +270,7 @@ class Play:
         keys, values = torch.empty_like(self.keys), torch.empty_like(self.values)
         for moved, still in ((keys, self.keys), (values, self.values)):
             moved.view(PAGES, self.page, -1)[list(places)] = still.view(PAGES, self.page, -1)
-        return native.attend(course, self.query[chosen], keys, values, 0.3, self.window, self.sinks)
+        return native.attend(course, self.query[chosen], keys, values, 0.3, self.window, self.sinks, self.cap)
 
     def plain(self) -> torch.Tensor:
         """One softmax over the keys that a row sees, in double precision."""
@@ -277,6 +282,8 @@ class Play:
                 seen = places[max(0, at + 1 - self.window) if self.window else 0:at + 1]
                 for head in range(self.heads * GROUP):
                     scores = self.keys[seen, head // GROUP].double() @ self.query[row, head].double() * 0.3
+                    if self.cap is not None:
+                        scores = self.cap * torch.tanh(scores / self.cap)
                     if self.sinks is not None:
                         scores = torch.cat([scores, self.sinks[head:head + 1].double()])
                     out[row, head] = scores.softmax(0)[:len(seen)] @ self.values[seen, head // GROUP].double()
@@ -284,9 +291,10 @@ class Play:
 
 
 def plays(shape: tuple[int, ...], dtype: torch.dtype) -> list[Play]:
-    """With every key seen, with a window, with sinks, and with both."""
-    sinks = torch.linspace(-3, 30, shape[1] * GROUP)
-    return [Play(*shape, dtype, window, more) for window in (None, shape[0] + 5) for more in (None, sinks)]
+    """With every key seen, with a window, with sinks, and with both; and with soft caps that most scores do not feel, and that all feel."""
+    sinks, window = torch.linspace(-3, 30, shape[1] * GROUP), shape[0] + 5
+    found = [Play(*shape, dtype, seen, more) for seen in (None, window) for more in (None, sinks)]
+    return [*found, Play(*shape, dtype, None, None, 50.0), Play(*shape, dtype, window, sinks, 2.0)]
 
 
 @compiled
@@ -395,7 +403,7 @@ def test_the_small_operations_of_a_block_are_their_twins(heads: int, dim: int, d
         "turn that is rounded once": (native.turn(x, *sharp), turn(x, *sharp)),
         "turn of a part": (native.turn(x, *part), turn(x, *part)),
         "gate": (native.gate(both), torch.nn.functional.silu(flat) * (flat.flip(0) * 9)),
-        "gate by gelu": (native.gate(both, gelu=True), gelu(flat.double()).to(dtype) * (flat.flip(0) * 9)),
+        "gate by gelu": (native.gate(both, native.GELU_BY_TANH), gelu(flat.double()).to(dtype) * (flat.flip(0) * 9)),
     }
     assert torch.equal(pairs["turn of a part"][0][..., end:], x[..., end:])
     for name, (got, want) in pairs.items():
@@ -407,6 +415,53 @@ def test_the_small_operations_of_a_block_are_their_twins(heads: int, dim: int, d
         assert torch.equal(native.norm(x[some], weight, 1e-5), pairs["norm of heads"][0][some])
         assert torch.equal(native.turn(x[some], cos[some], sin[some]), pairs["turn"][0][some])
         assert torch.equal(native.gate(both[some]), pairs["gate"][0][some])
+
+
+@compiled
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("heads", "dim"), [(3, 64), (1, 20), (5, 6)])
+def test_centred_norms_and_functions_of_no_gate_are_their_twins(heads: int, dim: int, dtype: torch.dtype) -> None:
+    random = torch.Generator().manual_seed(dim)
+    every = torch.randn(7, heads + 2, dim, generator=random).to(dtype) * 3 + 1
+    x, flat = every[:, :heads], every[:, :heads].flatten(1)
+    weight, bias = torch.randn(2, heads, dim, generator=random)
+    calls: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], Callable[[torch.Tensor], torch.Tensor], torch.Tensor]] = {
+        "norm": (lambda x: native.norm(x, weight.view(-1), 1e-5, bias.view(-1)),
+                 lambda x: torch.nn.functional.layer_norm(x.float(), x.shape[1:], weight.view(-1), bias.view(-1), 1e-5), flat),
+        "norm of heads": (lambda x: native.norm(x, weight, 1e-5, bias), lambda x: row_norm(x, weight, 1e-5, bias), x)}
+    for name, (act, plain) in FUNCTIONS.items():
+        calls[name] = (partial(native.gate, act=act, alone=True), lambda x, plain=plain: plain(x.double()), flat)  # type: ignore[misc]
+        calls[f"gated {name}"] = (partial(native.gate, act=act),
+                                  lambda x, plain=plain: plain(x.chunk(2, 1)[0].double()).to(dtype) * x.chunk(2, 1)[1],  # type: ignore[misc]
+                                  torch.cat([flat, flat.flip(0)], 1))
+    for name, (ours, twin, given) in calls.items():
+        whole = ours(given)
+        assert whole.dtype == dtype, name
+        torch.testing.assert_close(whole, twin(given).to(dtype), rtol=2**-7 if dtype == torch.bfloat16 else 1e-5, atol=2e-6, msg=name)
+        assert torch.equal(torch.cat([ours(given[:1]), ours(given[1:4]), ours(given[4:])]), whole), name
+
+
+@compiled
+def test_functions_far_from_zero_neither_overflow_nor_hide_what_is_no_number() -> None:
+    x = torch.tensor([[-1e30, -200.0, -12.0, -5.0, -1e-30, 0.0, 1e-30, 1e9, float("inf"), float("nan")]])
+    for name, (act, plain) in FUNCTIONS.items():
+        got, want = native.gate(x, act, alone=True), plain(x.double()).float()
+        torch.testing.assert_close(got[:, :-2], want[:, :-2], rtol=1e-5, atol=2e-6, msg=name)
+        assert got[0, -2] == float("inf") and got[0, -1].isnan(), name
+    assert native.gate(torch.tensor([[float("-inf")]]), native.RELU_SQUARED, alone=True) == 0
+
+
+@compiled
+def test_a_soft_cap_holds_what_is_too_large_and_hides_nothing() -> None:
+    play = Play(64, 2, 32, 32, 2, torch.float32, cap=30.0)
+    calm, seen = play.attend(), play.pages[0][0] * 64
+    play.keys[seen] = torch.sign(play.keys[seen]) * float("inf")        # a score of +-inf is one of +-cap
+    play.query = play.query.abs()
+    play.keys[seen] = float("inf")
+    assert play.attend().isfinite().all()
+    play.keys[seen] = float("nan")
+    got = play.attend()
+    assert got[list(play.rows[0])].isnan().all() and got[list(play.rows[1])].isfinite().all() and calm.isfinite().all()
 
 
 @compiled

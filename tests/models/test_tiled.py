@@ -101,7 +101,7 @@ def test_a_target_of_rounded_weights_is_tiled_too(form: str, tmp_path: Path, as_
 def test_a_family_that_is_not_fused_is_tiled_too(tmp_path: Path, as_on_a_device: None) -> None:
     import families
 
-    families.save("cohere", tmp_path)
+    families.save("gpt_neox", tmp_path)
     target = load_target(tmp_path, LoadConfig(page_tokens=64, threads=torch.get_num_threads()))
     assert isinstance(target, PagedTarget) and target.fused is None and target.whole_tiles
     assert target.facts.invisible and type(target.parts.output) is TiledLinear

@@ -150,6 +150,19 @@ static inline floats near_exponential(floats x)
     return (floats)((integers)((words)t + power) & seen);
 }
 
+/* Scores [from, to) of a query, softly capped: by Cephes' polynomial near 0 and by the exponential elsewhere; what is no number stays so. */
+static void limit_scores(float *weight, long from, long to, float cap)
+{
+    for (long s = from; s < to; s += LANES) {
+        floats *w = (floats *)(weight + s), x = *w / cap, square = x * x;
+        floats size = (floats)((words)x & 0x7fffffffu), e = exponential(-2 * size), far = (1 - e) / (1 + e);
+        floats near = (((-5.70498872745e-3f * square + 2.06390887954e-2f) * square - 5.37397155531e-2f) * square + 1.33314422036e-1f) * square;
+        near = (near - 3.33332819422e-1f) * square * x + x;
+        far = (floats)((words)far | ((words)x & 0x80000000u));
+        *w = either(x == x, cap * either(size < 0.625f, near, far), x);
+    }
+}
+
 /* weight [from, to), two vectors at a time: scores → exponentials of their distance to the greatest so far, 0 but in [low, high). Returns
  * the scale of what was summed before. */
 static float normalise(float *weight, long low, long high, long from, long to, int halves, float *top, float *norm)
@@ -378,6 +391,7 @@ static void follow(const course *c, const piece *w, long path, long from)
         for (long q = 0; q < all; q++) {
             long first = SEEN_FROM(ROW(q)) - base, last = c->position[ROW(q)] + 1 - base;
             float *weight = w->weight + q * w->width;
+            if (a->cap != 0) limit_scores(weight, start, start + UP(end - start, LANES), a->cap);
             if (c->sight)
                 for (long s = start; s < end; s++)
                     if (!c->sight[ROW(q) * c->seen + base + s]) weight[s] = -INFINITY;

@@ -9,12 +9,32 @@
 
 #define FEW 8192 /* numbers that one thread finishes before a second has woken */
 
-/* y [inner, n] = x / rms(x) * weight over n (Zhang & Sennrich, arXiv 1910.07467), weight [inner, n]. Squares add over lanes, then over
- * these. */
+/* y [n] = (x - mean) / deviation * weight + bias (Ba et al., arXiv 1607.06450), rounded once. */
+static void centred_row(const char *from, const float *weight, const float *bias, float eps, char *to, long n, int halves)
+{
+    floats sums = {0}, squares = {0};
+    long c = 0;
+    for (; c + LANES <= n; c += LANES) sums += load_lanes(from, c, halves);
+    for (int j = 0; c + j < n; j++) sums[j] += load(from, c + j, halves);
+    float mean = total(sums) / n;
+    for (c = 0; c + LANES <= n; c += LANES) squares += (load_lanes(from, c, halves) - mean) * (load_lanes(from, c, halves) - mean);
+    for (int j = 0; c + j < n; j++) squares[j] += (load(from, c + j, halves) - mean) * (load(from, c + j, halves) - mean);
+    float factor = 1 / sqrtf(total(squares) / n + eps);
+    for (c = 0; c + LANES <= n; c += LANES)
+        store_lanes(to, c, (load_lanes(from, c, halves) - mean) * factor * load_lanes(weight, c, 0) + load_lanes(bias, c, 0), halves);
+    for (; c < n; c++) store(to, c, (load(from, c, halves) - mean) * factor * weight[c] + bias[c], halves);
+}
+
+/* y [inner, n] = x / rms(x) * weight over n (Zhang & Sennrich, arXiv 1910.07467), weight [inner, n]; or, with a bias, centred. Squares add
+ * over lanes, then over these. */
 void norm_of_row(const char *from, const scale *by, char *to, long inner, long n, int halves)
 {
     int early = halves && !by->late;
     for (long i = 0; i < inner; i++, from += size(halves) * n, to += size(halves) * n) {
+        if (by->bias) {
+            centred_row(from, (const float *)by->weight + i * n, by->bias + i * n, by->eps, to, n, halves);
+            continue;
+        }
         floats squares = {0};
         long c = 0;
         for (; c + LANES <= n; c += LANES) squares += load_lanes(from, c, halves) * load_lanes(from, c, halves);
@@ -72,25 +92,59 @@ void turn(const void *x, const void *cos, const void *sin, void *y, long rows, l
 /* silu, or the approximation of gelu by a hyperbolic tangent (Hendrycks & Gimpel, arXiv 1606.08415), which is a sigmoid. */
 static inline floats act(floats x, int gelu) { return x * sigmoid(gelu ? 1.5957691216f * (x + 0.044715f * x * x * x) : x); }
 
+/* gelu itself, x times the normal law's share below x: of the tail beyond |x| a fit of e^(z^2) erfc(z) in 1 / (1 + z / 2), z = |x| / sqrt 2,
+ * within 2e-6 of each value. */
+static inline floats whole_gelu(floats x)
+{
+    floats z = (floats)((words)x & 0x7fffffffu) * 0.70710678f, t = 1 / (0.5f * z + 1);
+    floats tail = ((0.0882060751f * t - 0.356743902f) * t + 0.38923198f) * t + 0.037885759f;
+    tail = (((tail * t + 0.281505495f) * t + 0.277581841f) * t + 0.282331437f) * t;
+    tail *= 0.5f * exponential(-z * z);
+    return x * either(x < 0, tail, 1 - tail);
+}
+
+/* Any function of an MLP's: SILU … of lanes.h. */
+static inline floats function(floats x, int which)
+{
+    if (which == GELU) return whole_gelu(x);
+    if (which == RELU_SQUARED) return either(x <= 0, (floats){0}, x * x); /* what is no number stays so */
+    return act(x, which);
+}
+
 /* y [to) = act(x) * x, n further on: numbers from `from` on of a row. */
-static void gate_row(const char *x, char *y, long n, long from, long to, int gelu, int halves)
+static void gate_row(const char *x, char *y, long n, long from, long to, int which, int halves)
 {
     long c = from;
     for (; c + LANES <= to; c += LANES)
-        store_lanes(y, c, kept_lanes(act(load_lanes(x, c, halves), gelu), halves) * load_lanes(x, n + c, halves), halves);
+        store_lanes(y, c, kept_lanes(function(load_lanes(x, c, halves), which), halves) * load_lanes(x, n + c, halves), halves);
     for (; c < to; c++) {
         floats value = {load(x, c, halves)};
-        store(y, c, kept(act(value, gelu)[0], halves) * load(x, n + c, halves), halves);
+        store(y, c, kept(function(value, which)[0], halves) * load(x, n + c, halves), halves);
     }
 }
 
-/* y [rows, n] = act(x[:, :n]) * x[:, n:], x [rows, 2 n], by a team: a row's parts begin with whole vectors. */
-void gated(const member *me, const void *x, void *y, long rows, long n, int gelu, int halves)
+/* The same without what stands n further on. */
+static void act_row(const char *x, char *y, long from, long to, int which, int halves)
+{
+    long c = from;
+    for (; c + LANES <= to; c += LANES) store_lanes(y, c, function(load_lanes(x, c, halves), which), halves);
+    for (; c < to; c++) {
+        floats value = {load(x, c, halves)};
+        store(y, c, function(value, which)[0], halves);
+    }
+}
+
+/* y [rows, n] = act(x[:, :n]) * x[:, n:], x [rows, 2 n], or, `alone`, act(x), x [rows, n]; by a team: a row's parts begin with whole
+ * vectors. */
+void gated(const member *me, const void *x, void *y, long rows, long n, int alone, int which, int halves)
 {
     long parts = rows % me->of ? me->of : 1, vectors = n / LANES, each = size(halves);
     MINE(i, rows * parts) {
-        long r = i / parts, part = i % parts, to = part + 1 == parts ? n : (part + 1) * vectors / parts * LANES;
-        gate_row((const char *)x + 2 * each * r * n, (char *)y + each * r * n, n, part * vectors / parts * LANES, to, gelu, halves);
+        long r = i / parts, part = i % parts, from = part * vectors / parts * LANES;
+        long to = part + 1 == parts ? n : (part + 1) * vectors / parts * LANES;
+        char *at = (char *)y + each * r * n;
+        if (alone) act_row((const char *)x + each * r * n, at, from, to, which, halves);
+        else gate_row((const char *)x + 2 * each * r * n, at, n, from, to, which, halves);
     }
 }
 
@@ -133,9 +187,9 @@ void limited(const member *me, const void *x, void *y, long rows, long n, float 
         }
 }
 
-void gate(const void *x, void *y, long rows, long n, int gelu, int halves, int threads)
+void gate(const void *x, void *y, long rows, long n, int alone, int which, int halves, int threads)
 {
-    TOGETHER(threads, rows * n > FEW, gated(me, x, y, rows, n, gelu, halves));
+    TOGETHER(threads, rows * n > FEW, gated(me, x, y, rows, n, alone, which, halves));
 }
 
 /* Within each of `count` stores, whose rows have sizes[i] bytes: for each of n moves [n, 3], from, to and how many, the rows from `from` on
@@ -189,7 +243,7 @@ static attention question(const run *p, const layer *l, const course *c, long nu
     long each = size(p->halves), turned = (l->heads + l->kv_heads) * l->dim, store = each * c->room * l->kv_heads * l->dim;
     char *keys = c->own ? (char *)c->own + 2 * number * store : l->keys, *values = c->own ? keys + store : l->values;
     return (attention){p->inner + each * at * turned, keys, values, l->sinks, p->read + each * at * l->heads * l->dim, turned, l->kv_heads,
-                       l->heads / l->kv_heads, l->dim, l->dim, l->window, l->scaling, p->halves};
+                       l->heads / l->kv_heads, l->dim, l->dim, l->window, l->scaling, l->cap, p->halves};
 }
 
 /* The heads of all rows, which stand in `written`: normed and turned in `inner`, keys and values in the storage, what rows see in `read`. */
@@ -200,8 +254,10 @@ static void look_back(const member *me, const run *p, const layer *l, long numbe
     MINE(r, p->rows) {
         char *heads = p->written + r * row;
         long angles = angle * r * p->angles + rope;
-        if (l->of_heads.weight) norm_heads(l, heads, p->halves);
-        turn_row(heads, p->cos + angles, p->sin + angles, p->inner + each * r * turned * l->dim, turned, l->dim, l->turned, p->sharp, p->halves);
+        char *ready = p->inner + each * r * turned * l->dim;
+        if (l->of_heads.weight && !l->turned_first) norm_heads(l, heads, p->halves);
+        turn_row(heads, p->cos + angles, p->sin + angles, ready, turned, l->dim, l->turned, p->sharp, p->halves);
+        if (l->of_heads.weight && l->turned_first) norm_heads(l, ready, p->halves);
     }
     join(me);
     for (const course *c = p->first; c < p->first + p->courses; at += c->rows, c++) {
@@ -216,13 +272,14 @@ static void look_back(const member *me, const run *p, const layer *l, long numbe
     }
 }
 
-/* Bring the rows that are wanted to the front: of the streams, and of what they saw. */
+/* Bring the rows that are wanted to the front: of the streams, of what they saw, and of what stands aside. */
 static void come_forward(const member *me, const run *p, const layer *l)
 {
     long stream = size(p->halves) * l->o.out, sight = size(p->halves) * l->o.in;
     for (long i = 0; me->index == 0 && i < p->kept; i++) {
         memmove(p->x + i * stream, p->x + p->keep[i] * stream, stream);
         memmove(p->read + i * sight, p->read + p->keep[i] * sight, sight);
+        if (l->parallel) memmove(p->aside + i * stream, p->aside + p->keep[i] * stream, stream);
     }
     join(me);
 }
@@ -282,20 +339,26 @@ void through(const member *me, const run *p, const layer *l, long number)
     int few = p->keep && number == p->last;
     long hidden = l->o.out, each = size(p->halves), bytes = each * hidden, entered = each * l->qkv.in;
     long rows = few ? p->kept : p->rows;
-    MINE(r, p->rows) enter_row(l, p->x + r * bytes, p->beside ? p->beside + r * bytes : 0, p->read + r * entered, p->halves);
+    MINE(r, p->rows) {
+        if (l->parallel) norm_or_copy(p->x + r * bytes, &l->after, p->aside + r * bytes, hidden, p->halves);
+        enter_row(l, p->x + r * bytes, p->beside ? p->beside + r * bytes : 0, p->read + r * entered, p->halves);
+    }
     join(me);
     multiplied(me, &l->qkv, p->read, p->room, p->written, p->rows, p->halves, 0);
     look_back(me, p, l, number);
     if (few) come_forward(me, p, l);
     give(me, p, l, &l->o, p->read, &l->of_attention, rows);
-    MINE(r, rows) norm_or_copy(p->x + r * bytes, &l->after, p->read + r * bytes, hidden, p->halves);
+    MINE(r, rows) {
+        if (l->parallel) memcpy(p->read + r * bytes, p->aside + r * bytes, bytes);
+        else norm_or_copy(p->x + r * bytes, &l->after, p->read + r * bytes, hidden, p->halves);
+    }
     join(me);
     if (l->experts) {
         consult(me, p, l, rows);
         return;
     }
     multiplied(me, &l->gate_up, p->read, p->room, p->written, rows, p->halves, 0);
-    gated(me, p->written, p->inner, rows, l->gate_up.out / 2, l->gelu, p->halves);
+    gated(me, p->written, p->inner, rows, l->down.in, l->gate_up.out == l->down.in, l->act, p->halves);
     join(me);
     give(me, p, l, &l->down, p->inner, &l->of_mlp, rows);
 }
@@ -304,7 +367,7 @@ void through(const member *me, const run *p, const layer *l, long number)
 char *equip(run *p, const layer *layers, long count)
 {
     const mixture *experts = 0;
-    long read = 0, written = 0, inner = 0, room = 0, each = size(p->halves), at = 0;
+    long read = 0, written = 0, inner = 0, room = 0, aside = 0, each = size(p->halves), at = 0;
     for (const layer *l = layers; l < layers + count; l++) {
         const product *behind = l->experts ? &l->experts->router : &l->gate_up, *products[] = {&l->qkv, &l->o, behind, &l->down};
         long wide = l->experts && l->experts->wide ? 4 / each : 1; /* float32 beside others */
@@ -314,11 +377,14 @@ char *equip(run *p, const layer *layers, long count)
         for (int i = 0; i < (l->experts ? 3 : 4); i++)
             room = most(room, room_for(products[i], p->rows, p->halves && (wide == 1 || products[i] != behind), p->threads));
         experts = l->experts ? l->experts : experts;
+        aside = l->parallel ? l->o.out : aside;
     }
     long journey = experts ? journey_for(p->journey, experts, p->rows, p->halves, p->threads, 0) : 0;
-    long sizes[] = {UP(p->rows * each * read, 64), UP(p->rows * each * written, 64), UP(p->rows * each * inner, 64), UP(room, 64)};
-    char *all = aligned_alloc(64, sizes[0] + sizes[1] + sizes[2] + sizes[3] + journey), **parts[] = {&p->read, &p->written, &p->inner, &p->room};
-    for (int i = 0; i < 4; at += sizes[i++]) *parts[i] = all + at;
+    long sizes[] = {UP(p->rows * each * read, 64), UP(p->rows * each * written, 64), UP(p->rows * each * inner, 64), UP(room, 64),
+                    UP(p->rows * each * aside, 64)};
+    char *all = aligned_alloc(64, sizes[0] + sizes[1] + sizes[2] + sizes[3] + sizes[4] + journey);
+    char **parts[] = {&p->read, &p->written, &p->inner, &p->room, &p->aside};
+    for (int i = 0; i < 5; at += sizes[i++]) *parts[i] = all + at;
     if (all && experts) journey_for(p->journey, experts, p->rows, p->halves, p->threads, all + at);
     return all;
 }

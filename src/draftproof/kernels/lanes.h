@@ -260,13 +260,14 @@ typedef struct {
 } course;
 
 /* One layer's attention: query [rows, heads * group, dim], rows `query_stride` numbers apart; keys and values [places, heads, ...];
- * sinks [heads * group], or null: logits that only normalise; out [rows, heads * group, value_dim]. window: keys a row sees, or 0: all. */
+ * sinks [heads * group], or null: logits that only normalise; out [rows, heads * group, value_dim]. window: keys a row sees, or 0: all.
+ * cap: scores become cap * tanh(score / cap) (Gemma 2, arXiv 2408.00118), or 0: they stay. */
 typedef struct {
     const void *query, *keys, *values;
     const float *sinks;
     void *out;
     long query_stride, heads, group, dim, value_dim, window;
-    float scaling;
+    float scaling, cap;
     int halves;
 } attention;
 
@@ -412,26 +413,34 @@ static inline floats plus_group(floats all, levels of, integers whole, const flo
 
 static inline floats plus_span(floats all, integers whole, float step) { return all + step * __builtin_convertvector(whole, floats); }
 
-/* A norm's weights, or null: there is none. late: they are float32, and what they make is rounded once, behind them. */
+/* A norm's weights, or null: there is none. late: they are float32, and what they make is rounded once, behind them. bias: of a norm
+ * that is centred, whose weights are float32, too; null: of one that is not. */
 typedef struct {
     const void *weight;
+    const float *bias;
     float eps;
     int late;
 } scale;
 
+/* What an MLP makes of its gates, or of its only product; SILU of experts. */
+enum { SILU, GELU_BY_TANH, GELU, RELU_SQUARED };
+
 /* A layer of Llama's block: norms before attention and before the MLP, of what either adds to the stream, and of heads, [heads + kv_heads,
  * dim], each by itself or, as_one, all queries and all keys. of_stream: the layer reads norm(beside; before) and norm(x; of_stream),
  * side by side (EAGLE-3); normed: x itself goes on as the latter. What is added is taken times `share`. sinks [heads], or null. Of a
- * head the first `turned` numbers are turned, by the rope of this number. */
+ * head the first `turned` numbers are turned, by the rope of this number. gate_up: both, one below the other, or up alone: then the MLP is
+ * down(act(up(x))). */
 typedef struct {
     product qkv, o, gate_up, down;
     scale before, after, of_attention, of_mlp, of_heads, of_stream;
     float scaling, share;
     long heads, kv_heads, dim, turned, rope, window;
-    int as_one, normed, gelu; /* gelu: of gates, by its approximation; else silu */
+    int as_one, normed, act;
     const float *sinks;
     void *keys, *values; /* the layer's storage, [places, kv_heads, dim] */
     const mixture *experts; /* in place of gate_up and down, or null */
+    float cap; /* of scores, or 0 */
+    int turned_first, parallel; /* heads are normed behind the turn; the MLP reads what the stream was before attention */
 } layer;
 
 /* A pass of the rows of `courses` courses, one after the other, and its memory, for all rows and every layer: what a product reads, what it
@@ -449,6 +458,7 @@ typedef struct {
     const int64_t *keep;
     long kept, last;
     journey *journey; /* of layers with experts, which are all of one shape */
+    char *aside; /* what parallel MLPs will read */
 } run;
 
 /* Whether so many rows of a layer are worth a team. */
@@ -477,7 +487,7 @@ void multiplied(const member *me, const product *p, const void *x, void *room, v
 int multiply(const product *p, const void *x, void *y, long rows, int halves, int threads);
 long room_for_each(const product *products, long count, long rows, long all, int halves, int threads);
 void multiplied_each(const member *me, const product *products, const portions *all, const void *x, long rows, void *room, void *y, int halves);
-void gated(const member *me, const void *x, void *y, long rows, long n, int gelu, int halves);
+void gated(const member *me, const void *x, void *y, long rows, long n, int alone, int which, int halves);
 void limited(const member *me, const void *x, void *y, long rows, long n, float alpha, float limit, int halves);
 long journey_for(journey *j, const mixture *m, long rows, int halves, int threads, char *memory);
 void through_experts(const member *me, const mixture *m, const void *x, journey *j, void *y, long rows, int halves, int adding);

@@ -25,7 +25,7 @@ TILE = 4  # queries per product; tiles of 1–3 rows take another kernel with ot
 
 
 def compiled(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether attention without soft caps runs through `native.attend`."""
+    """Whether attention runs through `native.attend`."""
     return device.type == "cpu" and dtype in native.TYPES and native.available()[0]
 
 
@@ -149,8 +149,8 @@ def attend(
         keys.index_copy_(0, p.write_to, key)
         values.index_copy_(0, p.write_to, value)
 
-    if softcap is None and weigh is None and compiled(query.device, query.dtype):
-        return native.attend(p.course(), query, keys, values, scaling, window, sinks)
+    if weigh is None and compiled(query.device, query.dtype):
+        return native.attend(p.course(), query, keys, values, scaling, window, sinks, softcap)
     return _by_torch(layer, query, scaling, p.items(window, group, query.dtype), pool, softcap, sinks, weigh)
 
 

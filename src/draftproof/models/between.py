@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from ..errors import LoadError, first_line
 from .attention import TILE, Weigh, weights_of
@@ -25,7 +26,7 @@ TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}  # 
 
 FIRST_ANGLES = 1024  # positions of a table of angles; it doubles when a text outgrows it
 
-Norm = Callable[[Tensor, Tensor, float], Tensor]
+Norm = Callable[..., Tensor]    # as `row_norm`
 Turn = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
@@ -38,9 +39,16 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return wide.to(weight.dtype).mul_(weight).to(x.dtype)
 
 
-def tiled_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """`rms_norm` in sums of one shape."""
-    return by_tiles(lambda rows: rms_norm(rows, weight, eps), x)
+def row_norm(x: Tensor, weight: Tensor, eps: float, bias: Tensor | None = None) -> Tensor:
+    """`rms_norm`; or, with a bias, layer norm in float32, rounded once (Ba et al., arXiv 1607.06450)."""
+    if bias is None:
+        return rms_norm(x, weight, eps)
+    return functional.layer_norm(x.float(), x.shape[-1:], eps=eps).mul_(weight).add_(bias).to(x.dtype)
+
+
+def tiled_norm(x: Tensor, weight: Tensor, eps: float, bias: Tensor | None = None) -> Tensor:
+    """`row_norm` in sums of one shape."""
+    return by_tiles(lambda rows: row_norm(rows, weight, eps, bias), x)
 
 
 def turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

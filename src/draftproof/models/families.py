@@ -2,8 +2,9 @@
 
     x ← x + share · norm(o(attention(turn(norm(qkv(norm(x)))))))        x ← x + share · norm(mlp(norm(x)))
 
-Any of the norms may be missing. Everything that a module tells itself is read from it: sizes, windows, sinks, whether heads are normed
-one by one or as one, how much of a head is turned, the share of what a block adds. Here stands the rest.
+Any of the norms may be missing, and the MLP may have no gate. Everything that a module tells itself is read from it: sizes, windows, sinks,
+soft caps, whether norms are centred, whether heads are normed one by one or as one, how much of a head is turned, the share of what a block
+adds. Here stands the rest.
 """
 
 from __future__ import annotations
@@ -13,15 +14,22 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from transformers.activations import ACT2FN
+from transformers.activations import ACT2FN, GELUActivation, NewGELUActivation, ReLUSquaredActivation
 
+from .. import native
 from ..mixtures import Routing
 from .between import signed
+from .experts import SILU
 from .levels import LevelWeight
 from .routed import comes_apart, router_of
 from .shares import bare
 
-GELU = (type(ACT2FN["gelu_pytorch_tanh"]),)
+ACTS = {**dict.fromkeys(SILU, native.SILU), type(ACT2FN["gelu_pytorch_tanh"]): native.GELU_BY_TANH,    # those of kernels of ours
+        NewGELUActivation: native.GELU_BY_TANH, GELUActivation: native.GELU, ReLUSquaredActivation: native.RELU_SQUARED}
+OUT, UP, DOWN = ("o_proj", "dense"), ("up_proj", "c_fc", "fc1"), ("down_proj", "c_proj", "fc2")    # what families call these products
+GATES = ("gate_proj", "gate_up_proj", "experts")      # and where an MLP has gates
+LAST_NORM = ("norm", "final_layernorm")
+OLMO_EPS = 1e-5     # which its norms do not tell
 MOVING_ROPE = {"dynamic", "longrope"}  # their angles depend on the longest row of the pass, so there is no table of them
 ON_ANY_DEVICE = {"llama", "mistral", "ministral", "qwen2", "qwen3"}     # others have kernels of ours on a CPU alone
 
@@ -56,11 +64,17 @@ def _in_windows(attention: Any) -> bool:
     return attention.sliding_window is None or bool(attention.is_sliding)
 
 
+def _where_it_slides(attention: Any) -> bool:
+    return attention.sliding_window is not None
+
+
 class Family(NamedTuple):
     """prefix: of its classes' names; home: its module below transformers.models, None: that of its own name. late: norms are rounded
-    once, behind their weights; from_one: these count from one. adjoining: rotary positions turn adjoining numbers of a head, not those half
-    of it apart. turns: whether a layer's heads are turned at all. window_of_config: attention reads its window there. routing: how rows
-    choose experts, of a block that has them."""
+    once, behind their weights, as all that are centred are; from_one: these count from one. adjoining: rotary positions turn adjoining
+    numbers of a head, not those half of it apart; paired: their angles stand side by side, too, and turn in float32. turns: whether a
+    layer's heads are turned at all. head_norms: names; turned_first: heads are normed behind the turn. parallel: the MLP reads the stream
+    as it was before attention, by the norm before that if it has none. window_of_config: attention reads its window there. mlp: its name;
+    routing: how rows choose experts, of a block that has them."""
 
     prefix: str
     norms: Norms = Norms()
@@ -68,8 +82,13 @@ class Family(NamedTuple):
     late: bool = False
     from_one: bool = False
     adjoining: bool = False
+    paired: bool = False
     turns: Callable[[Any], bool] = _always
+    head_norms: tuple[str, str] = ("q_norm", "k_norm")
+    turned_first: bool = False
+    parallel: bool = False
     window_of_config: bool = False
+    mlp: str = "mlp"
     routing: Callable[[Any], Routing] = _by_softmax
 
     def window(self, attention: Any) -> int | None:
@@ -77,6 +96,13 @@ class Family(NamedTuple):
         if not getattr(attention, "is_sliding", True):
             return None
         found: int | None = getattr(attention.config if self.window_of_config else attention, "sliding_window", None)
+        return found
+
+    def norms_of(self, layer: Any) -> list[Any]:
+        """A layer's, in the order of `Norms`; None: there is none."""
+        found = [name and getattr(layer, name, None) for name in self.norms]
+        if self.parallel:
+            found[2] = found[2] or found[0]
         return found
 
 
@@ -88,6 +114,9 @@ FAMILIES = {
     "qwen3": Family("Qwen3"),
     "mixtral": Family("Mixtral", window_of_config=True, routing=lambda block: Routing()),
     "qwen3_moe": Family("Qwen3Moe"),
+    "arcee": Family("Arcee"),
+    "cohere": Family("Cohere", adjoining=True, paired=True, parallel=True),
+    "cohere2": Family("Cohere2", adjoining=True, paired=True, parallel=True, turns=_where_it_slides),
     "cwm": Family("Cwm"),
     "dots1": Family("Dots1", routing=_by_sigmoid),
     "ernie4_5": Family("Ernie4_5", adjoining=True),
@@ -96,52 +125,73 @@ FAMILIES = {
     "exaone_moe": Family("ExaoneMoe", turns=_in_windows, routing=_by_sigmoid),
     "flex_olmo": Family("FlexOlmo", BEHIND, late=True),
     "gemma": Family("Gemma", late=True, from_one=True),
+    "gemma2": Family("Gemma2", AROUND, late=True, from_one=True),
     "gemma3_text": Family("Gemma3", AROUND, "gemma3", late=True, from_one=True),
     "glm": Family("Glm", adjoining=True),
     "glm4": Family("Glm4", AROUND_IN_GLM, adjoining=True),
     "glm4_moe": Family("Glm4Moe", routing=_by_sigmoid),
     "gpt_oss": Family("GptOss", late=True, routing=lambda block: Routing(kept=True)),
     "granite": Family("Granite"),
+    "granitemoe": Family("GraniteMoe", mlp="block_sparse_moe", routing=lambda block: Routing(kept=True)),
     "helium": Family("Helium", late=True, adjoining=True),
     "hy_v3": Family("HYV3", routing=lambda block: Routing(by_sigmoid=True, wide=True, factor=block.gate.router_scaling_factor)),
+    "hunyuan_v1_dense": Family("HunYuanDenseV1", head_norms=("query_layernorm", "key_layernorm"), turned_first=True),
     "minimax_m2": Family("MiniMaxM2", routing=lambda block: Routing(by_sigmoid=True)),
+    "olmo": Family("Olmo"),
     "olmo2": Family("Olmo2", BEHIND, late=True),
     "olmo3": Family("Olmo3", BEHIND, late=True),
     "olmoe": Family("Olmoe", window_of_config=True),
+    "phi": Family("Phi", head_norms=("q_layernorm", "k_layernorm"), parallel=True),
     "phi3": Family("Phi3", window_of_config=True),
     "qwen2_moe": Family("Qwen2Moe"),
     "seed_oss": Family("SeedOss"),
     "smollm3": Family("SmolLM3", turns=lambda attention: bool(attention.use_rope)),
     "solar_open": Family("SolarOpen", routing=_by_sigmoid),
+    "starcoder2": Family("Starcoder2", window_of_config=True),
 }
 
 
 class Rope(NamedTuple):
     """Rotary positions of some layers: how many numbers of a head are turned; which of the model's they are; what its module is told, if
-    there are several; and whether angles depend on the text."""
+    there are several; whether angles depend on the text; and whether they stand in pairs."""
 
     numbers: int
     number: int = 0
     kind: tuple[str, ...] = ()
     moves: bool = False
+    paired: bool = False
 
     def angles(self, cos: Tensor, sin: Tensor) -> Tensor:
         """[rows, 2, numbers] of a module's cos and sin [1, rows, n]: sin with its first half negated. gpt-oss's are of one half."""
+        if self.paired:
+            cos, sin = cos[..., ::2].float(), sin[..., ::2].float()
         cos, sin = (part[0] if part.shape[-1] == self.numbers else torch.cat([part[0]] * 2, -1) for part in (cos, sin))
         return torch.stack([cos, signed(sin)], 1)
 
 
-def rope_of(body: Any, layer: int) -> Rope:
+def rope_of(body: Any, layer: int, paired: bool = False) -> Rope:
     """Of a layer of a model."""
     rotary = body.rotary_emb
     if not isinstance(rotary.rope_type, dict):
-        return Rope(2 * len(rotary.inv_freq), moves=rotary.rope_type in MOVING_ROPE)
+        return Rope(2 * len(rotary.inv_freq), moves=rotary.rope_type in MOVING_ROPE, paired=paired)
     kinds, kind = rotary.rope_type, body.config.layer_types[layer]
     return Rope(2 * len(getattr(rotary, f"{kind}_inv_freq")), list(kinds).index(kind), (kind,), kinds[kind] in MOVING_ROPE)
 
 
-def norm_of(norm: Any, family: Family) -> tuple[Tensor, float]:
-    """A norm's weight, float32 if it is rounded once behind it, and eps."""
+def part_of(module: Any, names: tuple[str, ...]) -> Any:
+    """The first that a module has of these; None: none."""
+    return next((found for name in names if (found := getattr(module, name, None)) is not None), None)
+
+
+def norm_of(norm: Any, family: Family) -> tuple[Any, ...]:
+    """A norm's weight, float32 if it is rounded once behind it, and eps; and, if it is centred, a bias, float32."""
+    if not type(norm).__name__.endswith("RMSNorm"):
+        shape = norm.weight.shape if hasattr(norm, "weight") else norm.normalized_shape
+        weight, bias = (getattr(norm, name, None) for name in ("weight", "bias"))
+        weight = torch.ones(shape) if weight is None else weight.detach()
+        bias = torch.zeros(shape) if bias is None else bias.detach()
+        eps = getattr(norm, "variance_epsilon", None) or getattr(norm, "eps", OLMO_EPS)
+        return weight.float(), eps, bias.float()
     weight = norm.weight.detach()
     weight = weight.float() if family.late else weight
     return (1 + weight if family.from_one else weight), getattr(norm, "variance_epsilon", None) or norm.eps
@@ -180,7 +230,10 @@ def _strange(model: Any, family: Family, name: str) -> Iterator[str]:
 
     body: Any = getattr(model, "model", None)
     others = f"layers of other classes than {home} ships"
-    if not (exact(model, "ForCausalLM") and exact(body, "Model", "TextModel") and exact(body.norm, "RMSNorm")
+    def known(norm: Any) -> bool:
+        return type(norm) is nn.LayerNorm or exact(norm, "RMSNorm", "LayerNorm")
+
+    if not (exact(model, "ForCausalLM") and exact(body, "Model", "TextModel") and known(part_of(body, LAST_NORM))
             and exact(body.rotary_emb, "RotaryEmbedding")):
         yield others
         return
@@ -188,9 +241,10 @@ def _strange(model: Any, family: Family, name: str) -> Iterator[str]:
         if not exact(layer, "DecoderLayer") or not exact(layer.self_attn, "Attention"):
             yield others
             return
-        attention, mlp = layer.self_attn, layer.mlp
-        norms = [getattr(layer, norm, None) for norm in family.norms if norm] + _there(attention, "q_norm", "k_norm")
-        linears = [*_there(attention, "q_proj", "k_proj", "v_proj", "qkv_proj"), bare(attention.o_proj)]
+        attention, mlp = layer.self_attn, getattr(layer, family.mlp)
+        norms = [norm for norm, name in zip(family.norms_of(layer), family.norms, strict=True) if name]
+        norms += _there(attention, *family.head_norms)
+        linears = [*_there(attention, "q_proj", "k_proj", "v_proj", "qkv_proj"), bare(part_of(attention, OUT))]
         if hasattr(mlp, "experts"):
             router = router_of(mlp)
             if not (exact(mlp, "SparseMoeBlock", "SparseMoEBlock", "MoE", "MLP") and exact(router, "TopKRouter", "TopkRouter")
@@ -201,10 +255,10 @@ def _strange(model: Any, family: Family, name: str) -> Iterator[str]:
             if not comes_apart(mlp):
                 yield "an expert for all rows that is no multiple of the others"
         else:
-            linears += [*_there(mlp, "gate_proj", "up_proj", "gate_up_proj"), bare(mlp.down_proj)]
+            linears += [*_there(mlp, *GATES, *UP), bare(part_of(mlp, DOWN))]
             if not exact(mlp, "MLP"):
                 yield others
-        if not all(exact(norm, "RMSNorm") for norm in norms) or not all(type(linear) is nn.Linear for linear in linears):
+        if not all(map(known, norms)) or not all(type(linear) is nn.Linear for linear in linears):
             yield others
         if hasattr(attention, "k_proj") and attention.k_proj.out_features != attention.v_proj.out_features:
             yield "keys and values of different sizes"

@@ -24,10 +24,9 @@ from torch import Tensor, nn
 from .. import llama, native
 from ..core.upload import rows_of
 from .attention import attend, compiled
-from .between import Between, angles_held, rms_norm, tiled_norm, turn
+from .between import Between, angles_held, row_norm, tiled_norm, turn
 from .cache import PagePool
-from .experts import SILU
-from .families import FAMILIES, GELU, Family, Rope, norm_of, rope_of, scaled
+from .families import ACTS, DOWN, FAMILIES, GATES, LAST_NORM, OUT, UP, Family, Rope, norm_of, part_of, rope_of, scaled
 from .packed import HeldLinear, Linear, StreamedLinear, joined
 from .passes import Pass
 from .routed import Routed
@@ -44,55 +43,70 @@ class FusedLayer(nn.Module):
                  rope: Rope | None = None) -> None:
         """between: what stands for the block's own choice; rope: None for one that turns whole heads."""
         super().__init__()
-        attention, mlp = layer.self_attn, layer.mlp
+        attention, mlp = layer.self_attn, getattr(layer, family.mlp)
+        out, down = part_of(attention, OUT), part_of(mlp, DOWN)
         self.layer_idx, self.head_dim, self.scaling = attention.layer_idx, attention.head_dim, attention.scaling
         self.window, self.share = family.window(attention), float(getattr(layer, "residual_multiplier", 1))
         self.rope = rope or Rope(self.head_dim)
         self.turned = self.rope.numbers if family.turns(attention) else 0
-        self.dtype, device = (getattr(bare(attention.o_proj).weight, name) for name in ("dtype", "device"))
+        self.dtype, device = (getattr(bare(out).weight, name) for name in ("dtype", "device"))
+        self.cap: float | None = getattr(attention, "attn_logit_softcapping", None)
         sinks = getattr(attention, "sinks", None)
         self.sinks = None if sinks is None else sinks.detach().float().contiguous()
         weight, bias = _qkv(attention)
-        self.heads = bare(attention.o_proj).in_features // self.head_dim
+        self.heads = bare(out).in_features // self.head_dim
         self.kv_heads = (weight.shape[0] // self.head_dim - self.heads) // 2
         apart = family.adjoining and self._apart(weight.shape[0])
         self.qkv = linear(*((weight, bias) if apart is False else (weight[apart], None if bias is None else bias[apart])))
-        self.o = kept(attention.o_proj, linear)
+        self.o = kept(out, linear)
         self.routed = Routed(mlp, linear, family.routing(mlp)) if hasattr(mlp, "experts") else None
         if self.routed is None:
-            self.gate_up, self.down = linear(*_gate_up(mlp)), kept(mlp.down_proj, linear)
-        self.act: Any = self.routed.act_fn if self.routed else getattr(mlp, "act_fn", None) or mlp.activation_fn
-        inner: Any = self.routed.inner if self.routed else bare(mlp.down_proj).in_features
+            self.gate_up, self.down = linear(*_gate_up(mlp)), kept(down, linear)
+        self.act: Any = self.routed.act_fn if self.routed else part_of(mlp, ("act_fn", "activation_fn", "act"))
+        inner: Any = self.routed.inner if self.routed else bare(down).in_features
         self.inner: int = inner
-        before, _, after, _ = family.norms
-        self.input_norm: Any = before and getattr(layer, before)
-        self.mlp_norm: Any = after and getattr(layer, after)
+        self.parallel, self.turned_first, norms = family.parallel, family.turned_first, family.norms_of(layer)
+        self.input_norm: Any = norms[0]
+        self.mlp_norm: Any = norms[2]
         # bound once: finding and calling a module costs as much as a small operation
         self._products = tuple(part.forward for part in self._parts())
         self.ours = between is None and compiled(device, self.dtype)
         tiled = isinstance(self.qkv, InTiles)
-        plain = Between(native.norm, native.turn) if self.ours else Between(tiled_norm if tiled else rms_norm, turn, tiled=tiled)
+        plain = Between(native.norm, native.turn) if self.ours else Between(tiled_norm if tiled else row_norm, turn, tiled=tiled)
         found = between or plain
         self._norm, self._turn, self._weigh, self._tiled = found.norm, found.turn, found.weigh, found.tiled
-        self.gelu = type(self.act) in GELU
-        self.gates = self.ours and (self.gelu or type(self.act) in SILU)
-        self._gate = partial(native.gate, gelu=self.gelu) if self.gates else partial(found.gate, self.act)
-        self._norms: list[Any] = [name and norm_of(getattr(layer, name), family) for name in family.norms]
+        kind, alone = ACTS.get(type(self.act)), part_of(mlp, GATES) is None
+        self.gates, self.kind = self.ours and kind is not None, kind or native.SILU
+        plainly = self.act if alone else partial(found.gate, self.act)
+        self._gate = partial(native.gate, act=self.kind, alone=alone) if self.gates else plainly
+        self._norms: list[Any] = [norm and norm_of(norm, family) for norm in norms]
         self.head_norm: Tensor | None = None  # [heads + kv_heads, head_dim], Qwen 3's norm of each head
+        self.head_bias: list[Tensor] = []     # one, if it is centred
         self.as_one = False                   # or OLMo 2's of all queries and all keys
-        if hasattr(attention, "q_norm"):
-            (q, self.head_eps), (k, _) = norm_of(attention.q_norm, family), norm_of(attention.k_norm, family)
-            self.as_one = q.numel() > self.head_dim
-            both = [weight.view(-1, self.head_dim).expand(count, -1) for weight, count in ((q, self.heads), (k, self.kv_heads))]
-            self.head_norm = torch.cat(both)
+        if hasattr(attention, family.head_norms[0]):
+            queries, keys = (norm_of(getattr(attention, name), family) for name in family.head_norms)
+            self._take_head_norms(queries, keys, family.adjoining)
 
-    def _apart(self, rows: int) -> Tensor:
-        """The rows of q, k and v in the order in which what is turned together stands half of it apart: scores are sums over a head, of
-        whatever order."""
+    def _take_head_norms(self, queries: tuple[Any, ...], keys: tuple[Any, ...], adjoining: bool) -> None:
+        """Those of `norm_of`: of a head, of each head, or of all as one."""
+        self.as_one, self.head_eps = queries[0].dim() == 1 and queries[0].numel() > self.head_dim, queries[1]
+        order, counts = self._order() if adjoining else slice(None), (self.heads, self.kv_heads)
+        self.head_norm, *self.head_bias = (
+            torch.cat([part.view(-1, self.head_dim).expand(n, -1) for part, n in zip(parts, counts, strict=True)])[:, order].contiguous()
+            for parts in zip(queries[::2], keys[::2], strict=True))
+        assert not (self.as_one and self.head_bias), "a centred norm of all heads"
+
+    def _order(self) -> Tensor:
+        """A head's numbers in the order in which what is turned together stands half of it apart: scores are sums over a head, of whatever
+        order."""
         turned, head = self.rope.numbers, torch.arange(self.head_dim)
         head[:turned] = torch.cat([head[:turned:2], head[1:turned:2]])
+        return head
+
+    def _apart(self, rows: int) -> Tensor:
+        """The rows of q, k and v in that order."""
         order = torch.arange(rows).view(-1, self.head_dim)
-        order[: self.heads + self.kv_heads] = order[: self.heads + self.kv_heads, head]
+        order[: self.heads + self.kv_heads] = order[: self.heads + self.kv_heads, self._order()]
         return order.flatten()
 
     def _parts(self) -> list[Any]:
@@ -107,23 +121,28 @@ class FusedLayer(nn.Module):
         before, of_attention, after, of_mlp = self._norms
         heads = to_qkv(x if before is None else self._norm(x, *before)).view(rows, -1, self.head_dim)
         qk = heads[:, :turned]
-        if self.head_norm is not None:
-            qk = self._as_one(heads, self.head_norm) if self.as_one else self._norm(qk, self.head_norm, self.head_eps)
+        if self.head_norm is not None and not self.turned_first:
+            qk = self._head_normed(qk, self.head_norm)
         if self.turned:
             qk = self._turn(qk, angles[:, first : first + 1], angles[:, first + 1 : first + 2])
+        if self.head_norm is not None and self.turned_first:
+            qk = self._head_normed(qk, self.head_norm)
         out = attend(self.layer_idx, qk[:, : self.heads], qk[:, self.heads :], heads[:, turned:], self.scaling, self.window, p, pool,
-                     sinks=self.sinks, weigh=self._weigh)
+                     self.cap, self.sinks, self._weigh)
+        aside = self._norm(x, *after) if self.parallel else None
         x = self._add(x, to_out(out.reshape(rows, -1)), of_attention)
-        h = x if after is None else self._norm(x, *after)
+        h = aside if aside is not None else x if after is None else self._norm(x, *after)
         return self._add(x, mlp[1](self._gate(mlp[0](h))) if self.routed is None else self.routed(h), of_mlp)
 
-    def _as_one(self, heads: Tensor, weight: Tensor) -> Tensor:
-        """Queries [rows, heads, head_dim] normed as one, and keys."""
+    def _head_normed(self, qk: Tensor, weight: Tensor) -> Tensor:
+        """Queries and keys [rows, heads + kv_heads, head_dim], normed head by head, or all queries as one, and keys."""
+        if not self.as_one:
+            return self._norm(qk, weight, self.head_eps, *self.head_bias)
         sizes = [self.heads, self.kv_heads]
-        parts = zip(torch.split(heads[:, : sum(sizes)], sizes, 1), torch.split(weight, sizes), strict=True)
+        parts = zip(torch.split(qk, sizes, 1), torch.split(weight, sizes), strict=True)
         return torch.cat([self._norm(part.flatten(1), norm.flatten(), self.head_eps).view_as(part) for part, norm in parts], 1)
 
-    def _add(self, x: Tensor, made: Tensor, norm: tuple[Tensor, float] | None) -> Tensor:
+    def _add(self, x: Tensor, made: Tensor, norm: tuple[Any, ...] | None) -> Tensor:
         """x += what a block made, normed, and its share taken."""
         if norm is not None:
             made = self._norm(made, *norm)
@@ -151,15 +170,16 @@ class FusedLayer(nn.Module):
         one = torch.empty(0, self.kv_heads, self.head_dim, dtype=self.dtype)
         keys, values = pool.storage(self.layer_idx, one, one)
         before, of_attention, after, of_mlp = self._norms
-        norms = (before, after, of_attention, of_mlp, self.head_norm is not None and (self.head_norm, self.head_eps), None)
-        scales = (native.Scale.of(norm[0], norm[1], self.dtype) if norm else native.Scale() for norm in norms)
+        norms = (before, after, of_attention, of_mlp,
+                 self.head_norm is not None and (self.head_norm, self.head_eps, *self.head_bias), None)
+        scales = (scale_of(norm, self.dtype) if norm else native.Scale() for norm in norms)
         products = [part.product for part in self.streamed()]
         if self.routed is not None:
             products += [native.Product(), native.Product()]
         return llama.Layer(
             *products, *scales, self.scaling, self.share, self.heads, self.kv_heads, self.head_dim, self.turned, self.rope.number,
-            self.window or 0, self.as_one, 0, self.gelu, native.address_of(self.sinks), keys.data_ptr(), values.data_ptr(),
-            None if self.routed is None else self.routed.address())
+            self.window or 0, self.as_one, 0, self.kind, native.address_of(self.sinks), keys.data_ptr(), values.data_ptr(),
+            None if self.routed is None else self.routed.address(), self.cap or 0, self.turned_first, self.parallel)
 
     def forward(
         self,
@@ -180,10 +200,17 @@ def _qkv(attention: Any) -> tuple[Tensor, Tensor | None]:
     return joined([attention.q_proj, attention.k_proj, attention.v_proj])
 
 
+def scale_of(norm: tuple[Any, ...], dtype: torch.dtype) -> native.Scale:
+    """What `norm_of` tells, for rows of this type."""
+    weight, eps, *bias = norm
+    return native.Scale.of(weight, eps, dtype, *bias)
+
+
 def _gate_up(mlp: Any) -> tuple[Tensor, Tensor | None]:
     if hasattr(mlp, "gate_up_proj"):
         return mlp.gate_up_proj.weight.detach(), mlp.gate_up_proj.bias
-    return joined([mlp.gate_proj, mlp.up_proj])
+    gate = part_of(mlp, ("gate_proj",))
+    return joined([*([] if gate is None else [gate]), part_of(mlp, UP)])
 
 
 class FusedPass:
@@ -195,7 +222,7 @@ class FusedPass:
         body = model.model
         self.rotary, self.ropes = body.rotary_emb, sorted({layer.rope for layer in self.layers}, key=lambda rope: rope.number)
         self.moving = any(rope.moves for rope in self.ropes)
-        self._norm, self._last = self.layers[0]._norm, norm_of(body.norm, FAMILIES[model.config.model_type])
+        self._norm, self._last = self.layers[0]._norm, norm_of(part_of(body, LAST_NORM), FAMILIES[model.config.model_type])
         self._enlarged = float(getattr(body, "embedding_multiplier", 1))
         self._finished = TargetParts(config=model.config).finished
         self.angles: Tensor | None = None  # [positions, 2 ropes, n]: of each cos, and sin with its first half negated
@@ -284,7 +311,7 @@ class FusedPass:
         factor = 1.0 if type(embed) is nn.Embedding and embed.max_norm is None else scaled(embed)
         if factor is None or embed.weight.dtype != self.layers[0].dtype:
             return None
-        norm = native.Scale.of(*self._last, embed.weight.dtype)
+        norm = scale_of(self._last, embed.weight.dtype)
         return llama.Model.of(layers, output.product, norm, embed.weight, angles, factor * self._enlarged)
 
     def _reach(self, positions: int) -> None:
@@ -303,4 +330,4 @@ def fuse(model: Any, linear: Linear | None, between: Between | None = None, kind
     makes a layer of a weight and a bias; None: torch's own. between, kind: for `FusedLayer`, and what stands for it."""
     body, family = model.model, FAMILIES[model.config.model_type]
     for number, layer in enumerate(body.layers):
-        body.layers[number] = kind(layer, linear or HeldLinear, between, family, rope_of(body, number))
+        body.layers[number] = kind(layer, linear or HeldLinear, between, family, rope_of(body, number, family.paired))
