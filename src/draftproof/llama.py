@@ -15,6 +15,13 @@ from torch import Tensor
 from .native import TYPES, Course, CourseFields, Product, Scale, address_of, fields, loaded
 
 
+class Latent(ctypes.Structure):
+    """What attention through a latent has beside its first product, as kernels/lanes.h has it. Its parts must outlive it."""
+
+    _fields_ = [*((name, Product) for name in ("queries", "keys_values")), *((name, Scale) for name in ("of_queries", "of_latent")),
+                *fields(numbers="value_dim")]
+
+
 class Layer(ctypes.Structure):
     """A layer of Llama's block, as kernels/lanes.h has it. Its parts must outlive it."""
 
@@ -22,7 +29,7 @@ class Layer(ctypes.Structure):
         *((name, Product) for name in ("qkv", "o", "gate_up", "down")),
         *((name, Scale) for name in ("before", "after", "of_attention", "of_mlp", "of_heads", "of_stream")),
         *fields(reals="scaling share", numbers="heads kv_heads dim turned rope window", flags="as_one normed act",
-                 pointers="sinks keys values experts", reals_="cap", flags_="turned_first parallel"),
+                 pointers="sinks keys values experts latent", reals_="cap", flags_="turned_first parallel"),
     ]
 
 

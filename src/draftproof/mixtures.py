@@ -20,8 +20,10 @@ class Routing(NamedTuple):
     """How a row's experts are chosen and weighed.
 
     by_sigmoid: weights are sigmoids of the router's logits, not their softmax. wide: its sums stay float32. normed: those of a row add
-    up to 1; kept: they are rounded to the type of the stream. factor: what they are then taken times. shared: how many experts, the
-    last ones, all rows go through (Dai et al., arXiv 2401.06066), with weight 1, or, gated, the sigmoid of one logit more.
+    up to 1; kept: they are rounded to the type of the stream. factor: what they are then taken times. A row chooses among the experts
+    of `within` of the groups, of one size each, whose `leading` worthiest experts add up to most (DeepSeek-V2, arXiv 2405.04434).
+    shared: how many experts, the last ones, all rows go through (Dai et al., arXiv 2401.06066), with weight 1, or, gated, the sigmoid
+    of one logit more.
     """
 
     by_sigmoid: bool = False
@@ -29,6 +31,9 @@ class Routing(NamedTuple):
     normed: bool = True
     kept: bool = False
     factor: float = 1.0
+    groups: int = 1
+    within: int = 1
+    leading: int = 1
     shared: int = 0
     gated: bool = False
 
@@ -36,7 +41,7 @@ class Routing(NamedTuple):
 class Mixture(ctypes.Structure):
     """The experts of a layer, as kernels/lanes.h has them. The parts must outlive it."""
 
-    _fields_ = [("router", Product), *fields(pointers="first down bias", numbers="count chosen shared",
+    _fields_ = [("router", Product), *fields(pointers="first down bias", numbers="count chosen shared groups within leading",
                                              flags="by_sigmoid wide normed kept gated", reals="factor alpha limit")]
     parts: tuple[Any, ...]
 
@@ -51,7 +56,8 @@ class Mixture(ctypes.Structure):
         assert router is None or router.out == len(first) - how.shared + how.gated
         assert bias is None or bias.dtype == torch.float32 and bias.shape == (len(first) - how.shared,) and bias.is_contiguous()
         made = cls(router or Product(), ctypes.addressof(first), ctypes.addressof(down), address_of(bias), len(first), chosen, how.shared,
-                   how.by_sigmoid, how.wide, how.normed, how.kept, how.gated, how.factor, *(limits or (0.0, 0.0)))
+                   how.groups, how.within, how.leading, how.by_sigmoid, how.wide, how.normed, how.kept, how.gated, how.factor,
+                   *(limits or (0.0, 0.0)))
         made.parts = first, down, bias
         return made
 

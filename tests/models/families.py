@@ -24,6 +24,9 @@ MOE = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_
 SHARED = {"shared_expert_intermediate_size": 96, "n_routed_experts": 4, "n_shared_experts": 2, "n_group": 1, "topk_group": 1,
           "first_k_dense_replace": 1, "routed_scaling_factor": 1.5}
 ERNIE = {"moe_num_experts": 4, "moe_k": 2, "moe_num_shared_experts": 2, "moe_layer_start_index": 1}
+LATENT = {"num_key_value_heads": 4, "q_lora_rank": 24, "kv_lora_rank": 20, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 10}
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64, "mscale": 0.7,
+        "mscale_all_dim": 0.9}
 MIXED = {"sliding_window": 24, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
 
 FAMILIES: dict[str, dict[str, object]] = {
@@ -58,6 +61,10 @@ FAMILIES: dict[str, dict[str, object]] = {
     "hy_v3": {"head_dim": 16, **MOE, "num_shared_experts": 2},
     "solar_open": {"head_dim": 16, **MOE, **SHARED},
     "ernie4_5_moe": {**MOE, **ERNIE},
+    "deepseek_v2": {**LATENT, **MOE, **SHARED, "q_lora_rank": None},
+    "deepseek_v3": {**LATENT, **MOE, **SHARED, "rope_parameters": YARN, "attention_bias": True},
+    "glm4_moe_lite": {**LATENT, **MOE, **SHARED},
+    "youtu": {**LATENT, "rope_interleave": False},
     "gpt_neox": {"num_key_value_heads": None},
     "gpt2": {"n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 256},
     "starcoder2": {"sliding_window": 24},

@@ -158,6 +158,8 @@ ROUTED: dict[str, dict[str, Any]] = {
     "qwen3_moe": {}, "mixtral": {}, "olmoe": {}, "minimax_m2": {}, "gpt_oss": {},
     "qwen2_moe": {"shared_expert_intermediate_size": 3 * INNER},
     "glm4_moe": {"n_group": 1, "n_shared_experts": 2, "routed_scaling_factor": 1.5},
+    "deepseek_v2": {"n_group": 4, "topk_group": 2, "topk_method": "group_limited_greedy", "routed_scaling_factor": 1.5},
+    "deepseek_v3": {"n_group": 4, "topk_group": 2, "n_shared_experts": 1},
     "ernie4_5_moe": {"moe_num_experts": COUNT, "moe_k": EACH, "moe_num_shared_experts": 1, "moe_layer_start_index": 0},
 }
 

@@ -20,12 +20,14 @@ from draftproof.models.paged import PagedTarget
 from draftproof.models.passes import Pass, chain_items, general_items
 from draftproof.types import Draft, Scores
 
+LATENTS = ("youtu without a latent of queries", "deepseek_v2 with yarn", "deepseek_v2 by groups", "deepseek_v3 by groups")
 FUSED = ("llama", "mistral", "qwen2", "qwen3", "ministral", "biased llama", "qwen3_moe", "mixtral", "cwm", "dots1", "ernie4_5",
          "ernie4_5_moe", "exaone4", "flex_olmo", "gemma", "gemma3_text", "glm", "glm4", "glm4_moe", "gpt_oss", "granite", "helium",
          "minimax_m2", "olmo2", "olmo3", "olmoe", "phi3", "half phi3", "qwen2_moe", "seed_oss", "smollm3",
          "exaone_moe", "hy_v3", "solar_open", "arcee", "cohere", "normed cohere", "cohere2", "gemma2", "granitemoe", "hunyuan_v1_dense",
-         "olmo", "phi", "normed phi", "starcoder2")
+         "olmo", "phi", "normed phi", "starcoder2", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "youtu", *LATENTS)
 TEXT = 45
+GROUPS = {"num_experts": 8, "num_local_experts": 8, "n_routed_experts": 8, "n_group": 4, "topk_group": 2, "num_experts_per_tok": 3}
 OPTIONS = {
     "biased llama": ("llama", {"attention_bias": True, "mlp_bias": True}),
     "ministral": ("ministral", {"head_dim": 16, "sliding_window": 24}),
@@ -35,6 +37,10 @@ OPTIONS = {
     "hunyuan_v1_dense": ("hunyuan_v1_dense", {"head_dim": 16}),
     "normed cohere": ("cohere", {"use_qk_norm": True}),
     "normed phi": ("phi", {"qk_layernorm": True}),
+    "youtu without a latent of queries": ("youtu", {**families.LATENT, "q_lora_rank": None, "attention_bias": True}),
+    "deepseek_v2 with yarn": ("deepseek_v2", {**families.FAMILIES["deepseek_v2"], "q_lora_rank": 24, "rope_parameters": families.YARN}),
+    "deepseek_v2 by groups": ("deepseek_v2", {**families.FAMILIES["deepseek_v2"], **GROUPS, "topk_method": "group_limited_greedy"}),
+    "deepseek_v3 by groups": ("deepseek_v3", {**families.FAMILIES["deepseek_v3"], **GROUPS}),
     "half phi3": ("phi3", {**families.FAMILIES["phi3"], "partial_rotary_factor": 0.5}),
     **{f"{family}, all experts": (family, {**more, "num_experts_per_tok": 4, "moe_k": 4})
        for family, more in families.FAMILIES.items() if "num_experts" in more},
@@ -196,6 +202,29 @@ def test_a_team_of_any_size_writes_the_bits_of_one(bits: int, dtype: str, tmp_pa
 
 
 @pytest.mark.skipif(not native.available()[0], reason=native.available()[1])
+@pytest.mark.parametrize("bits", [16, 8])
+@pytest.mark.parametrize("family", ["deepseek_v3 by groups", "youtu without a latent of queries"])
+def test_a_latent_has_the_bits_of_its_parts_in_a_team_of_any_size(
+        family: str, bits: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two passes over the same layers, one over the first of them alone."""
+    save(family, tmp_path, torch.bfloat16)
+    target, twin = (pair(tmp_path, "bfloat16", **{"quantization": "int8"} if bits == 8 else {})[0] for _ in range(2))
+    whole, before = target.fused, torch.get_num_threads()
+    assert whole is not None and whole.compiled() and whole._kernels(target.pool) is not None
+    monkeypatch.setattr(twin.fused, "_kernels", lambda pool: None)
+    first = whole.first(1)
+    try:
+        for threads in (1, 3):
+            torch.set_num_threads(threads)
+            assert first._kernels(target.pool) is not None
+            for one, other in zip(several(target, [0, 2]), several(twin, [0, 2]), strict=True):
+                assert torch.equal(one.logits, other.logits), f"{threads} threads"
+                assert all(torch.equal(one.taps[layer], other.taps[layer]) for layer in (0, 2)), f"{threads} threads"
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.skipif(not native.available()[0], reason=native.available()[1])
 def test_a_model_with_a_part_of_other_kinds_is_not_run_in_one_call(tmp_path: Path) -> None:
     save("llama", tmp_path, torch.bfloat16)
     target = pair(tmp_path, "float32")[0]
@@ -302,8 +331,9 @@ def test_bits_do_not_depend_on_how_many_keys_of_a_page_are_read(dtype: torch.dty
         assert torch.equal(got[0], want[0]) and torch.equal(got[1], want[1])
 
 
-def test_strangers_run_as_before(tmp_path: Path) -> None:
-    """A family that is not known, and a known one with a layer replaced by a subclass, keep the transformers forward."""
+def test_strangers_run_as_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A family that is not known, and a known one with a layer replaced by a subclass, or of another choice, keep the transformers
+    forward."""
     fits, why = can_fuse(families.build("gpt2"))
     assert not fits and "GPT2" in why
     model = families.build("llama")
@@ -311,6 +341,9 @@ def test_strangers_run_as_before(tmp_path: Path) -> None:
     mlp = model.model.layers[1].mlp
     mlp.__class__ = type("Patched", (type(mlp),), {})
     assert not can_fuse(model)[0]
+    monkeypatch.setitem(families.FAMILIES, "deepseek_v3", {**OPTIONS["deepseek_v3 by groups"][1], "num_experts_per_tok": 5})
+    fits, why = can_fuse(families.build("deepseek_v3"))
+    assert not fits and why.endswith("groups that have fewer experts than a row chooses")
     for family, expected in (("llama", "fused: "), ("gpt2", "as transformers runs it: ")):
         families.save(family, tmp_path)
         target = load_target(tmp_path, LoadConfig(self_test=False, threads=torch.get_num_threads()))

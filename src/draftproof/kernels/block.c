@@ -57,7 +57,7 @@ void norm(const void *x, const scale *by, void *y, long outer, long inner, long 
 
 /* y [heads, dim]: of x's heads the first `turned` numbers turned by a position's angles (Su et al., arXiv 2104.09864): cos, and sin,
  * negative in its first half; sharp: they are float32, and what they make is rounded once. */
-static void turn_row(const char *from, const void *cos, const void *sin, char *to, long heads, long dim, long turned, int sharp, int halves)
+void turn_row(const char *from, const void *cos, const void *sin, char *to, long heads, long dim, long turned, int sharp, int halves)
 {
     int early = halves && !sharp;
     long all = size(halves) * dim, first = size(halves) * turned;
@@ -345,7 +345,8 @@ void through(const member *me, const run *p, const layer *l, long number)
     }
     join(me);
     multiplied(me, &l->qkv, p->read, p->room, p->written, p->rows, p->halves, 0);
-    look_back(me, p, l, number);
+    if (l->latent) look_back_through(me, p, l);
+    else look_back(me, p, l, number);
     if (few) come_forward(me, p, l);
     give(me, p, l, &l->o, p->read, &l->of_attention, rows);
     MINE(r, rows) {
@@ -376,6 +377,7 @@ char *equip(run *p, const layer *layers, long count)
         inner = most(inner, most((l->heads + l->kv_heads) * l->dim, l->experts ? wide * behind->in : l->down.in));
         for (int i = 0; i < (l->experts ? 3 : 4); i++)
             room = most(room, room_for(products[i], p->rows, p->halves && (wide == 1 || products[i] != behind), p->threads));
+        if (l->latent) latent_needs(p, l, &read, &written, &inner, &room);
         experts = l->experts ? l->experts : experts;
         aside = l->parallel ? l->o.out : aside;
     }

@@ -61,6 +61,12 @@ static void come_back(const mixture *m, const journey *j, long r, void *y, int h
     }
 }
 
+/* `placed`, if it is among the k best so far. */
+static inline long ranked(float score, long number, long k, long count, float *scores, int64_t *numbers)
+{
+    return count < k || score > scores[count - 1] ? placed(score, number, k, count, scores, numbers) : count;
+}
+
 /* law [count]: what experts weigh by their logits, which it holds; behind it there is room for a vector. */
 static void weigh(float *law, long count, int by_sigmoid)
 {
@@ -75,22 +81,41 @@ static void weigh(float *law, long count, int by_sigmoid)
     for (long e = 0; e < count; e++) law[e] /= all;
 }
 
+/* Leave the experts [count] of groups that a row does not choose no worth. */
+static void keep_groups(const mixture *m, float *worth, long count)
+{
+    long each = count / m->groups, found = 0;
+    float best[m->within], leading[m->leading];
+    int64_t group[m->within], at[m->leading];
+    for (long g = 0; g < m->groups; g++) {
+        long many = 0;
+        float sum = 0;
+        for (long e = 0; e < each; e++) many = ranked(worth[g * each + e], e, m->leading, many, leading, at);
+        for (long i = 0; i < many; i++) sum += leading[i];
+        found = ranked(sum, g, m->within, found, best, group);
+    }
+    for (long g = 0; g < m->groups; g++) {
+        int open = 0;
+        for (long i = 0; i < found; i++) open |= group[i] == g;
+        for (long e = 0; !open && e < each; e++) worth[g * each + e] = -INFINITY;
+    }
+}
+
 /* Of rows' logits the experts, the worthiest first and of equals the one that comes first, those that all share behind them, and their
  * weights, by a team. halves: of logits; stream: of what the experts read. */
 void routed(const member *me, const mixture *m, const void *logits, journey *j, long rows, int halves, int stream)
 {
     long count = m->count - m->shared, own = m->chosen - m->shared;
-    float law[count + LANES], worth[own + 1];
+    float law[count + LANES], worth[count + 1], best[own + 1];
     MINE(r, rows) {
         float *weight = j->weights + r * m->chosen, sum = 0;
         int64_t *chosen = j->chosen + r * m->chosen;
         long found = 0, at = r * m->router.out;
         widen(logits, at, count, halves, law, count);
         weigh(law, count, m->by_sigmoid);
-        for (long e = 0; e < count; e++) {
-            float value = m->bias ? law[e] + m->bias[e] : law[e];
-            if (found < own || value > worth[found - 1]) found = placed(value, e, own, found, worth, chosen);
-        }
+        for (long e = 0; e < count; e++) worth[e] = m->bias ? law[e] + m->bias[e] : law[e];
+        if (m->within < m->groups) keep_groups(m, worth, count);
+        for (long e = 0; e < count; e++) found = ranked(worth[e], e, own, found, best, chosen);
         for (long i = 0; i < own; i++) weight[i] = law[chosen[i]], sum += weight[i];
         for (long i = 0; i < own; i++) weight[i] = kept((m->normed ? weight[i] / sum : weight[i]) * m->factor, stream && m->kept);
         floats gate = {m->gated ? load(logits, at + count, halves) : 0};

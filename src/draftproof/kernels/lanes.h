@@ -295,13 +295,14 @@ typedef struct {
  * (Dai et al., arXiv 2401.06066). router [count - shared, hidden], of which a softmax or, with by_sigmoid, sigmoids make weights, and one
  * output more, if they are gated: the sigmoid of what the shared ones weigh, else 1. gate_up and down [count] are of one shape. bias
  * [count - shared], or null: what is added for the choice alone. wide: the router's sums stay float32. normed: the weights of those
- * that a row chooses add up to 1, and are then taken times `factor`; kept: they are rounded to the stream's type. limit: of gates like
- * gpt-oss's, whose gate and up stand side by side; 0: of silu gates. */
+ * that a row chooses add up to 1, and are then taken times `factor`; kept: they are rounded to the stream's type. A row chooses among the
+ * experts of `within` of the `groups`, of one size each, whose `leading` worthiest experts add up to most (DeepSeek-V2, arXiv 2405.04434);
+ * within >= groups: among all. limit: of gates like gpt-oss's, whose gate and up stand side by side; 0: of silu gates. */
 typedef struct {
     product router;
     const product *gate_up, *down;
     const float *bias;
-    long count, chosen, shared;
+    long count, chosen, shared, groups, within, leading;
     int by_sigmoid, wide, normed, kept, gated;
     float factor, alpha, limit;
 } mixture;
@@ -425,6 +426,14 @@ typedef struct {
 /* What an MLP makes of its gates, or of its only product; SILU of experts. */
 enum { SILU, GELU_BY_TANH, GELU, RELU_SQUARED };
 
+/* What attention through a latent has beside its first product (latent.c): queries [heads, dim] of their own latent, normed, or, of out 0,
+ * none, and the first product makes queries; keys [heads, dim - turned] and behind them values [heads, value_dim] of the other, normed. */
+typedef struct {
+    product queries, keys_values;
+    scale of_queries, of_latent;
+    long value_dim;
+} latent;
+
 /* A layer of Llama's block: norms before attention and before the MLP, of what either adds to the stream, and of heads, [heads + kv_heads,
  * dim], each by itself or, as_one, all queries and all keys. of_stream: the layer reads norm(beside; before) and norm(x; of_stream),
  * side by side (EAGLE-3); normed: x itself goes on as the latter. What is added is taken times `share`. sinks [heads], or null. Of a
@@ -439,6 +448,7 @@ typedef struct {
     const float *sinks;
     void *keys, *values; /* the layer's storage, [places, kv_heads, dim] */
     const mixture *experts; /* in place of gate_up and down, or null */
+    const latent *latent; /* or null: then `qkv` makes queries, keys and values */
     float cap; /* of scores, or 0 */
     int turned_first, parallel; /* heads are normed behind the turn; the MLP reads what the stream was before attention */
 } layer;
@@ -494,6 +504,9 @@ void through_experts(const member *me, const mixture *m, const void *x, journey 
 void routed(const member *me, const mixture *m, const void *logits, journey *j, long rows, int halves, int stream);
 void norm(const void *x, const scale *by, void *y, long outer, long inner, long n, long stride, int halves, int threads);
 void norm_of_row(const char *from, const scale *by, char *to, long inner, long n, int halves);
+void turn_row(const char *from, const void *cos, const void *sin, char *to, long heads, long dim, long turned, int sharp, int halves);
+void latent_needs(const run *p, const layer *l, long *read, long *written, long *inner, long *room);
+void look_back_through(const member *me, const run *p, const layer *l);
 void enlarge(const char *x, float factor, char *y, long n, int halves);
 char *equip(run *p, const layer *layers, long count);
 void through(const member *me, const run *p, const layer *l, long number);

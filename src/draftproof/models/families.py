@@ -2,9 +2,9 @@
 
     x ← x + share · norm(o(attention(turn(norm(qkv(norm(x)))))))        x ← x + share · norm(mlp(norm(x)))
 
-Any of the norms may be missing, and the MLP may have no gate. Everything that a module tells itself is read from it: sizes, windows, sinks,
-soft caps, whether norms are centred, whether heads are normed one by one or as one, how much of a head is turned, the share of what a block
-adds. Here stands the rest.
+Any of the norms may be missing, the MLP may have no gate, and latents may stand before queries, keys and values (latent.py). Everything
+that a module tells itself is read from it: sizes, windows, sinks, soft caps, whether norms are centred, whether heads are normed one by one
+or as one, how much of a head is turned, the share of what a block adds. Here stands the rest.
 """
 
 from __future__ import annotations
@@ -31,6 +31,8 @@ GATES = ("gate_proj", "gate_up_proj", "experts")      # and where an MLP has gat
 LAST_NORM = ("norm", "final_layernorm")
 OLMO_EPS = 1e-5     # which its norms do not tell
 MOVING_ROPE = {"dynamic", "longrope"}  # their angles depend on the longest row of the pass, so there is no table of them
+LINEARS = ("q_proj", "k_proj", "v_proj", "qkv_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")
+LATENT_NORMS = ("q_a_layernorm", "kv_a_layernorm")
 ON_ANY_DEVICE = {"llama", "mistral", "ministral", "qwen2", "qwen3"}     # others have kernels of ours on a CPU alone
 
 
@@ -53,7 +55,16 @@ def _by_softmax(block: Any) -> Routing:
 
 
 def _by_sigmoid(block: Any) -> Routing:
-    return Routing(by_sigmoid=True, wide=True, normed=block.gate.norm_topk_prob, factor=block.gate.routed_scaling_factor)
+    router = block.gate
+    return Routing(by_sigmoid=True, wide=True, normed=router.norm_topk_prob, factor=router.routed_scaling_factor,
+                   groups=router.num_group, within=router.topk_group, leading=2)
+
+
+def _by_wide_softmax(block: Any) -> Routing:
+    router = block.gate
+    grouped = router.topk_method == "group_limited_greedy"
+    return Routing(wide=True, normed=False, factor=router.routed_scaling_factor, groups=router.num_group if grouped else 1,
+                   within=router.topk_group if grouped else 1)
 
 
 def _always(attention: Any) -> bool:
@@ -118,6 +129,8 @@ FAMILIES = {
     "cohere": Family("Cohere", adjoining=True, paired=True, parallel=True),
     "cohere2": Family("Cohere2", adjoining=True, paired=True, parallel=True, turns=_where_it_slides),
     "cwm": Family("Cwm"),
+    "deepseek_v2": Family("DeepseekV2", adjoining=True, routing=_by_wide_softmax),
+    "deepseek_v3": Family("DeepseekV3", adjoining=True, routing=_by_sigmoid),
     "dots1": Family("Dots1", routing=_by_sigmoid),
     "ernie4_5": Family("Ernie4_5", adjoining=True),
     "ernie4_5_moe": Family("Ernie4_5_Moe", adjoining=True, routing=lambda block: Routing(wide=True, kept=True)),
@@ -130,6 +143,7 @@ FAMILIES = {
     "glm": Family("Glm", adjoining=True),
     "glm4": Family("Glm4", AROUND_IN_GLM, adjoining=True),
     "glm4_moe": Family("Glm4Moe", routing=_by_sigmoid),
+    "glm4_moe_lite": Family("Glm4MoeLite", adjoining=True, routing=_by_sigmoid),
     "gpt_oss": Family("GptOss", late=True, routing=lambda block: Routing(kept=True)),
     "granite": Family("Granite"),
     "granitemoe": Family("GraniteMoe", mlp="block_sparse_moe", routing=lambda block: Routing(kept=True)),
@@ -148,6 +162,7 @@ FAMILIES = {
     "smollm3": Family("SmolLM3", turns=lambda attention: bool(attention.use_rope)),
     "solar_open": Family("SolarOpen", routing=_by_sigmoid),
     "starcoder2": Family("Starcoder2", window_of_config=True),
+    "youtu": Family("Youtu", adjoining=True),
 }
 
 
@@ -167,6 +182,16 @@ class Rope(NamedTuple):
             cos, sin = cos[..., ::2].float(), sin[..., ::2].float()
         cos, sin = (part[0] if part.shape[-1] == self.numbers else torch.cat([part[0]] * 2, -1) for part in (cos, sin))
         return torch.stack([cos, signed(sin)], 1)
+
+
+def has_latent(attention: Any) -> bool:
+    """Whether its keys and values are made of a latent (multi-head latent attention, arXiv 2405.04434)."""
+    return hasattr(attention, "kv_a_proj_with_mqa")
+
+
+def cos_and_sin(found: Any) -> tuple[Tensor, Tensor]:
+    """Of what a model's rotary module gives: DeepSeek-V2's are one complex number."""
+    return (found.real, found.imag) if isinstance(found, Tensor) else found
 
 
 def rope_of(body: Any, layer: int, paired: bool = False) -> Rope:
@@ -218,7 +243,8 @@ def can_fuse(model: Any) -> tuple[bool, str]:
 
 
 def _there(module: Any, *names: str) -> list[Any]:
-    return [getattr(module, name) for name in names if hasattr(module, name)]
+    found = (getattr(module, name, None) for name in names)
+    return [module for module in found if module is not None]
 
 
 def _strange(model: Any, family: Family, name: str) -> Iterator[str]:
@@ -230,6 +256,7 @@ def _strange(model: Any, family: Family, name: str) -> Iterator[str]:
 
     body: Any = getattr(model, "model", None)
     others = f"layers of other classes than {home} ships"
+
     def known(norm: Any) -> bool:
         return type(norm) is nn.LayerNorm or exact(norm, "RMSNorm", "LayerNorm")
 
@@ -243,15 +270,16 @@ def _strange(model: Any, family: Family, name: str) -> Iterator[str]:
             return
         attention, mlp = layer.self_attn, getattr(layer, family.mlp)
         norms = [norm for norm, name in zip(family.norms_of(layer), family.norms, strict=True) if name]
-        norms += _there(attention, *family.head_norms)
-        linears = [*_there(attention, "q_proj", "k_proj", "v_proj", "qkv_proj"), bare(part_of(attention, OUT))]
+        norms += _there(attention, *family.head_norms, *LATENT_NORMS)
+        linears = [*_there(attention, *LINEARS), bare(part_of(attention, OUT))]
+        moved = linears[:-1] if has_latent(attention) else linears[:2] if family.adjoining else []
         if hasattr(mlp, "experts"):
             router = router_of(mlp)
-            if not (exact(mlp, "SparseMoeBlock", "SparseMoEBlock", "MoE", "MLP") and exact(router, "TopKRouter", "TopkRouter")
+            if not (exact(mlp, "SparseMoeBlock", "SparseMoEBlock", "MoE", "Moe", "MLP") and exact(router, "TopKRouter", "TopkRouter")
                     and exact(mlp.experts, "Experts")):
                 yield others
-            if getattr(router, "num_group", 1) != getattr(router, "topk_group", 1):
-                yield "experts that are chosen by groups"
+            if not _are_enough(family.routing(mlp), router):
+                yield "groups that have fewer experts than a row chooses"
             if not comes_apart(mlp):
                 yield "an expert for all rows that is no multiple of the others"
         else:
@@ -264,7 +292,13 @@ def _strange(model: Any, family: Family, name: str) -> Iterator[str]:
             yield "keys and values of different sizes"
         if getattr(attention.config, "clip_qkv", None) is not None:
             yield "queries, keys and values that are clipped"
-        if family.adjoining and any(isinstance(part.weight, LevelWeight) for part in linears[:2]):
+        if any(isinstance(part.weight, LevelWeight) for part in moved):
             yield "levels of queries and keys in another order"
-        if rope_of(body, number).numbers > attention.head_dim:
+        if rope_of(body, number).numbers > (attention.qk_rope_head_dim if has_latent(attention) else attention.head_dim):
             yield "rotary positions of more than a head"
+
+
+def _are_enough(how: Routing, router: Any) -> bool:
+    """Whether the groups that a row chooses hold as many experts as it does."""
+    each, rest = divmod(len(router.weight), how.groups)
+    return how.within >= how.groups or rest == 0 and each >= how.leading and each * how.within >= router.top_k

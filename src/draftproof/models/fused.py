@@ -26,7 +26,7 @@ from ..core.upload import rows_of
 from .attention import attend, compiled
 from .between import Between, angles_held, row_norm, tiled_norm, turn
 from .cache import PagePool
-from .families import ACTS, DOWN, FAMILIES, GATES, LAST_NORM, OUT, UP, Family, Rope, norm_of, part_of, rope_of, scaled
+from .families import ACTS, DOWN, FAMILIES, GATES, LAST_NORM, OUT, UP, Family, Rope, cos_and_sin, norm_of, part_of, rope_of, scaled
 from .packed import HeldLinear, Linear, StreamedLinear, joined
 from .passes import Pass
 from .routed import Routed
@@ -39,13 +39,18 @@ from .tiled import InTiles
 class FusedLayer(nn.Module):
     """One block with its products joined. Stands in the model's own list of layers and can be called as they are."""
 
+    heads: int
+    kv_heads: int
+    value_dim: int
+
     def __init__(self, layer: Any, linear: Linear, between: Between | None = None, family: Family = FAMILIES["llama"],
                  rope: Rope | None = None) -> None:
         """between: what stands for the block's own choice; rope: None for one that turns whole heads."""
         super().__init__()
         attention, mlp = layer.self_attn, getattr(layer, family.mlp)
         out, down = part_of(attention, OUT), part_of(mlp, DOWN)
-        self.layer_idx, self.head_dim, self.scaling = attention.layer_idx, attention.head_dim, attention.scaling
+        self.layer_idx, self.scaling = attention.layer_idx, attention.scaling
+        self.head_dim: int = getattr(attention, "qk_head_dim", None) or attention.head_dim
         self.window, self.share = family.window(attention), float(getattr(layer, "residual_multiplier", 1))
         self.rope = rope or Rope(self.head_dim)
         self.turned = self.rope.numbers if family.turns(attention) else 0
@@ -53,11 +58,7 @@ class FusedLayer(nn.Module):
         self.cap: float | None = getattr(attention, "attn_logit_softcapping", None)
         sinks = getattr(attention, "sinks", None)
         self.sinks = None if sinks is None else sinks.detach().float().contiguous()
-        weight, bias = _qkv(attention)
-        self.heads = bare(out).in_features // self.head_dim
-        self.kv_heads = (weight.shape[0] // self.head_dim - self.heads) // 2
-        apart = family.adjoining and self._apart(weight.shape[0])
-        self.qkv = linear(*((weight, bias) if apart is False else (weight[apart], None if bias is None else bias[apart])))
+        self._join(attention, linear, family)
         self.o = kept(out, linear)
         self.routed = Routed(mlp, linear, family.routing(mlp)) if hasattr(mlp, "experts") else None
         if self.routed is None:
@@ -86,6 +87,15 @@ class FusedLayer(nn.Module):
         if hasattr(attention, family.head_norms[0]):
             queries, keys = (norm_of(getattr(attention, name), family) for name in family.head_norms)
             self._take_head_norms(queries, keys, family.adjoining)
+
+    def _join(self, attention: Any, linear: Linear, family: Family) -> None:
+        """The product before attention, and how many heads there are."""
+        weight, bias = _qkv(attention)
+        sight: Any = bare(part_of(attention, OUT)).in_features
+        self.heads, self.value_dim = sight // self.head_dim, self.head_dim
+        self.kv_heads = (weight.shape[0] // self.head_dim - self.heads) // 2
+        apart = family.adjoining and self._apart(weight.shape[0])
+        self.qkv = linear(*((weight, bias) if apart is False else (weight[apart], None if bias is None else bias[apart])))
 
     def _take_head_norms(self, queries: tuple[Any, ...], keys: tuple[Any, ...], adjoining: bool) -> None:
         """Those of `norm_of`: of a head, of each head, or of all as one."""
@@ -116,10 +126,19 @@ class FusedLayer(nn.Module):
     def run(self, x: Tensor, angles: Tensor, p: Pass, pool: PagePool) -> Tensor:
         """x [rows, hidden], which is overwritten; angles [rows, 2 ropes, n], of each cos, and sin, negative in its first half
         → [rows, hidden]."""
-        rows, turned, first = x.shape[0], self.heads + self.kv_heads, 2 * self.rope.number
         to_qkv, to_out, *mlp = self._products
         before, of_attention, after, of_mlp = self._norms
-        heads = to_qkv(x if before is None else self._norm(x, *before)).view(rows, -1, self.head_dim)
+        q, k, v = self._heads(to_qkv(x if before is None else self._norm(x, *before)), angles)
+        out = attend(self.layer_idx, q, k, v, self.scaling, self.window, p, pool, self.cap, self.sinks, self._weigh)
+        aside = self._norm(x, *after) if self.parallel else None
+        x = self._add(x, to_out(out.reshape(len(x), -1)), of_attention)
+        h = aside if aside is not None else x if after is None else self._norm(x, *after)
+        return self._add(x, mlp[1](self._gate(mlp[0](h))) if self.routed is None else self.routed(h), of_mlp)
+
+    def _heads(self, made: Tensor, angles: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values [rows, heads, n] of what the first product made [rows, …]."""
+        turned, first = self.heads + self.kv_heads, 2 * self.rope.number
+        heads = made.view(len(made), -1, self.head_dim)
         qk = heads[:, :turned]
         if self.head_norm is not None and not self.turned_first:
             qk = self._head_normed(qk, self.head_norm)
@@ -127,12 +146,7 @@ class FusedLayer(nn.Module):
             qk = self._turn(qk, angles[:, first : first + 1], angles[:, first + 1 : first + 2])
         if self.head_norm is not None and self.turned_first:
             qk = self._head_normed(qk, self.head_norm)
-        out = attend(self.layer_idx, qk[:, : self.heads], qk[:, self.heads :], heads[:, turned:], self.scaling, self.window, p, pool,
-                     self.cap, self.sinks, self._weigh)
-        aside = self._norm(x, *after) if self.parallel else None
-        x = self._add(x, to_out(out.reshape(rows, -1)), of_attention)
-        h = aside if aside is not None else x if after is None else self._norm(x, *after)
-        return self._add(x, mlp[1](self._gate(mlp[0](h))) if self.routed is None else self.routed(h), of_mlp)
+        return qk[:, : self.heads], qk[:, self.heads :], heads[:, turned:]
 
     def _head_normed(self, qk: Tensor, weight: Tensor) -> Tensor:
         """Queries and keys [rows, heads + kv_heads, head_dim], normed head by head, or all queries as one, and keys."""
@@ -167,19 +181,19 @@ class FusedLayer(nn.Module):
 
     def kernel(self, pool: PagePool) -> llama.Layer:
         """The block for `llama.blocks`."""
-        one = torch.empty(0, self.kv_heads, self.head_dim, dtype=self.dtype)
-        keys, values = pool.storage(self.layer_idx, one, one)
+        ones = (torch.empty(0, self.kv_heads, dim, dtype=self.dtype) for dim in (self.head_dim, self.value_dim))
+        keys, values = pool.storage(self.layer_idx, *ones)
         before, of_attention, after, of_mlp = self._norms
         norms = (before, after, of_attention, of_mlp,
                  self.head_norm is not None and (self.head_norm, self.head_eps, *self.head_bias), None)
         scales = (scale_of(norm, self.dtype) if norm else native.Scale() for norm in norms)
-        products = [part.product for part in self.streamed()]
+        products = [part.product for part in self.streamed()[: 4 if self.routed is None else 2]]
         if self.routed is not None:
             products += [native.Product(), native.Product()]
         return llama.Layer(
             *products, *scales, self.scaling, self.share, self.heads, self.kv_heads, self.head_dim, self.turned, self.rope.number,
             self.window or 0, self.as_one, 0, self.kind, native.address_of(self.sinks), keys.data_ptr(), values.data_ptr(),
-            None if self.routed is None else self.routed.address(), self.cap or 0, self.turned_first, self.parallel)
+            None if self.routed is None else self.routed.address(), None, self.cap or 0, self.turned_first, self.parallel)
 
     def forward(
         self,
@@ -190,7 +204,7 @@ class FusedLayer(nn.Module):
         **_: Any,
     ) -> Tensor:
         """As a transformers block is called: hidden_states [1, rows, hidden] and (cos, sin) [1, rows, n] of the model's rotary."""
-        angles = self.rope.angles(*position_embeddings).repeat(1, self.rope.number + 1, 1)
+        angles = self.rope.angles(*cos_and_sin(position_embeddings)).repeat(1, self.rope.number + 1, 1)
         return self.run(hidden_states[0].clone(), angles, draftproof_pass, draftproof_pool)[None]
 
 
@@ -322,7 +336,7 @@ class FusedPass:
 
     def _measure(self, like: Tensor, positions: Tensor) -> Tensor:
         """The model's own angles at positions [1, n], as they are used here."""
-        return torch.cat([rope.angles(*self.rotary(like, positions, *rope.kind)) for rope in self.ropes], 1)
+        return torch.cat([rope.angles(*cos_and_sin(self.rotary(like, positions, *rope.kind))) for rope in self.ropes], 1)
 
 
 def fuse(model: Any, linear: Linear | None, between: Between | None = None, kind: Callable[..., FusedLayer] = FusedLayer) -> None:

@@ -23,9 +23,10 @@ from .experts import experts_of, packed_bytes, routers, take_experts
 from .families import MOVING_ROPE, can_fuse
 from .folder import check_size, check_weights, context_of, defaults_of, end_ids, read_config, read_tokenizer, saved_dtype, unread, why_not
 from .forms import beside_levels, form_of, keeps
-from .fused import FusedLayer, FusedPass, fuse
+from .fused import FusedPass, fuse
 from .graphs import passes
 from .graphs import recorder as _recorder
+from .latent import layer_kind
 from .leading import lead
 from .levels import StandIns, level_weights
 from .packed import Linear, multiplies_bfloat16, pack, read_by_hand, sizes, widened_bytes
@@ -161,7 +162,7 @@ def _fuse(model: Any, tier: int, linear: Linear | None, config: LoadConfig, ours
     reasons["forward pass"] = f"{'fused' if able else 'as transformers runs it'}: {why}"
     between = compiled_between(able, why, model.device, config.reproducible, reasons) if config.compile else None
     if able:
-        fuse(model, linear, between, rows.RowsLayer if ours else FusedLayer)
+        fuse(model, linear, between, rows.RowsLayer if ours else layer_kind(model))
         if ours:
             rows.check(model.model.layers[0], config.page_tokens)
         if between is not None:

@@ -58,6 +58,7 @@ class Routed(nn.Module):
         own, gate = torch.split(logits.float(), [logits.shape[1] - how.gated, int(how.gated)], 1)
         law = own.sigmoid() if how.by_sigmoid else own.softmax(-1)
         worth = law if self.bias is None else law + self.bias
+        worth = _of_groups(worth, how)
         chosen = worth.sort(stable=True, dim=-1, descending=True).indices[:, : self.each - shared]
         weights = law.gather(1, chosen)
         weights = (weights / weights.sum(-1, keepdim=True) if how.normed else weights) * how.factor
@@ -65,6 +66,16 @@ class Routed(nn.Module):
         gates = gate.sigmoid() if how.gated else gate.new_ones(len(gate), 1)
         weights = torch.cat([weights, gates.expand(-1, shared)], 1)
         return torch.cat([chosen, always.expand(len(chosen), -1)], 1), weights.to(dtype) if how.kept else weights
+
+
+def _of_groups(worth: Tensor, how: Routing) -> Tensor:
+    """worth [rows, experts], but none of those in groups that a row does not choose."""
+    if how.within >= how.groups:
+        return worth
+    groups = worth.view(len(worth), how.groups, -1)
+    best = groups.topk(how.leading).values.sum(-1).sort(stable=True, dim=-1, descending=True).indices[:, : how.within]
+    kept = torch.zeros(groups.shape[:2], dtype=torch.bool, device=worth.device).scatter(1, best, True)
+    return groups.masked_fill(~kept[..., None], float("-inf")).view_as(worth)
 
 
 def router_of(block: Any) -> Any:
