@@ -217,7 +217,7 @@ def test_models_that_are_not_fused(tmp_path: Path) -> None:
     config = AutoConfig.for_model("gemma2", **{**COMMON, "head_dim": 16, "query_pre_attn_scalar": 16, "intermediate_size": 192})
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "source")
     weights = publish(tmp_path / "source", tmp_path / "packed", GPTQ, packings.gptq)
-    target = load_target(tmp_path / "packed", LoadConfig(dtype="float32"))
+    target = load_target(tmp_path / "packed", LoadConfig(dtype="float32"), fused=False)
     assert target.facts.invisible and isinstance(target.parts.layers[0].mlp.down_proj, (StreamedInt4Linear, Int4Linear))
     assert off(logits(tmp_path / "packed"), logits(ordinary(tmp_path / "source", tmp_path / "ordinary", weights), packed=False)) < 0.08
 

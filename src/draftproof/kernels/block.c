@@ -112,7 +112,7 @@ static inline floats function(floats x, int which)
 }
 
 /* y [to) = act(x) * x, n further on: numbers from `from` on of a row. */
-static void gate_row(const char *x, char *y, long n, long from, long to, int which, int halves)
+static inline __attribute__((always_inline)) void gate_row(const char *x, char *y, long n, long from, long to, int which, int halves)
 {
     long c = from;
     for (; c + LANES <= to; c += LANES)
@@ -144,6 +144,7 @@ void gated(const member *me, const void *x, void *y, long rows, long n, int alon
         long to = part + 1 == parts ? n : (part + 1) * vectors / parts * LANES;
         char *at = (char *)y + each * r * n;
         if (alone) act_row((const char *)x + each * r * n, at, from, to, which, halves);
+        else if (which == SILU) gate_row((const char *)x + 2 * each * r * n, at, n, from, to, SILU, halves); /* in a loop of its own */
         else gate_row((const char *)x + 2 * each * r * n, at, n, from, to, which, halves);
     }
 }
