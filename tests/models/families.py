@@ -83,7 +83,10 @@ def build(family: str, seed: int = 0) -> PreTrainedModel:
     """A float32 model with random weights of a size that makes its next token depend on the text."""
     torch.manual_seed(seed)
     options = {k: v for k, v in {**COMMON, **FAMILIES[family]}.items() if v is not None or k.endswith("token_id")}
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **options), dtype=torch.float32)
+    config = AutoConfig.for_model(family, **options)
+    if getattr(config, "attn_logit_softcapping", None):     # before transformers 5.24 its default left them out
+        config._attn_implementation = "eager"
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.ndim > 1:

@@ -15,6 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from draftproof import Engine
 from draftproof.config import LoadConfig
 from draftproof.errors import LoadError
+from draftproof.models.folder import read_config
 from draftproof.models.load import load_target
 from draftproof.models.packed import KeptLinear, PackedLinear
 from draftproof.types import Draft
@@ -200,3 +201,9 @@ def test_what_is_no_decoder_with_a_cache_is_refused(family: str, options: dict[s
     saved(family, options, tmp_path)
     with pytest.raises(LoadError, match=why):
         load_target(tmp_path, LoadConfig(self_test=False, dtype=dtype))
+
+
+def test_capped_scores_are_computed_where_they_are_capped(tmp_path: Path) -> None:
+    """torch's own attention has no soft caps; what a load compares with, and tier 2 runs, has."""
+    families.save("gemma2", tmp_path)
+    assert read_config(tmp_path, LoadConfig())._attn_implementation == "eager"

@@ -69,6 +69,8 @@ def read_config(path: str | Path, config: LoadConfig) -> Any:
         found = getattr(text, name, None)
         if found is not None and 0 <= found < least:               # below 0: without a limit
             raise LoadError(f"{path}: config.json has {name}={found}; expected at least {least}")
+    if getattr(text, "attn_logit_softcapping", None):       # torch's own attention knows no caps: transformers 5.17 leaves them out, unsaid
+        model_config._attn_implementation = "eager"
     return model_config
 
 
