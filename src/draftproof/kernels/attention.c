@@ -150,14 +150,15 @@ static inline floats near_exponential(floats x)
     return (floats)((integers)((words)t + power) & seen);
 }
 
-/* Scores [from, to) of a query, softly capped: by Cephes' polynomial near 0 and by the exponential elsewhere; what is no number stays so. */
+/* Scores [from, to) of a query, softly capped: near 0 by a fit of tanh(x) / x, within 8e-8, and by the exponential elsewhere; what is no
+ * number stays so. */
 static void limit_scores(float *weight, long from, long to, float cap)
 {
     for (long s = from; s < to; s += LANES) {
         floats *w = (floats *)(weight + s), x = *w / cap, square = x * x;
         floats size = (floats)((words)x & 0x7fffffffu), e = exponential(-2 * size), far = (1 - e) / (1 + e);
-        floats near = (((-5.70498872745e-3f * square + 2.06390887954e-2f) * square - 5.37397155531e-2f) * square + 1.33314422036e-1f) * square;
-        near = (near - 3.33332819422e-1f) * square * x + x;
+        floats near = (((-0.00570498677f * square + 0.020639087f) * square - 0.053739715f) * square + 0.133314422f) * square;
+        near = (near - 0.333332819f) * square * x + x;
         far = (floats)((words)far | ((words)x & 0x80000000u));
         *w = either(x == x, cap * either(size < 0.625f, near, far), x);
     }
