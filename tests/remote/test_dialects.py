@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
+import re
 import runpy
 import sys
 from pathlib import Path
@@ -64,6 +66,18 @@ def test_golden(engine: str) -> None:
     if os.environ.get("DRAFTPROOF_GOLDEN") == "write":
         file.write_text(text, encoding="utf-8")
     assert text == file.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("engine", DIALECTS)
+def test_refusals_name_every_drafter_that_is_taken(engine: str) -> None:
+    told = set(re.findall(r"[\w-]+", importlib.import_module(DIALECTS[engine].__module__).ABLE))
+    for case in CASES.values():
+        asked = plan(**case)
+        try:
+            export_config(asked, engine)
+        except OptionError:
+            continue
+        assert {part.name for part in asked.parts} <= told
 
 
 def flags(engine: str, **case: Any) -> dict[str, str]:

