@@ -47,7 +47,7 @@ class Shares(click.ParamType[tuple[float, ...]]):
 
 ab_options = o.stacked(
     click.option("--ab", "arms", metavar="'A vs B'",
-                 help="Compare two drafters on the traffic: a spec or off each, with depth=N behind it."),
+                 help="Compare two drafters on the traffic: a spec or off each, with depth=N|auto and rule=R behind it."),
     o.setting(AbConfig, "share", "--ab-share", type=ShareOrShadow(), metavar=ShareOrShadow.name,
               help="Of requests that A writes; shadow: none, it writes them again."),
     o.setting(AbConfig, "stages", "--ab-stages", type=Shares(), metavar="1%,10%,…",

@@ -138,7 +138,8 @@ def unlisted(*names: str) -> Decorator[Any]:
 target_option = click.option("--target", metavar="PATH|ID", help="A model folder or a hub id.  [default: the built-in demo model]")
 
 load_options = stacked(
-    setting(LoadConfig, "dtype", type=str, metavar="NAME", help="bfloat16, float16 or float32.  [default: as saved]"),
+    setting(LoadConfig, "dtype", type=str, metavar="NAME",
+            help="bfloat16, float16 or float32.  [default: as saved, if the CPU is fast at it]"),
     setting(LoadConfig, "quantization", type=str, metavar="NAME", help="int8 or int4, on a GPU int4 or fp8: both models' rounded."),
     setting(LoadConfig, "device", type=str, metavar="NAME", help="cpu, cuda, cuda:1 …  [default: chosen, with the reason]"),
     setting(LoadConfig, "draft_device", type=str, metavar="NAME",

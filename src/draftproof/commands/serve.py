@@ -30,7 +30,7 @@ DEMO = "draftproof-demo"
 @o.setting(ServeConfig, "hosts", "--allow-host", multiple=True, metavar="NAME", help="A name that a Host header may have; repeatable.")
 @o.setting(ServeConfig, "origins", "--allow-origin", multiple=True, metavar="URL", help="A web page that may call; repeatable.")
 @click.option("--served-model-name", "name", metavar="NAME", help="What clients call the model.  [default: as --target]")
-@o.setting(EngineConfig, "max_batch", type=int, metavar="N", help="Texts written at a time.")
+@o.setting(EngineConfig, "max_batch", type=int, metavar="N", help="Texts written at a time.  [default: 16; 256 with --engine vllm]")
 @o.setting(ServeConfig, "max_queue", type=int, metavar="N", help="Requests that may wait behind them.")
 @o.setting(ServeConfig, "max_per_tenant", type=int, metavar="N", help="Open requests of one key.")
 @o.setting(ServeConfig, "deadline_s", "--deadline", type=float, metavar="S", help="Seconds for a whole request.")
