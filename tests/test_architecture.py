@@ -89,6 +89,11 @@ def test_the_law_can_fail() -> None:
     assert all("cli" not in ours(file) for file in FILES if part_of(file) != "__main__")
 
 
+def test_the_design_has_the_same_law() -> None:
+    told = re.search(r"from low to high: (.*?)\. A part", (ROOT / "docs" / "design.md").read_text(encoding="utf-8"), re.DOTALL)
+    assert told and [set(re.findall(r"\w+", level)) for level in told[1].split("<")] == [LEVELS[0] - {"view"}, *LEVELS[1:]]
+
+
 @pytest.mark.parametrize("file", [f for f in FILES if part_of(f) == "core"], ids=lambda f: f.name)
 def test_core_is_pure(file: Path) -> None:
     outside = {module.split(".")[0] for module in modules_imported(file)} - CORE_MAY_IMPORT
