@@ -53,13 +53,13 @@ def refused(line: str) -> set[str]:
     return {word.strip("[]").partition("=")[0] for word in words if re.match(r"\[?--[a-z]", word)} - options_of(command)
 
 
-def shown(page: Path) -> Iterator[str]:
-    """Lines of a page's blocks behind `draftproof`, continued ones joined, without remarks."""
+def shown(page: Path, program: str) -> Iterator[str]:
+    """What stands behind a program in a page's blocks, continued lines joined, without remarks."""
     text = read(page)
     blocks = [block for language, block in re.findall(r"^```(\w*)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL) if not language]
     blocks += re.findall(r"(?:^    \S.*\n|^        \S.*\n)+", text, re.MULTILINE)
     for line in "\n".join(blocks).replace("\\\n", " ").splitlines():
-        found = re.match(r"\s*(?:PYTHONPATH=\. )?draftproof ([a-z].*)", line)
+        found = re.match(rf"\s*(?:PYTHONPATH=\. )?{program} ([a-z].*)", line)
         if found:
             yield found[1].split(" #")[0]
 
@@ -72,7 +72,10 @@ def test_a_page(page: Path) -> None:
         assert file.exists(), place
         headings = re.findall(r"^#+ (.*)$", read(file), re.MULTILINE) if heading else []
         assert not heading or heading in {re.sub(r"[^\w -]", "", each.lower()).replace(" ", "-") for each in headings}, heading
-    assert {line: wrong for line in shown(page) if (wrong := refused(line))} == {}
+    assert {line: wrong for line in shown(page, "draftproof") if (wrong := refused(line))} == {}
+    for line in shown(page, "python"):
+        script = ROOT / line.split()[0]
+        assert script.suffix != ".py" or {name for name in re.findall(r" --([a-z-]+)", line) if name not in read(script)} == set(), line
     for option, value in re.findall(r"`(--[a-z-]+)[^`]*`(?: [a-z]+)? \(([0-9.]+)\)", read(page)):
         assert float(value) in defaults(option), option
 
