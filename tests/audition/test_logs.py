@@ -16,6 +16,7 @@ from draftproof.audition.logs import Exchange, Skipped, check_log, read_log
 from draftproof.audition.stories import Reader, tokenizer_at
 from draftproof.config import EngineConfig
 from draftproof.engine.engine import Engine
+from draftproof.engine.records import json_options
 from draftproof.errors import Failure
 from draftproof.models.fake import TableTarget
 from draftproof.trace.sinks import Jsonl
@@ -206,3 +207,32 @@ def test_memory_does_not_grow_with_the_log(tmp_path: Path) -> None:
         tracemalloc.stop()
         assert skipped.count == -(-2500 * times // 3)
     assert peaks[1] < 1.2 * peaks[0] + 100_000
+
+
+@pytest.mark.parametrize(("context", "finish", "limit"), [(None, "stop", 11), (8, "stop", 8), (3, "stop", 4), (None, "length", None)])
+def test_options_and_limits_of_a_traced_request_come_back(context: int | None, finish: str, limit: int | None) -> None:
+    options = Sampling(temperature=0.75, top_k=3, top_p=0.9, min_p=0.125, repetition_penalty=1.25, presence_penalty=0.5,
+                       frequency_penalty=-0.5, logit_bias={3: -2.0}, bad_word_ids=((1, 2), (4,)), min_tokens=2, max_tokens=9, stop=("x",),
+                       stop_token_ids=(5,), ignore_eos=True, logprobs=2)
+    told = {**json_options(options), "seed": 6, "sample": 2}
+    exchange = Exchange(1, prompt_ids=(1, 2), answer_ids=(3, 4), sampling=json.loads(json.dumps(told)), max_tokens=9, finish_reason=finish)
+    read = Reader(context=context, eos_ids=(0,)).story(exchange, Skipped())
+    assert read is not None and read.known and not read.retokenised and read.story.sampling == options
+    assert (read.story.seed, read.story.sample, read.story.limit, read.story.end_ids) == (6, 2, limit, {5})
+
+
+@pytest.mark.parametrize(("prompt", "answer", "beyond"), [((1, 8), (2,), None), ((1, 9), (2,), 9), ((1,), (2, 11), 11), ((12,), (9,), 12)])
+def test_ids_that_the_target_does_not_have_are_told(prompt: tuple[int, ...], answer: tuple[int, ...], beyond: int | None) -> None:
+    skipped = Skipped()
+    read = Reader(vocab_size=9).story(Exchange(1, prompt_ids=prompt, answer_ids=answer), skipped)
+    assert (read is None) == (beyond is not None)
+    assert skipped.shown == ([] if beyond is None else [f"line 1: token id {beyond}; the target's ids are below 9"])
+
+
+@pytest.mark.parametrize("content", ["yes, yes", [{"type": "text", "text": "yes, "}, {"type": "text", "text": "yes"}]])
+def test_a_prediction_comes_with_its_request(content: Any) -> None:
+    tokenizer = tokenizer_at(str(TINY))
+    assert tokenizer is not None
+    exchange = Exchange(1, prompt_ids=(1, 2), answer_ids=(3, 4), sampling={"prediction": {"type": "content", "content": content}})
+    read = Reader(partial(tokenizer_at, str(TINY))).story(exchange, Skipped())
+    assert read is not None and read.story.sampling.prediction == tuple(tokenizer.encode_plain("yes, yes"))

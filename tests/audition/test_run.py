@@ -371,6 +371,19 @@ def test_the_interval_covers_a_ratio_over_requests() -> None:
     assert Counts.from_dict(json.loads(json.dumps(counts.as_dict()))) == counts and Counts().spread.interval() is None
 
 
+def test_counts_of_two_parts_are_those_of_the_whole() -> None:
+    whole, parts = Counts(), [Counts(), Counts()]
+    for i, (stood, passes) in enumerate(((3, 1), (0, 2), (2, 1), (1, 3), (3, 2))):
+        one = Tally()
+        one.prefill(passes)
+        for _ in range(passes):
+            one.round(3, stood, int(stood < 3), stood + 1)
+        for counts in (whole, parts[i % 2]):
+            counts.add(one, i % 3 == 0, 5 + i, (one.rounds - 0.5, one.rounds + 0.25), i == 4)
+    assert parts[0] + parts[1] == whole and whole.spread.interval() is not None
+    assert (whole.spread.n, whole.spread.e, whole.spread.r, whole.prompt_tokens, whole.exact, whole.near) == (5, 23, 9, 35, 2, 0)
+
+
 def test_the_best_depth_follows_from_the_cost() -> None:
     cells = [{"drafter": "d", "class": "c", "depth": k, "rounds": 100, "drafted": 100 * k,
               "acceptance_length": 1 + sum(0.7 ** i for i in range(1, k + 1))}

@@ -104,6 +104,20 @@ def test_options(options: dict[str, Any], says: str) -> None:
         assert engine.stats()["requests"]["waiting"] == 0
 
 
+@pytest.mark.parametrize(("name", "fits", "beyond"), [
+    ("temperature", (None, 0, 1e9), (-1e-9, math.inf)), ("top_p", (None, 1e-9, 1), (0, 1 + 1e-9)), ("min_p", (0, 1), (-1e-9, 1 + 1e-9)),
+    ("repetition_penalty", (1e-30, 1e30), (9e-31, 1.1e30)), ("presence_penalty", (-1e30, 1e30), (-1.1e30, 1.1e30)),
+    ("frequency_penalty", (-1e30, 1e30), (-1.1e30, 1.1e30)), ("top_k", (0,), (-1,)), ("n", (1,), (0,)), ("max_tokens", (1,), (0,)),
+    ("min_tokens", (0, 256), (-1, 257)), ("logprobs", (None, 0), (-1,)), ("prompt_logprobs", (None, 0), (-1,)),
+    ("seed", (None, 0, 2**63 - 1), (-1, 2**63))])
+def test_an_option_may_be_as_large_as_it_says(name: str, fits: tuple[Any, ...], beyond: tuple[Any, ...]) -> None:
+    for value in fits:
+        assert getattr(Sampling(**{name: value}), name) == value
+    for value in beyond:
+        with pytest.raises(OptionError, match=f"^{name}="):
+            Sampling(**{name: value})
+
+
 def test_one_text_is_a_list_of_one() -> None:
     for name in ("stop", "bad_words"):
         assert getattr(Sampling.of(**{name: "lf"}), name) == getattr(Sampling.of(**{name: ("lf",)}), name) == ("lf",)

@@ -69,6 +69,7 @@ def test_a_crash_cancels_nobody() -> None:
             assert all(text.result(20)["choices"] for text in texts)
         found = client.get("/metrics").text
         assert running.server.worker.restarts == 1 and seconds_of(found, "e2e_request_latency_seconds")[1] == 3
+        assert seconds_of(found, "time_per_output_token_seconds")[1] == 3, "not of those that the lost engine gave up, too"
         ends = [line for line in found.splitlines() if line.startswith("draftproof:request_success_total")]
         assert len(ends) == 1 and 'finished_reason="length"' in ends[0] and ends[0].endswith(" 3.0")
 

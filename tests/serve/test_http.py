@@ -395,6 +395,8 @@ def test_a_body_may_not_be_larger_than_agreed() -> None:
                 yield b" " * 100
 
         assert client.post("/v1/completions", content=endless()).status_code == 413
+        for whole in (b" " * 2000, (b" " * 100 for _ in range(20))):
+            assert client.post("/v1/completions", content=whole).status_code == 400, "as large as agreed, and no request"
         assert running.complete(prompt="a", max_tokens=2)["choices"]
 
 
@@ -521,3 +523,18 @@ def test_offsets_of_tokens_that_write_nothing() -> None:
         else:
             assert choice["text"][offset:following] == piece
     assert [offset for one in streamed for offset in one["text_offset"]] == offsets
+
+
+def test_a_response_says_what_was_asked_and_why_it_ends(running: Running) -> None:
+    asked: dict[str, Any] = {"temperature": 0.5, "top_p": 0.75, "max_output_tokens": 4, "metadata": {"a": "b"}}
+    cut, ended = (running.post("/v1/responses", {"input": "ab", "seed": 1, **asked, **more}).json()
+                  for more in ({"ignore_eos": True}, {"stop_token_ids": list(range(11))}))
+    assert (cut["status"], cut["output"][0]["status"]) == ("incomplete",) * 2
+    assert cut["incomplete_details"] == {"reason": "max_output_tokens"}
+    assert (ended["status"], ended["output"][0]["status"]) == ("completed",) * 2 and ended["incomplete_details"] is None
+    for found, tokens in ((cut, 4), (ended, 1)):
+        assert {name: found[name] for name in asked} == asked
+        assert (found["tools"], found["tool_choice"], found["parallel_tool_calls"], found["instructions"]) == ([], "none", False, None)
+        counts = found["usage"]
+        assert (counts["input_tokens"], counts["output_tokens"], counts["total_tokens"]) == (5, tokens, 5 + tokens)
+        assert counts["output_tokens_details"] == {"reasoning_tokens": 0} and counts["input_tokens_details"]["cached_tokens"] >= 0

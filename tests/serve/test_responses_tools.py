@@ -48,7 +48,7 @@ def test_a_stream_says_the_same(running: Running) -> None:
     assert (added["item"]["arguments"], added["item"]["status"], added["item"]["name"]) == ("", "in_progress", "clock")
     assert delta["delta"] == done["arguments"] == item["item"]["arguments"] == whole["arguments"] and done["name"] == "clock"
     assert {event.get("item_id", event.get("item", {}).get("id")) for event in events[2:6]} == {end["response"]["output"][0]["id"]}
-    assert [item["item"]] == end["response"]["output"]
+    assert [item["item"]] == end["response"]["output"] and {event["output_index"] for event in events[2:6]} == {0}
 
 
 def test_several_calls_at_once(running: Running) -> None:

@@ -64,3 +64,9 @@ def test_what_is_refused_is_told_by_the_name_of_its_field() -> None:
             responses(ResponsesRequest.model_validate({"model": "letters", "input": "a"}), Headers(), served(template))
         assert (of_chat.value.param, of_responses.value.param) == ("messages", "input")
 
+
+def test_names_and_the_ids_of_calls_reach_the_template() -> None:
+    told = ALL.replace("{{ m['content'] }}", "{{ m['content'] }}[{{ m.name }}|{{ m.tool_call_id }}]")
+    told = told.replace("c.function.arguments", "c.id")
+    talk = [{"role": "user", "name": "bo", "content": "Hot?"}, *TALK[3:5]]
+    assert rendered(told, talk) == "<|user|>Hot?[bo|]<|assistant|>[|](weather call_1)(weather call_1)<|tool|>21[|call_1]"

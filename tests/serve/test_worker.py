@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -19,6 +20,7 @@ from draftproof import Engine, Sampling
 from draftproof.config import ServeConfig
 from draftproof.serve import worker as module
 from draftproof.serve.refusal import Refusal
+from draftproof.serve.stream import Reading
 from draftproof.serve.ticket import Ticket
 from draftproof.serve.worker import Worker
 
@@ -119,6 +121,67 @@ def test_a_look_that_was_given_up_does_not_spoil_the_end(monkeypatch: pytest.Mon
         assert not died and closed == [True] and ticket.done
         with pytest.raises(Refusal, match="stopping"):
             waiting.result(1)
+
+
+@pytest.mark.parametrize(("waiting", "places", "seconds"), [(1, 16, 1), (12, 2, 3), (300, 1, 60)])
+def test_who_finds_no_place_is_told_when_to_come_back(waiting: int, places: int, seconds: int) -> None:
+    """Half a second for each request ahead and place of a batch, from a second to a minute."""
+    worker = Worker(lambda: Engine(letters()), ServeConfig(max_queue=waiting, max_per_tenant=waiting + 1), places)
+    for _ in range(waiting):
+        worker.submit(Ticket("ab", Sampling()))
+    limits = {(503, "queue_full"): (waiting, waiting + 1), (429, "rate_limit_exceeded"): (waiting + 1, waiting)}
+    for (status, code), (most, each) in limits.items():
+        worker.config = ServeConfig(max_queue=most, max_per_tenant=each)
+        with pytest.raises(Refusal) as refused:
+            worker.check_room("")
+        assert (refused.value.status, refused.value.code, refused.value.retry_after) == (status, code, seconds)
+    worker.check_room("another")
+    worker.config = ServeConfig(max_queue=waiting + 1, max_per_tenant=waiting + 2)
+    worker.check_room("", coming=1)
+    with pytest.raises(Refusal, match=f"{waiting + 2} requests of this key are open"):
+        worker.check_room("", coming=2)
+    assert worker.refused == 3
+
+
+def test_who_came_first_is_served_first() -> None:
+    done: list[int] = []
+    worker = Worker(lambda: Engine(letters()), ServeConfig(), 1)
+    for i in range(4):
+        worker.submit(Ticket("ab", Sampling(seed=1, max_tokens=1), news=lambda i=i: done.append(i)))  # type: ignore[misc]
+    worker.start()
+    until(lambda: len(done) == 4)
+    worker.close()
+    assert done == [0, 1, 2, 3]
+
+
+def test_a_probe_asks_for_a_token_after_a_failure_only() -> None:
+    asked: list[Sampling] = []
+
+    class Counting(Around):
+        def submit(self, prompt: Any, sampling: Sampling) -> Any:
+            asked.append(sampling)
+            return self._engine.submit(prompt, sampling)
+
+    worker = Worker(lambda: Engine(letters()), ServeConfig())
+    with Engine(letters()) as engine:
+        for suspect in (False, True, False):
+            worker._suspect = suspect or worker._suspect
+            worker._probe(Counting(engine, lambda: None))  # type: ignore[arg-type]
+            assert not worker._suspect
+    assert asked == [Sampling(temperature=0, max_tokens=1, ignore_eos=True)]
+
+
+def test_a_request_of_which_one_prompt_finds_no_place_leaves_none_behind() -> None:
+    worker = Worker(lambda: Engine(letters()), ServeConfig(max_per_tenant=1))
+    tickets = [Ticket("ab", Sampling()) for _ in range(2)]
+
+    async def ask() -> None:
+        Reading(worker, tickets).begin()
+
+    with pytest.raises(Refusal, match="are open") as refused:
+        asyncio.run(ask())
+    worker._let_go()
+    assert [ticket.error for ticket in tickets] == [refused.value] * 2 and worker.load == (0, 0)
 
 
 # Times, as a client sees them

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 from pathlib import Path
 
 import pytest
 from engine.engine_support import OPTIONS, PROMPTS, table
 
-from draftproof import Engine, EngineConfig, Failure, Jsonl, Memory, read_trace
+from draftproof import Engine, EngineConfig, Failure, Jsonl, Memory, Sampling, read_trace
 from draftproof.config import TraceLevel
+from draftproof.engine.records import json_options
 from draftproof.trace import sinks
 from draftproof.trace.events import (
     VERSION,
@@ -180,6 +182,21 @@ def test_a_full_disk_ends_the_trace_and_not_the_text(tmp_path: Path, caplog: pyt
     assert len(list(read_trace(tmp_path / "t.jsonl"))) > 2, "whole lines only"
 
 
+class Narrow(Jsonl):
+    """A file that takes seven bytes at a time."""
+
+    def _put(self, data: memoryview) -> int:
+        return super()._put(data[:7])
+
+
+def test_a_write_that_takes_a_part_goes_on_behind_it(tmp_path: Path) -> None:
+    sink = Narrow(tmp_path / "t.jsonl")
+    for event in EVENTS:
+        sink.write(event)
+    sink.close()
+    assert list(read_trace(tmp_path / "t.jsonl")) == EVENTS and sink.error is None
+
+
 def test_files_that_cannot_be_written_or_read(tmp_path: Path) -> None:
     with pytest.raises(Failure, match="existing folder"):
         Jsonl(tmp_path / "no" / "t.jsonl")
@@ -219,3 +236,59 @@ def test_a_drafter_that_took_over_is_named(own: str, last: str, said: str) -> No
     started = RequestStarted("r", 0.0, 3, 0, {}, 1, 0, drafter=own)
     (report,) = requests([started, RoundDone("r", 0, 1.0, 1, 3, 0, last, "", "", (), (), "", TIMES)]).values()
     assert report.drafter == said
+
+
+def told(name: str, begun: float, *rounds: tuple[float, str], prompt_class: str | None = None) -> list[Event]:
+    """A request whose first token comes half a second after it began, and its rounds: when each ended, and the fates of its guesses."""
+    out: list[Event] = [RequestStarted(name, begun, 3, 0, {}, 1, 0, prompt_class),
+                        PrefillDone(name, begun + 0.5, 0.25, 2, TokenRecord(0, "prefill"), "")]
+    for number, (at, fates) in enumerate(rounds):
+        nodes = tuple(NodeRecord(i, i - 1, "accepted" if fate == "a" else "rejected") for i, fate in enumerate(fates))
+        tokens = (TokenRecord(0, "plain"),) * (1 + fates.count("a"))
+        out.append(RoundDone(name, number, at, 1, 4, 3, "ngram" if fates else "none", "", "",
+                             nodes, tokens, "", Times(0.5, 2.0, 0.25, 0.125)))
+    return out
+
+
+def test_times_are_those_between_moments() -> None:
+    (report,) = requests(told("r", 1.0, (2.0, "aar"), (3.0, ""))).values()
+    found = report.metrics()
+    assert {name: found[name] for name in ("ttft_s", "tpot_s", "tokens_per_s", "target_passes", "passes_saved", "acceptance_length")} == {
+        "ttft_s": 0.5, "tpot_s": 1.5 / 4, "tokens_per_s": 2.5, "target_passes": 4, "passes_saved": 1, "acceptance_length": 2.0}
+    assert [found[f"{part}_s"] for part in ("draft", "score", "verify", "other")] == [1.0, 4.0, 0.5, 0.25]
+    (one,) = requests(told("r", 1.0)).values()
+    assert (one.metrics()["ttft_s"], one.metrics()["tpot_s"], one.metrics()["tokens_per_s"]) == (0.5, None, 2.0)
+    (ended,) = requests([*told("r", 1.0), RequestDone("r", 9.0, "stop", 1, {})]).values()
+    assert ended.metrics() == one.metrics() and ended.finish == "stop"
+    (none,) = requests(told("r", 1.0)[:1]).values()
+    assert (none.metrics()["ttft_s"], none.metrics()["tpot_s"], none.metrics()["tokens_per_s"]) == (None, None, None)
+
+
+def test_a_class_has_the_middle_of_its_requests_and_the_sum_of_their_counts() -> None:
+    ends = {"a": 2.0, "b": 3.0, "c": 7.0}
+    events = [event for name, at in ends.items() for event in told(name, 1.0, (at, "ar"), prompt_class="code")]
+    rows = by_class(requests([*events, *told("d", 1.0)]).values())
+    assert [(row.prompt_class, row.drafter, row.requests) for row in rows] == [("", "none", 1), ("code", "ngram", 3)]
+    assert (rows[1].tpot_s, rows[1].tokens_per_s, rows[1].ttft_s) == (1.5 / 2, 1.5, 0.5) and rows[0].tpot_s is None
+    assert (rows[1].tally.accepted, rows[1].tally.rejected, rows[1].tally.completion_tokens) == (3, 3, 9)
+
+
+@pytest.mark.parametrize(("stood", "tokens", "whole"), [(2, 2, True), (2, 3, True), (2, 1, False), (2, 4, False),
+                                                         (0, 0, True), (0, 2, False)])
+def test_a_round_emits_what_stood_and_at_most_one_token_more(stood: int, tokens: int, whole: bool) -> None:
+    nodes = tuple(NodeRecord(i, i - 1, "accepted") for i in range(stood))
+    events = [*told("r", 1.0), RoundDone("r", 7, 2.0, 1, 4, 3, "ngram", "", "", nodes, (TokenRecord(0, "plain"),) * tokens, "", TIMES)]
+    if whole:
+        assert requests(events)["r"].tally.emitted == tokens
+    else:
+        with pytest.raises(Failure, match=f"round 7 of request r: accepted guesses: {stood}, tokens: {tokens};"):
+            requests(events)
+
+
+def test_options_are_told_as_json_has_them() -> None:
+    told = json_options(Sampling(temperature=0.5, stop=("x",), bad_words=("y", "z"), stop_token_ids=(4,), bad_word_ids=((1, 2), (3,)),
+                                 logit_bias={3: -math.inf, 4: 2.5, 5: 1e20}, prediction=(1, 2, 3)))
+    assert json.loads(json.dumps(told, allow_nan=False)) == told
+    assert {name: told[name] for name in ("temperature", "stop", "bad_words", "stop_token_ids", "bad_word_ids", "logit_bias", "prediction")
+            } == {"temperature": 0.5, "stop": ["x"], "bad_words": ["y", "z"], "stop_token_ids": [4], "bad_word_ids": [[1, 2], [3]],
+                  "logit_bias": {"3": -1e9, "4": 2.5, "5": 1e9}, "prediction": 3}

@@ -102,3 +102,27 @@ def test_great_depths_have_few_ticks() -> None:
         charts.pays(figure, colours, figures.payoffs(found, found))
         ticks = figure.axes[0].get_xticks()
     assert list(ticks) == list(range(0, 129, 16))
+
+
+def test_a_speed_is_as_sure_as_its_rounds_are_alike() -> None:
+    """Two rounds of ten milliseconds, of one token and of three, beside plain ones of five."""
+    first, other = (chain(2, stood, Times(0.004, 0.006, 0.0, 0.0)) for stood in (0, 2))
+    plain = figures.Plain(0.005, True, "")
+    (run,) = figures.runs([header(), *request([first, other])])
+    found = plain.estimate(run)
+    assert found is not None and (found.gain, found.rounds, found.half) == pytest.approx((1.0, 2, figures.Z95 / 2))
+    (run,) = figures.runs([header(), *request([first])])
+    single = plain.estimate(run)
+    assert single is not None and single.gain == pytest.approx(0.5) and single.half == float("inf"), "nobody knows"
+
+
+def test_two_traces_differ_for_better_or_worse() -> None:
+    guessed, refused = chain(2, 2, Times(0.001, 0.01, 0.0, 0.0)), chain(2, 1, Times(0.001, 0.01, 0.0, 0.0))
+    a, b = (figures.runs([header(), *request([one] * 3)]) for one in (refused, guessed))
+    found = {change.metric: change for change in figures.changes(a, b)}
+    assert {name: change.better for name, change in found.items()} == {
+        "tokens_per_s": 1, "ttft_s": 0, "tpot_s": 1, "acceptance_length": 1, "draft_utilisation": 1, "passes_per_token": 1}
+    assert (found["tpot_s"].a, found["tpot_s"].b) == pytest.approx((0.03 / 6, 0.03 / 9))
+    assert (found["passes_per_token"].a, found["passes_per_token"].b) == pytest.approx((4 / 7, 4 / 10))
+    assert found["draft_utilisation"].ratio == pytest.approx(2.0) and found["tpot_s"].ratio == pytest.approx(2 / 3)
+    assert {change.better for change in figures.changes(b, a)} == {-1, 0}
