@@ -65,6 +65,22 @@ def test_requests_of_other_classes_run_beside() -> None:
     assert alone is not None and alone.speedup.median == pytest.approx(2.0)
 
 
+def test_classes_that_are_served_apart_share_no_round() -> None:
+    """Of two at a time the other one drafts what its class does: the same as this one, or as all do."""
+    cells = [cell("code"), cell("all", nodes=2.0)]
+    costs = [cost("none", 0, 2, 1.0), cost("ngram", 4, 2, 1.5, nodes=4.0, slope=0.125)]
+    for apart, seconds in ((True, 1.5), (False, 1.375)):
+        found = next(one for one in predict(cells, costs, apart) if (one.prompt_class, one.drafter) == ("code", "ngram"))
+        assert found.notes["round_cost"] == pytest.approx(seconds)
+
+
+def test_rounds_of_a_long_prompt_take_longer() -> None:
+    """A hundred tokens and half of the answer's stand before a round, on average."""
+    rise = {"context_s": 0.01}
+    one = forecast({**cell(), "prompt_tokens": 100.0}, cost("none", 0, 1, 1.0, **rise), cost("ngram", 4, 1, 1.5, nodes=4.0, **rise))
+    assert one is not None and one.speedup.median == pytest.approx(3 * (1.0 + 1.5) / (1.5 + 1.5))
+
+
 def test_a_class_without_rounds_has_no_forecast() -> None:
     assert forecast({**cell(), "rounds": 0, "acceptance_length": None}, cost("none", 0, 1, 1.0), cost("ngram", 4, 1, 1.0)) is None
 

@@ -148,6 +148,14 @@ def test_the_lean_path_is_the_replay() -> None:
     assert [granted(stories[0], at) for at in (0, 39, 40, 99)] == [3, 3, 1, 1]
 
 
+def test_a_text_on_which_nobody_was_asked_is_not_remembered() -> None:
+    """Two tokens leave no room for a guess: the engine's store never hears of them."""
+    stories = [Story(prompt, answer, Sampling(temperature=0)) for prompt, answer in (((1, 2, 3), (4, 5)), ((9, 2, 3), (4, 5, 6, 7, 8)))]
+    lean = SuffixDrafter()
+    found = [copied(lean, story, (3,))[0] for story in stories]
+    assert found == replay(SuffixDrafter(), stories, 3, batch=1) and not found[1].drafted
+
+
 @pytest.fixture
 def blocks_of_two(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(audition, "BLOCK", 2)

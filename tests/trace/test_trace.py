@@ -292,3 +292,12 @@ def test_options_are_told_as_json_has_them() -> None:
     assert {name: told[name] for name in ("temperature", "stop", "bad_words", "stop_token_ids", "bad_word_ids", "logit_bias", "prediction")
             } == {"temperature": 0.5, "stop": ["x"], "bad_words": ["y", "z"], "stop_token_ids": [4], "bad_word_ids": [[1, 2], [3]],
                   "logit_bias": {"3": -1e9, "4": 2.5, "5": 1e9}, "prediction": 3}
+
+
+def test_an_engine_that_tells_no_rounds_is_taken_at_its_word() -> None:
+    """Its drafter is then the one that the header names."""
+    said = {"rounds": 2, "drafted": 6, "accepted": 2, "tpot_s": 0.5}
+    (report,) = requests([EVENTS[0], *told("r", 1.0), RequestDone("r", 3.0, "length", 5, said)]).values()
+    assert report.metrics() == said and report.drafter == "ngram:min=1"
+    assert (report.tally.drafted, report.tally.accepted, report.tally.rounds, report.tally.emitted) == (6, 2, 2, 4)
+    assert report.clock.tokens_per_s == 5 / 2

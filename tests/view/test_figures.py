@@ -126,3 +126,9 @@ def test_two_traces_differ_for_better_or_worse() -> None:
     assert (found["passes_per_token"].a, found["passes_per_token"].b) == pytest.approx((4 / 7, 4 / 10))
     assert found["draft_utilisation"].ratio == pytest.approx(2.0) and found["tpot_s"].ratio == pytest.approx(2 / 3)
     assert {change.better for change in figures.changes(b, a)} == {-1, 0}
+
+
+def test_what_began_before_the_trace_is_none_of_its_runs() -> None:
+    late, whole = request([PLAIN] * 2, "late")[2:], request([PLAIN], "whole")
+    (run,) = figures.runs([header(), *late[:1], *whole, *late[1:]])
+    assert run.name.startswith("whole") and len(run.rounds) == 1

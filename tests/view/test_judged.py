@@ -81,6 +81,13 @@ def test_a_limit_that_the_trace_cannot_tell_is_none() -> None:
     assert [one.limit for one in found.guesses] == [pytest.approx(0.6), None]
 
 
+def test_what_a_drafter_gave_its_guesses_is_known_without_its_likeliest() -> None:
+    record, _ = of_two(Q, ("rejected", "rejected"))
+    record = replace(record, tokens=(record.tokens[0]._replace(draft_alternatives=()),))
+    found = judgement(RequestStarted("r", 0.0, 3, 0, {"temperature": 1.0}, 1, 0, rule="ratio"), record, 0)
+    assert {one.token: (one.p, one.q) for one in found.candidates} == {0: (P[0], None), 1: (P[1], Q[1]), 2: (P[2], Q[2]), 3: (P[3], None)}
+
+
 @pytest.fixture
 def sheet() -> Iterator[style.Colours]:
     with style.sheet("light") as colours:
