@@ -226,6 +226,8 @@ def test_a_request_s_drafter_is_the_whole_chain_whichever_part_guessed_last(tmp_
     sink.close()
     events = list(read_trace(tmp_path / "t.jsonl"))
     assert {event.drafter for event in events if isinstance(event, RoundDone)} > {"none", "ngram"}, "rounds name the part"
+    plain = {event.drafter for event in events if isinstance(event, RoundDone) and not event.nodes}
+    assert plain == {"none", "ngram+suffix"}, "nobody guessed: the whole chain was asked"
     assert [report.drafter for report in requests(events).values()] == [*["ngram+suffix"] * len(PROMPTS), "none"]
 
 
