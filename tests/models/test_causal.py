@@ -8,6 +8,7 @@ import pytest
 import torch
 from models import families
 from models.test_recurrent import NAMED
+from transformers import Gemma2PreTrainedModel
 
 from draftproof.config import LoadConfig
 from draftproof.errors import LoadError
@@ -35,6 +36,21 @@ def test_a_text_longer_than_a_window_is_read_as_when_served(family: str, tmp_pat
         learnt = lm.logits(ids)
     for end in (5, 30, LONG):
         assert torch.allclose(learnt[end - 1], served(tmp_path, ids[:end].tolist()), atol=2e-3)
+
+
+@pytest.mark.parametrize("made", ["read", "fresh"])
+def test_capped_scores_are_capped_while_a_model_learns(made: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Gemma2PreTrainedModel, "_supports_sdpa", True)          # as transformers 5.17 has it
+    capped = {**families.FAMILIES["gemma2"], "attn_logit_softcapping": 0.1}
+    monkeypatch.setitem(families.FAMILIES, "gemma2", capped)
+    model = families.save("gemma2", tmp_path)
+    lm = CausalLM.read(tmp_path)
+    if made == "fresh":
+        lm = CausalLM.fresh(model_type="gemma2", **{**families.COMMON, **capped})
+        lm.module.load_state_dict(model.state_dict())
+    ids = torch.arange(20) * 37 % 199 + 1
+    with torch.no_grad():
+        assert torch.allclose(lm.logits(ids)[-1], served(tmp_path, ids.tolist()), atol=2e-3)
 
 
 @pytest.mark.parametrize("family", ["mistral", "gemma2", "gemma3_text", "gpt_oss", "qwen3"])

@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from ..errors import LoadError
+from .folder import configuration, with_caps
 from .heads.files import share
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.json", "merges.txt", "tokenizer.model",
@@ -31,7 +32,8 @@ class CausalLM:
     def read(cls, folder: str | Path, device: torch.device | str = "cpu") -> Self:
         """Raises LoadError where the folder holds no decoder with safetensors weights."""
         try:
-            model = AutoModelForCausalLM.from_pretrained(str(folder), use_safetensors=True, dtype="auto")
+            config = with_caps(configuration(folder))
+            model = AutoModelForCausalLM.from_pretrained(str(folder), config=config, use_safetensors=True, dtype="auto")
         except (OSError, ValueError, KeyError, RuntimeError) as error:
             raise LoadError(f"{folder}: no language model to train ({str(error).splitlines()[0][:200]}); expected a folder with "
                             "config.json and safetensors weights") from error
@@ -42,7 +44,7 @@ class CausalLM:
     def fresh(cls, device: torch.device | str = "cpu", **config: Any) -> Self:
         """Random weights; config: `model_type` and the fields of that family."""
         fields = dict(config)
-        made = AutoConfig.for_model(fields.pop("model_type", "llama"), **fields)
+        made = with_caps(AutoConfig.for_model(fields.pop("model_type", "llama"), **fields))
         return cls(AutoModelForCausalLM.from_config(made, dtype=torch.float32).to(device))
 
     def logits(self, ids: Tensor) -> Tensor:

@@ -69,7 +69,13 @@ def read_config(path: str | Path, config: LoadConfig) -> Any:
         found = getattr(text, name, None)
         if found is not None and 0 <= found < least:               # below 0: without a limit
             raise LoadError(f"{path}: config.json has {name}={found}; expected at least {least}")
-    if getattr(text, "attn_logit_softcapping", None):       # torch's own attention knows no caps: transformers 5.17 leaves them out, unsaid
+    return with_caps(model_config)
+
+
+def with_caps(model_config: Any) -> Any:
+    """The same, for transformers' own attention if scores are softly capped: torch's knows no caps, and transformers 5.17 leaves them out,
+    unsaid."""
+    if getattr(model_config.get_text_config(), "attn_logit_softcapping", None):
         model_config._attn_implementation = "eager"
     return model_config
 
