@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import families
@@ -15,14 +16,14 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from draftproof import Engine, Failure, LoadConfig, LoadError, OptionError, Sampling
-from draftproof.models import load, shares
+from draftproof.models import following, load, shares
 from draftproof.models.leading import LeadingTarget
 from draftproof.models.load import builtin, load_target
 from draftproof.models.shares import Summed, bare, divided, kept, load_share
 from draftproof.models.tiled import TiledLinear
 from draftproof.types import Draft
 
-COMES_APART = ["llama", "mistral", "qwen2", "qwen3", "granite", "starcoder2"]
+COMES_APART = {"llama": 7, "mistral": 7, "qwen2": 7, "qwen3": 7, "granite": 7, "starcoder2": 6, "phi": 6, "youtu": 3}  # products of a layer
 Pair = tuple[Path, Path]
 TWO = LoadConfig(tensor_parallel=2, dtype="float32", page_tokens=64, cache_tokens=4096)
 
@@ -44,7 +45,8 @@ def share(folder: Path, rank: int, count: int = 2) -> nn.Module:
 
 
 @pytest.mark.parametrize("family", COMES_APART)
-def test_shares_make_the_whole(family: str, tmp_path: Path) -> None:
+def test_shares_make_the_whole(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(families.FAMILIES, "phi", {})           # fc1 and fc2, whose numbers are no layers'
     families.save(family, tmp_path)
     whole = dict(AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).named_parameters())
     parts = [{name.replace(".part.", "."): p for name, p in share(tmp_path, rank).named_parameters()} for rank in (0, 1)]
@@ -55,8 +57,9 @@ def test_shares_make_the_whole(family: str, tmp_path: Path) -> None:
             assert torch.equal(ours[0], full) and torch.equal(ours[1], full), name
         else:
             divided_ones += 1
-            assert torch.equal(torch.cat(ours, dim=1 if name.split(".")[-2] in ("o_proj", "down_proj", "c_proj") else 0), full), name
-    assert set(parts[0]) == set(whole) and divided_ones >= 3 * 6
+            by_inputs = name.split(".")[-2] in ("o_proj", "down_proj", "c_proj", "dense", "fc2")
+            assert torch.equal(torch.cat(ours, dim=1 if by_inputs else 0), full), name
+    assert set(parts[0]) == set(whole) and divided_ones >= 3 * COMES_APART[family]
 
 
 def test_a_sum_keeps_its_form_and_adds_the_bias_once() -> None:
@@ -74,6 +77,7 @@ def test_a_sum_keeps_its_form_and_adds_the_bias_once() -> None:
     ("llama", 4, "num_key_value_heads=2"),
     ("mixtral", 2, "comes apart in ways that are not supported"),
     ("gpt2", 2, "has no plan"),
+    ("gpt_oss", 2, "has no plan"),
 ])
 def test_what_does_not_come_apart_is_refused(family: str, count: int, said: str, tmp_path: Path) -> None:
     families.save(family, tmp_path)
@@ -87,6 +91,29 @@ def test_a_share_that_does_not_fit_its_model_is_refused_by_name(tmp_path: Path) 
     config, whole = LoadConfig(tensor_parallel=2), AutoConfig.from_pretrained(tmp_path)
     with pytest.raises(LoadError, match="gpt_neox.layers.0.*tensor_parallel=2: GPTNeoXForCausalLM does not come apart.*use one device"):
         load._load_model(tmp_path, config, whole, torch.float32, torch.device("cpu"), Pretended(0, 2), reasons)
+
+
+@pytest.mark.parametrize("heard", [0, 1])
+def test_what_is_wrong_is_told_to_nobody_where_the_leader_has_ended(heard: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its own share did not fit either. A traceback followed the one line that says so."""
+    said: list[str] = []
+
+    class Line:
+        def recv(self) -> tuple[object, ...]:
+            return "nowhere", replace(TWO, device="cpu"), True, 1, "store"
+
+        def send(self, what: str) -> None:
+            if len(said) == heard:
+                raise BrokenPipeError
+            said.append(what)
+
+    def loads(*_: object) -> None:
+        raise LoadError("its share does not fit")
+
+    monkeypatch.setattr(following, "Ranks", lambda *_: None)
+    monkeypatch.setattr(following, "load_part", loads)
+    following.follow(Line())  # type: ignore[arg-type]
+    assert said == [""] * heard
 
 
 def test_refusals_before_any_process_starts(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import sys
+from contextlib import suppress
 from multiprocessing.connection import Connection
 
 import torch
@@ -20,15 +21,16 @@ from .target import Slot, Target
 def follow(line: Connection) -> None:
     """Load the share that the first message names, and obey. Answers "" at the start, and then "" again or what is wrong."""
     path, config, fused, rank, store = line.recv()
-    line.send("")
-    try:
-        ranks = Ranks(rank, config.tensor_parallel, store, torch.device(config.device))
-        target = load_part(path, config, fused, ranks)
-    except (DraftproofError, RuntimeError) as error:
-        line.send(str(error) or type(error).__name__)
-        return
-    line.send("")
-    obey(target, line)
+    with suppress(ConnectionError):                 # the leader has ended, often of the same: nobody hears what is said
+        line.send("")
+        try:
+            ranks = Ranks(rank, config.tensor_parallel, store, torch.device(config.device))
+            target = load_part(path, config, fused, ranks)
+        except (DraftproofError, RuntimeError) as error:
+            line.send(str(error) or type(error).__name__)
+            return
+        line.send("")
+        obey(target, line)
 
 
 def obey(target: Target, line: Connection) -> None:

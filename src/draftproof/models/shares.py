@@ -25,7 +25,7 @@ from ..errors import LoadError
 from .folder import assembled, fetched, weight_files
 from .packed import Linear
 
-DIVIDED = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
+DIVIDED = {"num_attention_heads": "att", "num_key_value_heads": "att", "intermediate_size": "mlp"}     # sizes, and whose layers they are
 DIMENSION = {"colwise": 0, "rowwise": 1}    # of a weight [out, in] that is divided
 WHOLE = {"replicated_with_grad_allreduce"}  # held by every process
 EMBEDDING = "embedding_rowwise"             # of tokens; in plans of some versions, and held by every process as well
@@ -95,7 +95,7 @@ def divided(config: Any, count: int) -> Any:
     """The configuration of one of `count` shares. Raises LoadError for a model that does not come apart."""
     name = f"tensor_parallel={count}: {config.model_type}"
     plan = getattr(config, "base_model_tp_plan", None)
-    if not plan or config.get_text_config() is not config:
+    if not plan or set(plan.values()) == {EMBEDDING} or config.get_text_config() is not config:
         raise LoadError(f"{name} has no plan for it in this version of transformers; use one device")
     strange = sorted({style for layer, style in plan.items() if style != EMBEDDING or "*" in layer} - set(DIMENSION) - WHOLE)
     if strange or getattr(config, "quantization_config", None):
@@ -103,12 +103,13 @@ def divided(config: Any, count: int) -> Any:
                         "use one device, or serve --engine vllm")
     share = deepcopy(config)
     share.head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    for field in DIVIDED:
+    for field, part in DIVIDED.items():
         whole = getattr(config, field, None)
-        if whole is not None and whole % count:
+        if whole is None or not any(part in layer for layer in plan):
+            continue
+        if whole % count:
             raise LoadError(f"{name} has {field}={whole}; expected a tensor_parallel that divides it")
-        if whole is not None:
-            setattr(share, field, whole // count)
+        setattr(share, field, whole // count)
     return share
 
 
@@ -142,7 +143,7 @@ def _weights(folder: Path, prefix: str, plan: Mapping[str, str], ranks: Ranks) -
 
 
 def _style(layer: str, prefix: str, plan: Mapping[str, str]) -> str:
-    return plan.get(re.sub(r"\d+", "*", layer.removeprefix(prefix)), "") if layer.startswith(prefix) else ""
+    return plan.get(re.sub(r"\.\d+\.", ".*.", layer.removeprefix(prefix)), "") if layer.startswith(prefix) else ""
 
 
 def _share(whole: Any, dimension: int, ranks: Ranks) -> Tensor:
