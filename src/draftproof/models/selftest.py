@@ -27,6 +27,9 @@ def invisible(target: Target, page_tokens: int, chunk: int) -> tuple[bool, str]:
     before = min(edge - ROWS // 2, target.context - 2 * ROWS - 20)
     if before < 8:
         return False, f"not measured: a context of {target.context} tokens is too short for the self-test"
+    room = _room(before, page_tokens) if target.trees else _room(before, 1, 0)          # a cache that cannot branch has no pages
+    if not target.fits(room):
+        return False, f"not measured: the cache has no room for the {room} tokens of the self-test; raise cache_tokens (--cache-tokens)"
     text = torch.randint(0, target.vocab_size, (before + ROWS + 20,), generator=generator)
     plain = _decode(target, text, before)
     checks: list[tuple[str, Callable[[], int]]] = [
@@ -42,6 +45,17 @@ def invisible(target: Target, page_tokens: int, chunk: int) -> tuple[bool, str]:
             return False, f"no: {different} of {ROWS} rows differ from plain decoding when {name}"
     shapes = "a batch, trees and" if target.trees else "a batch and"
     return True, f"yes: {ROWS} rows equal bit for bit at widths {', '.join(map(str, WIDTHS))}, in {shapes} other prefill chunks"
+
+
+def _room(before: int, page_tokens: int, tails: int = 3) -> int:
+    """Tokens of the pages in use at most: by the batch, or by a tree, whose paths but the first have two of their own."""
+    alone, *others = (-(-(2 + length + ROWS + 20) // page_tokens) for length in _lengths(before))
+    return page_tokens * (alone + max(sum(others), 2 * tails))
+
+
+def _lengths(before: int) -> list[int]:
+    """Of the batch's texts."""
+    return [before, before // 2, before // 3 + 1, 5]
 
 
 def differ_far(target: Target) -> str:
@@ -91,8 +105,7 @@ def _chain(target: Target, text: Tensor, before: int, plain: Tensor, width: int)
 
 
 def _batch(target: Target, text: Tensor, before: int, plain: Tensor) -> int:
-    lengths = [before, before // 2, before // 3 + 1, 5]
-    slots = [_filled(target, text if i == 0 else text.flip(0), n) for i, n in enumerate(lengths)]
+    slots = [_filled(target, text if i == 0 else text.flip(0), n) for i, n in enumerate(_lengths(before))]
     bad = 0
     for at in range(0, ROWS, 3):
         drafts = [Draft.chain(text[before + at + 1 : before + at + 3]), Draft.empty(), Draft.chain(text[:5]), Draft.chain(text[:1])]
