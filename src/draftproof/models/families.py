@@ -189,6 +189,12 @@ def has_latent(attention: Any) -> bool:
     return hasattr(attention, "kv_a_proj_with_mqa")
 
 
+def halves_apart(count: int) -> Tensor:
+    """So many numbers in the order in which adjoining ones, which turn together, stand half of them apart: scores are sums over a head,
+    of whatever order."""
+    return torch.arange(count).view(-1, 2).T.flatten()
+
+
 def cos_and_sin(found: Any) -> tuple[Tensor, Tensor]:
     """Of what a model's rotary module gives: DeepSeek-V2's are one complex number."""
     return (found.real, found.imag) if isinstance(found, Tensor) else found

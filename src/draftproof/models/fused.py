@@ -26,7 +26,23 @@ from ..core.upload import rows_of
 from .attention import attend, compiled
 from .between import Between, angles_held, row_norm, tiled_norm, turn
 from .cache import PagePool
-from .families import ACTS, DOWN, FAMILIES, GATES, LAST_NORM, OUT, UP, Family, Rope, cos_and_sin, norm_of, part_of, rope_of, scaled
+from .families import (
+    ACTS,
+    DOWN,
+    FAMILIES,
+    GATES,
+    LAST_NORM,
+    OUT,
+    UP,
+    Family,
+    Rope,
+    cos_and_sin,
+    halves_apart,
+    norm_of,
+    part_of,
+    rope_of,
+    scaled,
+)
 from .packed import HeldLinear, Linear, StreamedLinear, joined
 from .passes import Pass
 from .routed import Routed
@@ -107,11 +123,8 @@ class FusedLayer(nn.Module):
         assert not (self.as_one and self.head_bias), "a centred norm of all heads"
 
     def _order(self) -> Tensor:
-        """A head's numbers in the order in which what is turned together stands half of it apart: scores are sums over a head, of whatever
-        order."""
-        turned, head = self.rope.numbers, torch.arange(self.head_dim)
-        head[:turned] = torch.cat([head[:turned:2], head[1:turned:2]])
-        return head
+        """A head's numbers in `halves_apart`'s order, and those that are not turned."""
+        return torch.cat([halves_apart(self.rope.numbers), torch.arange(self.rope.numbers, self.head_dim)])
 
     def _apart(self, rows: int) -> Tensor:
         """The rows of q, k and v in that order."""

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from .. import llama, native
 from .cache import PagePool
-from .families import Family, has_latent, norm_of
+from .families import Family, halves_apart, has_latent, norm_of
 from .fused import FusedLayer, scale_of
 from .packed import Linear, joined
 
@@ -30,9 +30,8 @@ class LatentLayer(FusedLayer):
         kept, rope = attention.qk_nope_head_dim, attention.qk_rope_head_dim
         self.value_dim, self.rank = attention.v_head_dim, attention.kv_lora_rank
         self.heads = self.kv_heads = len(attention.kv_b_proj.weight) // (kept + self.value_dim)
-        turned = torch.arange(rope)
-        if family.adjoining and getattr(attention.config, "rope_interleave", True):
-            turned = torch.cat([turned[::2], turned[1::2]])         # what is turned together stands half of it apart
+        adjoining = family.adjoining and getattr(attention.config, "rope_interleave", True)
+        turned = halves_apart(rope) if adjoining else torch.arange(rope)
         heads = torch.arange(self.heads)[:, None] * self.head_dim
         asked = (heads + torch.cat([kept + turned, torch.arange(kept)])).flatten()
         low = attention.q_proj is None
