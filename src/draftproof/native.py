@@ -30,10 +30,11 @@ from . import compiler
 from .huge import room
 
 CHUNK = 16  # keys that attention takes at a time (kernels/lanes.h)
+LEAST_VECTOR, STRIPE = 16, 32  # of a recurrent state: its rows are a multiple of the first, its columns of the second (kernels/delta.c)
 ALIKE = 128  # columns of floats of eight bits that share a step (kernels/narrow.c)
 EIGHT_FLOATS, FOUR_BY_32, FOUR_BY_16 = -8, -32, -16  # in place of the bits of a product's numbers
 TYPES = (torch.float32, torch.bfloat16)
-SILU, GELU_BY_TANH, GELU, RELU_SQUARED = range(4)  # what an MLP makes of its gates (kernels/lanes.h)
+SILU, GELU_BY_TANH, GELU, RELU_SQUARED, SIGMOID = range(5)  # what an MLP makes of its gates (kernels/lanes.h)
 
 
 def fields(**kinds: str) -> list[tuple[str, type]]:
@@ -45,7 +46,7 @@ def fields(**kinds: str) -> list[tuple[str, type]]:
 class CourseFields(ctypes.Structure):
     _fields_ = fields(
         numbers="rows paths writes page", pointers="position row_start page_start row_of page_of common write_to write_from own",
-        numbers_="room", pointers_="sight", numbers__="seen")
+        numbers_="room", pointers_="sight", numbers__="seen", pointers__="walks", numbers___="walk_count")
 
 
 class _Attention(ctypes.Structure):
@@ -175,16 +176,31 @@ def address_of(tensor: Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
 
 
+class Walk(NamedTuple):
+    """A text's recurrent states on a pass, as kernels/lanes.h has them. memory float32 and history, both [layers, …]: the states, and rows
+    that they lack; owed: places of the history that hold the text's own of these, rising; taken: how many of these, and then of the first
+    line's rows, memory takes in for good; lines: the ways, each from the root on, of the text's rows, which are so many from the `first`
+    on."""
+
+    memory: Tensor
+    history: Tensor
+    owed: Sequence[int]
+    taken: int
+    lines: Sequence[Sequence[int]]
+    first: int
+    rows: int
+
+
 class Course:
     """Where a pass runs, as kernels/lanes.h has it. positions [rows]; paths: pages in order, the rows that attend through them, and how
     many leading keys are those of the path before it, whole chunks of a page, and are read there (0: a new family of paths); write_to,
     write_from: places of the storage, and the rows whose keys go there; page: tokens of one. own [layers, 2, places, kv_heads,
     head_dim]: keys and values of these rows alone, which must outlive it; None: each layer's storage. sight bool [rows, n]: which of the
-    first n keys a row sees, none behind its position; None: all."""
+    first n keys a row sees, none behind its position; None: all. walks: of models with recurrent states."""
 
     def __init__(
         self, positions: Sequence[int], paths: Sequence[tuple[Sequence[int], Sequence[int], int]], write_to: Sequence[int],
-        write_from: Sequence[int], page: int, own: Tensor | None = None, sight: Tensor | None = None
+        write_from: Sequence[int], page: int, own: Tensor | None = None, sight: Tensor | None = None, walks: Sequence[Walk] = ()
     ) -> None:
         pages, rows, common = zip(*paths, strict=True)
         assert all(keys % page % CHUNK == 0 for keys in common) and not common[0], f"keys in common: {common}"
@@ -199,7 +215,24 @@ class Course:
         self._sight = None if sight is None else sight.contiguous()
         self.struct = CourseFields.from_buffer(array("q", (          # sooner than field by field
             self.rows, len(paths), len(write_to), page, *[address + start for start in at], address_of(own) or 0,
-            0 if own is None else own.shape[2], address_of(self._sight) or 0, 0 if sight is None else sight.shape[1])))
+            0 if own is None else own.shape[2], address_of(self._sight) or 0, 0 if sight is None else sight.shape[1],
+            self._told(walks) if walks else 0, len(walks))))
+
+    def _told(self, walks: Sequence[Walk]) -> int:
+        """Where they stand for the kernels."""
+        numbers, at, told = array("q"), list[tuple[int, int, int]](), array("q")
+        for walk in walks:
+            places = []
+            for part in (walk.owed, accumulate(map(len, walk.lines), initial=0), chain(*walk.lines)):
+                places.append(8 * len(numbers))
+                numbers.extend(part)
+            at.append((places[0], places[1], places[2]))
+        address = numbers.buffer_info()[0]
+        for walk, (owed, starts, rows) in zip(walks, at, strict=True):
+            told.extend((walk.memory.data_ptr(), walk.history.data_ptr(), walk.history.shape[1], len(walk.owed), address + owed, walk.taken,
+                         len(walk.lines), address + starts, address + rows, walk.first, walk.rows))
+        self._walks = walks, numbers, told
+        return told.buffer_info()[0]
 
 
 def attend(

@@ -107,6 +107,7 @@ static inline floats whole_gelu(floats x)
 static inline floats function(floats x, int which)
 {
     if (which == GELU) return whole_gelu(x);
+    if (which == SIGMOID) return sigmoid(x);
     if (which == RELU_SQUARED) return either(x <= 0, (floats){0}, x * x); /* what is no number stays so */
     return act(x, which);
 }
@@ -247,6 +248,18 @@ static attention question(const run *p, const layer *l, const course *c, long nu
                        l->heads / l->kv_heads, l->dim, l->dim, l->window, l->scaling, l->cap, p->halves};
 }
 
+/* y [n] *= sigmoid(x) */
+static void gate_sight(const char *x, char *y, long n, int halves)
+{
+    long c = 0;
+    for (; c + LANES <= n; c += LANES)
+        store_lanes(y, c, load_lanes(y, c, halves) * kept_lanes(sigmoid(load_lanes(x, c, halves)), halves), halves);
+    for (; c < n; c++) {
+        floats value = {load(x, c, halves)};
+        store(y, c, load(y, c, halves) * kept(sigmoid(value)[0], halves), halves);
+    }
+}
+
 /* The heads of all rows, which stand in `written`: normed and turned in `inner`, keys and values in the storage, what rows see in `read`. */
 static void look_back(const member *me, const run *p, const layer *l, long number)
 {
@@ -270,6 +283,11 @@ static void look_back(const member *me, const run *p, const layer *l, long numbe
         }
         join(me);
         attended(me, c, &asked, p->failed);
+    }
+    if (l->gated) {
+        long sight = l->heads * l->dim, gates = each * (turned + l->kv_heads) * l->dim;
+        MINE(r, p->rows) gate_sight(p->written + r * row + gates, p->read + each * r * sight, sight, p->halves);
+        join(me);
     }
 }
 
@@ -346,7 +364,8 @@ void through(const member *me, const run *p, const layer *l, long number)
     }
     join(me);
     multiplied(me, &l->qkv, p->read, p->room, p->written, p->rows, p->halves, 0);
-    if (l->latent) look_back_through(me, p, l);
+    if (l->delta) recall(me, p, l);
+    else if (l->latent) look_back_through(me, p, l);
     else look_back(me, p, l, number);
     if (few) come_forward(me, p, l);
     give(me, p, l, &l->o, p->read, &l->of_attention, rows);
@@ -379,6 +398,7 @@ char *equip(run *p, const layer *layers, long count)
         for (int i = 0; i < (l->experts ? 3 : 4); i++)
             room = most(room, room_for(products[i], p->rows, p->halves && (wide == 1 || products[i] != behind), p->threads));
         if (l->latent) latent_needs(p, l, &read, &written, &inner, &room);
+        if (l->delta) room = most(room, room_for_delta(l->delta, p->threads));
         experts = l->experts ? l->experts : experts;
         aside = l->parallel ? l->o.out : aside;
     }

@@ -244,6 +244,20 @@ static inline void widen(const void *from, long first, long n, int halves, float
     for (; i < wide; i++) to[i] = 0;
 }
 
+/* A text's recurrent states, and what they lack of it (delta.c): memory [layers, …]; of the rows that a layer's first product made, history
+ * [layers, places, …] holds those that reach into the convolution of the next one the states lack, and behind them, at places [owed], the
+ * text's own that they lack. The first `taken` of these and the pass's rows they take in for good; all others they go through on the way.
+ * Each line is a way through `rows` rows of the pass, from the `first` on, of which `line_row` holds those of each. */
+typedef struct {
+    float *memory;
+    char *history;
+    long places, owed;
+    const int64_t *place;
+    long taken, lines;
+    const int64_t *line_start, *line_row; /* [lines + 1] where a line's rows begin, among all */
+    long first, rows;
+} walk;
+
 /* Where rows of a pass run (native.Course): they stand at positions; each path has rows that attend through it, and pages that hold the
  * keys of its text in order; and the keys of some rows are written to places of the storage. The first `common` keys of a path are those
  * of the path before it, and are read there: paths with a common beginning follow one another, and are a family. */
@@ -257,6 +271,8 @@ typedef struct {
     long room;
     const uint8_t *sight; /* [rows, seen] 0 where a row does not see a key before its position, or null: it sees all */
     long seen;
+    const walk *walks; /* one for each text, of models with recurrent states */
+    long walk_count;
 } course;
 
 /* One layer's attention: query [rows, heads * group, dim], rows `query_stride` numbers apart; keys and values [places, heads, ...];
@@ -423,8 +439,8 @@ typedef struct {
     int late;
 } scale;
 
-/* What an MLP makes of its gates, or of its only product; SILU of experts. */
-enum { SILU, GELU_BY_TANH, GELU, RELU_SQUARED };
+/* What an MLP makes of its gates, or of its only product; SILU of experts; SIGMOID: of what attention's are gated by. */
+enum { SILU, GELU_BY_TANH, GELU, RELU_SQUARED, SIGMOID };
 
 /* What attention through a latent has beside its first product (latent.c): queries [heads, dim] of their own latent, normed, or, of out 0,
  * none, and the first product makes queries; keys [heads, dim - turned] and behind them values [heads, value_dim] of the other, normed. */
@@ -433,6 +449,16 @@ typedef struct {
     scale of_queries, of_latent;
     long value_dim;
 } latent;
+
+/* What a layer of linear attention by the gated delta rule has between its first product and the last (delta.c). The first product makes
+ * queries and keys [key_heads, key_dim], values [value_heads, value_dim], and of each of value_heads how much is written, and how much
+ * kept; then gates [value_heads, value_dim]. taps [reach + 1, channels]: of a convolution over the first three and the rows before; decay,
+ * shift [value_heads]; of_sight: the norm of what a row sees of a head. number: which of such layers it is. */
+typedef struct {
+    const float *taps, *decay, *shift;
+    scale of_sight;
+    long key_heads, value_heads, key_dim, value_dim, reach, number;
+} delta;
 
 /* A layer of Llama's block: norms before attention and before the MLP, of what either adds to the stream, and of heads, [heads + kv_heads,
  * dim], each by itself or, as_one, all queries and all keys. of_stream: the layer reads norm(beside; before) and norm(x; of_stream),
@@ -451,6 +477,8 @@ typedef struct {
     const latent *latent; /* or null: then `qkv` makes queries, keys and values */
     float cap; /* of scores, or 0 */
     int turned_first, parallel; /* heads are normed behind the turn; the MLP reads what the stream was before attention */
+    int gated; /* behind values `qkv` makes a gate for each number that attention gives, which is taken times its sigmoid */
+    const delta *delta; /* in place of attention, or null */
 } layer;
 
 /* A pass of the rows of `courses` courses, one after the other, and its memory, for all rows and every layer: what a product reads, what it
@@ -507,6 +535,8 @@ void norm_of_row(const char *from, const scale *by, char *to, long inner, long n
 void turn_row(const char *from, const void *cos, const void *sin, char *to, long heads, long dim, long turned, int sharp, int halves);
 void latent_needs(const run *p, const layer *l, long *read, long *written, long *inner, long *room);
 void look_back_through(const member *me, const run *p, const layer *l);
+long room_for_delta(const delta *d, int threads);
+void recall(const member *me, const run *p, const layer *l);
 void enlarge(const char *x, float factor, char *y, long n, int halves);
 char *equip(run *p, const layer *layers, long count);
 void through(const member *me, const run *p, const layer *l, long number);

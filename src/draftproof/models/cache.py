@@ -22,6 +22,7 @@ from torch import Tensor
 from .. import gpu, native
 from ..core.upload import sent
 from ..errors import CacheFull
+from .states import State
 
 Prefix = tuple[str, int, tuple[int, ...]]  # tenant, page before it (−1: none), the page's tokens
 
@@ -41,6 +42,7 @@ class PagedSlot:
     closed: bool = False
     unread: list[Tensor] = field(default_factory=list)
     waiting: int = 0  # how many tokens those are
+    state: State | None = None  # of a model with recurrent states: what these know of the tokens
 
     @property
     def length(self) -> int:
@@ -70,13 +72,16 @@ class PagedSlot:
             self.unread[-1] = self.unread[-1][: length - self.length]
             self.waiting = length - len(self.held)
         del self.held[length:]
+        if self.state is not None:
+            self.state.cut(length)
 
 
 class PagePool:
     """Page ids, their reference counts and the storage of every layer. Page 0 is never handed out."""
 
-    def __init__(self, page_tokens: int, capacity_tokens: int, device: torch.device) -> None:
-        self.page_tokens, self.device = page_tokens, device
+    def __init__(self, page_tokens: int, capacity_tokens: int, device: torch.device, shared: bool = True) -> None:
+        """shared: whether a text may begin with pages of another."""
+        self.page_tokens, self.device, self.shared = page_tokens, device, shared
         self.capacity = max(2, -(-capacity_tokens // page_tokens)) + 1
         self.allocated = min(8, self.capacity)  # pages that the storage has room for; it grows by doubling
         self.free = list(range(1, self.allocated))  # a heap: the lowest first, so that a text's pages are mostly consecutive
@@ -185,7 +190,7 @@ class PagePool:
 
     def publish(self, slot: PagedSlot) -> None:
         """Offer the slot's full pages to later prompts of the same tenant."""
-        for number in range(slot.shared, slot.length // self.page_tokens):
+        for number in range(slot.shared, slot.length // self.page_tokens if self.shared else 0):
             before = slot.pages[number - 1] if number else -1
             prefix = (slot.tenant, before, tuple(slot.tokens[number * self.page_tokens : (number + 1) * self.page_tokens]))
             known = self.index.get(prefix)

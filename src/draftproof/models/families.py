@@ -2,7 +2,8 @@
 
     x ← x + share · norm(o(attention(turn(norm(qkv(norm(x)))))))        x ← x + share · norm(mlp(norm(x)))
 
-Any of the norms may be missing, the MLP may have no gate, and latents may stand before queries, keys and values (latent.py). Everything
+Any of the norms may be missing, the MLP may have no gate, latents may stand before queries, keys and values (latent.py), and in place of
+attention linear attention with a state (delta.py). Everything
 that a module tells itself is read from it: sizes, windows, sinks, soft caps, whether norms are centred, whether heads are normed one by one
 or as one, how much of a head is turned, the share of what a block adds. Here stands the rest.
 """
@@ -26,12 +27,13 @@ from .shares import bare
 
 ACTS = {**dict.fromkeys(SILU, native.SILU), type(ACT2FN["gelu_pytorch_tanh"]): native.GELU_BY_TANH,    # those of kernels of ours
         NewGELUActivation: native.GELU_BY_TANH, GELUActivation: native.GELU, ReLUSquaredActivation: native.RELU_SQUARED}
-OUT, UP, DOWN = ("o_proj", "dense"), ("up_proj", "c_fc", "fc1"), ("down_proj", "c_proj", "fc2")    # what families call these products
+OUT, UP, DOWN = ("o_proj", "dense", "out_proj"), ("up_proj", "c_fc", "fc1"), ("down_proj", "c_proj", "fc2")     # what families call them
 GATES = ("gate_proj", "gate_up_proj", "experts")      # and where an MLP has gates
 LAST_NORM = ("norm", "final_layernorm")
 OLMO_EPS = 1e-5     # which its norms do not tell
 MOVING_ROPE = {"dynamic", "longrope"}  # their angles depend on the longest row of the pass, so there is no table of them
 LINEARS = ("q_proj", "k_proj", "v_proj", "qkv_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")
+DELTA_LINEARS = ("in_proj_qkv", "in_proj_b", "in_proj_a", "in_proj_z", "in_proj_qkvz", "in_proj_ba")
 LATENT_NORMS = ("q_a_layernorm", "kv_a_layernorm")
 ON_ANY_DEVICE = {"llama", "mistral", "ministral", "qwen2", "qwen3"}     # others have kernels of ours on a CPU alone
 
@@ -84,8 +86,9 @@ class Family(NamedTuple):
     once, behind their weights, as all that are centred are; from_one: these count from one. adjoining: rotary positions turn adjoining
     numbers of a head, not those half of it apart; paired: their angles stand side by side, too, and turn in float32. turns: whether a
     layer's heads are turned at all. head_norms: names; turned_first: heads are normed behind the turn. parallel: the MLP reads the stream
-    as it was before attention, by the norm before that if it has none. window_of_config: attention reads its window there. mlp: its name;
-    routing: how rows choose experts, of a block that has them."""
+    as it was before attention, by the norm before that if it has none. window_of_config: attention reads its window there. gated: what
+    attention gives is taken times sigmoids of what q_proj makes beside each head's queries. mlp: its name; routing: how rows choose
+    experts, of a block that has them."""
 
     prefix: str
     norms: Norms = Norms()
@@ -99,6 +102,7 @@ class Family(NamedTuple):
     turned_first: bool = False
     parallel: bool = False
     window_of_config: bool = False
+    gated: bool = False
     mlp: str = "mlp"
     routing: Callable[[Any], Routing] = _by_softmax
 
@@ -158,6 +162,10 @@ FAMILIES = {
     "phi": Family("Phi", head_norms=("q_layernorm", "k_layernorm"), parallel=True),
     "phi3": Family("Phi3", window_of_config=True),
     "qwen2_moe": Family("Qwen2Moe"),
+    "qwen3_5_moe_text": Family("Qwen3_5Moe", home="qwen3_5_moe", late=True, from_one=True, gated=True,
+                               routing=lambda block: Routing(kept=True)),
+    "qwen3_5_text": Family("Qwen3_5", home="qwen3_5", late=True, from_one=True, gated=True),
+    "qwen3_next": Family("Qwen3Next", late=True, from_one=True, gated=True),
     "seed_oss": Family("SeedOss"),
     "smollm3": Family("SmolLM3", turns=lambda attention: bool(attention.use_rope)),
     "solar_open": Family("SolarOpen", routing=_by_sigmoid),
@@ -182,6 +190,16 @@ class Rope(NamedTuple):
             cos, sin = cos[..., ::2].float(), sin[..., ::2].float()
         cos, sin = (part[0] if part.shape[-1] == self.numbers else torch.cat([part[0]] * 2, -1) for part in (cos, sin))
         return torch.stack([cos, signed(sin)], 1)
+
+
+def has_delta(layer: Any) -> bool:
+    """Whether it looks back by the gated delta rule (arXiv 2412.06464), not by attention."""
+    return hasattr(layer, "linear_attn")
+
+
+def looking_back(layer: Any) -> Any:
+    """The part of a layer that does."""
+    return layer.linear_attn if has_delta(layer) else layer.self_attn
 
 
 def has_latent(attention: Any) -> bool:
@@ -267,18 +285,18 @@ def _strange(model: Any, family: Family, name: str) -> Iterator[str]:
         return type(norm) is nn.LayerNorm or exact(norm, "RMSNorm", "LayerNorm")
 
     if not (exact(model, "ForCausalLM") and exact(body, "Model", "TextModel") and known(part_of(body, LAST_NORM))
-            and exact(body.rotary_emb, "RotaryEmbedding")):
+            and exact(body.rotary_emb, "RotaryEmbedding", "TextRotaryEmbedding")):
         yield others
         return
     for number, layer in enumerate(body.layers):
-        if not exact(layer, "DecoderLayer") or not exact(layer.self_attn, "Attention"):
+        attention, mlp = looking_back(layer), getattr(layer, family.mlp)
+        if not exact(layer, "DecoderLayer") or not exact(attention, "Attention", "GatedDeltaNet"):
             yield others
             return
-        attention, mlp = layer.self_attn, getattr(layer, family.mlp)
         norms = [norm for norm, name in zip(family.norms_of(layer), family.norms, strict=True) if name]
         norms += _there(attention, *family.head_norms, *LATENT_NORMS)
-        linears = [*_there(attention, *LINEARS), bare(part_of(attention, OUT))]
-        moved = linears[:-1] if has_latent(attention) else linears[:2] if family.adjoining else []
+        linears = [*_there(attention, *LINEARS, *DELTA_LINEARS), bare(part_of(attention, OUT))]
+        moved = linears[:-1] if has_latent(attention) or family.gated else linears[:2] if family.adjoining else []
         if hasattr(mlp, "experts"):
             router = router_of(mlp)
             if not (exact(mlp, "SparseMoeBlock", "SparseMoEBlock", "MoE", "Moe", "MLP") and exact(router, "TopKRouter", "TopkRouter")
@@ -296,12 +314,25 @@ def _strange(model: Any, family: Family, name: str) -> Iterator[str]:
             yield others
         if hasattr(attention, "k_proj") and attention.k_proj.out_features != attention.v_proj.out_features:
             yield "keys and values of different sizes"
-        if getattr(attention.config, "clip_qkv", None) is not None:
+        if getattr(model.config, "clip_qkv", None) is not None:
             yield "queries, keys and values that are clipped"
         if any(isinstance(part.weight, LevelWeight) for part in moved):
             yield "levels of queries and keys in another order"
-        if rope_of(body, number).numbers > (attention.qk_rope_head_dim if has_latent(attention) else attention.head_dim):
+        if has_delta(layer):
+            yield from _strange_delta(attention, exact)
+        elif rope_of(body, number).numbers > (attention.qk_rope_head_dim if has_latent(attention) else attention.head_dim):
             yield "rotary positions of more than a head"
+
+
+def _strange_delta(attention: Any, exact: Callable[..., bool]) -> Iterator[str]:
+    """Of linear attention by the gated delta rule."""
+    if not exact(attention.norm, "RMSNormGated") or attention.conv1d.bias is not None or type(attention.conv1d) is not nn.Conv1d:
+        yield "layers of other classes than transformers ships"
+    if attention.activation not in ("silu", "swish"):
+        yield f"a convolution behind which stands {attention.activation}"
+    if attention.head_k_dim % native.LEAST_VECTOR or attention.head_v_dim % native.STRIPE:
+        yield (f"states of {attention.head_k_dim} by {attention.head_v_dim} numbers, where kernels of ours take multiples of "
+               f"{native.LEAST_VECTOR} by {native.STRIPE}")
 
 
 def _are_enough(how: Routing, router: Any) -> bool:

@@ -38,6 +38,7 @@ from .families import (
     Rope,
     cos_and_sin,
     halves_apart,
+    looking_back,
     norm_of,
     part_of,
     rope_of,
@@ -47,6 +48,7 @@ from .packed import HeldLinear, Linear, StreamedLinear, joined
 from .passes import Pass
 from .routed import Routed
 from .shares import bare, kept
+from .states import states_of
 from .taps import SideBySide
 from .target import TargetParts
 from .tiled import InTiles
@@ -58,23 +60,18 @@ class FusedLayer(nn.Module):
     heads: int
     kv_heads: int
     value_dim: int
+    memory: tuple[int, ...] = ()  # the shape of recurrent states
+    gated = False  # behind values the first product makes a gate for each number that attention gives
 
     def __init__(self, layer: Any, linear: Linear, between: Between | None = None, family: Family = FAMILIES["llama"],
                  rope: Rope | None = None) -> None:
         """between: what stands for the block's own choice; rope: None for one that turns whole heads."""
         super().__init__()
-        attention, mlp = layer.self_attn, getattr(layer, family.mlp)
+        attention, mlp = looking_back(layer), getattr(layer, family.mlp)
         out, down = part_of(attention, OUT), part_of(mlp, DOWN)
-        self.layer_idx, self.scaling = attention.layer_idx, attention.scaling
-        self.head_dim: int = getattr(attention, "qk_head_dim", None) or attention.head_dim
-        self.window, self.share = family.window(attention), float(getattr(layer, "residual_multiplier", 1))
-        self.rope = rope or Rope(self.head_dim)
-        self.turned = self.rope.numbers if family.turns(attention) else 0
+        self.layer_idx, self.share = attention.layer_idx, float(getattr(layer, "residual_multiplier", 1))
         self.dtype, device = (getattr(bare(out).weight, name) for name in ("dtype", "device"))
-        self.cap: float | None = getattr(attention, "attn_logit_softcapping", None)
-        sinks = getattr(attention, "sinks", None)
-        self.sinks = None if sinks is None else sinks.detach().float().contiguous()
-        self._join(attention, linear, family)
+        self._take(attention, linear, family, rope)
         self.o = kept(out, linear)
         self.routed = Routed(mlp, linear, family.routing(mlp)) if hasattr(mlp, "experts") else None
         if self.routed is None:
@@ -104,12 +101,27 @@ class FusedLayer(nn.Module):
             queries, keys = (norm_of(getattr(attention, name), family) for name in family.head_norms)
             self._take_head_norms(queries, keys, family.adjoining)
 
+    def _take(self, attention: Any, linear: Linear, family: Family, rope: Rope | None) -> None:
+        """All of that but the last product."""
+        self.scaling = attention.scaling
+        self.head_dim: int = getattr(attention, "qk_head_dim", None) or attention.head_dim
+        self.window = family.window(attention)
+        self.rope = rope or Rope(self.head_dim)
+        self.turned = self.rope.numbers if family.turns(attention) else 0
+        self.cap: float | None = getattr(attention, "attn_logit_softcapping", None)
+        sinks = getattr(attention, "sinks", None)
+        self.sinks = None if sinks is None else sinks.detach().float().contiguous()
+        self._join(attention, linear, family)
+
     def _join(self, attention: Any, linear: Linear, family: Family) -> None:
         """The product before attention, and how many heads there are."""
         weight, bias = _qkv(attention)
         sight: Any = bare(part_of(attention, OUT)).in_features
-        self.heads, self.value_dim = sight // self.head_dim, self.head_dim
-        self.kv_heads = (weight.shape[0] // self.head_dim - self.heads) // 2
+        self.heads, self.value_dim, self.gated = sight // self.head_dim, self.head_dim, family.gated
+        self.kv_heads = (weight.shape[0] // self.head_dim - self.heads * (1 + self.gated)) // 2
+        if self.gated:
+            order = _gates_last(self.heads, self.head_dim, len(weight))
+            weight, bias = weight[order], None if bias is None else bias[order]
         apart = family.adjoining and self._apart(weight.shape[0])
         self.qkv = linear(*((weight, bias) if apart is False else (weight[apart], None if bias is None else bias[apart])))
 
@@ -141,12 +153,21 @@ class FusedLayer(nn.Module):
         → [rows, hidden]."""
         to_qkv, to_out, *mlp = self._products
         before, of_attention, after, of_mlp = self._norms
-        q, k, v = self._heads(to_qkv(x if before is None else self._norm(x, *before)), angles)
-        out = attend(self.layer_idx, q, k, v, self.scaling, self.window, p, pool, self.cap, self.sinks, self._weigh)
+        out = self._look_back(to_qkv(x if before is None else self._norm(x, *before)), angles, p, pool)
         aside = self._norm(x, *after) if self.parallel else None
-        x = self._add(x, to_out(out.reshape(len(x), -1)), of_attention)
+        x = self._add(x, to_out(out), of_attention)
         h = aside if aside is not None else x if after is None else self._norm(x, *after)
         return self._add(x, mlp[1](self._gate(mlp[0](h))) if self.routed is None else self.routed(h), of_mlp)
+
+    def _look_back(self, made: Tensor, angles: Tensor, p: Pass, pool: PagePool) -> Tensor:
+        """What rows see, [rows, …], of what the first product made [rows, …]."""
+        gates = self.heads * self.head_dim if self.gated else 0
+        q, k, v = self._heads(made[:, : made.shape[1] - gates], angles)
+        out = attend(self.layer_idx, q, k, v, self.scaling, self.window, p, pool, self.cap, self.sinks, self._weigh).reshape(len(made), -1)
+        if not gates:
+            return out
+        gate = made[:, made.shape[1] - gates :]
+        return native.gate(torch.cat([gate, out], 1), native.SIGMOID) if self.ours else out * gate.sigmoid()
 
     def _heads(self, made: Tensor, angles: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values [rows, heads, n] of what the first product made [rows, …]."""
@@ -194,8 +215,7 @@ class FusedLayer(nn.Module):
 
     def kernel(self, pool: PagePool) -> llama.Layer:
         """The block for `llama.blocks`."""
-        ones = (torch.empty(0, self.kv_heads, dim, dtype=self.dtype) for dim in (self.head_dim, self.value_dim))
-        keys, values = pool.storage(self.layer_idx, *ones)
+        keys, values = self._storage(pool)
         before, of_attention, after, of_mlp = self._norms
         norms = (before, after, of_attention, of_mlp,
                  self.head_norm is not None and (self.head_norm, self.head_eps, *self.head_bias), None)
@@ -205,8 +225,14 @@ class FusedLayer(nn.Module):
             products += [native.Product(), native.Product()]
         return llama.Layer(
             *products, *scales, self.scaling, self.share, self.heads, self.kv_heads, self.head_dim, self.turned, self.rope.number,
-            self.window or 0, self.as_one, 0, self.kind, native.address_of(self.sinks), keys.data_ptr(), values.data_ptr(),
-            None if self.routed is None else self.routed.address(), None, self.cap or 0, self.turned_first, self.parallel)
+            self.window or 0, self.as_one, 0, self.kind, native.address_of(self.sinks), keys, values,
+            None if self.routed is None else self.routed.address(), None, self.cap or 0, self.turned_first, self.parallel, self.gated)
+
+    def _storage(self, pool: PagePool) -> tuple[int, int]:
+        """Where its keys and values are."""
+        ones = (torch.empty(0, self.kv_heads, dim, dtype=self.dtype) for dim in (self.head_dim, self.value_dim))
+        keys, values = pool.storage(self.layer_idx, *ones)
+        return keys.data_ptr(), values.data_ptr()
 
     def forward(
         self,
@@ -225,6 +251,12 @@ def _qkv(attention: Any) -> tuple[Tensor, Tensor | None]:
     if hasattr(attention, "qkv_proj"):
         return attention.qkv_proj.weight.detach(), attention.qkv_proj.bias
     return joined([attention.q_proj, attention.k_proj, attention.v_proj])
+
+
+def _gates_last(heads: int, dim: int, rows: int) -> Tensor:
+    """The order of a product's rows whose queries have a gate beside each, so that gates stand behind values."""
+    both = torch.arange(2 * heads * dim).view(heads, 2, dim)
+    return torch.cat([both[:, 0].flatten(), torch.arange(2 * heads * dim, rows), both[:, 1].flatten()])
 
 
 def scale_of(norm: tuple[Any, ...], dtype: torch.dtype) -> native.Scale:
@@ -252,6 +284,7 @@ class FusedPass:
         self._norm, self._last = self.layers[0]._norm, norm_of(part_of(body, LAST_NORM), FAMILIES[model.config.model_type])
         self._enlarged = float(getattr(body, "embedding_multiplier", 1))
         self._finished = TargetParts(config=model.config).finished
+        self.states = states_of(self.layers)
         self.angles: Tensor | None = None  # [positions, 2 ropes, n]: of each cos, and sin with its first half negated
         self.taps: frozenset[int] = frozenset()
         self.rows: Mapping[int, Tensor] = {}
@@ -352,9 +385,10 @@ class FusedPass:
         return torch.cat([rope.angles(*cos_and_sin(self.rotary(like, positions, *rope.kind))) for rope in self.ropes], 1)
 
 
-def fuse(model: Any, linear: Linear | None, between: Between | None = None, kind: Callable[..., FusedLayer] = FusedLayer) -> None:
+def fuse(model: Any, linear: Linear | None, between: Between | None = None,
+         kind: Callable[[Any], type[FusedLayer]] = lambda _: FusedLayer) -> None:
     """Replace the model's layers by fused ones, in place and one at a time, so that no more than one layer is held twice. linear: what
-    makes a layer of a weight and a bias; None: torch's own. between, kind: for `FusedLayer`, and what stands for it."""
+    makes a layer of a weight and a bias; None: torch's own. between: for `FusedLayer`; kind: what stands for a layer."""
     body, family = model.model, FAMILIES[model.config.model_type]
     for number, layer in enumerate(body.layers):
-        body.layers[number] = kind(layer, linear or HeldLinear, between, family, rope_of(body, number, family.paired))
+        body.layers[number] = kind(layer)(layer, linear or HeldLinear, between, family, rope_of(body, number, family.paired))

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from .. import llama, native
 from .cache import PagePool
-from .families import Family, halves_apart, has_latent, norm_of
+from .families import Family, halves_apart, norm_of
 from .fused import FusedLayer, scale_of
 from .packed import Linear, joined
 
@@ -82,7 +82,3 @@ def _ordered(weight: Tensor, bias: Tensor | None, order: Tensor, linear: Linear)
     """The layer of these rows of a weight."""
     return linear(weight.detach()[order], None if bias is None else bias.detach()[order])
 
-
-def layer_kind(model: Any) -> type[FusedLayer]:
-    """What stands for the layers of a model that `can_fuse`."""
-    return LatentLayer if has_latent(model.model.layers[0].self_attn) else FusedLayer

@@ -19,14 +19,15 @@ from ..errors import LoadError, first_line
 from . import quantised, rows
 from .between import compare, compiled_between
 from .cropped import CroppedTarget
+from .delta import DeltaLayer
 from .experts import experts_of, packed_bytes, routers, take_experts
-from .families import MOVING_ROPE, can_fuse
+from .families import MOVING_ROPE, can_fuse, has_delta, has_latent
 from .folder import check_size, check_weights, context_of, defaults_of, end_ids, read_config, read_tokenizer, saved_dtype, unread, why_not
 from .forms import beside_levels, form_of, keeps
-from .fused import FusedPass, fuse
+from .fused import FusedLayer, FusedPass, fuse
 from .graphs import passes
 from .graphs import recorder as _recorder
-from .latent import layer_kind
+from .latent import LatentLayer
 from .leading import lead
 from .levels import StandIns, level_weights
 from .packed import Linear, multiplies_bfloat16, pack, read_by_hand, sizes, widened_bytes
@@ -96,7 +97,7 @@ def _made(model: Any, name: str, config: LoadConfig, tokenizer: Tokenizer | None
     context = context_of(text)
     with StandIns(model), silent_experts(model):
         spared = read_by_hand(model)
-        tier, cache_bytes = tier_of(model, context, reasons)
+        tier, cache_bytes = tier_of(model, context, reasons, fused and config.packed)
     levels = level_weights(model)
     ours = fused and tier == 1 and not levels and rows.usable(model, config, reasons)
     form = form_of(config, device, dtype, reasons, ours)
@@ -162,12 +163,17 @@ def _fuse(model: Any, tier: int, linear: Linear | None, config: LoadConfig, ours
     reasons["forward pass"] = f"{'fused' if able else 'as transformers runs it'}: {why}"
     between = compiled_between(able, why, model.device, config.reproducible, reasons) if config.compile else None
     if able:
-        fuse(model, linear, between, rows.RowsLayer if ours else layer_kind(model))
+        fuse(model, linear, between, (lambda _: rows.RowsLayer) if ours else _kind_of)
         if ours:
             rows.check(model.model.layers[0], config.page_tokens)
         if between is not None:
             compare(between, model.model.layers[0], config.page_tokens)
     return able
+
+
+def _kind_of(layer: Any) -> type[FusedLayer]:
+    """What stands for a layer of a model that `can_fuse`."""
+    return DeltaLayer if has_delta(layer) else LatentLayer if has_latent(layer.self_attn) else FusedLayer
 
 
 def _load_model(path: str | Path, config: LoadConfig, model_config: Any, dtype: torch.dtype, device: torch.device, ranks: Ranks | None,
@@ -200,7 +206,10 @@ def _load_model(path: str | Path, config: LoadConfig, model_config: Any, dtype: 
 
 def _target(model: Any, tier: int, config: LoadConfig, slim: FusedPass | None, shared: dict[str, Any]) -> Target:
     if tier == 1:
-        return PagedTarget(model, page_tokens=config.page_tokens, fused=slim, **shared)
+        paged = PagedTarget(model, page_tokens=config.page_tokens, fused=slim, **shared)
+        if paged.states:
+            paged.facts.reasons["recurrent state"] = f"{paged.states.bytes:,} bytes a sequence; what guesses add to it is kept apart"
+        return paged
     if tier == 2:
         cropped = CroppedTarget(model, **shared)
         cropped.check()

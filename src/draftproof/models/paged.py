@@ -19,6 +19,7 @@ from .attention import TILE, compiled
 from .cache import PagedSlot, PagePool
 from .fused import FusedPass
 from .passes import Pass, Path, inferring
+from .states import read_again
 from .taps import Taps, rows_at
 from .target import LoadFacts, Target, TargetParts
 from .tokenizer import Tokenizer
@@ -69,7 +70,8 @@ class PagedTarget:
         self.facts, self.parts, self.tokenizer, self.defaults, self.eos_ids = facts, parts, tokenizer, defaults, eos_ids
         self.device = next(model.parameters()).device
         self.query_tile = TILE if whole_tiles and not compiled(self.device, next(model.parameters()).dtype) else 1
-        self.pool = PagePool(page_tokens, cache_tokens, self.device)
+        self.states = None if fused is None else fused.states
+        self.pool = PagePool(page_tokens, cache_tokens, self.device, shared=self.states is None)  # a state has no pages to begin with
         self.slots: list[PagedSlot] = []
         self.fused = fused
         self.joint = fused is not None and fused.compiled()  # the kernels read what paths have in common in the first one's pages
@@ -85,6 +87,7 @@ class PagedTarget:
         slot = PagedSlot(tenant, list(tokens[: len(pages) * self.pool.page_tokens]), pages, shared=len(pages))
         try:
             self._reach(slot, len(tokens) + room)
+            slot.state = None if self.states is None else self.states.new()
         except BaseException:
             for page in slot.pages:
                 self.pool.release(page)
@@ -132,7 +135,7 @@ class PagedTarget:
         self.pool.publish(slot)
         for page in slot.pages:
             self.pool.release(page)
-        slot.pages, slot.closed = [], True
+        slot.pages, slot.closed, slot.state = [], True, None
         self.slots.remove(slot)
 
     def _reach(self, slot: PagedSlot, tokens: int) -> None:
@@ -150,19 +153,21 @@ class PagedTarget:
 
     @inferring
     def extend(self, slots: Sequence[PagedSlot], tokens: Sequence[Tensor]) -> Scores:
-        drafts = [Draft.chain(ids[1:]) for ids in tokens]
+        drafts, sure = [Draft.chain(ids[1:]) for ids in tokens], [len(ids) for ids in tokens]
         if len(slots) > 1:
-            ends = list(accumulate(ids.shape[0] for ids in tokens))
-            logits = self._run(slots, drafts, torch.stack([ids[0] for ids in tokens]), [end - 1 for end in ends])
+            ends = list(accumulate(sure))
+            logits = self._run(slots, drafts, torch.stack([ids[0] for ids in tokens]), [end - 1 for end in ends], sure)
         elif not self.whole_tiles:
-            logits = self._run(slots, drafts, tokens[0][:1], [len(drafts[0])])
+            logits = self._run(slots, drafts, tokens[0][:1], [len(drafts[0])], sure)
         elif len(drafts[0]) == 0:  # a second row that nobody reads
-            logits = self._run(slots, [Draft.chain(tokens[0])], tokens[0], None)[:1]
+            logits = self._run(slots, [Draft.chain(tokens[0])], tokens[0], None, sure)[:1]
         else:
-            logits = self._run(slots, drafts, tokens[0][:1], [len(drafts[0]) - 1, len(drafts[0])])[1:]
+            logits = self._run(slots, drafts, tokens[0][:1], [len(drafts[0]) - 1, len(drafts[0])], sure)[1:]
         for slot, ids in zip(slots, tokens, strict=True):
             slot.nodes = None
             slot.add(ids)
+            if slot.state is not None:
+                slot.state.keep(range(len(ids)))
             if slot.length >= (slot.shared + 1) * self.pool.page_tokens:
                 self.pool.publish(slot)
         rows = sum(map(len, tokens))
@@ -178,8 +183,7 @@ class PagedTarget:
             logits = logits[:rows]
         starts = [0]
         for slot, root, draft in zip(slots, _each(roots), drafts, strict=True):
-            slot.add(root)
-            slot.nodes = draft.tokens
+            self._take(slot, root, draft.tokens)
             starts.append(starts[-1] + len(draft) + 1)
         return Scores(logits, tuple(starts), self._tapped(rows))
 
@@ -196,8 +200,14 @@ class PagedTarget:
     def settle(self, slots: Sequence[PagedSlot], roots: Tensor) -> None:
         """See `Begins`."""
         for slot, root in zip(slots, _each(roots), strict=True):
-            slot.add(root)
-            slot.nodes = NOTHING.tokens
+            self._take(slot, root, NOTHING.tokens)
+
+    def _take(self, slot: PagedSlot, root: Tensor, nodes: Tensor) -> None:
+        """What a pass scored."""
+        slot.add(root)
+        slot.nodes = nodes
+        if slot.state is not None:
+            slot.state.keep((0,))
 
     def _tapped(self, rows: int) -> Mapping[int, Tensor]:
         """Of the last pass; the next one keeps what it finds elsewhere."""
@@ -208,6 +218,8 @@ class PagedTarget:
             self._adopt_tail(slot, kept[-1])
         if kept and slot.nodes is not None:
             slot.add(rows_of(slot.nodes, kept))
+            if slot.state is not None:
+                slot.state.keep([1 + node for node in kept])
         self._drop_tails(slot)
         slot.nodes = None
 
@@ -228,37 +240,51 @@ class PagedTarget:
                     slot.pages[first : first + last], pages[:] = pages[:], slot.pages[first : first + last]
                 return
 
-    def _run(self, slots: Sequence[PagedSlot], drafts: Sequence[Draft], roots: Tensor, keep: list[int] | None) -> Tensor:
-        """One forward pass; logits of the rows in `keep`, or of all rows. On failure the slots are as before."""
-        lengths = [slot.length for slot in slots]
+    def _run(self, slots: Sequence[PagedSlot], drafts: Sequence[Draft], roots: Tensor, keep: list[int] | None,
+             sure: Sequence[int] = ()) -> Tensor:
+        """One forward pass; logits of the rows in `keep`, or of all rows. sure: how many of each one's rows its slot is given for good;
+        empty: they are guessed. On failure the slots are as before."""
+        lengths, ran = [slot.length for slot in slots], False
         try:
-            p = self._plan(slots, drafts, roots)
-            if self.fused is not None:
-                return self.fused(p, self.pool, keep)
-            p = p.placed()
-            more = {} if keep is None else {"logits_to_keep": uploaded(keep, self.device)}
-            out = self.model(
-                input_ids=p.ids, position_ids=p.positions, use_cache=False, draftproof_pass=p, draftproof_pool=self.pool, **more
-            )
+            read_again(self, slots)
+            p = self._plan(slots, drafts, roots, sure)
+            ran = True
+            logits = self._pass(p, keep)
         except BaseException:
             for slot, length in zip(slots, lengths, strict=True):
                 self._drop_tails(slot)
                 slot.nodes = None
                 slot.cut(length)
+                if ran and slot.state is not None:  # some layers may have gone further than others
+                    slot.state.forget()
             raise
+        for slot, walk in zip(slots, p.walks, strict=False):
+            assert slot.state is not None
+            slot.state.passed(walk)
+        return logits
+
+    def _pass(self, p: Pass, keep: list[int] | None) -> Tensor:
+        if self.fused is not None:
+            return self.fused(p, self.pool, keep)
+        p = p.placed()
+        more = {} if keep is None else {"logits_to_keep": uploaded(keep, self.device)}
+        out = self.model(
+            input_ids=p.ids, position_ids=p.positions, use_cache=False, draftproof_pass=p, draftproof_pool=self.pool, **more
+        )
         logits: Tensor = out.logits[0]
         return logits
 
-    def _plan(self, slots: Sequence[PagedSlot], drafts: Sequence[Draft], roots: Tensor) -> Pass:
+    def _plan(self, slots: Sequence[PagedSlot], drafts: Sequence[Draft], roots: Tensor, sure: Sequence[int] = ()) -> Pass:
         if len(slots) == 1 and drafts[0].is_chain:
-            return self._plan_chain(slots[0], drafts[0], roots)
+            return self._plan_chain(slots[0], drafts[0], roots, sure)
         size = self.pool.page_tokens
         positions: list[int] = []
         paths: list[Path] = []
         write_to: list[int] = []
         write_from: list[int] = []
         copies: list[tuple[int, int, int, int]] = []
-        for slot, draft in zip(slots, drafts, strict=True):
+        walks: list[native.Walk] = []
+        for number, (slot, draft) in enumerate(zip(slots, drafts, strict=True)):
             assert slot.nodes is None and not slot.closed, "rewind before the next pass"
             first, base = len(positions), slot.length
             if draft.is_chain:
@@ -268,14 +294,20 @@ class PagedTarget:
                 paths.append(Path(slot.pages, rows))
                 write_to += self._places(slot, base, base + len(rows))
                 write_from += rows
+                if slot.state is not None:
+                    walks.append(slot.state.walk([rows], sure[number] if sure else 0))
                 continue
             depths = [0, *levels(draft.parents)]
             self._reach(slot, base + max(depths) + 1)
             positions += [base + d for d in depths]
+            lines = []
             for pages, along, mine, common in self._tree_paths(slot, draft, base, max(depths), copies):
+                lines.append([first + r for r in along])
                 paths.append(Path(pages, [first + r for r in mine], common))
                 write_to += [pages[(base + depths[r]) // size] * size + (base + depths[r]) % size for r in along]
-                write_from += [first + r for r in along]
+                write_from += lines[-1]
+            if slot.state is not None:
+                walks.append(slot.state.walk(lines, 0))
         self.pool.copy(copies)
         ids = self._ids(roots, drafts)
         return Pass(
@@ -287,9 +319,10 @@ class PagedTarget:
             paths,
             size,
             self.query_tile,
+            walks=walks,
         )
 
-    def _plan_chain(self, slot: PagedSlot, draft: Draft, root: Tensor) -> Pass:
+    def _plan_chain(self, slot: PagedSlot, draft: Draft, root: Tensor, sure: Sequence[int]) -> Pass:
         """`_plan` for one chain, the shape of most passes."""
         assert slot.nodes is None and not slot.closed, "rewind before the next pass"
         base, rows = slot.length, len(draft) + 1
@@ -297,7 +330,8 @@ class PagedTarget:
         positions, places = list(range(base, base + rows)), self._places(slot, base, base + rows)
         write_to = slice(places.start, places.stop) if isinstance(places, range) else torch.tensor(places)
         ids, paths = self._ids(root, [draft]), [Path(slot.pages, range(rows))]
-        return Pass(ids, self._readable(positions), positions, write_to, None, paths, self.pool.page_tokens, self.query_tile)
+        walks = () if slot.state is None else (slot.state.walk([range(rows)], sure[0] if sure else 0),)
+        return Pass(ids, self._readable(positions), positions, write_to, None, paths, self.pool.page_tokens, self.query_tile, walks=walks)
 
     def _readable(self, positions: list[int]) -> list[int]:
         """As the model reads them: the row that nobody reads may stand behind the context."""

@@ -101,6 +101,7 @@ class Pass:
     query_tile: int  # queries of a call are padded to a multiple of this
     cache: dict[tuple[int, int, torch.dtype], Items] = field(default_factory=dict)
     flat: native.Course | None = None
+    walks: Sequence[native.Walk] = ()  # of a model with recurrent states: one for each sequence
     plan: Any = None  # of our kernels on a GPU (rows.py)
 
     @property
@@ -127,7 +128,7 @@ class Pass:
     def course(self) -> native.Course:
         """The same for the compiled kernels; made once."""
         if self.flat is None:
-            self.flat = native.Course(self.position_list, self.paths, *self.writes(), self.page_tokens)
+            self.flat = native.Course(self.position_list, self.paths, *self.writes(), self.page_tokens, walks=self.walks)
         return self.flat
 
     def items(self, window: int | None, group: int, dtype: torch.dtype) -> Items:

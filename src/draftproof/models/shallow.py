@@ -34,6 +34,7 @@ class ShallowSlot:
     base: PagedSlot
     drafted: int = 0
     nodes: None = None      # passes here are chains that nobody judges
+    state: None = None      # and targets with recurrent states are refused
 
     @property
     def length(self) -> int:
@@ -137,6 +138,9 @@ def exit_of(target: PagedTarget) -> int | None:
 def shallow(target: Target, exit: int | None) -> Shallow:
     """The first `exit` layers of a target with its own pages. Raises OptionError saying why it cannot be."""
     pages = paged_of(target, "layer-skip", "pages it shares")
+    if pages.states is not None:
+        raise OptionError(f"layer-skip: {target.facts.name} has recurrent states, which its first layers alone would leave behind; "
+                          "expected a model of attention alone; use another drafter")
     exit = exit_of(pages) if exit is None else exit
     if exit is None:
         raise OptionError(f"layer-skip: {target.facts.name} does not say after which layer to leave; "

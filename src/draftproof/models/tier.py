@@ -20,6 +20,7 @@ from transformers.masking_utils import causal_mask_function
 from ..errors import LoadError, first_line
 from . import attention
 from .cache import PagePool
+from .families import can_fuse, has_delta
 from .passes import Pass, Path
 
 Rule = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]  # batch, head, position of a query, positions of keys → which of them it reads
@@ -30,12 +31,15 @@ RECURRENT = {"linear_attention", "hybrid", "hybrid_sliding"}  # kinds of layers 
 ROWS, PAGE = 24, 8  # tokens of the text, and keys of a page
 
 
-def tier_of(model: Any, context: int, reasons: dict[str, str]) -> tuple[int, int]:
-    """1, 2 or 3, and the bytes of a token's keys and values in our pages (0 without them); reasons["tier"] says why. Raises LoadError for a
-    model whose own code cannot run it."""
+def tier_of(model: Any, context: int, reasons: dict[str, str], fused: bool) -> tuple[int, int]:
+    """1, 2 or 3, and the bytes of a token's keys and values in our pages (0 without them); reasons["tier"] says why. fused: whether blocks
+    that are known run as ours. Raises LoadError for a model whose own code cannot run it."""
     kinds = set(getattr(model.config.get_text_config(), "layer_types", None) or ["full_attention"])
     foreign = kinds - {"full_attention", "sliding_attention"}
     if getattr(model, "_is_stateful", False) or kinds & RECURRENT:
+        if fused and can_fuse(model)[0]:
+            reasons["tier"] = "1, own pages, and beside them recurrent states, which take in what stands as the next pass comes by"
+            return 1, _held(model)
         reasons["tier"] = "3, a recurrent state: copied before guesses are scored, put back after a rejection"
         return 3, 0
     if not getattr(model, "_supports_attention_backend", False):
@@ -51,6 +55,13 @@ def tier_of(model: Any, context: int, reasons: dict[str, str]) -> tuple[int, int
     difference, held = found
     reasons["tier"] = f"1, own pages: logits agree with the model's own attention ({difference:.1e} of the largest)"
     return 1, held
+
+
+def _held(model: Any) -> int:
+    """Bytes of a token's keys and values, of layers that attend."""
+    size = next(model.parameters()).element_size()
+    attending = (layer.self_attn for layer in model.model.layers if not has_delta(layer))
+    return sum((part.k_proj.out_features + part.v_proj.out_features) * size for part in attending)
 
 
 @torch.inference_mode()

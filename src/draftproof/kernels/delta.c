@@ -1,0 +1,192 @@
+/* Linear attention by the gated delta rule (Yang et al., arXiv 2412.06464), behind a short convolution. Compiled and called by
+ * ../deltas.py; models/delta.py has the twin.
+ *
+ *     q, k, v = silu(convolution of the last reach + 1 rows)    q, k of length 1, q then divided by the root of its numbers
+ *     S ← e^(−decay · softplus(kept + shift)) · S               S ← S + k ⊗ (v − Sᵀk) · sigmoid(written)      seen = Sᵀq
+ *
+ * S is a head's state, [key_dim, value_dim]. A state cannot be cut back, so it takes in nothing that may still fall: what a pass scores it
+ * goes through in memory of a thread's own, and it takes in what stood as the next pass comes by, while it is being read anyway. A text's
+ * rows meet in the same order and alone whatever was guessed, so no bit depends on it.
+ */
+#include <math.h>
+#include <stdlib.h>
+
+#include "lanes.h"
+
+#define STRIPE 32    /* columns of a state that lie together, by rows: they need no others, and stay in the first cache; see models/states.py */
+#define ELEMENTS 16  /* rows of a text that are made ready at a time */
+#define VECTORS (STRIPE / LANES)
+
+/* A row behind its convolution, of one head: its query, key and value are in `ready`. */
+typedef struct {
+    float kept, written;
+} gates;
+
+/* Where a head works: the state as guesses leave it, rows made ready [ELEMENTS, 2 key_dim + value_dim] and what they see. */
+typedef struct {
+    float *state, *ready, *seen;
+    gates gates[ELEMENTS];
+} desk;
+
+static long width_of(const delta *d) { return 2 * d->key_heads * d->key_dim + d->value_heads * (d->value_dim + 2); }
+
+static long numbers_of(const delta *d) /* of a desk */
+{
+    return UP(d->key_dim * d->value_dim + ELEMENTS * (2 * d->key_dim + 2 * d->value_dim), LANES);
+}
+
+long room_for_delta(const delta *d, int threads) { return 4 * threads * numbers_of(d); }
+
+/* The i-th of the rows that a line leads through: those before the first one that the states lack, those owed, those of the pass. */
+static const char *row_of(const run *p, const layer *l, const walk *w, long line, long i)
+{
+    const delta *d = l->delta;
+    long row = size(p->halves) * width_of(d);
+    const char *history = w->history + d->number * w->places * row;
+    if (i < d->reach) return history + i * row;
+    i -= d->reach;
+    if (i < w->owed) return history + (d->reach + w->place[i]) * row;
+    return p->written + w->line_row[w->line_start[line] + i - w->owed] * size(p->halves) * l->qkv.out;
+}
+
+/* to [n] of the rows' numbers from `channel` on. */
+static void convolve(const delta *d, const char *const *rows, long channel, long n, float *to, int halves)
+{
+    const float *taps = d->taps + channel;
+    long channels = width_of(d) - 2 * d->value_heads;
+    for (long c = 0; c < n; c += LANES) {
+        floats sum = {0};
+        for (long j = 0; j <= d->reach; j++) sum += load_lanes(rows[j], channel + c, halves) * *(const floats *)(taps + j * channels + c);
+        sum = kept_lanes(sum, halves);
+        *(floats *)(to + c) = kept_lanes(sum * sigmoid(sum), halves);
+    }
+}
+
+/* x [n] of length 1, times `factor`. */
+static void unit(float *x, long n, float factor)
+{
+    floats squares = {0};
+    for (long c = 0; c < n; c += LANES) squares += *(floats *)(x + c) * *(floats *)(x + c);
+    float by = 1 / sqrtf(total(squares) + 1e-6f);
+    for (long c = 0; c < n; c += LANES) *(floats *)(x + c) = *(floats *)(x + c) * by * factor;
+}
+
+/* An element of a line, of a head of values: its row and those before it. */
+static void make_ready(const run *p, const layer *l, const walk *w, long line, long element, long head, float *to, gates *gates)
+{
+    const delta *d = l->delta;
+    const char *rows[d->reach + 1];
+    long key = head / (d->value_heads / d->key_heads) * d->key_dim, keys = d->key_heads * d->key_dim, halves = p->halves;
+    for (long j = 0; j <= d->reach; j++) rows[j] = row_of(p, l, w, line, element + j);
+    convolve(d, rows, key, d->key_dim, to, halves);
+    convolve(d, rows, keys + key, d->key_dim, to + d->key_dim, halves);
+    convolve(d, rows, 2 * keys + head * d->value_dim, d->value_dim, to + 2 * d->key_dim, halves);
+    unit(to, d->key_dim, 1 / sqrtf(d->key_dim));
+    unit(to + d->key_dim, d->key_dim, 1);
+    long behind = 2 * keys + d->value_heads * d->value_dim + head;
+    floats written = {load(rows[d->reach], behind, halves)};
+    float open = load(rows[d->reach], behind + d->value_heads, halves) + d->shift[head];
+    gates->written = kept(sigmoid(written)[0], halves);
+    gates->kept = expf(-d->decay[head] * (open > 20 ? open : log1pf(expf(open))));
+}
+
+/* A stripe of a state, [key_dim, STRIPE], goes on by a row, and the row sees it. */
+static void step(float *state, const float *query, const float *key, const float *value, const gates *by, long dim, float *seen)
+{
+    floats known[2][VECTORS] = {0}, sum[2][VECTORS] = {0};
+    for (long i = 0; i < dim; i += 2)
+        UNROLL for (int j = 0; j < 2; j++)
+            UNROLL for (int v = 0; v < VECTORS; v++) known[j][v] += *(floats *)(state + (i + j) * STRIPE + v * LANES) * key[i + j];
+    UNROLL for (int v = 0; v < VECTORS; v++)
+        known[0][v] = (*(const floats *)(value + v * LANES) - by->kept * (known[0][v] + known[1][v])) * by->written;
+    for (long i = 0; i < dim; i += 2)
+        UNROLL for (int j = 0; j < 2; j++)
+            UNROLL for (int v = 0; v < VECTORS; v++) {
+                floats *at = (floats *)(state + (i + j) * STRIPE + v * LANES), next = *at * by->kept + known[0][v] * key[i + j];
+                *at = next;
+                sum[j][v] += next * query[i + j];
+            }
+    UNROLL for (int v = 0; v < VECTORS; v++) *(floats *)(seen + v * LANES) = sum[0][v] + sum[1][v];
+}
+
+/* What a row sees of a head, normed and gated: where the last product reads it. */
+static void finish(const run *p, const layer *l, const float *seen, long row, long head)
+{
+    const delta *d = l->delta;
+    long n = d->value_dim, each = size(p->halves), sight = d->value_heads * n;
+    const char *gate = p->written + each * (row * l->qkv.out + width_of(d) + head * n);
+    char *to = p->read + each * (row * sight + head * n), plain[4 * n];
+    for (long c = 0; c < n; c += LANES) store_lanes(plain, c, *(const floats *)(seen + c), p->halves);
+    norm_of_row(plain, &d->of_sight, to, 1, n, p->halves);
+    for (long c = 0; c < n; c += LANES) {
+        floats open = load_lanes(gate, c, p->halves);
+        store_lanes(to, c, load_lanes(to, c, p->halves) * (open * sigmoid(open)), p->halves);
+    }
+}
+
+/* A text's way through one head of a layer. */
+static void go(const run *p, const layer *l, const walk *w, long head, desk *at)
+{
+    const delta *d = l->delta;
+    long dim = d->key_dim, stripe = dim * STRIPE, ready = 2 * dim + d->value_dim;
+    float *memory = w->memory + (d->number * d->value_heads + head) * dim * d->value_dim;
+    for (long line = 0; line < w->lines; line++) {
+        long end = w->owed + w->line_start[line + 1] - w->line_start[line];
+        for (long first = line ? w->taken : 0; first < end; first += ELEMENTS) {
+            long many = least(ELEMENTS, end - first);
+            for (long i = 0; i < many; i++) make_ready(p, l, w, line, first + i, head, at->ready + i * ready, at->gates + i);
+            for (long s = 0; s < d->value_dim / STRIPE; s++)
+                for (long i = 0; i < many; i++) {
+                    const float *query = at->ready + i * ready;
+                    float *held = memory + s * stripe, *guessed = at->state + s * stripe;
+                    if (first + i == w->taken) memcpy(guessed, held, 4 * stripe);
+                    step(first + i < w->taken ? held : guessed, query, query + dim, query + 2 * dim + s * STRIPE, at->gates + i, dim,
+                         at->seen + i * d->value_dim + s * STRIPE);
+                }
+            for (long i = most(0, w->owed - first); i < many; i++)
+                finish(p, l, at->seen + i * d->value_dim, w->line_row[w->line_start[line] + first + i - w->owed], head);
+        }
+    }
+}
+
+/* Keep what the states will lack: numbers [from, to) of rows. No place is written before it was read. */
+static void remember(const run *p, const layer *l, const walk *w, long from, long to)
+{
+    const delta *d = l->delta;
+    long each = size(p->halves), row = each * width_of(d), at = 0;
+    char *history = w->history + d->number * w->places * row + each * from;
+    for (long i = w->taken; i < w->taken + d->reach; i++, at++)
+        memmove(history + at * row, row_of(p, l, w, 0, i) + each * from, each * (to - from));
+    for (long i = w->taken; i < w->owed; i++, at++)
+        memmove(history + at * row, row_of(p, l, w, 0, d->reach + i) + each * from, each * (to - from));
+    for (long r = w->first + most(0, w->taken - w->owed); r < w->first + w->rows; r++, at++)
+        memcpy(history + at * row, p->written + each * (r * l->qkv.out + from), each * (to - from));
+}
+
+/* What all rows see, in `read`, of what the first product left in `written`. */
+void recall(const member *me, const run *p, const layer *l)
+{
+    const delta *d = l->delta;
+    float *room = (float *)p->room + me->index * numbers_of(d);
+    desk at = {room, room + d->key_dim * d->value_dim, 0};
+    at.seen = at.ready + ELEMENTS * (2 * d->key_dim + d->value_dim);
+    const course *c = p->first; /* passes with states have one */
+    long width = width_of(d);
+    MINE(i, c->walk_count * d->value_heads) go(p, l, c->walks + i / d->value_heads, i % d->value_heads, &at);
+    join(me);
+    for (const walk *w = c->walks; w < c->walks + c->walk_count; w++) remember(p, l, w, share(me, width, 0), share(me, width, 1));
+    join(me);
+}
+
+/* The same by a team of its own, over what the first product made, written [rows, qkv.out]: read [rows, value_heads, value_dim]. Returns 0,
+ * or 1 without memory. */
+int recalled(const layer *l, const course *c, const void *written, void *read, int halves, int threads)
+{
+    run p = {.first = c, .courses = 1, .rows = c->rows, .read = read, .written = (char *)written, .halves = halves, .threads = threads};
+    char *room = aligned_alloc(64, UP(room_for_delta(l->delta, threads), 64));
+    if (!room) return 1;
+    p.room = room;
+    TOGETHER(threads, threads > 1, recall(me, &p, l));
+    free(room);
+    return 0;
+}

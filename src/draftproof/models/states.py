@@ -1,0 +1,127 @@
+"""Recurrent states beside pages: what layers of linear attention remember of a text, which has no positions to cut at.
+
+    the text        ░░░░░░░░░░░░░░░░░░▒▒▒▒▒▒█        ░ taken: in memory       ▒ owed: in the history       █ the root, and what is guessed
+    history         [rows that reach into the next one's convolution][owed][those of the last pass]
+
+Memory takes in only what cannot fall: a pass goes through its guesses in a thread's own memory and leaves its rows in the history, and the
+next pass begins with those that stood (kernels/delta.c). So a rejection costs nothing, no state is copied, and the same additions are made
+whatever was guessed. What a caller appends may be cut again for a while (a draft model's slot), so memory stays `held` rows behind it. What
+is cut further back begins anew, and is read again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..native import Walk
+
+HELD = 16       # rows
+AGAIN = 512     # tokens of a pass that reads a text again
+
+
+@dataclass(slots=True)
+class States:
+    """Those of a model. memory, row: shapes of a text's memory [layers, value_heads, stripes, key_dim, STRIPE] and of a layer's row in the
+    history; reach: how many rows before it a convolution reads."""
+
+    memory: tuple[int, ...]
+    layers: int
+    row: int
+    reach: int
+    dtype: torch.dtype
+    held: int = HELD
+
+    def new(self) -> State:
+        return State(self, torch.zeros(self.memory), torch.zeros(self.layers, self.reach + 2 * self.held, self.row, dtype=self.dtype))
+
+    @property
+    def bytes(self) -> int:
+        """Of a text."""
+        state = self.new()
+        return state.memory.nbytes + state.history.nbytes
+
+
+@dataclass(slots=True)
+class State:
+    """One text's. taken: tokens that memory has taken in; owed: places of those behind, beyond the reach; flight: the place of the root of
+    the last pass."""
+
+    of: States
+    memory: Tensor
+    history: Tensor
+    taken: int = 0
+    owed: list[int] = field(default_factory=list)
+    flight: int = 0
+
+    @property
+    def length(self) -> int:
+        """How many tokens a pass finds here."""
+        return self.taken + len(self.owed)
+
+    def walk(self, lines: Sequence[Sequence[int]], certain: int) -> Walk:
+        """Through rows of a pass. certain: how many of the first line's the caller appends; 0: it guesses, and what is owed stands."""
+        first, rows = lines[0][0], max(map(max, lines)) - lines[0][0] + 1
+        taken, all_of_it = len(self.owed), len(self.owed) + certain
+        if certain:
+            taken = all_of_it - self.of.held if all_of_it > 2 * self.of.held else 0
+        needed = self.of.reach + len(self.owed) + rows - taken
+        if needed > self.history.shape[1]:
+            wider = self.history.new_zeros(self.of.layers, needed, self.of.row)
+            wider[:, : self.history.shape[1]] = self.history
+            self.history = wider
+        return Walk(self.memory, self.history, list(self.owed), taken, lines, first, rows)
+
+    def passed(self, walk: Walk) -> None:
+        """The pass was run; its rows lie behind those that are owed still."""
+        self.taken += walk.taken
+        left = len(self.owed) - walk.taken
+        self.owed, self.flight = list(range(max(left, 0))), left
+
+    def keep(self, rows: Sequence[int]) -> None:
+        """These rows of the last pass, counted from the text's first one, are the text's."""
+        self.owed += [place for row in rows if (place := self.flight + row) >= 0]
+
+    def cut(self, length: int) -> None:
+        """Forget the tokens from `length` on."""
+        if length < self.taken:
+            self.of.held = max(self.of.held, 2 * (self.length - length))
+            self.forget()
+        del self.owed[length - self.taken :]
+
+    def forget(self) -> None:
+        """All of it: the text is read again."""
+        self.taken, self.owed = 0, []
+        self.memory, self.history = (torch.zeros(part.shape, dtype=part.dtype) for part in (self.memory, self.history))
+
+
+def states_of(layers: Sequence[Any]) -> States | None:
+    """Of fused layers, which are numbered here; None: they have no states."""
+    found = [layer for layer in layers if layer.memory]
+    for number, layer in enumerate(found):
+        layer.number = number
+    if not found:
+        return None
+    one = found[0]
+    assert all((layer.memory, layer.row, layer.reach) == (one.memory, one.row, one.reach) for layer in found), "states of one shape"
+    return States((len(found), *one.memory), len(found), one.row, one.reach, one.dtype)
+
+
+def read_again(target: Any, slots: Sequence[Any]) -> None:
+    """Give the target's states that have forgotten their text the text, as `extend` does."""
+    for slot in slots:
+        if slot.state is None or slot.state.length == slot.length:
+            continue
+        text, at = slot.tokens[:], slot.state.length
+        slot.cut(at)
+        try:
+            for start in range(at, len(text), AGAIN):
+                target.extend([slot], [torch.tensor(text[start : start + AGAIN])])
+        except BaseException:
+            slot.held[:] = text
+            slot.state.forget()
+            raise

@@ -1,0 +1,323 @@
+"""Linear attention by the gated delta rule beside pages: the logits of transformers, and the same bits whatever was guessed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_recurrent import DELTA, HYBRID, MOE, ahead, build, engine_ids, references, text
+from torch import Tensor
+
+from draftproof import Engine, Sampling, native
+from draftproof.config import LoadConfig
+from draftproof.drafters.fixed import AlwaysWrong, Oracle
+from draftproof.drafters.model import ModelDrafter
+from draftproof.errors import OptionError
+from draftproof.models.delta import DeltaLayer
+from draftproof.models.load import as_target, load_target
+from draftproof.models.paged import PagedTarget
+from draftproof.models.states import HELD
+from draftproof.types import Draft
+
+NEED = pytest.mark.skipif(not native.available()[0], reason=native.available()[1])
+SIZES = {**DELTA, "linear_key_head_dim": 32, "linear_value_head_dim": 64, "layer_types": HYBRID}
+ALL = {**MOE, "num_experts_per_tok": 4}  # no choice of experts sits on an edge
+CASES: dict[str, dict[str, Any]] = {
+    "qwen3_5_text": SIZES,
+    "qwen3_next": {**SIZES, **ALL},
+    "qwen3_5_moe_text": {**SIZES, **ALL, "linear_num_key_heads": 4, "linear_conv_kernel_dim": 3},
+}
+TEXT = text(90, 8)
+
+
+def model_of(family: str, dtype: torch.dtype = torch.float32, **more: Any) -> Any:
+    model = build(family, {**CASES[family], **more})
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.ndim == 1 and "A_log" not in name:
+                parameter.add_(torch.randn_like(parameter) * 0.2)
+    return model.bfloat16().to(dtype).eval()
+
+
+def target_of(family: str, dtype: torch.dtype = torch.float32, **more: Any) -> PagedTarget:
+    more = {"self_test": False, "page_tokens": 16, "threads": torch.get_num_threads(), **more}
+    target = as_target(model_of(family, dtype), LoadConfig(**more))
+    assert isinstance(target, PagedTarget) and target.states is not None, target.facts.reasons
+    return target
+
+
+def play(target: PagedTarget) -> list[tuple[list[list[int]], Tensor]]:
+    """(texts that end where a row does, the rows' logits): a prefill in chunks, chains and trees of which some stands, a batch."""
+    ids, found = TEXT.tolist(), []
+
+    def paths(base: list[int], draft: Draft) -> list[list[int]]:
+        ends = [list(base)]
+        for node, parent in zip(draft.tokens.tolist(), draft.parents, strict=True):
+            ends.append([*ends[parent + 1], node])
+        return ends
+
+    slot = target.open(ids, room=40)
+    for start, end in ((0, 3), (3, 47), (47, 48), (48, 50)):  # more than the states hold back, and less
+        found.append(([ids[:end]], target.extend([slot], [TEXT[start:end]]).logits))
+    now = ids[:50]
+    drafts = [Draft.chain([5, 6, 7, 8, 9, 10]), Draft(torch.tensor([9, 8, 7, 6, 5]), (-1, -1, 1, 0, 2)), Draft.empty(), Draft.chain([3])]
+    for root, (draft, kept) in enumerate(zip(drafts, [(0, 1), (1, 2, 4), (), (0,)], strict=True), 60):
+        now = [*now, ids[root]]
+        found.append((paths(now, draft), target.score([slot], TEXT[root : root + 1], [draft]).logits))
+        target.rewind(slot, kept)
+        now += draft.tokens[list(kept)].tolist()
+    others = [target.open(ids, room=40) for _ in range(2)]
+    found.append(([ids[:2], ids[:40]], target.extend(others, [TEXT[:2], TEXT[:40]]).logits))
+    drafts = [drafts[1], Draft.chain([4, 5]), drafts[2]]
+    ends = [end for base, draft in zip((now, ids[:2], ids[:40]), drafts, strict=True) for end in paths([*base, 11], draft)]
+    found.append((ends, target.score([slot, *others], torch.tensor([11, 11, 11]), drafts).logits))
+    for each in (slot, *others):
+        target.rewind(each, ())
+        target.close(each)
+    target.check()
+    return found
+
+
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-4), (torch.bfloat16, 0.04)])
+@pytest.mark.parametrize("family", CASES)
+def test_logits_are_those_of_transformers(family: str, dtype: torch.dtype, tolerance: float) -> None:
+    model, target = model_of(family, dtype), target_of(family, dtype)
+    assert target.facts.tier == 1 and target.trees and target.facts.reasons["forward pass"].startswith("fused")
+    for ends, logits in play(target):
+        with torch.inference_mode():
+            want = torch.stack([model(input_ids=torch.tensor([end]), use_cache=False).logits[0, -1] for end in ends])
+        assert float((logits.float() - want.float()).abs().max()) <= tolerance * float(want.float().abs().max()), ends
+
+
+@NEED
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", CASES)
+def test_the_pass_in_one_call_has_the_bits_of_its_parts(family: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    target, twin = target_of(family, dtype), target_of(family, dtype)
+    assert target.fused is not None and target.fused.rows_alone() and not target.whole_tiles
+    monkeypatch.setattr(twin.fused, "_kernels", lambda pool: None)
+    for (_, one), (_, other) in zip(play(target), play(twin), strict=True):
+        assert torch.equal(one, other)
+
+
+def beside_its_plain_twin(family: str, dtype: torch.dtype) -> None:
+    target, twin = target_of(family, dtype), target_of(family, dtype)
+    fused: Any = twin.fused
+    fused._kernels = lambda pool: None
+    for layer in fused.layers:
+        layer.ours = isinstance(layer, DeltaLayer) < layer.ours
+    close = 1e-4 if dtype == torch.float32 else 0.05
+    slots = [each.open(TEXT.tolist(), room=40) for each in (target, twin)]
+    drafts = [Draft.chain([5, 6, 7]), Draft(torch.tensor([9, 8, 7, 6]), (-1, -1, 1, 0)), Draft.empty()]
+
+    def agree() -> None:
+        mine, other = (slot.state for slot in slots)
+        assert mine is not None and other is not None
+        assert (mine.taken, mine.owed, mine.flight) == (other.taken, other.owed, other.flight)
+        kept = mine.of.reach + len(mine.owed)
+        for a, b in ((mine.memory, other.memory), (mine.history[:, :kept], other.history[:, :kept])):
+            assert float((a.float() - b.float()).abs().max()) <= close * max(1.0, float(b.float().abs().max()))
+
+    for start, end in ((0, 2), (2, 45), (45, 60)):
+        rows = [each.extend([slot], [TEXT[start:end]]).logits for each, slot in zip((target, twin), slots, strict=True)]
+        assert float((rows[0] - rows[1]).abs().max()) <= close * float(rows[1].abs().max())
+        agree()
+    for draft, kept in zip(drafts, [(0,), (1, 2), ()], strict=True):
+        rows = [each.score([slot], TEXT[:1], [draft]).logits for each, slot in zip((target, twin), slots, strict=True)]
+        assert float((rows[0] - rows[1]).abs().max()) <= close * float(rows[1].abs().max())
+        for each, slot in zip((target, twin), slots, strict=True):
+            each.rewind(slot, kept)
+        agree()
+
+
+@NEED
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", CASES)
+def test_the_kernel_leaves_what_its_plain_twin_leaves(family: str, dtype: torch.dtype) -> None:
+    beside_its_plain_twin(family, dtype)
+
+
+def test_the_same_in_forms_of_other_processors(other_kernels: None) -> None:
+    beside_its_plain_twin("qwen3_next", torch.bfloat16)
+    plays(target_of("qwen3_next", torch.bfloat16), 3)
+
+
+def plays(target: PagedTarget, seed: int, steps: int = 60) -> None:
+    """Steps at random over one text, some of them beside another: every row of it has the bits of decoding row by row."""
+    random, ids = torch.Generator().manual_seed(seed), TEXT.tolist()
+
+    def below(n: int) -> int:
+        return int(torch.randint(n, (1,), generator=random))
+
+    alone = target.open(ids)
+    want = [target.extend([alone], [TEXT[:1]]).logits[0]]
+    for at in range(1, len(ids)):
+        want.append(target.score([alone], TEXT[at : at + 1], [Draft.empty()]).logits[0])
+        target.rewind(alone, ())
+    target.close(alone)
+    slot, other = target.open(ids), target.open(ids[:9], room=2000)
+
+    def check(logits: Tensor, *at: int) -> None:
+        assert torch.equal(logits, torch.stack([want[position] for position in at])), (seed, at)
+
+    for _ in range(steps):
+        at = slot.length
+        what = below(7)
+        if what == 0 or at == 0:
+            count = 1 + below(min(40, len(ids) - at)) if at < len(ids) else 0
+            if count:
+                check(target.extend([slot], [TEXT[at : at + count]]).logits, at + count - 1)
+        elif what == 1:
+            target.truncate(slot, max(0, at - below(HELD if below(4) else at + 1)))
+        elif at < len(ids):
+            room = len(ids) - at - 1
+            right = below(min(6, room) + 1)
+            guess = [*ids[at + 1 : at + 1 + right], *([(ids[at + 1 + right] + 1) % 199] if right < room and below(2) else [])]
+            draft = Draft.chain(guess)
+            if what > 4 and right:  # a tree: what is wrong before what is right
+                draft = Draft(torch.tensor([(ids[at + 1] + 1) % 199, *ids[at + 1 : at + 1 + right]]), (-1, -1, *range(1, right)))
+            tree = not draft.is_chain
+            slots, drafts, roots = [slot], [draft], [ids[at]]
+            if what == 3:
+                slots, drafts, roots = [other, slot], [Draft.chain([5, 6, 7]), draft], [3, ids[at]]
+            logits = target.score(slots, torch.tensor(roots), drafts).logits[4 if what == 3 else 0 :]
+            rows = [0, *range(2, 2 + right)] if tree else list(range(1 + right))
+            check(logits[rows], *range(at, at + 1 + right))
+            kept = below(right + 1)
+            target.rewind(slot, tuple(node + tree for node in range(kept)))
+            if what == 3:
+                target.rewind(other, (0,))
+    target.close(slot)
+    target.close(other)
+    target.check()
+
+
+@NEED
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("family", CASES)
+def test_no_bit_depends_on_what_was_guessed(family: str, seed: int) -> None:
+    plays(target_of(family, (torch.bfloat16, torch.float32)[seed % 2], **({"quantization": "int8"} if seed == 2 else {})), seed)
+
+
+@NEED
+def test_a_team_of_any_size_writes_the_bits_of_one() -> None:
+    before, found = torch.get_num_threads(), []
+    try:
+        for threads in (1, 2, 3, 5):
+            torch.set_num_threads(threads)
+            found.append([logits for _, logits in play(target_of("qwen3_5_moe_text", torch.bfloat16))])
+    finally:
+        torch.set_num_threads(before)
+    for other in found[1:]:
+        assert all(map(torch.equal, found[0], other))
+
+
+def test_what_is_cut_far_back_is_read_again_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And from then on the states stay as far behind as the cut went."""
+    target = target_of("qwen3_5_text")
+    slot = target.open(TEXT.tolist())
+    target.extend([slot], [TEXT[:80]])
+    rows: list[int] = []
+    run: Callable[..., Tensor] = target._pass
+    monkeypatch.setattr(target, "_pass", lambda p, keep: rows.append(len(p.position_list)) or run(p, keep))
+    want = target.extend([slot], [TEXT[80:81]]).logits
+    for _ in range(3):
+        target.truncate(slot, 80 - 2 * HELD)
+        target.extend([slot], [TEXT[80 - 2 * HELD : 80]])
+        assert torch.equal(target.extend([slot], [TEXT[80:81]]).logits, want)
+    assert rows == [1, 80 - 2 * HELD, 2 * HELD, 1, *[2 * HELD, 1] * 2]
+
+
+def test_a_failing_pass_leaves_the_texts_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
+    target = target_of("qwen3_next")
+    slots = [target.open(TEXT.tolist()) for _ in range(2)]
+    target.extend(slots, [TEXT[:30], TEXT[10:60]])
+    want = target.score(slots, TEXT[30:31].repeat(2), [Draft.chain([4, 5])] * 2).logits
+    for slot, length in zip(slots, (30, 50), strict=True):
+        target.rewind(slot, ())
+        target.truncate(slot, length)
+    fused: Any = target.fused
+    run = type(fused).__call__
+
+    def failing(self: Any, *about: Any) -> Tensor:
+        run(self, *about)
+        raise RuntimeError("out of memory")
+
+    for broken in (failing, None):
+        if broken:
+            monkeypatch.setattr(type(fused), "__call__", broken)
+            for _ in range(2):  # the second fails as the text is read again
+                with pytest.raises(RuntimeError, match="memory"):
+                    target.score(slots, TEXT[30:31].repeat(2), [Draft.chain([7, 8])] * 2)
+                assert [slot.tokens for slot in slots] == [TEXT[:30].tolist(), TEXT[10:60].tolist()]
+            monkeypatch.undo()
+    assert torch.equal(target.score(slots, TEXT[30:31].repeat(2), [Draft.chain([4, 5])] * 2).logits, want)
+
+
+def test_a_pass_that_was_not_begun_leaves_the_states(monkeypatch: pytest.MonkeyPatch) -> None:
+    from draftproof.errors import CacheFull
+
+    target = target_of("qwen3_5_text", cache_tokens=96)
+    slot = target.open([], room=60)
+    target.extend([slot], [TEXT[:60]])
+    assert slot.state is not None
+    before = slot.state.length
+    with pytest.raises(CacheFull):
+        target.score([slot], TEXT[:1], [Draft.chain(TEXT[:50])])
+    assert slot.length == before == slot.state.length
+
+
+@pytest.mark.parametrize("family", CASES)
+def test_texts_are_those_of_transformers_generate(family: str, tmp_path: Path) -> None:
+    model = model_of(family)
+    model.generation_config.eos_token_id = None
+    model.save_pretrained(tmp_path)
+    config = LoadConfig(page_tokens=64, threads=torch.get_num_threads())
+    target = load_target(tmp_path, config)
+    assert isinstance(target, PagedTarget) and target.facts.invisible, target.facts.invisible_reason
+    texts = [text(40, 1), text(7, 2)]
+    want = references(model, texts)
+    assert engine_ids(target, texts, "none") == (want, 0, 0)
+    found, drafted, accepted = engine_ids(target, texts, Oracle(ahead(texts, want), wrong_at=lambda position: position % 3 == 0))
+    assert found == want and 0 < accepted < drafted
+    found, drafted, accepted = engine_ids(target, texts, AlwaysWrong(target.vocab_size, ahead(texts, want)))
+    assert found == want and drafted > 0 and accepted == 0
+    draft = load_target(tmp_path, config)  # a draft model with states: its own guesses are cut again and again
+    found, drafted, accepted = engine_ids(target, texts, ModelDrafter(draft))
+    assert found == want and accepted == drafted > 0 and not draft.slots
+
+
+def test_trees_and_noise_change_nothing(tmp_path: Path) -> None:
+    target, draft = target_of("qwen3_next"), target_of("qwen3_5_text")
+    prompts, options = [text(40, 1).tolist(), text(9, 2).tolist()], [Sampling(temperature=0.8, max_tokens=40, seed=s) for s in (1, 2)]
+    found = []
+    for drafter, more in (("none", {}), ("ngram", {"depth": 3}), (ModelDrafter(draft), {"depth": 3, "tree": 7}), ("suffix", {"depth": 4})):
+        with Engine(target=target, drafter=drafter, **more) as engine:
+            found.append([list(out.token_ids) for out in engine.generate_batch(prompts, options)])
+    assert found[1:] == found[:1] * 3 and len(set(found[0][0])) > 10
+
+
+def test_what_a_text_takes_is_told(tmp_path: Path) -> None:
+    target = target_of("qwen3_5_text")
+    assert target.facts.cache_bytes_per_token == 1 * 2 * 2 * 16 * 4  # one layer of attention: keys and values of two heads of 16 floats
+    assert target.states is not None
+    row = 2 * 2 * 32 + 4 * (64 + 2)
+    assert target.states.bytes == 2 * 4 * 32 * 64 * 4 + 2 * (3 + 2 * HELD) * row * 4
+    assert target.facts.reasons["recurrent state"].startswith(f"{target.states.bytes:,} bytes a sequence")
+
+
+def test_states_that_kernels_do_not_take_stay_in_the_models_own_cache() -> None:
+    for more, fused in (({"linear_value_head_dim": 16}, True), ({}, False)):
+        model = build("qwen3_5_text", {**SIZES, **more})
+        if fused:
+            assert as_target(model, LoadConfig(self_test=False)).facts.tier == 3
+        else:
+            assert as_target(model, LoadConfig(self_test=False, packed=False)).facts.tier == 3
+
+
+def test_layers_that_skip_are_refused_with_the_reason() -> None:
+    with pytest.raises(OptionError, match="recurrent states"):
+        Engine(target=target_of("qwen3_5_text"), drafter="layer-skip:exit=1")
