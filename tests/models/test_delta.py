@@ -215,6 +215,51 @@ def test_a_team_of_any_size_writes_the_bits_of_one() -> None:
         assert all(map(torch.equal, found[0], other))
 
 
+def test_a_text_goes_on_where_another_that_begins_alike_was_kept() -> None:
+    target = target_of("qwen3_5_text", torch.bfloat16)
+    ids = TEXT.tolist()
+
+    def logits(tokens: Tensor, cached: int, tenant: str = "") -> Tensor:
+        slot = target.open(tokens.tolist(), tenant)
+        assert slot.length == cached, (slot.length, cached)
+        first = target.extend([slot], [tokens[cached:70]]).logits if cached < 70 else None
+        rows = [] if first is None else [first]
+        for at in range(slot.length, len(tokens)):
+            rows.append(target.score([slot], tokens[at : at + 1], [Draft.chain([3, 4])]).logits[:1])
+            target.rewind(slot, ())
+        target.close(slot)
+        target.check()
+        return torch.cat(rows)
+
+    want = logits(TEXT, 0)  # it left 64 tokens behind as it was read, and 80 as it went on
+    assert torch.equal(logits(TEXT, 80), want[-10:])
+    assert torch.equal(logits(TEXT, 0, "another tenant"), want)
+    assert torch.equal(logits(TEXT[:80], 64), want[:11]), "never all of it"
+    other = torch.tensor([*ids[:70], *ids[:20]])
+    assert torch.equal(logits(other, 64)[:1], want[:1])
+    slot = target.open(ids)  # what is cut below what others may read is read again, elsewhere
+    assert slot.length == slot.shared * 16 == 80
+    target.truncate(slot, 20)
+    assert torch.equal(target.extend([slot], [TEXT[20:70]]).logits, want[:1])
+    target.close(slot)
+    assert torch.equal(logits(TEXT, 80), want[-10:])
+    target.pool.most_marks = 1
+    logits(torch.flip(TEXT, [0]), 0)
+    assert len(target.pool.marks) == 1
+    assert torch.equal(logits(TEXT, 0), want), "pages without a state are of no use"
+
+
+def test_marks_go_with_their_pages() -> None:
+    target = target_of("qwen3_5_text", cache_tokens=96)
+    for text_of in (TEXT, torch.flip(TEXT, [0])):
+        slot = target.open(text_of[:80].tolist())
+        target.extend([slot], [text_of[:80]])
+        target.close(slot)
+        target.check()
+        assert set(target.pool.marks) <= set(target.pool.prefix_of)
+    assert len(target.pool.marks) == 1
+
+
 def test_what_is_cut_far_back_is_read_again_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """And from then on the states stay as far behind as the cut went."""
     target = target_of("qwen3_5_text")
@@ -228,7 +273,7 @@ def test_what_is_cut_far_back_is_read_again_once(monkeypatch: pytest.MonkeyPatch
         target.truncate(slot, 80 - 2 * HELD)
         target.extend([slot], [TEXT[80 - 2 * HELD : 80]])
         assert torch.equal(target.extend([slot], [TEXT[80:81]]).logits, want)
-    assert rows == [1, 80 - 2 * HELD, 2 * HELD, 1, *[2 * HELD, 1] * 2]
+    assert rows == [1, 80 - 2 * HELD, 2 * HELD, 1, *[2 * HELD, 1] * 2], rows
 
 
 def test_a_failing_pass_leaves_the_texts_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,7 @@ from torch import Tensor
 from .. import gpu, native
 from ..core.upload import sent
 from ..errors import CacheFull
-from .states import State
+from .states import Mark, State, States
 
 Prefix = tuple[str, int, tuple[int, ...]]  # tenant, page before it (−1: none), the page's tokens
 
@@ -79,9 +79,13 @@ class PagedSlot:
 class PagePool:
     """Page ids, their reference counts and the storage of every layer. Page 0 is never handed out."""
 
-    def __init__(self, page_tokens: int, capacity_tokens: int, device: torch.device, shared: bool = True) -> None:
-        """shared: whether a text may begin with pages of another."""
-        self.page_tokens, self.device, self.shared = page_tokens, device, shared
+    def __init__(self, page_tokens: int, capacity_tokens: int, device: torch.device, states: States | None = None,
+                 token_bytes: int = 0) -> None:
+        """states: of a model that has such: a text begins with pages of another only where a mark is kept, of which there may be as many
+        bytes as of keys and values, of which a token has so many."""
+        self.page_tokens, self.device, self.states, self.most_marks = page_tokens, device, states, 0
+        if states is not None:
+            states.page, self.most_marks = page_tokens, max(1, capacity_tokens * token_bytes // states.new().memory.nbytes)
         self.capacity = max(2, -(-capacity_tokens // page_tokens)) + 1
         self.allocated = min(8, self.capacity)  # pages that the storage has room for; it grows by doubling
         self.free = list(range(1, self.allocated))  # a heap: the lowest first, so that a text's pages are mostly consecutive
@@ -93,6 +97,7 @@ class PagePool:
         self._addresses: Tensor
         self.index: dict[Prefix, int] = {}  # published full pages
         self.prefix_of: dict[int, Prefix] = {}
+        self.marks: OrderedDict[int, Mark] = OrderedDict()  # by published page, the last one used last
         self.behind: dict[int, set[int]] = {}  # published page → those that were published right behind it
         self.idle: OrderedDict[int, None] = OrderedDict()  # published, referenced by nobody; oldest first
 
@@ -190,7 +195,7 @@ class PagePool:
 
     def publish(self, slot: PagedSlot) -> None:
         """Offer the slot's full pages to later prompts of the same tenant."""
-        for number in range(slot.shared, slot.length // self.page_tokens if self.shared else 0):
+        for number in range(slot.shared, slot.length // self.page_tokens):
             before = slot.pages[number - 1] if number else -1
             prefix = (slot.tenant, before, tuple(slot.tokens[number * self.page_tokens : (number + 1) * self.page_tokens]))
             known = self.index.get(prefix)
@@ -203,13 +208,20 @@ class PagePool:
                 self.release(page)
                 slot.pages[number] = known
             slot.shared = number + 1
+        if slot.state is not None:
+            for length, mark in slot.state.marks.items():
+                self.marks[slot.pages[length // self.page_tokens - 1]] = mark
+            slot.state.marks.clear()
+            while len(self.marks) > self.most_marks:
+                self.marks.popitem(last=False)
 
     def reference(self, page: int) -> None:
         self.references[page] += 1
         self.idle.pop(page, None)
 
     def find(self, tokens: Sequence[int], tenant: str) -> list[int]:
-        """Published pages that hold the longest prefix of `tokens` (never all of it), each referenced once for the caller."""
+        """Published pages that hold the longest prefix of `tokens` (never all of it), each referenced once for the caller; of texts with
+        recurrent states the longest with a mark."""
         pages: list[int] = []
         while (len(pages) + 1) * self.page_tokens < len(tokens):
             start = len(pages) * self.page_tokens
@@ -218,7 +230,16 @@ class PagePool:
                 break
             self.reference(page)
             pages.append(page)
+        while self.states is not None and pages and pages[-1] not in self.marks:
+            self.release(pages.pop())
         return pages
+
+    def state(self, pages: Sequence[int]) -> State | None:
+        """Of a text that begins with these pages, as `find` gave them."""
+        if self.states is None or not pages:
+            return self.states and self.states.new()
+        self.marks.move_to_end(pages[-1])
+        return self.states.behind(self.marks[pages[-1]])
 
     def _unpublish(self, page: int) -> None:
         """Forget a page's content, and that of every page published behind it: their keys name its id."""
@@ -226,6 +247,7 @@ class PagePool:
         void = [page]  # a list, for a long text has more pages behind each other than calls may be nested
         for page in void:
             del self.index[self.prefix_of.pop(page)]
+            self.marks.pop(page, None)
             for other in self.behind.pop(page, ()):
                 if other in self.idle:
                     del self.idle[other]

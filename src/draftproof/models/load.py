@@ -208,7 +208,9 @@ def _target(model: Any, tier: int, config: LoadConfig, slim: FusedPass | None, s
     if tier == 1:
         paged = PagedTarget(model, page_tokens=config.page_tokens, fused=slim, **shared)
         if paged.states:
-            paged.facts.reasons["recurrent state"] = f"{paged.states.bytes:,} bytes a sequence; what guesses add to it is kept apart"
+            paged.facts.reasons["recurrent state"] = (
+                f"{paged.states.bytes:,} bytes a sequence; what guesses add to it is kept apart; at the ends of pages up to "
+                f"{paged.pool.most_marks} are kept for texts that begin alike")
         return paged
     if tier == 2:
         cropped = CroppedTarget(model, **shared)

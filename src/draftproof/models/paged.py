@@ -71,7 +71,7 @@ class PagedTarget:
         self.device = next(model.parameters()).device
         self.query_tile = TILE if whole_tiles and not compiled(self.device, next(model.parameters()).dtype) else 1
         self.states = None if fused is None else fused.states
-        self.pool = PagePool(page_tokens, cache_tokens, self.device, shared=self.states is None)  # a state has no pages to begin with
+        self.pool = PagePool(page_tokens, cache_tokens, self.device, self.states, facts.cache_bytes_per_token)
         self.slots: list[PagedSlot] = []
         self.fused = fused
         self.joint = fused is not None and fused.compiled()  # the kernels read what paths have in common in the first one's pages
@@ -86,8 +86,8 @@ class PagedTarget:
         pages = self.pool.find(tokens, tenant)
         slot = PagedSlot(tenant, list(tokens[: len(pages) * self.pool.page_tokens]), pages, shared=len(pages))
         try:
+            slot.state = self.pool.state(pages)
             self._reach(slot, len(tokens) + room)
-            slot.state = None if self.states is None else self.states.new()
         except BaseException:
             for page in slot.pages:
                 self.pool.release(page)
@@ -103,6 +103,7 @@ class PagedTarget:
             self.pool.release(page)
         slot.pages[: len(pages)], slot.shared = pages, len(pages)
         slot.held = list(tokens[: len(pages) * self.pool.page_tokens])
+        slot.state = self.pool.state(pages)
 
     def fits(self, tokens: int) -> bool:
         return -(-tokens // self.pool.page_tokens) <= self.pool.available()
@@ -132,7 +133,8 @@ class PagedTarget:
             return
         self._drop_tails(slot)
         slot.nodes = None
-        self.pool.publish(slot)
+        if slot.state is None or slot.state.length == slot.length:
+            self.pool.publish(slot)
         for page in slot.pages:
             self.pool.release(page)
         slot.pages, slot.closed, slot.state = [], True, None

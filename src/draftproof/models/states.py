@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,23 +21,34 @@ from torch import Tensor
 from ..native import Walk
 
 HELD = 16       # rows
+MOST_OWED = 64  # that memory leaves for the end of a page; and who appends as many will not cut them
 AGAIN = 512     # tokens of a pass that reads a text again
 
 
 @dataclass(slots=True)
 class States:
     """Those of a model. memory, row: shapes of a text's memory [layers, value_heads, stripes, key_dim, STRIPE] and of a layer's row in the
-    history; reach: how many rows before it a convolution reads."""
+    history; reach: how many rows before it a convolution reads. page: how many tokens one has: memory stops at the end of each, so that other
+    texts may go on from there."""
 
     memory: tuple[int, ...]
     layers: int
     row: int
     reach: int
     dtype: torch.dtype
+    page: int = 1 << 62
     held: int = HELD
 
     def new(self) -> State:
         return State(self, torch.zeros(self.memory), torch.zeros(self.layers, self.reach + 2 * self.held, self.row, dtype=self.dtype))
+
+    def behind(self, mark: Mark) -> State:
+        """One that goes on from there."""
+        state = self.new()
+        state.memory.copy_(mark.memory)
+        state.history[:, : self.reach] = mark.reach
+        state.taken = mark.taken
+        return state
 
     @property
     def bytes(self) -> int:
@@ -46,10 +57,18 @@ class States:
         return state.memory.nbytes + state.history.nbytes
 
 
+class Mark(NamedTuple):
+    """A state at the end of a page: memory, and the rows that reach into what comes behind it [layers, reach, …]."""
+
+    taken: int
+    memory: Tensor
+    reach: Tensor
+
+
 @dataclass(slots=True)
 class State:
     """One text's. taken: tokens that memory has taken in; owed: places of those behind, beyond the reach; flight: the place of the root of
-    the last pass."""
+    the last pass; marks: what it was at the end of pages, by how many tokens it had taken: the last one that was met."""
 
     of: States
     memory: Tensor
@@ -57,6 +76,7 @@ class State:
     taken: int = 0
     owed: list[int] = field(default_factory=list)
     flight: int = 0
+    marks: dict[int, Mark] = field(default_factory=dict)
 
     @property
     def length(self) -> int:
@@ -66,9 +86,7 @@ class State:
     def walk(self, lines: Sequence[Sequence[int]], certain: int) -> Walk:
         """Through rows of a pass. certain: how many of the first line's the caller appends; 0: it guesses, and what is owed stands."""
         first, rows = lines[0][0], max(map(max, lines)) - lines[0][0] + 1
-        taken, all_of_it = len(self.owed), len(self.owed) + certain
-        if certain:
-            taken = all_of_it - self.of.held if all_of_it > 2 * self.of.held else 0
+        taken = self._takes(certain)
         needed = self.of.reach + len(self.owed) + rows - taken
         if needed > self.history.shape[1]:
             wider = self.history.new_zeros(self.of.layers, needed, self.of.row)
@@ -76,11 +94,20 @@ class State:
             self.history = wider
         return Walk(self.memory, self.history, list(self.owed), taken, lines, first, rows)
 
+    def _takes(self, certain: int) -> int:
+        """How many of those owed and of the rows that are certain memory takes in. At the end of a page it stops, unless much would be owed."""
+        whole, held = len(self.owed) + certain, self.of.held if certain else 0
+        taken = whole - held if whole > 2 * held else 0
+        end = (self.taken + whole) // self.of.page * self.of.page - self.taken
+        return end if end > 0 and whole - end <= MOST_OWED and (end <= taken or certain >= MOST_OWED) else taken
+
     def passed(self, walk: Walk) -> None:
         """The pass was run; its rows lie behind those that are owed still."""
         self.taken += walk.taken
         left = len(self.owed) - walk.taken
         self.owed, self.flight = list(range(max(left, 0))), left
+        if walk.taken and self.taken % self.of.page == 0:
+            self.marks = {self.taken: Mark(self.taken, self.memory.clone(), self.history[:, : self.of.reach].clone())}
 
     def keep(self, rows: Sequence[int]) -> None:
         """These rows of the last pass, counted from the text's first one, are the text's."""
@@ -92,6 +119,7 @@ class State:
             self.of.held = max(self.of.held, 2 * (self.length - length))
             self.forget()
         del self.owed[length - self.taken :]
+        self.marks = {end: mark for end, mark in self.marks.items() if end <= length}
 
     def forget(self) -> None:
         """All of it: the text is read again."""
@@ -116,10 +144,11 @@ def read_again(target: Any, slots: Sequence[Any]) -> None:
     for slot in slots:
         if slot.state is None or slot.state.length == slot.length:
             continue
-        text, at = slot.tokens[:], slot.state.length
-        slot.cut(at)
+        text = slot.tokens[:]
         try:
-            for start in range(at, len(text), AGAIN):
+            target.truncate(slot, 0)
+            target.adopt(slot, text)
+            for start in range(slot.length, len(text), AGAIN):
                 target.extend([slot], [torch.tensor(text[start : start + AGAIN])])
         except BaseException:
             slot.held[:] = text
