@@ -364,7 +364,7 @@ void through(const member *me, const run *p, const layer *l, long number)
     }
     join(me);
     multiplied(me, &l->qkv, p->read, p->room, p->written, p->rows, p->halves, 0);
-    if (l->delta) recall(me, p, l);
+    if (l->recurrence) recall(me, p, l);
     else if (l->latent) look_back_through(me, p, l);
     else look_back(me, p, l, number);
     if (few) come_forward(me, p, l);
@@ -398,7 +398,7 @@ char *equip(run *p, const layer *layers, long count)
         for (int i = 0; i < (l->experts ? 3 : 4); i++)
             room = most(room, room_for(products[i], p->rows, p->halves && (wide == 1 || products[i] != behind), p->threads));
         if (l->latent) latent_needs(p, l, &read, &written, &inner, &room);
-        if (l->delta) room = most(room, room_for_delta(l->delta, p->threads));
+        if (l->recurrence) recurrence_needs(p, l, &inner, &room);
         experts = l->experts ? l->experts : experts;
         aside = l->parallel ? l->o.out : aside;
     }

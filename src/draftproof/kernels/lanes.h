@@ -244,7 +244,7 @@ static inline void widen(const void *from, long first, long n, int halves, float
     for (; i < wide; i++) to[i] = 0;
 }
 
-/* A text's recurrent states, and what they lack of it (delta.c): memory [layers, …]; of the rows that a layer's first product made, history
+/* A text's recurrent states, and what they lack of it (recurrence.c): memory [layers, …]; of the rows that a layer's first product made, history
  * [layers, places, …] holds those that reach into the convolution of the next one the states lack, and behind them, at places [owed], the
  * text's own that they lack. The first `taken` of these and the pass's rows they take in for good; all others they go through on the way.
  * Each line is a way through `rows` rows of the pass, from the `first` on, of which `line_row` holds those of each. */
@@ -450,15 +450,20 @@ typedef struct {
     long value_dim;
 } latent;
 
-/* What a layer of linear attention by the gated delta rule has between its first product and the last (delta.c). The first product makes
- * queries and keys [key_heads, key_dim], values [value_heads, value_dim], and of each of value_heads how much is written, and how much
- * kept; then gates [value_heads, value_dim]. taps [reach + 1, channels]: of a convolution over the first three and the rows before; decay,
- * shift [value_heads]; of_sight: the norm of what a row sees of a head. number: which of such layers it is. */
+/* What a layer with a recurrent state has between its first product and the last (recurrence.c), by one of two rules: the gated DELTA rule,
+ * or a state SPACE. The first product makes queries and keys [key_heads, key_dim], values [value_heads, value_dim], and of each of value_heads
+ * how much is written, and how much kept, which in a SPACE are one number; then gates [value_heads, value_dim]. taps [reach + 1, channels]:
+ * of a convolution over the first three and the rows before; bias [channels], or null; decay, shift [value_heads]; skip [value_heads], of a
+ * SPACE: what a value adds to what is seen. of_sight: the norm of what a row sees, of a head, in a SPACE of `groups` parts of all heads, behind
+ * the gates. floor, top: of how much a SPACE writes. number: which of such layers it is. */
+enum { DELTA, SPACE };
 typedef struct {
-    const float *taps, *decay, *shift;
+    const float *taps, *bias, *decay, *shift, *skip;
     scale of_sight;
-    long key_heads, value_heads, key_dim, value_dim, reach, number;
-} delta;
+    long key_heads, value_heads, key_dim, value_dim, reach, number, groups;
+    float floor, top;
+    int rule;
+} recurrence;
 
 /* A layer of Llama's block: norms before attention and before the MLP, of what either adds to the stream, and of heads, [heads + kv_heads,
  * dim], each by itself or, as_one, all queries and all keys. of_stream: the layer reads norm(beside; before) and norm(x; of_stream),
@@ -478,7 +483,7 @@ typedef struct {
     float cap; /* of scores, or 0 */
     int turned_first, parallel; /* heads are normed behind the turn; the MLP reads what the stream was before attention */
     int gated; /* behind values `qkv` makes a gate for each number that attention gives, which is taken times its sigmoid */
-    const delta *delta; /* in place of attention, or null */
+    const recurrence *recurrence; /* in place of attention, or null */
 } layer;
 
 /* A pass of the rows of `courses` courses, one after the other, and its memory, for all rows and every layer: what a product reads, what it
@@ -535,7 +540,7 @@ void norm_of_row(const char *from, const scale *by, char *to, long inner, long n
 void turn_row(const char *from, const void *cos, const void *sin, char *to, long heads, long dim, long turned, int sharp, int halves);
 void latent_needs(const run *p, const layer *l, long *read, long *written, long *inner, long *room);
 void look_back_through(const member *me, const run *p, const layer *l);
-long room_for_delta(const delta *d, int threads);
+void recurrence_needs(const run *p, const layer *l, long *inner, long *room);
 void recall(const member *me, const run *p, const layer *l);
 void enlarge(const char *x, float factor, char *y, long n, int halves);
 char *equip(run *p, const layer *layers, long count);

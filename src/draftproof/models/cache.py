@@ -236,8 +236,10 @@ class PagePool:
 
     def state(self, pages: Sequence[int]) -> State | None:
         """Of a text that begins with these pages, as `find` gave them."""
-        if self.states is None or not pages:
-            return self.states and self.states.new()
+        if self.states is None:
+            return None
+        if not pages:
+            return self.states.new()
         self.marks.move_to_end(pages[-1])
         return self.states.behind(self.marks[pages[-1]])
 

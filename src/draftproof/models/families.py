@@ -3,7 +3,7 @@
     x ← x + share · norm(o(attention(turn(norm(qkv(norm(x)))))))        x ← x + share · norm(mlp(norm(x)))
 
 Any of the norms may be missing, the MLP may have no gate, latents may stand before queries, keys and values (latent.py), and in place of
-attention linear attention with a state (delta.py). Everything
+attention a recurrent state (state_layers.py). Everything
 that a module tells itself is read from it: sizes, windows, sinks, soft caps, whether norms are centred, whether heads are normed one by one
 or as one, how much of a head is turned, the share of what a block adds. Here stands the rest.
 """
@@ -27,13 +27,15 @@ from .shares import bare
 
 ACTS = {**dict.fromkeys(SILU, native.SILU), type(ACT2FN["gelu_pytorch_tanh"]): native.GELU_BY_TANH,    # those of kernels of ours
         NewGELUActivation: native.GELU_BY_TANH, GELUActivation: native.GELU, ReLUSquaredActivation: native.RELU_SQUARED}
-OUT, UP, DOWN = ("o_proj", "dense", "out_proj"), ("up_proj", "c_fc", "fc1"), ("down_proj", "c_proj", "fc2")     # what families call them
-GATES = ("gate_proj", "gate_up_proj", "experts")      # and where an MLP has gates
+OUT, UP = ("o_proj", "dense", "out_proj"), ("up_proj", "c_fc", "fc1")      # what families call these products,
+DOWN = ("down_proj", "c_proj", "fc2", "output_linear")
+GATES = ("gate_proj", "gate_up_proj", "input_linear", "experts")      # and where an MLP has gates
 LAST_NORM = ("norm", "final_layernorm")
 OLMO_EPS = 1e-5     # which its norms do not tell
 MOVING_ROPE = {"dynamic", "longrope"}  # their angles depend on the longest row of the pass, so there is no table of them
 LINEARS = ("q_proj", "k_proj", "v_proj", "qkv_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")
-DELTA_LINEARS = ("in_proj_qkv", "in_proj_b", "in_proj_a", "in_proj_z", "in_proj_qkvz", "in_proj_ba")
+STATES = ("linear_attn", "mamba")   # parts of layers that have a recurrent state,
+STATE_LINEARS = ("in_proj", "in_proj_qkv", "in_proj_b", "in_proj_a", "in_proj_z", "in_proj_qkvz", "in_proj_ba")    # and their products
 LATENT_NORMS = ("q_a_layernorm", "kv_a_layernorm")
 ON_ANY_DEVICE = {"llama", "mistral", "ministral", "qwen2", "qwen3"}     # others have kernels of ours on a CPU alone
 
@@ -113,6 +115,11 @@ class Family(NamedTuple):
         found: int | None = getattr(attention.config if self.window_of_config else attention, "sliding_window", None)
         return found
 
+    def mlp_of(self, layer: Any) -> Any:
+        """A layer's, or its experts beside one that all rows go through (Granite 4's)."""
+        experts = getattr(layer, "block_sparse_moe", None)
+        return getattr(layer, self.mlp) if experts is None else experts
+
     def norms_of(self, layer: Any) -> list[Any]:
         """A layer's, in the order of `Norms`; None: there is none."""
         found = [name and getattr(layer, name, None) for name in self.norms]
@@ -130,6 +137,7 @@ FAMILIES = {
     "mixtral": Family("Mixtral", window_of_config=True, routing=lambda block: Routing()),
     "qwen3_moe": Family("Qwen3Moe"),
     "arcee": Family("Arcee"),
+    "bamba": Family("Bamba", Norms(after="pre_ff_layernorm"), mlp="feed_forward"),
     "cohere": Family("Cohere", adjoining=True, paired=True, parallel=True),
     "cohere2": Family("Cohere2", adjoining=True, paired=True, parallel=True, turns=_where_it_slides),
     "cwm": Family("Cwm"),
@@ -151,6 +159,7 @@ FAMILIES = {
     "gpt_oss": Family("GptOss", late=True, routing=lambda block: Routing(kept=True)),
     "granite": Family("Granite"),
     "granitemoe": Family("GraniteMoe", mlp="block_sparse_moe", routing=lambda block: Routing(kept=True)),
+    "granitemoehybrid": Family("GraniteMoeHybrid", mlp="shared_mlp", routing=lambda block: Routing(kept=True)),
     "helium": Family("Helium", late=True, adjoining=True),
     "hy_v3": Family("HYV3", routing=lambda block: Routing(by_sigmoid=True, wide=True, factor=block.gate.router_scaling_factor)),
     "hunyuan_v1_dense": Family("HunYuanDenseV1", head_norms=("query_layernorm", "key_layernorm"), turned_first=True),
@@ -192,14 +201,14 @@ class Rope(NamedTuple):
         return torch.stack([cos, signed(sin)], 1)
 
 
-def has_delta(layer: Any) -> bool:
-    """Whether it looks back by the gated delta rule (arXiv 2412.06464), not by attention."""
-    return hasattr(layer, "linear_attn")
+def has_state(layer: Any) -> bool:
+    """Whether it looks back through a recurrent state, not by attention."""
+    return part_of(layer, STATES) is not None
 
 
 def looking_back(layer: Any) -> Any:
     """The part of a layer that does."""
-    return layer.linear_attn if has_delta(layer) else layer.self_attn
+    return layer.self_attn if (found := part_of(layer, STATES)) is None else found
 
 
 def has_latent(attention: Any) -> bool:
@@ -221,6 +230,8 @@ def cos_and_sin(found: Any) -> tuple[Tensor, Tensor]:
 def rope_of(body: Any, layer: int, paired: bool = False) -> Rope:
     """Of a layer of a model."""
     rotary = body.rotary_emb
+    if rotary is None:
+        return Rope(0)
     if not isinstance(rotary.rope_type, dict):
         return Rope(2 * len(rotary.inv_freq), moves=rotary.rope_type in MOVING_ROPE, paired=paired)
     kinds, kind = rotary.rope_type, body.config.layer_types[layer]
@@ -285,18 +296,18 @@ def _strange(model: Any, family: Family, name: str) -> Iterator[str]:
         return type(norm) is nn.LayerNorm or exact(norm, "RMSNorm", "LayerNorm")
 
     if not (exact(model, "ForCausalLM") and exact(body, "Model", "TextModel") and known(part_of(body, LAST_NORM))
-            and exact(body.rotary_emb, "RotaryEmbedding", "TextRotaryEmbedding")):
+            and (body.rotary_emb is None or exact(body.rotary_emb, "RotaryEmbedding", "TextRotaryEmbedding"))):
         yield others
         return
     for number, layer in enumerate(body.layers):
-        attention, mlp = looking_back(layer), getattr(layer, family.mlp)
-        if not exact(layer, "DecoderLayer") or not exact(attention, "Attention", "GatedDeltaNet"):
+        attention, mlp = looking_back(layer), family.mlp_of(layer)
+        if not exact(layer, "DecoderLayer") or not exact(attention, "Attention", "GatedDeltaNet", "Mixer", "MambaLayer"):
             yield others
             return
         norms = [norm for norm, name in zip(family.norms_of(layer), family.norms, strict=True) if name]
         norms += _there(attention, *family.head_norms, *LATENT_NORMS)
-        linears = [*_there(attention, *LINEARS, *DELTA_LINEARS), bare(part_of(attention, OUT))]
-        moved = linears[:-1] if has_latent(attention) or family.gated else linears[:2] if family.adjoining else []
+        linears = [*_there(attention, *LINEARS, *STATE_LINEARS), bare(part_of(attention, OUT))]
+        moved = linears[:-1] if has_latent(attention) or has_state(layer) or family.gated else linears[:2] if family.adjoining else []
         if hasattr(mlp, "experts"):
             router = router_of(mlp)
             if not (exact(mlp, "SparseMoeBlock", "SparseMoEBlock", "MoE", "Moe", "MLP") and exact(router, "TopKRouter", "TopkRouter")
@@ -304,7 +315,7 @@ def _strange(model: Any, family: Family, name: str) -> Iterator[str]:
                 yield others
             if not _are_enough(family.routing(mlp), router):
                 yield "groups that have fewer experts than a row chooses"
-            if not comes_apart(mlp):
+            if not comes_apart(mlp, layer):
                 yield "an expert for all rows that is no multiple of the others"
         else:
             linears += [*_there(mlp, *GATES, *UP), bare(part_of(mlp, DOWN))]
@@ -318,21 +329,24 @@ def _strange(model: Any, family: Family, name: str) -> Iterator[str]:
             yield "queries, keys and values that are clipped"
         if any(isinstance(part.weight, LevelWeight) for part in moved):
             yield "levels of queries and keys in another order"
-        if has_delta(layer):
-            yield from _strange_delta(attention, exact)
+        if has_state(layer):
+            yield from _strange_state(attention, exact)
         elif rope_of(body, number).numbers > (attention.qk_rope_head_dim if has_latent(attention) else attention.head_dim):
             yield "rotary positions of more than a head"
 
 
-def _strange_delta(attention: Any, exact: Callable[..., bool]) -> Iterator[str]:
-    """Of linear attention by the gated delta rule."""
-    if not exact(attention.norm, "RMSNormGated") or attention.conv1d.bias is not None or type(attention.conv1d) is not nn.Conv1d:
+def _strange_state(part: Any, exact: Callable[..., bool]) -> Iterator[str]:
+    """Of a part of a layer that has a recurrent state."""
+    if not exact(part.norm, "RMSNormGated") or type(part.conv1d) is not nn.Conv1d:
         yield "layers of other classes than transformers ships"
-    if attention.activation not in ("silu", "swish"):
-        yield f"a convolution behind which stands {attention.activation}"
-    if attention.head_k_dim % native.LEAST_VECTOR or attention.head_v_dim % native.STRIPE:
-        yield (f"states of {attention.head_k_dim} by {attention.head_v_dim} numbers, where kernels of ours take multiples of "
-               f"{native.LEAST_VECTOR} by {native.STRIPE}")
+    if part.activation not in ("silu", "swish"):
+        yield f"a convolution behind which stands {part.activation}"
+    delta = hasattr(part, "head_k_dim")
+    rows, columns = (part.head_k_dim, part.head_v_dim) if delta else (part.ssm_state_size, part.head_dim)
+    if delta and part.conv1d.bias is not None:
+        yield "a convolution with a bias"
+    if rows % native.LEAST_VECTOR or columns % native.STRIPE:
+        yield (f"states of {rows} by {columns} numbers, where kernels of ours take multiples of {native.LEAST_VECTOR} by {native.STRIPE}")
 
 
 def _are_enough(how: Routing, router: Any) -> bool:

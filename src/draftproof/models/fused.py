@@ -67,16 +67,16 @@ class FusedLayer(nn.Module):
                  rope: Rope | None = None) -> None:
         """between: what stands for the block's own choice; rope: None for one that turns whole heads."""
         super().__init__()
-        attention, mlp = looking_back(layer), getattr(layer, family.mlp)
+        attention, mlp = looking_back(layer), family.mlp_of(layer)
         out, down = part_of(attention, OUT), part_of(mlp, DOWN)
         self.layer_idx, self.share = attention.layer_idx, float(getattr(layer, "residual_multiplier", 1))
         self.dtype, device = (getattr(bare(out).weight, name) for name in ("dtype", "device"))
         self._take(attention, linear, family, rope)
         self.o = kept(out, linear)
-        self.routed = Routed(mlp, linear, family.routing(mlp)) if hasattr(mlp, "experts") else None
+        self.routed = Routed(mlp, linear, family.routing(mlp), layer) if hasattr(mlp, "experts") else None
         if self.routed is None:
             self.gate_up, self.down = linear(*_gate_up(mlp)), kept(down, linear)
-        self.act: Any = self.routed.act_fn if self.routed else part_of(mlp, ("act_fn", "activation_fn", "act"))
+        self.act: Any = self.routed.act_fn if self.routed else part_of(mlp, ("act_fn", "activation_fn", "act", "activation"))
         inner: Any = self.routed.inner if self.routed else bare(down).in_features
         self.inner: int = inner
         self.parallel, self.turned_first, norms = family.parallel, family.turned_first, family.norms_of(layer)
@@ -266,8 +266,9 @@ def scale_of(norm: tuple[Any, ...], dtype: torch.dtype) -> native.Scale:
 
 
 def _gate_up(mlp: Any) -> tuple[Tensor, Tensor | None]:
-    if hasattr(mlp, "gate_up_proj"):
-        return mlp.gate_up_proj.weight.detach(), mlp.gate_up_proj.bias
+    both = part_of(mlp, ("gate_up_proj", "input_linear"))
+    if both is not None:
+        return both.weight.detach(), both.bias
     gate = part_of(mlp, ("gate_proj",))
     return joined([*([] if gate is None else [gate]), part_of(mlp, UP)])
 
@@ -382,6 +383,8 @@ class FusedPass:
 
     def _measure(self, like: Tensor, positions: Tensor) -> Tensor:
         """The model's own angles at positions [1, n], as they are used here."""
+        if self.rotary is None:
+            return like.new_empty(positions.numel(), 2, 0)
         return torch.cat([rope.angles(*cos_and_sin(self.rotary(like, positions, *rope.kind))) for rope in self.ropes], 1)
 
 

@@ -19,9 +19,8 @@ from ..errors import LoadError, first_line
 from . import quantised, rows
 from .between import compare, compiled_between
 from .cropped import CroppedTarget
-from .delta import DeltaLayer
 from .experts import experts_of, packed_bytes, routers, take_experts
-from .families import MOVING_ROPE, can_fuse, has_delta, has_latent
+from .families import MOVING_ROPE, can_fuse, has_latent, has_state
 from .folder import check_size, check_weights, context_of, defaults_of, end_ids, read_config, read_tokenizer, saved_dtype, unread, why_not
 from .forms import beside_levels, form_of, keeps
 from .fused import FusedLayer, FusedPass, fuse
@@ -35,6 +34,7 @@ from .paged import PagedTarget
 from .recurrent import RecurrentTarget
 from .selftest import invisible
 from .shares import Ranks, divided, load_share
+from .state_layers import state_layer
 from .target import LoadFacts, Target, TargetParts
 from .tier import silent_experts, tier_of
 from .tokenizer import Tokenizer
@@ -173,7 +173,7 @@ def _fuse(model: Any, tier: int, linear: Linear | None, config: LoadConfig, ours
 
 def _kind_of(layer: Any) -> type[FusedLayer]:
     """What stands for a layer of a model that `can_fuse`."""
-    return DeltaLayer if has_delta(layer) else LatentLayer if has_latent(layer.self_attn) else FusedLayer
+    return state_layer(layer) if has_state(layer) else LatentLayer if has_latent(layer.self_attn) else FusedLayer
 
 
 def _load_model(path: str | Path, config: LoadConfig, model_config: Any, dtype: torch.dtype, device: torch.device, ranks: Ranks | None,

@@ -22,11 +22,11 @@ from .packed import HeldLinear, Linear, StreamedLinear, joined, packed
 class Routed(nn.Module):
     """Stands for a block of transformers'."""
 
-    def __init__(self, block: Any, form: Linear, routing: Routing) -> None:
-        """routing: how rows choose, but for what all of them share."""
+    def __init__(self, block: Any, form: Linear, routing: Routing, layer: Any = None) -> None:
+        """routing: how rows choose, but for what all of them share, which may stand beside the block in its layer."""
         super().__init__()
         router, bias = router_of(block), bias_of(block)
-        self.experts = Experts(block.experts, form, list(_shared(block)))
+        self.experts = Experts(block.experts, form, list(_shared(block, shared_of(block, layer))))
         gate = getattr(block, "shared_expert_gate", None)
         self.routing = routing._replace(shared=self.experts.shared, gated=gate is not None)
         self.each: int = router.top_k + self.experts.shared
@@ -90,33 +90,42 @@ def bias_of(block: Any) -> Tensor | None:
     return next((bias for bias in found if bias is not None), None)
 
 
-def shared_of(block: Any) -> Any:
-    """The MLP that all rows go through, or None."""
-    return getattr(block, "shared_expert", None) or getattr(block, "shared_experts", None)
+def shared_of(block: Any, layer: Any = None) -> Any:
+    """The MLP that all rows go through, or None; Granite 4's stands beside the block."""
+    found = getattr(block, "shared_expert", None) or getattr(block, "shared_experts", None)
+    return found or getattr(layer, "shared_mlp", None)
 
 
-def comes_apart(block: Any) -> bool:
+def _products(mlp: Any) -> tuple[list[Any], Any]:
+    """Those of gate and up, joined or not, and that of down."""
+    if hasattr(mlp, "input_linear"):
+        return [mlp.input_linear], mlp.output_linear
+    return [mlp.gate_proj, mlp.up_proj], mlp.down_proj
+
+
+def comes_apart(block: Any, layer: Any) -> bool:
     """Whether what all rows go through is so many experts of the others' size."""
-    mlp = shared_of(block)
+    mlp = shared_of(block, layer)
     if mlp is None:
         return True
-    inner, whole = block.experts.down_proj.shape[2], mlp.down_proj.in_features
-    parts = (mlp.gate_proj, mlp.up_proj, mlp.down_proj)
-    if any(type(part) is not nn.Linear or part.bias is not None for part in parts) or type(mlp.act_fn) is not type(block.experts.act_fn):
+    first, down = _products(mlp)
+    inner, whole, act = block.experts.down_proj.shape[2], down.in_features, mlp.act_fn if hasattr(mlp, "act_fn") else mlp.activation
+    parts = (*first, down)
+    if any(type(part) is not nn.Linear or part.bias is not None for part in parts) or type(act) is not type(block.experts.act_fn):
         return False
     return whole == inner or whole % inner == 0 and not any(isinstance(part.weight, LevelWeight) for part in parts)
 
 
-def _shared(block: Any) -> Iterator[tuple[Tensor, Tensor]]:
+def _shared(block: Any, mlp: Any) -> Iterator[tuple[Tensor, Tensor]]:
     """Weights of the experts that all rows go through, as `Experts` takes them."""
-    mlp = shared_of(block)
     if mlp is None:
         return
-    inner, whole = block.experts.down_proj.shape[2], mlp.down_proj.in_features
+    first, last = _products(mlp)
+    inner, whole = block.experts.down_proj.shape[2], last.in_features
     if whole == inner:                                  # levels of a checkpoint are joined, but cannot be cut
-        yield joined([mlp.gate_proj, mlp.up_proj])[0], mlp.down_proj.weight
+        yield joined(first)[0], last.weight
         return
-    gate, up, down = (part.weight.detach() for part in (mlp.gate_proj, mlp.up_proj, mlp.down_proj))
+    (gate, up), down = joined(first)[0].view(2, whole, -1), last.weight.detach()
     for start in range(0, whole, inner):
         part = slice(start, start + inner)
         yield torch.cat([gate[part], up[part]]), down[:, part].contiguous()

@@ -1,12 +1,12 @@
-"""Recurrent states beside pages: what layers of linear attention remember of a text, which has no positions to cut at.
+"""Recurrent states beside pages: what layers of linear attention and state spaces remember of a text, which has no positions to cut at.
 
     the text        ░░░░░░░░░░░░░░░░░░▒▒▒▒▒▒█        ░ taken: in memory       ▒ owed: in the history       █ the root, and what is guessed
     history         [rows that reach into the next one's convolution][owed][those of the last pass]
 
 Memory takes in only what cannot fall: a pass goes through its guesses in a thread's own memory and leaves its rows in the history, and the
-next pass begins with those that stood (kernels/delta.c). So a rejection costs nothing, no state is copied, and the same additions are made
-whatever was guessed. What a caller appends may be cut again for a while (a draft model's slot), so memory stays `held` rows behind it. What
-is cut further back begins anew, and is read again.
+next pass begins with those that stood (kernels/recurrence.c). So a rejection costs nothing, no state is copied, and the same additions are
+made whatever was guessed. What a caller appends may be cut again for a while (a draft model's slot), so memory stays `held` rows behind it.
+What is cut further back begins anew, and is read again.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ AGAIN = 512     # tokens of a pass that reads a text again
 @dataclass(slots=True)
 class States:
     """Those of a model. memory, row: shapes of a text's memory [layers, value_heads, stripes, key_dim, STRIPE] and of a layer's row in the
-    history; reach: how many rows before it a convolution reads. page: how many tokens one has: memory stops at the end of each, so that other
-    texts may go on from there."""
+    history; reach: how many rows before it a convolution reads. page: how many tokens one has: memory stops at the end of each, so that
+    other texts may go on from there."""
 
     memory: tuple[int, ...]
     layers: int
@@ -95,7 +95,8 @@ class State:
         return Walk(self.memory, self.history, list(self.owed), taken, lines, first, rows)
 
     def _takes(self, certain: int) -> int:
-        """How many of those owed and of the rows that are certain memory takes in. At the end of a page it stops, unless much would be owed."""
+        """How many of those owed and of the rows that are certain memory takes in. It stops at the end of a page, unless much would be
+        owed."""
         whole, held = len(self.owed) + certain, self.of.held if certain else 0
         taken = whole - held if whole > 2 * held else 0
         end = (self.taken + whole) // self.of.page * self.of.page - self.taken

@@ -20,7 +20,7 @@ from transformers.masking_utils import causal_mask_function
 from ..errors import LoadError, first_line
 from . import attention
 from .cache import PagePool
-from .families import can_fuse, has_delta
+from .families import can_fuse, has_state
 from .passes import Pass, Path
 
 Rule = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]  # batch, head, position of a query, positions of keys → which of them it reads
@@ -60,7 +60,7 @@ def tier_of(model: Any, context: int, reasons: dict[str, str], fused: bool) -> t
 def _held(model: Any) -> int:
     """Bytes of a token's keys and values, of layers that attend."""
     size = next(model.parameters()).element_size()
-    attending = (layer.self_attn for layer in model.model.layers if not has_delta(layer))
+    attending = (layer.self_attn for layer in model.model.layers if not has_state(layer))
     return sum((part.k_proj.out_features + part.v_proj.out_features) * size for part in attending)
 
 

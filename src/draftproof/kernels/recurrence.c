@@ -1,8 +1,11 @@
-/* Linear attention by the gated delta rule (Yang et al., arXiv 2412.06464), behind a short convolution. Compiled and called by
- * ../deltas.py; models/delta.py has the twin.
+/* Layers with recurrent states, behind a short convolution: linear attention by the gated delta rule (Yang et al., arXiv 2412.06464) and
+ * state spaces (Mamba-2: Dao & Gu, arXiv 2405.21060). Compiled and called by ../recurrences.py; models/state_layers.py has the twin.
  *
- *     q, k, v = silu(convolution of the last reach + 1 rows)    q, k of length 1, q then divided by the root of its numbers
- *     S ← e^(−decay · softplus(kept + shift)) · S               S ← S + k ⊗ (v − Sᵀk) · sigmoid(written)      seen = Sᵀq
+ *     q, k, v = silu(convolution of the last reach + 1 rows)
+ *     DELTA    q, k of length 1, q then divided by the root of its numbers; kept = e^(-decay softplus(kept + shift))
+ *              S ← kept S;  S ← S + k ⊗ (v − Sᵀk) sigmoid(written);  norm(Sᵀq) silu(gate), head by head
+ *     SPACE    written = softplus(written + shift), kept = e^(-decay written)
+ *              S ← kept S + k ⊗ v written;  norm((Sᵀq + skip v) silu(gate)), of groups of heads
  *
  * S is a head's state, [key_dim, value_dim]. A state cannot be cut back, so it takes in nothing that may still fall: what a pass scores it
  * goes through in memory of a thread's own, and it takes in what stood as the next pass comes by, while it is being read anyway. A text's
@@ -28,19 +31,27 @@ typedef struct {
     gates gates[ELEMENTS];
 } desk;
 
-static long width_of(const delta *d) { return 2 * d->key_heads * d->key_dim + d->value_heads * (d->value_dim + 2); }
+static long channels_of(const recurrence *d) { return 2 * d->key_heads * d->key_dim + d->value_heads * d->value_dim; }
 
-static long numbers_of(const delta *d) /* of a desk */
+static long width_of(const recurrence *d) { return channels_of(d) + d->value_heads * (d->rule == DELTA ? 2 : 1); }
+
+static long numbers_of(const recurrence *d) /* of a desk */
 {
     return UP(d->key_dim * d->value_dim + ELEMENTS * (2 * d->key_dim + 2 * d->value_dim), LANES);
 }
 
-long room_for_delta(const delta *d, int threads) { return 4 * threads * numbers_of(d); }
+/* Memory that such a layer needs, in numbers of a row and, for its desks, in bytes: the greater of that and what is there. */
+void recurrence_needs(const run *p, const layer *l, long *inner, long *room)
+{
+    const recurrence *d = l->recurrence;
+    if (d->rule == SPACE) *inner = most(*inner, 4 / size(p->halves) * d->value_heads * d->value_dim); /* float32 */
+    *room = most(*room, 4 * p->threads * numbers_of(d));
+}
 
 /* The i-th of the rows that a line leads through: those before the first one that the states lack, those owed, those of the pass. */
 static const char *row_of(const run *p, const layer *l, const walk *w, long line, long i)
 {
-    const delta *d = l->delta;
+    const recurrence *d = l->recurrence;
     long row = size(p->halves) * width_of(d);
     const char *history = w->history + d->number * w->places * row;
     if (i < d->reach) return history + i * row;
@@ -50,13 +61,14 @@ static const char *row_of(const run *p, const layer *l, const walk *w, long line
 }
 
 /* to [n] of the rows' numbers from `channel` on. */
-static void convolve(const delta *d, const char *const *rows, long channel, long n, float *to, int halves)
+static void convolve(const recurrence *d, const char *const *rows, long channel, long n, float *to, int halves)
 {
     const float *taps = d->taps + channel;
-    long channels = width_of(d) - 2 * d->value_heads;
+    long channels = channels_of(d);
     for (long c = 0; c < n; c += LANES) {
         floats sum = {0};
         for (long j = 0; j <= d->reach; j++) sum += load_lanes(rows[j], channel + c, halves) * *(const floats *)(taps + j * channels + c);
+        if (d->bias) sum += *(const floats *)(d->bias + channel + c);
         sum = kept_lanes(sum, halves);
         *(floats *)(to + c) = kept_lanes(sum * sigmoid(sum), halves);
     }
@@ -71,30 +83,38 @@ static void unit(float *x, long n, float factor)
     for (long c = 0; c < n; c += LANES) *(floats *)(x + c) = *(floats *)(x + c) * by * factor;
 }
 
+static float softplus(float x) { return x > 20 ? x : log1pf(expf(x)); }
+
 /* An element of a line, of a head of values: its row and those before it. */
 static void make_ready(const run *p, const layer *l, const walk *w, long line, long element, long head, float *to, gates *gates)
 {
-    const delta *d = l->delta;
+    const recurrence *d = l->recurrence;
     const char *rows[d->reach + 1];
     long key = head / (d->value_heads / d->key_heads) * d->key_dim, keys = d->key_heads * d->key_dim, halves = p->halves;
     for (long j = 0; j <= d->reach; j++) rows[j] = row_of(p, l, w, line, element + j);
     convolve(d, rows, key, d->key_dim, to, halves);
     convolve(d, rows, keys + key, d->key_dim, to + d->key_dim, halves);
     convolve(d, rows, 2 * keys + head * d->value_dim, d->value_dim, to + 2 * d->key_dim, halves);
+    long behind = channels_of(d) + head;
+    float first = load(rows[d->reach], behind, halves);
+    if (d->rule == SPACE) {
+        float written = kept(softplus(kept(first + d->shift[head], halves)), halves);
+        gates->written = written < d->floor ? d->floor : written > d->top ? d->top : written;
+        gates->kept = expf(-d->decay[head] * gates->written);
+        return;
+    }
     unit(to, d->key_dim, 1 / sqrtf(d->key_dim));
     unit(to + d->key_dim, d->key_dim, 1);
-    long behind = 2 * keys + d->value_heads * d->value_dim + head;
-    floats written = {load(rows[d->reach], behind, halves)};
-    float open = load(rows[d->reach], behind + d->value_heads, halves) + d->shift[head];
+    floats written = {first};
     gates->written = kept(sigmoid(written)[0], halves);
-    gates->kept = expf(-d->decay[head] * (open > 20 ? open : log1pf(expf(open))));
+    gates->kept = expf(-d->decay[head] * softplus(load(rows[d->reach], behind + d->value_heads, halves) + d->shift[head]));
 }
 
 /* A stripe of a state, [key_dim, STRIPE], goes on by a row, and the row sees it. */
-static void step(float *state, const float *query, const float *key, const float *value, const gates *by, long dim, float *seen)
+static void step(int rule, float *state, const float *query, const float *key, const float *value, const gates *by, long dim, float *seen)
 {
     floats known[2][VECTORS] = {0}, sum[2][VECTORS] = {0};
-    for (long i = 0; i < dim; i += 2)
+    for (long i = 0; rule == DELTA && i < dim; i += 2)
         UNROLL for (int j = 0; j < 2; j++)
             UNROLL for (int v = 0; v < VECTORS; v++) known[j][v] += *(floats *)(state + (i + j) * STRIPE + v * LANES) * key[i + j];
     UNROLL for (int v = 0; v < VECTORS; v++)
@@ -109,25 +129,41 @@ static void step(float *state, const float *query, const float *key, const float
     UNROLL for (int v = 0; v < VECTORS; v++) *(floats *)(seen + v * LANES) = sum[0][v] + sum[1][v];
 }
 
-/* What a row sees of a head, normed and gated: where the last product reads it. */
-static void finish(const run *p, const layer *l, const float *seen, long row, long head)
+/* What a row sees of a head, normed and gated, where the last product reads it; of a SPACE gated, in `inner`, where it is normed. */
+static void finish(const run *p, const layer *l, const float *value, const float *seen, long row, long head)
 {
-    const delta *d = l->delta;
+    const recurrence *d = l->recurrence;
     long n = d->value_dim, each = size(p->halves), sight = d->value_heads * n;
     const char *gate = p->written + each * (row * l->qkv.out + width_of(d) + head * n);
     char *to = p->read + each * (row * sight + head * n), plain[4 * n];
-    for (long c = 0; c < n; c += LANES) store_lanes(plain, c, *(const floats *)(seen + c), p->halves);
-    norm_of_row(plain, &d->of_sight, to, 1, n, p->halves);
+    float *ahead = (float *)p->inner + row * sight + head * n;
+    for (long c = 0; d->rule == DELTA && c < n; c += LANES) store_lanes(plain, c, *(const floats *)(seen + c), p->halves);
+    if (d->rule == DELTA) norm_of_row(plain, &d->of_sight, to, 1, n, p->halves);
     for (long c = 0; c < n; c += LANES) {
-        floats open = load_lanes(gate, c, p->halves);
-        store_lanes(to, c, load_lanes(to, c, p->halves) * (open * sigmoid(open)), p->halves);
+        floats open = load_lanes(gate, c, p->halves), by = open * sigmoid(open);
+        if (d->rule == DELTA) store_lanes(to, c, load_lanes(to, c, p->halves) * by, p->halves);
+        else *(floats *)(ahead + c) = (*(const floats *)(seen + c) + *(const floats *)(value + c) * d->skip[head]) * by;
     }
+}
+
+/* A row of a SPACE, which stands in `inner`, normed by groups, where the last product reads it. */
+static void norm_groups(const run *p, const recurrence *d, long row)
+{
+    long sight = d->value_heads * d->value_dim, n = sight / d->groups;
+    float *from = (float *)p->inner + row * sight;
+    char *to = p->read + size(p->halves) * row * sight;
+    for (long g = 0; g < d->groups; g++) {
+        scale of_group = d->of_sight;
+        of_group.weight = (const float *)of_group.weight + g * n;
+        norm_of_row((const char *)(from + g * n), &of_group, (char *)(from + g * n), 1, n, 0);
+    }
+    for (long c = 0; c < sight; c += LANES) store_lanes(to, c, *(floats *)(from + c), p->halves);
 }
 
 /* A text's way through one head of a layer. */
 static void go(const run *p, const layer *l, const walk *w, long head, desk *at)
 {
-    const delta *d = l->delta;
+    const recurrence *d = l->recurrence;
     long dim = d->key_dim, stripe = dim * STRIPE, ready = 2 * dim + d->value_dim;
     float *memory = w->memory + (d->number * d->value_heads + head) * dim * d->value_dim;
     for (long line = 0; line < w->lines; line++) {
@@ -140,11 +176,12 @@ static void go(const run *p, const layer *l, const walk *w, long head, desk *at)
                     const float *query = at->ready + i * ready;
                     float *held = memory + s * stripe, *guessed = at->state + s * stripe;
                     if (first + i == w->taken) memcpy(guessed, held, 4 * stripe);
-                    step(first + i < w->taken ? held : guessed, query, query + dim, query + 2 * dim + s * STRIPE, at->gates + i, dim,
+                    step(d->rule, first + i < w->taken ? held : guessed, query, query + dim, query + 2 * dim + s * STRIPE, at->gates + i, dim,
                          at->seen + i * d->value_dim + s * STRIPE);
                 }
             for (long i = most(0, w->owed - first); i < many; i++)
-                finish(p, l, at->seen + i * d->value_dim, w->line_row[w->line_start[line] + first + i - w->owed], head);
+                finish(p, l, at->ready + i * ready + 2 * dim, at->seen + i * d->value_dim,
+                       w->line_row[w->line_start[line] + first + i - w->owed], head);
         }
     }
 }
@@ -152,7 +189,7 @@ static void go(const run *p, const layer *l, const walk *w, long head, desk *at)
 /* Keep what the states will lack: numbers [from, to) of rows. No place is written before it was read. */
 static void remember(const run *p, const layer *l, const walk *w, long from, long to)
 {
-    const delta *d = l->delta;
+    const recurrence *d = l->recurrence;
     long each = size(p->halves), row = each * width_of(d), at = 0;
     char *history = w->history + d->number * w->places * row + each * from;
     for (long i = w->taken; i < w->taken + d->reach; i++, at++)
@@ -166,7 +203,7 @@ static void remember(const run *p, const layer *l, const walk *w, long from, lon
 /* What all rows see, in `read`, of what the first product left in `written`. */
 void recall(const member *me, const run *p, const layer *l)
 {
-    const delta *d = l->delta;
+    const recurrence *d = l->recurrence;
     float *room = (float *)p->room + me->index * numbers_of(d);
     desk at = {room, room + d->key_dim * d->value_dim, 0};
     at.seen = at.ready + ELEMENTS * (2 * d->key_dim + d->value_dim);
@@ -174,6 +211,7 @@ void recall(const member *me, const run *p, const layer *l)
     long width = width_of(d);
     MINE(i, c->walk_count * d->value_heads) go(p, l, c->walks + i / d->value_heads, i % d->value_heads, &at);
     join(me);
+    if (d->rule == SPACE) MINE(r, p->rows) norm_groups(p, d, r);
     for (const walk *w = c->walks; w < c->walks + c->walk_count; w++) remember(p, l, w, share(me, width, 0), share(me, width, 1));
     join(me);
 }
@@ -183,10 +221,13 @@ void recall(const member *me, const run *p, const layer *l)
 int recalled(const layer *l, const course *c, const void *written, void *read, int halves, int threads)
 {
     run p = {.first = c, .courses = 1, .rows = c->rows, .read = read, .written = (char *)written, .halves = halves, .threads = threads};
-    char *room = aligned_alloc(64, UP(room_for_delta(l->delta, threads), 64));
-    if (!room) return 1;
-    p.room = room;
+    long inner = 0, room = 0;
+    recurrence_needs(&p, l, &inner, &room);
+    room = UP(room, 64);
+    char *all = aligned_alloc(64, room + UP(size(halves) * p.rows * inner, 64));
+    if (!all) return 1;
+    p.room = all, p.inner = all + room;
     TOGETHER(threads, threads > 1, recall(me, &p, l));
-    free(room);
+    free(all);
     return 0;
 }

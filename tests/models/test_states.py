@@ -1,4 +1,4 @@
-"""Linear attention by the gated delta rule beside pages: the logits of transformers, and the same bits whatever was guessed."""
+"""Recurrent states beside pages: the logits of transformers, and the same bits whatever was guessed."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_recurrent import DELTA, HYBRID, MOE, ahead, build, engine_ids, references, text
+from test_recurrent import DELTA, HYBRID, MOE, SSD, ahead, build, engine_ids, references, text
 from torch import Tensor
 
 from draftproof import Engine, Sampling, native
@@ -16,25 +16,32 @@ from draftproof.config import LoadConfig
 from draftproof.drafters.fixed import AlwaysWrong, Oracle
 from draftproof.drafters.model import ModelDrafter
 from draftproof.errors import OptionError
-from draftproof.models.delta import DeltaLayer
 from draftproof.models.load import as_target, load_target
 from draftproof.models.paged import PagedTarget
+from draftproof.models.state_layers import StateLayer
 from draftproof.models.states import HELD
 from draftproof.types import Draft
 
 NEED = pytest.mark.skipif(not native.available()[0], reason=native.available()[1])
 SIZES = {**DELTA, "linear_key_head_dim": 32, "linear_value_head_dim": 64, "layer_types": HYBRID}
 ALL = {**MOE, "num_experts_per_tok": 4}  # no choice of experts sits on an edge
+SPACES = {**SSD, "mamba_n_heads": 4, "mamba_d_head": 32, "mamba_d_state": 32}
+GRANITE = {**SPACES, "layer_types": ["mamba", "attention", "mamba"], "mamba_n_groups": 2, "embedding_multiplier": 3.0,
+           "residual_multiplier": 0.7, "logits_scaling": 2.0, "attention_multiplier": 0.2}
 CASES: dict[str, dict[str, Any]] = {
     "qwen3_5_text": SIZES,
     "qwen3_next": {**SIZES, **ALL},
     "qwen3_5_moe_text": {**SIZES, **ALL, "linear_num_key_heads": 4, "linear_conv_kernel_dim": 3},
+    "bamba": {**SPACES, "attn_layer_indices": [1]},
+    "bamba, limited": {**SPACES, "attn_layer_indices": [1], "time_step_limit": (0.2, 1.5)},
+    "granitemoehybrid": {**GRANITE, **ALL, "shared_intermediate_size": 96, "mamba_proj_bias": True},
+    "granitemoehybrid, dense": {**GRANITE, "num_local_experts": 0, "shared_intermediate_size": 96, "position_embedding_type": "rope"},
 }
 TEXT = text(90, 8)
 
 
 def model_of(family: str, dtype: torch.dtype = torch.float32, **more: Any) -> Any:
-    model = build(family, {**CASES[family], **more})
+    model = build(family.partition(",")[0], {**CASES[family], **more})
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.ndim == 1 and "A_log" not in name:
@@ -108,7 +115,7 @@ def beside_its_plain_twin(family: str, dtype: torch.dtype) -> None:
     fused: Any = twin.fused
     fused._kernels = lambda pool: None
     for layer in fused.layers:
-        layer.ours = isinstance(layer, DeltaLayer) < layer.ours
+        layer.ours = isinstance(layer, StateLayer) < layer.ours
     close = 1e-4 if dtype == torch.float32 else 0.05
     slots = [each.open(TEXT.tolist(), room=40) for each in (target, twin)]
     drafts = [Draft.chain([5, 6, 7]), Draft(torch.tensor([9, 8, 7, 6]), (-1, -1, 1, 0)), Draft.empty()]
@@ -315,7 +322,7 @@ def test_a_pass_that_was_not_begun_leaves_the_states(monkeypatch: pytest.MonkeyP
     assert slot.length == before == slot.state.length
 
 
-@pytest.mark.parametrize("family", CASES)
+@pytest.mark.parametrize("family", [family for family in CASES if family != "bamba, limited"])  # whose steps transformers leaves unlimited
 def test_texts_are_those_of_transformers_generate(family: str, tmp_path: Path) -> None:
     model = model_of(family)
     model.generation_config.eos_token_id = None

@@ -1,0 +1,195 @@
+"""Fused layers that look back through a recurrent state, not through attention.
+
+    q, k, v = silu(convolve(qkv(norm(x))))
+
+    DeltaLayer    S ← kept · S;  S ← S + k ⊗ (v − Sᵀk) · written       x ← x + o(norm(Sᵀq) · silu(gate))          Qwen3-Next, Qwen3.5
+    SpaceLayer    S ← kept · S + k ⊗ v · written                       x ← x + o(norm((Sᵀq + skip v) · silu(gate)))    Bamba, Granite 4
+
+the gated delta rule (Yang et al., arXiv 2412.06464) and a state space (Mamba-2: Dao & Gu, arXiv 2405.21060). One product makes queries,
+keys, values, how much of each head is written and kept, and gates. What a layer needs of the text before stands in states.py.
+kernels/recurrence.c runs all of it; `_go` is its plain twin, which the tests hold it against.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from .. import llama, native, recurrences
+from .cache import PagePool
+from .families import Family, Rope
+from .fused import FusedLayer, scale_of
+from .packed import Linear, joined
+from .passes import Pass
+
+
+class StateLayer(FusedLayer):
+    """memory: a text's states, [value_heads, stripes, key_dim, STRIPE]; row: numbers of a row in its history, of which the first `channels`
+    go through the convolution; reach: how many rows before it that reads; number: which of such layers of the model it is (states.py)."""
+
+    number = 0
+    key_heads: int
+    taps: Tensor  # of the convolution, [reach + 1, channels],
+    bias: Tensor | None  # and [channels]
+
+    def _take(self, attention: Any, linear: Linear, family: Family, rope: Rope | None) -> None:
+        self.kv_heads, self.window, self.cap, self.sinks, self.scaling, self.turned = 0, None, None, None, 1.0, 0
+        self.rope = rope or Rope(0)
+        order, scalars = self._shape(attention)
+        weight, bias = joined(_parts(attention))
+        self.qkv = linear(weight, bias) if order is None else linear(weight[order], None if bias is None else bias[order])
+        self.channels = 2 * self.key_heads * self.head_dim + self.heads * self.value_dim
+        self.row, self.reach = self.channels + scalars * self.heads, attention.conv1d.kernel_size[0] - 1
+        self.memory = self.heads, self.value_dim // native.STRIPE, self.head_dim, native.STRIPE
+        self.decay, self.shift = attention.A_log.detach().float().exp(), attention.dt_bias.detach().float()
+
+    def _shape(self, attention: Any) -> tuple[Tensor | None, int]:
+        """Sets sizes and what the convolution has; the order of the first product's rows (None: as they stand), and how many numbers of
+        each head stand between values and gates."""
+        raise AssertionError("each kind has its own")
+
+    def _look_back(self, made: Tensor, angles: Tensor, p: Pass, pool: PagePool) -> Tensor:
+        if self.ours:
+            return recurrences.recall(self.kernel(pool), p.course(), made)
+        seen = torch.empty(len(made), self.heads * self.value_dim, dtype=made.dtype)
+        for walk in p.walks:
+            self._go(walk, made, seen)
+        return seen
+
+    def _go(self, walk: native.Walk, made: Tensor, seen: Tensor) -> None:
+        """One text's way: states and history are left as kernels/recurrence.c leaves them."""
+        reach, rows, history = self.reach, made[:, : self.row], walk.history[self.number]
+        before = torch.cat([history[:reach], history[[reach + place for place in walk.owed]]])
+        memory = walk.memory[self.number].transpose(1, 2).reshape(self.heads, self.head_dim, -1).clone()
+        for number, line in enumerate(walk.lines):
+            all_rows, guessed = torch.cat([before, rows[line]]), memory
+            for element in range(walk.taken if number else 0, len(all_rows) - reach):
+                guessed, found = self._step(guessed, all_rows[element : element + reach + 1])
+                if number == 0 and element < walk.taken:
+                    memory = guessed
+                if element >= len(walk.owed):
+                    row = line[element - len(walk.owed)]
+                    gate = made[row, self.row :].view(self.heads, -1)
+                    seen[row] = self._finish(found, gate).flatten()
+        walk.memory[self.number] = memory.reshape(self.heads, self.head_dim, -1, native.STRIPE).transpose(1, 2)
+        end = torch.cat([before, rows[walk.first : walk.first + walk.rows]])[walk.taken :]
+        history[: len(end)] = end
+
+    def _convolved(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Query, key and value [value_heads, n], float32, of the last of rows [reach + 1, …]."""
+        sums = (rows[:, : self.channels].float() * self.taps).sum(0)
+        found = functional.silu((sums if self.bias is None else sums + self.bias).to(rows.dtype)).float()
+        keys, each = self.key_heads * self.head_dim, self.heads // self.key_heads
+        query, key = (part.view(self.key_heads, -1).repeat_interleave(each, 0) for part in (found[:keys], found[keys : 2 * keys]))
+        return query, key, found[2 * keys :].view(self.heads, -1)
+
+    def _step(self, state: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """The state [heads, key_dim, value_dim] behind the last of rows [reach + 1, …], and what that row sees [heads, value_dim]."""
+        raise AssertionError("each kind has its own")
+
+    def _finish(self, found: Tensor, gate: Tensor) -> Tensor:
+        """[heads, value_dim], normed and gated."""
+        raise AssertionError("each kind has its own")
+
+    def kernel(self, pool: PagePool) -> llama.Layer:
+        made = super().kernel(pool)
+        if not hasattr(self, "_told"):
+            self._told = self._recurrence()  # one for all pools
+        made.recurrence = ctypes.addressof(self._told)
+        return made
+
+    def _recurrence(self) -> recurrences.Recurrence:
+        raise AssertionError("each kind has its own")
+
+    def _storage(self, pool: PagePool) -> tuple[int, int]:
+        return 0, 0
+
+
+class DeltaLayer(StateLayer):
+    def _shape(self, attention: Any) -> tuple[Tensor | None, int]:
+        self.key_heads, self.heads = attention.num_k_heads, attention.num_v_heads
+        self.head_dim, self.value_dim = attention.head_k_dim, attention.head_v_dim
+        self.taps, self.bias = attention.conv1d.weight.detach()[:, 0].float().T.contiguous(), None
+        self.of_sight = attention.norm.weight.detach(), attention.norm.variance_epsilon
+        return _by_heads_of_keys(attention) if hasattr(attention, "in_proj_qkvz") else None, 2
+
+    def _step(self, state: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+        query, key, value = self._convolved(rows)
+        query, key = (part * torch.rsqrt((part * part).sum(-1, keepdim=True) + 1e-6) for part in (query, key))
+        written, held = rows[-1, self.channels :].view(2, self.heads)
+        state = state * torch.exp(-self.decay * functional.softplus(held.float() + self.shift))[:, None, None]
+        new = (value - (state * key[..., None]).sum(1)) * written.sigmoid().float()[:, None]
+        state = state + key[..., None] * new[:, None]
+        return state, (state * (query / self.head_dim**0.5)[..., None]).sum(1)
+
+    def _finish(self, found: Tensor, gate: Tensor) -> Tensor:
+        weight, eps = self.of_sight
+        wide = found.to(gate.dtype).float()
+        normed: Tensor = (wide * torch.rsqrt((wide * wide).mean(-1, keepdim=True) + eps)).to(gate.dtype) * weight
+        return (normed * functional.silu(gate.float())).to(gate.dtype)
+
+    def _recurrence(self) -> recurrences.Recurrence:
+        return recurrences.Recurrence.of(self.taps, None, self.decay, self.shift, scale_of(self.of_sight, self.dtype), self.key_heads,
+                                         self.head_dim, self.value_dim, self.number)
+
+
+class SpaceLayer(StateLayer):
+    def _shape(self, attention: Any) -> tuple[Tensor | None, int]:
+        self.key_heads, self.heads = attention.n_groups, attention.num_heads
+        self.head_dim, self.value_dim = attention.ssm_state_size, attention.head_dim
+        keys, values = self.key_heads * self.head_dim, self.heads * self.value_dim
+        v, k, q = torch.split(torch.arange(2 * keys + values), [values, keys, keys])
+        channels = torch.cat([q, k, v])
+        conv = attention.conv1d
+        self.taps = conv.weight.detach()[channels, 0].float().T.contiguous()
+        self.bias = None if conv.bias is None else conv.bias.detach()[channels].float()
+        self.skip: Tensor = attention.D.detach().float()
+        self.limits: tuple[float, float] = tuple(map(float, attention.time_step_limit))  # type: ignore[assignment]
+        self.of_sight = attention.norm.weight.detach().float(), attention.norm.variance_epsilon
+        self.groups: int = len(self.of_sight[0]) // attention.norm.group_size
+        written = torch.arange(self.heads) + 2 * values + 2 * keys
+        return torch.cat([values + channels, written, torch.arange(values)]), 1
+
+    def _step(self, state: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+        query, key, value = self._convolved(rows)
+        written = functional.softplus(rows[-1, self.channels :] + self.shift.to(rows.dtype)).clamp(*self.limits).float()
+        state = state * torch.exp(-self.decay * written)[:, None, None] + key[..., None] * (value * written[:, None])[:, None]
+        return state, (state * query[..., None]).sum(1) + value * self.skip[:, None]
+
+    def _finish(self, found: Tensor, gate: Tensor) -> Tensor:
+        weight, eps = self.of_sight
+        wide = (found * functional.silu(gate.float())).view(self.groups, -1)
+        normed: Tensor = wide * torch.rsqrt((wide * wide).mean(-1, keepdim=True) + eps) * weight.view(self.groups, -1)
+        return normed.to(gate.dtype)
+
+    def _recurrence(self) -> recurrences.Recurrence:
+        norm = native.Scale.of(*self.of_sight, torch.float32)
+        return recurrences.Recurrence.of(self.taps, self.bias, self.decay, self.shift, norm, self.key_heads, self.head_dim, self.value_dim,
+                                         self.number, self.skip, self.groups, self.limits)
+
+
+def state_layer(layer: Any) -> type[StateLayer]:
+    """What stands for a layer that has a state."""
+    return DeltaLayer if hasattr(layer, "linear_attn") else SpaceLayer
+
+
+def _parts(attention: Any) -> list[Any]:
+    if hasattr(attention, "in_proj"):
+        return [attention.in_proj]
+    if hasattr(attention, "in_proj_qkvz"):
+        return [attention.in_proj_qkvz, attention.in_proj_ba]
+    return [attention.in_proj_qkv, attention.in_proj_b, attention.in_proj_a, attention.in_proj_z]
+
+
+def _by_heads_of_keys(attention: Any) -> Tensor:
+    """The order of Qwen3-Next's rows: queries, keys, values, written, kept, gates."""
+    heads, each = attention.num_k_heads, attention.num_v_heads // attention.num_k_heads
+    key, value = attention.head_k_dim, each * attention.head_v_dim
+    qkvz = torch.arange(heads * 2 * (key + value)).view(heads, -1)
+    q, k, v, z = torch.split(qkvz, [key, key, value, value], 1)
+    b, a = torch.split(torch.arange(heads * 2 * each).view(heads, -1) + qkvz.numel(), [each, each], 1)
+    return torch.cat([part.flatten() for part in (q, k, v, b, a, z)])

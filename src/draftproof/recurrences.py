@@ -1,0 +1,55 @@
+"""Layers with recurrent states in C (kernels/recurrence.c)."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from functools import cache
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from .llama import Layer
+from .native import LEAST_VECTOR, STRIPE, Course, CourseFields, Scale, address_of, fields, loaded
+
+
+class Recurrence(ctypes.Structure):
+    """What such a layer has between its products, as kernels/lanes.h has it. Its parts must outlive it."""
+
+    _fields_ = [*fields(pointers="taps bias decay shift skip"), ("of_sight", Scale),
+                *fields(numbers="key_heads value_heads key_dim value_dim reach number groups", reals="floor top", flags="rule")]
+
+    @classmethod
+    def of(cls, taps: Tensor, bias: Tensor | None, decay: Tensor, shift: Tensor, of_sight: Scale, key_heads: int, key_dim: int,
+           value_dim: int, number: int, skip: Tensor | None = None, groups: int = 1, limits: tuple[float, float] = (0, math.inf)) -> Self:
+        """All float32: taps [reach + 1, channels], bias [channels], decay and shift [value_heads]. skip [value_heads]: of a state space, as
+        are groups and the limits of what it writes; None: by the gated delta rule."""
+        held = [part for part in (taps, bias, decay, shift, skip) if part is not None]
+        assert all(part.dtype == torch.float32 and part.is_contiguous() for part in held)
+        assert taps.shape[1] == 2 * key_heads * key_dim + len(decay) * value_dim and len(decay) == len(shift)
+        assert key_dim % LEAST_VECTOR == 0 and value_dim % STRIPE == 0 and len(decay) % key_heads == 0 == len(decay) % groups
+        return cls(taps.data_ptr(), address_of(bias), decay.data_ptr(), shift.data_ptr(), address_of(skip), of_sight, key_heads, len(decay),
+                   key_dim, value_dim, len(taps) - 1, number, groups, *limits, skip is not None)
+
+
+def recall(layer: Layer, course: Course, made: Tensor) -> Tensor:
+    """What rows see, [rows, value_heads * value_dim], of what the first product made of them, [rows, qkv.out]."""
+    assert made.is_contiguous() and made.shape == (course.rows, layer.qkv.out)
+    seen = torch.empty(course.rows, layer.o.columns, dtype=made.dtype)
+    if _library().recalled(layer, course.struct, made.data_ptr(), seen.data_ptr(), made.dtype == torch.bfloat16, torch.get_num_threads()):
+        raise MemoryError(f"recurrent states of {course.rows} rows found no memory to work in")
+    return seen
+
+
+def _library() -> ctypes.CDLL:
+    return _told(loaded())
+
+
+@cache
+def _told(library: ctypes.CDLL) -> ctypes.CDLL:
+    """What the function takes."""
+    pointer, small = ctypes.c_void_p, ctypes.c_int
+    library.recalled.argtypes = [ctypes.POINTER(Layer), ctypes.POINTER(CourseFields), pointer, pointer, small, small]
+    library.recalled.restype = small
+    return library
