@@ -20,8 +20,9 @@ class Routing(NamedTuple):
     """How a row's experts are chosen and weighed.
 
     by_sigmoid: weights are sigmoids of the router's logits, not their softmax. wide: its sums stay float32. normed: those of a row add
-    up to 1; kept: they are rounded to the type of the stream. factor: what they are then taken times. A row chooses among the experts
-    of `within` of the groups, of one size each, whose `leading` worthiest experts add up to most (DeepSeek-V2, arXiv 2405.04434).
+    up to 1, but for `beside`, which is added to their sum first; kept: they are rounded to the type of the stream. factor: what they are
+    then taken times. A row chooses among the experts of `within` of the groups, of one size each, whose `leading` worthiest experts add up
+    to most (DeepSeek-V2, arXiv 2405.04434).
     shared: how many experts, the last ones, all rows go through (Dai et al., arXiv 2401.06066), with weight 1, or, gated, the sigmoid
     of one logit more.
     """
@@ -29,6 +30,7 @@ class Routing(NamedTuple):
     by_sigmoid: bool = False
     wide: bool = False
     normed: bool = True
+    beside: float = 0.0
     kept: bool = False
     factor: float = 1.0
     groups: int = 1
@@ -42,7 +44,7 @@ class Mixture(ctypes.Structure):
     """The experts of a layer, as kernels/lanes.h has them. The parts must outlive it."""
 
     _fields_ = [("router", Product), *fields(pointers="first down bias", numbers="count chosen shared groups within leading",
-                                             flags="by_sigmoid wide normed kept gated", reals="factor alpha limit")]
+                                             flags="by_sigmoid wide normed kept gated", reals="factor alpha limit beside")]
     parts: tuple[Any, ...]
 
     @classmethod
@@ -57,7 +59,7 @@ class Mixture(ctypes.Structure):
         assert bias is None or bias.dtype == torch.float32 and bias.shape == (len(first) - how.shared,) and bias.is_contiguous()
         made = cls(router or Product(), ctypes.addressof(first), ctypes.addressof(down), address_of(bias), len(first), chosen, how.shared,
                    how.groups, how.within, how.leading, how.by_sigmoid, how.wide, how.normed, how.kept, how.gated, how.factor,
-                   *(limits or (0.0, 0.0)))
+                   *(limits or (0.0, 0.0)), how.beside)
         made.parts = first, down, bias
         return made
 

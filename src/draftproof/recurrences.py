@@ -13,6 +13,8 @@ from torch import Tensor
 from .llama import Layer
 from .native import LEAST_VECTOR, STRIPE, Course, CourseFields, Scale, address_of, fields, loaded
 
+DELTA, SPACE, SHORT = range(3)  # rules (kernels/lanes.h)
+
 
 class Recurrence(ctypes.Structure):
     """What such a layer has between its products, as kernels/lanes.h has it. Its parts must outlive it."""
@@ -21,16 +23,19 @@ class Recurrence(ctypes.Structure):
                 *fields(numbers="key_heads value_heads key_dim value_dim reach number groups", reals="floor top", flags="rule")]
 
     @classmethod
-    def of(cls, taps: Tensor, bias: Tensor | None, decay: Tensor, shift: Tensor, of_sight: Scale, key_heads: int, key_dim: int,
-           value_dim: int, number: int, skip: Tensor | None = None, groups: int = 1, limits: tuple[float, float] = (0, math.inf)) -> Self:
-        """All float32: taps [reach + 1, channels], bias [channels], decay and shift [value_heads]. skip [value_heads]: of a state space, as
-        are groups and the limits of what it writes; None: by the gated delta rule."""
+    def of(cls, rule: int, taps: Tensor, bias: Tensor | None, sizes: tuple[int, int, int, int], number: int, decay: Tensor | None = None,
+           shift: Tensor | None = None, of_sight: Scale | None = None, skip: Tensor | None = None, groups: int = 1,
+           limits: tuple[float, float] = (0, math.inf)) -> Self:
+        """All float32: taps [reach + 1, channels], bias [channels], decay, shift and skip [value_heads]; sizes: heads of keys and of
+        values, numbers of a key and of a value; limits: of what a state space writes."""
+        key_heads, heads, key_dim, value_dim = sizes
         held = [part for part in (taps, bias, decay, shift, skip) if part is not None]
         assert all(part.dtype == torch.float32 and part.is_contiguous() for part in held)
-        assert taps.shape[1] == 2 * key_heads * key_dim + len(decay) * value_dim and len(decay) == len(shift)
-        assert key_dim % LEAST_VECTOR == 0 and value_dim % STRIPE == 0 and len(decay) % key_heads == 0 == len(decay) % groups
-        return cls(taps.data_ptr(), address_of(bias), decay.data_ptr(), shift.data_ptr(), address_of(skip), of_sight, key_heads, len(decay),
-                   key_dim, value_dim, len(taps) - 1, number, groups, *limits, skip is not None)
+        assert taps.shape[1] == 2 * key_heads * key_dim + heads * value_dim and key_dim % LEAST_VECTOR == 0 == value_dim % STRIPE
+        assert all(len(part) == heads for part in (decay, shift, skip) if part is not None)
+        assert heads % groups == 0 and heads % max(key_heads, 1) == 0
+        return cls(taps.data_ptr(), *map(address_of, (bias, decay, shift, skip)), of_sight or Scale(), key_heads, heads, key_dim, value_dim,
+                   len(taps) - 1, number, groups, *limits, rule)
 
 
 def recall(layer: Layer, course: Course, made: Tensor) -> Tensor:

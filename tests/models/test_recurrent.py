@@ -291,7 +291,7 @@ def test_bytes_are_those_of_the_cache(hybrid: RecurrentTarget) -> None:
 def test_short_convolutions_alone_need_no_copies(tmp_path: Path) -> None:
     model = build("lfm2", {"layer_types": ["conv", "full_attention", "conv"], "block_ff_dim": 96, "conv_L_cache": 3})
     model.save_pretrained(tmp_path)
-    target = load_target(tmp_path, LoadConfig(self_test=False, threads=torch.get_num_threads()))
+    target = load_target(tmp_path, LoadConfig(self_test=False, threads=torch.get_num_threads()), fused=False)
     assert target.facts.tier == 2, "their past can be cropped"
     texts = [text(20)]
     want = references(model, texts)

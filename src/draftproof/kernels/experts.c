@@ -117,7 +117,7 @@ void routed(const member *me, const mixture *m, const void *logits, journey *j, 
         if (m->within < m->groups) keep_groups(m, worth, count);
         for (long e = 0; e < count; e++) found = ranked(worth[e], e, own, found, best, chosen);
         for (long i = 0; i < own; i++) weight[i] = law[chosen[i]], sum += weight[i];
-        for (long i = 0; i < own; i++) weight[i] = kept((m->normed ? weight[i] / sum : weight[i]) * m->factor, stream && m->kept);
+        for (long i = 0; i < own; i++) weight[i] = kept((m->normed ? weight[i] / (sum + m->beside) : weight[i]) * m->factor, stream && m->kept);
         floats gate = {m->gated ? load(logits, at + count, halves) : 0};
         for (long i = own; i < m->chosen; i++)
             chosen[i] = count + i - own, weight[i] = m->gated ? kept(sigmoid(gate)[0], stream && m->kept) : 1;

@@ -311,16 +311,16 @@ typedef struct {
  * (Dai et al., arXiv 2401.06066). router [count - shared, hidden], of which a softmax or, with by_sigmoid, sigmoids make weights, and one
  * output more, if they are gated: the sigmoid of what the shared ones weigh, else 1. gate_up and down [count] are of one shape. bias
  * [count - shared], or null: what is added for the choice alone. wide: the router's sums stay float32. normed: the weights of those
- * that a row chooses add up to 1, and are then taken times `factor`; kept: they are rounded to the stream's type. A row chooses among the
- * experts of `within` of the `groups`, of one size each, whose `leading` worthiest experts add up to most (DeepSeek-V2, arXiv 2405.04434);
- * within >= groups: among all. limit: of gates like gpt-oss's, whose gate and up stand side by side; 0: of silu gates. */
+ * that a row chooses add up to 1, but for `beside`, which is added to their sum first, and are then taken times `factor`; kept: they are
+ * rounded to the stream's type. A row chooses among the experts of `within` of the `groups`, of one size each, whose `leading` worthiest
+ * experts add up to most (DeepSeek-V2, arXiv 2405.04434); within >= groups: among all. limit: of gates like gpt-oss's, whose gate and up stand side by side; 0: of silu gates. */
 typedef struct {
     product router;
     const product *gate_up, *down;
     const float *bias;
     long count, chosen, shared, groups, within, leading;
     int by_sigmoid, wide, normed, kept, gated;
-    float factor, alpha, limit;
+    float factor, alpha, limit, beside;
 } mixture;
 
 /* Rows on their way through experts, and memory. Of each row's choices, [rows, chosen]: the experts, in `chosen`, their weights, and in
@@ -450,13 +450,14 @@ typedef struct {
     long value_dim;
 } latent;
 
-/* What a layer with a recurrent state has between its first product and the last (recurrence.c), by one of two rules: the gated DELTA rule,
- * or a state SPACE. The first product makes queries and keys [key_heads, key_dim], values [value_heads, value_dim], and of each of value_heads
- * how much is written, and how much kept, which in a SPACE are one number; then gates [value_heads, value_dim]. taps [reach + 1, channels]:
+/* What a layer with a recurrent state has between its first product and the last (recurrence.c), by one of three rules: the gated DELTA rule,
+ * a state SPACE, or SHORT, a convolution alone, whose state is the rows that reach into it. The first product makes queries and keys [key_heads, key_dim], values [value_heads, value_dim], and of each of value_heads
+ * how much is written, and how much kept, which in a SPACE are one number; then gates [value_heads, value_dim]; for SHORT values alone, what they are taken times behind the
+ * convolution, and before. taps [reach + 1, channels]:
  * of a convolution over the first three and the rows before; bias [channels], or null; decay, shift [value_heads]; skip [value_heads], of a
  * SPACE: what a value adds to what is seen. of_sight: the norm of what a row sees, of a head, in a SPACE of `groups` parts of all heads, behind
  * the gates. floor, top: of how much a SPACE writes. number: which of such layers it is. */
-enum { DELTA, SPACE };
+enum { DELTA, SPACE, SHORT };
 typedef struct {
     const float *taps, *bias, *decay, *shift, *skip;
     scale of_sight;

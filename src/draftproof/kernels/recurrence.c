@@ -1,11 +1,12 @@
-/* Layers with recurrent states, behind a short convolution: linear attention by the gated delta rule (Yang et al., arXiv 2412.06464) and
- * state spaces (Mamba-2: Dao & Gu, arXiv 2405.21060). Compiled and called by ../recurrences.py; models/state_layers.py has the twin.
+/* Layers with recurrent states, behind a short convolution: linear attention by the gated delta rule (Yang et al., arXiv 2412.06464), state
+ * spaces (Mamba-2: Dao & Gu, arXiv 2405.21060), and such a convolution alone (LFM2: arXiv 2511.23404). Compiled and called by ../recurrences.py; models/state_layers.py has the twin.
  *
  *     q, k, v = silu(convolution of the last reach + 1 rows)
  *     DELTA    q, k of length 1, q then divided by the root of its numbers; kept = e^(-decay softplus(kept + shift))
  *              S ← kept S;  S ← S + k ⊗ (v − Sᵀk) sigmoid(written);  norm(Sᵀq) silu(gate), head by head
  *     SPACE    written = softplus(written + shift), kept = e^(-decay written)
  *              S ← kept S + k ⊗ v written;  norm((Sᵀq + skip v) silu(gate)), of groups of heads
+ *     SHORT    convolution(v before) gate
  *
  * S is a head's state, [key_dim, value_dim]. A state cannot be cut back, so it takes in nothing that may still fall: what a pass scores it
  * goes through in memory of a thread's own, and it takes in what stood as the next pass comes by, while it is being read anyway. A text's
@@ -33,7 +34,10 @@ typedef struct {
 
 static long channels_of(const recurrence *d) { return 2 * d->key_heads * d->key_dim + d->value_heads * d->value_dim; }
 
-static long width_of(const recurrence *d) { return channels_of(d) + d->value_heads * (d->rule == DELTA ? 2 : 1); }
+static long width_of(const recurrence *d)
+{
+    return channels_of(d) + d->value_heads * (d->rule == DELTA ? 2 : d->rule == SPACE);
+}
 
 static long numbers_of(const recurrence *d) /* of a desk */
 {
@@ -70,7 +74,7 @@ static void convolve(const recurrence *d, const char *const *rows, long channel,
         for (long j = 0; j <= d->reach; j++) sum += load_lanes(rows[j], channel + c, halves) * *(const floats *)(taps + j * channels + c);
         if (d->bias) sum += *(const floats *)(d->bias + channel + c);
         sum = kept_lanes(sum, halves);
-        *(floats *)(to + c) = kept_lanes(sum * sigmoid(sum), halves);
+        *(floats *)(to + c) = d->rule == SHORT ? sum : kept_lanes(sum * sigmoid(sum), halves);
     }
 }
 
@@ -90,11 +94,12 @@ static void make_ready(const run *p, const layer *l, const walk *w, long line, l
 {
     const recurrence *d = l->recurrence;
     const char *rows[d->reach + 1];
-    long key = head / (d->value_heads / d->key_heads) * d->key_dim, keys = d->key_heads * d->key_dim, halves = p->halves;
+    long key = d->key_heads ? head / (d->value_heads / d->key_heads) * d->key_dim : 0, keys = d->key_heads * d->key_dim, halves = p->halves;
     for (long j = 0; j <= d->reach; j++) rows[j] = row_of(p, l, w, line, element + j);
     convolve(d, rows, key, d->key_dim, to, halves);
     convolve(d, rows, keys + key, d->key_dim, to + d->key_dim, halves);
     convolve(d, rows, 2 * keys + head * d->value_dim, d->value_dim, to + 2 * d->key_dim, halves);
+    if (d->rule == SHORT) return;
     long behind = channels_of(d) + head;
     float first = load(rows[d->reach], behind, halves);
     if (d->rule == SPACE) {
@@ -141,7 +146,8 @@ static void finish(const run *p, const layer *l, const float *value, const float
     if (d->rule == DELTA) norm_of_row(plain, &d->of_sight, to, 1, n, p->halves);
     for (long c = 0; c < n; c += LANES) {
         floats open = load_lanes(gate, c, p->halves), by = open * sigmoid(open);
-        if (d->rule == DELTA) store_lanes(to, c, load_lanes(to, c, p->halves) * by, p->halves);
+        if (d->rule == SHORT) store_lanes(to, c, *(const floats *)(value + c) * open, p->halves);
+        else if (d->rule == DELTA) store_lanes(to, c, load_lanes(to, c, p->halves) * by, p->halves);
         else *(floats *)(ahead + c) = (*(const floats *)(seen + c) + *(const floats *)(value + c) * d->skip[head]) * by;
     }
 }
@@ -171,7 +177,7 @@ static void go(const run *p, const layer *l, const walk *w, long head, desk *at)
         for (long first = line ? w->taken : 0; first < end; first += ELEMENTS) {
             long many = least(ELEMENTS, end - first);
             for (long i = 0; i < many; i++) make_ready(p, l, w, line, first + i, head, at->ready + i * ready, at->gates + i);
-            for (long s = 0; s < d->value_dim / STRIPE; s++)
+            for (long s = 0; d->rule != SHORT && s < d->value_dim / STRIPE; s++)
                 for (long i = 0; i < many; i++) {
                     const float *query = at->ready + i * ready;
                     float *held = memory + s * stripe, *guessed = at->state + s * stripe;
@@ -200,6 +206,15 @@ static void remember(const run *p, const layer *l, const walk *w, long from, lon
         memcpy(history + at * row, p->written + each * (r * l->qkv.out + from), each * (to - from));
 }
 
+/* A row's values of SHORT, times what stands behind the gates. */
+static void meet(const run *p, const layer *l, long row)
+{
+    long n = channels_of(l->recurrence);
+    char *values = p->written + size(p->halves) * row * l->qkv.out;
+    for (long c = 0; c < n; c += LANES)
+        store_lanes(values, c, load_lanes(values, c, p->halves) * load_lanes(values, 2 * n + c, p->halves), p->halves);
+}
+
 /* What all rows see, in `read`, of what the first product left in `written`. */
 void recall(const member *me, const run *p, const layer *l)
 {
@@ -209,6 +224,10 @@ void recall(const member *me, const run *p, const layer *l)
     at.seen = at.ready + ELEMENTS * (2 * d->key_dim + d->value_dim);
     const course *c = p->first; /* passes with states have one */
     long width = width_of(d);
+    if (d->rule == SHORT) {
+        MINE(r, p->rows) meet(p, l, r);
+        join(me);
+    }
     MINE(i, c->walk_count * d->value_heads) go(p, l, c->walks + i / d->value_heads, i % d->value_heads, &at);
     join(me);
     if (d->rule == SPACE) MINE(r, p->rows) norm_groups(p, d, r);

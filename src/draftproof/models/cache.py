@@ -85,7 +85,7 @@ class PagePool:
         bytes as of keys and values, of which a token has so many."""
         self.page_tokens, self.device, self.states, self.most_marks = page_tokens, device, states, 0
         if states is not None:
-            states.page, self.most_marks = page_tokens, max(1, capacity_tokens * token_bytes // states.new().memory.nbytes)
+            states.page, self.most_marks = page_tokens, max(1, capacity_tokens * token_bytes // states.mark_bytes)
         self.capacity = max(2, -(-capacity_tokens // page_tokens)) + 1
         self.allocated = min(8, self.capacity)  # pages that the storage has room for; it grows by doubling
         self.free = list(range(1, self.allocated))  # a heap: the lowest first, so that a text's pages are mostly consecutive

@@ -33,6 +33,10 @@ ROUTER = re.compile("Router|Gat(?:e|ing)$")      # in transformers' names of cla
 CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts", "moe_top_k")
 
 
+def is_silu(act: Any) -> bool:
+    return type(act) in SILU or act is nn.functional.silu
+
+
 def are_experts(module: nn.Module) -> bool:
     """Whether a module is one of transformers' collections of experts, all of whose weights lie in two tensors [experts, …]."""
     return (getattr(module, "has_gate", None) is not None and hasattr(module, "is_transposed")
@@ -55,7 +59,7 @@ class Experts(nn.Module):
         self.shared = len(shared)
         self.like = like
         gate = type(like)._apply_gate
-        plain = like.has_gate and gate.__module__ == "transformers.integrations.moe" and type(like.act_fn) in SILU
+        plain = like.has_gate and gate.__module__ == "transformers.integrations.moe" and is_silu(like.act_fn)
         self._limits = None if plain else limits_of(like)
         self._products: tuple[Products, Products] | None = None
         self._mixtures: dict[int, Mixture] = {}

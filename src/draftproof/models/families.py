@@ -27,14 +27,14 @@ from .shares import bare
 
 ACTS = {**dict.fromkeys(SILU, native.SILU), type(ACT2FN["gelu_pytorch_tanh"]): native.GELU_BY_TANH,    # those of kernels of ours
         NewGELUActivation: native.GELU_BY_TANH, GELUActivation: native.GELU, ReLUSquaredActivation: native.RELU_SQUARED}
-OUT, UP = ("o_proj", "dense", "out_proj"), ("up_proj", "c_fc", "fc1")      # what families call these products,
-DOWN = ("down_proj", "c_proj", "fc2", "output_linear")
-GATES = ("gate_proj", "gate_up_proj", "input_linear", "experts")      # and where an MLP has gates
-LAST_NORM = ("norm", "final_layernorm")
+OUT, UP = ("o_proj", "dense", "out_proj"), ("up_proj", "c_fc", "fc1", "w3")      # what families call these products,
+DOWN = ("down_proj", "c_proj", "fc2", "output_linear", "w2")
+GATES = ("gate_proj", "gate_up_proj", "input_linear", "w1", "experts")      # and where an MLP has gates
+LAST_NORM = ("norm", "final_layernorm", "embedding_norm")
 OLMO_EPS = 1e-5     # which its norms do not tell
 MOVING_ROPE = {"dynamic", "longrope"}  # their angles depend on the longest row of the pass, so there is no table of them
 LINEARS = ("q_proj", "k_proj", "v_proj", "qkv_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")
-STATES = ("linear_attn", "mamba")   # parts of layers that have a recurrent state,
+STATES = ("linear_attn", "mamba", "conv")   # parts of layers that have a recurrent state,
 STATE_LINEARS = ("in_proj", "in_proj_qkv", "in_proj_b", "in_proj_a", "in_proj_z", "in_proj_qkvz", "in_proj_ba")    # and their products
 LATENT_NORMS = ("q_a_layernorm", "kv_a_layernorm")
 ON_ANY_DEVICE = {"llama", "mistral", "ministral", "qwen2", "qwen3"}     # others have kernels of ours on a CPU alone
@@ -62,6 +62,11 @@ def _by_sigmoid(block: Any) -> Routing:
     router = block.gate
     return Routing(by_sigmoid=True, wide=True, normed=router.norm_topk_prob, factor=router.routed_scaling_factor,
                    groups=router.num_group, within=router.topk_group, leading=2)
+
+
+def _by_sigmoid_in_lfm2(block: Any) -> Routing:
+    router = block.gate
+    return Routing(by_sigmoid=True, normed=router.norm_topk_prob, beside=1e-6, kept=True, factor=router.routed_scaling_factor)
 
 
 def _by_wide_softmax(block: Any) -> Routing:
@@ -163,6 +168,9 @@ FAMILIES = {
     "helium": Family("Helium", late=True, adjoining=True),
     "hy_v3": Family("HYV3", routing=lambda block: Routing(by_sigmoid=True, wide=True, factor=block.gate.router_scaling_factor)),
     "hunyuan_v1_dense": Family("HunYuanDenseV1", head_norms=("query_layernorm", "key_layernorm"), turned_first=True),
+    "lfm2": Family("Lfm2", Norms("operator_norm", None, "ffn_norm"), mlp="feed_forward", head_norms=("q_layernorm", "k_layernorm")),
+    "lfm2_moe": Family("Lfm2Moe", Norms("operator_norm", None, "ffn_norm"), mlp="feed_forward",
+                       head_norms=("q_layernorm", "k_layernorm"), routing=_by_sigmoid_in_lfm2),
     "minimax_m2": Family("MiniMaxM2", routing=lambda block: Routing(by_sigmoid=True)),
     "olmo": Family("Olmo"),
     "olmo2": Family("Olmo2", BEHIND, late=True),
@@ -227,9 +235,14 @@ def cos_and_sin(found: Any) -> tuple[Tensor, Tensor]:
     return (found.real, found.imag) if isinstance(found, Tensor) else found
 
 
+def rotary_of(body: Any) -> Any:
+    """A model's rotary module; None: it has none."""
+    return part_of(body, ("rotary_emb", "pos_emb"))
+
+
 def rope_of(body: Any, layer: int, paired: bool = False) -> Rope:
     """Of a layer of a model."""
-    rotary = body.rotary_emb
+    rotary = rotary_of(body)
     if rotary is None:
         return Rope(0)
     if not isinstance(rotary.rope_type, dict):
@@ -296,12 +309,12 @@ def _strange(model: Any, family: Family, name: str) -> Iterator[str]:
         return type(norm) is nn.LayerNorm or exact(norm, "RMSNorm", "LayerNorm")
 
     if not (exact(model, "ForCausalLM") and exact(body, "Model", "TextModel") and known(part_of(body, LAST_NORM))
-            and (body.rotary_emb is None or exact(body.rotary_emb, "RotaryEmbedding", "TextRotaryEmbedding"))):
+            and (rotary_of(body) is None or exact(rotary_of(body), "RotaryEmbedding", "TextRotaryEmbedding"))):
         yield others
         return
     for number, layer in enumerate(body.layers):
         attention, mlp = looking_back(layer), family.mlp_of(layer)
-        if not exact(layer, "DecoderLayer") or not exact(attention, "Attention", "GatedDeltaNet", "Mixer", "MambaLayer"):
+        if not exact(layer, "DecoderLayer") or not exact(attention, "Attention", "GatedDeltaNet", "Mixer", "MambaLayer", "ShortConv"):
             yield others
             return
         norms = [norm for norm, name in zip(family.norms_of(layer), family.norms, strict=True) if name]
@@ -337,6 +350,12 @@ def _strange(model: Any, family: Family, name: str) -> Iterator[str]:
 
 def _strange_state(part: Any, exact: Callable[..., bool]) -> Iterator[str]:
     """Of a part of a layer that has a recurrent state."""
+    if hasattr(part, "conv"):
+        if type(part.conv) is not nn.Conv1d:
+            yield "layers of other classes than transformers ships"
+        if part.conv.in_channels % native.STRIPE:
+            yield f"a convolution of {part.conv.in_channels} numbers, where kernels of ours take multiples of {native.STRIPE}"
+        return
     if not exact(part.norm, "RMSNormGated") or type(part.conv1d) is not nn.Conv1d:
         yield "layers of other classes than transformers ships"
     if part.activation not in ("silu", "swish"):

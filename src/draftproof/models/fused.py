@@ -42,6 +42,7 @@ from .families import (
     norm_of,
     part_of,
     rope_of,
+    rotary_of,
     scaled,
 )
 from .packed import HeldLinear, Linear, StreamedLinear, joined
@@ -76,7 +77,8 @@ class FusedLayer(nn.Module):
         self.routed = Routed(mlp, linear, family.routing(mlp), layer) if hasattr(mlp, "experts") else None
         if self.routed is None:
             self.gate_up, self.down = linear(*_gate_up(mlp)), kept(down, linear)
-        self.act: Any = self.routed.act_fn if self.routed else part_of(mlp, ("act_fn", "activation_fn", "act", "activation"))
+        named: Any = part_of(mlp, ("act_fn", "activation_fn", "act", "activation"))
+        self.act: Any = self.routed.act_fn if self.routed else nn.SiLU() if named is None else named
         inner: Any = self.routed.inner if self.routed else bare(down).in_features
         self.inner: int = inner
         self.parallel, self.turned_first, norms = family.parallel, family.turned_first, family.norms_of(layer)
@@ -269,7 +271,7 @@ def _gate_up(mlp: Any) -> tuple[Tensor, Tensor | None]:
     both = part_of(mlp, ("gate_up_proj", "input_linear"))
     if both is not None:
         return both.weight.detach(), both.bias
-    gate = part_of(mlp, ("gate_proj",))
+    gate = part_of(mlp, ("gate_proj", "w1"))
     return joined([*([] if gate is None else [gate]), part_of(mlp, UP)])
 
 
@@ -280,7 +282,7 @@ class FusedPass:
         self.embed, self.output = model.get_input_embeddings(), model.get_output_embeddings()
         self.layers: list[FusedLayer] = list(model.model.layers)
         body = model.model
-        self.rotary, self.ropes = body.rotary_emb, sorted({layer.rope for layer in self.layers}, key=lambda rope: rope.number)
+        self.rotary, self.ropes = rotary_of(body), sorted({layer.rope for layer in self.layers}, key=lambda rope: rope.number)
         self.moving = any(rope.moves for rope in self.ropes)
         self._norm, self._last = self.layers[0]._norm, norm_of(part_of(body, LAST_NORM), FAMILIES[model.config.model_type])
         self._enlarged = float(getattr(body, "embedding_multiplier", 1))

@@ -61,7 +61,7 @@ class Routed(nn.Module):
         worth = _of_groups(worth, how)
         chosen = worth.sort(stable=True, dim=-1, descending=True).indices[:, : self.each - shared]
         weights = law.gather(1, chosen)
-        weights = (weights / weights.sum(-1, keepdim=True) if how.normed else weights) * how.factor
+        weights = (weights / (weights.sum(-1, keepdim=True) + how.beside) if how.normed else weights) * how.factor
         always = torch.arange(shared, device=logits.device) + own.shape[1]
         gates = gate.sigmoid() if how.gated else gate.new_ones(len(gate), 1)
         weights = torch.cat([weights, gates.expand(-1, shared)], 1)
@@ -83,10 +83,10 @@ def router_of(block: Any) -> Any:
 
 
 def bias_of(block: Any) -> Tensor | None:
-    """What is added to weights where experts are chosen (Wang et al., arXiv 2408.15664); families have it in three places."""
+    """What is added to weights where experts are chosen (Wang et al., arXiv 2408.15664); families have it in three places, by two names."""
     router = router_of(block)
     places = (router, block, getattr(router, "moe_statics", None))
-    found = (getattr(place, "e_score_correction_bias", None) for place in places)
+    found = (getattr(place, name, None) for place in places for name in ("e_score_correction_bias", "expert_bias"))
     return next((bias for bias in found if bias is not None), None)
 
 

@@ -2,12 +2,13 @@
 
     q, k, v = silu(convolve(qkv(norm(x))))
 
-    DeltaLayer    S ← kept · S;  S ← S + k ⊗ (v − Sᵀk) · written       x ← x + o(norm(Sᵀq) · silu(gate))          Qwen3-Next, Qwen3.5
-    SpaceLayer    S ← kept · S + k ⊗ v · written                       x ← x + o(norm((Sᵀq + skip v) · silu(gate)))    Bamba, Granite 4
+    DeltaLayer    S ← kept · S;  S ← S + k ⊗ (v − Sᵀk) · written    x ← x + o(norm(Sᵀq) · silu(gate))               Qwen3-Next, Qwen3.5
+    SpaceLayer    S ← kept · S + k ⊗ v · written                    x ← x + o(norm((Sᵀq + skip v) · silu(gate)))    Bamba, Granite 4
+    ShortLayer                                                      x ← x + o(convolve(v · before) · gate)          LFM2
 
-the gated delta rule (Yang et al., arXiv 2412.06464) and a state space (Mamba-2: Dao & Gu, arXiv 2405.21060). One product makes queries,
-keys, values, how much of each head is written and kept, and gates. What a layer needs of the text before stands in states.py.
-kernels/recurrence.c runs all of it; `_go` is its plain twin, which the tests hold it against.
+the gated delta rule (Yang et al., arXiv 2412.06464), a state space (Mamba-2: Dao & Gu, arXiv 2405.21060), and a convolution alone, without
+keys (arXiv 2511.23404). One product makes queries, keys, values, how much of each head is written and kept, and gates. What a layer needs
+of the text before stands in states.py. kernels/recurrence.c runs all of it; `_go` is its plain twin, which the tests hold it against.
 """
 
 from __future__ import annotations
@@ -43,9 +44,10 @@ class StateLayer(FusedLayer):
         weight, bias = joined(_parts(attention))
         self.qkv = linear(weight, bias) if order is None else linear(weight[order], None if bias is None else bias[order])
         self.channels = 2 * self.key_heads * self.head_dim + self.heads * self.value_dim
-        self.row, self.reach = self.channels + scalars * self.heads, attention.conv1d.kernel_size[0] - 1
+        self.row, self.reach = self.channels + scalars * self.heads, len(self.taps) - 1
         self.memory = self.heads, self.value_dim // native.STRIPE, self.head_dim, native.STRIPE
-        self.decay, self.shift = attention.A_log.detach().float().exp(), attention.dt_bias.detach().float()
+        if hasattr(attention, "A_log"):
+            self.decay, self.shift = attention.A_log.detach().float().exp(), attention.dt_bias.detach().float()
 
     def _shape(self, attention: Any) -> tuple[Tensor | None, int]:
         """Sets sizes and what the convolution has; the order of the first product's rows (None: as they stand), and how many numbers of
@@ -64,7 +66,7 @@ class StateLayer(FusedLayer):
         """One text's way: states and history are left as kernels/recurrence.c leaves them."""
         reach, rows, history = self.reach, made[:, : self.row], walk.history[self.number]
         before = torch.cat([history[:reach], history[[reach + place for place in walk.owed]]])
-        memory = walk.memory[self.number].transpose(1, 2).reshape(self.heads, self.head_dim, -1).clone()
+        memory = walk.memory[self.number].transpose(1, 2).reshape(self.heads, self.head_dim, self.value_dim).clone()
         for number, line in enumerate(walk.lines):
             all_rows, guessed = torch.cat([before, rows[line]]), memory
             for element in range(walk.taken if number else 0, len(all_rows) - reach):
@@ -75,16 +77,17 @@ class StateLayer(FusedLayer):
                     row = line[element - len(walk.owed)]
                     gate = made[row, self.row :].view(self.heads, -1)
                     seen[row] = self._finish(found, gate).flatten()
-        walk.memory[self.number] = memory.reshape(self.heads, self.head_dim, -1, native.STRIPE).transpose(1, 2)
+        walk.memory[self.number] = memory.reshape(self.heads, self.head_dim, self.memory[1], native.STRIPE).transpose(1, 2)
         end = torch.cat([before, rows[walk.first : walk.first + walk.rows]])[walk.taken :]
         history[: len(end)] = end
 
     def _convolved(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Query, key and value [value_heads, n], float32, of the last of rows [reach + 1, …]."""
         sums = (rows[:, : self.channels].float() * self.taps).sum(0)
-        found = functional.silu((sums if self.bias is None else sums + self.bias).to(rows.dtype)).float()
-        keys, each = self.key_heads * self.head_dim, self.heads // self.key_heads
-        query, key = (part.view(self.key_heads, -1).repeat_interleave(each, 0) for part in (found[:keys], found[keys : 2 * keys]))
+        sums = (sums if self.bias is None else sums + self.bias).to(rows.dtype)
+        found = (functional.silu(sums) if self.key_heads else sums).float()
+        keys, each = self.key_heads * self.head_dim, self.heads // max(self.key_heads, 1)
+        query, key = (found[start : start + keys].view(self.key_heads, self.head_dim).repeat_interleave(each, 0) for start in (0, keys))
         return query, key, found[2 * keys :].view(self.heads, -1)
 
     def _step(self, state: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
@@ -104,6 +107,9 @@ class StateLayer(FusedLayer):
 
     def _recurrence(self) -> recurrences.Recurrence:
         raise AssertionError("each kind has its own")
+
+    def _sizes(self) -> tuple[int, int, int, int]:
+        return self.key_heads, self.heads, self.head_dim, self.value_dim
 
     def _storage(self, pool: PagePool) -> tuple[int, int]:
         return 0, 0
@@ -133,8 +139,8 @@ class DeltaLayer(StateLayer):
         return (normed * functional.silu(gate.float())).to(gate.dtype)
 
     def _recurrence(self) -> recurrences.Recurrence:
-        return recurrences.Recurrence.of(self.taps, None, self.decay, self.shift, scale_of(self.of_sight, self.dtype), self.key_heads,
-                                         self.head_dim, self.value_dim, self.number)
+        return recurrences.Recurrence.of(recurrences.DELTA, self.taps, None, self._sizes(), self.number, self.decay, self.shift,
+                                         scale_of(self.of_sight, self.dtype))
 
 
 class SpaceLayer(StateLayer):
@@ -168,13 +174,38 @@ class SpaceLayer(StateLayer):
 
     def _recurrence(self) -> recurrences.Recurrence:
         norm = native.Scale.of(*self.of_sight, torch.float32)
-        return recurrences.Recurrence.of(self.taps, self.bias, self.decay, self.shift, norm, self.key_heads, self.head_dim, self.value_dim,
-                                         self.number, self.skip, self.groups, self.limits)
+        return recurrences.Recurrence.of(recurrences.SPACE, self.taps, self.bias, self._sizes(), self.number, self.decay, self.shift, norm,
+                                         self.skip, self.groups, self.limits)
+
+
+class ShortLayer(StateLayer):
+    def _shape(self, attention: Any) -> tuple[Tensor | None, int]:
+        """Its numbers are as good as heads of one stripe each."""
+        conv, hidden = attention.conv, attention.conv.in_channels
+        self.key_heads, self.heads, self.head_dim, self.value_dim = 0, hidden // native.STRIPE, 0, native.STRIPE
+        self.taps = conv.weight.detach()[:, 0].float().T.contiguous()
+        self.bias = None if conv.bias is None else conv.bias.detach().float()
+        return None, 0
+
+    def _look_back(self, made: Tensor, angles: Tensor, p: Pass, pool: PagePool) -> Tensor:
+        if not self.ours:
+            value, gate, before = made.split(self.channels, 1)  # type: ignore[no-untyped-call]
+            made = torch.cat([value * before, gate], 1)
+        return super()._look_back(made, angles, p, pool)
+
+    def _step(self, state: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+        return state, self._convolved(rows)[2]
+
+    def _finish(self, found: Tensor, gate: Tensor) -> Tensor:
+        return found.to(gate.dtype) * gate
+
+    def _recurrence(self) -> recurrences.Recurrence:
+        return recurrences.Recurrence.of(recurrences.SHORT, self.taps, self.bias, self._sizes(), self.number)
 
 
 def state_layer(layer: Any) -> type[StateLayer]:
     """What stands for a layer that has a state."""
-    return DeltaLayer if hasattr(layer, "linear_attn") else SpaceLayer
+    return DeltaLayer if hasattr(layer, "linear_attn") else ShortLayer if hasattr(layer, "conv") else SpaceLayer
 
 
 def _parts(attention: Any) -> list[Any]:

@@ -56,6 +56,12 @@ class States:
         state = self.new()
         return state.memory.nbytes + state.history.nbytes
 
+    @property
+    def mark_bytes(self) -> int:
+        """Of a `Mark`."""
+        state = self.new()
+        return state.memory.nbytes + state.history[:, : self.reach].nbytes
+
 
 class Mark(NamedTuple):
     """A state at the end of a page: memory, and the rows that reach into what comes behind it [layers, reach, …]."""

@@ -36,10 +36,11 @@ def tier_of(model: Any, context: int, reasons: dict[str, str], fused: bool) -> t
     that are known run as ours. Raises LoadError for a model whose own code cannot run it."""
     kinds = set(getattr(model.config.get_text_config(), "layer_types", None) or ["full_attention"])
     foreign = kinds - {"full_attention", "sliding_attention"}
-    if getattr(model, "_is_stateful", False) or kinds & RECURRENT:
-        if fused and can_fuse(model)[0]:
-            reasons["tier"] = "1, own pages, and beside them recurrent states, which take in what stands as the next pass comes by"
-            return 1, _held(model)
+    stateful = getattr(model, "_is_stateful", False) or kinds & RECURRENT
+    if (stateful or "conv" in kinds) and fused and can_fuse(model)[0]:
+        reasons["tier"] = "1, own pages, and beside them recurrent states, which take in what stands as the next pass comes by"
+        return 1, _held(model)
+    if stateful:
         reasons["tier"] = "3, a recurrent state: copied before guesses are scored, put back after a rejection"
         return 3, 0
     if not getattr(model, "_supports_attention_backend", False):
