@@ -10,8 +10,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from .llama import Layer
-from .native import LEAST_VECTOR, STRIPE, Course, CourseFields, Scale, address_of, fields, loaded
+from .native import LEAST_VECTOR, STRIPE, Course, CourseFields, Product, Scale, address_of, fields, loaded
 
 DELTA, SPACE, SHORT = range(3)  # rules (kernels/lanes.h)
 
@@ -19,30 +18,35 @@ DELTA, SPACE, SHORT = range(3)  # rules (kernels/lanes.h)
 class Recurrence(ctypes.Structure):
     """What such a layer has between its products, as kernels/lanes.h has it. Its parts must outlive it."""
 
-    _fields_ = [*fields(pointers="taps bias decay shift skip"), ("of_sight", Scale),
+    _fields_ = [("written_kept", Product), *fields(pointers="taps bias decay shift skip"), ("of_sight", Scale),
                 *fields(numbers="key_heads value_heads key_dim value_dim reach number groups", reals="floor top", flags="rule")]
 
     @classmethod
     def of(cls, rule: int, taps: Tensor, bias: Tensor | None, sizes: tuple[int, int, int, int], number: int, decay: Tensor | None = None,
            shift: Tensor | None = None, of_sight: Scale | None = None, skip: Tensor | None = None, groups: int = 1,
-           limits: tuple[float, float] = (0, math.inf)) -> Self:
+           limits: tuple[float, float] = (0, math.inf), written_kept: Product | None = None) -> Self:
         """All float32: taps [reach + 1, channels], bias [channels], decay, shift and skip [value_heads]; sizes: heads of keys and of
-        values, numbers of a key and of a value; limits: of what a state space writes."""
+        values, numbers of a key and of a value; limits: of what a state space writes; written_kept: of the gated delta rule, where the
+        whole pass is one call."""
         key_heads, heads, key_dim, value_dim = sizes
-        held = [part for part in (taps, bias, decay, shift, skip) if part is not None]
+        held_or_not = taps, bias, decay, shift, skip
+        held = [part for part in held_or_not if part is not None]
         assert all(part.dtype == torch.float32 and part.is_contiguous() for part in held)
         assert taps.shape[1] == 2 * key_heads * key_dim + heads * value_dim and key_dim % LEAST_VECTOR == 0 == value_dim % STRIPE
         assert all(len(part) == heads for part in (decay, shift, skip) if part is not None)
         assert heads % groups == 0 and heads % max(key_heads, 1) == 0
-        return cls(taps.data_ptr(), *map(address_of, (bias, decay, shift, skip)), of_sight or Scale(), key_heads, heads, key_dim, value_dim,
+        return cls(written_kept or Product(), *map(address_of, held_or_not), of_sight or Scale(), key_heads, heads, key_dim, value_dim,
                    len(taps) - 1, number, groups, *limits, rule)
 
 
-def recall(layer: Layer, course: Course, made: Tensor) -> Tensor:
-    """What rows see, [rows, value_heads * value_dim], of what the first product made of them, [rows, qkv.out]."""
-    assert made.is_contiguous() and made.shape == (course.rows, layer.qkv.out)
-    seen = torch.empty(course.rows, layer.o.columns, dtype=made.dtype)
-    if _library().recalled(layer, course.struct, made.data_ptr(), seen.data_ptr(), made.dtype == torch.bfloat16, torch.get_num_threads()):
+def recall(what: Recurrence, course: Course, made: Tensor, beside: Tensor | None) -> Tensor:
+    """What rows see, [rows, value_heads * value_dim], of what the first product made of them, [rows, out], which a short convolution
+    changes, and of how much is written and kept, [rows, 2 value_heads], by the gated delta rule."""
+    assert made.is_contiguous() and (beside is None) == (what.rule != DELTA)
+    assert beside is None or beside.is_contiguous() and beside.shape == (len(made), 2 * what.value_heads) and beside.dtype == made.dtype
+    seen = torch.empty(course.rows, what.value_heads * what.value_dim, dtype=made.dtype)
+    if _library().recalled(what, made.shape[1], course.struct, made.data_ptr(), address_of(beside), seen.data_ptr(),
+                           made.dtype == torch.bfloat16, torch.get_num_threads()):
         raise MemoryError(f"recurrent states of {course.rows} rows found no memory to work in")
     return seen
 
@@ -55,6 +59,6 @@ def _library() -> ctypes.CDLL:
 def _told(library: ctypes.CDLL) -> ctypes.CDLL:
     """What the function takes."""
     pointer, small = ctypes.c_void_p, ctypes.c_int
-    library.recalled.argtypes = [ctypes.POINTER(Layer), ctypes.POINTER(CourseFields), pointer, pointer, small, small]
+    library.recalled.argtypes = [ctypes.POINTER(Recurrence), ctypes.c_long, ctypes.POINTER(CourseFields), *[pointer] * 3, small, small]
     library.recalled.restype = small
     return library

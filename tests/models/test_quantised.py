@@ -212,6 +212,54 @@ def test_a_layer_that_was_left_whole_stays_whole(tmp_path: Path) -> None:
     assert off(logits(tmp_path / "packed"), logits(ordinary(source, tmp_path / "ordinary", weights), packed=False)) < 0.08
 
 
+DELTA = {"head_dim": 32, "layer_types": ["linear_attention", "full_attention", "linear_attention"], "linear_num_value_heads": 8,
+         "linear_num_key_heads": 4, "linear_key_head_dim": 32, "linear_value_head_dim": 32}
+REORDERED: dict[str, dict[str, Any]] = {    # whose products have their outputs in another order than they are published in
+    "glm4": {"head_dim": 32},
+    "youtu": {"num_key_value_heads": 4, "q_lora_rank": 64, "kv_lora_rank": 64, "qk_nope_head_dim": 32, "qk_rope_head_dim": 32,
+              "v_head_dim": 32},
+    "qwen3_5_text": DELTA,
+    "granitemoehybrid": {"layer_types": ["mamba", "attention", "mamba"], "num_local_experts": 0, "shared_intermediate_size": 256,
+                         "mamba_n_heads": 8, "mamba_d_head": 32, "mamba_d_state": 32, "mamba_n_groups": 1},
+}
+
+
+@pytest.mark.parametrize("form", ["gptq", "packed asymmetric", "whole numbers", "nvfp4"])
+@pytest.mark.parametrize("family", REORDERED)
+def test_outputs_in_another_order_stay_levels(tmp_path: Path, family: str, form: str) -> None:
+    if not native.available()[0]:
+        pytest.skip(native.available()[1])
+    torch.manual_seed(5)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **{**COMMON, "hidden_size": 128, "intermediate_size": 256,
+                                                                            **REORDERED[family]}))
+    for weight in model.parameters():
+        if weight.dim() == 2:
+            weight.data *= 3
+    model.save_pretrained(tmp_path / "source")
+    linears = tuple(f"{name}.weight" for name, part in model.named_modules() if type(part) is torch.nn.Linear and name != "lm_head")
+    weights = publish(tmp_path / "source", tmp_path / "packed", *ALL[form], linears)
+    target = load_target(tmp_path / "packed", LoadConfig(dtype="float32"))
+    assert target.facts.invisible and target.facts.reasons["forward pass"].startswith("fused"), target.facts.reasons
+    assert f"{len(linears)} layers are multiplied as they were published" in target.facts.reasons["checkpoint"]
+    kinds = (StreamedInt4Linear, StreamedInt8Linear, StreamedFloat8Linear, StreamedFoursLinear)
+    assert all(isinstance(part, kinds) for layer in target.parts.layers for part in layer.streamed()) and target.parts.layers[0].streamed()
+    plain = ordinary(tmp_path / "source", tmp_path / "ordinary", weights)
+    assert 0 < off(logits(tmp_path / "packed"), logits(plain, packed=False)) < (0.08 if form in ("gptq", "packed asymmetric") else 0.02)
+
+
+def test_how_much_a_state_takes_is_no_level_where_all_else_is(tmp_path: Path) -> None:
+    torch.manual_seed(5)
+    AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen3_5_text", **{**COMMON, "hidden_size": 128, "intermediate_size": 256,
+                                                                            **DELTA})).bfloat16().save_pretrained(tmp_path / "source")
+    publish(tmp_path / "source", tmp_path / "packed", *ALL["gptq"], ("in_proj_qkv.weight", "in_proj_z.weight"))
+    for folder, more in ((tmp_path / "packed", {}), (tmp_path / "source", {"quantization": "int4"})):
+        target = load_target(folder, LoadConfig(dtype="float32", **more))
+        layer = target.parts.layers[0]
+        assert isinstance(layer.qkv, (StreamedInt4Linear, Int4Linear))
+        assert not isinstance(layer.written_kept, (StreamedInt4Linear, Int4Linear))
+        assert target.facts.tier == 1 and target.facts.invisible, target.facts.reasons
+
+
 def test_models_that_are_not_fused(tmp_path: Path) -> None:
     torch.manual_seed(5)
     config = AutoConfig.for_model("gemma2", **{**COMMON, "head_dim": 16, "query_pre_attn_scalar": 16, "intermediate_size": 192})

@@ -43,13 +43,13 @@ CASES: dict[str, dict[str, Any]] = {
 TEXT = text(90, 8)
 
 
-def model_of(family: str, dtype: torch.dtype = torch.float32, **more: Any) -> Any:
+def model_of(family: str, dtype: torch.dtype = torch.float32, rounded: bool = True, **more: Any) -> Any:
     model = build(family.partition(",")[0], {**CASES[family], **more})
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.ndim == 1 and "A_log" not in name:
                 parameter.add_(torch.randn_like(parameter) * 0.2)
-    return model.bfloat16().to(dtype).eval()
+    return (model.bfloat16() if rounded else model).to(dtype).eval()
 
 
 def target_of(family: str, dtype: torch.dtype = torch.float32, **more: Any) -> PagedTarget:
@@ -203,6 +203,18 @@ def plays(target: PagedTarget, seed: int, steps: int = 60) -> None:
     target.close(slot)
     target.close(other)
     target.check()
+
+
+@pytest.mark.parametrize("family", CASES)
+def test_parts_that_are_not_streamed_have_the_logits_of_transformers(family: str) -> None:
+    """Of float32 weights that are no halves."""
+    target = as_target(model_of(family, torch.float32, rounded=False), LoadConfig(self_test=False, page_tokens=16))
+    model = model_of(family, torch.float32, rounded=False)
+    assert isinstance(target, PagedTarget) and target.fused is not None and not target.fused.compiled()
+    for ends, logits in play(target):
+        with torch.inference_mode():
+            want = torch.stack([model(input_ids=torch.tensor([end]), use_cache=False).logits[0, -1] for end in ends])
+        assert float((logits - want).abs().max()) <= 1e-4 * float(want.abs().max()), ends
 
 
 @NEED

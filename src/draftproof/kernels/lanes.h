@@ -451,14 +451,16 @@ typedef struct {
 } latent;
 
 /* What a layer with a recurrent state has between its first product and the last (recurrence.c), by one of three rules: the gated DELTA rule,
- * a state SPACE, or SHORT, a convolution alone, whose state is the rows that reach into it. The first product makes queries and keys [key_heads, key_dim], values [value_heads, value_dim], and of each of value_heads
- * how much is written, and how much kept, which in a SPACE are one number; then gates [value_heads, value_dim]; for SHORT values alone, what they are taken times behind the
- * convolution, and before. taps [reach + 1, channels]:
- * of a convolution over the first three and the rows before; bias [channels], or null; decay, shift [value_heads]; skip [value_heads], of a
- * SPACE: what a value adds to what is seen. of_sight: the norm of what a row sees, of a head, in a SPACE of `groups` parts of all heads, behind
- * the gates. floor, top: of how much a SPACE writes. number: which of such layers it is. */
+ * a state SPACE, or SHORT, a convolution alone, whose state is the rows that reach into it. The first product makes queries and keys
+ * [key_heads, key_dim], values [value_heads, value_dim], of a SPACE how much of each of value_heads is written, and gates [value_heads,
+ * value_dim]; for SHORT values alone, what they are taken times behind the convolution, and before. written_kept: a product beside it, which
+ * makes, of DELTA, how much of each of value_heads is written, and how much kept. taps [reach + 1, channels]: of a convolution over the first
+ * three and the rows before; bias [channels], or null; decay, shift [value_heads]; skip [value_heads], of a SPACE: what a value adds to what is
+ * seen. of_sight: the norm of what a row sees, of a head, in a SPACE of `groups` parts of all heads, behind the gates. floor, top: of how much
+ * a SPACE writes. number: which of such layers it is. */
 enum { DELTA, SPACE, SHORT };
 typedef struct {
+    product written_kept;
     const float *taps, *bias, *decay, *shift, *skip;
     scale of_sight;
     long key_heads, value_heads, key_dim, value_dim, reach, number, groups;

@@ -34,10 +34,14 @@ typedef struct {
 
 static long channels_of(const recurrence *d) { return 2 * d->key_heads * d->key_dim + d->value_heads * d->value_dim; }
 
+/* Numbers of a row in the history: what goes through the convolution, and how much is written and kept. */
 static long width_of(const recurrence *d)
 {
     return channels_of(d) + d->value_heads * (d->rule == DELTA ? 2 : d->rule == SPACE);
 }
+
+/* Numbers of what the first product makes before gates. */
+static long before_gates(const recurrence *d) { return d->rule == DELTA ? channels_of(d) : width_of(d); }
 
 static long numbers_of(const recurrence *d) /* of a desk */
 {
@@ -48,8 +52,9 @@ static long numbers_of(const recurrence *d) /* of a desk */
 void recurrence_needs(const run *p, const layer *l, long *inner, long *room)
 {
     const recurrence *d = l->recurrence;
-    if (d->rule == SPACE) *inner = most(*inner, 4 / size(p->halves) * d->value_heads * d->value_dim); /* float32 */
+    *inner = most(*inner, d->rule == SPACE ? 4 / size(p->halves) * d->value_heads * d->value_dim : 2 * d->value_heads); /* of SPACE float32 */
     *room = most(*room, 4 * p->threads * numbers_of(d));
+    if (d->rule == DELTA) *room = most(*room, room_for(&d->written_kept, p->rows, p->halves, p->threads));
 }
 
 /* The i-th of the rows that a line leads through: those before the first one that the states lack, those owed, those of the pass. */
@@ -62,6 +67,15 @@ static const char *row_of(const run *p, const layer *l, const walk *w, long line
     i -= d->reach;
     if (i < w->owed) return history + (d->reach + w->place[i]) * row;
     return p->written + w->line_row[w->line_start[line] + i - w->owed] * size(p->halves) * l->qkv.out;
+}
+
+/* How much of each head the i-th of them writes and keeps. */
+static const char *shares_of(const run *p, const layer *l, const walk *w, long line, long i)
+{
+    const recurrence *d = l->recurrence;
+    long each = size(p->halves), passed = i - d->reach - w->owed;
+    if (d->rule != DELTA || passed < 0) return row_of(p, l, w, line, i) + each * channels_of(d);
+    return p->inner + each * w->line_row[w->line_start[line] + passed] * 2 * d->value_heads;
 }
 
 /* to [n] of the rows' numbers from `channel` on. */
@@ -100,8 +114,8 @@ static void make_ready(const run *p, const layer *l, const walk *w, long line, l
     convolve(d, rows, keys + key, d->key_dim, to + d->key_dim, halves);
     convolve(d, rows, 2 * keys + head * d->value_dim, d->value_dim, to + 2 * d->key_dim, halves);
     if (d->rule == SHORT) return;
-    long behind = channels_of(d) + head;
-    float first = load(rows[d->reach], behind, halves);
+    const char *shares = shares_of(p, l, w, line, element + d->reach);
+    float first = load(shares, head, halves);
     if (d->rule == SPACE) {
         float written = kept(softplus(kept(first + d->shift[head], halves)), halves);
         gates->written = written < d->floor ? d->floor : written > d->top ? d->top : written;
@@ -112,7 +126,7 @@ static void make_ready(const run *p, const layer *l, const walk *w, long line, l
     unit(to + d->key_dim, d->key_dim, 1);
     floats written = {first};
     gates->written = kept(sigmoid(written)[0], halves);
-    gates->kept = expf(-d->decay[head] * softplus(load(rows[d->reach], behind + d->value_heads, halves) + d->shift[head]));
+    gates->kept = expf(-d->decay[head] * softplus(load(shares, head + d->value_heads, halves) + d->shift[head]));
 }
 
 /* A stripe of a state, [key_dim, STRIPE], goes on by a row, and the row sees it. */
@@ -139,7 +153,7 @@ static void finish(const run *p, const layer *l, const float *value, const float
 {
     const recurrence *d = l->recurrence;
     long n = d->value_dim, each = size(p->halves), sight = d->value_heads * n;
-    const char *gate = p->written + each * (row * l->qkv.out + width_of(d) + head * n);
+    const char *gate = p->written + each * (row * l->qkv.out + before_gates(d) + head * n);
     char *to = p->read + each * (row * sight + head * n), plain[4 * n];
     float *ahead = (float *)p->inner + row * sight + head * n;
     for (long c = 0; d->rule == DELTA && c < n; c += LANES) store_lanes(plain, c, *(const floats *)(seen + c), p->halves);
@@ -192,18 +206,29 @@ static void go(const run *p, const layer *l, const walk *w, long head, desk *at)
     }
 }
 
+/* A row of the pass in the history: what the first product made of numbers [from, beside), and the one beside it of [beside, to). */
+static void keep_row(const run *p, const layer *l, long row, long from, long beside, long to, char *place)
+{
+    const recurrence *d = l->recurrence;
+    long each = size(p->halves);
+    memcpy(place, p->written + each * (row * l->qkv.out + from), each * (beside - from));
+    memcpy(place + each * (beside - from), p->inner + each * (row * 2 * d->value_heads + beside - channels_of(d)), each * (to - beside));
+}
+
 /* Keep what the states will lack: numbers [from, to) of rows. No place is written before it was read. */
 static void remember(const run *p, const layer *l, const walk *w, long from, long to)
 {
     const recurrence *d = l->recurrence;
-    long each = size(p->halves), row = each * width_of(d), at = 0;
+    long each = size(p->halves), row = each * width_of(d), at = 0, beside = least(most(before_gates(d), from), to);
     char *history = w->history + d->number * w->places * row + each * from;
-    for (long i = w->taken; i < w->taken + d->reach; i++, at++)
-        memmove(history + at * row, row_of(p, l, w, 0, i) + each * from, each * (to - from));
-    for (long i = w->taken; i < w->owed; i++, at++)
-        memmove(history + at * row, row_of(p, l, w, 0, d->reach + i) + each * from, each * (to - from));
-    for (long r = w->first + most(0, w->taken - w->owed); r < w->first + w->rows; r++, at++)
-        memcpy(history + at * row, p->written + each * (r * l->qkv.out + from), each * (to - from));
+    for (long i = w->taken; i < w->taken + d->reach; i++) {
+        if (i < d->reach + w->owed) memmove(history + at++ * row, row_of(p, l, w, 0, i) + each * from, each * (to - from));
+        else keep_row(p, l, w->line_row[i - d->reach - w->owed], from, beside, to, history + at++ * row);
+    }
+    for (long i = w->taken; i < w->owed; i++)
+        memmove(history + at++ * row, row_of(p, l, w, 0, d->reach + i) + each * from, each * (to - from));
+    for (long r = w->first + most(0, w->taken - w->owed); r < w->first + w->rows; r++)
+        keep_row(p, l, r, from, beside, to, history + at++ * row);
 }
 
 /* A row's values of SHORT, times what stands behind the gates. */
@@ -215,8 +240,8 @@ static void meet(const run *p, const layer *l, long row)
         store_lanes(values, c, load_lanes(values, c, p->halves) * load_lanes(values, 2 * n + c, p->halves), p->halves);
 }
 
-/* What all rows see, in `read`, of what the first product left in `written`. */
-void recall(const member *me, const run *p, const layer *l)
+/* What all rows see, in `read`, of what products left in `written` and, of DELTA, in `inner`. */
+static void go_all(const member *me, const run *p, const layer *l)
 {
     const recurrence *d = l->recurrence;
     float *room = (float *)p->room + me->index * numbers_of(d);
@@ -235,18 +260,27 @@ void recall(const member *me, const run *p, const layer *l)
     join(me);
 }
 
-/* The same by a team of its own, over what the first product made, written [rows, qkv.out]: read [rows, value_heads, value_dim]. Returns 0,
- * or 1 without memory. */
-int recalled(const layer *l, const course *c, const void *written, void *read, int halves, int threads)
+/* The same of what the first product read, in `read`, and left in `written`. */
+void recall(const member *me, const run *p, const layer *l)
 {
-    run p = {.first = c, .courses = 1, .rows = c->rows, .read = read, .written = (char *)written, .halves = halves, .threads = threads};
+    const recurrence *d = l->recurrence;
+    if (d->rule == DELTA) multiplied(me, &d->written_kept, p->read, p->room, p->inner, p->rows, p->halves, 0);
+    go_all(me, p, l);
+}
+
+/* What rows see, read [rows, value_heads, value_dim], of what the first product made, written [rows, out], and the one beside it, beside
+ * [rows, …], or null, by a team of its own. Returns 0, or 1 without memory. */
+int recalled(const recurrence *d, long out, const course *c, void *written, void *beside, void *read, int halves, int threads)
+{
+    layer l = {.qkv.out = out, .recurrence = d};
+    run p = {.first = c, .courses = 1, .rows = c->rows, .read = read, .written = written, .halves = halves, .threads = threads};
     long inner = 0, room = 0;
-    recurrence_needs(&p, l, &inner, &room);
+    recurrence_needs(&p, &l, &inner, &room);
     room = UP(room, 64);
     char *all = aligned_alloc(64, room + UP(size(halves) * p.rows * inner, 64));
     if (!all) return 1;
-    p.room = all, p.inner = all + room;
-    TOGETHER(threads, threads > 1, recall(me, &p, l));
+    p.room = all, p.inner = beside ? beside : all + room;
+    TOGETHER(threads, threads > 1, go_all(me, &p, &l));
     free(all);
     return 0;
 }

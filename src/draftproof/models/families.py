@@ -21,7 +21,6 @@ from .. import native
 from ..mixtures import Routing
 from .between import signed
 from .experts import SILU
-from .levels import LevelWeight
 from .routed import comes_apart, router_of
 from .shares import bare
 
@@ -320,7 +319,6 @@ def _strange(model: Any, family: Family, name: str) -> Iterator[str]:
         norms = [norm for norm, name in zip(family.norms_of(layer), family.norms, strict=True) if name]
         norms += _there(attention, *family.head_norms, *LATENT_NORMS)
         linears = [*_there(attention, *LINEARS, *STATE_LINEARS), bare(part_of(attention, OUT))]
-        moved = linears[:-1] if has_latent(attention) or has_state(layer) or family.gated else linears[:2] if family.adjoining else []
         if hasattr(mlp, "experts"):
             router = router_of(mlp)
             if not (exact(mlp, "SparseMoeBlock", "SparseMoEBlock", "MoE", "Moe", "MLP") and exact(router, "TopKRouter", "TopkRouter")
@@ -340,8 +338,6 @@ def _strange(model: Any, family: Family, name: str) -> Iterator[str]:
             yield "keys and values of different sizes"
         if getattr(model.config, "clip_qkv", None) is not None:
             yield "queries, keys and values that are clipped"
-        if any(isinstance(part.weight, LevelWeight) for part in moved):
-            yield "levels of queries and keys in another order"
         if has_state(layer):
             yield from _strange_state(attention, exact)
         elif rope_of(body, number).numbers > (attention.qk_rope_head_dim if has_latent(attention) else attention.head_dim):

@@ -155,14 +155,15 @@ class FusedLayer(nn.Module):
         → [rows, hidden]."""
         to_qkv, to_out, *mlp = self._products
         before, of_attention, after, of_mlp = self._norms
-        out = self._look_back(to_qkv(x if before is None else self._norm(x, *before)), angles, p, pool)
+        entered = x if before is None else self._norm(x, *before)
+        out = self._look_back(entered, to_qkv(entered), angles, p, pool)
         aside = self._norm(x, *after) if self.parallel else None
         x = self._add(x, to_out(out), of_attention)
         h = aside if aside is not None else x if after is None else self._norm(x, *after)
         return self._add(x, mlp[1](self._gate(mlp[0](h))) if self.routed is None else self.routed(h), of_mlp)
 
-    def _look_back(self, made: Tensor, angles: Tensor, p: Pass, pool: PagePool) -> Tensor:
-        """What rows see, [rows, …], of what the first product made [rows, …]."""
+    def _look_back(self, entered: Tensor, made: Tensor, angles: Tensor, p: Pass, pool: PagePool) -> Tensor:
+        """What rows see, [rows, …], of what the first product read and made [rows, …]."""
         gates = self.heads * self.head_dim if self.gated else 0
         q, k, v = self._heads(made[:, : made.shape[1] - gates], angles)
         out = attend(self.layer_idx, q, k, v, self.scaling, self.window, p, pool, self.cap, self.sinks, self._weigh).reshape(len(made), -1)

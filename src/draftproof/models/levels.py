@@ -77,10 +77,20 @@ class LevelWeight(Placeholder):
     def values(self) -> Tensor:
         return values(*self.grid()).to(self.dtype)
 
+    def rows(self, order: Tensor) -> LevelWeight:
+        """Its outputs in this order [n]."""
+        parts, first = self.parts, self.parts[0]
+        zeros = [part.zero for part in parts if part.zero is not None]
+        made = Levels(first.bits, first.inputs, torch.cat([part.scale for part in parts])[order],
+                      torch.cat(zeros)[order] if zeros else None, lambda: torch.cat([part.read() for part in parts])[order])
+        return LevelWeight([made], self.dtype, self.device)
+
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if getattr(function, "__name__", "") == "detach":
             return args[0]
+        if function is Tensor.__getitem__ and isinstance(args[1], Tensor) and args[1].dim() == 1:
+            return args[0].rows(args[1])
         if function is torch.cat and len(args) == 1 and not kwargs and alike(args[0]):
             first = args[0][0]
             return LevelWeight([part for weight in args[0] for part in weight.parts], first.dtype, first.device)

@@ -203,7 +203,7 @@ def _read(layer: str, tensors: Mapping[str, Tensor], told: Mapping[str, Any]) ->
 
 def _numbers(words: Tensor, bits: int) -> Tensor:
     """int32 [rows, n] → uint8 [rows, n · 32 / bits], the first in the lowest bits."""
-    found = words.contiguous().view(torch.uint8)
+    found = words.clone(memory_format=torch.contiguous_format).view(torch.uint8)  # one column counts as contiguous, with any strides
     return found if bits == 8 else torch.stack((found & 15, found >> 4), -1).flatten(-2)
 
 

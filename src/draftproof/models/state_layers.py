@@ -14,17 +14,19 @@ of the text before stands in states.py. kernels/recurrence.c runs all of it; `_g
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
 from .. import llama, native, recurrences
 from .cache import PagePool
 from .families import Family, Rope
 from .fused import FusedLayer, scale_of
-from .packed import Linear, joined
+from .levels import LevelWeight
+from .packed import HeldLinear, Linear, joined, packed
 from .passes import Pass
 
 
@@ -33,6 +35,7 @@ class StateLayer(FusedLayer):
     go through the convolution; reach: how many rows before it that reads; number: which of such layers of the model it is (states.py)."""
 
     number = 0
+    _made: recurrences.Recurrence | None = None
     key_heads: int
     taps: Tensor  # of the convolution, [reach + 1, channels],
     bias: Tensor | None  # and [channels]
@@ -40,8 +43,9 @@ class StateLayer(FusedLayer):
     def _take(self, attention: Any, linear: Linear, family: Family, rope: Rope | None) -> None:
         self.kv_heads, self.window, self.cap, self.sinks, self.scaling, self.turned = 0, None, None, None, 1.0, 0
         self.rope = rope or Rope(0)
+        self.written_kept: nn.Module | None = None  # what makes how much of each head is written and kept, if it is a product of its own
         order, scalars = self._shape(attention)
-        weight, bias = joined(_parts(attention))
+        weight, bias = joined(list(_parts(attention)))
         self.qkv = linear(weight, bias) if order is None else linear(weight[order], None if bias is None else bias[order])
         self.channels = 2 * self.key_heads * self.head_dim + self.heads * self.value_dim
         self.row, self.reach = self.channels + scalars * self.heads, len(self.taps) - 1
@@ -54,17 +58,25 @@ class StateLayer(FusedLayer):
         each head stand between values and gates."""
         raise AssertionError("each kind has its own")
 
-    def _look_back(self, made: Tensor, angles: Tensor, p: Pass, pool: PagePool) -> Tensor:
+    def _look_back(self, entered: Tensor, made: Tensor, angles: Tensor, p: Pass, pool: PagePool) -> Tensor:
+        beside = None if self.written_kept is None else self.written_kept(entered)
         if self.ours:
-            return recurrences.recall(self.kernel(pool), p.course(), made)
+            return recurrences.recall(self._recurrence(), p.course(), made, beside)
         seen = torch.empty(len(made), self.heads * self.value_dim, dtype=made.dtype)
+        rows, gates = self._rows_and_gates(made, beside)
         for walk in p.walks:
-            self._go(walk, made, seen)
+            self._go(walk, rows, gates, seen)
         return seen
 
-    def _go(self, walk: native.Walk, made: Tensor, seen: Tensor) -> None:
+    def _rows_and_gates(self, made: Tensor, beside: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Rows as the history has them, and gates."""
+        if beside is None:
+            return made[:, : self.row], made[:, self.row :]
+        return torch.cat([made[:, : self.channels], beside], 1), made[:, self.channels :]
+
+    def _go(self, walk: native.Walk, rows: Tensor, gates: Tensor, seen: Tensor) -> None:
         """One text's way: states and history are left as kernels/recurrence.c leaves them."""
-        reach, rows, history = self.reach, made[:, : self.row], walk.history[self.number]
+        reach, history = self.reach, walk.history[self.number]
         before = torch.cat([history[:reach], history[[reach + place for place in walk.owed]]])
         memory = walk.memory[self.number].transpose(1, 2).reshape(self.heads, self.head_dim, self.value_dim).clone()
         for number, line in enumerate(walk.lines):
@@ -75,8 +87,7 @@ class StateLayer(FusedLayer):
                     memory = guessed
                 if element >= len(walk.owed):
                     row = line[element - len(walk.owed)]
-                    gate = made[row, self.row :].view(self.heads, -1)
-                    seen[row] = self._finish(found, gate).flatten()
+                    seen[row] = self._finish(found, gates[row].view(self.heads, -1)).flatten()
         walk.memory[self.number] = memory.reshape(self.heads, self.head_dim, self.memory[1], native.STRIPE).transpose(1, 2)
         end = torch.cat([before, rows[walk.first : walk.first + walk.rows]])[walk.taken :]
         history[: len(end)] = end
@@ -100,28 +111,50 @@ class StateLayer(FusedLayer):
 
     def kernel(self, pool: PagePool) -> llama.Layer:
         made = super().kernel(pool)
-        if not hasattr(self, "_told"):
-            self._told = self._recurrence()  # one for all pools
-        made.recurrence = ctypes.addressof(self._told)
+        made.recurrence = ctypes.addressof(self._recurrence())
         return made
 
+    def _storage(self, pool: PagePool) -> tuple[int, int]:
+        return 0, 0
+
     def _recurrence(self) -> recurrences.Recurrence:
+        """One for all pools."""
+        if self._made is None:
+            self._made = self._told()
+        return self._made
+
+    def _told(self) -> recurrences.Recurrence:
         raise AssertionError("each kind has its own")
 
     def _sizes(self) -> tuple[int, int, int, int]:
         return self.key_heads, self.heads, self.head_dim, self.value_dim
 
-    def _storage(self, pool: PagePool) -> tuple[int, int]:
-        return 0, 0
-
 
 class DeltaLayer(StateLayer):
+    def _take(self, attention: Any, linear: Linear, family: Family, rope: Rope | None) -> None:
+        super()._take(attention, linear, family, rope)
+        if hasattr(attention, "in_proj_ba"):
+            weight, bias = attention.in_proj_ba.weight.detach(), attention.in_proj_ba.bias
+            order = _in_parts(torch.arange(2 * self.heads).view(self.key_heads, -1), [self.heads // self.key_heads] * 2)
+            weight, bias = weight[order], None if bias is None else bias[order]
+        else:
+            weight, bias = joined([attention.in_proj_b, attention.in_proj_a])
+        levels = isinstance(weight, LevelWeight)
+        self.written_kept = (linear if levels or linear is HeldLinear else packed)(weight, bias)  # never rounded to fewer bits
+
+    def _parts(self) -> list[Any]:
+        return [*super()._parts(), self.written_kept]
+
     def _shape(self, attention: Any) -> tuple[Tensor | None, int]:
         self.key_heads, self.heads = attention.num_k_heads, attention.num_v_heads
         self.head_dim, self.value_dim = attention.head_k_dim, attention.head_v_dim
         self.taps, self.bias = attention.conv1d.weight.detach()[:, 0].float().T.contiguous(), None
         self.of_sight = attention.norm.weight.detach(), attention.norm.variance_epsilon
-        return _by_heads_of_keys(attention) if hasattr(attention, "in_proj_qkvz") else None, 2
+        if not hasattr(attention, "in_proj_qkvz"):
+            return None, 2
+        values = self.heads // self.key_heads * self.value_dim  # Qwen3-Next's rows stand by heads of keys
+        rows = torch.arange(2 * self.key_heads * (self.head_dim + values)).view(self.key_heads, -1)
+        return _in_parts(rows, [self.head_dim, self.head_dim, values, values]), 2
 
     def _step(self, state: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
         query, key, value = self._convolved(rows)
@@ -138,9 +171,10 @@ class DeltaLayer(StateLayer):
         normed: Tensor = (wide * torch.rsqrt((wide * wide).mean(-1, keepdim=True) + eps)).to(gate.dtype) * weight
         return (normed * functional.silu(gate.float())).to(gate.dtype)
 
-    def _recurrence(self) -> recurrences.Recurrence:
+    def _told(self) -> recurrences.Recurrence:
         return recurrences.Recurrence.of(recurrences.DELTA, self.taps, None, self._sizes(), self.number, self.decay, self.shift,
-                                         scale_of(self.of_sight, self.dtype))
+                                         scale_of(self.of_sight, self.dtype),
+                                         written_kept=getattr(self.written_kept, "product", None))
 
 
 class SpaceLayer(StateLayer):
@@ -172,7 +206,7 @@ class SpaceLayer(StateLayer):
         normed: Tensor = wide * torch.rsqrt((wide * wide).mean(-1, keepdim=True) + eps) * weight.view(self.groups, -1)
         return normed.to(gate.dtype)
 
-    def _recurrence(self) -> recurrences.Recurrence:
+    def _told(self) -> recurrences.Recurrence:
         norm = native.Scale.of(*self.of_sight, torch.float32)
         return recurrences.Recurrence.of(recurrences.SPACE, self.taps, self.bias, self._sizes(), self.number, self.decay, self.shift, norm,
                                          self.skip, self.groups, self.limits)
@@ -187,11 +221,9 @@ class ShortLayer(StateLayer):
         self.bias = None if conv.bias is None else conv.bias.detach().float()
         return None, 0
 
-    def _look_back(self, made: Tensor, angles: Tensor, p: Pass, pool: PagePool) -> Tensor:
-        if not self.ours:
-            value, gate, before = made.split(self.channels, 1)  # type: ignore[no-untyped-call]
-            made = torch.cat([value * before, gate], 1)
-        return super()._look_back(made, angles, p, pool)
+    def _rows_and_gates(self, made: Tensor, beside: Tensor | None) -> tuple[Tensor, Tensor]:
+        value, gate, before = made.view(len(made), 3, -1).unbind(1)
+        return value * before, gate
 
     def _step(self, state: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
         return state, self._convolved(rows)[2]
@@ -199,7 +231,7 @@ class ShortLayer(StateLayer):
     def _finish(self, found: Tensor, gate: Tensor) -> Tensor:
         return found.to(gate.dtype) * gate
 
-    def _recurrence(self) -> recurrences.Recurrence:
+    def _told(self) -> recurrences.Recurrence:
         return recurrences.Recurrence.of(recurrences.SHORT, self.taps, self.bias, self._sizes(), self.number)
 
 
@@ -208,19 +240,12 @@ def state_layer(layer: Any) -> type[StateLayer]:
     return DeltaLayer if hasattr(layer, "linear_attn") else ShortLayer if hasattr(layer, "conv") else SpaceLayer
 
 
-def _parts(attention: Any) -> list[Any]:
-    if hasattr(attention, "in_proj"):
-        return [attention.in_proj]
-    if hasattr(attention, "in_proj_qkvz"):
-        return [attention.in_proj_qkvz, attention.in_proj_ba]
-    return [attention.in_proj_qkv, attention.in_proj_b, attention.in_proj_a, attention.in_proj_z]
+def _parts(attention: Any) -> Iterator[Any]:
+    for name in ("in_proj", "in_proj_qkvz", "in_proj_qkv", "in_proj_z"):
+        if hasattr(attention, name):
+            yield getattr(attention, name)
 
 
-def _by_heads_of_keys(attention: Any) -> Tensor:
-    """The order of Qwen3-Next's rows: queries, keys, values, written, kept, gates."""
-    heads, each = attention.num_k_heads, attention.num_v_heads // attention.num_k_heads
-    key, value = attention.head_k_dim, each * attention.head_v_dim
-    qkvz = torch.arange(heads * 2 * (key + value)).view(heads, -1)
-    q, k, v, z = torch.split(qkvz, [key, key, value, value], 1)
-    b, a = torch.split(torch.arange(heads * 2 * each).view(heads, -1) + qkvz.numel(), [each, each], 1)
-    return torch.cat([part.flatten() for part in (q, k, v, b, a, z)])
+def _in_parts(rows: Tensor, sizes: list[int]) -> Tensor:
+    """Of rows [heads, …], which stand by heads, the order in which the parts of these sizes stand one below the other."""
+    return torch.cat([part.flatten() for part in torch.split(rows, sizes, 1)])
