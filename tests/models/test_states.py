@@ -35,6 +35,10 @@ CASES: dict[str, dict[str, Any]] = {
     "bamba": {**SPACES, "attn_layer_indices": [1]},
     "bamba, limited": {**SPACES, "attn_layer_indices": [1], "time_step_limit": (0.2, 1.5)},
     "lfm2": {"layer_types": ["conv", "full_attention", "conv"], "block_ff_dim": 96, "conv_L_cache": 3, "conv_bias": True},
+    "lfm3": {"layer_types": ["conv", "full_attention", "sliding_attention"], "sliding_window": 24, "head_dim": 16,
+             "use_attention_gate": True, "use_sandwich_norm": True},
+    "lfm3, plain": {"layer_types": ["conv", "sliding_attention", "full_attention"], "sliding_window": 24, "use_attention_gate": False,
+                    "use_sandwich_norm": False},
     "lfm2_moe": {**ALL, "layer_types": ["conv", "full_attention", "conv"], "num_dense_layers": 1, "use_expert_bias": True,
                  "norm_topk_prob": True, "routed_scaling_factor": 1.5},
     "granitemoehybrid": {**GRANITE, **ALL, "shared_intermediate_size": 96, "mamba_proj_bias": True},
@@ -191,6 +195,14 @@ def plays(target: PagedTarget, seed: int, steps: int = 60) -> None:
                 draft = Draft(torch.tensor([(ids[at + 1] + 1) % 199, *ids[at + 1 : at + 1 + right]]), (-1, -1, *range(1, right)))
             tree = not draft.is_chain
             slots, drafts, roots = [slot], [draft], [ids[at]]
+            if what == 2:  # a plain pass that is begun before anybody has read its root, and may be given up
+                begun = target.begin([slot], torch.tensor([ids[at]]))
+                if begun is not None:
+                    check(begun.logits, at)
+                    if below(2):
+                        target.settle([slot], torch.tensor([ids[at]]))
+                        target.rewind(slot, ())
+                        continue
             if what == 3:
                 slots, drafts, roots = [other, slot], [Draft.chain([5, 6, 7]), draft], [3, ids[at]]
             logits = target.score(slots, torch.tensor(roots), drafts).logits[4 if what == 3 else 0 :]
@@ -211,6 +223,17 @@ def test_parts_that_are_not_streamed_have_the_logits_of_transformers(family: str
     target = as_target(model_of(family, torch.float32, rounded=False), LoadConfig(self_test=False, page_tokens=16))
     model = model_of(family, torch.float32, rounded=False)
     assert isinstance(target, PagedTarget) and target.fused is not None and not target.fused.compiled()
+    for ends, logits in play(target):
+        with torch.inference_mode():
+            want = torch.stack([model(input_ids=torch.tensor([end]), use_cache=False).logits[0, -1] for end in ends])
+        assert float((logits - want).abs().max()) <= 1e-4 * float(want.abs().max()), ends
+
+
+@pytest.mark.parametrize("family", ["qwen3_5_text", "bamba", "lfm2"])
+def test_without_a_compiler_steps_of_torch_have_the_logits_of_transformers(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "available", lambda: (False, "the test wants none"))
+    model, target = model_of(family), target_of(family, self_test=True)
+    assert target.facts.invisible, target.facts.invisible_reason
     for ends, logits in play(target):
         with torch.inference_mode():
             want = torch.stack([model(input_ids=torch.tensor([end]), use_cache=False).logits[0, -1] for end in ends])
@@ -365,6 +388,18 @@ def test_trees_and_noise_change_nothing(tmp_path: Path) -> None:
         with Engine(target=target, drafter=drafter, **more) as engine:
             found.append([list(out.token_ids) for out in engine.generate_batch(prompts, options)])
     assert found[1:] == found[:1] * 3 and len(set(found[0][0])) > 10
+
+
+def test_logprobs_of_a_prompt_are_those_of_one_pass() -> None:
+    target, prompt = target_of("qwen3_next"), text(150, 4)
+    with torch.inference_mode():
+        want = model_of("qwen3_next")(input_ids=prompt[None], use_cache=False).logits[0].log_softmax(-1)
+    with Engine(target=target, drafter="ngram", depth=3) as engine:
+        out = engine.generate(prompt.tolist(), max_tokens=4, temperature=0, prompt_logprobs=0)
+    assert out.prompt_logprobs is not None
+    found = [one.logprob for one in out.prompt_logprobs if one.logprob is not None]
+    assert len(found) == 149
+    assert torch.allclose(torch.tensor(found), want[:-1].gather(1, prompt[1:, None])[:, 0], atol=1e-3)
 
 
 def test_what_a_text_takes_is_told(tmp_path: Path) -> None:

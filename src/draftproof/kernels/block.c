@@ -248,15 +248,16 @@ static attention question(const run *p, const layer *l, const course *c, long nu
                        l->heads / l->kv_heads, l->dim, l->dim, l->window, l->scaling, l->cap, p->halves};
 }
 
-/* y [n] *= sigmoid(x) */
-static void gate_sight(const char *x, char *y, long n, int halves)
+/* y [parts, n] *= sigmoid(x [parts]), or, of parts of one number, y [parts] */
+static void open_parts(const char *x, char *y, long parts, long n, int halves)
 {
     long c = 0;
-    for (; c + LANES <= n; c += LANES)
+    for (; n == 1 && c + LANES <= parts; c += LANES)
         store_lanes(y, c, load_lanes(y, c, halves) * kept_lanes(sigmoid(load_lanes(x, c, halves)), halves), halves);
-    for (; c < n; c++) {
+    for (; c < parts; c++) {
         floats value = {load(x, c, halves)};
-        store(y, c, load(y, c, halves) * kept(sigmoid(value)[0], halves), halves);
+        float by = kept(sigmoid(value)[0], halves);
+        for (long i = c * n; i < (c + 1) * n; i++) store(y, i, load(y, i, halves) * by, halves);
     }
 }
 
@@ -284,9 +285,9 @@ static void look_back(const member *me, const run *p, const layer *l, long numbe
         join(me);
         attended(me, c, &asked, p->failed);
     }
-    if (l->gated) {
-        long sight = l->heads * l->dim, gates = each * (turned + l->kv_heads) * l->dim;
-        MINE(r, p->rows) gate_sight(p->written + r * row + gates, p->read + each * r * sight, sight, p->halves);
+    if (l->openings) {
+        long sight = l->heads * l->dim, behind = each * (turned + l->kv_heads) * l->dim;
+        MINE(r, p->rows) open_parts(p->written + r * row + behind, p->read + each * r * sight, l->openings, sight / l->openings, p->halves);
         join(me);
     }
 }

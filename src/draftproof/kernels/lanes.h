@@ -485,7 +485,7 @@ typedef struct {
     const latent *latent; /* or null: then `qkv` makes queries, keys and values */
     float cap; /* of scores, or 0 */
     int turned_first, parallel; /* heads are normed behind the turn; the MLP reads what the stream was before attention */
-    int gated; /* behind values `qkv` makes a gate for each number that attention gives, which is taken times its sigmoid */
+    long openings; /* of what attention gives so many equal parts are taken times the sigmoids of what `qkv` makes behind values */
     const recurrence *recurrence; /* in place of attention, or null */
 } layer;
 

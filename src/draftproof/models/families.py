@@ -32,7 +32,7 @@ GATES = ("gate_proj", "gate_up_proj", "input_linear", "w1", "experts")      # an
 LAST_NORM = ("norm", "final_layernorm", "embedding_norm")
 OLMO_EPS = 1e-5     # which its norms do not tell
 MOVING_ROPE = {"dynamic", "longrope"}  # their angles depend on the longest row of the pass, so there is no table of them
-LINEARS = ("q_proj", "k_proj", "v_proj", "qkv_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")
+LINEARS = ("q_proj", "k_proj", "v_proj", "g_proj", "qkv_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")
 STATES = ("linear_attn", "mamba", "conv")   # parts of layers that have a recurrent state,
 STATE_LINEARS = ("in_proj", "in_proj_qkv", "in_proj_b", "in_proj_a", "in_proj_z", "in_proj_qkvz", "in_proj_ba")    # and their products
 LATENT_NORMS = ("q_a_layernorm", "kv_a_layernorm")
@@ -93,8 +93,8 @@ class Family(NamedTuple):
     numbers of a head, not those half of it apart; paired: their angles stand side by side, too, and turn in float32. turns: whether a
     layer's heads are turned at all. head_norms: names; turned_first: heads are normed behind the turn. parallel: the MLP reads the stream
     as it was before attention, by the norm before that if it has none. window_of_config: attention reads its window there. gated: what
-    attention gives is taken times sigmoids of what q_proj makes beside each head's queries. mlp: its name; routing: how rows choose
-    experts, of a block that has them."""
+    attention gives is taken times sigmoids of what q_proj makes beside each head's queries, as others' g_proj does. mlp: its name; routing:
+    how rows choose experts, of a block that has them."""
 
     prefix: str
     norms: Norms = Norms()
@@ -127,6 +127,7 @@ class Family(NamedTuple):
     def norms_of(self, layer: Any) -> list[Any]:
         """A layer's, in the order of `Norms`; None: there is none."""
         found = [name and getattr(layer, name, None) for name in self.norms]
+        found = [None if isinstance(norm, nn.Identity) else norm for norm in found]
         if self.parallel:
             found[2] = found[2] or found[0]
         return found
@@ -170,6 +171,7 @@ FAMILIES = {
     "lfm2": Family("Lfm2", Norms("operator_norm", None, "ffn_norm"), mlp="feed_forward", head_norms=("q_layernorm", "k_layernorm")),
     "lfm2_moe": Family("Lfm2Moe", Norms("operator_norm", None, "ffn_norm"), mlp="feed_forward",
                        head_norms=("q_layernorm", "k_layernorm"), routing=_by_sigmoid_in_lfm2),
+    "lfm3": Family("Lfm3", Norms("operator_norm", "post_operator_norm", "ffn_norm", "post_ffn_norm"), mlp="feed_forward"),
     "minimax_m2": Family("MiniMaxM2", routing=lambda block: Routing(by_sigmoid=True)),
     "olmo": Family("Olmo"),
     "olmo2": Family("Olmo2", BEHIND, late=True),
@@ -247,6 +249,7 @@ def rope_of(body: Any, layer: int, paired: bool = False) -> Rope:
     if not isinstance(rotary.rope_type, dict):
         return Rope(2 * len(rotary.inv_freq), moves=rotary.rope_type in MOVING_ROPE, paired=paired)
     kinds, kind = rotary.rope_type, body.config.layer_types[layer]
+    kind = kind if kind in kinds else next(iter(kinds))     # of a layer that turns nothing
     return Rope(2 * len(getattr(rotary, f"{kind}_inv_freq")), list(kinds).index(kind), (kind,), kinds[kind] in MOVING_ROPE)
 
 
@@ -316,7 +319,8 @@ def _strange(model: Any, family: Family, name: str) -> Iterator[str]:
         if not exact(layer, "DecoderLayer") or not exact(attention, "Attention", "GatedDeltaNet", "Mixer", "MambaLayer", "ShortConv"):
             yield others
             return
-        norms = [norm for norm, name in zip(family.norms_of(layer), family.norms, strict=True) if name]
+        norms = [norm for norm, name in zip(family.norms_of(layer), family.norms, strict=True)
+                 if name and not isinstance(getattr(layer, name, None), nn.Identity)]
         norms += _there(attention, *family.head_norms, *LATENT_NORMS)
         linears = [*_there(attention, *LINEARS, *STATE_LINEARS), bare(part_of(attention, OUT))]
         if hasattr(mlp, "experts"):

@@ -33,7 +33,6 @@ from .families import (
     GATES,
     LAST_NORM,
     OUT,
-    UP,
     Family,
     Rope,
     cos_and_sin,
@@ -45,7 +44,8 @@ from .families import (
     rotary_of,
     scaled,
 )
-from .packed import HeldLinear, Linear, StreamedLinear, joined
+from .joins import gate_up_of, gates_last, qkv_of
+from .packed import HeldLinear, Linear, StreamedLinear
 from .passes import Pass
 from .routed import Routed
 from .shares import bare, kept
@@ -62,7 +62,7 @@ class FusedLayer(nn.Module):
     kv_heads: int
     value_dim: int
     memory: tuple[int, ...] = ()  # the shape of recurrent states
-    gated = False  # behind values the first product makes a gate for each number that attention gives
+    openings = 0  # gates of what attention gives, which the first product makes behind values
 
     def __init__(self, layer: Any, linear: Linear, between: Between | None = None, family: Family = FAMILIES["llama"],
                  rope: Rope | None = None) -> None:
@@ -76,7 +76,7 @@ class FusedLayer(nn.Module):
         self.o = kept(out, linear)
         self.routed = Routed(mlp, linear, family.routing(mlp), layer) if hasattr(mlp, "experts") else None
         if self.routed is None:
-            self.gate_up, self.down = linear(*_gate_up(mlp)), kept(down, linear)
+            self.gate_up, self.down = linear(*gate_up_of(mlp)), kept(down, linear)
         named: Any = part_of(mlp, ("act_fn", "activation_fn", "act", "activation"))
         self.act: Any = self.routed.act_fn if self.routed else nn.SiLU() if named is None else named
         inner: Any = self.routed.inner if self.routed else bare(down).in_features
@@ -117,13 +117,14 @@ class FusedLayer(nn.Module):
 
     def _join(self, attention: Any, linear: Linear, family: Family) -> None:
         """The product before attention, and how many heads there are."""
-        weight, bias = _qkv(attention)
+        weight, bias = qkv_of(attention)
         sight: Any = bare(part_of(attention, OUT)).in_features
-        self.heads, self.value_dim, self.gated = sight // self.head_dim, self.head_dim, family.gated
-        self.kv_heads = (weight.shape[0] // self.head_dim - self.heads * (1 + self.gated)) // 2
-        if self.gated:
-            order = _gates_last(self.heads, self.head_dim, len(weight))
+        self.heads, self.value_dim = sight // self.head_dim, self.head_dim
+        if family.gated:
+            order = gates_last(self.heads, self.head_dim, len(weight))
             weight, bias = weight[order], None if bias is None else bias[order]
+        self.openings = sight if family.gated else 0 if getattr(attention, "g_proj", None) is None else self.heads
+        self.kv_heads = ((len(weight) - self.openings) // self.head_dim - self.heads) // 2
         apart = family.adjoining and self._apart(weight.shape[0])
         self.qkv = linear(*((weight, bias) if apart is False else (weight[apart], None if bias is None else bias[apart])))
 
@@ -164,12 +165,12 @@ class FusedLayer(nn.Module):
 
     def _look_back(self, entered: Tensor, made: Tensor, angles: Tensor, p: Pass, pool: PagePool) -> Tensor:
         """What rows see, [rows, …], of what the first product read and made [rows, …]."""
-        gates = self.heads * self.head_dim if self.gated else 0
-        q, k, v = self._heads(made[:, : made.shape[1] - gates], angles)
+        behind = made.shape[1] - self.openings
+        q, k, v = self._heads(made[:, :behind], angles)
         out = attend(self.layer_idx, q, k, v, self.scaling, self.window, p, pool, self.cap, self.sinks, self._weigh).reshape(len(made), -1)
-        if not gates:
+        if not self.openings:
             return out
-        gate = made[:, made.shape[1] - gates :]
+        gate = made[:, behind:].repeat_interleave(out.shape[1] // self.openings, 1)
         return native.gate(torch.cat([gate, out], 1), native.SIGMOID) if self.ours else out * gate.sigmoid()
 
     def _heads(self, made: Tensor, angles: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -229,7 +230,7 @@ class FusedLayer(nn.Module):
         return llama.Layer(
             *products, *scales, self.scaling, self.share, self.heads, self.kv_heads, self.head_dim, self.turned, self.rope.number,
             self.window or 0, self.as_one, 0, self.kind, native.address_of(self.sinks), keys, values,
-            None if self.routed is None else self.routed.address(), None, self.cap or 0, self.turned_first, self.parallel, self.gated)
+            None if self.routed is None else self.routed.address(), None, self.cap or 0, self.turned_first, self.parallel, self.openings)
 
     def _storage(self, pool: PagePool) -> tuple[int, int]:
         """Where its keys and values are."""
@@ -250,30 +251,10 @@ class FusedLayer(nn.Module):
         return self.run(hidden_states[0].clone(), angles, draftproof_pass, draftproof_pool)[None]
 
 
-def _qkv(attention: Any) -> tuple[Tensor, Tensor | None]:
-    if hasattr(attention, "qkv_proj"):
-        return attention.qkv_proj.weight.detach(), attention.qkv_proj.bias
-    return joined([attention.q_proj, attention.k_proj, attention.v_proj])
-
-
-def _gates_last(heads: int, dim: int, rows: int) -> Tensor:
-    """The order of a product's rows whose queries have a gate beside each, so that gates stand behind values."""
-    both = torch.arange(2 * heads * dim).view(heads, 2, dim)
-    return torch.cat([both[:, 0].flatten(), torch.arange(2 * heads * dim, rows), both[:, 1].flatten()])
-
-
 def scale_of(norm: tuple[Any, ...], dtype: torch.dtype) -> native.Scale:
     """What `norm_of` tells, for rows of this type."""
     weight, eps, *bias = norm
     return native.Scale.of(weight, eps, dtype, *bias)
-
-
-def _gate_up(mlp: Any) -> tuple[Tensor, Tensor | None]:
-    both = part_of(mlp, ("gate_up_proj", "input_linear"))
-    if both is not None:
-        return both.weight.detach(), both.bias
-    gate = part_of(mlp, ("gate_proj", "w1"))
-    return joined([*([] if gate is None else [gate]), part_of(mlp, UP)])
 
 
 class FusedPass:

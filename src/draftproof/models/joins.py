@@ -1,0 +1,32 @@
+"""Which products of a block are one, and in which order their outputs stand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .families import UP, part_of
+from .packed import joined
+
+
+def qkv_of(attention: Any) -> tuple[Tensor, Tensor | None]:
+    if hasattr(attention, "qkv_proj"):
+        return attention.qkv_proj.weight.detach(), attention.qkv_proj.bias
+    gate = getattr(attention, "g_proj", None)
+    return joined([attention.q_proj, attention.k_proj, attention.v_proj, *([] if gate is None else [gate])])
+
+
+def gates_last(heads: int, dim: int, rows: int) -> Tensor:
+    """The order of a product's rows whose queries have a gate beside each, so that gates stand behind values."""
+    both = torch.arange(2 * heads * dim).view(heads, 2, dim)
+    return torch.cat([both[:, 0].flatten(), torch.arange(2 * heads * dim, rows), both[:, 1].flatten()])
+
+
+def gate_up_of(mlp: Any) -> tuple[Tensor, Tensor | None]:
+    both = part_of(mlp, ("gate_up_proj", "input_linear"))
+    if both is not None:
+        return both.weight.detach(), both.bias
+    gate = part_of(mlp, ("gate_proj", "w1"))
+    return joined([*([] if gate is None else [gate]), part_of(mlp, UP)])
