@@ -299,6 +299,23 @@ def test_a_text_goes_on_where_another_that_begins_alike_was_kept() -> None:
     assert torch.equal(logits(TEXT, 0), want), "pages without a state are of no use"
 
 
+def test_a_slot_keeps_what_it_began_with_when_the_mark_is_gone() -> None:
+    target = target_of("qwen3_5_text", torch.bfloat16)
+    slot = target.open(TEXT.tolist())
+    want = target.extend([slot], [TEXT[:70]]).logits
+    target.close(slot)
+    first, second = target.open(TEXT.tolist()), target.open(TEXT.tolist())
+    assert first.length == second.length == 64
+    target.adopt(second, TEXT.tolist())
+    target.pool.marks.clear()
+    target.adopt(first, TEXT.tolist())
+    for each in (first, second):
+        assert each.length == 64 == each.shared * 16
+        assert torch.equal(target.extend([each], [TEXT[64:70]]).logits, want)
+        target.close(each)
+    target.check()
+
+
 def test_marks_go_with_their_pages() -> None:
     target = target_of("qwen3_5_text", cache_tokens=96)
     for text_of in (TEXT, torch.flip(TEXT, [0])):

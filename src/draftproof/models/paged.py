@@ -99,8 +99,11 @@ class PagedTarget:
         """See `Adopts`."""
         assert slot.length == slot.shared * self.pool.page_tokens, "a slot has written nothing of its own"
         pages = self.pool.find(tokens, slot.tenant)
-        for page in slot.pages[: len(pages)]:
+        given_back = slot.pages[: len(pages)] if len(pages) >= slot.shared else pages  # the mark that it began with may be gone
+        for page in given_back:
             self.pool.release(page)
+        if given_back is pages:
+            return
         slot.pages[: len(pages)], slot.shared = pages, len(pages)
         slot.held = list(tokens[: len(pages) * self.pool.page_tokens])
         slot.state = self.pool.state(pages)
