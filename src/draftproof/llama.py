@@ -22,6 +22,12 @@ class Latent(ctypes.Structure):
                 *fields(numbers="value_dim")]
 
 
+class Side(ctypes.Structure):
+    """What a layer adds last, as kernels/lanes.h has it. Its parts must outlive it."""
+
+    _fields_ = [("gate", Product), ("last", Product), ("of_side", Scale)]
+
+
 class Layer(ctypes.Structure):
     """A layer of Llama's block, as kernels/lanes.h has it. Its parts must outlive it."""
 
@@ -30,15 +36,15 @@ class Layer(ctypes.Structure):
         *((name, Scale) for name in ("before", "after", "of_attention", "of_mlp", "of_heads", "of_stream")),
         *fields(reals="scaling share", numbers="heads kv_heads dim turned rope window", flags="as_one normed act",
                  pointers="sinks keys values experts latent", reals_="cap", flags_="turned_first parallel", numbers_="openings",
-                 pointers_="recurrence"),
+                 pointers_="recurrence side", reals__="factor", flags__="borrows values_normed"),
     ]
 
 
 def blocks(layers: ctypes.Array[Layer], first: int, last: int, x: Tensor, cos: Tensor, sin: Tensor, courses: Sequence[Course],
-           beside: Tensor | None = None) -> None:
+           beside: Tensor | None = None, sides: Tensor | None = None) -> None:
     """Layers [first, last) one after the other over x [rows, hidden], which is overwritten: the rows of all courses. cos, sin
     [rows, 1, n] as for `turn`, of the first rope, the others' behind them; beside [rows, hidden]: what a layer with `of_stream` reads,
-    too."""
+    too; sides [rows, layers, n]: what one with a `side` does."""
     rows = sum(course.rows for course in courses)
     assert x.is_contiguous() and x.shape[0] == rows and cos.dtype == sin.dtype and cos.stride(0) == sin.stride(0)
     assert x.dtype in TYPES and cos.dtype in (x.dtype, torch.float32)
@@ -46,9 +52,16 @@ def blocks(layers: ctypes.Array[Layer], first: int, last: int, x: Tensor, cos: T
     structs = (CourseFields * len(courses))(*(course.struct for course in courses))
     failed = _library().blocks(
         ctypes.byref(layers[first]), last - first, structs, len(courses), x.data_ptr(), address_of(beside), cos.data_ptr(), sin.data_ptr(),
-        cos.stride(0), cos.dtype != x.dtype, x.dtype == torch.bfloat16, torch.get_num_threads())
+        cos.stride(0), cos.dtype != x.dtype, x.dtype == torch.bfloat16, torch.get_num_threads(), *_sides(sides, x.dtype),
+        first)
     if failed:
         raise MemoryError(f"a pass of {rows} rows found no memory to work in")
+
+
+def _sides(sides: Tensor | None, dtype: torch.dtype) -> tuple[int | None, int]:
+    """Where they are, and how many bytes a row of them has."""
+    assert sides is None or sides.is_contiguous() and sides.dtype == dtype
+    return address_of(sides), 0 if sides is None else sides.stride(0) * sides.element_size()
 
 
 class Model(ctypes.Structure):
@@ -70,12 +83,15 @@ class Model(ctypes.Structure):
 
 
 class _Wish(ctypes.Structure):
-    _fields_ = fields(pointers="ids taps keep tapped logits", numbers="tap_count kept")
+    _fields_ = fields(pointers="ids taps keep tapped logits", numbers="tap_count kept", pointers_="sides", numbers_="side_stride",
+                      pointers__="rest", numbers__="lent")
 
 
-def forward(model: Model, course: Course, ids: Tensor, taps: Sequence[int], keep: Sequence[int] | None) -> tuple[Tensor, Tensor | None]:
+def forward(model: Model, course: Course, ids: Tensor, taps: Sequence[int], keep: Sequence[int] | None,
+            sides: Tensor | None = None, rest: Course | None = None, lent: int = 0) -> tuple[Tensor, Tensor | None]:
     """The whole pass of ids int64 [1, rows]: logits [len(keep), V] of the rows in `keep`, which rise, or of all, and the outputs
-    [rows, layers, hidden] of the layers `taps`, which rise, if there are any. Positions lie within the model's angles. Raises
+    [rows, layers, hidden] of the layers `taps`, which rise, if there are any. sides: as for `blocks`. rest: the course of the kept rows
+    alone, for which layers from `lent` on are run, which write no keys and are not tapped. Positions lie within the model's angles. Raises
     IndexError, as torch's embedding does, for an id that the model lacks."""
     rows, kept = course.rows, course.rows if keep is None else len(keep)
     assert ids.shape == (1, rows) and ids.dtype == torch.int64 and ids.is_contiguous()
@@ -87,7 +103,7 @@ def forward(model: Model, course: Course, ids: Tensor, taps: Sequence[int], keep
     numbers = array("q", (*taps, *(keep or ())))
     address, size = numbers.buffer_info()[0], numbers.itemsize
     wish = _Wish(ids.data_ptr(), address, None if keep is None else address + size * len(taps), address_of(tapped), logits.data_ptr(),
-                 len(taps), kept)
+                 len(taps), kept, *_sides(sides, dtype), None if rest is None else ctypes.addressof(rest.struct), lent)
     failed = _library().forward(model, course.struct, wish, torch.get_num_threads())
     if failed == 2:
         raise IndexError(f"ids {ids.tolist()}: expected each to be one of the embedding's {model.vocabulary}")
@@ -104,7 +120,8 @@ def _library() -> ctypes.CDLL:
 def _told(library: ctypes.CDLL) -> ctypes.CDLL:
     """What the functions take."""
     whole, pointer, small = ctypes.c_long, ctypes.c_void_p, ctypes.c_int
-    library.blocks.argtypes = [ctypes.POINTER(Layer), whole, ctypes.POINTER(CourseFields), whole, *[pointer] * 4, whole, *[small] * 3]
+    library.blocks.argtypes = [ctypes.POINTER(Layer), whole, ctypes.POINTER(CourseFields), whole, *[pointer] * 4, whole, *[small] * 3,
+                               pointer, whole, whole]
     library.blocks.restype = small
     library.forward.argtypes, library.forward.restype = [*map(ctypes.POINTER, (Model, CourseFields, _Wish)), small], small
     return library

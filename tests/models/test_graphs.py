@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from draftproof import Engine, Sampling
 from draftproof.config import LoadConfig
 from draftproof.models import graphs, load
-from draftproof.models.fused import FusedPass
+from draftproof.models.fused_pass import FusedPass
 from draftproof.models.graphs import BEYOND, Bucket, CudaRecorder, GraphedPass, Recording, Run, passes, ragged, rounded
 from draftproof.models.load import load_target
 from draftproof.models.paged import PagedTarget

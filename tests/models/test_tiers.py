@@ -181,7 +181,7 @@ def test_a_token_takes_what_its_keys_and_values_take_in_pages(family: str, tmp_p
 def test_a_token_takes_what_its_keys_and_values_take_in_the_models_own_cache(
         family: str, options: dict[str, Any], numbers: int, tmp_path: Path) -> None:
     saved(family, options, tmp_path)
-    target = load_target(tmp_path, LoadConfig(self_test=False))
+    target = load_target(tmp_path, LoadConfig(self_test=False), fused=False)
     assert target.facts.tier == 2 and target.facts.cache_bytes_per_token == 4 * numbers
 
 

@@ -230,7 +230,7 @@ static void norm_heads(const layer *l, char *heads, int halves)
 {
     long queries = l->heads * l->dim;
     if (!l->as_one) {
-        norm_of_row(heads, &l->of_heads, heads, l->heads + l->kv_heads, l->dim, halves);
+        norm_of_row(heads, &l->of_heads, heads, turned_heads(l) + (l->values_normed ? l->kv_heads : 0), l->dim, halves);
         return;
     }
     scale of_keys = l->of_heads;
@@ -242,7 +242,7 @@ static void norm_heads(const layer *l, char *heads, int halves)
 /* What a layer's attention is asked, of the rows of a course that begin with row `at`. */
 static attention question(const run *p, const layer *l, const course *c, long number, long at)
 {
-    long each = size(p->halves), turned = (l->heads + l->kv_heads) * l->dim, store = each * c->room * l->kv_heads * l->dim;
+    long each = size(p->halves), turned = turned_heads(l) * l->dim, store = each * c->room * l->kv_heads * l->dim;
     char *keys = c->own ? (char *)c->own + 2 * number * store : l->keys, *values = c->own ? keys + store : l->values;
     return (attention){p->inner + each * at * turned, keys, values, l->sinks, p->read + each * at * l->heads * l->dim, turned, l->kv_heads,
                        l->heads / l->kv_heads, l->dim, l->dim, l->window, l->scaling, l->cap, p->halves};
@@ -264,8 +264,8 @@ static void open_parts(const char *x, char *y, long parts, long n, int halves)
 /* The heads of all rows, which stand in `written`: normed and turned in `inner`, keys and values in the storage, what rows see in `read`. */
 static void look_back(const member *me, const run *p, const layer *l, long number)
 {
-    long each = size(p->halves), turned = l->heads + l->kv_heads, row = each * l->qkv.out, key = each * l->kv_heads * l->dim, at = 0;
-    long angle = size(p->halves && !p->sharp), rope = 2 * angle * l->rope * l->turned;
+    long each = size(p->halves), turned = turned_heads(l), row = each * l->qkv.out, key = each * l->kv_heads * l->dim, at = 0;
+    long angle = size(p->halves && !p->sharp), rope = rope_of(p, l);
     MINE(r, p->rows) {
         char *heads = p->written + r * row;
         long angles = angle * r * p->angles + rope;
@@ -277,7 +277,7 @@ static void look_back(const member *me, const run *p, const layer *l, long numbe
     join(me);
     for (const course *c = p->first; c < p->first + p->courses; at += c->rows, c++) {
         const attention asked = question(p, l, c, number, at);
-        MINE(i, c->writes) {
+        MINE(i, l->borrows ? 0 : c->writes) {
             long from = at + c->write_from[i];
             memcpy((char *)asked.keys + c->write_to[i] * key, p->inner + each * (from * turned + l->heads) * l->dim, key);
             memcpy((char *)asked.values + c->write_to[i] * key, p->written + from * row + each * turned * l->dim, key);
@@ -353,6 +353,24 @@ static void consult(const member *me, const run *p, const layer *l, long rows)
     if (!as_is) arrive(me, p, l, &l->of_mlp, rows);
 }
 
+/* x += what a layer makes of what stands beside its rows. */
+static void stand_by(const member *me, const run *p, const layer *l, long number, long rows)
+{
+    long n = l->side->gate.out, each = size(p->halves);
+    multiplied(me, &l->side->gate, p->x, p->room, p->written, rows, p->halves, 0);
+    MINE(r, rows) {
+        long row = rows < p->rows ? p->keep[r] : p->row_of ? p->row_of[r] : r;
+        const char *beside = p->sides + row * p->side_stride + number * n * each;
+        char *gate = p->written + r * n * each, *to = p->inner + r * n * each;
+        act_row(gate, to, 0, n, l->act, p->halves);
+        long c = 0;
+        for (; c + LANES <= n; c += LANES) store_lanes(to, c, load_lanes(to, c, p->halves) * load_lanes(beside, c, p->halves), p->halves);
+        for (; c < n; c++) store(to, c, load(to, c, p->halves) * load(beside, c, p->halves), p->halves);
+    }
+    join(me);
+    give(me, p, l, &l->side->last, p->inner, &l->side->of_side, rows);
+}
+
 /* A layer, which is the pass's so many'th, over x. */
 void through(const member *me, const run *p, const layer *l, long number)
 {
@@ -377,12 +395,17 @@ void through(const member *me, const run *p, const layer *l, long number)
     join(me);
     if (l->experts) {
         consult(me, p, l, rows);
-        return;
+    } else {
+        multiplied(me, &l->gate_up, p->read, p->room, p->written, rows, p->halves, 0);
+        gated(me, p->written, p->inner, rows, l->down.in, l->gate_up.out == l->down.in, l->act, p->halves);
+        join(me);
+        give(me, p, l, &l->down, p->inner, &l->of_mlp, rows);
     }
-    multiplied(me, &l->gate_up, p->read, p->room, p->written, rows, p->halves, 0);
-    gated(me, p->written, p->inner, rows, l->down.in, l->gate_up.out == l->down.in, l->act, p->halves);
-    join(me);
-    give(me, p, l, &l->down, p->inner, &l->of_mlp, rows);
+    if (l->side) stand_by(me, p, l, number, rows);
+    if (l->factor && l->factor != 1) {
+        MINE(r, rows) enlarge(p->x + r * bytes, l->factor, p->x + r * bytes, hidden, p->halves);
+        join(me);
+    }
 }
 
 /* Memory for a run of these layers; its own address, to be freed. */
@@ -400,6 +423,11 @@ char *equip(run *p, const layer *layers, long count)
             room = most(room, room_for(products[i], p->rows, p->halves && (wide == 1 || products[i] != behind), p->threads));
         if (l->latent) latent_needs(p, l, &read, &written, &inner, &room);
         if (l->recurrence) recurrence_needs(p, l, &inner, &room);
+        if (l->side) {
+            written = most(written, l->side->gate.out), inner = most(inner, l->side->gate.out);
+            room = most(room, room_for(&l->side->gate, p->rows, p->halves, p->threads));
+            room = most(room, room_for(&l->side->last, p->rows, p->halves, p->threads));
+        }
         experts = l->experts ? l->experts : experts;
         aside = l->parallel ? l->o.out : aside;
     }
@@ -413,18 +441,20 @@ char *equip(run *p, const layer *layers, long count)
     return all;
 }
 
-/* `count` layers one after the other, over x, which is overwritten. Returns 0, or 1 without memory. */
+/* `count` layers one after the other, the first of them its model's `first_number`th, over x, which is overwritten. Returns 0, or 1 without
+ * memory. */
 int blocks(const layer *layers, long count, const course *first_course, long courses, void *x, const void *beside, const void *cos,
-           const void *sin, long angles, int sharp, int halves, int threads)
+           const void *sin, long angles, int sharp, int halves, int threads, const void *sides, long side_stride, long first_number)
 {
     int failed = 0;
     journey journey;
-    run p = {first_course, courses, 0, angles, x, beside, cos, sin, sharp, halves, threads, &failed, .journey = &journey};
+    run p = {first_course, courses, 0, angles, x, beside, cos, sin, sharp, halves, threads, &failed, .journey = &journey, .sides = sides,
+             .side_stride = side_stride};
     for (const course *c = first_course; c < first_course + courses; c++) p.rows += c->rows;
     char *all = equip(&p, layers, count);
     if (!all) return 1;
     TOGETHER(threads, worth_a_team(layers, p.rows),
-             for (long number = 0; number < count; number++) through(me, &p, layers + number, number));
+             for (long number = 0; number < count; number++) through(me, &p, layers + number, first_number + number));
     free(all);
     return failed;
 }

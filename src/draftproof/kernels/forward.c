@@ -25,14 +25,36 @@ typedef struct {
     const int64_t *ids, *taps, *keep;
     void *tapped, *logits;
     long tap_count, kept;
+    const void *sides; /* what stands beside rows, [rows, …] of so many bytes each, for layers with a `side`, or null */
+    long side_stride;
+    const course *rest; /* of the kept rows alone, or null: layers from the `lent`th on, which write no keys, are run for these */
+    long lent;
 } wish;
+
+/* Bring the rows that are wanted to the front: of the streams, and of what they are turned by. */
+static void leave_others(const member *me, const run *p, const wish *w, long bytes, long turns)
+{
+    char *all = (char *)p->cos; /* where `forward` put them */
+    for (long i = 0; me->index == 0 && i < w->kept; i++) {
+        memmove(p->x + i * bytes, p->x + w->keep[i] * bytes, bytes);
+        memmove(all + i * turns, all + w->keep[i] * turns, turns);
+    }
+    join(me);
+}
 
 /* A team's pass over the streams in p, the normed ones of the rows whose logits are wanted in y. */
 static void pass(const member *me, const model *m, const run *p, const wish *w, char *y, void *room)
 {
     long bytes = size(m->halves) * m->hidden;
+    run rest = *p;
+    const run *now = p;
+    rest.first = w->rest, rest.rows = w->kept, rest.keep = 0, rest.row_of = w->keep;
     for (long number = 0, tap = 0; number < m->count; number++) {
-        through(me, p, m->layers + number, number);
+        if (w->rest && number == w->lent) {
+            leave_others(me, p, w, bytes, size(m->halves && !m->sharp) * m->turns);
+            now = &rest;
+        }
+        through(me, now, m->layers + number, number);
         if (tap == w->tap_count || w->taps[tap] != number) continue;
         MINE(r, p->rows) memcpy((char *)w->tapped + (r * w->tap_count + tap) * bytes, p->x + r * bytes, bytes);
         tap++;
@@ -55,6 +77,7 @@ int forward(const model *m, const course *c, const wish *w, int threads)
     journey journey;
     run p = {c, 1, rows, m->turns, x, 0, turns, turns + angle * m->turned, m->sharp, m->halves, threads, &failed, 0, 0, 0, 0,
              w->tap_count && w->taps[w->tap_count - 1] == m->count - 1 ? 0 : w->keep, w->kept, m->count - 1, &journey};
+    p.sides = w->sides, p.side_stride = w->side_stride;
     char *all = x ? equip(&p, m->layers, m->count) : 0;
     for (long r = 0; all && r < rows; r++) {
         enlarge((const char *)m->embedding + w->ids[r] * bytes, m->factor, x + r * bytes, m->hidden, m->halves);

@@ -468,6 +468,12 @@ typedef struct {
     int rule;
 } recurrence;
 
+/* What a layer adds last (Gemma 4's): norm(last(act(gate(x)) * side)), of what stands beside each row for this layer. */
+typedef struct {
+    product gate, last;
+    scale of_side;
+} side;
+
 /* A layer of Llama's block: norms before attention and before the MLP, of what either adds to the stream, and of heads, [heads + kv_heads,
  * dim], each by itself or, as_one, all queries and all keys. of_stream: the layer reads norm(beside; before) and norm(x; of_stream),
  * side by side (EAGLE-3); normed: x itself goes on as the latter. What is added is taken times `share`. sinks [heads], or null. Of a
@@ -487,6 +493,9 @@ typedef struct {
     int turned_first, parallel; /* heads are normed behind the turn; the MLP reads what the stream was before attention */
     long openings; /* of what attention gives so many equal parts are taken times the sigmoids of what `qkv` makes behind values */
     const recurrence *recurrence; /* in place of attention, or null */
+    const side *side; /* or null */
+    float factor; /* what the stream leaves with is taken times it, or 0: it is not */
+    int borrows, values_normed; /* keys and values are another layer's, in the storage; values are normed as heads are */
 } layer;
 
 /* A pass of the rows of `courses` courses, one after the other, and its memory, for all rows and every layer: what a product reads, what it
@@ -505,7 +514,16 @@ typedef struct {
     long kept, last;
     journey *journey; /* of layers with experts, which are all of one shape */
     char *aside; /* what parallel MLPs will read */
+    const char *sides; /* [rows, layers, n], for layers with a `side`, or null */
+    long side_stride; /* bytes of a row of it */
+    const int64_t *row_of; /* [rows]: which of them is a row's, or null: its own */
 } run;
+
+/* How far behind the first rope's a layer's cosines and sines stand, which have as much room each as the first one's. */
+static inline long rope_of(const run *p, const layer *l) { return 2 * l->rope * (p->sin - p->cos); }
+
+/* Heads of a layer's own that are turned. */
+static inline long turned_heads(const layer *l) { return l->heads + (l->borrows ? 0 : l->kv_heads); }
 
 /* Whether so many rows of a layer are worth a team. */
 static inline int worth_a_team(const layer *l, long rows)
@@ -549,7 +567,7 @@ void enlarge(const char *x, float factor, char *y, long n, int halves);
 char *equip(run *p, const layer *layers, long count);
 void through(const member *me, const run *p, const layer *l, long number);
 int blocks(const layer *layers, long count, const course *first_course, long courses, void *x, const void *beside, const void *cos,
-           const void *sin, long angles, int sharp, int halves, int threads);
+           const void *sin, long angles, int sharp, int halves, int threads, const void *sides, long side_stride, long first_number);
 int law(const void *x, float *y, long rows, long width, float temperature, int halves, int threads);
 int best(const float *x, long rows, long size, const uint32_t *keys, const int64_t *names, long k, float *scores, int64_t *columns,
          int threads);

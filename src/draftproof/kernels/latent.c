@@ -34,7 +34,7 @@ void look_back_through(const member *me, const run *p, const layer *l)
     const product *queries = &l->latent->queries, *rest = &l->latent->keys_values;
     long each = size(p->halves), asked = each * l->heads * l->dim, first = each * (l->qkv.out - rest->in - l->turned), at = 0;
     long deep = l->latent->value_dim, turned = each * l->turned, key = each * l->kv_heads * l->dim, value = each * l->kv_heads * deep;
-    long angle = size(p->halves && !p->sharp), rope = 2 * angle * l->rope * l->turned, made = each * rest->out;
+    long angle = size(p->halves && !p->sharp), rope = rope_of(p, l), made = each * rest->out;
     char *latents = p->read + UP(p->rows * each * queries->in, 64), *shared = p->inner + UP(p->rows * asked, 64);
     char *heads = queries->out ? p->written + UP(p->rows * made, 64) : 0;
 #define TURNED_BY(r, FROM, TO, HEADS, DIM)                                                                               \

@@ -122,8 +122,8 @@ def paged_attention(
 def attend(
     layer: int,
     query: Tensor,
-    key: Tensor,
-    value: Tensor,
+    key: Tensor | None,
+    value: Tensor | None,
     scaling: float,
     window: int | None,
     p: Pass,
@@ -133,21 +133,24 @@ def attend(
     weigh: Weigh | None = None,
 ) -> Tensor:
     """Write the rows' keys into their pages, then attend along each path. query [rows, H, D], key and value [rows, KV, D] → [rows, H, D].
+    Without a key the layer's pages have those of this pass.
 
     window: how many keys a row sees, itself included (None: all). softcap and sinks [H] as the functions above take them. weigh: what
     stands for `weights_of`; then pages go through `plain_page` on any device.
     """
     rows, heads, dim = query.shape
-    kv_heads = key.shape[1]
-    group = heads // kv_heads
-    keys, values = pool.storage(layer, key, value)
-    if p.write_from is not None:
-        key, value = key[p.write_from], value[p.write_from]
-    if isinstance(p.write_to, slice):
-        keys[p.write_to], values[p.write_to] = key, value
+    if key is None or value is None:
+        keys, values = pool.keys[layer], pool.values[layer]
     else:
-        keys.index_copy_(0, p.write_to, key)
-        values.index_copy_(0, p.write_to, value)
+        keys, values = pool.storage(layer, key, value)
+        if p.write_from is not None:
+            key, value = key[p.write_from], value[p.write_from]
+        if isinstance(p.write_to, slice):
+            keys[p.write_to], values[p.write_to] = key, value
+        else:
+            keys.index_copy_(0, p.write_to, key)
+            values.index_copy_(0, p.write_to, value)
+    group = heads // keys.shape[1]
 
     if weigh is None and compiled(query.device, query.dtype):
         return native.attend(p.course(), query, keys, values, scaling, window, sinks, softcap)

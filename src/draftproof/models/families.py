@@ -33,8 +33,10 @@ LAST_NORM = ("norm", "final_layernorm", "embedding_norm")
 OLMO_EPS = 1e-5     # which its norms do not tell
 MOVING_ROPE = {"dynamic", "longrope"}  # their angles depend on the longest row of the pass, so there is no table of them
 LINEARS = ("q_proj", "k_proj", "v_proj", "g_proj", "qkv_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")
+LOOKING_BACK = ("Attention", "TextAttention", "GatedDeltaNet", "Mixer", "MambaLayer", "ShortConv")      # endings of classes' names
 STATES = ("linear_attn", "mamba", "conv")   # parts of layers that have a recurrent state,
 STATE_LINEARS = ("in_proj", "in_proj_qkv", "in_proj_b", "in_proj_a", "in_proj_z", "in_proj_qkvz", "in_proj_ba")    # and their products
+SIDES = ("per_layer_input_gate", "per_layer_projection", "post_per_layer_input_norm")      # parts of what a layer adds last
 LATENT_NORMS = ("q_a_layernorm", "kv_a_layernorm")
 ON_ANY_DEVICE = {"llama", "mistral", "ministral", "qwen2", "qwen3"}     # others have kernels of ours on a CPU alone
 
@@ -157,6 +159,7 @@ FAMILIES = {
     "gemma": Family("Gemma", late=True, from_one=True),
     "gemma2": Family("Gemma2", AROUND, late=True, from_one=True),
     "gemma3_text": Family("Gemma3", AROUND, "gemma3", late=True, from_one=True),
+    "gemma4_text": Family("Gemma4", AROUND, "gemma4", late=True),
     "glm": Family("Glm", adjoining=True),
     "glm4": Family("Glm4", AROUND_IN_GLM, adjoining=True),
     "glm4_moe": Family("Glm4Moe", routing=_by_sigmoid),
@@ -316,13 +319,14 @@ def _strange(model: Any, family: Family, name: str) -> Iterator[str]:
         return
     for number, layer in enumerate(body.layers):
         attention, mlp = looking_back(layer), family.mlp_of(layer)
-        if not exact(layer, "DecoderLayer") or not exact(attention, "Attention", "GatedDeltaNet", "Mixer", "MambaLayer", "ShortConv"):
+        if not exact(layer, "DecoderLayer", "TextDecoderLayer") or not exact(attention, *LOOKING_BACK):
             yield others
             return
         norms = [norm for norm, name in zip(family.norms_of(layer), family.norms, strict=True)
                  if name and not isinstance(getattr(layer, name, None), nn.Identity)]
-        norms += _there(attention, *family.head_norms, *LATENT_NORMS)
-        linears = [*_there(attention, *LINEARS, *STATE_LINEARS), bare(part_of(attention, OUT))]
+        norms += _there(attention, *family.head_norms, "v_norm", *LATENT_NORMS)
+        linears = [*_there(attention, *LINEARS, *STATE_LINEARS), *_there(layer, *SIDES[:2]), bare(part_of(attention, OUT))]
+        norms += _there(layer, *SIDES[2:])
         if hasattr(mlp, "experts"):
             router = router_of(mlp)
             if not (exact(mlp, "SparseMoeBlock", "SparseMoEBlock", "MoE", "Moe", "MLP") and exact(router, "TopKRouter", "TopkRouter")
@@ -334,11 +338,13 @@ def _strange(model: Any, family: Family, name: str) -> Iterator[str]:
                 yield "an expert for all rows that is no multiple of the others"
         else:
             linears += [*_there(mlp, *GATES, *UP), bare(part_of(mlp, DOWN))]
-            if not exact(mlp, "MLP"):
+            if not exact(mlp, "MLP", "TextMLP"):
                 yield others
         if not all(map(known, norms)) or not all(type(linear) is nn.Linear for linear in linears):
             yield others
-        if hasattr(attention, "k_proj") and attention.k_proj.out_features != attention.v_proj.out_features:
+        if getattr(layer, "enable_moe_block", False):
+            yield "experts beside an MLP"
+        if getattr(attention, "v_proj", None) is not None and attention.k_proj.out_features != attention.v_proj.out_features:
             yield "keys and values of different sizes"
         if getattr(model.config, "clip_qkv", None) is not None:
             yield "queries, keys and values that are clipped"

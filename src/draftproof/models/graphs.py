@@ -34,7 +34,7 @@ from torch import Tensor
 from ..core.upload import pinned
 from ..errors import first_line
 from .cache import PagePool
-from .fused import FusedPass
+from .fused_pass import FusedPass
 from .passes import Call, Items, Pass, pages_seen, sight
 from .rows import Plan, RowsLayer, tiles_of
 

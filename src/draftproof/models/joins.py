@@ -14,8 +14,11 @@ from .packed import joined
 def qkv_of(attention: Any) -> tuple[Tensor, Tensor | None]:
     if hasattr(attention, "qkv_proj"):
         return attention.qkv_proj.weight.detach(), attention.qkv_proj.bias
+    if not hasattr(attention, "k_proj"):    # keys are another layer's
+        return joined([attention.q_proj])
     gate = getattr(attention, "g_proj", None)
-    return joined([attention.q_proj, attention.k_proj, attention.v_proj, *([] if gate is None else [gate])])
+    values = attention.k_proj if attention.v_proj is None else attention.v_proj
+    return joined([attention.q_proj, attention.k_proj, values, *([] if gate is None else [gate])])
 
 
 def gates_last(heads: int, dim: int, rows: int) -> Tensor:

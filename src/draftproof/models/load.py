@@ -23,7 +23,8 @@ from .experts import experts_of, packed_bytes, routers, take_experts
 from .families import MOVING_ROPE, can_fuse, has_latent, has_state
 from .folder import check_size, check_weights, context_of, defaults_of, end_ids, read_config, read_tokenizer, saved_dtype, unread, why_not
 from .forms import beside_levels, form_of, keeps
-from .fused import FusedLayer, FusedPass, fuse
+from .fused import FusedLayer, fuse
+from .fused_pass import FusedPass
 from .graphs import passes
 from .graphs import recorder as _recorder
 from .latent import LatentLayer
@@ -34,6 +35,7 @@ from .paged import PagedTarget
 from .recurrent import RecurrentTarget
 from .selftest import invisible
 from .shares import Ranks, divided, load_share
+from .sides import borrowed_bytes
 from .state_layers import state_layer
 from .target import LoadFacts, Target, TargetParts
 from .tier import silent_experts, tier_of
@@ -104,6 +106,8 @@ def _made(model: Any, name: str, config: LoadConfig, tokenizer: Tokenizer | None
     if levels:
         form = beside_levels(form, device)
     slim = fused and config.packed and _fuse(model, tier, form, config, ours, reasons)
+    if slim:
+        cache_bytes -= sum(borrowed_bytes(layer) for layer in model.model.layers)
     if form:
         if device.type == "cpu":                        # a GPU would wait to be told which experts are chosen
             take_experts(model, form, spared)

@@ -17,7 +17,7 @@ from ..errors import OptionError
 from ..types import Draft, Scores
 from .attention import TILE, compiled
 from .cache import PagedSlot, PagePool
-from .fused import FusedPass
+from .fused_pass import FusedPass
 from .passes import Pass, Path, inferring
 from .states import read_again
 from .taps import Taps, rows_at

@@ -102,6 +102,7 @@ class Pass:
     cache: dict[tuple[int, int, torch.dtype], Items] = field(default_factory=dict)
     flat: native.Course | None = None
     walks: Sequence[native.Walk] = ()  # of a model with recurrent states: one for each sequence
+    sides: Tensor | None = None  # [rows, layers, n]: what stands beside each row, of models whose layers read that (Gemma 4)
     plan: Any = None  # of our kernels on a GPU (rows.py)
 
     @property
