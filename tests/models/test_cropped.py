@@ -36,7 +36,7 @@ def target(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval().save_pretrained(folder)
     else:
         families.save(request.param, folder)
-    found = load_target(folder, LoadConfig(self_test=False))
+    found = load_target(folder, LoadConfig(self_test=False), fused=False)
     assert isinstance(found, CroppedTarget) and found.facts.tier == 2
     return found
 
@@ -131,7 +131,7 @@ def test_a_cut_behind_what_the_cache_kept(family: str, options: dict[str, Any], 
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **{**families.COMMON, **options}), dtype=torch.float32).eval()
     model.save_pretrained(tmp_path)
-    target = load_target(tmp_path, LoadConfig(self_test=False))
+    target = load_target(tmp_path, LoadConfig(self_test=False), fused=False)
     text = torch.randint(1, 200, (60,), generator=torch.Generator().manual_seed(3))
     with torch.inference_mode():
         want = model(input_ids=text[None], use_cache=False).logits[0]

@@ -123,7 +123,7 @@ def test_speculation_is_invisible() -> None:
 
 
 def test_experts_beside_an_mlp_are_not_fused() -> None:
-    config = AutoConfig.for_model("gemma4_text", **{**families.COMMON, **CASES["nothing beside"], "enable_moe_block": True, "num_experts": 4,
-                                                    "top_k_experts": 2, "moe_intermediate_size": 32})
+    mixed = {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 32}
+    config = AutoConfig.for_model("gemma4_text", **{**families.COMMON, **CASES["nothing beside"], **mixed})
     target = as_target(AutoModelForCausalLM.from_config(config).eval(), LoadConfig(self_test=False))
     assert "experts beside an MLP" in target.facts.reasons["forward pass"]

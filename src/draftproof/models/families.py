@@ -3,7 +3,7 @@
     x ← x + share · norm(o(attention(turn(norm(qkv(norm(x)))))))        x ← x + share · norm(mlp(norm(x)))
 
 Any of the norms may be missing, the MLP may have no gate, latents may stand before queries, keys and values (latent.py), and in place of
-attention a recurrent state (state_layers.py). Everything
+attention a recurrent state (state_layers.py); a layer may add what stands beside its rows, and read another's keys (sides.py). Everything
 that a module tells itself is read from it: sizes, windows, sinks, soft caps, whether norms are centred, whether heads are normed one by one
 or as one, how much of a head is turned, the share of what a block adds. Here stands the rest.
 """
