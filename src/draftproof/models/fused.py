@@ -197,10 +197,11 @@ class FusedLayer(nn.Module):
         """Queries, keys and values [rows, heads, n] of what the first product made [rows, …]; no keys and values if they are borrowed."""
         turned, first = self.heads + (0 if self.borrowed is not None else self.kv_heads), 2 * self.rope.number
         heads = made.view(len(made), -1, self.head_dim)
-        normed = turned + (self.kv_heads if self.values_normed else 0)
-        if self.head_norm is not None and not self.turned_first:
-            heads = torch.cat([self._head_normed(heads[:, :normed], self.head_norm), heads[:, normed:]], 1)
+        if self.values_normed and self.head_norm is not None:
+            heads = self._head_normed(heads, self.head_norm)
         qk = heads[:, :turned]
+        if self.head_norm is not None and not self.turned_first and not self.values_normed:
+            qk = self._head_normed(qk, self.head_norm)
         if self.turned:
             qk = self._turn(qk, *(angles[:, i : i + 1, : self.turned] for i in (first, first + 1)))
         if self.head_norm is not None and self.turned_first:
