@@ -15,6 +15,7 @@ from draftproof.errors import CacheFull
 from draftproof.models.cache import PagedSlot, PagePool
 from draftproof.models.load import load_target
 from draftproof.models.paged import PagedTarget
+from draftproof.models.states import Mark, States
 from draftproof.trace.events import RequestStarted
 
 P = 4
@@ -169,6 +170,36 @@ def test_growth_keeps_the_keys() -> None:
         p.take()
     assert float(p.keys[0][page * P].sum()) == 3.0 * 16
     assert p.keys[0].shape[0] == p.allocated * P
+
+
+def test_marks_take_as_many_bytes_as_keys_and_those_used_last_stay() -> None:
+    states = States((1, 1, 1, 16, 32), 1, 8, 3, torch.float32)
+    p = PagePool(P, 100, torch.device("cpu"), states, token_bytes=67)  # a mark takes 16 * 32 * 4 + 3 * 8 * 4 bytes
+    assert states.page == P and p.most_marks == 3 and PagePool(P, 4, torch.device("cpu"), states, token_bytes=67).most_marks == 1
+
+    def read(first: int) -> PagedSlot:
+        pages = p.find([first] * (P + 1), "")
+        slot = PagedSlot("", [first] * len(pages) * P, pages, len(pages), state=p.state(pages))
+        assert slot.state is not None
+        if not pages:
+            slot.pages.append(p.take())
+            slot.held = [first] * P
+            slot.state.marks = {P: Mark(P, torch.full(states.memory, float(first)), torch.full((1, 3, 8), float(first)))}
+            p.publish(slot)
+            assert not slot.state.marks
+        else:
+            assert slot.state.taken == slot.state.length == P and bool((slot.state.memory == first).all())
+            assert bool((slot.state.history[:, :3] == first).all()) and not slot.state.history[:, 3:].any()
+            slot.state.memory.zero_()  # its own
+        return slot
+
+    slots = [read(first) for first in (1, 2, 3)]
+    read(1)  # found, and so used last
+    assert slots[1].state is not None
+    slots[1].state.marks = {P: next(iter(p.marks.values()))}  # as it is read again
+    p.publish(slots[1])
+    read(4)
+    assert len(p.marks) == 3 and [len(p.find([first] * (P + 1), "")) for first in (1, 2, 3, 4)] == [1, 1, 0, 1]
 
 
 def test_random_life_keeps_every_page_accounted_for() -> None:

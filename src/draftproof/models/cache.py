@@ -210,7 +210,9 @@ class PagePool:
             slot.shared = number + 1
         if slot.state is not None:
             for length, mark in slot.state.marks.items():
-                self.marks[slot.pages[length // self.page_tokens - 1]] = mark
+                page = slot.pages[length // self.page_tokens - 1]
+                self.marks[page] = mark
+                self.marks.move_to_end(page)
             slot.state.marks.clear()
             while len(self.marks) > self.most_marks:
                 self.marks.popitem(last=False)
