@@ -135,7 +135,6 @@ class PagedTarget:
         if slot.closed:
             return
         self._drop_tails(slot)
-        slot.nodes = None
         if slot.state is None or slot.state.length == slot.length:
             self.pool.publish(slot)
         for page in slot.pages:
@@ -169,7 +168,6 @@ class PagedTarget:
         else:
             logits = self._run(slots, drafts, tokens[0][:1], [len(drafts[0]) - 1, len(drafts[0])], sure)[1:]
         for slot, ids in zip(slots, tokens, strict=True):
-            slot.nodes = None
             slot.add(ids)
             if slot.state is not None:
                 slot.state.keep(range(len(ids)))
@@ -249,23 +247,21 @@ class PagedTarget:
              sure: Sequence[int] = ()) -> Tensor:
         """One forward pass; logits of the rows in `keep`, or of all rows. sure: how many of each one's rows its slot is given for good;
         empty: they are guessed. On failure the slots are as before."""
-        lengths, ran = [slot.length for slot in slots], False
+        ran = False
         try:
             read_again(self, slots)
             p = self._plan(slots, drafts, roots, sure)
             ran = True
             logits = self._pass(p, keep)
+            for slot, walk in zip(slots, p.walks, strict=False):
+                assert slot.state is not None
+                slot.state.passed(walk)
         except BaseException:
-            for slot, length in zip(slots, lengths, strict=True):
+            for slot in slots:
                 self._drop_tails(slot)
-                slot.nodes = None
-                slot.cut(length)
-                if ran and slot.state is not None:  # some layers may have gone further than others
+                if ran and slot.state is not None:  # some layers, or texts, may have gone further than others
                     slot.state.forget()
             raise
-        for slot, walk in zip(slots, p.walks, strict=False):
-            assert slot.state is not None
-            slot.state.passed(walk)
         return logits
 
     def _pass(self, p: Pass, keep: list[int] | None) -> Tensor:

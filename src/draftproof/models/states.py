@@ -5,7 +5,8 @@
 
 Memory takes in only what cannot fall: a pass goes through its guesses in a thread's own memory and leaves its rows in the history, and the
 next pass begins with those that stood (kernels/recurrence.c). So a rejection costs nothing, no state is copied, and the same additions are
-made whatever was guessed. What a caller appends may be cut again for a while (a draft model's slot), so memory stays `held` rows behind it.
+made whatever was guessed. What a caller appends may be cut again for a while (a draft model's slot), so memory stays `held` rows behind it,
+and twice as many as such a cut takes away where that was too few.
 What is cut further back begins anew, and is read again.
 """
 
@@ -21,7 +22,7 @@ from torch import Tensor
 from ..native import Walk
 
 HELD = 16       # rows
-MOST_OWED = 64  # that memory leaves for the end of a page; and who appends as many will not cut them
+MOST_OWED = 64  # that memory leaves for the end of a page; who appends as many will not cut them, and no draft is cut as far
 AGAIN = 512     # tokens of a pass that reads a text again
 
 
@@ -123,15 +124,14 @@ class State:
     def cut(self, length: int) -> None:
         """Forget the tokens from `length` on."""
         if length < self.taken:
-            self.of.held = max(self.of.held, 2 * (self.length - length))
+            if self.length - length <= MOST_OWED:
+                self.of.held = max(self.of.held, 2 * (self.length - length))
             self.forget()
         del self.owed[length - self.taken :]
-        self.marks = {end: mark for end, mark in self.marks.items() if end <= length}
 
     def forget(self) -> None:
-        """All of it: the text is read again."""
-        self.taken, self.owed = 0, []
-        self.memory, self.history = (torch.zeros(part.shape, dtype=part.dtype) for part in (self.memory, self.history))
+        """All of it: no text has this length, so the next pass reads its text again, into a new state."""
+        self.taken, self.owed = -1, []
 
 
 def states_of(layers: Sequence[Any]) -> States | None:
@@ -151,10 +151,12 @@ def read_again(target: Any, slots: Sequence[Any]) -> None:
     for slot in slots:
         if slot.state is None or slot.state.length == slot.length:
             continue
-        text = slot.tokens[:]
+        text, pages = slot.tokens[:], len(slot.pages)
         try:
             target.truncate(slot, 0)
             target.adopt(slot, text)
+            if pages - len(slot.pages) <= target.pool.available():  # nobody else is to take what it was opened with
+                target._reach(slot, pages * target.pool.page_tokens)
             for start in range(slot.length, len(text), AGAIN):
                 target.extend([slot], [torch.tensor(text[start : start + AGAIN])])
         except BaseException:
