@@ -154,10 +154,10 @@ static void finish(const run *p, const layer *l, const float *value, const float
     const recurrence *d = l->recurrence;
     long n = d->value_dim, each = size(p->halves), sight = d->value_heads * n;
     const char *gate = p->written + each * (row * l->qkv.out + before_gates(d) + head * n);
-    char *to = p->read + each * (row * sight + head * n), plain[4 * n];
+    char *to = p->read + each * (row * sight + head * n);
     float *ahead = (float *)p->inner + row * sight + head * n;
-    for (long c = 0; d->rule == DELTA && c < n; c += LANES) store_lanes(plain, c, *(const floats *)(seen + c), p->halves);
-    if (d->rule == DELTA) norm_of_row(plain, &d->of_sight, to, 1, n, p->halves);
+    for (long c = 0; d->rule == DELTA && c < n; c += LANES) store_lanes(to, c, *(const floats *)(seen + c), p->halves);
+    if (d->rule == DELTA) norm_of_row(to, &d->of_sight, to, 1, n, p->halves);
     for (long c = 0; c < n; c += LANES) {
         floats open = load_lanes(gate, c, p->halves), by = open * sigmoid(open);
         if (d->rule == SHORT) store_lanes(to, c, *(const floats *)(value + c) * open, p->halves);
