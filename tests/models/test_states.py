@@ -21,6 +21,7 @@ from draftproof.models.load import as_target, load_target
 from draftproof.models.paged import PagedTarget
 from draftproof.models.state_layers import StateLayer
 from draftproof.models.states import HELD
+from draftproof.train.base import logits_after, require_laws
 from draftproof.types import Draft
 
 NEED = pytest.mark.skipif(not native.available()[0], reason=native.available()[1])
@@ -535,6 +536,17 @@ def test_logprobs_of_a_prompt_are_those_of_one_pass() -> None:
     found = [one.logprob for one in out.prompt_logprobs if one.logprob is not None]
     assert len(found) == 149
     assert torch.allclose(torch.tensor(found), want[:-1].gather(1, prompt[1:, None])[:, 0], atol=1e-3)
+
+
+@pytest.mark.parametrize("family", CASES)
+def test_heads_are_shown_the_norm_before_the_output(family: str) -> None:
+    target = target_of(family)
+    last = len(target.parts.layers) - 1
+    target.set_taps((last,))
+    scores = target.extend([target.open(TEXT.tolist())], [TEXT])
+    require_laws(target)
+    with torch.inference_mode():
+        assert torch.allclose(logits_after(target.parts, scores.taps[last][-1:]), scores.logits, atol=1e-3)
 
 
 def test_what_a_text_takes_is_told(tmp_path: Path) -> None:
