@@ -7,13 +7,15 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import families
 import pytest
 import torch
 
 from draftproof import Engine, LoadConfig, Sampling, gpu, native
+from draftproof.drafters.model import ModelDrafter
 from draftproof.errors import CacheFull
 from draftproof.models.cache import PagedSlot, PagePool
-from draftproof.models.load import load_target
+from draftproof.models.load import as_target, load_target
 from draftproof.models.paged import PagedTarget
 from draftproof.models.states import Mark, States
 from draftproof.trace.events import RequestStarted
@@ -260,3 +262,19 @@ def test_prompts_that_come_together_read_what_they_have_in_common_once_or_twice(
     cached = [event.cached_tokens for one in found for event in one.trace if isinstance(event, RequestStarted)]
     assert len(cached) == 7 and cached[0] == cached[6] == 0 and sum(cached) >= 4 * 96
     assert sum(read) + sum(cached) == sum(map(len, prompts)) + len(prompts[0])
+
+
+@pytest.mark.parametrize("prompts", [1, 3])
+def test_a_draft_model_whose_cache_is_full_stays_in_service(prompts: int) -> None:
+    """It cuts back into pages that its own guesses filled; texts that are alike read each other's."""
+    target = as_target(families.build("llama"), LoadConfig(self_test=False))
+    lm = as_target(families.build("qwen3"), LoadConfig(self_test=False, page_tokens=16, cache_tokens=64 * prompts))
+    assert isinstance(lm, PagedTarget)
+    texts = [list(range(1, 15))] * prompts
+    options = [Sampling(temperature=1.5, seed=seed // 2, max_tokens=50, ignore_eos=True) for seed in range(prompts)]
+    with Engine(target=target, drafter=ModelDrafter(lm), depth=6) as engine, Engine(target=target) as plain:
+        outs = engine.generate_batch(texts, options)
+        assert [out.token_ids for out in outs] == [out.token_ids for out in plain.generate_batch(texts, options)]
+    assert all(out.speculation["state"] == "on" and out.metrics["drafted"] for out in outs), outs[0].speculation
+    lm.check()
+    assert not lm.slots

@@ -275,18 +275,41 @@ def test_truncate_into_a_shared_page_copies_it(tmp_path: Path) -> None:
 
 def test_truncate_into_a_shared_page_of_a_full_pool_changes_nothing(tmp_path: Path) -> None:
     families.save("llama", tmp_path)
-    target = load_target(tmp_path, LoadConfig(page_tokens=4, cache_tokens=8, self_test=False))
+    target = load_target(tmp_path, LoadConfig(page_tokens=4, cache_tokens=12, self_test=False))
     assert isinstance(target, PagedTarget)
-    slot = target.open([1, 2], room=6)
+    slot = target.open([0, 1], room=6)
     target.extend([slot], [torch.arange(8)])
+    reader = target.open([*range(8), 9])  # of both pages, and the last one is its own
     with pytest.raises(CacheFull):
-        target.truncate(slot, 6)
-    assert slot.length == 8
+        target.truncate(slot, 2)
+    assert slot.length == 4
     target.check()
-    target.truncate(slot, 2)  # into the first of two pages, of which the second is free by then
+    target.close(reader)
+    target.truncate(slot, 2)
     target.extend([slot], [torch.tensor([7])])
     assert slot.tokens == [0, 1, 7]
     target.check()
+
+
+def test_truncate_into_a_page_that_nobody_else_reads_takes_none(tmp_path: Path) -> None:
+    """Where none is left: the page is its own again, and no later text finds it. Else it goes on in what it had room for."""
+    families.save("llama", tmp_path)
+    target = load_target(tmp_path, LoadConfig(page_tokens=4, cache_tokens=8, self_test=False))
+    assert isinstance(target, PagedTarget)
+    for room, length in ((6, 6), (6, 2), (2, 2)):
+        slot = target.open([0, 1], room=room)
+        pages = list(slot.pages)
+        target.extend([slot], [torch.arange(2 + room)])
+        held = target.open([5], room=3) if room == 2 else None  # the last one
+        target.truncate(slot, length)
+        target.check()
+        assert slot.pages == (pages if length == 6 or held else pages[1:]) and slot.shared == length // 4
+        target.extend([slot], [torch.full((2,), 7)])
+        assert slot.tokens == [*range(length), 7, 7]
+        for each in filter(None, (slot, held)):
+            target.close(each)
+        target.check()
+        target.pool = type(target.pool)(4, 8, target.device)
 
 
 def test_a_model_in_memory_is_the_one_of_its_folder(tmp_path: Path) -> None:

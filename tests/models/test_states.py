@@ -20,7 +20,7 @@ from draftproof.models import states
 from draftproof.models.load import as_target, load_target
 from draftproof.models.paged import PagedTarget
 from draftproof.models.state_layers import StateLayer
-from draftproof.models.states import HELD
+from draftproof.models.states import HELD, MOST_HELD
 from draftproof.train.base import logits_after, require_laws
 from draftproof.types import Draft
 
@@ -410,6 +410,14 @@ def test_what_is_cut_far_back_is_read_again_once(monkeypatch: pytest.MonkeyPatch
         assert torch.equal(target.extend([slot], [TEXT[80:81]]).logits, want)
     assert rows == [40, 40 + HELD, 1, *[80, 1], *[32, 80 - 2 * HELD - 32, 2 * HELD, 1], *[2 * HELD, 1] * 2], rows
     assert target.states is not None and target.states.held == 2 * (2 * HELD + 1)
+
+
+def test_a_text_that_is_cut_to_nothing_makes_no_others_states_larger() -> None:
+    target = target_of("lfm2")
+    slot = target.open([], room=240)
+    target.extend([slot], [text(240)])
+    target.truncate(slot, 0)
+    assert target.states is not None and target.states.held == MOST_HELD
 
 
 def test_a_failing_pass_leaves_the_texts_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,6 +29,7 @@ from .grow import CANDIDATES, Margins, evenly, gaps_of, worthiest
 from .spines import spine
 from .vocabulary import Check
 
+FULL = "no room in the drafter's cache"
 UNWORTHY = "a further guess is not worth its time"
 SIBLINGS = CANDIDATES - 1       # beside the best, how many a tree's level considers
 
@@ -164,11 +165,15 @@ class ModelDrafter(NoOptions):
             for line, draft in zip(lines, self._finish(lines, self._draft(lines, noise)), strict=True):
                 drafts[line.place] = draft
             done = True
+        except CacheFull as full:                       # what some of them had room for is others' now
+            for line in lines:
+                self._give_up(line.state)
+            return [Draft.empty(self.name, f"{FULL}: {full}") for _ in states]
         finally:
             if not done:
                 for line, length in zip(lines, before, strict=True):
                     line.state.guess = None
-                    self.lm.truncate(line.slot, min(length, line.slot.length))
+                    self._cut(line.state, min(length, line.slot.length))
         return drafts
 
     def _seat(self, state: ModelState) -> None:
@@ -181,7 +186,7 @@ class ModelDrafter(NoOptions):
         try:
             state.slot = self.lm.open(text, state.seq.tenant, room)
         except CacheFull:
-            state.silent = "no room in the drafter's cache"
+            state.silent = FULL
 
     def _grant(self, state: ModelState, depth: int) -> tuple[int, str]:
         """How deep this sequence may draft now (0: not at all), and why less than asked."""
@@ -204,7 +209,21 @@ class ModelDrafter(NoOptions):
         """Take back a draft that is out, but for the `stood` first tokens of its spine. Without one, nothing to do."""
         if state.slot is not None and state.guess is not None:
             state.guess, state.offered, state.run = None, None, None
-            self.lm.truncate(state.slot, min(state.base + stood, len(state.seq.tokens) - 1, state.slot.length))
+            self._cut(state, min(state.base + stood, len(state.seq.tokens) - 1, state.slot.length))
+
+    def _cut(self, state: ModelState, length: int) -> None:
+        """The slot to so many tokens."""
+        if state.slot is not None:
+            try:
+                self.lm.truncate(state.slot, length)
+            except CacheFull:                           # in the middle of a page that others read
+                self._give_up(state)
+
+    def _give_up(self, state: ModelState) -> None:
+        """The slot, until there is room again."""
+        slot, state.slot, state.silent, state.guess = state.slot, None, FULL, None
+        if slot is not None:
+            self.lm.close(slot)
 
     def _draft(self, lines: Sequence[_Line], noise: Noise) -> list[Picks]:
         """Feed what the slots lack, then one pass per level; returns each level's picks and fills the lines."""

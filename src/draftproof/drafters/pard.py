@@ -142,7 +142,7 @@ class PardDrafter(ModelDrafter):
                     state.base, state.guess = len(state.seq.tokens), torch.empty(0)      # the slot holds the last token too, for now
                 else:
                     self.lm.rewind(slot, ())
-                    self.lm.truncate(slot, min(slot.length, len(state.seq.tokens) - 1))
+                    self._cut(state, min(slot.length, len(state.seq.tokens) - 1))
         lasts = [start + len(ids) - 1 for start, ids in zip(scores.starts, unread, strict=False)]
         logits = rows_of(scores.logits, [last + i for last, depth in zip(lasts, depths, strict=True) for i in range(depth)])
         return functional.pad(logits, (0, self.vocab_size - logits.shape[-1]), value=-math.inf)

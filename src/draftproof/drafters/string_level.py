@@ -154,8 +154,12 @@ class StringLevel:
             if held != own:
                 break
             stands += 1
-        if slot.length > stands:
-            self.lm.truncate(slot, stands)
+        try:
+            if slot.length > stands:
+                self.lm.truncate(slot, stands)
+        except CacheFull:                       # the place is given up, and may be taken again
+            state.slot, stands = None, 0
+            self.lm.close(slot)
         del state.held[stands:]
 
     def _grant(self, state: StringState, depth: int) -> tuple[int, str]:

@@ -22,11 +22,9 @@ import torch
 from torch import Tensor
 
 from ..core.upload import uploaded
-from ..errors import CacheFull
 from ..models.target import Slot, Target
-from ..types import Budget, Draft, Scores
-from .base import Noise
-from .model import ModelDrafter, ModelState
+from ..types import Draft, Scores
+from .model import FULL, ModelDrafter, ModelState
 from .string_level import StringLevel
 from .vocabulary import Check, Spelling, Words, compare, counterpart, foreign, require_same, shared
 
@@ -198,12 +196,6 @@ class TokenLevel(ModelDrafter):
         super().__init__(cast(Target, lm), lm.vocab_size, prefill_chunk)
         self.translated = lm
 
-    def propose(self, states: Sequence[ModelState], budgets: Sequence[Budget], noise: Noise) -> list[Draft]:
-        try:
-            return super().propose(states, budgets, noise)
-        except CacheFull as full:
-            return [Draft.empty(self.name, f"no room in the drafter's cache: {full}") for _ in states]
-
     def _seat(self, state: ModelState) -> None:
         own, context = len(self.translated.whole(state.seq.tokens)[0]), self.lm.context
         if own > context:
@@ -224,7 +216,7 @@ class TokenLevel(ModelDrafter):
             return 0, state.silent
         if own + granted > slot.limit:                             # more tokens than foreseen
             if not lm.fits(own + granted - slot.limit):
-                return 0, "no room in the drafter's cache"
+                return 0, FULL
             slot.limit = own + granted
         return (room, f"the drafter's context ends at {lm.context} of its tokens") if room < granted else (granted, reason)
 

@@ -245,6 +245,28 @@ class PagePool:
         self.marks.move_to_end(pages[-1])
         return self.states.behind(self.marks[pages[-1]])
 
+    def part(self, slot: PagedSlot, length: int) -> None:
+        """Before a slot is cut to `length` inside of pages that others may read: it goes on in pages of its own. Raises CacheFull if it has
+        none, none is left, and others read what would have to be its own; it is longer than was asked then."""
+        held, places = divmod(length, self.page_tokens)
+        kept = held + bool(places)
+        for page in slot.pages[kept : slot.shared]:  # what these held may be needed now
+            self.release(page)
+        slot.pages[kept : slot.shared], slot.shared = [], kept
+        if places and kept == len(slot.pages) and not self.available() and self.references[slot.pages[held]] == 1:
+            self._unpublish(slot.pages[held])
+        elif places:
+            if kept == len(slot.pages):
+                try:
+                    slot.pages.append(self.take())
+                except CacheFull:
+                    slot.cut(kept * self.page_tokens)
+                    raise
+            with torch.inference_mode():
+                self.copy([(slot.pages[held], slot.pages[kept], 0, places)])
+            self.release(slot.pages.pop(held))
+        slot.shared = held
+
     def _unpublish(self, page: int) -> None:
         """Forget a page's content, and that of every page published behind it: their keys name its id."""
         self.behind[self.prefix_of[page][1]].remove(page)

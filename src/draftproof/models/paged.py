@@ -116,19 +116,8 @@ class PagedTarget:
 
     def truncate(self, slot: PagedSlot, length: int) -> None:
         assert slot.nodes is None and length <= slot.length, "a slot only shrinks, between passes"
-        size = self.pool.page_tokens
-        if length < slot.shared * size:  # never write into a page that others may read
-            held, places = length // size, length % size
-            own: list[int] = []
-            if places:
-                self.truncate(slot, (held + 1) * size)  # what these pages held may be needed now
-                own.append(self.pool.take())  # while the source is still ours, or it might be the very page that is handed out
-                with torch.inference_mode():
-                    self.pool.copy([(slot.pages[held], own[0], 0, places)])
-            for page in slot.pages[held:]:
-                self.pool.release(page)
-            slot.pages[held:] = own
-            slot.shared = held
+        if length < slot.shared * self.pool.page_tokens:
+            self.pool.part(slot, length)
         slot.cut(length)
 
     def close(self, slot: PagedSlot) -> None:
