@@ -20,7 +20,7 @@ from draftproof.models import states
 from draftproof.models.load import as_target, load_target
 from draftproof.models.paged import PagedTarget
 from draftproof.models.state_layers import StateLayer
-from draftproof.models.states import HELD, MOST_HELD
+from draftproof.models.states import HELD
 from draftproof.train.base import logits_after, require_laws
 from draftproof.types import Draft
 
@@ -417,7 +417,7 @@ def test_a_text_that_is_cut_to_nothing_makes_no_others_states_larger() -> None:
     slot = target.open([], room=240)
     target.extend([slot], [text(240)])
     target.truncate(slot, 0)
-    assert target.states is not None and target.states.held == MOST_HELD
+    assert target.states is not None and target.states.held == HELD
 
 
 def test_a_failing_pass_leaves_the_texts_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
