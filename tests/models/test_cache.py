@@ -204,6 +204,18 @@ def test_marks_take_as_many_bytes_as_keys_and_those_used_last_stay() -> None:
     assert len(p.marks) == 3 and [len(p.find([first] * (P + 1), "")) for first in (1, 2, 3, 4)] == [1, 1, 0, 1]
 
 
+@pytest.mark.parametrize("waiting", [(), (1,), (3,), (2, 1), (1, 2, 3)])
+def test_tokens_that_nobody_has_read_are_cut_as_others(waiting: tuple[int, ...]) -> None:
+    text = list(range(9))
+    for length in range(3 + sum(waiting)):
+        slot, end = PagedSlot("", text[:2]), 2
+        for many in waiting:
+            slot.unread.append(torch.tensor(text[end : end + many]))
+            slot.waiting, end = slot.waiting + many, end + many
+        slot.cut(length)
+        assert slot.length == length and slot.tokens == text[:length] and slot.length == length
+
+
 def test_random_life_keeps_every_page_accounted_for() -> None:
     p, rng, slots = pool(40), random.Random(5), []
     for _ in range(600):

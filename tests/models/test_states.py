@@ -446,7 +446,7 @@ def test_a_failing_pass_leaves_the_texts_as_they_were(monkeypatch: pytest.Monkey
     for slot in slots:
         target.rewind(slot, ())
     target.score(slots, TEXT[31:32].repeat(2), [tree] * 2)
-    for slot in slots:  # in flight
+    for slot in (*slots, *slots):  # in flight, and again
         target.close(slot)
     target.check()
 
@@ -472,6 +472,7 @@ def test_a_text_that_could_not_be_read_again_is_offered_to_nobody(monkeypatch: p
     """Its pages may have been given to others in between."""
     target = target_of("qwen3_5_text", cache_tokens=96)
     slot = target.open([], room=80)
+    assert target.pool.available() == 1
     target.extend([slot], [TEXT[:80]])
     offered = dict(target.pool.index)
     assert slot.state is not None and slot.shared == 5 == len(offered)
