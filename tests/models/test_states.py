@@ -22,6 +22,7 @@ from draftproof.models.paged import PagedTarget
 from draftproof.models.state_layers import StateLayer
 from draftproof.models.states import HELD
 from draftproof.train.base import logits_after, require_laws
+from draftproof.trace.events import RequestStarted
 from draftproof.types import Draft
 
 NEED = pytest.mark.skipif(not native.available()[0], reason=native.available()[1])
@@ -342,6 +343,20 @@ def test_a_text_goes_on_where_another_that_begins_alike_was_kept() -> None:
     logits(torch.flip(TEXT, [0]), 0)
     assert len(target.pool.marks) == 1
     assert torch.equal(logits(TEXT, 0), want), "pages without a state are of no use"
+
+
+@pytest.mark.parametrize("chunk", [512, 100])
+def test_texts_with_a_beginning_in_common_read_it_twice_and_no_more(chunk: int) -> None:
+    """The first one leaves a state further on; the second stops where they part."""
+    target, ids, cached = target_of("qwen3_5_text", torch.bfloat16), TEXT.tolist(), []
+    prompts = [[*ids[:70], *text(80, seed).tolist()] for seed in range(4)] + [[*ids[:40], 3]]
+    with Engine(target=target, load=LoadConfig(prefill_chunk=chunk)) as engine:
+        for prompt in prompts:
+            out, alone = (engine.generate(prompt, max_tokens=4, temperature=0, tenant=tenant) for tenant in ("", str(prompt)))
+            assert out.token_ids == alone.token_ids
+            cached += [event.cached_tokens for event in out.trace if isinstance(event, RequestStarted)]
+    assert cached == [0, 0, 64, 64, 0]
+    target.check()
 
 
 def test_a_slot_keeps_what_it_began_with_when_the_mark_is_gone() -> None:

@@ -117,7 +117,8 @@ class Batch:
         start = perf_counter()
         for seq in batch:
             self._ready(seq)
-        widths = shares([seq.prompt_tokens - seq.slot.length for seq in batch if seq.slot is not None], most)
+        ends = [(seq.slot.length, seq.pause, seq.prompt_tokens) for seq in batch if seq.slot is not None]
+        widths = shares([(pause if at < pause else end) - at for at, pause, end in ends], most)
         batch = [seq for seq, width in zip(batch, widths, strict=True) if width]
         slots = [self._started(seq) for seq in batch]
         starts = [slot.length for slot in slots]
@@ -146,7 +147,7 @@ class Batch:
         since it was admitted; if an interrupted step has read all of it, all but the last token, whose logits are lost."""
         assert seq.slot is not None, f"{seq.id}: a prompt has a slot"
         if not (seq.begun or _wants_prompt_logprobs(seq)) and isinstance(self.target, Adopts):
-            self.target.adopt(seq.slot, seq.prompt)
+            seq.pause = self.target.adopt(seq.slot, seq.prompt)
         known = max(0, len(seq.prompt_logprobs) - 1) if _wants_prompt_logprobs(seq) else seq.prompt_tokens - 1
         if seq.slot.length > known:
             self.target.rewind(seq.slot, ())

@@ -68,6 +68,7 @@ class Sequence:
     rounds: int = 0
     reason: str = ""                             # of the budget in its last round that was not near its end
     begun: bool = False                          # whether a pass has read a part of the prompt
+    pause: int = 0                               # of the prompt's tokens, where a pass should end (models.target.Adopts)
     prefill_s: float = 0.0
     prefill_passes: int = 0
     logprobs: list[TokenLogprob] = field(default_factory=list)

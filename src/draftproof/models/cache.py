@@ -221,19 +221,24 @@ class PagePool:
         self.references[page] += 1
         self.idle.pop(page, None)
 
-    def find(self, tokens: Sequence[int], tenant: str) -> list[int]:
-        """Published pages that hold the longest prefix of `tokens` (never all of it), each referenced once for the caller; of texts with
-        recurrent states the longest with a mark."""
+    def alike(self, tokens: Sequence[int], tenant: str) -> list[int]:
+        """Published pages that hold the longest prefix of `tokens` (never all of it)."""
         pages: list[int] = []
         while (len(pages) + 1) * self.page_tokens < len(tokens):
             start = len(pages) * self.page_tokens
             page = self.index.get((tenant, pages[-1] if pages else -1, tuple(tokens[start : start + self.page_tokens])))
             if page is None:
                 break
-            self.reference(page)
             pages.append(page)
+        return pages
+
+    def find(self, tokens: Sequence[int], tenant: str) -> list[int]:
+        """Those, each referenced once for the caller; of texts with recurrent states as many as end with a mark."""
+        pages = self.alike(tokens, tenant)
         while self.states is not None and pages and pages[-1] not in self.marks:
-            self.release(pages.pop())
+            pages.pop()
+        for page in pages:
+            self.reference(page)
         return pages
 
     def state(self, pages: Sequence[int]) -> State | None:

@@ -95,18 +95,18 @@ class PagedTarget:
         self.slots.append(slot)
         return slot
 
-    def adopt(self, slot: PagedSlot, tokens: Sequence[int]) -> None:
+    def adopt(self, slot: PagedSlot, tokens: Sequence[int]) -> int:
         """See `Adopts`."""
         assert slot.length == slot.shared * self.pool.page_tokens, "a slot has written nothing of its own"
         pages = self.pool.find(tokens, slot.tenant)
         given_back = slot.pages[: len(pages)] if len(pages) >= slot.shared else pages  # the mark that it began with may be gone
         for page in given_back:
             self.pool.release(page)
-        if given_back is pages:
-            return
-        slot.pages[: len(pages)], slot.shared = pages, len(pages)
-        slot.held = list(tokens[: len(pages) * self.pool.page_tokens])
-        slot.state = self.pool.state(pages)
+        if given_back is not pages:
+            slot.pages[: len(pages)], slot.shared = pages, len(pages)
+            slot.held = list(tokens[: len(pages) * self.pool.page_tokens])
+            slot.state = self.pool.state(pages)
+        return 0 if slot.state is None else len(self.pool.alike(tokens, slot.tenant)) * self.pool.page_tokens
 
     def fits(self, tokens: int) -> bool:
         return -(-tokens // self.pool.page_tokens) <= self.pool.available()

@@ -168,8 +168,9 @@ class Target(Protocol):
 class Adopts(Protocol):
     """What a target has beside `Target` if a slot may read what other texts have left in the cache since it was opened."""
 
-    def adopt(self, slot: Any, tokens: Sequence[int]) -> None:
-        """Of a text that begins with `tokens`, none of which was read by a pass: from now on slot.length is as `open` would have it."""
+    def adopt(self, slot: Any, tokens: Sequence[int]) -> int:
+        """Of a text that begins with `tokens`, none of which was read by a pass: from now on slot.length is as `open` would have it.
+        Returns how many of them begin other texts, too: a pass that ends there leaves what later ones go on from (0: any pass does)."""
         ...
 
 
