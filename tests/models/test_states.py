@@ -21,8 +21,8 @@ from draftproof.models.load import as_target, load_target
 from draftproof.models.paged import PagedTarget
 from draftproof.models.state_layers import StateLayer
 from draftproof.models.states import HELD
-from draftproof.train.base import logits_after, require_laws
 from draftproof.trace.events import RequestStarted
+from draftproof.train.base import logits_after, require_laws
 from draftproof.types import Draft
 
 NEED = pytest.mark.skipif(not native.available()[0], reason=native.available()[1])
