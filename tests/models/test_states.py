@@ -435,6 +435,22 @@ def test_a_text_that_is_cut_to_nothing_makes_no_others_states_larger() -> None:
     assert target.states is not None and target.states.held == HELD
 
 
+def test_a_history_that_one_pass_made_long_does_not_stay_so() -> None:
+    """A prompt whose tokens' log-probabilities are wanted is scored like a draft that stands."""
+    target, ids = target_of("qwen3_5_text", torch.bfloat16), text(200)
+    slots = [target.open([], room=220) for _ in range(2)]
+    target.score(slots[:1], ids[:1], [Draft.chain(ids[1:])])
+    target.rewind(slots[0], range(199))
+    target.extend(slots[1:], [ids])
+    for at in range(3):
+        one, other = (target.score([slot], ids[at : at + 1], [Draft.chain([5, 6])]).logits for slot in slots)
+        assert torch.equal(one, other)
+        for slot in slots:
+            target.rewind(slot, (0,))
+    first, second = (slot.state for slot in slots)
+    assert first is not None and second is not None and first.history.shape == second.history.shape
+
+
 def test_a_failing_pass_leaves_the_texts_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
     target = target_of("qwen3_next")
     slots = [target.open(TEXT.tolist()) for _ in range(2)]

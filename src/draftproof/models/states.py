@@ -114,6 +114,9 @@ class State:
         self.taken += walk.taken
         left = len(self.owed) - walk.taken
         self.owed, self.flight = list(range(max(left, 0))), left
+        usual = self.of.reach + max(left + walk.rows, 2 * self.of.held)
+        if self.history.shape[1] > 4 * usual:
+            self.history = self.history[:, :usual].clone()
         if walk.taken and self.taken % self.of.page == 0:
             self.marks = {self.taken: Mark(self.taken, self.memory.clone(), self.history[:, : self.of.reach].clone())}
 
