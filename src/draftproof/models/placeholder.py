@@ -8,7 +8,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-TOLD = ("__get__", "size", "dim", "numel", "element_size", "is_floating_point")     # functions that need no values
+TOLD = ("__get__", "__len__", "size", "dim", "numel", "element_size", "is_floating_point")     # functions that need no values
 KEPT = "this layer's weight is kept in another form and has no values to compute with; load with packed=False and without quantization"
 
 
