@@ -175,7 +175,7 @@ def test_growth_keeps_the_keys() -> None:
 
 
 def test_marks_take_as_many_bytes_as_keys_and_those_used_last_stay() -> None:
-    states = States((1, 1, 1, 16, 32), 1, 8, 3, torch.float32)
+    states = States((1, 1, 1, 16, 32), 8, 3, torch.float32)
     p = PagePool(P, 100, torch.device("cpu"), states, token_bytes=67)  # a mark takes 16 * 32 * 4 + 3 * 8 * 4 bytes
     assert states.page == P and p.most_marks == 3 and PagePool(P, 4, torch.device("cpu"), states, token_bytes=67).most_marks == 1
 

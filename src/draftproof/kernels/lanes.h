@@ -313,7 +313,8 @@ typedef struct {
  * [count - shared], or null: what is added for the choice alone. wide: the router's sums stay float32. normed: the weights of those
  * that a row chooses add up to 1, but for `beside`, which is added to their sum first, and are then taken times `factor`; kept: they are
  * rounded to the stream's type. A row chooses among the experts of `within` of the `groups`, of one size each, whose `leading` worthiest
- * experts add up to most (DeepSeek-V2, arXiv 2405.04434); within >= groups: among all. limit: of gates like gpt-oss's, whose gate and up stand side by side; 0: of silu gates. */
+ * experts add up to most (DeepSeek-V2, arXiv 2405.04434); within >= groups: among all. limit: of gates like gpt-oss's, whose gate and up
+ * stand side by side; 0: of silu gates. */
 typedef struct {
     product router;
     const product *gate_up, *down;

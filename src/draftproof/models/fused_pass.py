@@ -86,10 +86,10 @@ class FusedPass:
         """The course of the rows that are kept alone, if the last layers may leave out the others; else None."""
         if keep is None or len(keep) == len(p.position_list) or self.lent >= len(self.layers) or taps and taps[-1] >= self.lent:
             return None
-        places = {row: place for place, row in enumerate(keep)}
-        paths = [Path(path.pages, kept) for path in p.paths if (kept := [places[row] for row in path.rows if row in places])]
         if any(path.common for path in p.paths):
             return None
+        places = {row: place for place, row in enumerate(keep)}
+        paths = [Path(path.pages, kept) for path in p.paths if (kept := [places[row] for row in path.rows if row in places])]
         return native.Course([p.position_list[row] for row in keep], paths, (), (), p.page_tokens)
 
     def compute(self, p: Pass, pool: PagePool, keep: Sequence[int] | None) -> Tensor:

@@ -12,6 +12,7 @@ What is cut further back begins anew, and is read again.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -33,12 +34,15 @@ class States:
     other texts may go on from there."""
 
     memory: tuple[int, ...]
-    layers: int
     row: int
     reach: int
     dtype: torch.dtype
     page: int = 1 << 62
     held: int = HELD
+
+    @property
+    def layers(self) -> int:
+        return self.memory[0]
 
     def new(self) -> State:
         return State(self, torch.zeros(self.memory), torch.zeros(self.layers, self.reach + 2 * self.held, self.row, dtype=self.dtype))
@@ -54,14 +58,16 @@ class States:
     @property
     def bytes(self) -> int:
         """Of a text."""
-        state = self.new()
-        return state.memory.nbytes + state.history.nbytes
+        return self._bytes(self.reach + 2 * self.held)
 
     @property
     def mark_bytes(self) -> int:
         """Of a `Mark`."""
-        state = self.new()
-        return state.memory.nbytes + state.history[:, : self.reach].nbytes
+        return self._bytes(self.reach)
+
+    def _bytes(self, rows: int) -> int:
+        """With so many of its rows in each layer's history."""
+        return math.prod(self.memory) * torch.float32.itemsize + self.layers * rows * self.row * self.dtype.itemsize
 
 
 class Mark(NamedTuple):
@@ -146,7 +152,7 @@ def states_of(layers: Sequence[Any]) -> States | None:
         return None
     one = found[0]
     assert all((layer.memory, layer.row, layer.reach) == (one.memory, one.row, one.reach) for layer in found), "states of one shape"
-    return States((len(found), *one.memory), len(found), one.row, one.reach, one.dtype)
+    return States((len(found), *one.memory), one.row, one.reach, one.dtype)
 
 
 def read_again(target: Any, slots: Sequence[Any]) -> None:
