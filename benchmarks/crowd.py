@@ -29,7 +29,25 @@ sys.path.append(str(Path(__file__).resolve().parent / "peers"))       # what sta
 
 import torch
 from crew import requests, understood
-from peers import OURS, PEERS, Arm, Broken, Crew, carry_out, ending, goals, listed, prepared, rates, same, shared_options, tell, verdict
+from peers import (
+    OURS,
+    PEERS,
+    Arm,
+    Broken,
+    Crew,
+    carry_out,
+    ending,
+    goals,
+    listed,
+    of_shape,
+    pair_options,
+    prepared,
+    rates,
+    same,
+    shared_options,
+    tell,
+    verdict,
+)
 from provenance import provenance
 from ratios import BRACKETS, paired, shown
 
@@ -161,7 +179,8 @@ def page(result: Mapping[str, Any]) -> str:
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    shared_options(parser, prompts=24, tokens=64, depths=(2, 4))
+    shared_options(parser, prompts=24, tokens=64)
+    pair_options(parser, depths=(2, 4))
     parser.set_defaults(peers=[name for name in PEERS if name not in ALONE])
     parser.add_argument("--users", type=int, default=8, help="texts that are written at once; 2 or more")
     parser.add_argument("--repeats", type=int, default=3)
@@ -174,7 +193,8 @@ def arguments() -> argparse.Namespace:
 
 
 def main() -> int:
-    return carry_out(arguments(), "crowd", run, page, verdict)
+    args = arguments()
+    return carry_out(args, of_shape("crowd", args), run, page, verdict)
 
 
 if __name__ == "__main__":

@@ -35,7 +35,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peers import OWN, Arm, Broken, Crew, carry_out, prepared, request, shared_options, tell
+from peers import OWN, Arm, Broken, Crew, carry_out, of_shape, pair_options, prepared, request, shared_options, tell
 from provenance import provenance
 from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache
@@ -189,12 +189,14 @@ def verdict(result: Mapping[str, Any]) -> int:
 
 
 def main() -> int:
-    return carry_out(arguments(), "exactness", run, page, verdict)
+    args = arguments()
+    return carry_out(args, of_shape("exactness", args), run, page, verdict)
 
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    shared_options(parser, prompts=6, tokens=12, depths=(4,))
+    shared_options(parser, prompts=6, tokens=12)
+    pair_options(parser, depths=(4,))
     parser.add_argument("--texts", type=int, default=60, help="of each prompt")
     parser.add_argument("--temperature", type=float, default=0.8, help="above 0")
     args = parser.parse_args()

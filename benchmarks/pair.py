@@ -85,7 +85,7 @@ def long_prompts(tokenizer: Any, count: int, tokens: int) -> list[list[int]]:
 
 
 def pass_bytes(folder: Path) -> int:
-    """Bytes of weights that a pass of one row reads: all but the embedding table, which is looked up, and but the experts that a token does
+    """Bytes of weights that a pass of one row reads: all but embedding tables, which are looked up, and but the experts that a token does
     not choose. Keys and values come on top."""
     tensors: dict[str, Any] = {}
     for path in folder.glob("*.safetensors"):
@@ -93,8 +93,8 @@ def pass_bytes(folder: Path) -> int:
             tensors |= json.loads(file.read(int.from_bytes(file.read(8), "little")))
     tensors.pop("__metadata__", None)
     config = json.loads((folder / "config.json").read_text("utf-8"))
-    experts, chosen = config.get("num_local_experts", 1), config.get("num_experts_per_tok", 1)
+    experts, chosen = config.get("num_local_experts") or config.get("num_experts") or 1, config.get("num_experts_per_tok") or 1
     tied = not any("lm_head" in name for name in tensors)
     sizes = {name: entry["data_offsets"][1] - entry["data_offsets"][0] for name, entry in tensors.items()
-             if tied or "embed_tokens" not in name}
+             if "embed_tokens_per_layer" not in name and (tied or "embed_tokens" not in name)}
     return sum(size * chosen // experts if ".experts." in name else size for name, size in sizes.items())

@@ -294,16 +294,21 @@ def shapes_of(args: argparse.Namespace) -> dict[str, Shape]:
 
 
 def prepared(args: argparse.Namespace, work: Path) -> Prepared:
-    """The pair inflated, the head turned, both converted for each engine; what work already holds is taken."""
+    """The pair inflated, the head turned, and both as each engine reads them; what work already holds is taken."""
     sources = {role: getattr(args, role).absolute() for role in ("target", "draft", "head")}
     if not args.as_is:
         shapes = shapes_of(args)
         turned = turned_head(sources["head"], sources["target"], shapes["target"], work / "head", args.seed)
         sources = {**{role: built(sources[role], work / role, shape, args.seed) for role, shape in shapes.items()}, "head": turned}
+    return converted_for_each(args, sources, work, {name: PEERS[name] for name in args.peers})
+
+
+def converted_for_each(args: argparse.Namespace, sources: dict[str, Path], work: Path, peers: dict[str, Peer]) -> Prepared:
+    """These models as each engine reads them, and prompts for them."""
     words = AutoTokenizer.from_pretrained(sources["target"])
     prompts = (long_prompts(words, args.prompts, args.long) if args.long else
                read_prompts(args.prompts_file, words, args.prompts, args.shortest, args.longest))
-    found = Prepared(sources, prompts, {name: PEERS[name] for name in args.peers}, {}, {})
+    found = Prepared(sources, prompts, peers, {}, {})
     for engine, program in args.env:
         for name in (name for name in found.peers if engine_of(name) == engine_of(engine)):
             found.peers[name] = replace(found.peers[name], program=program)
@@ -342,6 +347,11 @@ def verdict(result: Mapping[str, Any]) -> int:
     return 3 if any(goal["met"] is False for goal in result["goals"]) else 0
 
 
+def of_shape(name: str, args: argparse.Namespace) -> str:
+    """The marks of tables about targets of this shape."""
+    return name if args.shape == "dense" else f"{name}-{args.shape}"
+
+
 def carry_out(args: argparse.Namespace, name: str, run: Callable[[argparse.Namespace, Path], Mapping[str, Any]],
               page: Callable[[Mapping[str, Any]], str], verdict: Callable[[Mapping[str, Any]], int]) -> int:
     """Run in the folder --work, or in one of its own; print the page, and put it between the marks `name` where --write says; the JSON as
@@ -354,7 +364,7 @@ def carry_out(args: argparse.Namespace, name: str, run: Callable[[argparse.Names
     text = page(result)
     print(text)
     if args.write:
-        put(args.write, name if args.shape == "dense" else f"{name}-{args.shape}", text)
+        put(args.write, name, text)
     if args.json:
         args.json.write_text(json.dumps(result, indent=1) + "\n", "utf-8")
     print(json.dumps(result))
@@ -362,14 +372,15 @@ def carry_out(args: argparse.Namespace, name: str, run: Callable[[argparse.Names
 
 
 def main() -> int:
-    return carry_out(arguments(), "measured", run, page, verdict)
+    args = arguments()
+    return carry_out(args, of_shape("measured", args), run, page, verdict)
 
 
 def listed(kind: Any) -> Any:
     return lambda text: [kind(word) for word in text.split(",") if word]
 
 
-def shared_options(parser: argparse.ArgumentParser, prompts: int, tokens: int, depths: Sequence[int]) -> None:
+def shared_options(parser: argparse.ArgumentParser, prompts: int, tokens: int) -> None:
     """Of every program that asks the engines; the numbers are its defaults."""
     def known(name: str) -> str:
         if name not in PEERS:
@@ -383,17 +394,11 @@ def shared_options(parser: argparse.ArgumentParser, prompts: int, tokens: int, d
     parser.add_argument("--peers", type=listed(known), default=list(PEERS), help=",".join(PEERS))
     parser.add_argument("--env", type=environment, action="append", default=[], metavar="NAME=PYTHON", help="an engine's own python")
     parser.add_argument("--prompts", type=int, default=prompts)
-    parser.add_argument("--depths", type=listed(int), default=list(depths), help="of guessing, for every engine (%(default)s)")
     parser.add_argument("--tokens", type=int, default=tokens, help="new tokens of each answer")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--together", type=int, default=0, help="workers alive at once, if memory is short; 0: all")
     parser.add_argument("--patience", type=float, default=300, help="seconds for an answer; three times as long for a start")
-    parser.add_argument("--target", type=Path, default=WEIGHTS / "target", help="the small target; default: the built-in one")
-    parser.add_argument("--draft", type=Path, default=WEIGHTS / "draft")
-    parser.add_argument("--head", type=Path, default=WEIGHTS / "eagle3", help="an EAGLE-3 head of the small target")
-    parser.add_argument("--shape", choices=TARGETS, default="dense", help="of the inflated target: dense, or a mixture of experts")
-    parser.add_argument("--bits", type=int, default=16, choices=(16, 8, 4), help="of the target's weights; the draft model keeps its own")
-    parser.add_argument("--as-is", action="store_true", help="take this pair, without inflating it")
+    parser.add_argument("--bits", type=int, default=16, choices=(16, 8, 4), help="of the target's weights; a draft model keeps its own")
     parser.add_argument("--prompts-file", type=Path, default=WEIGHTS / "prompts.jsonl", help='lines of {"class", "prompt"}')
     parser.add_argument("--shortest", type=int, default=120, help="tokens of a prompt")
     parser.add_argument("--longest", type=int, default=300)
@@ -404,9 +409,20 @@ def shared_options(parser: argparse.ArgumentParser, prompts: int, tokens: int, d
     parser.add_argument("--json", type=Path, help="also write the JSON to this file")
 
 
+def pair_options(parser: argparse.ArgumentParser, depths: Sequence[int]) -> None:
+    """Of those in which the engines guess."""
+    parser.add_argument("--depths", type=listed(int), default=list(depths), help="of guessing, for every engine (%(default)s)")
+    parser.add_argument("--target", type=Path, default=WEIGHTS / "target", help="the small target; default: the built-in one")
+    parser.add_argument("--draft", type=Path, default=WEIGHTS / "draft")
+    parser.add_argument("--head", type=Path, default=WEIGHTS / "eagle3", help="an EAGLE-3 head of the small target")
+    parser.add_argument("--shape", choices=TARGETS, default="dense", help="of the inflated target: dense, or a mixture of experts")
+    parser.add_argument("--as-is", action="store_true", help="take this pair, without inflating it")
+
+
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    shared_options(parser, prompts=8, tokens=96, depths=(2, 4, 6))
+    shared_options(parser, prompts=8, tokens=96)
+    pair_options(parser, depths=(2, 4, 6))
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--temperatures", type=listed(float), default=[0.0, 0.8], help="(0,0.8)")
     return parser.parse_args()

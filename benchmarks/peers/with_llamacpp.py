@@ -27,9 +27,12 @@ TREE = Path(sys.prefix) / "llama.cpp"
 
 def convert(source: Path, out: Path, bits: int) -> None:
     sys.path[:0] = [str(TREE), str(TREE / "gguf-py")]
-    from conversion.base import TextModel
+    from conversion import TextModel, get_model_class
 
     TextModel.get_vocab_base_pre = lambda self, tokenizer: "gpt-2"
+    TextModel.no_mtp = True         # a checkpoint without a head is refused otherwise
+    architecture, = json.loads((source / "config.json").read_text("utf-8"))["architectures"]
+    get_model_class(architecture).set_vocab = TextModel._set_vocab_gpt2         # Gemma's asks for a tokenizer of its own
     whole = out / ("model.gguf" if bits == 16 else "whole.gguf")
     sys.argv = ["convert_hf_to_gguf.py", str(source), "--outtype", "bf16", "--outfile", str(whole)]
     runpy.run_path(str(TREE / "convert_hf_to_gguf.py"), run_name="__main__")

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
 import time
 from collections import deque
@@ -83,7 +84,10 @@ def main(load: Load, packages: tuple[str, ...], convert: Callable[[Path, Path, i
     job = json.loads(sys.argv[1])
     if job["do"] == "convert":
         assert convert is not None, "this engine reads the checkpoint as it is"
-        convert(Path(job["source"]), Path(job["out"]), job["bits"])
+        try:
+            convert(Path(job["source"]), Path(job["out"]), job["bits"])
+        except subprocess.CalledProcessError as error:
+            sys.exit(error.returncode)                  # the last line said is the tool's own reason
         return
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8", buffering=1)
     os.dup2(2, 1)
