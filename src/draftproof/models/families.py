@@ -239,6 +239,11 @@ def cos_and_sin(found: Any) -> tuple[Tensor, Tensor]:
     return (found.real, found.imag) if isinstance(found, Tensor) else found
 
 
+def spots_of(rotary: Any, positions: Tensor) -> Tensor:
+    """Positions [1, n] as a rotary module takes them: where it knows pictures, too, in time, height and width [3, 1, n], all one here."""
+    return positions.expand(3, -1, -1) if hasattr(rotary, "mrope_section") else positions
+
+
 def rotary_of(body: Any) -> Any:
     """A model's rotary module; None: it has none."""
     return part_of(body, ("rotary_emb", "pos_emb"))

@@ -15,7 +15,7 @@ from .. import llama, native
 from ..core.upload import rows_of
 from .between import angles_held
 from .cache import PagePool
-from .families import FAMILIES, LAST_NORM, cos_and_sin, norm_of, part_of, rotary_of, scaled
+from .families import FAMILIES, LAST_NORM, cos_and_sin, norm_of, part_of, rotary_of, scaled, spots_of
 from .fused import FusedLayer, scale_of
 from .packed import StreamedLinear
 from .passes import Pass, Path
@@ -153,6 +153,7 @@ class FusedPass:
         """The model's own angles at positions [1, n], as they are used here."""
         if self.rotary is None:
             return like.new_empty(positions.numel(), 2, 0)
-        found = [rope.angles(*cos_and_sin(self.rotary(like, positions, *rope.kind))) for rope in self.ropes]
+        spots = spots_of(self.rotary, positions)
+        found = [rope.angles(*cos_and_sin(self.rotary(like, spots, *rope.kind))) for rope in self.ropes]
         most = max(part.shape[-1] for part in found)
         return torch.cat([nn.functional.pad(part, (0, most - part.shape[-1])) for part in found], 1)

@@ -37,6 +37,7 @@ from torch.nn.functional import pad
 from transformers import AttentionInterface, AutoConfig
 
 from ...errors import LoadError
+from ..families import spots_of
 from ..folder import context_of
 from ..target import TargetParts
 from .cache import HeadPass
@@ -121,7 +122,6 @@ class MtpHead(nn.Module):
         self.blocks = nn.ModuleList(getattr(module, f"{prefix}DecoderLayer")(config, i) for i in range(layers))
         self.norms = nn.ModuleList(norm(size, eps=eps) for _ in range(0 if layout.borrowed_norm else shared))
         self.rotary = getattr(module, f"{rotary}RotaryEmbedding")(config)
-        self._grid = hasattr(self.rotary, "mrope_section")      # positions in text, height and width, all one here
         self._kind = config.layer_types[:1] if hasattr(self.rotary, "layer_types") else ()      # angles may be a kind of layer's own
         self.window: int | None = getattr(config, "head_window", None)      # how many keys a row sees; None: all
         embed = _embedding(parts)
@@ -209,7 +209,7 @@ class MtpHead(nn.Module):
         dtype = fusion.token_norm.weight.dtype  # type: ignore[union-attr]
         x = fusion(embedded.to(dtype), hidden.to(dtype))[None]  # type: ignore[arg-type]
         spots = positions[None]
-        turn = self.rotary(x, positions.expand(3, 1, -1) if self._grid else spots, *self._kind)
+        turn = self.rotary(x, spots_of(self.rotary, spots), *self._kind)
         if isinstance(attend, HeadPass):
             attend = attend.within(self.window)
         x = self.blocks[place](x, position_embeddings=turn, position_ids=spots, attention_mask=None, draftproof_rows=attend)
