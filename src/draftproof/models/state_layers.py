@@ -190,7 +190,8 @@ class SpaceLayer(StateLayer):
         self.skip: Tensor = attention.D.detach().float()
         self.limits: tuple[float, float] = tuple(map(float, attention.time_step_limit))  # type: ignore[assignment]
         self.of_sight = attention.norm.weight.detach().float(), attention.norm.variance_epsilon
-        self.groups: int = len(self.of_sight[0]) // attention.norm.group_size
+        values_normed = len(self.of_sight[0])
+        self.groups: int = values_normed // getattr(attention.norm, "group_size", values_normed)  # as one, in older transformers
         written = torch.arange(self.heads) + 2 * values + 2 * keys
         return torch.cat([values + channels, written, torch.arange(values)]), 1
 
