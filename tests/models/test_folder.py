@@ -44,6 +44,7 @@ def rewrite(folder: Path, change: Callable[[Tensors], object]) -> None:
     ({"hidden_size": "64"}, "'hidden_size' expected int"),
     ({"num_hidden_layers": 0}, "num_hidden_layers=0; expected at least 1"),
     ({"max_position_embeddings": 1}, "max_position_embeddings=1; expected at least 2"),
+    ({"model_type": "nope"}, r"model_type='nope', which transformers \d.* does not know; install a newer one, or correct it"),
     ({"hidden_act": "nope"}, "hidden_act='nope', which this version of transformers does not know"),
     ({"rope_parameters": {"rope_type": "nope", "factor": 2.0}}, "rope_type='nope'"),
     ({"num_key_value_heads": 4}, r"6 weights.*layers.0.self_attn.k_proj.weight: found \[32, 64\], expected \[64, 64\]"),

@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError, safe_open
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig
 from transformers.utils import cached_file
 
 from ..config import LoadConfig
@@ -36,9 +37,22 @@ def configuration(path: str | Path, trust_remote_code: bool = False) -> Any:
     except StrictDataclassError as error:
         raise LoadError(f"{path}: config.json describes no model ({first_line(error.__cause__ or error)}); correct it") from error
     except (OSError, ValueError, KeyError, ImportError) as error:
+        if kind := _strange_kind(path):
+            raise LoadError(f"{path}: config.json has model_type={kind!r}, which transformers {transformers.__version__} does not know; "
+                            "install a newer one, or correct it") from error
         raise LoadError(
             f"{path}: no readable model configuration ({first_line(error)}); expected a local folder or a reachable hub id"
         ) from error
+
+
+def _strange_kind(path: str | Path) -> str | None:
+    """A configuration's model_type, if transformers has no such model and no code beside the weights brings it; else None."""
+    try:
+        told, _ = PreTrainedConfig.get_config_dict(str(path))
+    except (OSError, ValueError):
+        return None
+    kind = told.get("model_type")
+    return None if kind is None or kind in CONFIG_MAPPING or "auto_map" in told else str(kind)
 
 
 def read_config(path: str | Path, config: LoadConfig) -> Any:
