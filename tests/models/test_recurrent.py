@@ -9,7 +9,7 @@ import families
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from draftproof import Engine, Sampling
 from draftproof.config import LoadConfig
@@ -76,7 +76,7 @@ REFUSED = {
 def build(family: str, options: dict[str, Any], seed: int = 0) -> PreTrainedModel:
     """Random weights that make the next token depend on the text; states and short convolutions keep their family's own start."""
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **{**families.COMMON, **options}), dtype=torch.float32)
+    model = AutoModelForCausalLM.from_config(families.config_of(family, **{**families.COMMON, **options}), dtype=torch.float32)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.ndim > 1 and not any(word in name for word in ("conv", "A_log", "time_")):
