@@ -19,7 +19,7 @@ from draftproof.errors import OptionError
 from draftproof.models import states
 from draftproof.models.load import as_target, load_target
 from draftproof.models.paged import PagedTarget
-from draftproof.models.state_layers import StateLayer
+from draftproof.models.state_layers import SpaceLayer, StateLayer
 from draftproof.models.states import HELD
 from draftproof.trace.events import RequestStarted
 from draftproof.train.base import logits_after, require_laws
@@ -608,6 +608,24 @@ def test_states_that_kernels_do_not_take_stay_in_the_models_own_cache() -> None:
             assert as_target(model, LoadConfig(self_test=False)).facts.tier == 3
         else:
             assert as_target(model, LoadConfig(self_test=False, packed=False)).facts.tier == 3
+
+
+def test_what_older_transformers_tell_and_ask() -> None:
+    """5.17: a rotary module that knows pictures wants three positions of a token, and norms of state spaces have no groups."""
+    told: list[tuple[int, ...]] = []
+    target = target_of("qwen3_5_text")
+    assert target.fused is not None
+    hook = target.fused.rotary.register_forward_pre_hook(lambda _, about: told.append(about[1].shape))
+    target.extend([target.open([])], [TEXT[:3]])
+    hook.remove()
+    assert [shape[0] for shape in told] == [3]
+    model = model_of("granitemoehybrid")
+    for layer in model.model.layers:
+        if layer.mamba is not None and hasattr(layer.mamba.norm, "group_size"):
+            del layer.mamba.norm.group_size
+    target = as_target(model, LoadConfig(self_test=False))
+    assert isinstance(target, PagedTarget) and target.fused is not None
+    assert {layer.groups for layer in target.fused.layers if isinstance(layer, SpaceLayer)} == {1}
 
 
 def test_layers_that_skip_are_refused_with_the_reason() -> None:
