@@ -19,8 +19,8 @@ from transformers.activations import ACT2FN, GELUActivation, NewGELUActivation, 
 
 from .. import native
 from ..mixtures import Routing
-from .between import signed
 from .experts import SILU
+from .ropes import rope_of, rotary_of
 from .routed import comes_apart, router_of
 from .shares import bare
 
@@ -31,7 +31,6 @@ DOWN = ("down_proj", "c_proj", "fc2", "output_linear", "w2")
 GATES = ("gate_proj", "gate_up_proj", "input_linear", "w1", "experts")      # and where an MLP has gates
 LAST_NORM = ("norm", "final_layernorm", "embedding_norm")
 OLMO_EPS = 1e-5     # which its norms do not tell
-MOVING_ROPE = {"dynamic", "longrope"}  # their angles depend on the longest row of the pass, so there is no table of them
 LINEARS = ("q_proj", "k_proj", "v_proj", "g_proj", "qkv_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")
 LOOKING_BACK = ("Attention", "TextAttention", "GatedDeltaNet", "Mixer", "MambaLayer", "ShortConv")      # endings of classes' names
 STATES = ("linear_attn", "mamba", "conv")   # parts of layers that have a recurrent state,
@@ -195,24 +194,6 @@ FAMILIES = {
 }
 
 
-class Rope(NamedTuple):
-    """Rotary positions of some layers: how many numbers of a head are turned; which of the model's they are; what its module is told, if
-    there are several; whether angles depend on the text; and whether they stand in pairs."""
-
-    numbers: int
-    number: int = 0
-    kind: tuple[str, ...] = ()
-    moves: bool = False
-    paired: bool = False
-
-    def angles(self, cos: Tensor, sin: Tensor) -> Tensor:
-        """[rows, 2, numbers] of a module's cos and sin [1, rows, n]: sin with its first half negated. gpt-oss's are of one half."""
-        if self.paired:
-            cos, sin = cos[..., ::2].float(), sin[..., ::2].float()
-        cos, sin = (part[0] if part.shape[-1] == self.numbers else torch.cat([part[0]] * 2, -1) for part in (cos, sin))
-        return torch.stack([cos, signed(sin)], 1)
-
-
 def has_state(layer: Any) -> bool:
     """Whether it looks back through a recurrent state, not by attention."""
     return part_of(layer, STATES) is not None
@@ -226,39 +207,6 @@ def looking_back(layer: Any) -> Any:
 def has_latent(attention: Any) -> bool:
     """Whether its keys and values are made of a latent (multi-head latent attention, arXiv 2405.04434)."""
     return hasattr(attention, "kv_a_proj_with_mqa")
-
-
-def halves_apart(count: int) -> Tensor:
-    """So many numbers in the order in which adjoining ones, which turn together, stand half of them apart: scores are sums over a head,
-    of whatever order."""
-    return torch.arange(count).view(-1, 2).T.flatten()
-
-
-def cos_and_sin(found: Any) -> tuple[Tensor, Tensor]:
-    """Of what a model's rotary module gives: DeepSeek-V2's are one complex number."""
-    return (found.real, found.imag) if isinstance(found, Tensor) else found
-
-
-def spots_of(rotary: Any, positions: Tensor) -> Tensor:
-    """Positions [1, n] as a rotary module takes them: where it knows pictures, too, in time, height and width [3, 1, n], all one here."""
-    return positions.expand(3, -1, -1) if hasattr(rotary, "mrope_section") else positions
-
-
-def rotary_of(body: Any) -> Any:
-    """A model's rotary module; None: it has none."""
-    return part_of(body, ("rotary_emb", "pos_emb"))
-
-
-def rope_of(body: Any, layer: int, paired: bool = False) -> Rope:
-    """Of a layer of a model."""
-    rotary = rotary_of(body)
-    if rotary is None:
-        return Rope(0)
-    if not isinstance(rotary.rope_type, dict):
-        return Rope(2 * len(rotary.inv_freq), moves=rotary.rope_type in MOVING_ROPE, paired=paired)
-    kinds, kind = rotary.rope_type, body.config.layer_types[layer]
-    kind = kind if kind in kinds else next(iter(kinds))     # of a layer that turns nothing
-    return Rope(2 * len(getattr(rotary, f"{kind}_inv_freq")), list(kinds).index(kind), (kind,), kinds[kind] in MOVING_ROPE)
 
 
 def part_of(module: Any, names: tuple[str, ...]) -> Any:

@@ -31,17 +31,14 @@ from .families import (
     OUT,
     SIDES,
     Family,
-    Rope,
-    cos_and_sin,
-    halves_apart,
     looking_back,
     norm_of,
     part_of,
-    rope_of,
 )
 from .joins import gate_up_of, gates_last, qkv_of
 from .packed import HeldLinear, Linear, StreamedLinear
 from .passes import Pass
+from .ropes import Rope, cos_and_sin, halves_apart, rope_of
 from .routed import Routed
 from .shares import bare, kept
 from .sides import lender_of

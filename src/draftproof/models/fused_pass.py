@@ -15,10 +15,11 @@ from .. import llama, native
 from ..core.upload import rows_of
 from .between import angles_held
 from .cache import PagePool
-from .families import FAMILIES, LAST_NORM, cos_and_sin, norm_of, part_of, rotary_of, scaled, spots_of
+from .families import FAMILIES, LAST_NORM, norm_of, part_of, scaled
 from .fused import FusedLayer, scale_of
 from .packed import StreamedLinear
 from .passes import Pass, Path
+from .ropes import cos_and_sin, rotary_of, spots_of
 from .sides import Sides
 from .states import states_of
 from .taps import SideBySide

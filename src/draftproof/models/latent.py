@@ -18,9 +18,10 @@ from torch import Tensor, nn
 
 from .. import llama, native
 from .cache import PagePool
-from .families import Family, halves_apart, norm_of
+from .families import Family, norm_of
 from .fused import FusedLayer, scale_of
 from .packed import Linear, joined
+from .ropes import halves_apart
 
 
 class LatentLayer(FusedLayer):

@@ -20,7 +20,7 @@ from . import quantised, rows
 from .between import compare, compiled_between
 from .cropped import CroppedTarget
 from .experts import experts_of, packed_bytes, routers, take_experts
-from .families import MOVING_ROPE, can_fuse, has_latent, has_state
+from .families import can_fuse, has_latent, has_state
 from .folder import check_size, check_weights, context_of, defaults_of, end_ids, read_config, read_tokenizer, saved_dtype, unread, why_not
 from .forms import beside_levels, form_of, keeps
 from .fused import FusedLayer, fuse
@@ -33,6 +33,7 @@ from .levels import StandIns, level_weights
 from .packed import Linear, multiplies_bfloat16, pack, read_by_hand, sizes, widened_bytes
 from .paged import PagedTarget
 from .recurrent import RecurrentTarget
+from .ropes import MOVING_ROPE
 from .selftest import invisible
 from .shares import Ranks, divided, load_share
 from .sides import borrowed_bytes

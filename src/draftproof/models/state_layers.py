@@ -23,11 +23,12 @@ from torch.nn import functional
 
 from .. import llama, native, recurrences
 from .cache import PagePool
-from .families import Family, Rope
+from .families import Family
 from .fused import FusedLayer, scale_of
 from .levels import LevelWeight
 from .packed import HeldLinear, Linear, joined, packed
 from .passes import Pass
+from .ropes import Rope
 
 
 class StateLayer(FusedLayer):

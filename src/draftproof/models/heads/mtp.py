@@ -37,8 +37,8 @@ from torch.nn.functional import pad
 from transformers import AttentionInterface, AutoConfig
 
 from ...errors import LoadError
-from ..families import spots_of
 from ..folder import context_of
+from ..ropes import spots_of
 from ..target import TargetParts
 from .cache import HeadPass
 from .files import HeadFiles, converted, fill, write_files
