@@ -88,6 +88,13 @@ def test_a_window_that_reaches_attention_is_no_hindrance(family: str, tmp_path: 
     assert target.facts.tier == 1 and off(model, target) < 1e-3
 
 
+@pytest.mark.parametrize("family", ["stablelm", "nemotron"])
+def test_layers_that_hand_nothing_on_to_attention_are_no_hindrance(family: str, tmp_path: Path) -> None:
+    model = saved(family, {"head_dim": 16}, tmp_path)
+    target = load_target(tmp_path, LoadConfig(self_test=False, page_tokens=16), fused=False)
+    assert target.facts.tier == 1 and off(model, target) < 1e-3, target.facts.reasons["tier"]
+
+
 @pytest.mark.parametrize(("family", "seed"), [("mixtral", 0), ("mixtral", 6), ("qwen3_moe", 6)])
 def test_what_bfloat16_loses_does_not_reach_the_choice_of_experts(family: str, seed: int, tmp_path: Path) -> None:
     """Other rounding before a router lets it choose other experts, which was taken for another mask."""

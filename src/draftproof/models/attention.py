@@ -20,6 +20,7 @@ from .cache import PagePool
 from .passes import Call, Items, Pass
 
 NAME = "draftproof_pages"
+LOST = "the model must hand keyword arguments through to attention"
 Weigh = Callable[[Tensor, Tensor, float, float | None], tuple[Tensor, Tensor]]  # as `weights_of`
 TILE = 4  # queries per product; tiles of 1–3 rows take another kernel with other bits
 
@@ -112,7 +113,7 @@ def paged_attention(
     **_: Any,
 ) -> tuple[Tensor, None]:
     """The function registered with transformers: query [1, H, rows, D], key and value [1, KV, rows, D] → [1, rows, H, D]."""
-    assert draftproof_pass is not None and draftproof_pool is not None, "the model must hand keyword arguments through to attention"
+    assert draftproof_pass is not None and draftproof_pool is not None, LOST
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     scale = q.shape[-1] ** -0.5 if scaling is None else scaling
     layer: int = module.layer_idx  # type: ignore[assignment]

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils.hooks import RemovableHandle
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.masking_utils import causal_mask_function
@@ -43,13 +44,19 @@ def tier_of(model: Any, context: int, reasons: dict[str, str], fused: bool) -> t
     if stateful:
         reasons["tier"] = "3, a recurrent state: copied before guesses are scored, put back after a rejection"
         return 3, 0
-    if not getattr(model, "_supports_attention_backend", False):
+    if not getattr(model, "_supports_attention_backend", False) and not getattr(model, "_can_set_attn_implementation", bool)():
         reasons["tier"] = f"2, the model's own cache: {type(model).__name__} takes no attention function from outside"
         return 2, 0
     if foreign:
         reasons["tier"] = f"2, the model's own cache: layers of kind {', '.join(sorted(foreign))} have masks of their own"
         return 2, 0
     found = pages_agree(model, context)
+    if isinstance(found, str) and attention.LOST in found:
+        hooks = hand_on(model)
+        found = pages_agree(model, context)
+        if isinstance(found, str):
+            for hook in hooks:
+                hook.remove()
     if isinstance(found, str):
         reasons["tier"] = f"2, the model's own cache: {found}"
         return 2, 0
@@ -61,7 +68,7 @@ def tier_of(model: Any, context: int, reasons: dict[str, str], fused: bool) -> t
 def _held(model: Any) -> int:
     """Bytes of a token's keys and values, of layers that attend."""
     size = next(model.parameters()).element_size()
-    attending = (layer.self_attn for layer in model.model.layers if not has_state(layer))
+    attending = (layer.self_attn for layer in model.base_model.layers if not has_state(layer))
     return sum((part.k_proj.out_features + part.v_proj.out_features) * size for part in attending)
 
 
@@ -102,6 +109,21 @@ def pages_agree(model: Any, context: int) -> tuple[float, int] | str:
             "" if exact else ", or enlarges what rounding loses: with dtype float32 the load tells which")
     model.set_attn_implementation(before)
     return why
+
+
+def hand_on(model: nn.Module) -> list[RemovableHandle]:
+    """Bring what a pass is called with to attention, where layers do not hand it on (StableLM's, Nemotron's)."""
+    told: dict[str, Any] = {}
+
+    def take(_: nn.Module, __: Any, named: dict[str, Any]) -> None:
+        told.update((name, named.get(name)) for name in ("draftproof_pass", "draftproof_pool"))
+
+    def bring(_: nn.Module, args: Any, named: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        return args, {**named, **told}
+
+    attending = [module for module in model.modules() if hasattr(module, "layer_idx") and type(module).__name__.endswith("Attention")]
+    return [module.register_forward_pre_hook(hook, with_kwargs=True)
+            for module, hook in ((model, take), *((module, bring) for module in attending))]
 
 
 def _rounding(model: Any, ids: Tensor, at: Tensor, stock: Tensor, usual: str) -> float:
