@@ -30,6 +30,7 @@ ERNIE = {"moe_num_experts": 4, "moe_k": 2, "moe_num_shared_experts": 2, "moe_lay
 LATENT = {"num_key_value_heads": 4, "q_lora_rank": 24, "kv_lora_rank": 20, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 10}
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64, "mscale": 0.7,
         "mscale_all_dim": 0.9}
+STRETCHED = {**YARN, "original_max_position_embeddings": 16, "llama_4_scaling_beta": 0.5}
 MIXED = {"sliding_window": 24, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
 
 FAMILIES: dict[str, dict[str, object]] = {
@@ -68,6 +69,7 @@ FAMILIES: dict[str, dict[str, object]] = {
     "deepseek_v3": {**LATENT, **MOE, **SHARED, "rope_parameters": YARN, "attention_bias": True},
     "glm4_moe_lite": {**LATENT, **MOE, **SHARED},
     "youtu": {**LATENT, "rope_interleave": False},
+    "ministral3": {"head_dim": 16, "rope_parameters": STRETCHED},
     "gpt_neox": {"num_key_value_heads": None},
     "gpt2": {"n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 256},
     "starcoder2": {"sliding_window": 24},

@@ -21,10 +21,25 @@ from draftproof.models.passes import Pass, chain_items, general_items
 from draftproof.types import Draft, Scores
 
 LATENTS = ("youtu without a latent of queries", "deepseek_v2 with yarn", "deepseek_v2 by groups", "deepseek_v3 by groups")
+OTHERS: dict[str, dict[str, Any]] = {      # beside those of families.py
+    "afmoe": {"head_dim": 16, **families.MOE, **families.MIXED, "num_shared_experts": 2, "num_dense_layers": 1,
+              "route_scale": 1.5, "mup_enabled": True},
+    "granitemoeshared": {**families.MOE, "shared_intermediate_size": 192},
+    "hunyuan_v1_moe": {"head_dim": 16, **families.MOE, "moe_topk": 2, "intermediate_size": 48},
+    "hyperclovax": {"embedding_multiplier": 3.0, "residual_multiplier": 0.7, "logits_scaling": 0.5, "attention_multiplier": 0.2},
+    "jais2": {},
+    "mellum": {"head_dim": 16, **families.MOE, **families.MIXED},
+    "nemotron": {"head_dim": 16},
+    "stablelm": {"use_parallel_residual": True},
+    "vaultgemma": {"head_dim": 16, **families.MIXED, "query_pre_attn_scalar": 16},
+}
+ALIASES = {"exaone": {}, "internlm3": {"head_dim": 16}, "iquestcoder": {"head_dim": 16}, "sarvam_mla": families.FAMILIES["deepseek_v2"],
+           "sarvam_moe": families.FAMILIES["glm4_moe"]}       # whose classes are another family's
 FUSED = ("llama", "mistral", "qwen2", "qwen3", "ministral", "biased llama", "qwen3_moe", "mixtral", "cwm", "dots1", "ernie4_5",
          "ernie4_5_moe", "exaone4", "flex_olmo", "gemma", "gemma3_text", "glm", "glm4", "glm4_moe", "gpt_oss", "granite", "helium",
          "minimax_m2", "olmo2", "olmo3", "olmoe", "phi3", "half phi3", "qwen2_moe", "seed_oss", "smollm3",
          "exaone_moe", "hy_v3", "solar_open", "arcee", "cohere", "normed cohere", "cohere2", "gemma2", "granitemoe", "hunyuan_v1_dense",
+         "gpt_neox", "gpt_neox in turn", "ministral3", "normed stablelm", "stablelm in turn", *OTHERS,
          "olmo", "phi", "normed phi", "starcoder2", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "youtu", *LATENTS)
 TEXT = 45
 GROUPS = {"num_experts": 8, "num_local_experts": 8, "n_routed_experts": 8, "n_group": 4, "topk_group": 2, "num_experts_per_tok": 3}
@@ -35,6 +50,9 @@ OPTIONS = {
     "granitemoe": ("granitemoe", families.MOE),
     "granitemoe, all experts": ("granitemoe", {**families.MOE, "num_experts_per_tok": 4}),
     "hunyuan_v1_dense": ("hunyuan_v1_dense", {"head_dim": 16}),
+    "gpt_neox in turn": ("gpt_neox", {**families.FAMILIES["gpt_neox"], "use_parallel_residual": False}),
+    "stablelm in turn": ("stablelm", {"use_qkv_bias": True}),
+    "normed stablelm": ("stablelm", {"qk_layernorm": True}),
     "normed cohere": ("cohere", {"use_qk_norm": True}),
     "normed phi": ("phi", {"qk_layernorm": True}),
     "youtu without a latent of queries": ("youtu", {**families.LATENT, "q_lora_rank": None, "attention_bias": True}),
@@ -42,8 +60,9 @@ OPTIONS = {
     "deepseek_v2 by groups": ("deepseek_v2", {**families.FAMILIES["deepseek_v2"], **GROUPS, "topk_method": "group_limited_greedy"}),
     "deepseek_v3 by groups": ("deepseek_v3", {**families.FAMILIES["deepseek_v3"], **GROUPS}),
     "half phi3": ("phi3", {**families.FAMILIES["phi3"], "partial_rotary_factor": 0.5}),
-    **{f"{family}, all experts": (family, {**more, "num_experts_per_tok": 4, "moe_k": 4})
-       for family, more in families.FAMILIES.items() if "num_experts" in more},
+    **{f"{family}, all experts": (family, {**more, "num_experts_per_tok": 4, "moe_k": 4, "moe_topk": 4})
+       for family, more in {**families.FAMILIES, **OTHERS}.items() if "num_experts" in more},
+    **{family: (family, more) for family, more in {**OTHERS, **ALIASES}.items()},
 }
 EVERY = tuple(f"{family}, all experts" if f"{family}, all experts" in OPTIONS else family for family in FUSED)  # no choice sits on an edge
 
@@ -114,6 +133,11 @@ def test_fused_pass_agrees_with_the_transformers_forward(family: str, dtype: str
         for a, b in [(ours.logits, theirs.logits), *((ours.taps[i], theirs.taps[i]) for i in (0, 2))]:
             assert a.dtype == b.dtype and a.shape == b.shape
             assert float((a.float() - b.float()).abs().max()) <= tolerance * float(b.float().abs().max())
+
+
+@pytest.mark.parametrize("family", ALIASES)
+def test_a_family_of_anothers_classes_is_fused_as_that(family: str, tmp_path: Path) -> None:
+    test_fused_pass_agrees_with_the_transformers_forward(family, "float32", 2e-5, tmp_path)
 
 
 @pytest.mark.skipif(not native.available()[0], reason=native.available()[1])

@@ -98,10 +98,11 @@ def test_a_target_of_rounded_weights_is_tiled_too(form: str, tmp_path: Path, as_
     assert type(target.fused.layers[0].qkv) is kind and target.facts.invisible, target.facts.invisible_reason
 
 
-def test_a_family_that_is_not_fused_is_tiled_too(tmp_path: Path, as_on_a_device: None) -> None:
+def test_a_family_that_is_not_fused_is_tiled_too(tmp_path: Path, as_on_a_device: None, monkeypatch: pytest.MonkeyPatch) -> None:
     import families
 
-    families.save("gpt_neox", tmp_path)
+    monkeypatch.setitem(families.FAMILIES, "persimmon", {"num_key_value_heads": None})
+    families.save("persimmon", tmp_path)
     target = load_target(tmp_path, LoadConfig(page_tokens=64, threads=torch.get_num_threads()))
     assert isinstance(target, PagedTarget) and target.fused is None and target.whole_tiles
     assert target.facts.invisible and type(target.parts.output) is TiledLinear

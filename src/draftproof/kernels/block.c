@@ -261,6 +261,13 @@ static void open_parts(const char *x, char *y, long parts, long n, int halves)
     }
 }
 
+/* What a row's queries are taken times, where a layer's are: the first number behind all ropes. */
+static float stretch_of(const run *p, long r)
+{
+    int early = p->halves && !p->sharp;
+    return load(p->cos + size(early) * (r + 1) * p->angles - (p->sin - p->cos), 0, early);
+}
+
 /* The heads of all rows, which stand in `written`: normed and turned in `inner`, keys and values in the storage, what rows see in `read`. */
 static void look_back(const member *me, const run *p, const layer *l, long number)
 {
@@ -272,6 +279,7 @@ static void look_back(const member *me, const run *p, const layer *l, long numbe
         char *ready = p->inner + each * r * turned * l->dim;
         if (l->of_heads.weight && !l->turned_first) norm_heads(l, heads, p->halves);
         turn_row(heads, p->cos + angles, p->sin + angles, ready, turned, l->dim, l->turned, p->sharp, p->halves);
+        if (l->stretched) enlarge(ready, stretch_of(p, r), ready, l->heads * l->dim, p->halves);
         if (l->of_heads.weight && l->turned_first) norm_heads(l, ready, p->halves);
     }
     join(me);

@@ -492,6 +492,7 @@ typedef struct {
     const latent *latent; /* or null: then `qkv` makes queries, keys and values */
     float cap; /* of scores, or 0 */
     int turned_first, parallel; /* heads are normed behind the turn; the MLP reads what the stream was before attention */
+    int stretched; /* queries are taken times what stands behind all angles of their rows */
     long openings; /* of what attention gives so many equal parts are taken times the sigmoids of what `qkv` makes behind values */
     const recurrence *recurrence; /* in place of attention, or null */
     const side *side; /* or null */

@@ -14,24 +14,27 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers.activations import ACT2FN, GELUActivation, NewGELUActivation, ReLUSquaredActivation
 
 from .. import native
 from ..mixtures import Routing
 from .experts import SILU
 from .ropes import rope_of, rotary_of
-from .routed import comes_apart, router_of
+from .routed import comes_apart, router_of, scoring
 from .shares import bare
 
 ACTS = {**dict.fromkeys(SILU, native.SILU), type(ACT2FN["gelu_pytorch_tanh"]): native.GELU_BY_TANH,    # those of kernels of ours
         NewGELUActivation: native.GELU_BY_TANH, GELUActivation: native.GELU, ReLUSquaredActivation: native.RELU_SQUARED}
-OUT, UP = ("o_proj", "dense", "out_proj"), ("up_proj", "c_fc", "fc1", "w3")      # what families call these products,
-DOWN = ("down_proj", "c_proj", "fc2", "output_linear", "w2")
+OUT, UP = ("o_proj", "dense", "out_proj"), ("up_proj", "c_fc", "fc1", "w3", "dense_h_to_4h")      # what families call these products,
+DOWN = ("down_proj", "c_proj", "fc2", "output_linear", "w2", "dense_4h_to_h")
 GATES = ("gate_proj", "gate_up_proj", "input_linear", "w1", "experts")      # and where an MLP has gates
-LAST_NORM = ("norm", "final_layernorm", "embedding_norm")
+LAST_NORM = ("norm", "final_layernorm", "embedding_norm", "final_layer_norm")
 OLMO_EPS = 1e-5     # which its norms do not tell
-LINEARS = ("q_proj", "k_proj", "v_proj", "g_proj", "qkv_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")
+LINEARS = ("q_proj", "k_proj", "v_proj", "g_proj", "gate_proj", "qkv_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj",
+           "query_key_value")
+ROUTERS = ("TopKRouter", "TopkRouter", "TokenChoiceRouter", "Gate")      # endings of classes' names
+OPENING = ("g_proj", "gate_proj")     # and what makes gates of what attention gives
 LOOKING_BACK = ("Attention", "TextAttention", "GatedDeltaNet", "Mixer", "MambaLayer", "ShortConv")      # endings of classes' names
 STATES = ("linear_attn", "mamba", "conv")   # parts of layers that have a recurrent state,
 STATE_LINEARS = ("in_proj", "in_proj_qkv", "in_proj_b", "in_proj_a", "in_proj_z", "in_proj_qkvz", "in_proj_ba")    # and their products
@@ -76,6 +79,11 @@ def _by_wide_softmax(block: Any) -> Routing:
                    within=router.topk_group if grouped else 1)
 
 
+def _as_wide_as_its_gate(block: Any) -> Routing:
+    wide = block.gate.wg.weight.dtype == torch.float32
+    return Routing(wide=wide, kept=not wide)
+
+
 def _always(attention: Any) -> bool:
     return True
 
@@ -93,9 +101,10 @@ class Family(NamedTuple):
     once, behind their weights, as all that are centred are; from_one: these count from one. adjoining: rotary positions turn adjoining
     numbers of a head, not those half of it apart; paired: their angles stand side by side, too, and turn in float32. turns: whether a
     layer's heads are turned at all. head_norms: names; turned_first: heads are normed behind the turn. parallel: the MLP reads the stream
-    as it was before attention, by the norm before that if it has none. window_of_config: attention reads its window there. gated: what
-    attention gives is taken times sigmoids of what q_proj makes beside each head's queries, as others' g_proj does. mlp: its name; routing:
-    how rows choose experts, of a block that has them."""
+    as it was before attention, by the norm before that if it has none, unless a layer says that it does not. stretched: queries are taken
+    times what grows with their position. window_of_config: attention reads its window there. gated: what attention gives is taken times
+    sigmoids of what q_proj makes beside each head's queries, as of what others' `OPENING` makes. mlp: its name; routing: how rows choose
+    experts, of a block that has them."""
 
     prefix: str
     norms: Norms = Norms()
@@ -108,6 +117,7 @@ class Family(NamedTuple):
     head_norms: tuple[str, str] = ("q_norm", "k_norm")
     turned_first: bool = False
     parallel: bool = False
+    stretched: bool = False
     window_of_config: bool = False
     gated: bool = False
     mlp: str = "mlp"
@@ -136,12 +146,15 @@ class Family(NamedTuple):
 
 FAMILIES = {
     "llama": Family("Llama"),
+    "ministral3": Family("Ministral3", stretched=True, window_of_config=True),
     "mistral": Family("Mistral", window_of_config=True),
     "ministral": Family("Ministral"),
     "qwen2": Family("Qwen2"),
     "qwen3": Family("Qwen3"),
     "mixtral": Family("Mixtral", window_of_config=True, routing=lambda block: Routing()),
     "qwen3_moe": Family("Qwen3Moe"),
+    "afmoe": Family("Afmoe", Norms("input_layernorm", "post_attention_layernorm", "pre_mlp_layernorm", "post_mlp_layernorm"), late=True,
+                    turns=_where_it_slides, routing=lambda block: Routing(by_sigmoid=True, factor=block.router.route_scale)),
     "arcee": Family("Arcee"),
     "bamba": Family("Bamba", Norms(after="pre_ff_layernorm"), mlp="feed_forward"),
     "cohere": Family("Cohere", adjoining=True, paired=True, parallel=True),
@@ -152,6 +165,7 @@ FAMILIES = {
     "dots1": Family("Dots1", routing=_by_sigmoid),
     "ernie4_5": Family("Ernie4_5", adjoining=True),
     "ernie4_5_moe": Family("Ernie4_5_Moe", adjoining=True, routing=lambda block: Routing(wide=True, kept=True)),
+    "exaone": Family("Llama", home="llama"),
     "exaone4": Family("Exaone4", BEHIND, turns=_in_windows),
     "exaone_moe": Family("ExaoneMoe", turns=_in_windows, routing=_by_sigmoid),
     "flex_olmo": Family("FlexOlmo", BEHIND, late=True),
@@ -164,17 +178,27 @@ FAMILIES = {
     "glm4_moe": Family("Glm4Moe", routing=_by_sigmoid),
     "glm4_moe_lite": Family("Glm4MoeLite", adjoining=True, routing=_by_sigmoid),
     "gpt_oss": Family("GptOss", late=True, routing=lambda block: Routing(kept=True)),
+    "gpt_neox": Family("GPTNeoX", parallel=True),
     "granite": Family("Granite"),
     "granitemoe": Family("GraniteMoe", mlp="block_sparse_moe", routing=lambda block: Routing(kept=True)),
     "granitemoehybrid": Family("GraniteMoeHybrid", mlp="shared_mlp", routing=lambda block: Routing(kept=True)),
+    "granitemoeshared": Family("GraniteMoeShared", mlp="block_sparse_moe", routing=lambda block: Routing(kept=True)),
     "helium": Family("Helium", late=True, adjoining=True),
     "hy_v3": Family("HYV3", routing=lambda block: Routing(by_sigmoid=True, wide=True, factor=block.gate.router_scaling_factor)),
     "hunyuan_v1_dense": Family("HunYuanDenseV1", head_norms=("query_layernorm", "key_layernorm"), turned_first=True),
+    "hunyuan_v1_moe": Family("HunYuanMoEV1", head_norms=("query_layernorm", "key_layernorm"), turned_first=True,
+                             routing=_as_wide_as_its_gate),
+    "hyperclovax": Family("HyperCLOVAX", Norms(of_attention="post_norm1", of_mlp="post_norm2")),
+    "internlm3": Family("Llama", home="llama"),
+    "iquestcoder": Family("Llama", home="llama"),
+    "jais2": Family("Jais2"),
     "lfm2": Family("Lfm2", Norms("operator_norm", None, "ffn_norm"), mlp="feed_forward", head_norms=("q_layernorm", "k_layernorm")),
     "lfm2_moe": Family("Lfm2Moe", Norms("operator_norm", None, "ffn_norm"), mlp="feed_forward",
                        head_norms=("q_layernorm", "k_layernorm"), routing=_by_sigmoid_in_lfm2),
     "lfm3": Family("Lfm3", Norms("operator_norm", "post_operator_norm", "ffn_norm", "post_ffn_norm"), mlp="feed_forward"),
+    "mellum": Family("Mellum"),
     "minimax_m2": Family("MiniMaxM2", routing=lambda block: Routing(by_sigmoid=True)),
+    "nemotron": Family("Nemotron", from_one=True),
     "olmo": Family("Olmo"),
     "olmo2": Family("Olmo2", BEHIND, late=True),
     "olmo3": Family("Olmo3", BEHIND, late=True),
@@ -186,10 +210,14 @@ FAMILIES = {
                                routing=lambda block: Routing(kept=True)),
     "qwen3_5_text": Family("Qwen3_5", home="qwen3_5", late=True, from_one=True, gated=True),
     "qwen3_next": Family("Qwen3Next", late=True, from_one=True, gated=True),
+    "sarvam_mla": Family("DeepseekV3", home="deepseek_v3", adjoining=True, routing=_by_sigmoid),
+    "sarvam_moe": Family("Glm4Moe", home="glm4_moe", routing=_by_sigmoid),
     "seed_oss": Family("SeedOss"),
     "smollm3": Family("SmolLM3", turns=lambda attention: bool(attention.use_rope)),
     "solar_open": Family("SolarOpen", routing=_by_sigmoid),
+    "stablelm": Family("StableLm", head_norms=("q_layernorm", "k_layernorm"), parallel=True),
     "starcoder2": Family("Starcoder2", window_of_config=True),
+    "vaultgemma": Family("VaultGemma", Norms(after="pre_feedforward_layernorm"), late=True, from_one=True),
     "youtu": Family("Youtu", adjoining=True),
 }
 
@@ -201,7 +229,7 @@ def has_state(layer: Any) -> bool:
 
 def looking_back(layer: Any) -> Any:
     """The part of a layer that does."""
-    return layer.self_attn if (found := part_of(layer, STATES)) is None else found
+    return part_of(layer, (*STATES, "self_attn", "attention"))
 
 
 def has_latent(attention: Any) -> bool:
@@ -214,25 +242,40 @@ def part_of(module: Any, names: tuple[str, ...]) -> Any:
     return next((found for name in names if (found := getattr(module, name, None)) is not None), None)
 
 
+def head_dim_of(attention: Any) -> int:
+    """Numbers of a query's and a key's head."""
+    found: int = part_of(attention, ("qk_head_dim", "head_dim", "head_size"))
+    return found
+
+
 def norm_of(norm: Any, family: Family) -> tuple[Any, ...]:
     """A norm's weight, float32 if it is rounded once behind it, and eps; and, if it is centred, a bias, float32."""
+    eps = getattr(norm, "variance_epsilon", None) or getattr(norm, "eps", OLMO_EPS)
+    if hasattr(norm, "norms"):      # one for each head
+        weights, each, biases = zip(*(norm_of(part, family) for part in norm.norms), strict=True)
+        return torch.stack(weights), each[0], torch.stack(biases)
     if not type(norm).__name__.endswith("RMSNorm"):
         shape = norm.weight.shape if hasattr(norm, "weight") else norm.normalized_shape
         weight, bias = (getattr(norm, name, None) for name in ("weight", "bias"))
-        weight = torch.ones(shape) if weight is None else weight.detach()
+        weight = torch.ones(shape) if weight is None else weight.detach() + 1 if family.from_one else weight.detach()
         bias = torch.zeros(shape) if bias is None else bias.detach()
-        eps = getattr(norm, "variance_epsilon", None) or getattr(norm, "eps", OLMO_EPS)
         return weight.float(), eps, bias.float()
     weight = norm.weight.detach()
     weight = weight.float() if family.late else weight
-    return (1 + weight if family.from_one else weight), getattr(norm, "variance_epsilon", None) or norm.eps
+    return (1 + weight if family.from_one else weight), eps
 
 
 def scaled(embed: Any) -> float | None:
-    """By what an embedding of Gemma's multiplies; None of any other."""
-    if type(embed).__name__.endswith("TextScaledWordEmbedding") and type(embed).__module__.startswith("transformers.models.gemma"):
+    """By what an embedding like Gemma's multiplies; None of any other."""
+    if type(embed).__name__.endswith("TextScaledWordEmbedding") and type(embed).__module__.startswith("transformers.models."):
         return float(embed.embed_scale.to(embed.weight.dtype))
     return None
+
+
+def enlarged(body: Any) -> float:
+    """By what a model multiplies rows that its embedding gives."""
+    by_width = getattr(body.config, "mup_enabled", False)
+    return float(body.config.hidden_size ** 0.5 if by_width else getattr(body, "embedding_multiplier", 1))
 
 
 def can_fuse(model: Any) -> tuple[bool, str]:
@@ -260,11 +303,11 @@ def _strange(model: Any, family: Family, name: str) -> Iterator[str]:
     def exact(module: Any, *endings: str) -> bool:
         return type(module).__module__ == home and type(module).__name__ in {family.prefix + ending for ending in endings}
 
-    body: Any = getattr(model, "model", None)
+    body: Any = model.base_model
     others = f"layers of other classes than {home} ships"
 
     def known(norm: Any) -> bool:
-        return type(norm) is nn.LayerNorm or exact(norm, "RMSNorm", "LayerNorm")
+        return type(norm) is nn.LayerNorm or exact(norm, "RMSNorm", "LayerNorm", "LayerNorm1P", "LayerNormPerHead")
 
     if not (exact(model, "ForCausalLM") and exact(body, "Model", "TextModel") and known(part_of(body, LAST_NORM))
             and (rotary_of(body) is None or exact(rotary_of(body), "RotaryEmbedding", "TextRotaryEmbedding"))):
@@ -272,7 +315,7 @@ def _strange(model: Any, family: Family, name: str) -> Iterator[str]:
         return
     for number, layer in enumerate(body.layers):
         attention, mlp = looking_back(layer), family.mlp_of(layer)
-        if not exact(layer, "DecoderLayer", "TextDecoderLayer") or not exact(attention, *LOOKING_BACK):
+        if not exact(layer, "DecoderLayer", "TextDecoderLayer", "Layer") or not exact(attention, *LOOKING_BACK):
             yield others
             return
         norms = [norm for norm, name in zip(family.norms_of(layer), family.norms, strict=True)
@@ -282,7 +325,7 @@ def _strange(model: Any, family: Family, name: str) -> Iterator[str]:
         norms += _there(layer, *SIDES[2:])
         if hasattr(mlp, "experts"):
             router = router_of(mlp)
-            if not (exact(mlp, "SparseMoeBlock", "SparseMoEBlock", "MoE", "Moe", "MLP") and exact(router, "TopKRouter", "TopkRouter")
+            if not (exact(mlp, "SparseMoeBlock", "SparseMoEBlock", "MoE", "Moe", "MLP") and exact(router, *ROUTERS)
                     and exact(mlp.experts, "Experts")):
                 yield others
             if not _are_enough(family.routing(mlp), router):
@@ -303,7 +346,7 @@ def _strange(model: Any, family: Family, name: str) -> Iterator[str]:
             yield "queries, keys and values that are clipped"
         if has_state(layer):
             yield from _strange_state(attention, exact)
-        elif rope_of(body, number).numbers > (attention.qk_rope_head_dim if has_latent(attention) else attention.head_dim):
+        elif rope_of(body, number).numbers > (attention.qk_rope_head_dim if has_latent(attention) else head_dim_of(attention)):
             yield "rotary positions of more than a head"
 
 
@@ -329,5 +372,5 @@ def _strange_state(part: Any, exact: Callable[..., bool]) -> Iterator[str]:
 
 def _are_enough(how: Routing, router: Any) -> bool:
     """Whether the groups that a row chooses hold as many experts as it does."""
-    each, rest = divmod(len(router.weight), how.groups)
+    each, rest = divmod(len(scoring(router).weight), how.groups)
     return how.within >= how.groups or rest == 0 and each >= how.leading and each * how.within >= router.top_k

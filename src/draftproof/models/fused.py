@@ -28,9 +28,11 @@ from .families import (
     DOWN,
     FAMILIES,
     GATES,
+    OPENING,
     OUT,
     SIDES,
     Family,
+    head_dim_of,
     looking_back,
     norm_of,
     part_of,
@@ -38,7 +40,7 @@ from .families import (
 from .joins import gate_up_of, gates_last, qkv_of
 from .packed import HeldLinear, Linear, StreamedLinear
 from .passes import Pass
-from .ropes import Rope, cos_and_sin, halves_apart, rope_of
+from .ropes import Rope, behind, cos_and_sin, halves_apart, rope_of, stretch
 from .routed import Routed
 from .shares import bare, kept
 from .sides import lender_of
@@ -56,6 +58,7 @@ class FusedLayer(nn.Module):
     values_normed = False  # as heads are
     factor = 1.0  # what the stream leaves with is taken times it
     openings = 0  # gates of what attention gives, which the first product makes behind values
+    stretch: Callable[[Tensor], Tensor] | None = None  # of positions, by what queries there are taken times
 
     def __init__(self, layer: Any, linear: Linear, between: Between | None = None, family: Family = FAMILIES["llama"],
                  rope: Rope | None = None) -> None:
@@ -74,7 +77,8 @@ class FusedLayer(nn.Module):
         self.act: Any = self.routed.act_fn if self.routed else nn.SiLU() if named is None else named
         inner: Any = self.routed.inner if self.routed else bare(down).in_features
         self.inner: int = inner
-        self.parallel, self.turned_first, norms = family.parallel, family.turned_first, family.norms_of(layer)
+        self.parallel = family.parallel and getattr(layer, "use_parallel_residual", True)
+        self.turned_first, norms = family.turned_first, family.norms_of(layer)
         self.input_norm: Any = norms[0]
         self.mlp_norm: Any = norms[2]
         self._take_side(layer, linear, family)
@@ -103,10 +107,11 @@ class FusedLayer(nn.Module):
     def _take(self, attention: Any, linear: Linear, family: Family, rope: Rope | None) -> None:
         """All of that but the last product."""
         self.scaling = attention.scaling
-        self.head_dim: int = getattr(attention, "qk_head_dim", None) or attention.head_dim
+        self.head_dim = head_dim_of(attention)
         self.window = family.window(attention)
         self.rope = rope or Rope(self.head_dim)
         self.turned = self.rope.numbers if family.turns(attention) else 0
+        self.stretch = partial(stretch, attention.config) if family.stretched else None
         self.cap: float | None = getattr(attention, "attn_logit_softcapping", None)
         sinks = getattr(attention, "sinks", None)
         self.sinks = None if sinks is None else sinks.detach().float().contiguous()
@@ -120,7 +125,8 @@ class FusedLayer(nn.Module):
         if family.gated:
             order = gates_last(self.heads, self.head_dim, len(weight))
             weight, bias = weight[order], None if bias is None else bias[order]
-        self.openings = sight if family.gated else 0 if getattr(attention, "g_proj", None) is None else self.heads
+        opening = part_of(attention, OPENING)
+        self.openings = sight if family.gated else 0 if opening is None else opening.out_features
         self.kv_heads = ((len(weight) - self.openings) // self.head_dim - self.heads) // 2
         if getattr(attention, "is_kv_shared_layer", False):
             self.borrowed, self.kv_heads = lender_of(attention), self.heads // attention.num_key_value_groups
@@ -201,6 +207,8 @@ class FusedLayer(nn.Module):
             qk = self._head_normed(qk, self.head_norm)
         if self.turned:
             qk = self._turn(qk, *(angles[:, i : i + 1, : self.turned] for i in (first, first + 1)))
+        if self.stretch is not None:
+            qk[:, : self.heads].mul_(angles[:, -1:, :1])
         if self.head_norm is not None and self.turned_first:
             qk = self._head_normed(qk, self.head_norm)
         return (qk, None, None) if self.borrowed is not None else (qk[:, : self.heads], qk[:, self.heads :], heads[:, turned:])
@@ -249,7 +257,8 @@ class FusedLayer(nn.Module):
         return llama.Layer(
             *products, *scales, self.scaling, self.share, self.heads, self.kv_heads, self.head_dim, self.turned, self.rope.number,
             self.window or 0, self.as_one, 0, self.kind, native.address_of(self.sinks), keys, values,
-            None if self.routed is None else self.routed.address(), None, self.cap or 0, self.turned_first, self.parallel, self.openings,
+            None if self.routed is None else self.routed.address(), None, self.cap or 0, self.turned_first, self.parallel,
+            self.stretch is not None, self.openings,
             None, self._side_address(), self.factor, self.borrowed is not None, self.values_normed)
 
     def _side_address(self) -> int | None:
@@ -275,6 +284,8 @@ class FusedLayer(nn.Module):
     ) -> Tensor:
         """As a transformers block is called: hidden_states [1, rows, hidden] and (cos, sin) [1, rows, n] of the model's rotary."""
         angles = self.rope.angles(*cos_and_sin(position_embeddings)).repeat(1, self.rope.number + 1, 1)
+        if self.stretch is not None:
+            angles = behind(angles, self.stretch(draftproof_pass.positions[0]))
         return self.run(hidden_states[0].clone(), angles, draftproof_pass, draftproof_pool)[None]
 
 
@@ -288,6 +299,6 @@ def fuse(model: Any, linear: Linear | None, between: Between | None = None,
          kind: Callable[[Any], type[FusedLayer]] = lambda _: FusedLayer) -> None:
     """Replace the model's layers by fused ones, in place and one at a time, so that no more than one layer is held twice. linear: what
     makes a layer of a weight and a bias; None: torch's own. between: for `FusedLayer`; kind: what stands for a layer."""
-    body, family = model.model, FAMILIES[model.config.model_type]
+    body, family = model.base_model, FAMILIES[model.config.model_type]
     for number, layer in enumerate(body.layers):
         body.layers[number] = kind(layer)(layer, linear or HeldLinear, between, family, rope_of(body, number, family.paired))

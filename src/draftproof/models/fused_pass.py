@@ -15,11 +15,11 @@ from .. import llama, native
 from ..core.upload import rows_of
 from .between import angles_held
 from .cache import PagePool
-from .families import FAMILIES, LAST_NORM, norm_of, part_of, scaled
+from .families import FAMILIES, LAST_NORM, enlarged, norm_of, part_of, scaled
 from .fused import FusedLayer, scale_of
 from .packed import StreamedLinear
 from .passes import Pass, Path
-from .ropes import cos_and_sin, rotary_of, spots_of
+from .ropes import behind, cos_and_sin, rotary_of, spots_of
 from .sides import Sides
 from .states import states_of
 from .taps import SideBySide
@@ -32,18 +32,18 @@ class FusedPass:
 
     def __init__(self, model: Any) -> None:
         self.embed, self.output = model.get_input_embeddings(), model.get_output_embeddings()
-        self.layers: list[FusedLayer] = list(model.model.layers)
-        body = model.model
+        self.layers: list[FusedLayer] = list(model.base_model.layers)
+        body = model.base_model
         self.rotary, self.ropes = rotary_of(body), sorted({layer.rope for layer in self.layers}, key=lambda rope: rope.number)
         self.moving = any(rope.moves for rope in self.ropes)
         self._norm, self._last = self.layers[0]._norm, norm_of(part_of(body, LAST_NORM), FAMILIES[model.config.model_type])
-        self._enlarged = float(getattr(body, "embedding_multiplier", 1))
+        self._enlarged = enlarged(body)
         self._finished = TargetParts(config=model.config).finished
         borrows = [layer.borrowed is not None for layer in self.layers]
         self.lent = next((number for number in range(len(borrows)) if all(borrows[number:])), len(borrows))  # from here on none has keys
         self._sides = Sides(body) if self.layers[0].side_norm is not None else None
         self.states = states_of(self.layers)
-        self.angles: Tensor | None = None  # [positions, 2 ropes, n]: of each cos, and sin with its first half negated
+        self.angles: Tensor | None = None  # [positions, 2 ropes, n]: of each cos, and sin with its first half negated; and `behind` them
         self.taps: frozenset[int] = frozenset()
         self.rows: Mapping[int, Tensor] = {}
         self._table: tuple[tuple[PagePool, int, int], ctypes.Array[llama.Layer] | None] | None = None
@@ -157,4 +157,6 @@ class FusedPass:
         spots = spots_of(self.rotary, positions)
         found = [rope.angles(*cos_and_sin(self.rotary(like, spots, *rope.kind))) for rope in self.ropes]
         most = max(part.shape[-1] for part in found)
-        return torch.cat([nn.functional.pad(part, (0, most - part.shape[-1])) for part in found], 1)
+        angles = torch.cat([nn.functional.pad(part, (0, most - part.shape[-1])) for part in found], 1)
+        stretch = self.layers[0].stretch
+        return angles if stretch is None else behind(angles, stretch(positions[0]))

@@ -7,16 +7,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .families import UP, part_of
+from .families import OPENING, UP, head_dim_of, part_of
 from .packed import joined
 
 
 def qkv_of(attention: Any) -> tuple[Tensor, Tensor | None]:
     if hasattr(attention, "qkv_proj"):
         return attention.qkv_proj.weight.detach(), attention.qkv_proj.bias
+    if (mixed := getattr(attention, "query_key_value", None)) is not None:  # of each head all three together
+        order = torch.arange(mixed.out_features).view(-1, 3, head_dim_of(attention)).transpose(0, 1).flatten()
+        return mixed.weight.detach()[order], None if mixed.bias is None else mixed.bias.detach()[order]
     if not hasattr(attention, "k_proj"):    # keys are another layer's
         return joined([attention.q_proj])
-    gate = getattr(attention, "g_proj", None)
+    gate = part_of(attention, OPENING)
     values = attention.k_proj if attention.v_proj is None else attention.v_proj
     return joined([attention.q_proj, attention.k_proj, values, *([] if gate is None else [gate])])
 

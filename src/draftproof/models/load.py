@@ -108,7 +108,7 @@ def _made(model: Any, name: str, config: LoadConfig, tokenizer: Tokenizer | None
         form = beside_levels(form, device)
     slim = fused and config.packed and _fuse(model, tier, form, config, ours, reasons)
     if slim:
-        cache_bytes -= sum(borrowed_bytes(layer) for layer in model.model.layers)
+        cache_bytes -= sum(borrowed_bytes(layer) for layer in model.base_model.layers)
     if form:
         if device.type == "cpu":                        # a GPU would wait to be told which experts are chosen
             take_experts(model, form, spared)
@@ -170,15 +170,15 @@ def _fuse(model: Any, tier: int, linear: Linear | None, config: LoadConfig, ours
     if able:
         fuse(model, linear, between, (lambda _: rows.RowsLayer) if ours else _kind_of)
         if ours:
-            rows.check(model.model.layers[0], config.page_tokens)
+            rows.check(model.base_model.layers[0], config.page_tokens)
         if between is not None:
-            compare(between, model.model.layers[0], config.page_tokens)
+            compare(between, model.base_model.layers[0], config.page_tokens)
     return able
 
 
 def _kind_of(layer: Any) -> type[FusedLayer]:
     """What stands for a layer of a model that `can_fuse`."""
-    return state_layer(layer) if has_state(layer) else LatentLayer if has_latent(layer.self_attn) else FusedLayer
+    return state_layer(layer) if has_state(layer) else LatentLayer if has_latent(looking_back(layer)) else FusedLayer
 
 
 def _load_model(path: str | Path, config: LoadConfig, model_config: Any, dtype: torch.dtype, device: torch.device, ranks: Ranks | None,

@@ -61,3 +61,16 @@ def rope_of(body: Any, layer: int, paired: bool = False) -> Rope:
     kinds, kind = rotary.rope_type, body.config.layer_types[layer]
     kind = kind if kind in kinds else next(iter(kinds))     # of a layer that turns nothing
     return Rope(2 * len(getattr(rotary, f"{kind}_inv_freq")), list(kinds).index(kind), (kind,), kinds[kind] in MOVING_ROPE)
+
+
+def stretch(config: Any, positions: Tensor) -> Tensor:
+    """What queries at these positions are taken times, float32: 1 + β log(1 + ⌊position / length⌋), of the length of texts that the model
+    first learnt, so that attention stays as sharp among more keys (Llama 4's)."""
+    told = config.rope_parameters
+    found: Tensor = 1 + told["llama_4_scaling_beta"] * torch.log(1 + torch.floor(positions / told["original_max_position_embeddings"]))
+    return found
+
+
+def behind(angles: Tensor, factors: Tensor) -> Tensor:
+    """angles [rows, 2 ropes, n], and behind them of each row a line of its factor, of those [rows]."""
+    return torch.cat([angles, factors.to(angles.dtype)[:, None, None].expand(-1, 1, angles.shape[-1])], 1)

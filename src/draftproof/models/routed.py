@@ -30,8 +30,8 @@ class Routed(nn.Module):
         gate = getattr(block, "shared_expert_gate", None)
         self.routing = routing._replace(shared=self.experts.shared, gated=gate is not None)
         self.each: int = router.top_k + self.experts.shared
-        weight = router.weight.detach() if gate is None else torch.cat([router.weight.detach(), gate.weight.detach()])
-        self.router = _form(weight, getattr(router, "bias", None), form is HeldLinear, routing.wide)
+        weight = scoring(router).weight.detach() if gate is None else torch.cat([scoring(router).weight.detach(), gate.weight.detach()])
+        self.router = _form(weight, getattr(scoring(router), "bias", None), form is HeldLinear, routing.wide)
         self.bias = None if bias is None else bias.detach().float().reshape(-1).contiguous()
         self.act_fn: Any = getattr(block.experts, "act_fn", None)
         self.inner = self.experts.down[0].in_features
@@ -82,6 +82,11 @@ def router_of(block: Any) -> Any:
     return block.gate if hasattr(block, "gate") else block.router
 
 
+def scoring(router: Any) -> Any:
+    """The part of a router that has its weight (Hunyuan's, Trinity's), or the router itself."""
+    return next((part for name in ("wg", "gate") if (part := getattr(router, name, None)) is not None), router)
+
+
 def bias_of(block: Any) -> Tensor | None:
     """What is added to weights where experts are chosen (Wang et al., arXiv 2408.15664); families have it in three places, by two names."""
     router = router_of(block)
@@ -93,7 +98,7 @@ def bias_of(block: Any) -> Tensor | None:
 def shared_of(block: Any, layer: Any = None) -> Any:
     """The MLP that all rows go through, or None; Granite 4's stands beside the block."""
     found = getattr(block, "shared_expert", None) or getattr(block, "shared_experts", None)
-    return found or getattr(layer, "shared_mlp", None)
+    return found or getattr(block, "shared_mlp", None) or getattr(layer, "shared_mlp", None)
 
 
 def _products(mlp: Any) -> tuple[list[Any], Any]:
