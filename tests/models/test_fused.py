@@ -29,6 +29,7 @@ OTHERS: dict[str, dict[str, Any]] = {      # beside those of families.py
     "hyperclovax": {"embedding_multiplier": 3.0, "residual_multiplier": 0.7, "logits_scaling": 0.5, "attention_multiplier": 0.2},
     "jais2": {},
     "mellum": {"head_dim": 16, **families.MOE, **families.MIXED},
+    "minicpm3": {**families.LATENT, "scale_emb": 3, "scale_depth": 1.1, "dim_model_base": 32},
     "nemotron": {"head_dim": 16},
     "stablelm": {"use_parallel_residual": True},
     "vaultgemma": {"head_dim": 16, **families.MIXED, "query_pre_attn_scalar": 16},

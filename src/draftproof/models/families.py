@@ -197,6 +197,7 @@ FAMILIES = {
                        head_norms=("q_layernorm", "k_layernorm"), routing=_by_sigmoid_in_lfm2),
     "lfm3": Family("Lfm3", Norms("operator_norm", "post_operator_norm", "ffn_norm", "post_ffn_norm"), mlp="feed_forward"),
     "mellum": Family("Mellum"),
+    "minicpm3": Family("MiniCPM3"),
     "minimax_m2": Family("MiniMaxM2", routing=lambda block: Routing(by_sigmoid=True)),
     "nemotron": Family("Nemotron", from_one=True),
     "olmo": Family("Olmo"),
@@ -267,7 +268,7 @@ def norm_of(norm: Any, family: Family) -> tuple[Any, ...]:
 
 def scaled(embed: Any) -> float | None:
     """By what an embedding like Gemma's multiplies; None of any other."""
-    if type(embed).__name__.endswith("TextScaledWordEmbedding") and type(embed).__module__.startswith("transformers.models."):
+    if type(embed).__name__.endswith("ScaledWordEmbedding") and type(embed).__module__.startswith("transformers.models."):
         return float(embed.embed_scale.to(embed.weight.dtype))
     return None
 

@@ -66,7 +66,7 @@ class FusedLayer(nn.Module):
         super().__init__()
         attention, mlp = looking_back(layer), family.mlp_of(layer)
         out, down = part_of(attention, OUT), part_of(mlp, DOWN)
-        self.layer_idx, self.share = attention.layer_idx, float(getattr(layer, "residual_multiplier", 1))
+        self.layer_idx, self.share = attention.layer_idx, float(part_of(layer, ("residual_multiplier", "residual_scale")) or 1)
         self.dtype, device = (getattr(bare(out).weight, name) for name in ("dtype", "device"))
         self._take(attention, linear, family, rope)
         self.o = kept(out, linear)

@@ -83,7 +83,7 @@ class TargetParts:
         family, scale = str(getattr(config, "model_type", "")), 1.0
         if family.startswith("cohere"):
             scale = config.logit_scale
-        elif family.startswith("granite"):
+        elif family.startswith("granite") or family == "minicpm3":
             scale = 1 / config.logits_scaling
         elif family == "hyperclovax":
             scale = config.logits_scaling
