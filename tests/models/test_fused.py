@@ -28,6 +28,8 @@ OTHERS: dict[str, dict[str, Any]] = {      # beside those of families.py
     "hunyuan_v1_moe": {"head_dim": 16, **families.MOE, "moe_topk": 2, "intermediate_size": 48},
     "hyperclovax": {"embedding_multiplier": 3.0, "residual_multiplier": 0.7, "logits_scaling": 0.5, "attention_multiplier": 0.2},
     "jais2": {},
+    "laguna": {"head_dim": 16, **families.MOE, **families.MIXED, "shared_expert_intermediate_size": 96, "moe_routed_scaling_factor": 1.5,
+               "num_attention_heads_per_layer": [2, 4, 6], "mlp_layer_types": ["dense", "sparse", "sparse"]},
     "mellum": {"head_dim": 16, **families.MOE, **families.MIXED},
     "minicpm3": {**families.LATENT, "scale_emb": 3, "scale_depth": 1.1, "dim_model_base": 32},
     "nemotron": {"head_dim": 16},
@@ -40,7 +42,8 @@ FUSED = ("llama", "mistral", "qwen2", "qwen3", "ministral", "biased llama", "qwe
          "ernie4_5_moe", "exaone4", "flex_olmo", "gemma", "gemma3_text", "glm", "glm4", "glm4_moe", "gpt_oss", "granite", "helium",
          "minimax_m2", "olmo2", "olmo3", "olmoe", "phi3", "half phi3", "qwen2_moe", "seed_oss", "smollm3",
          "exaone_moe", "hy_v3", "solar_open", "arcee", "cohere", "normed cohere", "cohere2", "gemma2", "granitemoe", "hunyuan_v1_dense",
-         "gpt_neox", "gpt_neox in turn", "ministral3", "normed stablelm", "stablelm in turn", *OTHERS,
+         "gpt_neox", "gpt_neox in turn", "ministral3", "normed stablelm", "stablelm in turn",
+         "laguna with a gate of each number", *OTHERS,
          "olmo", "phi", "normed phi", "starcoder2", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "youtu", *LATENTS)
 TEXT = 45
 GROUPS = {"num_experts": 8, "num_local_experts": 8, "n_routed_experts": 8, "n_group": 4, "topk_group": 2, "num_experts_per_tok": 3}
@@ -54,6 +57,7 @@ OPTIONS = {
     "gpt_neox in turn": ("gpt_neox", {**families.FAMILIES["gpt_neox"], "use_parallel_residual": False}),
     "stablelm in turn": ("stablelm", {"use_qkv_bias": True}),
     "normed stablelm": ("stablelm", {"qk_layernorm": True}),
+    "laguna with a gate of each number": ("laguna", {**OTHERS["laguna"], "gating": "per-element"}),
     "normed cohere": ("cohere", {"use_qk_norm": True}),
     "normed phi": ("phi", {"qk_layernorm": True}),
     "youtu without a latent of queries": ("youtu", {**families.LATENT, "q_lora_rank": None, "attention_bias": True}),

@@ -103,11 +103,20 @@ static inline floats whole_gelu(floats x)
     return x * either(x < 0, tail, 1 - tail);
 }
 
+/* log(1 + e^x): the larger of x and 0, and log(1 + t), t = e^-|x|, which is 2 artanh(t / (2 + t)). What is no number stays so. */
+static inline floats softplus(floats x)
+{
+    floats t = exponential(-(floats)((words)x & 0x7fffffffu)), s = t / (2 + t), q = s * s;
+    floats series = ((((q / 13 + 1 / 11.f) * q + 1 / 9.f) * q + 1 / 7.f) * q + 1 / 5.f) * q + 1 / 3.f;
+    return either(x == x, either(x > 0, x, (floats){0}) + 2 * (s + s * q * series), x);
+}
+
 /* Any function of an MLP's: SILU … of lanes.h. */
 static inline floats function(floats x, int which)
 {
     if (which == GELU) return whole_gelu(x);
     if (which == SIGMOID) return sigmoid(x);
+    if (which == SOFTPLUS) return softplus(x);
     if (which == RELU_SQUARED) return either(x <= 0, (floats){0}, x * x); /* what is no number stays so */
     return act(x, which);
 }
@@ -248,15 +257,15 @@ static attention question(const run *p, const layer *l, const course *c, long nu
                        l->heads / l->kv_heads, l->dim, l->dim, l->window, l->scaling, l->cap, p->halves};
 }
 
-/* y [parts, n] *= sigmoid(x [parts]), or, of parts of one number, y [parts] */
-static void open_parts(const char *x, char *y, long parts, long n, int halves)
+/* y [parts, n] *= which(x [parts]), or, of parts of one number, y [parts] */
+static void open_parts(const char *x, char *y, long parts, long n, int which, int halves)
 {
     long c = 0;
     for (; n == 1 && c + LANES <= parts; c += LANES)
-        store_lanes(y, c, load_lanes(y, c, halves) * kept_lanes(sigmoid(load_lanes(x, c, halves)), halves), halves);
+        store_lanes(y, c, load_lanes(y, c, halves) * kept_lanes(function(load_lanes(x, c, halves), which), halves), halves);
     for (; c < parts; c++) {
         floats value = {load(x, c, halves)};
-        float by = kept(sigmoid(value)[0], halves);
+        float by = kept(function(value, which)[0], halves);
         for (long i = c * n; i < (c + 1) * n; i++) store(y, i, load(y, i, halves) * by, halves);
     }
 }
@@ -295,7 +304,9 @@ static void look_back(const member *me, const run *p, const layer *l, long numbe
     }
     if (l->openings) {
         long sight = l->heads * l->dim, behind = each * (turned + l->kv_heads) * l->dim;
-        MINE(r, p->rows) open_parts(p->written + r * row + behind, p->read + each * r * sight, l->openings, sight / l->openings, p->halves);
+        MINE(r, p->rows)
+            open_parts(p->written + r * row + behind, p->read + each * r * sight, l->openings, sight / l->openings, l->opened_by,
+                       p->halves);
         join(me);
     }
 }

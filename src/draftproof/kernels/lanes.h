@@ -440,8 +440,8 @@ typedef struct {
     int late;
 } scale;
 
-/* What an MLP makes of its gates, or of its only product; SILU of experts; SIGMOID: of what attention's are gated by. */
-enum { SILU, GELU_BY_TANH, GELU, RELU_SQUARED, SIGMOID };
+/* What an MLP makes of its gates, or of its only product; SILU of experts; SIGMOID, SOFTPLUS: of what attention's are gated by. */
+enum { SILU, GELU_BY_TANH, GELU, RELU_SQUARED, SIGMOID, SOFTPLUS };
 
 /* What attention through a latent has beside its first product (latent.c): queries [heads, dim] of their own latent, normed, or, of out 0,
  * none, and the first product makes queries; keys [heads, dim - turned] and behind them values [heads, value_dim] of the other, normed. */
@@ -493,7 +493,8 @@ typedef struct {
     float cap; /* of scores, or 0 */
     int turned_first, parallel; /* heads are normed behind the turn; the MLP reads what the stream was before attention */
     int stretched; /* queries are taken times what stands behind all angles of their rows */
-    long openings; /* of what attention gives so many equal parts are taken times the sigmoids of what `qkv` makes behind values */
+    int opened_by; /* SIGMOID or SOFTPLUS */
+    long openings; /* of what attention gives so many equal parts are taken times that of what `qkv` makes behind values */
     const recurrence *recurrence; /* in place of attention, or null */
     const side *side; /* or null */
     float factor; /* what the stream leaves with is taken times it, or 0: it is not */

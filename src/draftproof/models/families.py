@@ -103,8 +103,8 @@ class Family(NamedTuple):
     layer's heads are turned at all. head_norms: names; turned_first: heads are normed behind the turn. parallel: the MLP reads the stream
     as it was before attention, by the norm before that if it has none, unless a layer says that it does not. stretched: queries are taken
     times what grows with their position. window_of_config: attention reads its window there. gated: what attention gives is taken times
-    sigmoids of what q_proj makes beside each head's queries, as of what others' `OPENING` makes. mlp: its name; routing: how rows choose
-    experts, of a block that has them."""
+    sigmoids of what q_proj makes beside each head's queries, as of what others' `OPENING` makes; opened_by: in place of sigmoids. mlp: its
+    name; routing: how rows choose experts, of a block that has them."""
 
     prefix: str
     norms: Norms = Norms()
@@ -120,6 +120,7 @@ class Family(NamedTuple):
     stretched: bool = False
     window_of_config: bool = False
     gated: bool = False
+    opened_by: int = native.SIGMOID
     mlp: str = "mlp"
     routing: Callable[[Any], Routing] = _by_softmax
 
@@ -192,6 +193,8 @@ FAMILIES = {
     "internlm3": Family("Llama", home="llama"),
     "iquestcoder": Family("Llama", home="llama"),
     "jais2": Family("Jais2"),
+    "laguna": Family("Laguna", opened_by=native.SOFTPLUS, routing=lambda block: Routing(by_sigmoid=True, kept=True,
+                                                                                        factor=block.routed_scaling_factor)),
     "lfm2": Family("Lfm2", Norms("operator_norm", None, "ffn_norm"), mlp="feed_forward", head_norms=("q_layernorm", "k_layernorm")),
     "lfm2_moe": Family("Lfm2Moe", Norms("operator_norm", None, "ffn_norm"), mlp="feed_forward",
                        head_norms=("q_layernorm", "k_layernorm"), routing=_by_sigmoid_in_lfm2),
@@ -329,6 +332,8 @@ def _strange(model: Any, family: Family, name: str) -> Iterator[str]:
             if not (exact(mlp, "SparseMoeBlock", "SparseMoEBlock", "MoE", "Moe", "MLP") and exact(router, *ROUTERS)
                     and exact(mlp.experts, "Experts")):
                 yield others
+            if getattr(router, "router_logit_softcapping", 0):
+                yield "a router whose logits are capped"
             if not _are_enough(family.routing(mlp), router):
                 yield "groups that have fewer experts than a row chooses"
             if not comes_apart(mlp, layer):

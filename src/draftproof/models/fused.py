@@ -57,7 +57,8 @@ class FusedLayer(nn.Module):
     borrowed: int | None = None  # the layer whose keys and values it reads; None: its own
     values_normed = False  # as heads are
     factor = 1.0  # what the stream leaves with is taken times it
-    openings = 0  # gates of what attention gives, which the first product makes behind values
+    openings = 0  # gates of what attention gives, which the first product makes behind values,
+    opened_by = native.SIGMOID  # and the function that they open by
     stretch: Callable[[Tensor], Tensor] | None = None  # of positions, by what queries there are taken times
 
     def __init__(self, layer: Any, linear: Linear, between: Between | None = None, family: Family = FAMILIES["llama"],
@@ -125,7 +126,7 @@ class FusedLayer(nn.Module):
         if family.gated:
             order = gates_last(self.heads, self.head_dim, len(weight))
             weight, bias = weight[order], None if bias is None else bias[order]
-        opening = part_of(attention, OPENING)
+        opening, self.opened_by = part_of(attention, OPENING), family.opened_by
         self.openings = sight if family.gated else 0 if opening is None else opening.out_features
         self.kv_heads = ((len(weight) - self.openings) // self.head_dim - self.heads) // 2
         if getattr(attention, "is_kv_shared_layer", False):
@@ -194,7 +195,9 @@ class FusedLayer(nn.Module):
         if not self.openings:
             return out
         gate = made[:, behind:].repeat_interleave(out.shape[1] // self.openings, 1)
-        return native.gate(torch.cat([gate, out], 1), native.SIGMOID) if self.ours else out * gate.sigmoid()
+        if self.ours:
+            return native.gate(torch.cat([gate, out], 1), self.opened_by)
+        return out * (gate.sigmoid() if self.opened_by == native.SIGMOID else nn.functional.softplus(gate.float()).to(gate.dtype))
 
     def _heads(self, made: Tensor, angles: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Queries, keys and values [rows, heads, n] of what the first product made [rows, …]; no keys and values if they are borrowed."""
@@ -258,7 +261,7 @@ class FusedLayer(nn.Module):
             *products, *scales, self.scaling, self.share, self.heads, self.kv_heads, self.head_dim, self.turned, self.rope.number,
             self.window or 0, self.as_one, 0, self.kind, native.address_of(self.sinks), keys, values,
             None if self.routed is None else self.routed.address(), None, self.cap or 0, self.turned_first, self.parallel,
-            self.stretch is not None, self.openings,
+            self.stretch is not None, self.opened_by, self.openings,
             None, self._side_address(), self.factor, self.borrowed is not None, self.values_normed)
 
     def _side_address(self) -> int | None:
