@@ -36,7 +36,7 @@ class Layer(ctypes.Structure):
         *((name, Scale) for name in ("before", "after", "of_attention", "of_mlp", "of_heads", "of_stream")),
         *fields(reals="scaling share", numbers="heads kv_heads dim turned rope window", flags="as_one normed act",
                  pointers="sinks keys values experts latent", reals_="cap", flags_="turned_first parallel stretched opened_by",
-                 numbers_="openings", pointers_="recurrence side", reals__="factor", flags__="borrows values_normed"),
+                 pointers___="bends", numbers_="openings", pointers_="recurrence side", reals__="factor", flags__="borrows values_normed"),
     ]
 
 

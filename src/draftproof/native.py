@@ -339,6 +339,13 @@ def gate(x: Tensor, act: int = SILU, alone: bool = False) -> Tensor:
     return y
 
 
+def bend(x: Tensor, bends: Tensor) -> Tensor:
+    """xIELU of x [rows, n]; bends float32 [4], as kernels/block.c has them."""
+    x, y = x.contiguous(), torch.empty(x.shape, dtype=x.dtype)
+    loaded().bend(x.data_ptr(), y.data_ptr(), *x.shape, bends.data_ptr(), x.dtype == torch.bfloat16, torch.get_num_threads())
+    return y
+
+
 def loaded() -> ctypes.CDLL:
     library = _library()
     assert not isinstance(library, str), library
@@ -375,5 +382,6 @@ def _open(path: Path) -> ctypes.CDLL:
     library.copy_rows.argtypes, library.copy_rows.restype = [pointer, pointer, whole, pointer, whole, small], None
     library.norm.argtypes, library.norm.restype = [pointer, ctypes.POINTER(Scale), pointer, *[whole] * 4, small, small], None
     library.turn.argtypes, library.turn.restype = [*[pointer] * 4, *[whole] * 6, *[small] * 3], None
+    library.bend.argtypes, library.bend.restype = [*[pointer] * 2, *[whole] * 2, pointer, *[small] * 2], None
     library.gate.argtypes, library.gate.restype = [*[pointer] * 2, *[whole] * 2, *[small] * 4], None
     return library

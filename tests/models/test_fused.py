@@ -24,6 +24,7 @@ LATENTS = ("youtu without a latent of queries", "deepseek_v2 with yarn", "deepse
 OTHERS: dict[str, dict[str, Any]] = {      # beside those of families.py
     "afmoe": {"head_dim": 16, **families.MOE, **families.MIXED, "num_shared_experts": 2, "num_dense_layers": 1,
               "route_scale": 1.5, "mup_enabled": True},
+    "apertus": {},
     "granitemoeshared": {**families.MOE, "shared_intermediate_size": 192},
     "hunyuan_v1_moe": {"head_dim": 16, **families.MOE, "moe_topk": 2, "intermediate_size": 48},
     "hyperclovax": {"embedding_multiplier": 3.0, "residual_multiplier": 0.7, "logits_scaling": 0.5, "attention_multiplier": 0.2},

@@ -15,10 +15,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from transformers.activations import XIELUActivation
 
 from draftproof import compiler, native
 from draftproof.core import host
-from draftproof.models.between import rms_norm, row_norm, turn
+from draftproof.models.between import bends_of, rms_norm, row_norm, turn
 from draftproof.models.int4 import StreamedInt4Linear
 from draftproof.models.int8 import StreamedInt8Linear
 from draftproof.models.packed import PackedLinear, StreamedLinear, holds_bfloat16, packed
@@ -450,6 +451,17 @@ def test_functions_far_from_zero_neither_overflow_nor_hide_what_is_no_number() -
         torch.testing.assert_close(got[:, :-2], want[:, :-2], rtol=1e-5, atol=2e-6, msg=name)
         assert got[0, -2] == float("inf") and got[0, -1].isnan(), name
     assert native.gate(torch.tensor([[float("-inf")]]), native.RELU_SQUARED, alone=True) == 0
+
+
+@compiled
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_xielu_bends_as_torch_does(dtype: torch.dtype) -> None:
+    act = XIELUActivation(0.7, 1.1, dtype=dtype)
+    x = torch.cat([torch.randn(3, 77) * 4, torch.randn(3, 77) * 0.3, torch.tensor([-90.0, -1e-7, 0.0, 1e-7]).expand(3, -1)], 1).to(dtype)
+    got, bends = native.bend(x, bends_of(act)), bends_of(act)
+    torch.testing.assert_close(got, act(x).detach(), rtol=2**-6 if dtype == torch.bfloat16 else 1e-5, atol=1e-6)
+    assert torch.equal(torch.cat([native.bend(x[:1], bends), native.bend(x[1:], bends)]), got)
+    assert native.bend(torch.tensor([[float("nan")]]), bends).isnan().all()
 
 
 @compiled

@@ -159,6 +159,38 @@ void gated(const member *me, const void *x, void *y, long rows, long n, int alon
     }
 }
 
+/* xIELU (Huang & Schlag, arXiv 2411.13010): bends [4] are the alphas of what is above and below 0, beta, and a number just below 0, above
+ * which e^x counts as at it. Rounded after each step, as torch does it. */
+static inline floats xielu(floats x, const float *bends, int halves)
+{
+    floats low = either(x < bends[3], x, x * 0 + bends[3]), square = low * low;
+    floats near = ((((low / 40320 + 1 / 5040.f) * low + 1 / 720.f) * low + 1 / 120.f) * low + 1 / 24.f) * low + 1 / 6.f;
+    near = low + square * (near * low + 0.5f); /* e^x - 1 */
+    floats below = kept_lanes(either(low < -0.5f, exponential(low) - 1, near), halves);
+    below = kept_lanes(kept_lanes(below - x, halves) * bends[1], halves);
+    return either(x > 0, kept_lanes(kept_lanes(x * bends[0], halves) * x, halves), below) + kept_lanes(x * bends[2], halves);
+}
+
+/* y [rows, n] = xielu(x), by a team as `gated`. */
+static void bent(const member *me, const void *x, void *y, long rows, long n, const float *bends, int halves)
+{
+    long parts = rows % me->of ? me->of : 1, vectors = n / LANES;
+    MINE(i, rows * parts) {
+        long at = i / parts * n, part = i % parts, c = part * vectors / parts * LANES;
+        long to = part + 1 == parts ? n : (part + 1) * vectors / parts * LANES;
+        for (; c + LANES <= to; c += LANES) store_lanes(y, at + c, xielu(load_lanes(x, at + c, halves), bends, halves), halves);
+        for (; c < to; c++) {
+            floats value = {load(x, at + c, halves)};
+            store(y, at + c, xielu(value, bends, halves)[0], halves);
+        }
+    }
+}
+
+void bend(const void *x, void *y, long rows, long n, const float *bends, int halves, int threads)
+{
+    TOGETHER(threads, rows * n > FEW, bent(me, x, y, rows, n, bends, halves));
+}
+
 /* What becomes of gates and ups, where a number that is none stays so. */
 static inline floats between_limits(floats gate, floats up, float alpha, float limit, int halves)
 {
@@ -416,7 +448,8 @@ void through(const member *me, const run *p, const layer *l, long number)
         consult(me, p, l, rows);
     } else {
         multiplied(me, &l->gate_up, p->read, p->room, p->written, rows, p->halves, 0);
-        gated(me, p->written, p->inner, rows, l->down.in, l->gate_up.out == l->down.in, l->act, p->halves);
+        if (l->bends) bent(me, p->written, p->inner, rows, l->down.in, l->bends, p->halves);
+        else gated(me, p->written, p->inner, rows, l->down.in, l->gate_up.out == l->down.in, l->act, p->halves);
         join(me);
         give(me, p, l, &l->down, p->inner, &l->of_mlp, rows);
     }

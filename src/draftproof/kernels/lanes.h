@@ -494,6 +494,7 @@ typedef struct {
     int turned_first, parallel; /* heads are normed behind the turn; the MLP reads what the stream was before attention */
     int stretched; /* queries are taken times what stands behind all angles of their rows */
     int opened_by; /* SIGMOID or SOFTPLUS */
+    const float *bends; /* of an MLP by xIELU in place of `act`, as block.c has them, or null */
     long openings; /* of what attention gives so many equal parts are taken times that of what `qkv` makes behind values */
     const recurrence *recurrence; /* in place of attention, or null */
     const side *side; /* or null */

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional
+from transformers.activations import XIELUActivation
 
 from ..errors import LoadError, first_line
 from .attention import TILE, Weigh, weights_of
@@ -75,6 +76,14 @@ def gated(act: Callable[[Tensor], Tensor], gate_up: Tensor) -> Tensor:
     """act(gate) · up of gate_up [rows, 2 n]."""
     gate, up = gate_up.chunk(2, -1)
     return act(gate).mul_(up)
+
+
+def bends_of(act: Any) -> Tensor | None:
+    """What xIELU is made of, float32 [4], as kernels/block.c has it; None of any other function."""
+    if type(act) is not XIELUActivation:
+        return None
+    above, below = (functional.softplus(alpha.detach()) for alpha in (act.alpha_p, act.alpha_n))
+    return torch.cat([above, act.beta + below, act.beta[None], act.eps[None]]).float()
 
 
 @dataclass(frozen=True, slots=True)

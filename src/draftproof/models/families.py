@@ -156,6 +156,8 @@ FAMILIES = {
     "qwen3_moe": Family("Qwen3Moe"),
     "afmoe": Family("Afmoe", Norms("input_layernorm", "post_attention_layernorm", "pre_mlp_layernorm", "post_mlp_layernorm"), late=True,
                     turns=_where_it_slides, routing=lambda block: Routing(by_sigmoid=True, factor=block.router.route_scale)),
+    "apertus": Family("Apertus", Norms("attention_layernorm", None, "feedforward_layernorm")),
+    "apertus1p5_text": Family("Apertus1p5Text", Norms("attention_layernorm", None, "feedforward_layernorm"), "apertus1p5"),
     "arcee": Family("Arcee"),
     "bamba": Family("Bamba", Norms(after="pre_ff_layernorm"), mlp="feed_forward"),
     "cohere": Family("Cohere", adjoining=True, paired=True, parallel=True),
@@ -267,19 +269,6 @@ def norm_of(norm: Any, family: Family) -> tuple[Any, ...]:
     weight = norm.weight.detach()
     weight = weight.float() if family.late else weight
     return (1 + weight if family.from_one else weight), eps
-
-
-def scaled(embed: Any) -> float | None:
-    """By what an embedding like Gemma's multiplies; None of any other."""
-    if type(embed).__name__.endswith("ScaledWordEmbedding") and type(embed).__module__.startswith("transformers.models."):
-        return float(embed.embed_scale.to(embed.weight.dtype))
-    return None
-
-
-def enlarged(body: Any) -> float:
-    """By what a model multiplies rows that its embedding gives."""
-    by_width = getattr(body.config, "mup_enabled", False)
-    return float(body.config.hidden_size ** 0.5 if by_width else getattr(body, "embedding_multiplier", 1))
 
 
 def can_fuse(model: Any) -> tuple[bool, str]:

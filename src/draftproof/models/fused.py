@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from .. import llama, native
 from .attention import attend, compiled
-from .between import Between, row_norm, tiled_norm, turn
+from .between import Between, bends_of, row_norm, tiled_norm, turn
 from .cache import PagePool
 from .families import (
     ACTS,
@@ -91,9 +91,11 @@ class FusedLayer(nn.Module):
         found = between or plain
         self._norm, self._turn, self._weigh, self._tiled = found.norm, found.turn, found.weigh, found.tiled
         kind, alone = ACTS.get(type(self.act)), part_of(mlp, GATES) is None
-        self.gates, self.kind = self.ours and kind is not None, kind or native.SILU
+        self.bends = bends_of(self.act)
+        self.gates, self.kind = self.ours and (kind is not None or self.bends is not None), kind or native.SILU
         plainly = self.act if alone else partial(found.gate, self.act)
-        self._gate = partial(native.gate, act=self.kind, alone=alone) if self.gates else plainly
+        ours = partial(native.gate, act=self.kind, alone=alone) if self.bends is None else partial(native.bend, bends=self.bends)
+        self._gate = ours if self.gates else plainly
         self._norms: list[Any] = [norm and norm_of(norm, family) for norm in norms]
         self.head_norm: Tensor | None = None  # [heads + kv_heads, head_dim], Qwen 3's norm of each head
         self.head_bias: list[Tensor] = []     # one, if it is centred
@@ -261,7 +263,7 @@ class FusedLayer(nn.Module):
             *products, *scales, self.scaling, self.share, self.heads, self.kv_heads, self.head_dim, self.turned, self.rope.number,
             self.window or 0, self.as_one, 0, self.kind, native.address_of(self.sinks), keys, values,
             None if self.routed is None else self.routed.address(), None, self.cap or 0, self.turned_first, self.parallel,
-            self.stretch is not None, self.opened_by, self.openings,
+            self.stretch is not None, self.opened_by, native.address_of(self.bends), self.openings,
             None, self._side_address(), self.factor, self.borrowed is not None, self.values_normed)
 
     def _side_address(self) -> int | None:

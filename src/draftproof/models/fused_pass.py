@@ -15,7 +15,7 @@ from .. import llama, native
 from ..core.upload import rows_of
 from .between import angles_held
 from .cache import PagePool
-from .families import FAMILIES, LAST_NORM, enlarged, norm_of, part_of, scaled
+from .families import FAMILIES, LAST_NORM, norm_of, part_of
 from .fused import FusedLayer, scale_of
 from .packed import StreamedLinear
 from .passes import Pass, Path
@@ -160,3 +160,16 @@ class FusedPass:
         angles = torch.cat([nn.functional.pad(part, (0, most - part.shape[-1])) for part in found], 1)
         stretch = self.layers[0].stretch
         return angles if stretch is None else behind(angles, stretch(positions[0]))
+
+
+def scaled(embed: Any) -> float | None:
+    """By what an embedding like Gemma's multiplies; None of any other."""
+    if type(embed).__name__.endswith("ScaledWordEmbedding") and type(embed).__module__.startswith("transformers.models."):
+        return float(embed.embed_scale.to(embed.weight.dtype))
+    return None
+
+
+def enlarged(body: Any) -> float:
+    """By what a model multiplies rows that its embedding gives."""
+    by_width = getattr(body.config, "mup_enabled", False)
+    return float(body.config.hidden_size ** 0.5 if by_width else getattr(body, "embedding_multiplier", 1))
