@@ -122,6 +122,15 @@ def test_speculation_is_invisible() -> None:
         assert facts.invisible, facts.invisible_reason
 
 
+@NEED
+def test_a_second_table_of_layers_leaves_the_first_what_it_reads() -> None:
+    """Drafts by the first layers alone run beside the model's passes."""
+    target = target_of("small")
+    assert target.fused is not None
+    one, other = (target.fused.layers[0].kernel(target.pool) for _ in range(2))
+    assert one.side and one.side == other.side
+
+
 def test_experts_beside_an_mlp_are_not_fused() -> None:
     mixed = {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 32}
     config = AutoConfig.for_model("gemma4_text", **{**families.COMMON, **CASES["nothing beside"], **mixed})

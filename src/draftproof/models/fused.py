@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -264,14 +264,15 @@ class FusedLayer(nn.Module):
             self.window or 0, self.as_one, 0, self.kind, native.address_of(self.sinks), keys, values,
             None if self.routed is None else self.routed.address(), None, self.cap or 0, self.turned_first, self.parallel,
             self.stretch is not None, self.opened_by, native.address_of(self.bends), self.openings,
-            None, self._side_address(), self.factor, self.borrowed is not None, self.values_normed)
+            None, None if self._side is None else ctypes.addressof(self._side), self.factor, self.borrowed is not None, self.values_normed)
 
-    def _side_address(self) -> int | None:
+    @cached_property
+    def _side(self) -> llama.Side | None:
+        """Made once, as every pass over the layers reads it where it lies."""
         if self.side_norm is None:
             return None
         gate, last = (part.product for part in (self.side_gate, self.side_last))
-        self._side = llama.Side(gate, last, scale_of(self.side_norm, self.dtype))
-        return ctypes.addressof(self._side)
+        return llama.Side(gate, last, scale_of(self.side_norm, self.dtype))
 
     def _storage(self, pool: PagePool) -> tuple[int, int]:
         """Where its keys and values are."""
