@@ -28,6 +28,12 @@ class Side(ctypes.Structure):
     _fields_ = [("gate", Product), ("last", Product), ("of_side", Scale)]
 
 
+class Abreast(ctypes.Structure):
+    """Norms of a layer whose MLP stands beside its experts, as kernels/lanes.h has them. Their parts must outlive it."""
+
+    _fields_ = [*((name, Scale) for name in ("of_router", "before", "of_experts", "of_mlp")), *fields(reals="share")]
+
+
 class Layer(ctypes.Structure):
     """A layer of Llama's block, as kernels/lanes.h has it. Its parts must outlive it."""
 
@@ -36,7 +42,8 @@ class Layer(ctypes.Structure):
         *((name, Scale) for name in ("before", "after", "of_attention", "of_mlp", "of_heads", "of_stream")),
         *fields(reals="scaling share", numbers="heads kv_heads dim turned rope window", flags="as_one normed act",
                  pointers="sinks keys values experts latent", reals_="cap", flags_="turned_first parallel stretched opened_by",
-                 pointers___="bends", numbers_="openings", pointers_="recurrence side", reals__="factor", flags__="borrows values_normed"),
+                 pointers___="bends", numbers_="openings",
+                 pointers_="recurrence side abreast", reals__="factor", flags__="borrows values_normed"),
     ]
 
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import Tensor
 
-from .native import TYPES, Product, address_of, fields, loaded
+from .native import SILU, TYPES, Product, address_of, fields, loaded
 
 Products = ctypes.Array[Product]
 
@@ -43,24 +43,25 @@ class Routing(NamedTuple):
 class Mixture(ctypes.Structure):
     """The experts of a layer, as kernels/lanes.h has them. The parts must outlive it."""
 
-    _fields_ = [("router", Product), *fields(pointers="first down bias", numbers="count chosen shared groups within leading",
-                                             flags="by_sigmoid wide normed kept gated", reals="factor alpha limit beside")]
+    _fields_ = [("router", Product), *fields(pointers="first down bias scales", numbers="count chosen shared groups within leading",
+                                             flags="by_sigmoid wide normed kept gated act", reals="factor alpha limit beside")]
     parts: tuple[Any, ...]
 
     @classmethod
-    def of(cls, first: Products, down: Products, chosen: int, limits: tuple[float, float] | None = None, routing: Routing | None = None,
-           router: Product | None = None, bias: Tensor | None = None) -> Self:
+    def of(cls, first: Products, down: Products, chosen: int, limits: tuple[float, float] | None = None, act: int = SILU,
+           routing: Routing | None = None, router: Product | None = None, bias: Tensor | None = None, scales: Tensor | None = None) -> Self:
         """first [experts]: gate and up, one below the other; chosen: by each row. limits: alpha and the limit of gates like gpt-oss's,
-        whose gates and ups stand in turn. For `route`: how, the router, and bias float32: what is added to weights where experts are
-        chosen."""
+        whose gates and ups stand in turn; act: of others. For `route`: how, the router, and, float32, bias: what is added to weights where
+        experts are chosen, and scales: what they are taken times last."""
         how = routing or Routing()
         assert len(first) == len(down) and first[0].out == 2 * down[0].columns and first[0].columns == down[0].out
         assert router is None or router.out == len(first) - how.shared + how.gated
-        assert bias is None or bias.dtype == torch.float32 and bias.shape == (len(first) - how.shared,) and bias.is_contiguous()
-        made = cls(router or Product(), ctypes.addressof(first), ctypes.addressof(down), address_of(bias), len(first), chosen, how.shared,
-                   how.groups, how.within, how.leading, how.by_sigmoid, how.wide, how.normed, how.kept, how.gated, how.factor,
-                   *(limits or (0.0, 0.0)), how.beside)
-        made.parts = first, down, bias
+        for each in (bias, scales):
+            assert each is None or each.dtype == torch.float32 and each.shape == (len(first) - how.shared,) and each.is_contiguous()
+        made = cls(router or Product(), ctypes.addressof(first), ctypes.addressof(down), address_of(bias), address_of(scales), len(first),
+                   chosen, how.shared, how.groups, how.within, how.leading, how.by_sigmoid, how.wide, how.normed, how.kept, how.gated, act,
+                   how.factor, *(limits or (0.0, 0.0)), how.beside)
+        made.parts = first, down, bias, scales
         return made
 
 

@@ -1,4 +1,4 @@
-"""What is known of a mixture's experts: against what is published of four of them, and in small models that are loaded."""
+"""What is known of a mixture's experts: against what is published of five of them, and in small models that are loaded."""
 
 from __future__ import annotations
 
@@ -27,6 +27,10 @@ PUBLISHED: dict[str, tuple[str, dict[str, int], float, float]] = {   # family, c
     "Mixtral-8x7B": ("mixtral", dict(
         vocab_size=32000, hidden_size=4096, num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8,
         intermediate_size=14336, num_local_experts=8, num_experts_per_tok=2), 46.7, 12.9),
+    "Gemma 4 26B-A4B": ("gemma4_text", dict(
+        vocab_size=262144, hidden_size=2816, num_hidden_layers=30, num_attention_heads=16, num_key_value_heads=8, head_dim=256,
+        global_head_dim=512, num_global_key_value_heads=2, attention_k_eq_v=True, hidden_size_per_layer_input=0, intermediate_size=2112,
+        enable_moe_block=True, moe_intermediate_size=704, num_experts=128, top_k_experts=8), 25.2, 3.8),
     "DeepSeek-V3": ("deepseek_v3", dict(
         vocab_size=129280, hidden_size=7168, num_hidden_layers=61, num_attention_heads=128, num_key_value_heads=128,
         intermediate_size=18432, moe_intermediate_size=2048, n_routed_experts=256, num_experts_per_tok=8, n_shared_experts=1,

@@ -31,8 +31,9 @@ HIDDEN, INNER, COUNT, EACH = 96, 72, 8, 3
 SIZES = {"hidden_size": HIDDEN, "intermediate_size": INNER, "moe_intermediate_size": INNER, "num_local_experts": COUNT,
          "num_experts": COUNT, "n_routed_experts": COUNT, "num_experts_per_tok": EACH, "num_hidden_layers": 1, "num_attention_heads": 4,
          "num_key_value_heads": 2, "vocab_size": 64, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 0, "q_lora_rank": None}
-KINDS = ("qwen3_moe", "deepseek_v3", "gpt_oss", "nemotron_h")       # silu gates; gates with limits, biases, turned weights; no gate
-PLACES = {"nemotron_h": {"layers_block_type": ["moe"], "mamba_num_heads": 8, "mamba_head_dim": 16, "n_groups": 2, "ssm_state_size": 16}}
+KINDS = ("qwen3_moe", "deepseek_v3", "gpt_oss", "gemma4_text", "nemotron_h")    # silu gates; limits, biases, turned weights; gelu; no gate
+PLACES = {"gemma4_text": {"enable_moe_block": True, "top_k_experts": EACH, "head_dim": 32, "hidden_size_per_layer_input": 0},
+          "nemotron_h": {"layers_block_type": ["moe"], "mamba_num_heads": 8, "mamba_head_dim": 16, "n_groups": 2, "ssm_state_size": 16}}
 
 
 def experts(kind: str, dtype: torch.dtype, seed: int = 0) -> Any:
@@ -161,6 +162,7 @@ ROUTED: dict[str, dict[str, Any]] = {
     "deepseek_v2": {"n_group": 4, "topk_group": 2, "topk_method": "group_limited_greedy", "routed_scaling_factor": 1.5},
     "deepseek_v3": {"n_group": 4, "topk_group": 2, "n_shared_experts": 1},
     "ernie4_5_moe": {"moe_num_experts": COUNT, "moe_k": EACH, "moe_num_shared_experts": 1, "moe_layer_start_index": 0},
+    "gemma4_text": PLACES["gemma4_text"],
 }
 
 
@@ -188,7 +190,12 @@ def test_a_router_takes_the_worthiest_and_of_equals_the_first(kind: str, dtype: 
     assert torch.equal(chosen, plain) and torch.allclose(weights, law.float(), rtol=1e-2 if dtype == torch.bfloat16 else 1e-5)
     assert sum(len(set(row)) < COUNT for row in logits.tolist()) > 100
     x = torch.randn(30, HIDDEN, generator=torch.Generator().manual_seed(4)).to(dtype)
-    want, found = theirs(x[None]), ours(x).float()
+    if kind == "gemma4_text":                                                   # its router has a norm of its own
+        _, law, of = theirs.router(x)
+        asked = theirs.router.norm(x) * theirs.router.scale * theirs.router.scalar_root_size
+        want, found = theirs.experts(x, of, law), ours(x, asked).float()
+    else:
+        want, found = theirs(x[None]), ours(x).float()
     want = (want[0] if isinstance(want, tuple) else want).view(30, HIDDEN).float()
     apart = (want - found).abs().amax(-1) > (0.02 if dtype == torch.bfloat16 else 1e-5) * want.abs().max()
     assert int(apart.sum()) <= (2 if dtype == torch.bfloat16 else 0)            # rows whose router sits on an edge
@@ -257,7 +264,7 @@ def test_routers_are_not_rounded_with_other_layers() -> None:
 
 INSIDE: dict[str, dict[str, Any]] = {
     "afmoe": {"num_dense_layers": 0, "num_shared_experts": 1}, "hunyuan_v1_moe": {"moe_topk": EACH, "head_dim": 32},
-    "gemma4_text": {"enable_moe_block": True, "top_k_experts": EACH, "head_dim": 32, "hidden_size_per_layer_input": 0},
+    "gemma4_text": PLACES["gemma4_text"],
     "zaya": {"num_experts_per_tok": 1, "head_dim": 32},
 }
 

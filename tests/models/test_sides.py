@@ -1,4 +1,5 @@
-"""Gemma 4's blocks, fused: what stands beside rows for each layer, and layers that read the keys and values of another."""
+"""Gemma 4's blocks, fused: what stands beside rows for each layer, layers that read the keys and values of another, and experts beside an
+MLP."""
 
 from __future__ import annotations
 
@@ -14,6 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from draftproof import llama, native
 from draftproof.config import LoadConfig
+from draftproof.models.families import can_fuse
 from draftproof.models.load import as_target, load_target
 from draftproof.models.paged import PagedTarget
 from draftproof.types import Draft
@@ -21,12 +23,16 @@ from draftproof.types import Draft
 NEED = pytest.mark.skipif(not native.available()[0], reason=native.available()[1])
 SIX = {"head_dim": 16, "sliding_window": 24, "global_head_dim": 32, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 200,
        "num_hidden_layers": 6, "num_kv_shared_layers": 2, "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2}
+MIXED = {"enable_moe_block": True, "num_experts": 8, "top_k_experts": 3, "moe_intermediate_size": 40}
 CASES: dict[str, dict[str, Any]] = {
     "small": SIX,
     "wide": {**SIX, "use_double_wide_mlp": True, "num_kv_shared_layers": 3},
     "all keys": {**SIX, "num_kv_shared_layers": 0},
     "nothing beside": {**SIX, "num_kv_shared_layers": 0, "hidden_size_per_layer_input": 0},
     "keys are values": {**SIX, "num_kv_shared_layers": 0, "attention_k_eq_v": True, "num_global_key_value_heads": 1},
+    "experts": {**SIX, **MIXED, "num_kv_shared_layers": 0, "hidden_size_per_layer_input": 0, "attention_k_eq_v": True,
+                "num_global_key_value_heads": 1},
+    "experts and all else": {**SIX, **MIXED, "use_double_wide_mlp": True},
 }
 
 
@@ -116,23 +122,46 @@ def test_lent_keys_are_kept_once() -> None:
         rows[0].numel() for store in (target.pool.keys, target.pool.values) for rows in store.values())
 
 
-def test_speculation_is_invisible() -> None:
+@pytest.mark.parametrize("case", ["small", "experts"])
+def test_speculation_is_invisible(case: str) -> None:
     for dtype in (torch.float32, torch.bfloat16):
-        facts = target_of("small", dtype, self_test=True).facts
+        facts = target_of(case, dtype, self_test=True).facts
         assert facts.invisible, facts.invisible_reason
+
+
+@NEED
+@pytest.mark.parametrize("bits", [16, 8, 4])
+def test_experts_beside_an_mlp_have_the_bits_of_their_parts_in_a_team_of_any_size(bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    more = {"quantization": f"int{bits}"} if bits < 16 else {}
+    target, twin = (target_of("experts", torch.bfloat16, **more) for _ in range(2))
+    assert target.fused is not None and target.fused.rows_alone()
+    assert all(layer.routed.router.bits > 8 for layer in target.fused.layers if layer.routed is not None)
+    monkeypatch.setattr(twin.fused, "_kernels", lambda pool: None)
+    before = torch.get_num_threads()
+    try:
+        for threads in (1, 3):
+            torch.set_num_threads(threads)
+            for found, want in zip(several(target, [0, 5]), several(twin, [0, 5]), strict=True):
+                assert torch.equal(found.logits, want.logits), f"{threads} threads"
+                assert all(torch.equal(found.taps[layer], want.taps[layer]) for layer in (0, 5)), f"{threads} threads"
+    finally:
+        torch.set_num_threads(before)
 
 
 @NEED
 def test_a_second_table_of_layers_leaves_the_first_what_it_reads() -> None:
     """Drafts by the first layers alone run beside the model's passes."""
-    target = target_of("small")
-    assert target.fused is not None
-    one, other = (target.fused.layers[0].kernel(target.pool) for _ in range(2))
-    assert one.side and one.side == other.side
+    for case in ("small", "experts"):
+        target = target_of(case)
+        assert target.fused is not None
+        tables = [target.fused.layers[0].kernel(target.pool) for _ in range(2)]
+        assert tables[0].side == tables[1].side and tables[0].abreast == tables[1].abreast
+        assert bool(tables[0].side) == (case == "small") and bool(tables[0].abreast) == (case == "experts")
 
 
-def test_experts_beside_an_mlp_are_not_fused() -> None:
-    mixed = {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 32}
-    config = AutoConfig.for_model("gemma4_text", **{**families.COMMON, **CASES["nothing beside"], **mixed})
-    target = as_target(AutoModelForCausalLM.from_config(config).eval(), LoadConfig(self_test=False))
-    assert "experts beside an MLP" in target.facts.reasons["forward pass"]
+def test_experts_behind_another_router_are_not_fused() -> None:
+    model = model_of("experts")
+    type_of, layer = type(model.model.layers[1].router), model.model.layers[1]
+    layer.router.__class__ = type("AnotherRouter", (type_of,), {})
+    able, why = can_fuse(model)
+    assert not able and "layers of other classes" in why

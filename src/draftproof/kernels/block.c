@@ -363,18 +363,23 @@ void enlarge(const char *x, float factor, char *y, long n, int halves)
     for (; c < n; c++) store(y, c, load(x, c, halves) * factor, halves);
 }
 
+/* x [n] += other */
+static void plus_row(char *x, const char *other, long n, int halves)
+{
+    long c = 0;
+    for (; c + LANES <= n; c += LANES) store_lanes(x, c, load_lanes(x, c, halves) + load_lanes(other, c, halves), halves);
+    for (; c < n; c++) store(x, c, load(x, c, halves) + load(other, c, halves), halves);
+}
+
 /* x += what a block made in `written`, normed, and its share taken: in a loop of its own, as one would not round it before the sum. */
 static void arrive(const member *me, const run *p, const layer *l, const scale *by, long rows)
 {
     long hidden = l->o.out, bytes = size(p->halves) * hidden;
     MINE(r, rows) {
-        char *made = p->written + r * bytes, *x = p->x + r * bytes;
-        long c = 0;
+        char *made = p->written + r * bytes;
         if (by->weight) norm_of_row(made, by, made, 1, hidden, p->halves);
         if (l->share != 1) enlarge(made, l->share, made, hidden, p->halves);
-        for (; c + LANES <= hidden; c += LANES)
-            store_lanes(x, c, load_lanes(x, c, p->halves) + load_lanes(made, c, p->halves), p->halves);
-        for (; c < hidden; c++) store(x, c, load(x, c, p->halves) + load(made, c, p->halves), p->halves);
+        plus_row(p->x + r * bytes, made, hidden, p->halves);
     }
     join(me);
 }
@@ -387,13 +392,53 @@ static void give(const member *me, const run *p, const layer *l, const product *
     if (!as_is) arrive(me, p, l, by, rows);
 }
 
+/* What an MLP makes of the rows in `read` before its last product, in `inner`. */
+static void think(const member *me, const run *p, const layer *l, long rows)
+{
+    multiplied(me, &l->gate_up, p->read, p->room, p->written, rows, p->halves, 0);
+    if (l->bends) bent(me, p->written, p->inner, rows, l->down.in, l->bends, p->halves);
+    else gated(me, p->written, p->inner, rows, l->down.in, l->gate_up.out == l->down.in, l->act, p->halves);
+    join(me);
+}
+
+/* What an MLP beside experts makes of the rows in `read`, normed, aside; what the router then reads in `inner`, and experts in `read`. */
+static void stand_abreast(const member *me, const run *p, const layer *l, long rows)
+{
+    const abreast *a = l->abreast;
+    long hidden = l->o.out, bytes = size(p->halves) * hidden;
+    think(me, p, l, rows);
+    multiplied(me, &l->down, p->inner, p->room, p->aside, rows, p->halves, 0);
+    MINE(r, rows) {
+        char *x = p->x + r * bytes, *made = p->aside + r * bytes, *asked = p->inner + r * bytes;
+        norm_of_row(made, &a->of_mlp, made, 1, hidden, p->halves);
+        norm_of_row(x, &a->of_router, asked, 1, hidden, p->halves);
+        enlarge(asked, a->share, asked, hidden, p->halves);
+        norm_of_row(x, &a->before, p->read + r * bytes, 1, hidden, p->halves);
+    }
+    join(me);
+}
+
+/* What experts made in `written`, normed, and what stands aside. */
+static void come_together(const member *me, const run *p, const layer *l, long rows)
+{
+    long hidden = l->o.out, bytes = size(p->halves) * hidden;
+    MINE(r, rows) {
+        char *made = p->written + r * bytes;
+        norm_of_row(made, &l->abreast->of_experts, made, 1, hidden, p->halves);
+        plus_row(made, p->aside + r * bytes, hidden, p->halves);
+    }
+}
+
 /* x += what experts make of the rows in `read`. */
 static void consult(const member *me, const run *p, const layer *l, long rows)
 {
     const mixture *m = l->experts;
-    int as_is = !l->of_mlp.weight && l->share == 1, halves = p->halves && !m->wide;
+    int as_is = !l->of_mlp.weight && l->share == 1 && !l->abreast, halves = p->halves && !m->wide;
     const char *from = p->read;
-    if (halves != p->halves) {
+    if (l->abreast) {
+        stand_abreast(me, p, l, rows);
+        from = p->inner;
+    } else if (halves != p->halves) {
         MINE(r, rows) widen(p->read, r * m->router.in, m->router.in, 1, (float *)p->inner + r * m->router.in, m->router.in);
         join(me);
         from = p->inner;
@@ -401,6 +446,7 @@ static void consult(const member *me, const run *p, const layer *l, long rows)
     multiplied(me, &m->router, from, p->room, p->written, rows, halves, 0);
     routed(me, m, p->written, p->journey, rows, halves, p->halves);
     through_experts(me, m, p->read, p->journey, as_is ? p->x : p->written, rows, p->halves, as_is);
+    if (l->abreast) come_together(me, p, l, rows);
     if (!as_is) arrive(me, p, l, &l->of_mlp, rows);
 }
 
@@ -447,10 +493,7 @@ void through(const member *me, const run *p, const layer *l, long number)
     if (l->experts) {
         consult(me, p, l, rows);
     } else {
-        multiplied(me, &l->gate_up, p->read, p->room, p->written, rows, p->halves, 0);
-        if (l->bends) bent(me, p->written, p->inner, rows, l->down.in, l->bends, p->halves);
-        else gated(me, p->written, p->inner, rows, l->down.in, l->gate_up.out == l->down.in, l->act, p->halves);
-        join(me);
+        think(me, p, l, rows);
         give(me, p, l, &l->down, p->inner, &l->of_mlp, rows);
     }
     if (l->side) stand_by(me, p, l, number, rows);
@@ -480,8 +523,13 @@ char *equip(run *p, const layer *layers, long count)
             room = most(room, room_for(&l->side->gate, p->rows, p->halves, p->threads));
             room = most(room, room_for(&l->side->last, p->rows, p->halves, p->threads));
         }
+        if (l->abreast) {
+            written = most(written, l->gate_up.out), inner = most(inner, most(l->down.in, l->o.out));
+            room = most(room, room_for(&l->gate_up, p->rows, p->halves, p->threads));
+            room = most(room, room_for(&l->down, p->rows, p->halves, p->threads));
+        }
         experts = l->experts ? l->experts : experts;
-        aside = l->parallel ? l->o.out : aside;
+        aside = l->parallel || l->abreast ? l->o.out : aside;
     }
     long journey = experts ? journey_for(p->journey, experts, p->rows, p->halves, p->threads, 0) : 0;
     long sizes[] = {UP(p->rows * each * read, 64), UP(p->rows * each * written, 64), UP(p->rows * each * inner, 64), UP(room, 64),

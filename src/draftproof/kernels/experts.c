@@ -117,7 +117,10 @@ void routed(const member *me, const mixture *m, const void *logits, journey *j, 
         if (m->within < m->groups) keep_groups(m, worth, count);
         for (long e = 0; e < count; e++) found = ranked(worth[e], e, own, found, best, chosen);
         for (long i = 0; i < own; i++) weight[i] = law[chosen[i]], sum += weight[i];
-        for (long i = 0; i < own; i++) weight[i] = kept((m->normed ? weight[i] / (sum + m->beside) : weight[i]) * m->factor, stream && m->kept);
+        for (long i = 0; i < own; i++) {
+            float part = (m->normed ? weight[i] / (sum + m->beside) : weight[i]) * m->factor;
+            weight[i] = kept(m->scales ? part * m->scales[chosen[i]] : part, stream && m->kept);
+        }
         floats gate = {m->gated ? load(logits, at + count, halves) : 0};
         for (long i = own; i < m->chosen; i++)
             chosen[i] = count + i - own, weight[i] = m->gated ? kept(sigmoid(gate)[0], stream && m->kept) : 1;
@@ -137,7 +140,7 @@ void through_experts(const member *me, const mixture *m, const void *x, journey 
     join(me);
     multiplied_each(me, m->gate_up, &which, j->read, rows, j->room, j->written, halves);
     if (m->limit > 0) limited(me, j->written, j->inner, there, m->down->in, m->alpha, m->limit, halves);
-    else gated(me, j->written, j->inner, there, m->down->in, 0, SILU, halves);
+    else gated(me, j->written, j->inner, there, m->down->in, 0, m->act, halves);
     join(me);
     multiplied_each(me, m->down, &which, j->inner, rows, j->room, j->read, halves);
     MINE(r, rows) come_back(m, j, r, y, halves, adding);

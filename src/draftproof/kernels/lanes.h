@@ -310,17 +310,17 @@ typedef struct {
 /* The experts of a layer (Shazeer et al., arXiv 1701.06538): each row goes through `chosen` of `count`, the last `shared` of both always
  * (Dai et al., arXiv 2401.06066). router [count - shared, hidden], of which a softmax or, with by_sigmoid, sigmoids make weights, and one
  * output more, if they are gated: the sigmoid of what the shared ones weigh, else 1. gate_up and down [count] are of one shape. bias
- * [count - shared], or null: what is added for the choice alone. wide: the router's sums stay float32. normed: the weights of those
- * that a row chooses add up to 1, but for `beside`, which is added to their sum first, and are then taken times `factor`; kept: they are
- * rounded to the stream's type. A row chooses among the experts of `within` of the `groups`, of one size each, whose `leading` worthiest
- * experts add up to most (DeepSeek-V2, arXiv 2405.04434); within >= groups: among all. limit: of gates like gpt-oss's, whose gate and up
- * stand side by side; 0: of silu gates. */
+ * [count - shared], or null: what is added for the choice alone; scales [count - shared], or null: what an expert's weights are taken times
+ * last. wide: the router's sums stay float32. normed: the weights of those that a row chooses add up to 1, but for `beside`, which is added
+ * to their sum first, and are then taken times `factor`; kept: they are rounded to the stream's type. A row chooses among the experts of
+ * `within` of the `groups`, of one size each, whose `leading` worthiest experts add up to most (DeepSeek-V2, arXiv 2405.04434); within >=
+ * groups: among all. limit: of gates like gpt-oss's, whose gate and up stand side by side; 0: of gates by `act`. */
 typedef struct {
     product router;
     const product *gate_up, *down;
-    const float *bias;
+    const float *bias, *scales;
     long count, chosen, shared, groups, within, leading;
-    int by_sigmoid, wide, normed, kept, gated;
+    int by_sigmoid, wide, normed, kept, gated, act;
     float factor, alpha, limit, beside;
 } mixture;
 
@@ -440,7 +440,7 @@ typedef struct {
     int late;
 } scale;
 
-/* What an MLP makes of its gates, or of its only product; SILU of experts; SIGMOID, SOFTPLUS: of what attention's are gated by. */
+/* What an MLP makes of its gates, or of its only product; SIGMOID, SOFTPLUS: of what attention's are gated by. */
 enum { SILU, GELU_BY_TANH, GELU, RELU_SQUARED, SIGMOID, SOFTPLUS };
 
 /* What attention through a latent has beside its first product (latent.c): queries [heads, dim] of their own latent, normed, or, of out 0,
@@ -475,6 +475,13 @@ typedef struct {
     scale of_side;
 } side;
 
+/* Norms of a layer whose MLP stands beside its experts (Gemma 4's): norm(mlp; of_mlp) + norm(experts; of_experts) is what both make. The MLP
+ * reads the stream by the layer's norm after attention, experts by `before`, and the router norm(x; of_router) times `share`. */
+typedef struct {
+    scale of_router, before, of_experts, of_mlp;
+    float share;
+} abreast;
+
 /* A layer of Llama's block: norms before attention and before the MLP, of what either adds to the stream, and of heads, [heads + kv_heads,
  * dim], each by itself or, as_one, all queries and all keys. of_stream: the layer reads norm(beside; before) and norm(x; of_stream),
  * side by side (EAGLE-3); normed: x itself goes on as the latter. What is added is taken times `share`. sinks [heads], or null. Of a
@@ -498,6 +505,7 @@ typedef struct {
     long openings; /* of what attention gives so many equal parts are taken times that of what `qkv` makes behind values */
     const recurrence *recurrence; /* in place of attention, or null */
     const side *side; /* or null */
+    const abreast *abreast; /* or null; else gate_up and down stand beside `experts` */
     float factor; /* what the stream leaves with is taken times it, or 0: it is not */
     int borrows, values_normed; /* keys and values are another layer's, in the storage; values are normed as heads are */
 } layer;
@@ -517,7 +525,7 @@ typedef struct {
     const int64_t *keep;
     long kept, last;
     journey *journey; /* of layers with experts, which are all of one shape */
-    char *aside; /* what parallel MLPs will read */
+    char *aside; /* what parallel MLPs will read, or what those beside experts made */
     const char *sides; /* [rows, layers, n], for layers with a `side`, or null */
     long side_stride; /* bytes of a row of it */
     const int64_t *row_of; /* [rows]: which of them is a row's, or null: its own */

@@ -6,7 +6,7 @@ transformers multiplies with slices of one large tensor by functions whose bits 
 chosen slices first; rows of a pass then feel each other, and a router that sits on the edge turns that into another text. Here each expert
 is two layers of the form that all linear layers have, and a row's sum has an order of its own.
 
-Where a gate is silu's or gpt-oss's, all of that is one call (kernels/experts.c); what other families do stays their own code.
+Where a gate is one of an MLP's or gpt-oss's, all of that is one call (kernels/experts.c); what other families do stays their own code.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
-from transformers.activations import SiLUActivation
+from transformers.activations import ACT2FN, GELUActivation, NewGELUActivation, ReLUSquaredActivation, SiLUActivation
 
 from .. import native
 from ..mixtures import Mixture, Products, mix, multiply_each
@@ -28,13 +28,18 @@ from .placeholder import Placeholder
 from .target import ExpertFacts
 
 SILU = (nn.SiLU, SiLUActivation)
+ACTS = {**dict.fromkeys(SILU, native.SILU), type(ACT2FN["gelu_pytorch_tanh"]): native.GELU_BY_TANH,    # those of kernels of ours
+        NewGELUActivation: native.GELU_BY_TANH, GELUActivation: native.GELU, ReLUSquaredActivation: native.RELU_SQUARED}
 COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")            # as configurations name them
 ROUTER = re.compile("Router|Gat(?:e|ing)$")      # in transformers' names of classes
 CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts", "moe_top_k")
 
 
-def is_silu(act: Any) -> bool:
-    return type(act) in SILU or act is nn.functional.silu
+def act_of(experts: Any) -> int | None:
+    """By which kernel of ours they take gates, if these stand in front of ups and are what `act_fn` makes of them."""
+    if not experts.has_gate or type(experts)._apply_gate.__module__ != "transformers.integrations.moe":
+        return None
+    return native.SILU if experts.act_fn is nn.functional.silu else ACTS.get(type(experts.act_fn))
 
 
 def are_experts(module: nn.Module) -> bool:
@@ -58,15 +63,14 @@ class Experts(nn.Module):
             layers.extend(form(weights[side], None) for weights in shared)
         self.shared = len(shared)
         self.like = like
-        gate = type(like)._apply_gate
-        plain = like.has_gate and gate.__module__ == "transformers.integrations.moe" and is_silu(like.act_fn)
-        self._limits = None if plain else limits_of(like)
+        self._act = act_of(like)
+        self._limits = limits_of(like) if self._act is None else None
         self._products: tuple[Products, Products] | None = None
         self._mixtures: dict[int, Mixture] = {}
         if all(isinstance(layer, StreamedLinear) for layer in (*self.first, *self.down)):
             self._products = _products_of(self.first), _products_of(self.down)
         self._normed: bool = getattr(like, "has_post_expert_norm", False)                       # unknown to transformers 5.17
-        self.compiled = (plain or self._limits is not None) and self._products is not None and not self._normed
+        self.compiled = (self._act is not None or self._limits is not None) and self._products is not None and not self._normed
 
     @staticmethod
     def _layers(like: Any, name: str, form: Linear) -> nn.ModuleList:
@@ -91,7 +95,7 @@ class Experts(nn.Module):
     def mixture(self, each: int, *route: Any) -> Mixture:
         """For `mix`, where rows choose so many; route: what `Mixture.of` takes for `route`."""
         assert self._products is not None
-        return Mixture.of(*self._products, each, self._limits, *route)
+        return Mixture.of(*self._products, each, self._limits, self._act or native.SILU, *route)
 
     def routed(self) -> tuple[nn.ModuleList, nn.ModuleList]:
         """The layers of those that rows choose."""

@@ -3,9 +3,9 @@
     x ← x + share · norm(o(attention(turn(norm(qkv(norm(x)))))))        x ← x + share · norm(mlp(norm(x)))
 
 Any of the norms may be missing, the MLP may have no gate, latents may stand before queries, keys and values (latent.py), and in place of
-attention a recurrent state (state_layers.py); a layer may add what stands beside its rows, and read another's keys (sides.py). Everything
-that a module tells itself is read from it: sizes, windows, sinks, soft caps, whether norms are centred, whether heads are normed one by one
-or as one, how much of a head is turned, the share of what a block adds. Here stands the rest.
+attention a recurrent state (state_layers.py); a layer may add what stands beside its rows, read another's keys, and have experts beside its
+MLP (sides.py). Everything that a module tells itself is read from it: sizes, windows, sinks, soft caps, whether norms are centred, whether
+heads are normed one by one or as one, how much of a head is turned, the share of what a block adds. Here stands the rest.
 """
 
 from __future__ import annotations
@@ -15,17 +15,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from transformers.activations import ACT2FN, GELUActivation, NewGELUActivation, ReLUSquaredActivation
 
 from .. import native
 from ..mixtures import Routing
-from .experts import SILU
 from .ropes import rope_of, rotary_of
 from .routed import comes_apart, router_of, scoring
 from .shares import bare
 
-ACTS = {**dict.fromkeys(SILU, native.SILU), type(ACT2FN["gelu_pytorch_tanh"]): native.GELU_BY_TANH,    # those of kernels of ours
-        NewGELUActivation: native.GELU_BY_TANH, GELUActivation: native.GELU, ReLUSquaredActivation: native.RELU_SQUARED}
 OUT, UP = ("o_proj", "dense", "out_proj"), ("up_proj", "c_fc", "fc1", "w3", "dense_h_to_4h")      # what families call these products,
 DOWN = ("down_proj", "c_proj", "fc2", "output_linear", "w2", "dense_4h_to_h")
 GATES = ("gate_proj", "gate_up_proj", "input_linear", "w1", "experts")      # and where an MLP has gates
@@ -33,12 +29,13 @@ LAST_NORM = ("norm", "final_layernorm", "embedding_norm", "final_layer_norm")
 OLMO_EPS = 1e-5     # which its norms do not tell
 LINEARS = ("q_proj", "k_proj", "v_proj", "g_proj", "gate_proj", "qkv_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj",
            "query_key_value")
-ROUTERS = ("TopKRouter", "TopkRouter", "TokenChoiceRouter", "Gate")      # endings of classes' names
+ROUTERS = ("TopKRouter", "TopkRouter", "TokenChoiceRouter", "TextRouter", "Gate")      # endings of classes' names
 OPENING = ("g_proj", "gate_proj")     # and what makes gates of what attention gives
 LOOKING_BACK = ("Attention", "TextAttention", "GatedDeltaNet", "Mixer", "MambaLayer", "ShortConv")      # endings of classes' names
 STATES = ("linear_attn", "mamba", "conv")   # parts of layers that have a recurrent state,
 STATE_LINEARS = ("in_proj", "in_proj_qkv", "in_proj_b", "in_proj_a", "in_proj_z", "in_proj_qkvz", "in_proj_ba")    # and their products
 SIDES = ("per_layer_input_gate", "per_layer_projection", "post_per_layer_input_norm")      # parts of what a layer adds last
+ABREAST = ("pre_feedforward_layernorm_2", "post_feedforward_layernorm_2", "post_feedforward_layernorm_1")  # of experts, of an MLP
 LATENT_NORMS = ("q_a_layernorm", "kv_a_layernorm")
 ON_ANY_DEVICE = {"llama", "mistral", "ministral", "qwen2", "qwen3"}     # others have kernels of ours on a CPU alone
 
@@ -136,6 +133,10 @@ class Family(NamedTuple):
         experts = getattr(layer, "block_sparse_moe", None)
         return getattr(layer, self.mlp) if experts is None else experts
 
+    def mixture_of(self, layer: Any) -> Any:
+        """The part of a layer that has experts: its MLP or, where these stand beside one (Gemma 4's), all of it; None: it has none."""
+        return next((part for part in (self.mlp_of(layer), layer) if hasattr(part, "experts")), None)
+
     def norms_of(self, layer: Any) -> list[Any]:
         """A layer's, in the order of `Norms`; None: there is none."""
         found = [name and getattr(layer, name, None) for name in self.norms]
@@ -175,7 +176,7 @@ FAMILIES = {
     "gemma": Family("Gemma", late=True, from_one=True),
     "gemma2": Family("Gemma2", AROUND, late=True, from_one=True),
     "gemma3_text": Family("Gemma3", AROUND, "gemma3", late=True, from_one=True),
-    "gemma4_text": Family("Gemma4", AROUND, "gemma4", late=True),
+    "gemma4_text": Family("Gemma4", AROUND, "gemma4", late=True, routing=lambda block: Routing()),
     "glm": Family("Glm", adjoining=True),
     "glm4": Family("Glm4", AROUND_IN_GLM, adjoining=True),
     "glm4_moe": Family("Glm4Moe", routing=_by_sigmoid),
@@ -315,26 +316,15 @@ def _strange(model: Any, family: Family, name: str) -> Iterator[str]:
                  if name and not isinstance(getattr(layer, name, None), nn.Identity)]
         norms += _there(attention, *family.head_norms, "v_norm", *LATENT_NORMS)
         linears = [*_there(attention, *LINEARS, *STATE_LINEARS), *_there(layer, *SIDES[:2]), bare(part_of(attention, OUT))]
-        norms += _there(layer, *SIDES[2:])
-        if hasattr(mlp, "experts"):
-            router = router_of(mlp)
-            if not (exact(mlp, "SparseMoeBlock", "SparseMoEBlock", "MoE", "Moe", "MLP") and exact(router, *ROUTERS)
-                    and exact(mlp.experts, "Experts")):
-                yield others
-            if getattr(router, "router_logit_softcapping", 0):
-                yield "a router whose logits are capped"
-            if not _are_enough(family.routing(mlp), router):
-                yield "groups that have fewer experts than a row chooses"
-            if not comes_apart(mlp, layer):
-                yield "an expert for all rows that is no multiple of the others"
-        else:
+        norms += _there(layer, *SIDES[2:], *ABREAST)
+        if (block := family.mixture_of(layer)) is not None:
+            yield from _strange_mixture(block, layer, family, exact)
+        if block is not mlp:
             linears += [*_there(mlp, *GATES, *UP), bare(part_of(mlp, DOWN))]
             if not exact(mlp, "MLP", "TextMLP"):
                 yield others
         if not all(map(known, norms)) or not all(type(linear) is nn.Linear for linear in linears):
             yield others
-        if getattr(layer, "enable_moe_block", False):
-            yield "experts beside an MLP"
         if getattr(attention, "v_proj", None) is not None and attention.k_proj.out_features != attention.v_proj.out_features:
             yield "keys and values of different sizes"
         if getattr(model.config, "clip_qkv", None) is not None:
@@ -343,6 +333,21 @@ def _strange(model: Any, family: Family, name: str) -> Iterator[str]:
             yield from _strange_state(attention, exact)
         elif rope_of(body, number).numbers > (attention.qk_rope_head_dim if has_latent(attention) else head_dim_of(attention)):
             yield "rotary positions of more than a head"
+
+
+def _strange_mixture(block: Any, layer: Any, family: Family, exact: Callable[..., bool]) -> Iterator[str]:
+    """Of what `Family.mixture_of` finds."""
+    router, beside = router_of(block), block is layer
+    kinds = ("DecoderLayer", "TextDecoderLayer") if beside else ("SparseMoeBlock", "SparseMoEBlock", "MoE", "Moe", "MLP")
+    if not (exact(block, *kinds) and exact(router, *ROUTERS)
+            and exact(block.experts, "Experts", "TextExperts") and (scoring(router) is router or type(scoring(router)) is nn.Linear)):
+        yield f"layers of other classes than {type(layer).__module__} ships"
+    if getattr(router, "router_logit_softcapping", 0):
+        yield "a router whose logits are capped"
+    if not _are_enough(family.routing(block), router):
+        yield "groups that have fewer experts than a row chooses"
+    if not comes_apart(block, layer):
+        yield "an expert for all rows that is no multiple of the others"
 
 
 def _strange_state(part: Any, exact: Callable[..., bool]) -> Iterator[str]:

@@ -23,8 +23,8 @@ from .. import llama, native
 from .attention import attend, compiled
 from .between import Between, bends_of, row_norm, tiled_norm, turn
 from .cache import PagePool
+from .experts import ACTS
 from .families import (
-    ACTS,
     DOWN,
     FAMILIES,
     GATES,
@@ -43,7 +43,7 @@ from .passes import Pass
 from .ropes import Rope, behind, cos_and_sin, halves_apart, rope_of, stretch
 from .routed import Routed
 from .shares import bare, kept
-from .sides import lender_of
+from .sides import Abreast, lender_of
 from .tiled import InTiles
 
 
@@ -71,8 +71,11 @@ class FusedLayer(nn.Module):
         self.dtype, device = (getattr(bare(out).weight, name) for name in ("dtype", "device"))
         self._take(attention, linear, family, rope)
         self.o = kept(out, linear)
-        self.routed = Routed(mlp, linear, family.routing(mlp), layer) if hasattr(mlp, "experts") else None
-        if self.routed is None:
+        block = family.mixture_of(layer)
+        self.routed = None if block is None else Routed(block, linear, family.routing(block), layer)
+        self.abreast = Abreast(layer, family) if block is layer else None
+        self.dense = block is not mlp   # it has an MLP, perhaps beside experts
+        if self.dense:
             self.gate_up, self.down = linear(*gate_up_of(mlp)), kept(down, linear)
         named: Any = part_of(mlp, ("act_fn", "activation_fn", "act", "activation"))
         self.act: Any = self.routed.act_fn if self.routed else nn.SiLU() if named is None else named
@@ -168,7 +171,7 @@ class FusedLayer(nn.Module):
     def _parts(self) -> list[Any]:
         """Its products but for those of experts."""
         beside = () if self.side_norm is None else (self.side_gate, self.side_last)
-        return [self.qkv, self.o, *([self.gate_up, self.down] if self.routed is None else ()), *beside]
+        return [self.qkv, self.o, *([self.gate_up, self.down] if self.dense else ()), *beside]
 
     def run(self, x: Tensor, angles: Tensor, p: Pass, pool: PagePool) -> Tensor:
         """x [rows, hidden], which is overwritten; angles [rows, 2 ropes, n], of each cos, and sin, negative in its first half
@@ -180,7 +183,10 @@ class FusedLayer(nn.Module):
         aside = self._norm(x, *after) if self.parallel else None
         x = self._add(x, to_out(out), of_attention)
         h = aside if aside is not None else x if after is None else self._norm(x, *after)
-        x = self._add(x, mlp[1](self._gate(mlp[0](h))) if self.routed is None else self.routed(h), of_mlp)
+        made = mlp[1](self._gate(mlp[0](h))) if self.dense else h
+        if self.routed is not None:
+            made = self.routed(h) if self.abreast is None else self.abreast(x, made, self.routed, self._norm)
+        x = self._add(x, made, of_mlp)
         if self.side_norm is not None:
             assert p.sides is not None
             gate = self.side_gate(x)
@@ -239,7 +245,7 @@ class FusedLayer(nn.Module):
     def streamed(self) -> list[StreamedLinear]:
         """Its products but for those of experts, if the block runs through our kernels alone; else none."""
         found = [part for part in self._parts() if isinstance(part, StreamedLinear)]
-        behind = self.gates if self.routed is None else self.routed.compiled
+        behind = (self.gates or not self.dense) and (self.routed is None or self.routed.compiled)
         return found if self.ours and behind and len(found) == len(self._parts()) else []
 
     def tile(self) -> int:
@@ -256,23 +262,23 @@ class FusedLayer(nn.Module):
         norms = (before, after, of_attention, of_mlp,
                  self.head_norm is not None and (self.head_norm, self.head_eps, *self.head_bias), None)
         scales = (scale_of(norm, self.dtype) if norm else native.Scale() for norm in norms)
-        products = [part.product for part in self.streamed()[: 4 if self.routed is None else 2]]
-        if self.routed is not None:
+        products = [part.product for part in self.streamed()[: 4 if self.dense else 2]]
+        if not self.dense:
             products += [native.Product(), native.Product()]
         return llama.Layer(
             *products, *scales, self.scaling, self.share, self.heads, self.kv_heads, self.head_dim, self.turned, self.rope.number,
             self.window or 0, self.as_one, 0, self.kind, native.address_of(self.sinks), keys, values,
             None if self.routed is None else self.routed.address(), None, self.cap or 0, self.turned_first, self.parallel,
             self.stretch is not None, self.opened_by, native.address_of(self.bends), self.openings,
-            None, None if self._side is None else ctypes.addressof(self._side), self.factor, self.borrowed is not None, self.values_normed)
+            None, *(None if struct is None else ctypes.addressof(struct) for struct in self._structs), self.factor,
+            self.borrowed is not None, self.values_normed)
 
     @cached_property
-    def _side(self) -> llama.Side | None:
-        """Made once, as every pass over the layers reads it where it lies."""
-        if self.side_norm is None:
-            return None
-        gate, last = (part.product for part in (self.side_gate, self.side_last))
-        return llama.Side(gate, last, scale_of(self.side_norm, self.dtype))
+    def _structs(self) -> tuple[ctypes.Structure | None, ctypes.Structure | None]:
+        """What it adds last, and norms of experts beside an MLP. Made once, as every pass over the layers reads them where they lie."""
+        side = None if self.side_norm is None else llama.Side(
+            self.side_gate.product, self.side_last.product, scale_of(self.side_norm, self.dtype))
+        return side, None if self.abreast is None else self.abreast.struct(self.dtype)
 
     def _storage(self, pool: PagePool) -> tuple[int, int]:
         """Where its keys and values are."""

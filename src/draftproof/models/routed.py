@@ -29,15 +29,16 @@ class Routed(nn.Module):
         self.experts = Experts(block.experts, form, list(_shared(block, shared_of(block, layer))))
         gate = getattr(block, "shared_expert_gate", None)
         self.routing = routing._replace(shared=self.experts.shared, gated=gate is not None)
-        self.each: int = router.top_k + self.experts.shared
-        weight = scoring(router).weight.detach() if gate is None else torch.cat([scoring(router).weight.detach(), gate.weight.detach()])
+        self.each: int = chosen_by(router) + self.experts.shared
+        weight, scales = scoring(router).weight.detach(), getattr(router, "per_expert_scale", None)
+        weight = weight if gate is None else torch.cat([weight, gate.weight.detach()])
         self.router = _form(weight, getattr(scoring(router), "bias", None), form is HeldLinear, routing.wide)
-        self.bias = None if bias is None else bias.detach().float().reshape(-1).contiguous()
+        self.bias, self.scales = (None if each is None else each.detach().float().reshape(-1).contiguous() for each in (bias, scales))
         self.act_fn: Any = getattr(block.experts, "act_fn", None)
         self.inner = self.experts.down[0].in_features
         self._mixture: Mixture | None = None
         if self.experts.compiled and isinstance(self.router, StreamedLinear):
-            self._mixture = self.experts.mixture(self.each, self.routing, self.router.product, self.bias)
+            self._mixture = self.experts.mixture(self.each, self.routing, self.router.product, self.bias, self.scales)
         self.compiled = self._mixture is not None
 
     def address(self) -> int:
@@ -45,9 +46,10 @@ class Routed(nn.Module):
         assert self._mixture is not None
         return ctypes.addressof(self._mixture)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """x [rows, hidden] → [rows, hidden]."""
-        logits = self.router(x.float() if self.routing.wide else x)
+    def forward(self, x: Tensor, asked: Tensor | None = None) -> Tensor:
+        """x [rows, hidden] → [rows, hidden]; asked: what the router reads, if it is not x."""
+        asked = x if asked is None else asked
+        logits = self.router(asked.float() if self.routing.wide else asked)
         if self._mixture is not None and x.dtype in native.TYPES:
             return mix(self._mixture, x, *route(self._mixture, logits, x.dtype))
         return self.experts(x, *self.choose(logits, x.dtype))               # type: ignore[no-any-return]
@@ -62,6 +64,7 @@ class Routed(nn.Module):
         chosen = worth.sort(stable=True, dim=-1, descending=True).indices[:, : self.each - shared]
         weights = law.gather(1, chosen)
         weights = (weights / (weights.sum(-1, keepdim=True) + how.beside) if how.normed else weights) * how.factor
+        weights = weights if self.scales is None else weights * self.scales[chosen]
         always = torch.arange(shared, device=logits.device) + own.shape[1]
         gates = gate.sigmoid() if how.gated else gate.new_ones(len(gate), 1)
         weights = torch.cat([weights, gates.expand(-1, shared)], 1)
@@ -83,8 +86,14 @@ def router_of(block: Any) -> Any:
 
 
 def scoring(router: Any) -> Any:
-    """The part of a router that has its weight (Hunyuan's, Trinity's), or the router itself."""
-    return next((part for name in ("wg", "gate") if (part := getattr(router, name, None)) is not None), router)
+    """The part of a router that has its weight (Gemma 4's, Hunyuan's, Trinity's), or the router itself."""
+    return next((part for name in ("proj", "wg", "gate") if (part := getattr(router, name, None)) is not None), router)
+
+
+def chosen_by(router: Any) -> int:
+    """How many experts a row chooses."""
+    found: int | None = getattr(router, "top_k", None)
+    return int(router.config.top_k_experts) if found is None else found
 
 
 def bias_of(block: Any) -> Tensor | None:

@@ -1,18 +1,24 @@
-"""What Gemma 4 adds to Llama's block: an embedding of each layer's own, and layers that read the keys and values of another.
+"""What Gemma 4 adds to Llama's block: an embedding of each layer's own, layers that read the keys and values of another, and experts
+beside an MLP.
 
     side = (norm(project(x₀) · H^−½) + table(ids)) · 2^−½        [rows, layers, n], of the embedded rows x₀
     x ← x + norm(last(act(gate(x)) · side)), the last thing that a layer adds
 
-See `Gemma4TextModel.project_per_layer_inputs` in transformers.
+    x ← x + norm(norm(mlp(norm(x))) + norm(experts(norm(x)))), chosen by a router that reads norm(x) · H^−½
+
+See `Gemma4TextModel.project_per_layer_inputs` and `Gemma4TextDecoderLayer` in transformers.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from .families import FAMILIES, norm_of
+from .. import llama, native
+from .families import ABREAST, FAMILIES, Family, norm_of
+from .routed import Routed
 
 
 class Sides:
@@ -28,6 +34,25 @@ class Sides:
         normed: Tensor = norm(projected.view(-1, self.size), *self.norm).view_as(own)
         found: Tensor = (normed + own) * body.per_layer_input_scale
         return found.view(len(ids), self.layers, self.size)
+
+
+class Abreast:
+    """Norms of a layer whose MLP stands beside its experts."""
+
+    def __init__(self, layer: Any, family: Family) -> None:
+        self.before, self.of_experts, self.of_mlp = (norm_of(getattr(layer, name), family) for name in ABREAST)
+        self.of_router, self.share = (layer.router.scale.detach(), layer.router.eps), float(layer.router.scalar_root_size)
+
+    def __call__(self, x: Tensor, made: Tensor, experts: Routed, norm: Any) -> Tensor:
+        """What both make [rows, hidden]. x: the stream; made: by the MLP; norm: the pass's own."""
+        found = experts(norm(x, *self.before), norm(x, *self.of_router) * self.share)
+        both: Tensor = norm(found, *self.of_experts) + norm(made, *self.of_mlp)
+        return both
+
+    def struct(self, dtype: torch.dtype) -> llama.Abreast:
+        """For kernels/block.c; its parts are this object's."""
+        norms = (self.of_router, self.before, self.of_experts, self.of_mlp)
+        return llama.Abreast(*(native.Scale.of(norm[0], norm[1], dtype) for norm in norms), self.share)
 
 
 def lender_of(attention: Any) -> int:
