@@ -16,7 +16,8 @@ from .levels import LevelExperts, Levels, LevelWeight, alike
 ONE = re.compile(r"^(.*\bexperts)\.(\d+)\.(\w+)$")         # an expert's layer: where its collection is, its number, its name
 PARTS = {"gate_proj": ("gate_up_proj", 0), "w1": ("gate_up_proj", 0), "up_proj": ("gate_up_proj", 1), "w3": ("gate_up_proj", 1),
          "down_proj": ("down_proj", 0), "w2": ("down_proj", 0), "gate_up_proj": ("gate_up_proj", 0)}    # of which tensor they become which
-OTHERWISE = {"block_sparse_moe": "mlp"}                    # names of files that transformers changes
+OTHERWISE = {"block_sparse_moe": "mlp"}                    # names of files that transformers changes,
+WITHOUT = ("model", "language_model", "moe")               # and parts of names that one of both has
 
 
 class Gathered:
@@ -54,11 +55,14 @@ class Gathered:
         return made
 
     def others(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor, list[Levels]]]:
-        """Ordinary weights by their names in files or, of experts whose weights lie together there, in the model; and what they were."""
+        """Ordinary weights by their names in the model, of which all experts are there, or else in files; and what they were."""
         for (place, kind), found in self._found.items():
-            if self._turned(place):
-                levels = [levels for _, (_, levels) in sorted(found.items())]
-                yield f"{place}.{kind}", torch.stack([one.values().to(dtype).t() for one in levels]), levels
+            shape, levels = getattr(self._collections[place], kind).shape, [levels for _, (_, levels) in sorted(found.items())]
+            parts = len(levels) // shape[0]
+            if sum(one.shape[0] for one in levels) == shape[0] * shape[2 if self._turned(place) else 1]:
+                values = [torch.cat([one.values().to(dtype) for one in levels[first : first + parts]])
+                          for first in range(0, len(levels), parts)]
+                yield f"{place}.{kind}", torch.stack([one.t() for one in values] if self._turned(place) else values), levels
             else:
                 yield from ((f"{name}.weight", levels.values().to(dtype), [levels]) for name, levels in found.values())
 
@@ -68,4 +72,4 @@ class Gathered:
 
 def path_of(name: str) -> tuple[str, ...]:
     """What a model and its files call alike: models lie in one another, and some of their parts have two names."""
-    return tuple(OTHERWISE.get(part, part) for part in name.split(".") if part not in ("model", "language_model"))
+    return tuple(OTHERWISE.get(part, part) for part in name.split(".") if part not in WITHOUT)
