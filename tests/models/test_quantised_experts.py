@@ -166,11 +166,18 @@ def test_without_packing_they_are_joined_as_transformers_joins_them(tmp_path: Pa
     assert off(logits(tmp_path / "packed", packed=False), expected) < 1e-4
 
 
-@pytest.mark.parametrize("place", ["experts", "moe.experts"])
+@pytest.mark.parametrize("place", ["experts", "moe.experts", "of one that sees"])
 def test_experts_that_transformers_does_not_join(tmp_path: Path, place: str) -> None:
     """Those of Gemma 4 are published one by one, some below a name that its model has not; without kernels they were missing."""
     weights = publish(source(tmp_path / "source", "gemma4_text"), tmp_path / "packed", AWQ, packings.awq, BUT_ROUTERS)
-    held = {name.replace("experts", place): weight for name, weight in load_file(tmp_path / "packed" / "model.safetensors").items()}
+    file, old, new = tmp_path / "packed" / "config.json", "experts", place
+    if place == "of one that sees":
+        text, (old, new) = json.loads(file.read_text()), ("model.", "model.language_model.")
+        file.write_text(json.dumps({"model_type": "gemma4", "quantization_config": text.pop("quantization_config"), "text_config": text}))
+    held = {name.replace(old, new): weight for name, weight in load_file(tmp_path / "packed" / "model.safetensors").items()}
     save_file(held, tmp_path / "packed" / "model.safetensors", {"format": "pt"})
     expected = logits(ordinary(tmp_path / "source", tmp_path / "ordinary", put_together(weights)), packed=False)
     assert off(logits(tmp_path / "packed", packed=False), expected) < 1e-4
+    if native.available()[0]:
+        facts = load_target(tmp_path / "packed", LoadConfig(dtype="float32", self_test=False)).facts
+        assert "ordinary" not in facts.reasons["checkpoint"] and facts.reasons["forward pass"].startswith("fused"), facts.reasons

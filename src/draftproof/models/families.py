@@ -177,6 +177,7 @@ FAMILIES = {
     "gemma2": Family("Gemma2", AROUND, late=True, from_one=True),
     "gemma3_text": Family("Gemma3", AROUND, "gemma3", late=True, from_one=True),
     "gemma4_text": Family("Gemma4", AROUND, "gemma4", late=True, routing=lambda block: Routing()),
+    "gemma4_unified_text": Family("Gemma4Unified", AROUND, "gemma4_unified", late=True),
     "glm": Family("Glm", adjoining=True),
     "glm4": Family("Glm4", AROUND_IN_GLM, adjoining=True),
     "glm4_moe": Family("Glm4Moe", routing=_by_sigmoid),

@@ -20,7 +20,7 @@ from . import quantised, rows
 from .between import compare, compiled_between
 from .cropped import CroppedTarget
 from .experts import experts_of, packed_bytes, routers, take_experts
-from .families import can_fuse, has_latent, has_state
+from .families import FAMILIES, can_fuse, has_latent, has_state
 from .folder import check_size, check_weights, context_of, defaults_of, end_ids, read_config, read_tokenizer, saved_dtype, unread, why_not
 from .forms import beside_levels, form_of, keeps
 from .fused import FusedLayer, fuse
@@ -82,14 +82,29 @@ def load_part(path: str | Path, config: LoadConfig, fused: bool, ranks: Ranks | 
         _keep_memory(reasons)
     dtype = _dtype(config, saved, device, reasons)
     _set_threads(config, reasons)
-    model = _load_model(path, config, model_config, dtype, device, ranks, reasons).to(device).eval()
+    model = text_part(_load_model(path, config, model_config, dtype, device, ranks, reasons), reasons).to(device).eval()
     return _made(model, str(path), config, read_tokenizer(path, config, reasons), saved, fused, reasons)
 
 
 def as_target(model: Any, config: LoadConfig | None = None, name: str = "a model in memory") -> Target:
     """The same of a transformers model where it lies, in its own type. Its layers are replaced: from then on it is the target's."""
     config, reasons = config or LoadConfig(), {"device": "where the model is", "dtype": "the model's own"}
-    return _tested(_made(model.eval(), name, config, None, model.dtype, True, reasons), config)
+    return _tested(_made(text_part(model, reasons).eval(), name, config, None, model.dtype, True, reasons), config)
+
+
+def text_part(model: Any, reasons: dict[str, str]) -> Any:
+    """The language model inside of one that reads images or sounds, too, if its block is known; else the model itself."""
+    inner, text = getattr(getattr(model, "model", None), "language_model", None), model.config.get_text_config()
+    if inner is None or text.model_type not in FAMILIES:
+        return model
+    with torch.device("meta"):
+        found = AutoModelForCausalLM.from_config(text)
+    if type(found.model) is not type(inner):
+        return model
+    reasons["language model"] = f"the one inside of {type(model).__name__}: images and sounds are not read"
+    found.set_output_embeddings(model.get_output_embeddings())
+    found.model, found.config, found.generation_config = inner, inner.config, model.generation_config
+    return found
 
 
 def _made(model: Any, name: str, config: LoadConfig, tokenizer: Tokenizer | None, saved: torch.dtype, fused: bool,
