@@ -340,6 +340,7 @@ def test_opened_weights_wait_in_the_type_of_the_model(tmp_path: Path, monkeypatc
 
 @pytest.mark.parametrize("family,more", [
     ("gemma3", {"head_dim": 32, "sliding_window": 24, "query_pre_attn_scalar": 32}),
+    ("mistral3", {"model_type": "mistral", "head_dim": 32, "sliding_window": None}),
     ("qwen3_5", {"head_dim": 32, "layer_types": ["linear_attention", "linear_attention", "full_attention"], "linear_num_value_heads": 4,
                  "linear_num_key_heads": 2, "linear_key_head_dim": 32, "linear_value_head_dim": 32}),
 ])

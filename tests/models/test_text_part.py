@@ -25,6 +25,9 @@ INSIDE: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "gemma4 with experts": ("gemma4", {**SIX, **MIXED, "num_kv_shared_layers": 0, "hidden_size_per_layer_input": 0}, SEEING),
     "gemma4_unified": ("gemma4_unified", {"head_dim": 16, "global_head_dim": 32, "sliding_window": 24, "attention_k_eq_v": True,
                                           "num_global_key_value_heads": 1}, UNIFIED),
+    "internvl": ("internvl", {"model_type": "qwen3", "head_dim": 16}, {**SEEING, "image_size": [28, 28], "patch_size": [14, 14]}),
+    "llava": ("llava", {"model_type": "llama"}, {**SEEING, "model_type": "clip_vision_model"}),
+    "mistral3": ("mistral3", {"model_type": "mistral", "head_dim": 16, "sliding_window": None}, SEEING),
 }
 CONFIG = LoadConfig(dtype="float32", page_tokens=16, self_test=False)
 

@@ -15,7 +15,7 @@ import transformers
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError, safe_open
-from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, GenerationConfig, PreTrainedConfig
 from transformers.utils import cached_file
 
 from ..config import LoadConfig
@@ -27,6 +27,7 @@ LEAST_CONTEXT = 2  # a prompt and what follows it
 MISSING = 2  # times as many numbers in a model as in its files: beyond what any form of saving leaves out
 METHODS = ("awq", "gptq", "compressed-tensors", "fp8", "modelopt", "mxfp4")      # ways to quantise that quantised.py reads
 INSTEAD = "load the model that it was made of, or serve --engine vllm"
+SEEING = ("internvl", "llava", "mistral3")  # models that see, around a language model that reads texts as it does alone
 SAVED = (torch.bfloat16, torch.float16, torch.float32)  # types of weights that a whole model may be loaded in
 
 
@@ -53,6 +54,11 @@ def _strange_kind(path: str | Path) -> str | None:
         return None
     kind = told.get("model_type")
     return None if kind is None or kind in CONFIG_MAPPING or "auto_map" in told else str(kind)
+
+
+def auto_class(model_config: Any) -> Any:
+    """transformers' of the model that a configuration describes."""
+    return AutoModelForImageTextToText if model_config.model_type in SEEING else AutoModelForCausalLM
 
 
 def read_config(path: str | Path, config: LoadConfig) -> Any:
@@ -161,7 +167,7 @@ def check_size(path: str | Path, model_config: Any, trust_remote_code: bool) -> 
             with safe_open(file, "pt") as opened:
                 held += sum(prod(opened.get_slice(name).get_shape()) for name in opened.keys())
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(deepcopy(model_config), trust_remote_code=trust_remote_code)
+            model = auto_class(model_config).from_config(deepcopy(model_config), trust_remote_code=trust_remote_code)
     except Exception:  # the load itself says what is wrong
         return
     described = sum(weight.numel() for weight in model.parameters())

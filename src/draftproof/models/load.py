@@ -21,7 +21,20 @@ from .between import compare, compiled_between
 from .cropped import CroppedTarget
 from .experts import experts_of, packed_bytes, routers, take_experts
 from .families import FAMILIES, can_fuse, has_latent, has_state
-from .folder import check_size, check_weights, context_of, defaults_of, end_ids, read_config, read_tokenizer, saved_dtype, unread, why_not
+from .folder import (
+    SEEING,
+    auto_class,
+    check_size,
+    check_weights,
+    context_of,
+    defaults_of,
+    end_ids,
+    read_config,
+    read_tokenizer,
+    saved_dtype,
+    unread,
+    why_not,
+)
 from .forms import beside_levels, form_of, keeps
 from .fused import FusedLayer, fuse
 from .fused_pass import FusedPass
@@ -93,9 +106,9 @@ def as_target(model: Any, config: LoadConfig | None = None, name: str = "a model
 
 
 def text_part(model: Any, reasons: dict[str, str]) -> Any:
-    """The language model inside of one that reads images or sounds, too, if its block is known; else the model itself."""
+    """The language model inside of one that reads images or sounds, too, where its block is known or that one is SEEING; else all of it."""
     inner, text = getattr(getattr(model, "model", None), "language_model", None), model.config.get_text_config()
-    if inner is None or text.model_type not in FAMILIES:
+    if inner is None or text.model_type not in FAMILIES and model.config.model_type not in SEEING:
         return model
     with torch.device("meta"):
         found = AutoModelForCausalLM.from_config(text)
@@ -209,7 +222,7 @@ def _load_model(path: str | Path, config: LoadConfig, model_config: Any, dtype: 
             model, info, reasons["checkpoint"] = quantised.load(str(path), model_config, told, dtype, device, keeps(config, dtype, device),
                                                                 config.trust_remote_code)
         else:
-            model, info = AutoModelForCausalLM.from_pretrained(
+            model, info = auto_class(model_config).from_pretrained(
                 str(path),
                 config=model_config,
                 dtype=dtype,

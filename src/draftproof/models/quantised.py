@@ -25,10 +25,9 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM
 
 from ..errors import LoadError, first_line
-from .folder import INSTEAD, METHODS, assembled, fetched, quantised_by, weight_files
+from .folder import INSTEAD, METHODS, assembled, auto_class, fetched, quantised_by, weight_files
 from .level_experts import Gathered, path_of
 from .levels import Levels, LevelWeight, level_weights, put
 from .placeholder import Placeholder
@@ -64,7 +63,7 @@ def load(path: str, config: Any, told: Mapping[str, Any], dtype: torch.dtype, de
         if hasattr(part, "quantization_config"):
             del part.quantization_config
     with torch.device("meta"):
-        empty = AutoModelForCausalLM.from_config(plain, trust_remote_code=trust_remote_code)
+        empty = auto_class(plain).from_config(plain, trust_remote_code=trust_remote_code)
     places = {path_of(name): name for name, layer in empty.named_modules() if type(layer) is nn.Linear}
     experts, folder = Gathered(empty, keeps if device.type == "cpu" else lambda _: False), fetched(path)
     weights: dict[str, Tensor] = {}
