@@ -20,7 +20,7 @@ from . import quantised, rows
 from .between import compare, compiled_between
 from .cropped import CroppedTarget
 from .experts import experts_of, packed_bytes, routers, take_experts
-from .families import FAMILIES, can_fuse, has_latent, has_state
+from .families import FAMILIES, can_fuse, has_latent, has_state, looking_back
 from .folder import (
     SEEING,
     auto_class,
