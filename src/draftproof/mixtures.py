@@ -50,11 +50,11 @@ class Mixture(ctypes.Structure):
     @classmethod
     def of(cls, first: Products, down: Products, chosen: int, limits: tuple[float, float] | None = None, act: int = SILU,
            routing: Routing | None = None, router: Product | None = None, bias: Tensor | None = None, scales: Tensor | None = None) -> Self:
-        """first [experts]: gate and up, one below the other; chosen: by each row. limits: alpha and the limit of gates like gpt-oss's,
-        whose gates and ups stand in turn; act: of others. For `route`: how, the router, and, float32, bias: what is added to weights where
-        experts are chosen, and scales: what they are taken times last."""
+        """first [experts]: gate and up, one below the other, or up alone; chosen: by each row. limits: alpha and the limit of gates like
+        gpt-oss's, whose gates and ups stand in turn; act: of others. For `route`: how, the router, and, float32, bias: what is added to
+        weights where experts are chosen, and scales: what they are taken times last."""
         how = routing or Routing()
-        assert len(first) == len(down) and first[0].out == 2 * down[0].columns and first[0].columns == down[0].out
+        assert len(first) == len(down) and first[0].out in (down[0].columns, 2 * down[0].columns) and first[0].columns == down[0].out
         assert router is None or router.out == len(first) - how.shared + how.gated
         for each in (bias, scales):
             assert each is None or each.dtype == torch.float32 and each.shape == (len(first) - how.shared,) and each.is_contiguous()

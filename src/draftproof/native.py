@@ -30,7 +30,7 @@ from . import compiler
 from .huge import room
 
 CHUNK = 16  # keys that attention takes at a time (kernels/lanes.h)
-LEAST_VECTOR, STRIPE = 16, 32  # of a recurrent state: its rows are a multiple of the first, its columns of the second (recurrence.c)
+LEAST_VECTOR, STRIPE = 16, 32  # of a recurrent state: its rows are a multiple of the first, its columns of half the second (recurrence.c)
 ALIKE = 128  # columns of floats of eight bits that share a step (kernels/narrow.c)
 EIGHT_FLOATS, FOUR_BY_32, FOUR_BY_16 = -8, -32, -16  # in place of the bits of a product's numbers
 TYPES = (torch.float32, torch.bfloat16)
@@ -52,7 +52,7 @@ class CourseFields(ctypes.Structure):
 class _Attention(ctypes.Structure):
     _fields_ = fields(
         pointers="query keys values sinks out", numbers="query_stride heads group dim value_dim window", reals="scaling cap",
-        flags="halves")
+        flags="halves", numbers_="out_stride")
 
 
 class Product(ctypes.Structure):

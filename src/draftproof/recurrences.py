@@ -19,24 +19,25 @@ class Recurrence(ctypes.Structure):
     """What such a layer has between its products, as kernels/lanes.h has it. Its parts must outlive it."""
 
     _fields_ = [("written_kept", Product), *fields(pointers="taps bias decay shift skip"), ("of_sight", Scale),
-                *fields(numbers="key_heads value_heads key_dim value_dim reach number groups", reals="floor top", flags="rule")]
+                *fields(numbers="key_heads value_heads key_dim value_dim reach number groups first", reals="floor top share", flags="rule")]
 
     @classmethod
     def of(cls, rule: int, taps: Tensor, bias: Tensor | None, sizes: tuple[int, int, int, int], number: int, decay: Tensor | None = None,
            shift: Tensor | None = None, of_sight: Scale | None = None, skip: Tensor | None = None, groups: int = 1,
-           limits: tuple[float, float] = (0, math.inf), written_kept: Product | None = None) -> Self:
+           limits: tuple[float, float] = (0, math.inf), written_kept: Product | None = None, share: float = 1, first: int = 0) -> Self:
         """All float32: taps [reach + 1, channels], bias [channels], decay, shift and skip [value_heads]; sizes: heads of keys and of
         values, numbers of a key and of a value; limits: of what a state space writes; written_kept: of the gated delta rule, where the
-        whole pass is one call."""
+        whole pass is one call; share: what a row sees of a state space is taken times it; first: where its numbers begin among those that
+        the first product makes."""
         key_heads, heads, key_dim, value_dim = sizes
         held_or_not = taps, bias, decay, shift, skip
         held = [part for part in held_or_not if part is not None]
         assert all(part.dtype == torch.float32 and part.is_contiguous() for part in held)
-        assert taps.shape[1] == 2 * key_heads * key_dim + heads * value_dim and key_dim % LEAST_VECTOR == 0 == value_dim % STRIPE
+        assert taps.shape[1] == 2 * key_heads * key_dim + heads * value_dim and key_dim % LEAST_VECTOR == 0 == value_dim % (STRIPE // 2)
         assert all(len(part) == heads for part in (decay, shift, skip) if part is not None)
         assert heads % groups == 0 and heads % max(key_heads, 1) == 0
         return cls(written_kept or Product(), *map(address_of, held_or_not), of_sight or Scale(), key_heads, heads, key_dim, value_dim,
-                   len(taps) - 1, number, groups, *limits, rule)
+                   len(taps) - 1, number, groups, first, *limits, share, rule)
 
 
 def recall(what: Recurrence, course: Course, made: Tensor, beside: Tensor | None) -> Tensor:

@@ -26,21 +26,21 @@ from draftproof.types import Draft
 
 NEW = 64
 HYBRID = ["linear_attention", "full_attention", "linear_attention"]
-DELTA = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16, "head_dim": 16}
-SSD = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_n_groups": 1, "mamba_d_state": 16, "mamba_chunk_size": 32}
+DELTA = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 8, "head_dim": 16}
+SSD = {"mamba_n_heads": 16, "mamba_d_head": 8, "mamba_n_groups": 1, "mamba_d_state": 16, "mamba_chunk_size": 32}
 MOE = {**families.MOE, "shared_expert_intermediate_size": 48, "shared_intermediate_size": 48}
 
 NAMED: dict[str, dict[str, Any]] = {
     "qwen3_next": {**DELTA, **MOE, "layer_types": HYBRID},
     "qwen3_5_text": {**DELTA, "layer_types": HYBRID},
     "nemotron_h": {
-        **MOE, "layers_block_type": ["mamba", "attention", "mamba", "moe"], "num_hidden_layers": 4, "mamba_num_heads": 8,
-        "mamba_head_dim": 16,
+        **MOE, "layers_block_type": ["mamba", "attention", "mamba", "moe"], "num_hidden_layers": 4, "mamba_num_heads": 16,
+        "mamba_head_dim": 8,
         "ssm_state_size": 16, "n_groups": 2, "chunk_size": 32, "head_dim": 16, "n_routed_experts": 4, "n_group": 1, "topk_group": 1,
         "moe_shared_expert_intermediate_size": 48,
     },
     "mamba2": {"num_heads": 8, "head_dim": 16, "state_size": 16, "n_groups": 2, "expand": 2, "chunk_size": 32},
-    "falcon_h1": {**SSD, "mamba_d_ssm": 64, "mamba_n_heads": 4, "head_dim": 16},
+    "falcon_h1": {**SSD, "mamba_d_ssm": 64, "mamba_n_heads": 8, "head_dim": 16},
 }  # fmt: skip
 SERVED = {
     **NAMED,
@@ -285,7 +285,7 @@ def test_trees_are_refused_with_the_reason(hybrid: RecurrentTarget) -> None:
 
 def test_bytes_are_those_of_the_cache(hybrid: RecurrentTarget) -> None:
     assert hybrid.facts.cache_bytes_per_token == 1 * 2 * 2 * 16 * 4  # one attention layer: keys and values of two heads of 16 floats
-    assert hybrid.facts.reasons["recurrent state"].startswith("12,288 bytes a sequence")
+    assert hybrid.facts.reasons["recurrent state"].startswith("7,168 bytes a sequence")
 
 
 def test_short_convolutions_alone_need_no_copies(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from draftproof.errors import OptionError
 from draftproof.models import states
 from draftproof.models.load import as_target, load_target
 from draftproof.models.paged import PagedTarget
-from draftproof.models.state_layers import SpaceLayer, StateLayer
+from draftproof.models.state_layers import SpaceLayer
 from draftproof.models.states import HELD
 from draftproof.trace.events import RequestStarted
 from draftproof.train.base import logits_after, require_laws
@@ -31,6 +31,12 @@ ALL = {**MOE, "num_experts_per_tok": 4}  # no choice of experts sits on an edge
 SPACES = {**SSD, "mamba_n_heads": 4, "mamba_d_head": 32, "mamba_d_state": 32}
 GRANITE = {**SPACES, "layer_types": ["mamba", "attention", "mamba"], "mamba_n_groups": 2, "embedding_multiplier": 3.0,
            "residual_multiplier": 0.7, "logits_scaling": 2.0, "attention_multiplier": 0.2}
+NEMOTRON = {"mamba_num_heads": 4, "ssm_state_size": 32, "n_groups": 2, "chunk_size": 32, "head_dim": 16, "time_step_min": 0.1,
+            "moe_intermediate_size": 48, "moe_shared_expert_intermediate_size": 96, "n_group": 2, "routed_scaling_factor": 1.5}
+FALCON = {**SPACES, "mamba_d_ssm": 128, "mamba_n_groups": 2, "head_dim": 16, "mamba_norm_before_gate": False,
+          "embedding_multiplier": 1.3, "attention_in_multiplier": 0.8, "attention_out_multiplier": 0.7, "ssm_in_multiplier": 1.4,
+          "ssm_out_multiplier": 0.6, "key_multiplier": 0.9, "mlp_multipliers": [0.85, 0.75],
+          "lm_head_multiplier": 0.5, "ssm_multipliers": [0.75, 1.25, 0.5, 1.125, 0.875]}
 CASES: dict[str, dict[str, Any]] = {
     "qwen3_5_text": SIZES,
     "qwen3_next": {**SIZES, **ALL},
@@ -44,6 +50,13 @@ CASES: dict[str, dict[str, Any]] = {
                     "use_sandwich_norm": False},
     "lfm2_moe": {**ALL, "layer_types": ["conv", "full_attention", "conv"], "num_dense_layers": 1, "use_expert_bias": True,
                  "norm_topk_prob": True, "routed_scaling_factor": 1.5},
+    "falcon_h1": FALCON,
+    "falcon_h1, normed": {**FALCON, "mamba_rms_norm": True, "attention_bias": True, "mamba_proj_bias": True, "projectors_bias": True,
+                          "mlp_bias": True},
+    "nemotron_h": {**NEMOTRON, **ALL, "n_routed_experts": 4, "topk_group": 2, "mamba_head_dim": 48,
+                   "layers_block_type": ["linear_attention", "full_attention", "mlp", "linear_attention", "moe"]},
+    "nemotron_h, dense": {**NEMOTRON, "mamba_head_dim": 32, "layers_block_type": ["linear_attention", "mlp", "full_attention"],
+                          "use_conv_bias": False},
     "granitemoehybrid": {**GRANITE, **ALL, "shared_intermediate_size": 96, "mamba_proj_bias": True},
     "granitemoehybrid, dense": {**GRANITE, "num_local_experts": 0, "shared_intermediate_size": 96, "position_embedding_type": "rope"},
 }
@@ -133,12 +146,32 @@ def test_the_pass_in_one_call_has_the_bits_of_its_parts(family: str, dtype: torc
         assert torch.equal(one, other)
 
 
+@NEED
+def test_a_router_of_float32_is_three_of_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of no other is one call made of the whole pass."""
+    def model() -> Any:
+        made = model_of("nemotron_h", torch.bfloat16)
+        weight = torch.randn(4, 64, generator=torch.Generator().manual_seed(3)) / 8
+        made.model.layers[-1].mixer.gate.weight = torch.nn.Parameter(weight)
+        return made
+
+    target, twin = (as_target(model(), LoadConfig(self_test=False, page_tokens=16)) for _ in range(2))
+    assert isinstance(target, PagedTarget) and isinstance(twin, PagedTarget) and target.fused is not None and target.fused.compiled()
+    router = target.fused.layers[-1].routed.router
+    x = torch.randn(5, 64, generator=torch.Generator().manual_seed(4))
+    assert torch.allclose(router(x).double(), x.double() @ model().model.layers[-1].mixer.gate.weight.double().T, atol=1e-6, rtol=0)
+    monkeypatch.setattr(twin.fused, "_kernels", lambda pool: None)
+    found = play(target)
+    assert all(torch.equal(one, other) for (_, one), (_, other) in zip(found, play(twin), strict=True))
+    hold_against(model(), found, 0.04)
+
+
 def beside_its_plain_twin(family: str, dtype: torch.dtype) -> None:
     target, twin = target_of(family, dtype), target_of(family, dtype)
     fused: Any = twin.fused
     fused._kernels = lambda pool: None
     for layer in fused.layers:
-        layer.ours = isinstance(layer, StateLayer) < layer.ours
+        (layer.state or layer).ours &= layer.state is None
     close = 1e-4 if dtype == torch.float32 else 0.05
     slots = [each.open(TEXT.tolist(), room=40) for each in (target, twin)]
     drafts = [Draft.chain(TEXT[:40]), Draft.chain([5, 6, 7]), Draft(torch.tensor([9, 8, 7, 6]), (-1, -1, 1, 0)), Draft.empty()]
@@ -177,7 +210,7 @@ def look_back(target: PagedTarget, layer: Any) -> tuple[Tensor, Tensor]:
     p = target._plan([slot], [Draft.chain(TEXT[1:40])], TEXT[:1], [40])
     with torch.inference_mode():
         entered = torch.randn(40, 64, generator=torch.Generator().manual_seed(3)).bfloat16()
-        return layer._look_back(entered, layer.qkv(entered), torch.empty(0), p, target.pool), slot.state.history[0]
+        return layer.state._look_back(entered, layer.qkv(entered), torch.empty(0), p, target.pool), slot.state.history[0]
 
 
 @NEED
@@ -187,7 +220,7 @@ def test_numbers_are_rounded_where_the_plain_twin_rounds_them(family: str) -> No
     target = target_of(family, torch.bfloat16)
     layer: Any = target.fused and target.fused.layers[0]
     found = []
-    for layer.ours in (True, False):
+    for layer.state.ours in (True, False):
         found.append(look_back(target, layer)[0])
     assert float((found[0] == found[1]).float().mean()) > 0.995
 
@@ -278,7 +311,7 @@ def test_parts_that_are_not_streamed_have_the_logits_of_transformers(family: str
     hold_against(model, play(target), 1e-4)
 
 
-@pytest.mark.parametrize("family", ["qwen3_5_text", "bamba", "lfm2"])
+@pytest.mark.parametrize("family", ["qwen3_5_text", "bamba", "lfm2", "nemotron_h, dense", "falcon_h1"])
 def test_without_a_compiler_steps_of_torch_have_the_logits_of_transformers(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native, "available", lambda: (False, "the test wants none"))
     model, target = model_of(family), target_of(family, self_test=True)
@@ -602,7 +635,7 @@ def test_what_a_text_takes_is_told(tmp_path: Path) -> None:
 
 
 def test_states_that_kernels_do_not_take_stay_in_the_models_own_cache() -> None:
-    for more, fused in (({"linear_value_head_dim": 16}, True), ({}, False)):
+    for more, fused in (({"linear_value_head_dim": 24}, True), ({}, False)):
         model = build("qwen3_5_text", {**SIZES, **more})
         if fused:
             assert as_target(model, LoadConfig(self_test=False)).facts.tier == 3

@@ -364,6 +364,7 @@ static void follow(const course *c, const piece *w, long path, long from)
     const attention *a = w->a;
     const int64_t *rows = c->row_of + from;
     long group = a->group, n = w->n, all = w->heads * n, numbers = w->pairs ? 2 : 1; /* of a word */
+    long between = a->out_stride ? a->out_stride : a->heads * group * a->value_dim;
     party parties[MOST_QUERIES + 1];
     long members = gather(c, path, from, w->count, parties);
     long low = LONG_MAX, to = 0; /* the keys that one of the rows sees at least */
@@ -404,7 +405,7 @@ static void follow(const course *c, const piece *w, long path, long from)
         over(w, parties, members, j, start, end, 1);
     }
     for (long q = 0; q < all; q++)
-        answer(a, (ROW(q) * a->heads * group + COLUMN(q)) * a->value_dim, w->sum + q * w->broad, w->norm[q]);
+        answer(a, ROW(q) * between + COLUMN(q) * a->value_dim, w->sum + q * w->broad, w->norm[q]);
 }
 
 /* The path behind the family that begins with this one. */

@@ -285,8 +285,8 @@ static attention question(const run *p, const layer *l, const course *c, long nu
 {
     long each = size(p->halves), turned = turned_heads(l) * l->dim, store = each * c->room * l->kv_heads * l->dim;
     char *keys = c->own ? (char *)c->own + 2 * number * store : l->keys, *values = c->own ? keys + store : l->values;
-    return (attention){p->inner + each * at * turned, keys, values, l->sinks, p->read + each * at * l->heads * l->dim, turned, l->kv_heads,
-                       l->heads / l->kv_heads, l->dim, l->dim, l->window, l->scaling, l->cap, p->halves};
+    return (attention){p->inner + each * at * turned, keys, values, l->sinks, p->read + each * at * l->o.in, turned, l->kv_heads,
+                       l->heads / l->kv_heads, l->dim, l->dim, l->window, l->scaling, l->cap, p->halves, l->o.in};
 }
 
 /* y [parts, n] *= which(x [parts]), or, of parts of one number, y [parts] */
@@ -434,12 +434,13 @@ static void consult(const member *me, const run *p, const layer *l, long rows)
 {
     const mixture *m = l->experts;
     int as_is = !l->of_mlp.weight && l->share == 1 && !l->abreast, halves = p->halves && !m->wide;
+    long hidden = l->o.out, times = m->router.in / hidden; /* of a float32 router, whose weight is a sum of so many */
     const char *from = p->read;
     if (l->abreast) {
         stand_abreast(me, p, l, rows);
         from = p->inner;
-    } else if (halves != p->halves) {
-        MINE(r, rows) widen(p->read, r * m->router.in, m->router.in, 1, (float *)p->inner + r * m->router.in, m->router.in);
+    } else if (halves != p->halves || times > 1) {
+        MINE(i, rows * times) widen(p->read, i / times * hidden, hidden, p->halves, (float *)p->inner + i * hidden, hidden);
         join(me);
         from = p->inner;
     }
@@ -474,25 +475,29 @@ void through(const member *me, const run *p, const layer *l, long number)
     int few = p->keep && number == p->last;
     long hidden = l->o.out, each = size(p->halves), bytes = each * hidden, entered = each * l->qkv.in;
     long rows = few ? p->kept : p->rows;
-    MINE(r, p->rows) {
+    MINE(r, l->qkv.out ? p->rows : 0) {
         if (l->parallel) norm_or_copy(p->x + r * bytes, &l->after, p->aside + r * bytes, hidden, p->halves);
         enter_row(l, p->x + r * bytes, p->beside ? p->beside + r * bytes : 0, p->read + r * entered, p->halves);
     }
     join(me);
-    multiplied(me, &l->qkv, p->read, p->room, p->written, p->rows, p->halves, 0);
-    if (l->recurrence) recall(me, p, l);
-    else if (l->latent) look_back_through(me, p, l);
-    else look_back(me, p, l, number);
-    if (few) come_forward(me, p, l);
-    give(me, p, l, &l->o, p->read, &l->of_attention, rows);
-    MINE(r, rows) {
-        if (l->parallel) memcpy(p->read + r * bytes, p->aside + r * bytes, bytes);
-        else norm_or_copy(p->x + r * bytes, &l->after, p->read + r * bytes, hidden, p->halves);
+    if (l->qkv.out) {
+        multiplied(me, &l->qkv, p->read, p->room, p->written, p->rows, p->halves, 0);
+        if (l->latent) look_back_through(me, p, l);
+        else if (l->kv_heads) look_back(me, p, l, number);
+        if (l->recurrence) recall(me, p, l);
     }
-    join(me);
+    if (few) come_forward(me, p, l);
+    if (l->qkv.out) give(me, p, l, &l->o, p->read, &l->of_attention, rows);
+    if (l->experts || l->gate_up.out) {
+        MINE(r, rows) {
+            if (l->parallel) memcpy(p->read + r * bytes, p->aside + r * bytes, bytes);
+            else norm_or_copy(p->x + r * bytes, &l->after, p->read + r * bytes, hidden, p->halves);
+        }
+        join(me);
+    }
     if (l->experts) {
         consult(me, p, l, rows);
-    } else {
+    } else if (l->gate_up.out) {
         think(me, p, l, rows);
         give(me, p, l, &l->down, p->inner, &l->of_mlp, rows);
     }
@@ -515,7 +520,8 @@ char *equip(run *p, const layer *layers, long count)
         written = most(written, most(most(wide * behind->out, l->o.out), l->qkv.out));
         inner = most(inner, most((l->heads + l->kv_heads) * l->dim, l->experts ? wide * behind->in : l->down.in));
         for (int i = 0; i < (l->experts ? 3 : 4); i++)
-            room = most(room, room_for(products[i], p->rows, p->halves && (wide == 1 || products[i] != behind), p->threads));
+            if (products[i]->in)
+                room = most(room, room_for(products[i], p->rows, p->halves && (wide == 1 || products[i] != behind), p->threads));
         if (l->latent) latent_needs(p, l, &read, &written, &inner, &room);
         if (l->recurrence) recurrence_needs(p, l, &inner, &room);
         if (l->side) {

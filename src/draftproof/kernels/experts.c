@@ -140,7 +140,7 @@ void through_experts(const member *me, const mixture *m, const void *x, journey 
     join(me);
     multiplied_each(me, m->gate_up, &which, j->read, rows, j->room, j->written, halves);
     if (m->limit > 0) limited(me, j->written, j->inner, there, m->down->in, m->alpha, m->limit, halves);
-    else gated(me, j->written, j->inner, there, m->down->in, 0, m->act, halves);
+    else gated(me, j->written, j->inner, there, m->down->in, m->gate_up->out == m->down->in, m->act, halves);
     join(me);
     multiplied_each(me, m->down, &which, j->inner, rows, j->room, j->read, halves);
     MINE(r, rows) come_back(m, j, r, y, halves, adding);

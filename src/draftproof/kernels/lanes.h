@@ -285,6 +285,7 @@ typedef struct {
     long query_stride, heads, group, dim, value_dim, window;
     float scaling, cap;
     int halves;
+    long out_stride; /* numbers from one row of `out` to the next, or 0: they adjoin */
 } attention;
 
 /* y = x Wᵀ + b: the panels of W [out, in], of numbers of 16, 12, 8 or 4 bits, EIGHT_FLOATS, or FOUR_BY_…; steps [out] of 8 bits, or null;
@@ -314,7 +315,7 @@ typedef struct {
  * last. wide: the router's sums stay float32. normed: the weights of those that a row chooses add up to 1, but for `beside`, which is added
  * to their sum first, and are then taken times `factor`; kept: they are rounded to the stream's type. A row chooses among the experts of
  * `within` of the `groups`, of one size each, whose `leading` worthiest experts add up to most (DeepSeek-V2, arXiv 2405.04434); within >=
- * groups: among all. limit: of gates like gpt-oss's, whose gate and up stand side by side; 0: of gates by `act`. */
+ * groups: among all. limit: of gates like gpt-oss's, whose gate and up stand side by side; 0: of gates by `act`, or of ups alone. */
 typedef struct {
     product router;
     const product *gate_up, *down;
@@ -458,14 +459,15 @@ typedef struct {
  * makes, of DELTA, how much of each of value_heads is written, and how much kept. taps [reach + 1, channels]: of a convolution over the first
  * three and the rows before; bias [channels], or null; decay, shift [value_heads]; skip [value_heads], of a SPACE: what a value adds to what is
  * seen. of_sight: the norm of what a row sees, of a head, in a SPACE of `groups` parts of all heads, behind the gates. floor, top: of how much
- * a SPACE writes. number: which of such layers it is. */
+ * a SPACE writes; share: what is seen of it is taken times that. number: which of such layers it is; first: where its numbers begin among
+ * those that the first product makes, behind those of attention. */
 enum { DELTA, SPACE, SHORT };
 typedef struct {
     product written_kept;
     const float *taps, *bias, *decay, *shift, *skip;
     scale of_sight;
-    long key_heads, value_heads, key_dim, value_dim, reach, number, groups;
-    float floor, top;
+    long key_heads, value_heads, key_dim, value_dim, reach, number, groups, first;
+    float floor, top, share;
     int rule;
 } recurrence;
 
@@ -486,7 +488,8 @@ typedef struct {
  * dim], each by itself or, as_one, all queries and all keys. of_stream: the layer reads norm(beside; before) and norm(x; of_stream),
  * side by side (EAGLE-3); normed: x itself goes on as the latter. What is added is taken times `share`. sinks [heads], or null. Of a
  * head the first `turned` numbers are turned, by the rope of this number. gate_up: both, one below the other, or up alone: then the MLP is
- * down(act(up(x))). */
+ * down(act(up(x))). A layer may lack what looks back: then qkv has no outputs, and of o they are all that there is; or its MLP: gate_up has
+ * none, and there are no experts. */
 typedef struct {
     product qkv, o, gate_up, down;
     scale before, after, of_attention, of_mlp, of_heads, of_stream;
@@ -503,7 +506,7 @@ typedef struct {
     int opened_by; /* SIGMOID or SOFTPLUS */
     const float *bends; /* of an MLP by xIELU in place of `act`, as block.c has them, or null */
     long openings; /* of what attention gives so many equal parts are taken times that of what `qkv` makes behind values */
-    const recurrence *recurrence; /* in place of attention, or null */
+    const recurrence *recurrence; /* in place of attention or, a SPACE, beside it: what `o` reads stands behind what that sees; or null */
     const side *side; /* or null */
     const abreast *abreast; /* or null; else gate_up and down stand beside `experts` */
     float factor; /* what the stream leaves with is taken times it, or 0: it is not */
@@ -540,7 +543,7 @@ static inline long turned_heads(const layer *l) { return l->heads + (l->borrows 
 /* Whether so many rows of a layer are worth a team. */
 static inline int worth_a_team(const layer *l, long rows)
 {
-    const product *p = l->experts ? l->experts->gate_up : &l->gate_up;
+    const product *p = l->experts ? l->experts->gate_up : l->gate_up.out ? &l->gate_up : &l->qkv;
     return rows * p->in * p->out > SMALL;
 }
 

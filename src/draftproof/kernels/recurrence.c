@@ -5,7 +5,7 @@
  *     DELTA    q, k of length 1, q then divided by the root of its numbers; kept = e^(-decay softplus(kept + shift))
  *              S ← kept S;  S ← S + k ⊗ (v − Sᵀk) sigmoid(written);  norm(Sᵀq) silu(gate), head by head
  *     SPACE    written = softplus(written + shift), kept = e^(-decay written)
- *              S ← kept S + k ⊗ v written;  norm((Sᵀq + skip v) silu(gate)), of groups of heads
+ *              S ← kept S + k ⊗ v written;  norm((Sᵀq + skip v) silu(gate)) share, of groups of heads
  *     SHORT    convolution(v before) gate
  *
  * S is a head's state, [key_dim, value_dim]. A state cannot be cut back, so it takes in nothing that may still fall: what a pass scores it
@@ -17,9 +17,9 @@
 
 #include "lanes.h"
 
-#define STRIPE 32    /* columns of a state that lie together, by rows: they need no others, and stay in the first cache; see models/states.py */
+#define STRIPE 32    /* columns of a state that lie together, by rows: they need no others, and stay in the first cache; the last of a
+                      * state may have half as many; see models/states.py */
 #define ELEMENTS 16  /* rows of a text that are made ready at a time */
-#define VECTORS (STRIPE / LANES)
 
 /* A row behind its convolution, of one head: its query, key and value are in `ready`. */
 typedef struct {
@@ -66,7 +66,7 @@ static const char *row_of(const run *p, const layer *l, const walk *w, long line
     if (i < d->reach) return history + i * row;
     i -= d->reach;
     if (i < w->owed) return history + (d->reach + w->place[i]) * row;
-    return p->written + w->line_row[w->line_start[line] + i - w->owed] * size(p->halves) * l->qkv.out;
+    return p->written + (w->line_row[w->line_start[line] + i - w->owed] * l->qkv.out + d->first) * size(p->halves);
 }
 
 /* How much of each head the i-th of them writes and keeps. */
@@ -129,32 +129,37 @@ static void make_ready(const run *p, const layer *l, const walk *w, long line, l
     gates->kept = expf(-d->decay[head] * softplus(load(shares, head + d->value_heads, halves) + d->shift[head]));
 }
 
-/* A stripe of a state, [key_dim, STRIPE], goes on by a row, and the row sees it. */
-static void step(int rule, float *state, const float *query, const float *key, const float *value, const gates *by, long dim, float *seen)
-{
-    floats known[2][VECTORS] = {0}, sum[2][VECTORS] = {0};
-    for (long i = 0; rule == DELTA && i < dim; i += 2)
-        UNROLL for (int j = 0; j < 2; j++)
-            UNROLL for (int v = 0; v < VECTORS; v++) known[j][v] += *(floats *)(state + (i + j) * STRIPE + v * LANES) * key[i + j];
-    UNROLL for (int v = 0; v < VECTORS; v++)
-        known[0][v] = (*(const floats *)(value + v * LANES) - by->kept * (known[0][v] + known[1][v])) * by->written;
-    for (long i = 0; i < dim; i += 2)
-        UNROLL for (int j = 0; j < 2; j++)
-            UNROLL for (int v = 0; v < VECTORS; v++) {
-                floats *at = (floats *)(state + (i + j) * STRIPE + v * LANES), next = *at * by->kept + known[0][v] * key[i + j];
-                *at = next;
-                sum[j][v] += next * query[i + j];
-            }
-    UNROLL for (int v = 0; v < VECTORS; v++) *(floats *)(seen + v * LANES) = sum[0][v] + sum[1][v];
-}
+/* A stripe of a state, [key_dim, VECTORS * LANES], goes on by a row, and the row sees it. */
+#define STEP(NAME, VECTORS)                                                                                              \
+    static void NAME(int rule, float *state, const float *query, const float *key, const float *value, const gates *by, long dim,        \
+                     float *seen)                                                                                        \
+    {                                                                                                                    \
+        floats known[2][VECTORS] = {0}, sum[2][VECTORS] = {0};                                                           \
+        for (long i = 0; rule == DELTA && i < dim; i += 2)                                                               \
+            UNROLL for (int j = 0; j < 2; j++)                                                                           \
+                UNROLL for (int v = 0; v < VECTORS; v++) known[j][v] += *(floats *)(state + ((i + j) * VECTORS + v) * LANES) * key[i + j]; \
+        UNROLL for (int v = 0; v < VECTORS; v++)                                                                         \
+            known[0][v] = (*(const floats *)(value + v * LANES) - by->kept * (known[0][v] + known[1][v])) * by->written; \
+        for (long i = 0; i < dim; i += 2)                                                                                \
+            UNROLL for (int j = 0; j < 2; j++)                                                                           \
+                UNROLL for (int v = 0; v < VECTORS; v++) {                                                               \
+                    floats *at = (floats *)(state + ((i + j) * VECTORS + v) * LANES);                                    \
+                    floats next = *at * by->kept + known[0][v] * key[i + j];                                             \
+                    *at = next;                                                                                          \
+                    sum[j][v] += next * query[i + j];                                                                    \
+                }                                                                                                        \
+        UNROLL for (int v = 0; v < VECTORS; v++) *(floats *)(seen + v * LANES) = sum[0][v] + sum[1][v];                  \
+    }
+STEP(step, STRIPE / LANES)
+STEP(step_of_half, STRIPE / 2 / LANES)
 
 /* What a row sees of a head, normed and gated, where the last product reads it; of a SPACE gated, in `inner`, where it is normed. */
 static void finish(const run *p, const layer *l, const float *value, const float *seen, long row, long head)
 {
     const recurrence *d = l->recurrence;
     long n = d->value_dim, each = size(p->halves), sight = d->value_heads * n;
-    const char *gate = p->written + each * (row * l->qkv.out + before_gates(d) + head * n);
-    char *to = p->read + each * (row * sight + head * n);
+    const char *gate = p->written + each * (row * l->qkv.out + d->first + before_gates(d) + head * n);
+    char *to = p->read + each * ((row + 1) * l->o.in - sight + head * n);
     float *ahead = (float *)p->inner + row * sight + head * n;
     for (long c = 0; d->rule == DELTA && c < n; c += LANES) store_lanes(to, c, *(const floats *)(seen + c), p->halves);
     if (d->rule == DELTA) norm_of_row(to, &d->of_sight, to, 1, n, p->halves);
@@ -166,38 +171,41 @@ static void finish(const run *p, const layer *l, const float *value, const float
     }
 }
 
-/* A row of a SPACE, which stands in `inner`, normed by groups, where the last product reads it. */
-static void norm_groups(const run *p, const recurrence *d, long row)
+/* A row of a SPACE, which stands in `inner`, normed by groups if it is at all, where the last product reads it. */
+static void norm_groups(const run *p, const layer *l, long row)
 {
+    const recurrence *d = l->recurrence;
     long sight = d->value_heads * d->value_dim, n = sight / d->groups;
     float *from = (float *)p->inner + row * sight;
-    char *to = p->read + size(p->halves) * row * sight;
-    for (long g = 0; g < d->groups; g++) {
+    char *to = p->read + size(p->halves) * ((row + 1) * l->o.in - sight);
+    for (long g = 0; d->of_sight.weight && g < d->groups; g++) {
         scale of_group = d->of_sight;
         of_group.weight = (const float *)of_group.weight + g * n;
         norm_of_row((const char *)(from + g * n), &of_group, (char *)(from + g * n), 1, n, 0);
     }
-    for (long c = 0; c < sight; c += LANES) store_lanes(to, c, *(floats *)(from + c), p->halves);
+    for (long c = 0; c < sight; c += LANES) store_lanes(to, c, *(floats *)(from + c) * d->share, p->halves);
 }
 
 /* A text's way through one head of a layer. */
 static void go(const run *p, const layer *l, const walk *w, long head, desk *at)
 {
     const recurrence *d = l->recurrence;
-    long dim = d->key_dim, stripe = dim * STRIPE, ready = 2 * dim + d->value_dim;
+    long dim = d->key_dim, ready = 2 * dim + d->value_dim;
     float *memory = w->memory + (d->number * d->value_heads + head) * dim * d->value_dim;
     for (long line = 0; line < w->lines; line++) {
         long end = w->owed + w->line_start[line + 1] - w->line_start[line];
         for (long first = line ? w->taken : 0; first < end; first += ELEMENTS) {
             long many = least(ELEMENTS, end - first);
             for (long i = 0; i < many; i++) make_ready(p, l, w, line, first + i, head, at->ready + i * ready, at->gates + i);
-            for (long s = 0; d->rule != SHORT && s < d->value_dim / STRIPE; s++)
+            for (long c = 0; d->rule != SHORT && c < d->value_dim; c += STRIPE)
                 for (long i = 0; i < many; i++) {
                     const float *query = at->ready + i * ready;
-                    float *held = memory + s * stripe, *guessed = at->state + s * stripe;
-                    if (first + i == w->taken) memcpy(guessed, held, 4 * stripe);
-                    step(d->rule, first + i < w->taken ? held : guessed, query, query + dim, query + 2 * dim + s * STRIPE, at->gates + i, dim,
-                         at->seen + i * d->value_dim + s * STRIPE);
+                    float *held = memory + c * dim, *guessed = at->state + c * dim, *state = first + i < w->taken ? held : guessed;
+                    const float *key = query + dim, *value = key + dim + c;
+                    long wide = least(STRIPE, d->value_dim - c);
+                    if (first + i == w->taken) memcpy(guessed, held, 4 * dim * wide);
+                    if (wide == STRIPE) step(d->rule, state, query, key, value, at->gates + i, dim, at->seen + i * d->value_dim + c);
+                    else step_of_half(d->rule, state, query, key, value, at->gates + i, dim, at->seen + i * d->value_dim + c);
                 }
             for (long i = most(0, w->owed - first); i < many; i++)
                 finish(p, l, at->ready + i * ready + 2 * dim, at->seen + i * d->value_dim,
@@ -211,7 +219,7 @@ static void keep_row(const run *p, const layer *l, long row, long from, long bes
 {
     const recurrence *d = l->recurrence;
     long each = size(p->halves);
-    memcpy(place, p->written + each * (row * l->qkv.out + from), each * (beside - from));
+    memcpy(place, p->written + each * (row * l->qkv.out + d->first + from), each * (beside - from));
     memcpy(place + each * (beside - from), p->inner + each * (row * 2 * d->value_heads + beside - channels_of(d)), each * (to - beside));
 }
 
@@ -255,7 +263,7 @@ static void go_all(const member *me, const run *p, const layer *l)
     }
     MINE(i, c->walk_count * d->value_heads) go(p, l, c->walks + i / d->value_heads, i % d->value_heads, &at);
     join(me);
-    if (d->rule == SPACE) MINE(r, p->rows) norm_groups(p, d, r);
+    if (d->rule == SPACE) MINE(r, p->rows) norm_groups(p, l, r);
     for (const walk *w = c->walks; w < c->walks + c->walk_count; w++) remember(p, l, w, share(me, width, 0), share(me, width, 1));
     join(me);
 }
@@ -272,7 +280,7 @@ void recall(const member *me, const run *p, const layer *l)
  * [rows, …], or null, by a team of its own. Returns 0, or 1 without memory. */
 int recalled(const recurrence *d, long out, const course *c, void *written, void *beside, void *read, int halves, int threads)
 {
-    layer l = {.qkv.out = out, .recurrence = d};
+    layer l = {.qkv.out = out, .o.in = d->value_heads * d->value_dim, .recurrence = d};
     run p = {.first = c, .courses = 1, .rows = c->rows, .read = read, .written = written, .halves = halves, .threads = threads};
     long inner = 0, room = 0;
     recurrence_needs(&p, &l, &inner, &room);

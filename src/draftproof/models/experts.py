@@ -6,7 +6,8 @@ transformers multiplies with slices of one large tensor by functions whose bits 
 chosen slices first; rows of a pass then feel each other, and a router that sits on the edge turns that into another text. Here each expert
 is two layers of the form that all linear layers have, and a row's sum has an order of its own.
 
-Where a gate is one of an MLP's or gpt-oss's, all of that is one call (kernels/experts.c); what other families do stays their own code.
+Where a gate is one of an MLP's or gpt-oss's, or there is none, all of that is one call (kernels/experts.c); what other families do stays
+their own code.
 """
 
 from __future__ import annotations
@@ -36,8 +37,8 @@ CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "
 
 
 def act_of(experts: Any) -> int | None:
-    """By which kernel of ours they take gates, if these stand in front of ups and are what `act_fn` makes of them."""
-    if not experts.has_gate or type(experts)._apply_gate.__module__ != "transformers.integrations.moe":
+    """By which kernel of ours they take gates, if these stand in front of ups and are what `act_fn` makes of them, or ups alone."""
+    if experts.has_gate and type(experts)._apply_gate.__module__ != "transformers.integrations.moe":
         return None
     return native.SILU if experts.act_fn is nn.functional.silu else ACTS.get(type(experts.act_fn))
 

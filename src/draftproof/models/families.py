@@ -3,9 +3,10 @@
     x ← x + share · norm(o(attention(turn(norm(qkv(norm(x)))))))        x ← x + share · norm(mlp(norm(x)))
 
 Any of the norms may be missing, the MLP may have no gate, latents may stand before queries, keys and values (latent.py), and in place of
-attention a recurrent state (state_layers.py); a layer may add what stands beside its rows, read another's keys, and have experts beside its
-MLP (sides.py). Everything that a module tells itself is read from it: sizes, windows, sinks, soft caps, whether norms are centred, whether
-heads are normed one by one or as one, how much of a head is turned, the share of what a block adds. Here stands the rest.
+attention, or beside it, a recurrent state (state_layers.py); a layer may have one part alone, add what stands beside its rows, read
+another's keys, and have experts beside its MLP (sides.py). Everything that a module tells itself is read from it: sizes, windows, sinks,
+soft caps, whether norms are centred, whether heads are normed one by one or as one, how much of a head is turned, the share of what a
+block adds. Here stands the rest.
 """
 
 from __future__ import annotations
@@ -25,13 +26,14 @@ from .shares import bare
 OUT, UP = ("o_proj", "dense", "out_proj"), ("up_proj", "c_fc", "fc1", "w3", "dense_h_to_4h")      # what families call these products,
 DOWN = ("down_proj", "c_proj", "fc2", "output_linear", "w2", "dense_4h_to_h")
 GATES = ("gate_proj", "gate_up_proj", "input_linear", "w1", "experts")      # and where an MLP has gates
-LAST_NORM = ("norm", "final_layernorm", "embedding_norm", "final_layer_norm")
+LAST_NORM = ("norm", "final_layernorm", "embedding_norm", "final_layer_norm", "norm_f")
 OLMO_EPS = 1e-5     # which its norms do not tell
 LINEARS = ("q_proj", "k_proj", "v_proj", "g_proj", "gate_proj", "qkv_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj",
            "query_key_value")
 ROUTERS = ("TopKRouter", "TopkRouter", "TokenChoiceRouter", "TextRouter", "Gate")      # endings of classes' names
 OPENING = ("g_proj", "gate_proj")     # and what makes gates of what attention gives
-LOOKING_BACK = ("Attention", "TextAttention", "GatedDeltaNet", "Mixer", "MambaLayer", "ShortConv")      # endings of classes' names
+LOOKING_BACK = ("Attention", "TextAttention", "GatedDeltaNet", "Mixer", "Mamba2Mixer", "MambaLayer", "ShortConv")  # classes' endings
+ONLY = "mixer"  # a layer's only part, of either kind, in families whose layers have one each
 STATES = ("linear_attn", "mamba", "conv")   # parts of layers that have a recurrent state,
 STATE_LINEARS = ("in_proj", "in_proj_qkv", "in_proj_b", "in_proj_a", "in_proj_z", "in_proj_qkvz", "in_proj_ba")    # and their products
 SIDES = ("per_layer_input_gate", "per_layer_projection", "post_per_layer_input_norm")      # parts of what a layer adds last
@@ -129,9 +131,10 @@ class Family(NamedTuple):
         return found
 
     def mlp_of(self, layer: Any) -> Any:
-        """A layer's, or its experts beside one that all rows go through (Granite 4's)."""
+        """A layer's, or its experts beside one that all rows go through (Granite 4's); None: it looks back alone."""
         experts = getattr(layer, "block_sparse_moe", None)
-        return getattr(layer, self.mlp) if experts is None else experts
+        found = getattr(layer, self.mlp) if experts is None else experts
+        return None if found is looking_back(layer) else found
 
     def mixture_of(self, layer: Any) -> Any:
         """The part of a layer that has experts: its MLP or, where these stand beside one (Gemma 4's), all of it; None: it has none."""
@@ -172,6 +175,7 @@ FAMILIES = {
     "exaone": Family("Llama", home="llama"),
     "exaone4": Family("Exaone4", BEHIND, turns=_in_windows),
     "exaone_moe": Family("ExaoneMoe", turns=_in_windows, routing=_by_sigmoid),
+    "falcon_h1": Family("FalconH1", Norms(after="pre_ff_layernorm"), mlp="feed_forward"),
     "flex_olmo": Family("FlexOlmo", BEHIND, late=True),
     "gemma": Family("Gemma", late=True, from_one=True),
     "gemma2": Family("Gemma2", AROUND, late=True, from_one=True),
@@ -207,6 +211,7 @@ FAMILIES = {
     "minicpm3": Family("MiniCPM3"),
     "minimax_m2": Family("MiniMaxM2", routing=lambda block: Routing(by_sigmoid=True)),
     "nemotron": Family("Nemotron", from_one=True),
+    "nemotron_h": Family("NemotronH", Norms("norm", None, "norm"), late=True, mlp=ONLY, routing=_by_sigmoid),
     "olmo": Family("Olmo"),
     "olmo2": Family("Olmo2", BEHIND, late=True),
     "olmo3": Family("Olmo3", BEHIND, late=True),
@@ -231,13 +236,20 @@ FAMILIES = {
 
 
 def has_state(layer: Any) -> bool:
-    """Whether it looks back through a recurrent state, not by attention."""
-    return part_of(layer, STATES) is not None
+    """Whether it looks back through a recurrent state."""
+    return state_of(layer) is not None
+
+
+def state_of(layer: Any) -> Any:
+    """The part of a layer that has a recurrent state; None: it has none."""
+    found = part_of(layer, (*STATES, ONLY))
+    return None if part_of(found, ("conv1d", "conv")) is None else found
 
 
 def looking_back(layer: Any) -> Any:
-    """The part of a layer that does."""
-    return part_of(layer, (*STATES, "self_attn", "attention"))
+    """The part of a layer that does, attention if it has both; None: it has an MLP alone."""
+    found = part_of(layer, ("self_attn", "attention", *STATES, ONLY))
+    return None if part_of(found, OUT) is None else found
 
 
 def has_latent(attention: Any) -> bool:
@@ -309,14 +321,17 @@ def _strange(model: Any, family: Family, name: str) -> Iterator[str]:
         yield others
         return
     for number, layer in enumerate(body.layers):
-        attention, mlp = looking_back(layer), family.mlp_of(layer)
-        if not exact(layer, "DecoderLayer", "TextDecoderLayer", "Layer") or not exact(attention, *LOOKING_BACK):
+        attention, state, mlp = looking_back(layer), state_of(layer), family.mlp_of(layer)
+        looking = {part for part in (attention, state) if part is not None}
+        if not (exact(layer, "DecoderLayer", "TextDecoderLayer", "Layer", "Block")
+                and all(exact(part, *LOOKING_BACK) for part in looking)):
             yield others
             return
         norms = [norm for norm, name in zip(family.norms_of(layer), family.norms, strict=True)
                  if name and not isinstance(getattr(layer, name, None), nn.Identity)]
         norms += _there(attention, *family.head_norms, "v_norm", *LATENT_NORMS)
-        linears = [*_there(attention, *LINEARS, *STATE_LINEARS), *_there(layer, *SIDES[:2]), bare(part_of(attention, OUT))]
+        linears = [bare(linear) for part in looking for linear in _there(part, *LINEARS, *STATE_LINEARS, *OUT)]
+        linears += _there(layer, *SIDES[:2])
         norms += _there(layer, *SIDES[2:], *ABREAST)
         if (block := family.mixture_of(layer)) is not None:
             yield from _strange_mixture(block, layer, family, exact)
@@ -330,9 +345,10 @@ def _strange(model: Any, family: Family, name: str) -> Iterator[str]:
             yield "keys and values of different sizes"
         if getattr(model.config, "clip_qkv", None) is not None:
             yield "queries, keys and values that are clipped"
-        if has_state(layer):
-            yield from _strange_state(attention, exact)
-        elif rope_of(body, number).numbers > (attention.qk_rope_head_dim if has_latent(attention) else head_dim_of(attention)):
+        if state is not None:
+            yield from _strange_state(state, exact)
+        if attention not in (None, state) and rope_of(body, number).numbers > (
+                attention.qk_rope_head_dim if has_latent(attention) else head_dim_of(attention)):
             yield "rotary positions of more than a head"
 
 
@@ -349,6 +365,8 @@ def _strange_mixture(block: Any, layer: Any, family: Family, exact: Callable[...
         yield "groups that have fewer experts than a row chooses"
     if not comes_apart(block, layer):
         yield "an expert for all rows that is no multiple of the others"
+    if type(getattr(block, "fc1_latent_proj", None)) is nn.Linear:
+        yield "experts of a latent"
 
 
 def _strange_state(part: Any, exact: Callable[..., bool]) -> Iterator[str]:
@@ -359,16 +377,19 @@ def _strange_state(part: Any, exact: Callable[..., bool]) -> Iterator[str]:
         if part.conv.in_channels % native.STRIPE:
             yield f"a convolution of {part.conv.in_channels} numbers, where kernels of ours take multiples of {native.STRIPE}"
         return
-    if not exact(part.norm, "RMSNormGated") or type(part.conv1d) is not nn.Conv1d:
+    plain = isinstance(part.norm, nn.Identity)
+    if not (plain or exact(part.norm, "RMSNormGated")) or type(part.conv1d) is not nn.Conv1d:
         yield "layers of other classes than transformers ships"
     if part.activation not in ("silu", "swish"):
         yield f"a convolution behind which stands {part.activation}"
+    if getattr(part.norm, "norm_before_gate", False):
+        yield "a norm before its gates"
     delta = hasattr(part, "head_k_dim")
     rows, columns = (part.head_k_dim, part.head_v_dim) if delta else (part.ssm_state_size, part.head_dim)
     if delta and part.conv1d.bias is not None:
         yield "a convolution with a bias"
-    if rows % native.LEAST_VECTOR or columns % native.STRIPE:
-        yield (f"states of {rows} by {columns} numbers, where kernels of ours take multiples of {native.LEAST_VECTOR} by {native.STRIPE}")
+    if rows % native.LEAST_VECTOR or columns % (least := native.STRIPE // 2):
+        yield (f"states of {rows} by {columns} numbers, where kernels of ours take multiples of {native.LEAST_VECTOR} by {least}")
 
 
 def _are_enough(how: Routing, router: Any) -> bool:

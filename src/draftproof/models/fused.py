@@ -37,7 +37,7 @@ from .families import (
     norm_of,
     part_of,
 )
-from .joins import gate_up_of, gates_last, qkv_of
+from .joins import gates_last, mlp_of, qkv_of
 from .packed import HeldLinear, Linear, StreamedLinear
 from .passes import Pass
 from .ropes import Rope, behind, cos_and_sin, halves_apart, rope_of, stretch
@@ -50,10 +50,15 @@ from .tiled import InTiles
 class FusedLayer(nn.Module):
     """One block with its products joined. Stands in the model's own list of layers and can be called as they are."""
 
-    heads: int
-    kv_heads: int
-    value_dim: int
-    memory: tuple[int, ...] = ()  # the shape of recurrent states
+    heads = 0  # as all that stands here, of a layer that does not look back
+    kv_heads = 0
+    head_dim = 0
+    value_dim = 0
+    window: int | None = None
+    turned = 0
+    scaling = 1.0
+    cap: float | None = None
+    sinks: Tensor | None = None
     borrowed: int | None = None  # the layer whose keys and values it reads; None: its own
     values_normed = False  # as heads are
     factor = 1.0  # what the stream leaves with is taken times it
@@ -67,19 +72,27 @@ class FusedLayer(nn.Module):
         super().__init__()
         attention, mlp = looking_back(layer), family.mlp_of(layer)
         out, down = part_of(attention, OUT), part_of(mlp, DOWN)
-        self.layer_idx, self.share = attention.layer_idx, float(part_of(layer, ("residual_multiplier", "residual_scale")) or 1)
-        self.dtype, device = (getattr(bare(out).weight, name) for name in ("dtype", "device"))
-        self._take(attention, linear, family, rope)
-        self.o = kept(out, linear)
+        last = out or down
+        like: Any = mlp.experts.down_proj if last is None else bare(last).weight
+        self.layer_idx = (attention or layer).layer_idx
+        self.share = float(part_of(layer, ("residual_multiplier", "residual_scale")) or 1)
+        self.dtype, device = like.dtype, like.device
+        self.rope = rope or Rope(0)
+        self.qkv: Any = None  # a part that a layer lacks has no products
+        self.o: Any = None
+        self.gate_up: Any = None
+        self.down: Any = None
+        if attention is not None:
+            self._take(layer, linear, family, rope)
         block = family.mixture_of(layer)
         self.routed = None if block is None else Routed(block, linear, family.routing(block), layer)
         self.abreast = Abreast(layer, family) if block is layer else None
         self.dense = block is not mlp   # it has an MLP, perhaps beside experts
         if self.dense:
-            self.gate_up, self.down = linear(*gate_up_of(mlp)), kept(down, linear)
+            self.gate_up, self.down = mlp_of(mlp, linear)
         named: Any = part_of(mlp, ("act_fn", "activation_fn", "act", "activation"))
         self.act: Any = self.routed.act_fn if self.routed else nn.SiLU() if named is None else named
-        inner: Any = self.routed.inner if self.routed else bare(down).in_features
+        inner: Any = self.routed.inner if self.routed else 0 if down is None else bare(down).in_features
         self.inner: int = inner
         self.parallel = family.parallel and getattr(layer, "use_parallel_residual", True)
         self.turned_first, norms = family.turned_first, family.norms_of(layer)
@@ -110,8 +123,15 @@ class FusedLayer(nn.Module):
                 told.append((torch.ones(self.head_dim), attention.v_norm.eps))
             self._take_head_norms(told, family.adjoining)
 
-    def _take(self, attention: Any, linear: Linear, family: Family, rope: Rope | None) -> None:
-        """All of that but the last product."""
+    @property
+    def state(self) -> Any:
+        """What its recurrent states are told by (state_layers.py); None: it has none."""
+        return None
+
+    def _take(self, layer: Any, linear: Linear, family: Family, rope: Rope | None) -> None:
+        """The part that looks back."""
+        attention = looking_back(layer)
+        self.o = kept(part_of(attention, OUT), linear)
         self.scaling = attention.scaling
         self.head_dim = head_dim_of(attention)
         self.window = family.window(attention)
@@ -171,22 +191,24 @@ class FusedLayer(nn.Module):
     def _parts(self) -> list[Any]:
         """Its products but for those of experts."""
         beside = () if self.side_norm is None else (self.side_gate, self.side_last)
-        return [self.qkv, self.o, *([self.gate_up, self.down] if self.dense else ()), *beside]
+        return [part for part in (self.qkv, self.o, self.gate_up, self.down, *beside) if part is not None]
 
     def run(self, x: Tensor, angles: Tensor, p: Pass, pool: PagePool) -> Tensor:
         """x [rows, hidden], which is overwritten; angles [rows, 2 ropes, n], of each cos, and sin, negative in its first half
         → [rows, hidden]."""
-        to_qkv, to_out, *mlp = self._products
         before, of_attention, after, of_mlp = self._norms
-        entered = x if before is None else self._norm(x, *before)
-        out = self._look_back(entered, to_qkv(entered), angles, p, pool)
         aside = self._norm(x, *after) if self.parallel else None
-        x = self._add(x, to_out(out), of_attention)
-        h = aside if aside is not None else x if after is None else self._norm(x, *after)
-        made = mlp[1](self._gate(mlp[0](h))) if self.dense else h
-        if self.routed is not None:
-            made = self.routed(h) if self.abreast is None else self.abreast(x, made, self.routed, self._norm)
-        x = self._add(x, made, of_mlp)
+        look, mlp = (self._products[:2], self._products[2:]) if self.o is not None else ((), self._products)
+        if look:
+            to_qkv, to_out = look
+            entered = x if before is None else self._norm(x, *before)
+            x = self._add(x, to_out(self._look_back(entered, to_qkv(entered), angles, p, pool)), of_attention)
+        if self.inner:
+            h = aside if aside is not None else x if after is None else self._norm(x, *after)
+            made = mlp[1](self._gate(mlp[0](h))) if self.dense else h
+            if self.routed is not None:
+                made = self.routed(h) if self.abreast is None else self.abreast(x, made, self.routed, self._norm)
+            x = self._add(x, made, of_mlp)
         if self.side_norm is not None:
             assert p.sides is not None
             gate = self.side_gate(x)
@@ -242,11 +264,14 @@ class FusedLayer(nn.Module):
         """The pass, ready for `run`."""
         return p.placed()
 
-    def streamed(self) -> list[StreamedLinear]:
-        """Its products but for those of experts, if the block runs through our kernels alone; else none."""
-        found = [part for part in self._parts() if isinstance(part, StreamedLinear)]
+    def compiled(self) -> bool:
+        """Whether the block runs through our kernels alone."""
         behind = (self.gates or not self.dense) and (self.routed is None or self.routed.compiled)
-        return found if self.ours and behind and len(found) == len(self._parts()) else []
+        return self.ours and behind and all(isinstance(part, StreamedLinear) for part in self._parts())
+
+    def streamed(self) -> list[StreamedLinear]:
+        """Its products but for those of experts, if it does; else none."""
+        return self._parts() if self.compiled() else []
 
     def tile(self) -> int:
         """The rows of a tile, if every product and sum over a row has one shape (tiled.py); else 0."""
@@ -262,15 +287,16 @@ class FusedLayer(nn.Module):
         norms = (before, after, of_attention, of_mlp,
                  self.head_norm is not None and (self.head_norm, self.head_eps, *self.head_bias), None)
         scales = (scale_of(norm, self.dtype) if norm else native.Scale() for norm in norms)
-        products = [part.product for part in self.streamed()[: 4 if self.dense else 2]]
-        if not self.dense:
-            products += [native.Product(), native.Product()]
+        products = [native.Product() if part is None else part.product for part in (self.qkv, self.o, self.gate_up, self.down)]
+        if self.o is None:
+            products[1].out = self.mlp_norm.weight.shape[0]
         return llama.Layer(
             *products, *scales, self.scaling, self.share, self.heads, self.kv_heads, self.head_dim, self.turned, self.rope.number,
             self.window or 0, self.as_one, 0, self.kind, native.address_of(self.sinks), keys, values,
             None if self.routed is None else self.routed.address(), None, self.cap or 0, self.turned_first, self.parallel,
             self.stretch is not None, self.opened_by, native.address_of(self.bends), self.openings,
-            None, *(None if struct is None else ctypes.addressof(struct) for struct in self._structs), self.factor,
+            None if self.state is None else self.state.address(),
+            *(None if struct is None else ctypes.addressof(struct) for struct in self._structs), self.factor,
             self.borrowed is not None, self.values_normed)
 
     @cached_property
@@ -281,7 +307,9 @@ class FusedLayer(nn.Module):
         return side, None if self.abreast is None else self.abreast.struct(self.dtype)
 
     def _storage(self, pool: PagePool) -> tuple[int, int]:
-        """Where its keys and values are."""
+        """Where its keys and values are, if it has any."""
+        if not self.kv_heads:
+            return 0, 0
         ones = (torch.empty(0, self.kv_heads, dim, dtype=self.dtype) for dim in (self.head_dim, self.value_dim))
         keys, values = pool.storage(self.layer_idx if self.borrowed is None else self.borrowed, *ones)
         return keys.data_ptr(), values.data_ptr()

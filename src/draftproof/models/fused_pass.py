@@ -118,7 +118,7 @@ class FusedPass:
 
     def compiled(self) -> bool:
         """Whether every layer runs through our kernels alone."""
-        return all(layer.streamed() for layer in self.layers)
+        return all(layer.compiled() for layer in self.layers)
 
     def _kernels(self, pool: PagePool) -> ctypes.Array[llama.Layer] | None:
         """The layers for `llama.blocks`, made anew when the pool's storage has moved; None if they do not all run through it."""

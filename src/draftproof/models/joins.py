@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from .families import OPENING, UP, head_dim_of, part_of
-from .packed import joined
+from .families import DOWN, OPENING, UP, head_dim_of, part_of
+from .packed import Linear, joined, times
+from .shares import kept
 
 
 def qkv_of(attention: Any) -> tuple[Tensor, Tensor | None]:
@@ -28,6 +29,15 @@ def gates_last(heads: int, dim: int, rows: int) -> Tensor:
     """The order of a product's rows whose queries have a gate beside each, so that gates stand behind values."""
     both = torch.arange(2 * heads * dim).view(heads, 2, dim)
     return torch.cat([both[:, 0].flatten(), torch.arange(2 * heads * dim, rows), both[:, 1].flatten()])
+
+
+def mlp_of(mlp: Any, linear: Linear) -> tuple[nn.Module, nn.Module]:
+    """The product of gate and up, and that of down; by what Falcon-H1 takes gates and what comes down."""
+    gate_up, down = linear(*gate_up_of(mlp)), kept(part_of(mlp, DOWN), linear)
+    gates, last = (float(getattr(mlp, name, 1)) for name in ("gate_multiplier", "down_multiplier"))
+    if gates != 1:
+        gate_up = times(gate_up, torch.tensor([gates, 1.0]).repeat_interleave(len(mlp.gate_proj.weight)))
+    return gate_up, down if last == 1 else times(down, torch.full((len(mlp.down_proj.weight),), last))
 
 
 def gate_up_of(mlp: Any) -> tuple[Tensor, Tensor | None]:

@@ -17,7 +17,7 @@ ONE = re.compile(r"^(.*\bexperts)\.(\d+)\.(\w+)$")         # an expert's layer: 
 PARTS = {"gate_proj": ("gate_up_proj", 0), "w1": ("gate_up_proj", 0), "up_proj": ("gate_up_proj", 1), "w3": ("gate_up_proj", 1),
          "down_proj": ("down_proj", 0), "w2": ("down_proj", 0), "gate_up_proj": ("gate_up_proj", 0)}    # of which tensor they become which
 OTHERWISE = {"block_sparse_moe": "mlp"}                    # names of files that transformers changes,
-WITHOUT = ("model", "language_model", "moe")               # and parts of names that one of both has
+WITHOUT = ("model", "language_model", "backbone", "moe")               # and parts of names that one of both has
 
 
 class Gathered:
@@ -35,6 +35,8 @@ class Gathered:
         if found is None or place is None or found[3] not in PARTS:
             return False
         kind, part = PARTS[found[3]]
+        if kind == "gate_up_proj" and not self._collections[place].has_gate:
+            kind, part = "up_proj", 0
         self._found[place, kind][int(found[2]), part] = name, levels
         return True
 

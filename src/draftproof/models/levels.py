@@ -94,6 +94,8 @@ class LevelWeight(Placeholder):
         if function is torch.cat and len(args) == 1 and not kwargs and alike(args[0]):
             first = args[0][0]
             return LevelWeight([part for weight in args[0] for part in weight.parts], first.dtype, first.device)
+        if function is torch.cat and args[1:] == (1,) and not kwargs and (found := _side_by_side(args[0])) is not None:
+            return LevelWeight([found], args[0][0].dtype, args[0][0].device)
         return super().__torch_function__(function, types, args, kwargs)
 
 
@@ -141,6 +143,19 @@ def alike(weights: Sequence[Any]) -> bool:
     forms = {(weight.bits, weight.floats, weight.parts[0].group, weight.shape[1]) if isinstance(weight, LevelWeight) else None
              for weight in weights}
     return len(forms) == 1 and None not in forms
+
+
+def _side_by_side(weights: Sequence[Any]) -> Levels | None:
+    """Levels of the same form and outputs in one, of all their inputs; None: they are others."""
+    if not all(isinstance(weight, LevelWeight) and len(weight.parts) == 1 for weight in weights):
+        return None
+    parts = [weight.parts[0] for weight in weights]
+    first, zeros = parts[0], [part.zero for part in parts if part.zero is not None]
+    forms = {(part.bits, part.zero is None, part.group, part.shape[0]) for part in parts}
+    if len(forms) > 1 or any(part.group == part.inputs for part in parts):      # a step of a whole output is another form
+        return None
+    return Levels(first.bits, sum(part.inputs for part in parts), torch.cat([part.scale for part in parts], 1),
+                  torch.cat(zeros, 1) if zeros else None, lambda: torch.cat([part.read() for part in parts], 1))
 
 
 def values(q: Tensor, scale: Tensor, zero: Tensor | None) -> Tensor:

@@ -99,6 +99,23 @@ class StreamedLinear(KeptLinear):
     def forward(self, x: Tensor) -> Tensor:
         return native.multiply(x, self.product)
 
+    def take_times(self, by: Tensor) -> None:
+        """From now on y = (x Wᵀ + b) · by, float32 [out]."""
+        self.steps = by if self.steps is None else self.steps * by
+        self.bias = None if self.bias is None else self.bias * by
+        self.product = native.product(self.panels, self.bias, self.steps, self.out_features, self.in_features, self.bits, self.spare)
+
+
+class Times(nn.Module):
+    """y = (x Wᵀ + b) · by, of a layer that rounds what it makes first; by float32 [out]."""
+
+    def __init__(self, part: nn.Module, by: Tensor) -> None:
+        super().__init__()
+        self.part, self.by = part, by
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.part(x) * self.by).to(x.dtype)         # type: ignore[no-any-return]
+
 
 class PackedLinear(KeptLinear):
     """y = x Wᵀ + b with W [out, in] packed by one of torch's libraries. Built from a linear layer; keeps no other copy."""
@@ -138,6 +155,16 @@ def packed(weight: Tensor, bias: Tensor | None) -> KeptLinear:
     """The fastest of the forms above that multiplies the very same numbers."""
     ours = weight.dtype in native.TYPES and native.available()[0] and holds_bfloat16(weight)
     return (StreamedLinear if ours else PackedLinear)(weight, bias)
+
+
+def times(layer: nn.Module, by: Tensor) -> nn.Module:
+    """A layer that was just made, whose outputs are taken times `by`, float32 [out]: no weight is rounded for it."""
+    if bool((by == 1).all()):
+        return layer
+    if not isinstance(layer, StreamedLinear):
+        return Times(layer, by)
+    layer.take_times(by)
+    return layer
 
 
 def holds_bfloat16(weight: Tensor) -> bool:

@@ -32,7 +32,7 @@ class Routed(nn.Module):
         self.each: int = chosen_by(router) + self.experts.shared
         weight, scales = scoring(router).weight.detach(), getattr(router, "per_expert_scale", None)
         weight = weight if gate is None else torch.cat([weight, gate.weight.detach()])
-        self.router = _form(weight, getattr(scoring(router), "bias", None), form is HeldLinear, routing.wide)
+        self.router = _form(weight, getattr(scoring(router), "bias", None), form is HeldLinear, routing.wide, self.experts.compiled)
         self.bias, self.scales = (None if each is None else each.detach().float().reshape(-1).contiguous() for each in (bias, scales))
         self.act_fn: Any = getattr(block.experts, "act_fn", None)
         self.inner = self.experts.down[0].in_features
@@ -111,10 +111,10 @@ def shared_of(block: Any, layer: Any = None) -> Any:
 
 
 def _products(mlp: Any) -> tuple[list[Any], Any]:
-    """Those of gate and up, joined or not, and that of down."""
+    """Those of gate and up, joined or not, or up alone, and that of down."""
     if hasattr(mlp, "input_linear"):
         return [mlp.input_linear], mlp.output_linear
-    return [mlp.gate_proj, mlp.up_proj], mlp.down_proj
+    return [part for name in ("gate_proj", "up_proj") if (part := getattr(mlp, name, None)) is not None], mlp.down_proj
 
 
 def comes_apart(block: Any, layer: Any) -> bool:
@@ -139,15 +139,32 @@ def _shared(block: Any, mlp: Any) -> Iterator[tuple[Tensor, Tensor]]:
     if whole == inner:                                  # levels of a checkpoint are joined, but cannot be cut
         yield joined(first)[0], last.weight
         return
-    (gate, up), down = joined(first)[0].view(2, whole, -1), last.weight.detach()
+    gate_up, down = joined(first)[0].view(-1, whole, last.out_features), last.weight.detach()
     for start in range(0, whole, inner):
         part = slice(start, start + inner)
-        yield torch.cat([gate[part], up[part]]), down[:, part].contiguous()
+        yield torch.cat([side[part] for side in gate_up]), down[:, part].contiguous()
 
 
-def _form(weight: Tensor, bias: Tensor | None, held: bool, wide: bool) -> nn.Module:
-    """The router, which is never rounded to fewer bits. wide: it reads float32, whatever its weight is."""
+class SumLinear(StreamedLinear):
+    """Of a float32 weight [out, in], the sum of three bfloat16 ones, which stand side by side and read a row each."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        parts, left = [], weight
+        for _ in range(3):
+            parts.append(left.bfloat16().float())
+            left = left - parts[-1]
+        super().__init__(torch.cat(parts, 1), bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(torch.cat([x] * 3, -1))
+
+
+def _form(weight: Tensor, bias: Tensor | None, held: bool, wide: bool, compiled: bool) -> nn.Module:
+    """The router, which is never rounded to fewer bits. wide: it reads float32, whatever its weight is; compiled: experts run by kernels
+    of ours."""
     made = None if held else packed(weight, bias)
+    if wide and compiled and made is not None and not isinstance(made, StreamedLinear):
+        return SumLinear(weight.float(), bias)
     if isinstance(made, StreamedLinear) or made is not None and not wide:
         return made
     return HeldLinear(weight.float() if wide else weight, bias)

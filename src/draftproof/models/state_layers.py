@@ -3,8 +3,9 @@
     q, k, v = silu(convolve(qkv(norm(x))))
 
     DeltaLayer    S ← kept · S;  S ← S + k ⊗ (v − Sᵀk) · written    x ← x + o(norm(Sᵀq) · silu(gate))               Qwen3-Next, Qwen3.5
-    SpaceLayer    S ← kept · S + k ⊗ v · written                    x ← x + o(norm((Sᵀq + skip v) · silu(gate)))    Bamba, Granite 4
+    SpaceLayer    S ← kept · S + k ⊗ v · written                    x ← x + o(norm((Sᵀq + skip v) · silu(gate)))    Bamba, Nemotron-H
     ShortLayer                                                      x ← x + o(convolve(v · before) · gate)          LFM2
+    BothLayer     attention and a state space beside each other: one product before them, and one behind            Falcon-H1
 
 the gated delta rule (Yang et al., arXiv 2412.06464), a state space (Mamba-2: Dao & Gu, arXiv 2405.21060), and a convolution alone, without
 keys (arXiv 2511.23404). One product makes queries, keys, values, how much of each head is written and kept, and gates. What a layer needs
@@ -15,42 +16,51 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterator
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from .. import llama, native, recurrences
+from .. import native, recurrences
 from .cache import PagePool
-from .families import Family
+from .families import ONLY, OUT, Family, Norms, looking_back, part_of, state_of
 from .fused import FusedLayer, scale_of
 from .levels import LevelWeight
-from .packed import HeldLinear, Linear, joined, packed
+from .packed import HeldLinear, Linear, joined, packed, times
 from .passes import Pass
 from .ropes import Rope
+from .shares import kept
 
 
 class StateLayer(FusedLayer):
-    """memory: a text's states, [value_heads, stripes, key_dim, STRIPE]; row: numbers of a row in its history, of which the first `channels`
-    go through the convolution; reach: how many rows before it that reads; number: which of such layers of the model it is (states.py)."""
+    """memory: a text's states, [value_heads, key_dim · value_dim], STRIPE values at a time; row: numbers of a row in its history, of which
+    the first `channels` go through the convolution; reach: how many rows before it that reads; number: which of such layers of the model
+    it is (states.py)."""
 
     number = 0
+    first = 0  # where its numbers begin among those that the first product makes
+    memory: tuple[int, ...]
     _made: recurrences.Recurrence | None = None
     key_heads: int
     taps: Tensor  # of the convolution, [reach + 1, channels],
     bias: Tensor | None  # and [channels]
 
-    def _take(self, attention: Any, linear: Linear, family: Family, rope: Rope | None) -> None:
-        self.kv_heads, self.window, self.cap, self.sinks, self.scaling, self.turned = 0, None, None, None, 1.0, 0
-        self.rope = rope or Rope(0)
+    @property
+    def state(self) -> Self:
+        return self
+
+    def _take(self, layer: Any, linear: Linear, family: Family, rope: Rope | None) -> None:
+        attention = looking_back(layer)
+        self.o = kept(part_of(attention, OUT), linear)
         self.written_kept: nn.Module | None = None  # what makes how much of each head is written and kept, if it is a product of its own
         order, scalars = self._shape(attention)
         weight, bias = joined(list(_parts(attention)))
         self.qkv = linear(weight, bias) if order is None else linear(weight[order], None if bias is None else bias[order])
         self.channels = 2 * self.key_heads * self.head_dim + self.heads * self.value_dim
         self.row, self.reach = self.channels + scalars * self.heads, len(self.taps) - 1
-        self.memory = self.heads, self.value_dim // native.STRIPE, self.head_dim, native.STRIPE
+        self.memory = self.heads, self.head_dim * self.value_dim
         if hasattr(attention, "A_log"):
             self.decay, self.shift = attention.A_log.detach().float().exp(), attention.dt_bias.detach().float()
 
@@ -71,6 +81,7 @@ class StateLayer(FusedLayer):
 
     def _rows_and_gates(self, made: Tensor, beside: Tensor | None) -> tuple[Tensor, Tensor]:
         """Rows as the history has them, and gates."""
+        made = made[:, self.first :]
         if beside is None:
             return made[:, : self.row], made[:, self.row :]
         return torch.cat([made[:, : self.channels], beside], 1), made[:, self.channels :]
@@ -79,7 +90,9 @@ class StateLayer(FusedLayer):
         """One text's way: states and history are left as kernels/recurrence.c leaves them."""
         reach, history = self.reach, walk.history[self.number]
         before = torch.cat([history[:reach], history[[reach + place for place in walk.owed]]])
-        memory = walk.memory[self.number].transpose(1, 2).reshape(self.heads, self.head_dim, self.value_dim).clone()
+        widths = [min(native.STRIPE, self.value_dim - start) for start in range(0, self.value_dim, native.STRIPE)]
+        stripes = torch.split(walk.memory[self.number], [self.head_dim * wide for wide in widths], 1)
+        memory = torch.cat([stripe.view(self.heads, self.head_dim, wide) for stripe, wide in zip(stripes, widths, strict=True)], 2)
         for number, line in enumerate(walk.lines):
             all_rows, guessed = torch.cat([before, rows[line]]), memory
             for element in range(walk.taken if number else 0, len(all_rows) - reach):
@@ -89,7 +102,7 @@ class StateLayer(FusedLayer):
                 if element >= len(walk.owed):
                     row = line[element - len(walk.owed)]
                     seen[row] = self._finish(found, gates[row].view(self.heads, -1)).flatten()
-        walk.memory[self.number] = memory.reshape(self.heads, self.head_dim, self.memory[1], native.STRIPE).transpose(1, 2)
+        walk.memory[self.number] = torch.cat([stripe.flatten(1) for stripe in torch.split(memory, native.STRIPE, 2)], 1)
         end = torch.cat([before, rows[walk.first : walk.first + walk.rows]])[walk.taken :]
         history[: len(end)] = end
 
@@ -110,13 +123,9 @@ class StateLayer(FusedLayer):
         """[heads, value_dim], normed and gated."""
         raise AssertionError("each kind has its own")
 
-    def kernel(self, pool: PagePool) -> llama.Layer:
-        made = super().kernel(pool)
-        made.recurrence = ctypes.addressof(self._recurrence())
-        return made
-
-    def _storage(self, pool: PagePool) -> tuple[int, int]:
-        return 0, 0
+    def address(self) -> int:
+        """For kernels/block.c."""
+        return ctypes.addressof(self._recurrence())
 
     def _recurrence(self) -> recurrences.Recurrence:
         """One for all pools."""
@@ -132,8 +141,9 @@ class StateLayer(FusedLayer):
 
 
 class DeltaLayer(StateLayer):
-    def _take(self, attention: Any, linear: Linear, family: Family, rope: Rope | None) -> None:
-        super()._take(attention, linear, family, rope)
+    def _take(self, layer: Any, linear: Linear, family: Family, rope: Rope | None) -> None:
+        super()._take(layer, linear, family, rope)
+        attention = looking_back(layer)
         if hasattr(attention, "in_proj_ba"):
             weight, bias = attention.in_proj_ba.weight.detach(), attention.in_proj_ba.bias
             order = _in_parts(torch.arange(2 * self.heads).view(self.key_heads, -1), [self.heads // self.key_heads] * 2)
@@ -179,6 +189,8 @@ class DeltaLayer(StateLayer):
 
 
 class SpaceLayer(StateLayer):
+    sight_share = 1.0  # what a row sees is taken times it
+
     def _shape(self, attention: Any) -> tuple[Tensor | None, int]:
         self.key_heads, self.heads = attention.n_groups, attention.num_heads
         self.head_dim, self.value_dim = attention.ssm_state_size, attention.head_dim
@@ -190,9 +202,10 @@ class SpaceLayer(StateLayer):
         self.bias = None if conv.bias is None else conv.bias.detach()[channels].float()
         self.skip: Tensor = attention.D.detach().float()
         self.limits: tuple[float, float] = tuple(map(float, attention.time_step_limit))  # type: ignore[assignment]
-        self.of_sight = attention.norm.weight.detach().float(), attention.norm.variance_epsilon
-        values_normed = len(self.of_sight[0])
-        self.groups: int = values_normed // getattr(attention.norm, "group_size", values_normed)  # as one, in older transformers
+        norm = attention.norm
+        self.of_sight = None if isinstance(norm, nn.Identity) else (norm.weight.detach().float(), norm.variance_epsilon)
+        size = getattr(norm, "group_size", None)
+        self.groups: int = getattr(norm, "n_groups", 1) if size is None else len(norm.weight) // size
         written = torch.arange(self.heads) + 2 * values + 2 * keys
         return torch.cat([values + channels, written, torch.arange(values)]), 1
 
@@ -203,15 +216,16 @@ class SpaceLayer(StateLayer):
         return state, (state * query[..., None]).sum(1) + value * self.skip[:, None]
 
     def _finish(self, found: Tensor, gate: Tensor) -> Tensor:
-        weight, eps = self.of_sight
         wide = (found * functional.silu(gate.float())).view(self.groups, -1)
-        normed: Tensor = wide * torch.rsqrt((wide * wide).mean(-1, keepdim=True) + eps) * weight.view(self.groups, -1)
-        return normed.to(gate.dtype)
+        if self.of_sight is not None:
+            weight, eps = self.of_sight
+            wide = wide * torch.rsqrt((wide * wide).mean(-1, keepdim=True) + eps) * weight.view(self.groups, -1)
+        return (wide * self.sight_share).to(gate.dtype)
 
     def _told(self) -> recurrences.Recurrence:
-        norm = native.Scale.of(*self.of_sight, torch.float32)
+        norm = None if self.of_sight is None else native.Scale.of(*self.of_sight, torch.float32)
         return recurrences.Recurrence.of(recurrences.SPACE, self.taps, self.bias, self._sizes(), self.number, self.decay, self.shift, norm,
-                                         self.skip, self.groups, self.limits)
+                                         self.skip, self.groups, self.limits, None, self.sight_share, self.first)
 
 
 class ShortLayer(StateLayer):
@@ -237,8 +251,49 @@ class ShortLayer(StateLayer):
         return recurrences.Recurrence.of(recurrences.SHORT, self.taps, self.bias, self._sizes(), self.number)
 
 
-def state_layer(layer: Any) -> type[StateLayer]:
+class Unmade(nn.Module):
+    """A weight [out, in] and a bias, of which one product is made with others."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        super().__init__()
+        self.weight, self.bias, self.out_features = weight, bias, weight.shape[0]
+
+
+class BothLayer(FusedLayer):
+    """Attention and a state space that read the same rows, and of which the sum is added (Falcon-H1, arXiv 2507.22448). What they are
+    multiplied by is taken where a product or a state is rounded anyway, so that no weight is."""
+
+    @property
+    def state(self) -> SpaceLayer:
+        return self._state[0]
+
+    def _take(self, layer: Any, linear: Linear, family: Family, rope: Rope | None) -> None:
+        super()._take(layer, Unmade, family, rope)
+        space, attention, keys = layer.mamba, layer.self_attn, self.kv_heads * self.head_dim
+        alone = SpaceLayer(SimpleNamespace(**{ONLY: space}), Unmade, None, Family("", Norms(None, None, None), mlp=ONLY))
+        asked, told = float(layer.attention_in_multiplier), float(layer.attn_out_multiplier)    # values are taken times the latter
+        sizes, factors = (self.heads * self.head_dim, keys, keys), (asked, asked * attention.key_multiplier, asked * told)
+        alone.first, alone.sight_share = sum(sizes), float(layer.ssm_out_multiplier)
+        own = space.mup_vector.flatten()[alone._shape(space)[0]].float() * space.ssm_in_multiplier
+        by = torch.cat([*(torch.full((size,), factor) for size, factor in zip(sizes, factors, strict=True)), own])
+        for part, entered in ((self.qkv, asked), (alone.qkv, space.ssm_in_multiplier)):     # of rows that are multiplied a bias is not
+            part.bias = None if part.bias is None else part.bias.detach() / entered
+        self.qkv = times(linear(*joined([self.qkv, alone.qkv])), by)
+        biases = [part.bias.detach() * share for part, share in ((self.o, told), (alone.o, alone.sight_share)) if part.bias is not None]
+        self.o = linear(torch.cat([self.o.weight, alone.o.weight], 1), sum(biases) if biases else None)
+        alone.qkv = alone.o = None
+        alone._products = ()
+        self._state = (alone,)
+
+    def _look_back(self, entered: Tensor, made: Tensor, angles: Tensor, p: Pass, pool: PagePool) -> Tensor:
+        seen = super()._look_back(entered, made[:, : self.state.first], angles, p, pool)
+        return torch.cat([seen, self.state._look_back(entered, made, angles, p, pool)], 1)
+
+
+def state_layer(layer: Any) -> type[FusedLayer]:
     """What stands for a layer that has a state."""
+    if looking_back(layer) is not state_of(layer):
+        return BothLayer
     return DeltaLayer if hasattr(layer, "linear_attn") else ShortLayer if hasattr(layer, "conv") else SpaceLayer
 
 

@@ -29,7 +29,7 @@ AGAIN = 512     # tokens of a pass that reads a text again
 
 @dataclass(slots=True)
 class States:
-    """Those of a model. memory, row: shapes of a text's memory [layers, value_heads, stripes, key_dim, STRIPE] and of a layer's row in the
+    """Those of a model. memory, row: shapes of a text's memory [layers, value_heads, key_dim · value_dim] and of a layer's row in the
     history; reach: how many rows before it a convolution reads. page: how many tokens one has: memory stops at the end of each, so that
     other texts may go on from there."""
 
@@ -145,7 +145,7 @@ class State:
 
 def states_of(layers: Sequence[Any]) -> States | None:
     """Of fused layers, which are numbered here; None: they have no states."""
-    found = [layer for layer in layers if layer.memory]
+    found = [layer.state for layer in layers if layer.state is not None]
     for number, layer in enumerate(found):
         layer.number = number
     if not found:

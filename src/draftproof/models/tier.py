@@ -21,7 +21,7 @@ from transformers.masking_utils import causal_mask_function
 from ..errors import LoadError, first_line
 from . import attention
 from .cache import PagePool
-from .families import can_fuse, has_state
+from .families import can_fuse, looking_back
 from .passes import Pass, Path
 
 Rule = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]  # batch, head, position of a query, positions of keys → which of them it reads
@@ -68,7 +68,7 @@ def tier_of(model: Any, context: int, reasons: dict[str, str], fused: bool) -> t
 def _held(model: Any) -> int:
     """Bytes of a token's keys and values, of layers that attend."""
     size = next(model.parameters()).element_size()
-    attending = (layer.self_attn for layer in model.base_model.layers if not has_state(layer))
+    attending = (part for part in map(looking_back, model.base_model.layers) if hasattr(part, "k_proj"))
     return sum((part.k_proj.out_features + part.v_proj.out_features) * size for part in attending)
 
 
