@@ -239,9 +239,10 @@ def test_shares_of_a_large_team_are_bits_of_the_whole(family: str) -> None:
     assert all(map(torch.equal, *found))
 
 
-def test_the_same_in_forms_of_other_processors(other_kernels: None) -> None:
-    beside_its_plain_twin("qwen3_next", torch.bfloat16)
-    plays(target_of("qwen3_next", torch.bfloat16), 3)
+@pytest.mark.parametrize("family", ["qwen3_next", "nemotron_h", "falcon_h1, normed"])
+def test_the_same_in_forms_of_other_processors(family: str, other_kernels: None) -> None:
+    beside_its_plain_twin(family, torch.bfloat16)
+    plays(target_of(family, torch.bfloat16), 3)
 
 
 def plays(target: PagedTarget, seed: int, steps: int = 60) -> None:
