@@ -49,9 +49,9 @@ FAMILIES: dict[str, dict[str, Any]] = {         # what transformers' configurati
                      "num_key_value_heads": 2, "head_dim": 256, "linear_num_key_heads": 16, "linear_num_value_heads": 16,
                      "linear_key_head_dim": 128, "linear_value_head_dim": 128, "tie_word_embeddings": True},
     "granitemoehybrid": {"hidden_size": 1536, "num_hidden_layers": 16, "num_attention_heads": 12, "num_key_value_heads": 4,
-                         "shared_intermediate_size": 4096, "num_local_experts": 0, "mamba_n_heads": 48, "mamba_d_head": 64,
-                         "mamba_d_state": 128, "mamba_n_groups": 1, "mamba_expand": 2, "position_embedding_type": "nope",
-                         "layer_types": kinds(16, 8, "attention", "mamba"), "tie_word_embeddings": True},
+                         "intermediate_size": 4096, "shared_intermediate_size": 4096, "num_local_experts": 0, "num_experts_per_tok": 0,
+                         "mamba_n_heads": 48, "mamba_d_head": 64, "mamba_d_state": 128, "mamba_n_groups": 1, "mamba_expand": 2,
+                         "position_embedding_type": "nope", "layer_types": kinds(16, 8, "attention", "mamba"), "tie_word_embeddings": True},
     "lfm2": {"hidden_size": 1536, "num_hidden_layers": 16, "num_attention_heads": 24, "num_key_value_heads": 8,
              "intermediate_size": 6912, "layer_types": kinds(16, 3, "full_attention", "conv"), "tie_word_embeddings": True,
              "block_dim": 1536, "conv_dim": 1536},              # which vLLM reads
@@ -60,7 +60,7 @@ FAMILIES: dict[str, dict[str, Any]] = {         # what transformers' configurati
                     "layer_types": kinds(20, 6, "full_attention", "sliding_attention")},
     "gemma4_text": {"hidden_size": 1536, "num_hidden_layers": 15, "num_attention_heads": 8, "num_key_value_heads": 1, "head_dim": 256,
                     "global_head_dim": 512, "intermediate_size": 6144, "hidden_size_per_layer_input": 256,
-                    "vocab_size_per_layer_input": VOCABULARY, "num_kv_shared_layers": 8, "sliding_window": 512,
+                    "vocab_size_per_layer_input": VOCABULARY, "num_kv_shared_layers": 10, "sliding_window": 512,
                     "layer_types": kinds(15, 5, "full_attention", "sliding_attention"), "use_double_wide_mlp": False},
     "qwen3_moe": {"hidden_size": 1024, "num_hidden_layers": 12, "num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 64,
                   "num_experts": 32, "num_experts_per_tok": 4, "moe_intermediate_size": 384, "norm_topk_prob": True,
@@ -76,7 +76,9 @@ def random_model(family: str, folder: Path, seed: int) -> Path:
         config = AutoConfig.for_model(family, vocab_size=VOCABULARY, max_position_embeddings=4096, bos_token_id=0, eos_token_id=0,
                                       pad_token_id=0, **FAMILIES[family])
         AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
-        AutoTokenizer.from_pretrained(WEIGHTS / "target").save_pretrained(folder)
+        words = AutoTokenizer.from_pretrained(WEIGHTS / "target")
+        words.add_tokens([f"<{number}>" for number in range(len(words), VOCABULARY)])       # some converters cut what has no word
+        words.save_pretrained(folder)
         note.write_text(key)
     return folder
 
