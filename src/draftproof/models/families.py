@@ -388,7 +388,8 @@ def _strange_state(part: Any, exact: Callable[..., bool]) -> Iterator[str]:
     rows, columns = (part.head_k_dim, part.head_v_dim) if delta else (part.ssm_state_size, part.head_dim)
     if delta and part.conv1d.bias is not None:
         yield "a convolution with a bias"
-    if rows % native.LEAST_VECTOR or columns % (least := native.STRIPE // 2):
+    least = native.STRIPE // 2
+    if rows % native.LEAST_VECTOR or columns % least:
         yield (f"states of {rows} by {columns} numbers, where kernels of ours take multiples of {native.LEAST_VECTOR} by {least}")
 
 
