@@ -14,6 +14,7 @@ Prints a table and, as the last line, JSON; exits with 3 if ours is slower than 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
@@ -76,6 +77,8 @@ def random_model(family: str, folder: Path, seed: int) -> Path:
         config = AutoConfig.for_model(family, vocab_size=VOCABULARY, max_position_embeddings=4096, bos_token_id=0, eos_token_id=0,
                                       pad_token_id=0, **FAMILIES[family])
         AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
+        told = folder / "config.json"           # kinds of layers by the names that are published, which are not those of newest versions
+        told.write_text(json.dumps({**json.loads(told.read_text("utf-8")), **FAMILIES[family]}, indent=2))
         words = AutoTokenizer.from_pretrained(WEIGHTS / "target")
         words.add_tokens([f"<{number}>" for number in range(len(words), VOCABULARY)])       # some converters cut what has no word
         words.save_pretrained(folder)
