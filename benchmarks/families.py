@@ -28,7 +28,7 @@ import torch
 from crew import engine_of
 from memory import Memory
 from pair import pass_bytes
-from peers import OURS, PEERS, Arm, carry_out, cell, converted_for_each, ending, goals, listed, measure, shared_options, verdict
+from peers import OURS, PEERS, Arm, carry_out, cell, converted_for_each, ending, goals, limits_of, listed, measure, shared_options, verdict
 from provenance import provenance
 from ratios import BRACKETS, shown
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
@@ -94,7 +94,7 @@ def measured(family: str, args: argparse.Namespace, work: Path, memory: Memory) 
     size = pass_bytes(folder) * args.bits // 16
     with there.crew(args, there.arms(()), work / family) as crew:
         runs, reads = measure(crew, there.prompts, [0.0], args.repeats, args.tokens, args.seed, memory)
-    limits = {key: [[1e9 * read / size for read in each] for each in by_prompt] for key, by_prompt in reads.items()}
+    limits = limits_of(reads, size)
     order = sorted(runs, key=lambda key: list(there.peers).index(key[1].peer))
     found = [goal for goal in goals(runs, limits, args.bits) if goal["over"] == str(Arm(OURS, 0))]
     return {"family": family, "pass_bytes": size, "prompt_tokens": [len(prompt) for prompt in there.prompts],

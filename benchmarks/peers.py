@@ -195,6 +195,11 @@ def cell(runs: Runs, key: Key, limits: Limits) -> dict[str, Any]:
             "same_as_own_plain": same(runs[key], own), "same_as_ours_off": same(runs[key], off)}
 
 
+def limits_of(reads: Limits, size: int) -> Limits:
+    """Plain tokens per second, were reading the weights, of so many bytes, all; reads: GB/s."""
+    return {key: [[1e9 * read / size for read in each] for each in by_prompt] for key, by_prompt in reads.items()}
+
+
 def goals(runs: Runs, limits: Limits, bits: int = 16) -> list[dict[str, Any]]:
     """Every goal with what was found; "met" is None where an arm is missing. Of rounded weights fewer."""
     found = []
@@ -327,8 +332,7 @@ def run(args: argparse.Namespace, work: Path) -> dict[str, Any]:
     memory, size = Memory(), pass_bytes(there.sources["target"]) * args.bits // 16
     with there.crew(args, there.arms(args.depths), work) as crew:
         runs, reads = measure(crew, there.prompts, args.temperatures, args.repeats, args.tokens, args.seed, memory)
-    # plain tokens per second, were reading the weights all
-    limits = {key: [[1e9 * read / size for read in each] for each in by_prompt] for key, by_prompt in reads.items()}
+    limits = limits_of(reads, size)
     flat = sorted(read for by_prompt in reads.values() for each in by_prompt for read in each) or [memory.read()]
     order = sorted(runs, key=lambda key: (key[0], list(there.peers).index(key[1].peer), key[1].depth))
     return {**facts, "threads": args.threads, "prompt_tokens": [len(p) for p in there.prompts], "tokens": args.tokens,

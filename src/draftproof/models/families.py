@@ -20,7 +20,7 @@ from torch import nn
 from .. import native
 from ..mixtures import Routing
 from .ropes import rope_of, rotary_of
-from .routed import comes_apart, router_of, scoring
+from .routed import chosen_by, comes_apart, router_of, scoring
 from .shares import bare
 
 OUT, UP = ("o_proj", "dense", "out_proj"), ("up_proj", "c_fc", "fc1", "w3", "dense_h_to_4h")      # what families call these products,
@@ -396,4 +396,4 @@ def _strange_state(part: Any, exact: Callable[..., bool]) -> Iterator[str]:
 def _are_enough(how: Routing, router: Any) -> bool:
     """Whether the groups that a row chooses hold as many experts as it does."""
     each, rest = divmod(len(scoring(router).weight), how.groups)
-    return how.within >= how.groups or rest == 0 and each >= how.leading and each * how.within >= router.top_k
+    return how.within >= how.groups or rest == 0 and each >= how.leading and each * how.within >= chosen_by(router)
