@@ -9,19 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from benchmark_module import FOLDER, benchmark
+from benchmark_module import FAKE_CLOCK, FOLDER, benchmark
 
 from draftproof.models.load import WEIGHTS
 
 crowd = benchmark("crowd")
 crew, worker = importlib.import_module("crew"), importlib.import_module("worker")
 
-FAKE = """
-import sys, time
-sys.path.insert(0, {folder!r})
+FAKE = FAKE_CLOCK + """
 from worker import in_turn, main
-pace, clock = {pace!r}, [0.0]
-time.perf_counter = lambda: clock[0]          # it says how long it took, so that no load of the machine counts
 
 def load(job):
     def generate(request, told):

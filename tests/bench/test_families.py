@@ -8,17 +8,13 @@ import sys
 from pathlib import Path
 
 import pytest
-from benchmark_module import FOLDER, benchmark
+from benchmark_module import FAKE_CLOCK, FOLDER, benchmark
 
 families = benchmark("families")
 crew, pair = importlib.import_module("crew"), benchmark("pair")
 
-FAKE = """
-import sys, time
-sys.path.insert(0, {folder!r})
+FAKE = FAKE_CLOCK + """
 from worker import main
-pace, clock = {pace!r}, [0.0]
-time.perf_counter = lambda: clock[0]          # it says how long it took, so that no load of the machine counts
 
 def load(job):
     def generate(request, told):
