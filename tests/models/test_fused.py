@@ -13,8 +13,8 @@ from draftproof import llama, native
 from draftproof.config import LoadConfig
 from draftproof.models import forms, passes
 from draftproof.models.between import rms_norm
-from draftproof.models.families import can_fuse
 from draftproof.models.fused import FusedLayer
+from draftproof.models.known import can_fuse
 from draftproof.models.load import load_target
 from draftproof.models.paged import PagedTarget
 from draftproof.models.passes import Pass, chain_items, general_items

@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from draftproof import llama, native
 from draftproof.config import LoadConfig
-from draftproof.models.families import can_fuse
+from draftproof.models.known import can_fuse
 from draftproof.models.load import as_target, load_target
 from draftproof.models.paged import PagedTarget
 from draftproof.types import Draft

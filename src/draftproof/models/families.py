@@ -11,7 +11,7 @@ block adds. Here stands the rest.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -19,9 +19,6 @@ from torch import nn
 
 from .. import native
 from ..mixtures import Routing
-from .ropes import rope_of, rotary_of
-from .routed import chosen_by, comes_apart, router_of, scoring
-from .shares import bare
 
 OUT, UP = ("o_proj", "dense", "out_proj"), ("up_proj", "c_fc", "fc1", "w3", "dense_h_to_4h")      # what families call these products,
 DOWN = ("down_proj", "c_proj", "fc2", "output_linear", "w2", "dense_4h_to_h")
@@ -283,117 +280,3 @@ def norm_of(norm: Any, family: Family) -> tuple[Any, ...]:
     weight = norm.weight.detach()
     weight = weight.float() if family.late else weight
     return (1 + weight if family.from_one else weight), eps
-
-
-def can_fuse(model: Any) -> tuple[bool, str]:
-    """Whether every layer is a block as we know it, and why or why not."""
-    name = str(model.config.model_type)
-    if name not in FAMILIES:
-        return False, f"{type(model).__name__} is not one of the families whose block is known ({', '.join(FAMILIES)})"
-    if model.device.type != "cpu" and name not in ON_ANY_DEVICE:
-        return False, f"blocks of {name} have kernels of ours on a CPU alone"
-    strange = next(_strange(model, FAMILIES[name], name), None)
-    if strange:
-        return False, f"{type(model).__name__} has {strange}"
-    return True, "one product for q, k and v, one for gate and up, and few operations between them"
-
-
-def _there(module: Any, *names: str) -> list[Any]:
-    found = (getattr(module, name, None) for name in names)
-    return [module for module in found if module is not None]
-
-
-def _strange(model: Any, family: Family, name: str) -> Iterator[str]:
-    """What is not as transformers ships it, or not as a fused layer has it."""
-    home = f"transformers.models.{family.home or name}.modeling_{family.home or name}"
-
-    def exact(module: Any, *endings: str) -> bool:
-        return type(module).__module__ == home and type(module).__name__ in {family.prefix + ending for ending in endings}
-
-    body: Any = model.base_model
-    others = f"layers of other classes than {home} ships"
-
-    def known(norm: Any) -> bool:
-        return type(norm) is nn.LayerNorm or exact(norm, "RMSNorm", "LayerNorm", "LayerNorm1P", "LayerNormPerHead")
-
-    if not (exact(model, "ForCausalLM") and exact(body, "Model", "TextModel") and known(part_of(body, LAST_NORM))
-            and (rotary_of(body) is None or exact(rotary_of(body), "RotaryEmbedding", "TextRotaryEmbedding"))):
-        yield others
-        return
-    for number, layer in enumerate(body.layers):
-        attention, state, mlp = looking_back(layer), state_of(layer), family.mlp_of(layer)
-        looking = {part for part in (attention, state) if part is not None}
-        if not (exact(layer, "DecoderLayer", "TextDecoderLayer", "Layer", "Block")
-                and all(exact(part, *LOOKING_BACK) for part in looking)):
-            yield others
-            return
-        norms = [norm for norm, name in zip(family.norms_of(layer), family.norms, strict=True)
-                 if name and not isinstance(getattr(layer, name, None), nn.Identity)]
-        norms += _there(attention, *family.head_norms, "v_norm", *LATENT_NORMS)
-        linears = [bare(linear) for part in looking for linear in _there(part, *LINEARS, *STATE_LINEARS, *OUT)]
-        linears += _there(layer, *SIDES[:2])
-        norms += _there(layer, *SIDES[2:], *ABREAST)
-        if (block := family.mixture_of(layer)) is not None:
-            yield from _strange_mixture(block, layer, family, exact)
-        if block is not mlp:
-            linears += [*_there(mlp, *GATES, *UP), bare(part_of(mlp, DOWN))]
-            if not exact(mlp, "MLP", "TextMLP"):
-                yield others
-        if not all(map(known, norms)) or not all(type(linear) is nn.Linear for linear in linears):
-            yield others
-        if getattr(attention, "v_proj", None) is not None and attention.k_proj.out_features != attention.v_proj.out_features:
-            yield "keys and values of different sizes"
-        if getattr(model.config, "clip_qkv", None) is not None:
-            yield "queries, keys and values that are clipped"
-        if state is not None:
-            yield from _strange_state(state, exact)
-        if attention not in (None, state) and rope_of(body, number).numbers > (
-                attention.qk_rope_head_dim if has_latent(attention) else head_dim_of(attention)):
-            yield "rotary positions of more than a head"
-
-
-def _strange_mixture(block: Any, layer: Any, family: Family, exact: Callable[..., bool]) -> Iterator[str]:
-    """Of what `Family.mixture_of` finds."""
-    router, beside = router_of(block), block is layer
-    kinds = ("DecoderLayer", "TextDecoderLayer") if beside else ("SparseMoeBlock", "SparseMoEBlock", "MoE", "Moe", "MLP")
-    if not (exact(block, *kinds) and exact(router, *ROUTERS)
-            and exact(block.experts, "Experts", "TextExperts") and (scoring(router) is router or type(scoring(router)) is nn.Linear)):
-        yield f"layers of other classes than {type(layer).__module__} ships"
-    if getattr(router, "router_logit_softcapping", 0):
-        yield "a router whose logits are capped"
-    if not _are_enough(family.routing(block), router):
-        yield "groups that have fewer experts than a row chooses"
-    if not comes_apart(block, layer):
-        yield "an expert for all rows that is no multiple of the others"
-    if type(getattr(block, "fc1_latent_proj", None)) is nn.Linear:
-        yield "experts of a latent"
-
-
-def _strange_state(part: Any, exact: Callable[..., bool]) -> Iterator[str]:
-    """Of a part of a layer that has a recurrent state."""
-    if hasattr(part, "conv"):
-        if type(part.conv) is not nn.Conv1d:
-            yield "layers of other classes than transformers ships"
-        if part.conv.in_channels % native.STRIPE:
-            yield f"a convolution of {part.conv.in_channels} numbers, where kernels of ours take multiples of {native.STRIPE}"
-        return
-    plain = isinstance(part.norm, nn.Identity)
-    if not (plain or exact(part.norm, "RMSNormGated")) or type(part.conv1d) is not nn.Conv1d:
-        yield "layers of other classes than transformers ships"
-    if part.activation not in ("silu", "swish"):
-        yield f"a convolution behind which stands {part.activation}"
-    if getattr(part.norm, "norm_before_gate", False):
-        yield "a norm before its gates"
-    delta = hasattr(part, "head_k_dim")
-    rows, columns = (part.head_k_dim, part.head_v_dim) if delta else (part.ssm_state_size, part.head_dim)
-    if delta and part.conv1d.bias is not None:
-        yield "a convolution with a bias"
-    least = native.STRIPE // 2
-    if rows % native.LEAST_VECTOR or columns % least:
-        yield (f"states of {rows} by {columns} numbers, where kernels of ours take multiples of {native.LEAST_VECTOR} by {least}")
-
-
-def _are_enough(how: Routing, router: Any) -> bool:
-    """Whether the groups that a row chooses hold as many experts as it does."""
-    each, rest = divmod(len(scoring(router).weight), how.groups)
-    return how.within >= how.groups or rest == 0 and each >= how.leading and each * how.within >= chosen_by(router)

@@ -20,7 +20,7 @@ from . import quantised, rows
 from .between import compare, compiled_between
 from .cropped import CroppedTarget
 from .experts import experts_of, packed_bytes, routers, take_experts
-from .families import FAMILIES, can_fuse, has_latent, has_state, looking_back
+from .families import FAMILIES, has_latent, has_state, looking_back
 from .folder import (
     SEEING,
     auto_class,
@@ -40,6 +40,7 @@ from .fused import FusedLayer, fuse
 from .fused_pass import FusedPass
 from .graphs import passes
 from .graphs import recorder as _recorder
+from .known import can_fuse
 from .latent import LatentLayer
 from .leading import lead
 from .levels import StandIns, level_weights

@@ -25,9 +25,9 @@ from . import between
 from .attention import TILE
 from .cache import PagePool
 from .experts import SILU
-from .families import can_fuse
 from .float8 import Float8Linear, multiplies
 from .fused import FusedLayer
+from .known import can_fuse
 from .packed import HeldLinear, Linear
 from .passes import Pass, Path
 from .shares import bare

@@ -21,7 +21,8 @@ from transformers.masking_utils import causal_mask_function
 from ..errors import LoadError, first_line
 from . import attention
 from .cache import PagePool
-from .families import can_fuse, looking_back
+from .families import looking_back
+from .known import can_fuse
 from .passes import Pass, Path
 
 Rule = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]  # batch, head, position of a query, positions of keys → which of them it reads
