@@ -43,7 +43,7 @@ class Layer(ctypes.Structure):
         *fields(reals="scaling share", numbers="heads kv_heads dim turned rope window", flags="as_one normed act",
                  pointers="sinks keys values experts latent", reals_="cap", flags_="turned_first parallel stretched opened_by",
                  pointers___="bends", numbers_="openings",
-                 pointers_="recurrence side abreast", reals__="factor", flags__="borrows values_normed"),
+                 pointers_="recurrence side abreast", reals__="factor", flags__="borrows values_normed settles"),
     ]
 
 
@@ -76,17 +76,21 @@ class Model(ctypes.Structure):
 
     _fields_ = [*fields(pointers="layers"), ("output", Product), ("norm", Scale),
                 *fields(pointers="embedding angles", numbers="count hidden vocabulary turns turned", reals="factor",
-                         flags="sharp halves")]
+                         flags="sharp halves", pointers_="positions", numbers_="places")]
 
     @classmethod
-    def of(cls, layers: ctypes.Array[Layer], output: Product, norm: Scale, embedding: Tensor, angles: Tensor, factor: float = 1) -> Self:
+    def of(cls, layers: ctypes.Array[Layer], output: Product, norm: Scale, embedding: Tensor, angles: Tensor, factor: float = 1,
+           positions: Tensor | None = None) -> Self:
         """norm: of the last layer's stream; embedding [vocabulary, hidden], which enters times `factor`; angles [positions, 2 ropes, n]:
-        of each cos, and sin with its first half negated, in the embedding's type or float32. Both contiguous."""
+        of each cos, and sin with its first half negated, in the embedding's type or float32. positions [n, hidden]: what is added to rows
+        where they enter, by their positions, the last of them from there on. All contiguous."""
         (vocabulary, hidden), dtype = embedding.shape, embedding.dtype
         assert dtype in TYPES and angles.dtype in (dtype, torch.float32) and output.columns == hidden
         assert embedding.is_contiguous() and angles.is_contiguous() and angles.dim() == 3
+        assert positions is None or positions.is_contiguous() and positions.dtype == dtype and positions.shape[1] == hidden
         return cls(ctypes.addressof(layers), output, norm, embedding.data_ptr(), angles.data_ptr(), len(layers), hidden, vocabulary,
-                   angles[0].numel(), angles.shape[-1], factor, angles.dtype != dtype, dtype == torch.bfloat16)
+                   angles[0].numel(), angles.shape[-1], factor, angles.dtype != dtype, dtype == torch.bfloat16,
+                   address_of(positions), 0 if positions is None else len(positions))
 
 
 class _Wish(ctypes.Structure):

@@ -34,7 +34,7 @@ LEAST_VECTOR, STRIPE = 16, 32  # of a recurrent state: its rows are a multiple o
 ALIKE = 128  # columns of floats of eight bits that share a step (kernels/narrow.c)
 EIGHT_FLOATS, FOUR_BY_32, FOUR_BY_16 = -8, -32, -16  # in place of the bits of a product's numbers
 TYPES = (torch.float32, torch.bfloat16)
-SILU, GELU_BY_TANH, GELU, RELU_SQUARED, SIGMOID, SOFTPLUS = range(6)  # what an MLP makes of its gates (kernels/lanes.h)
+SILU, GELU_BY_TANH, GELU, RELU_SQUARED, SIGMOID, SOFTPLUS, RELU = range(7)  # what an MLP makes of its gates (kernels/lanes.h)
 
 
 def fields(**kinds: str) -> list[tuple[str, type]]:

@@ -34,6 +34,7 @@ OTHERS: dict[str, dict[str, Any]] = {      # beside those of families.py
     "mellum": {"head_dim": 16, **families.MOE, **families.MIXED},
     "minicpm3": {**families.LATENT, "scale_emb": 3, "scale_depth": 1.1, "dim_model_base": 32},
     "nemotron": {"head_dim": 16},
+    "opt": {"ffn_dim": 96},
     "stablelm": {"use_parallel_residual": True},
     "vaultgemma": {"head_dim": 16, **families.MIXED, "query_pre_attn_scalar": 16},
 }
@@ -43,7 +44,7 @@ FUSED = ("llama", "mistral", "qwen2", "qwen3", "ministral", "biased llama", "qwe
          "ernie4_5_moe", "exaone4", "flex_olmo", "gemma", "gemma3_text", "glm", "glm4", "glm4_moe", "gpt_oss", "granite", "helium",
          "minimax_m2", "olmo2", "olmo3", "olmoe", "phi3", "half phi3", "qwen2_moe", "seed_oss", "smollm3",
          "exaone_moe", "hy_v3", "solar_open", "arcee", "cohere", "normed cohere", "cohere2", "gemma2", "granitemoe", "hunyuan_v1_dense",
-         "gpt_neox", "gpt_neox in turn", "ministral3", "normed stablelm", "stablelm in turn",
+         "gpt_neox", "gpt_neox in turn", "gpt2", "opt behind its sums", "ministral3", "normed stablelm", "stablelm in turn",
          "laguna with a gate of each number", *OTHERS,
          "olmo", "phi", "normed phi", "starcoder2", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "youtu", *LATENTS)
 TEXT = 45
@@ -56,6 +57,7 @@ OPTIONS = {
     "granitemoe, all experts": ("granitemoe", {**families.MOE, "num_experts_per_tok": 4}),
     "hunyuan_v1_dense": ("hunyuan_v1_dense", {"head_dim": 16}),
     "gpt_neox in turn": ("gpt_neox", {**families.FAMILIES["gpt_neox"], "use_parallel_residual": False}),
+    "opt behind its sums": ("opt", {"ffn_dim": 96, "do_layer_norm_before": False, "word_embed_proj_dim": 32}),
     "stablelm in turn": ("stablelm", {"use_qkv_bias": True}),
     "normed stablelm": ("stablelm", {"qk_layernorm": True}),
     "laguna with a gate of each number": ("laguna", {**OTHERS["laguna"], "gating": "per-element"}),
@@ -288,6 +290,30 @@ def test_an_id_that_the_embedding_lacks_is_refused(wrong: int, tmp_path: Path, m
     assert torch.equal(target.extend([slot], [torch.tensor([3])]).logits, before)
 
 
+@pytest.mark.parametrize("bits", [8, 4])
+def test_weights_that_lie_the_other_way_are_rounded_alike(bits: int, tmp_path: Path) -> None:
+    """GPT-2's, whether its block is ours or transformers'."""
+    save("gpt2", tmp_path)
+    for ours, theirs in zip(*map(play, pair(tmp_path, "float32", quantization=f"int{bits}")), strict=True):
+        assert float((ours.logits - theirs.logits).abs().max()) <= 2e-4 * float(theirs.logits.abs().max())
+
+
+@pytest.mark.skipif(not native.available()[0], reason=native.available()[1])
+def test_a_row_behind_the_last_position_reads_that(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In one call as in its twin; nobody reads such a row."""
+    save("gpt2", tmp_path, torch.bfloat16)
+    target, twin = (pair(tmp_path, "float32")[0] for _ in range(2))
+    monkeypatch.setattr(twin.fused, "_model", lambda pool: None)
+    found = []
+    for each in (target, twin):
+        assert each.context == 256
+        text = torch.arange(255) % 199 + 1
+        slot = each.open(text.tolist(), room=8)
+        each.extend([slot], [text])
+        found.append(each.score([slot], text[:1], [Draft.chain([5, 6, 7])]).logits)
+    assert torch.equal(*found)
+
+
 @pytest.mark.parametrize("packed", [True, False])
 def test_fused_layers_take_the_place_of_the_models_own(packed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The transformers model, called as ever, runs through the fused layers; its weights are not held twice."""
@@ -364,17 +390,22 @@ def test_bits_do_not_depend_on_how_many_keys_of_a_page_are_read(dtype: torch.dty
 def test_strangers_run_as_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A family that is not known, and a known one with a layer replaced by a subclass, or of another choice, keep the transformers
     forward."""
-    fits, why = can_fuse(families.build("gpt2"))
-    assert not fits and "GPT2" in why
+    fits, why = can_fuse(families.build("bloom"))
+    assert not fits and "Bloom" in why
     model = families.build("llama")
     assert can_fuse(model)[0]
     mlp = model.model.layers[1].mlp
     mlp.__class__ = type("Patched", (type(mlp),), {})
     assert not can_fuse(model)[0]
     monkeypatch.setitem(families.FAMILIES, "deepseek_v3", {**OPTIONS["deepseek_v3 by groups"][1], "num_experts_per_tok": 5})
+    renamed = families.build("gpt2")
+    assert can_fuse(renamed)[0]
+    renamed.transformer.last = renamed.transformer.ln_f
+    del renamed.transformer.ln_f
+    assert not can_fuse(renamed)[0], "a last norm by another name is not for none"
     fits, why = can_fuse(families.build("deepseek_v3"))
     assert not fits and why.endswith("groups that have fewer experts than a row chooses")
-    for family, expected in (("llama", "fused: "), ("gpt2", "as transformers runs it: ")):
+    for family, expected in (("llama", "fused: "), ("bloom", "as transformers runs it: ")):
         families.save(family, tmp_path)
         target = load_target(tmp_path, LoadConfig(self_test=False, threads=torch.get_num_threads()))
         assert target.facts.reasons["forward pass"].startswith(expected)

@@ -234,6 +234,7 @@ FUNCTIONS: dict[str, tuple[int, Callable[[torch.Tensor], torch.Tensor]]] = {
     "silu": (native.SILU, torch.nn.functional.silu), "gelu": (native.GELU, torch.nn.functional.gelu),
     "gelu by tanh": (native.GELU_BY_TANH, partial(torch.nn.functional.gelu, approximate="tanh")),
     "relu squared": (native.RELU_SQUARED, lambda x: torch.nn.functional.relu(x).square()),
+    "relu": (native.RELU, torch.nn.functional.relu),
     "softplus": (native.SOFTPLUS, torch.nn.functional.softplus)}
 GROUP, PAGES = 2, 9  # query heads of a key head; pages of the storage
 SHAPES = [(256, 2, 64, 64, 3), (64, 1, 80, 48, 50), (16, 3, 20, 20, 1), (33, 1, 128, 128, 7), (1024, 1, 16, 16, 100)]

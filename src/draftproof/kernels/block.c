@@ -117,6 +117,7 @@ static inline floats function(floats x, int which)
     if (which == GELU) return whole_gelu(x);
     if (which == SIGMOID) return sigmoid(x);
     if (which == SOFTPLUS) return softplus(x);
+    if (which == RELU) return either(x <= 0, (floats){0}, x);
     if (which == RELU_SQUARED) return either(x <= 0, (floats){0}, x * x); /* what is no number stays so */
     return act(x, which);
 }
@@ -247,7 +248,7 @@ void copy_rows(void *const *stores, const long *sizes, long count, const int64_t
             memcpy((char *)stores[i] + move[1] * sizes[i], (char *)stores[i] + move[0] * sizes[i], move[2] * sizes[i]);
 }
 
-static void norm_or_copy(const char *from, const scale *by, char *to, long n, int halves)
+void norm_or_copy(const char *from, const scale *by, char *to, long n, int halves)
 {
     if (by->weight) norm_of_row(from, by, to, 1, n, halves);
     else memcpy(to, from, size(halves) * n);
@@ -364,22 +365,24 @@ void enlarge(const char *x, float factor, char *y, long n, int halves)
 }
 
 /* x [n] += other */
-static void plus_row(char *x, const char *other, long n, int halves)
+void plus_row(char *x, const char *other, long n, int halves)
 {
     long c = 0;
     for (; c + LANES <= n; c += LANES) store_lanes(x, c, load_lanes(x, c, halves) + load_lanes(other, c, halves), halves);
     for (; c < n; c++) store(x, c, load(x, c, halves) + load(other, c, halves), halves);
 }
 
-/* x += what a block made in `written`, normed, and its share taken: in a loop of its own, as one would not round it before the sum. */
+/* x += what a block made in `written`, normed, and its share taken: in a loop of its own, as one would not round it before the sum. Where a
+ * layer settles, the sum is normed in its place. */
 static void arrive(const member *me, const run *p, const layer *l, const scale *by, long rows)
 {
     long hidden = l->o.out, bytes = size(p->halves) * hidden;
     MINE(r, rows) {
         char *made = p->written + r * bytes;
-        if (by->weight) norm_of_row(made, by, made, 1, hidden, p->halves);
+        if (by->weight && !l->settles) norm_of_row(made, by, made, 1, hidden, p->halves);
         if (l->share != 1) enlarge(made, l->share, made, hidden, p->halves);
         plus_row(p->x + r * bytes, made, hidden, p->halves);
+        if (by->weight && l->settles) norm_of_row(p->x + r * bytes, by, p->x + r * bytes, 1, hidden, p->halves);
     }
     join(me);
 }

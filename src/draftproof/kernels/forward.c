@@ -8,7 +8,7 @@
 #include "lanes.h"
 
 /* embedding [vocabulary, hidden], taken times `factor`; angles [positions, turns]: of each rope cos, and sin as `turn` takes it, of `turned`
- * numbers each; sharp: they are float32. */
+ * numbers each; sharp: they are float32. positions [places, hidden]: what is added to rows by theirs, or null. */
 typedef struct {
     const layer *layers;
     product output;
@@ -17,6 +17,8 @@ typedef struct {
     long count, hidden, vocabulary, turns, turned;
     float factor;
     int sharp, halves;
+    const void *positions;
+    long places;
 } model;
 
 /* What is asked of a pass: ids [rows]; taps [tap_count], rising: layers whose outputs go to tapped [rows, tap_count, hidden]; keep [kept]:
@@ -59,7 +61,7 @@ static void pass(const member *me, const model *m, const run *p, const wish *w, 
         MINE(r, p->rows) memcpy((char *)w->tapped + (r * w->tap_count + tap) * bytes, p->x + r * bytes, bytes);
         tap++;
     }
-    MINE(i, w->kept) norm_of_row(p->x + (w->keep && !p->keep ? w->keep[i] : i) * bytes, &m->norm, y + i * bytes, 1, m->hidden, m->halves);
+    MINE(i, w->kept) norm_or_copy(p->x + (w->keep && !p->keep ? w->keep[i] : i) * bytes, &m->norm, y + i * bytes, m->hidden, m->halves);
     join(me);
     multiplied(me, &m->output, y, room, w->logits, w->kept, m->halves, 0);
 }
@@ -81,6 +83,8 @@ int forward(const model *m, const course *c, const wish *w, int threads)
     char *all = x ? equip(&p, m->layers, m->count) : 0;
     for (long r = 0; all && r < rows; r++) {
         enlarge((const char *)m->embedding + w->ids[r] * bytes, m->factor, x + r * bytes, m->hidden, m->halves);
+        long place = c->position[r] < m->places ? c->position[r] : m->places - 1; /* a row that nobody reads may stand behind them */
+        if (m->positions) plus_row(x + r * bytes, (const char *)m->positions + place * bytes, m->hidden, m->halves);
         memcpy(turns + r * turned, (const char *)m->angles + c->position[r] * turned, turned);
     }
     if (all) TOGETHER(threads, worth_a_team(m->layers, rows), pass(me, m, &p, w, y, y + normed));

@@ -442,7 +442,7 @@ typedef struct {
 } scale;
 
 /* What an MLP makes of its gates, or of its only product; SIGMOID, SOFTPLUS: of what attention's are gated by. */
-enum { SILU, GELU_BY_TANH, GELU, RELU_SQUARED, SIGMOID, SOFTPLUS };
+enum { SILU, GELU_BY_TANH, GELU, RELU_SQUARED, SIGMOID, SOFTPLUS, RELU };
 
 /* What attention through a latent has beside its first product (latent.c): queries [heads, dim] of their own latent, normed, or, of out 0,
  * none, and the first product makes queries; keys [heads, dim - turned] and behind them values [heads, value_dim] of the other, normed. */
@@ -511,6 +511,7 @@ typedef struct {
     const abreast *abreast; /* or null; else gate_up and down stand beside `experts` */
     float factor; /* what the stream leaves with is taken times it, or 0: it is not */
     int borrows, values_normed; /* keys and values are another layer's, in the storage; values are normed as heads are */
+    int settles; /* of_attention and of_mlp are norms of the stream, what is added included */
 } layer;
 
 /* A pass of the rows of `courses` courses, one after the other, and its memory, for all rows and every layer: what a product reads, what it
@@ -573,12 +574,14 @@ void through_experts(const member *me, const mixture *m, const void *x, journey 
 void routed(const member *me, const mixture *m, const void *logits, journey *j, long rows, int halves, int stream);
 void norm(const void *x, const scale *by, void *y, long outer, long inner, long n, long stride, int halves, int threads);
 void norm_of_row(const char *from, const scale *by, char *to, long inner, long n, int halves);
+void norm_or_copy(const char *from, const scale *by, char *to, long n, int halves);
 void turn_row(const char *from, const void *cos, const void *sin, char *to, long heads, long dim, long turned, int sharp, int halves);
 void latent_needs(const run *p, const layer *l, long *read, long *written, long *inner, long *room);
 void look_back_through(const member *me, const run *p, const layer *l);
 void recurrence_needs(const run *p, const layer *l, long *inner, long *room);
 void recall(const member *me, const run *p, const layer *l);
 void enlarge(const char *x, float factor, char *y, long n, int halves);
+void plus_row(char *x, const char *other, long n, int halves);
 char *equip(run *p, const layer *layers, long count);
 void through(const member *me, const run *p, const layer *l, long number);
 int blocks(const layer *layers, long count, const course *first_course, long courses, void *x, const void *beside, const void *cos,

@@ -30,7 +30,8 @@ from .target import ExpertFacts
 
 SILU = (nn.SiLU, SiLUActivation)
 ACTS = {**dict.fromkeys(SILU, native.SILU), type(ACT2FN["gelu_pytorch_tanh"]): native.GELU_BY_TANH,    # those of kernels of ours
-        NewGELUActivation: native.GELU_BY_TANH, GELUActivation: native.GELU, ReLUSquaredActivation: native.RELU_SQUARED}
+        NewGELUActivation: native.GELU_BY_TANH, GELUActivation: native.GELU, ReLUSquaredActivation: native.RELU_SQUARED,
+        nn.ReLU: native.RELU}
 COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")            # as configurations name them
 ROUTER = re.compile("Router|Gat(?:e|ing)$")      # in transformers' names of classes
 CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts", "moe_top_k")

@@ -15,18 +15,22 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from .. import native
 from ..mixtures import Routing
 
-OUT, UP = ("o_proj", "dense", "out_proj"), ("up_proj", "c_fc", "fc1", "w3", "dense_h_to_4h")      # what families call these products,
+OUT = ("o_proj", "dense", "out_proj", "c_proj")     # what families call these products,
+UP = ("up_proj", "c_fc", "fc1", "w3", "dense_h_to_4h")
 DOWN = ("down_proj", "c_proj", "fc2", "output_linear", "w2", "dense_4h_to_h")
 GATES = ("gate_proj", "gate_up_proj", "input_linear", "w1", "experts")      # and where an MLP has gates
-LAST_NORM = ("norm", "final_layernorm", "embedding_norm", "final_layer_norm", "norm_f")
+LAYERS = ("layers", "h")
+LAST_NORM = ("norm", "final_layernorm", "embedding_norm", "final_layer_norm", "norm_f", "ln_f")
+POSITIONS = ("wpe", "embed_positions")
+PROJECTIONS = ("project_in", "project_out")      # behind an embedding, and before an output matrix, that are narrower
 OLMO_EPS = 1e-5     # which its norms do not tell
 LINEARS = ("q_proj", "k_proj", "v_proj", "g_proj", "gate_proj", "qkv_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj",
-           "query_key_value")
+           "query_key_value", "c_attn")
 ROUTERS = ("TopKRouter", "TopkRouter", "TokenChoiceRouter", "TextRouter", "Gate")      # endings of classes' names
 OPENING = ("g_proj", "gate_proj")     # and what makes gates of what attention gives
 LOOKING_BACK = ("Attention", "TextAttention", "GatedDeltaNet", "Mixer", "Mamba2Mixer", "MambaLayer", "ShortConv")  # classes' endings
@@ -40,7 +44,8 @@ ON_ANY_DEVICE = {"llama", "mistral", "ministral", "qwen2", "qwen3"}     # others
 
 
 class Norms(NamedTuple):
-    """Names of a layer's norms: before attention, of what it adds, before the MLP, of what that adds; None: there is none."""
+    """Names of a layer's norms: before attention, of what it adds, before the MLP, of what that adds; None: there is none. Those before
+    stand behind the stream's sums in a layer that says so (`settles`)."""
 
     before: str | None = "input_layernorm"
     of_attention: str | None = None
@@ -100,7 +105,7 @@ class Family(NamedTuple):
     as it was before attention, by the norm before that if it has none, unless a layer says that it does not. stretched: queries are taken
     times what grows with their position. window_of_config: attention reads its window there. gated: what attention gives is taken times
     sigmoids of what q_proj makes beside each head's queries, as of what others' `OPENING` makes; opened_by: in place of sigmoids. mlp: its
-    name; routing: how rows choose experts, of a block that has them."""
+    name, empty: its products stand in the layer; routing: how rows choose experts, of a block that has them."""
 
     prefix: str
     norms: Norms = Norms()
@@ -130,16 +135,20 @@ class Family(NamedTuple):
     def mlp_of(self, layer: Any) -> Any:
         """A layer's, or its experts beside one that all rows go through (Granite 4's); None: it looks back alone."""
         experts = getattr(layer, "block_sparse_moe", None)
-        found = getattr(layer, self.mlp) if experts is None else experts
+        found = (getattr(layer, self.mlp) if self.mlp else layer) if experts is None else experts
         return None if found is looking_back(layer) else found
 
     def mixture_of(self, layer: Any) -> Any:
         """The part of a layer that has experts: its MLP or, where these stand beside one (Gemma 4's), all of it; None: it has none."""
         return next((part for part in (self.mlp_of(layer), layer) if hasattr(part, "experts")), None)
 
+    def names_of(self, layer: Any) -> Norms:
+        """Of a layer's norms, where they stand."""
+        return Norms(None, self.norms.before, None, self.norms.after) if settles(layer) else self.norms
+
     def norms_of(self, layer: Any) -> list[Any]:
         """A layer's, in the order of `Norms`; None: there is none."""
-        found = [name and getattr(layer, name, None) for name in self.norms]
+        found = [name and getattr(layer, name, None) for name in self.names_of(layer)]
         found = [None if isinstance(norm, nn.Identity) else norm for norm in found]
         if self.parallel:
             found[2] = found[2] or found[0]
@@ -184,6 +193,7 @@ FAMILIES = {
     "glm4_moe": Family("Glm4Moe", routing=_by_sigmoid),
     "glm4_moe_lite": Family("Glm4MoeLite", adjoining=True, routing=_by_sigmoid),
     "gpt_oss": Family("GptOss", late=True, routing=lambda block: Routing(kept=True)),
+    "gpt2": Family("GPT2", Norms("ln_1", None, "ln_2")),
     "gpt_neox": Family("GPTNeoX", parallel=True),
     "granite": Family("Granite"),
     "granitemoe": Family("GraniteMoe", mlp="block_sparse_moe", routing=lambda block: Routing(kept=True)),
@@ -213,6 +223,7 @@ FAMILIES = {
     "olmo2": Family("Olmo2", BEHIND, late=True),
     "olmo3": Family("Olmo3", BEHIND, late=True),
     "olmoe": Family("Olmoe", window_of_config=True),
+    "opt": Family("OPT", Norms("self_attn_layer_norm", None, "final_layer_norm"), mlp=""),
     "phi": Family("Phi", head_norms=("q_layernorm", "k_layernorm"), parallel=True),
     "phi3": Family("Phi3", window_of_config=True),
     "qwen2_moe": Family("Qwen2Moe"),
@@ -232,6 +243,27 @@ FAMILIES = {
 }
 
 
+def body_of(model: Any) -> Any:
+    """The part of a model that has its layers."""
+    return getattr(model.base_model, "decoder", model.base_model)
+
+
+def layers_of(model: Any) -> Any:
+    """A model's own list of them."""
+    return part_of(body_of(model), LAYERS)
+
+
+def positions_of(body: Any) -> Tensor | None:
+    """What is added to rows by their positions [positions, hidden]; None: nothing is. OPT's stand behind a few that no row reads."""
+    table = part_of(body, POSITIONS)
+    return None if table is None else table.weight.detach()[getattr(table, "offset", 0) :]
+
+
+def settles(layer: Any) -> bool:
+    """Whether its norms are of the stream, what attention and MLP add included (OPT 350M)."""
+    return not getattr(layer, "do_layer_norm_before", True)
+
+
 def has_state(layer: Any) -> bool:
     """Whether it looks back through a recurrent state."""
     return state_of(layer) is not None
@@ -245,7 +277,7 @@ def state_of(layer: Any) -> Any:
 
 def looking_back(layer: Any) -> Any:
     """The part of a layer that does, attention if it has both; None: it has an MLP alone."""
-    found = part_of(layer, ("self_attn", "attention", *STATES, ONLY))
+    found = part_of(layer, ("self_attn", "attention", "attn", *STATES, ONLY))
     return None if part_of(found, OUT) is None else found
 
 

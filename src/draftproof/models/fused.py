@@ -32,13 +32,16 @@ from .families import (
     OUT,
     SIDES,
     Family,
+    body_of,
     head_dim_of,
+    layers_of,
     looking_back,
     norm_of,
     part_of,
+    settles,
 )
 from .joins import gates_last, mlp_of, qkv_of
-from .packed import HeldLinear, Linear, StreamedLinear
+from .packed import HeldLinear, Linear, StreamedLinear, straighten
 from .passes import Pass
 from .ropes import Rope, behind, cos_and_sin, halves_apart, rope_of, stretch
 from .routed import Routed
@@ -96,6 +99,7 @@ class FusedLayer(nn.Module):
         self.inner: int = inner
         self.parallel = family.parallel and getattr(layer, "use_parallel_residual", True)
         self.turned_first, norms = family.turned_first, family.norms_of(layer)
+        self.settles = settles(layer)
         self.input_norm: Any = norms[0]
         self.mlp_norm: Any = norms[2]
         self._take_side(layer, linear, family)
@@ -255,10 +259,11 @@ class FusedLayer(nn.Module):
         return torch.cat([self._norm(part.flatten(1), norm.flatten(), self.head_eps).view_as(part) for part, norm in parts], 1)
 
     def _add(self, x: Tensor, made: Tensor, norm: tuple[Any, ...] | None) -> Tensor:
-        """x += what a block made, normed, and its share taken."""
-        if norm is not None:
+        """x += what a block made, normed, and its share taken; or all of it, normed."""
+        if norm is not None and not self.settles:
             made = self._norm(made, *norm)
-        return x.add_(made if self.share == 1 else made * self.share)
+        x = x.add_(made if self.share == 1 else made * self.share)
+        return self._norm(x, *norm) if norm is not None and self.settles else x
 
     def placed(self, p: Pass) -> Pass:
         """The pass, ready for `run`."""
@@ -297,7 +302,7 @@ class FusedLayer(nn.Module):
             self.stretch is not None, self.opened_by, native.address_of(self.bends), self.openings,
             None if self.state is None else self.state.address(),
             *(None if struct is None else ctypes.addressof(struct) for struct in self._structs), self.factor,
-            self.borrowed is not None, self.values_normed)
+            self.borrowed is not None, self.values_normed, self.settles)
 
     @cached_property
     def _structs(self) -> tuple[ctypes.Structure | None, ctypes.Structure | None]:
@@ -339,6 +344,7 @@ def fuse(model: Any, linear: Linear | None, between: Between | None = None,
          kind: Callable[[Any], type[FusedLayer]] = lambda _: FusedLayer) -> None:
     """Replace the model's layers by fused ones, in place and one at a time, so that no more than one layer is held twice. linear: what
     makes a layer of a weight and a bias; None: torch's own. between: for `FusedLayer`; kind: what stands for a layer."""
-    body, family = model.base_model, FAMILIES[model.config.model_type]
-    for number, layer in enumerate(body.layers):
-        body.layers[number] = kind(layer)(layer, linear or HeldLinear, between, family, rope_of(body, number, family.paired))
+    body, layers, family = body_of(model), layers_of(model), FAMILIES[model.config.model_type]
+    for number, layer in enumerate(layers):
+        straighten(layer)
+        layers[number] = kind(layer)(layer, linear or HeldLinear, between, family, rope_of(body, number, family.paired))

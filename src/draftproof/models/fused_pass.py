@@ -15,7 +15,7 @@ from .. import llama, native
 from ..core.upload import rows_of
 from .between import angles_held
 from .cache import PagePool
-from .families import FAMILIES, LAST_NORM, norm_of, part_of
+from .families import FAMILIES, LAST_NORM, PROJECTIONS, body_of, layers_of, norm_of, part_of, positions_of
 from .fused import FusedLayer, scale_of
 from .packed import StreamedLinear
 from .passes import Pass, Path
@@ -32,12 +32,14 @@ class FusedPass:
 
     def __init__(self, model: Any) -> None:
         self.embed, self.output = model.get_input_embeddings(), model.get_output_embeddings()
-        self.layers: list[FusedLayer] = list(model.base_model.layers)
-        body = model.base_model
+        self.layers: list[FusedLayer] = list(layers_of(model))
+        body = body_of(model)
         self.rotary, self.ropes = rotary_of(body), sorted({layer.rope for layer in self.layers}, key=lambda rope: rope.number)
         self.moving = any(rope.moves for rope in self.ropes)
-        self._norm, self._last = self.layers[0]._norm, norm_of(part_of(body, LAST_NORM), FAMILIES[model.config.model_type])
-        self._enlarged = enlarged(body)
+        self._norm, last = self.layers[0]._norm, part_of(body, LAST_NORM)
+        self._last = None if last is None else norm_of(last, FAMILIES[model.config.model_type])
+        self._enlarged, self.positions = enlarged(body), positions_of(body)
+        self._into, self._out_of = (getattr(body, name, None) for name in PROJECTIONS)
         self._finished = TargetParts(config=model.config).finished
         borrows = [layer.borrowed is not None for layer in self.layers]
         self.lent = next((number for number in range(len(borrows)) if all(borrows[number:])), len(borrows))  # from here on none has keys
@@ -54,7 +56,8 @@ class FusedPass:
         every product and sum has one shape."""
         if all(layer.tile() for layer in self.layers):
             return isinstance(self.output, InTiles)
-        return self.compiled() and isinstance(self.output, StreamedLinear)
+        beside = (part for part in (self.output, self._into, self._out_of) if part is not None)
+        return self.compiled() and all(isinstance(part, StreamedLinear) for part in beside)
 
     def first(self, count: int) -> Self:
         """The pass over the first `count` layers alone, with taps of its own."""
@@ -96,9 +99,7 @@ class FusedPass:
     def compute(self, p: Pass, pool: PagePool, keep: Sequence[int] | None) -> Tensor:
         """The same where the table of angles reaches, and the plain twin of `llama.forward`. Without `keep`, and but for compiled kernels
         and moving angles, it looks at nothing but tensors, so that graphs.py can record it."""
-        x = self.embed(p.ids[0])
-        if self._enlarged != 1:
-            x = x * self._enlarged
+        x = self._enter(p)
         angles = self._measure(x, p.positions) if self.angles is None else self.angles[p.positions[0]]
         cos, sin = angles[:, :1], angles[:, 1:2]
         table, ran = self._kernels(pool), 0
@@ -114,7 +115,15 @@ class FusedPass:
         self.rows = rows
         if keep is not None:
             x = rows_of(x, keep)
-        return self._finished(self.output(self._norm(x, *self._last)))
+        x = x if self._last is None else self._norm(x, *self._last)
+        return self._finished(self.output(x if self._out_of is None else self._out_of(x)))
+
+    def _enter(self, p: Pass) -> Tensor:
+        """Rows [rows, hidden] as the first layer reads them."""
+        x: Tensor = self.embed(p.ids[0])
+        x = x if self._enlarged == 1 else x * self._enlarged
+        x = x if self._into is None else self._into(x)
+        return x if self.positions is None else x + self.positions[p.positions[0]]
 
     def compiled(self) -> bool:
         """Whether every layer runs through our kernels alone."""
@@ -136,13 +145,13 @@ class FusedPass:
         return self._whole[1]
 
     def _model_of(self, layers: ctypes.Array[llama.Layer] | None, angles: Tensor | None, output: Any, embed: Any) -> llama.Model | None:
-        if layers is None or angles is None or not isinstance(output, StreamedLinear):
+        if layers is None or angles is None or not isinstance(output, StreamedLinear) or self._into or self._out_of:
             return None
         factor = 1.0 if type(embed) is nn.Embedding and embed.max_norm is None else scaled(embed)
         if factor is None or embed.weight.dtype != self.layers[0].dtype:
             return None
-        norm = scale_of(self._last, embed.weight.dtype)
-        return llama.Model.of(layers, output.product, norm, embed.weight, angles, factor * self._enlarged)
+        norm = scale_of(self._last, embed.weight.dtype) if self._last else native.Scale()
+        return llama.Model.of(layers, output.product, norm, embed.weight, angles, factor * self._enlarged, self.positions)
 
     def _reach(self, positions: int) -> None:
         """A table of angles for so many positions; none where the angles move."""

@@ -13,8 +13,8 @@ from .shares import kept
 
 
 def qkv_of(attention: Any) -> tuple[Tensor, Tensor | None]:
-    if hasattr(attention, "qkv_proj"):
-        return attention.qkv_proj.weight.detach(), attention.qkv_proj.bias
+    if (whole := part_of(attention, ("qkv_proj", "c_attn"))) is not None:
+        return whole.weight.detach(), whole.bias
     if (mixed := getattr(attention, "query_key_value", None)) is not None:  # of each head all three together
         order = torch.arange(mixed.out_features).view(-1, 3, head_dim_of(attention)).transpose(0, 1).flatten()
         return mixed.weight.detach()[order], None if mixed.bias is None else mixed.bias.detach()[order]

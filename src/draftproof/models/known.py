@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import nn
+from transformers.pytorch_utils import Conv1D
 
 from .. import native
 from ..mixtures import Routing
@@ -20,13 +21,17 @@ from .families import (
     LOOKING_BACK,
     ON_ANY_DEVICE,
     OUT,
+    POSITIONS,
+    PROJECTIONS,
     ROUTERS,
     SIDES,
     STATE_LINEARS,
     UP,
     Family,
+    body_of,
     has_latent,
     head_dim_of,
+    layers_of,
     looking_back,
     part_of,
     state_of,
@@ -61,24 +66,29 @@ def _strange(model: Any, family: Family, name: str) -> Iterator[str]:
     def exact(module: Any, *endings: str) -> bool:
         return type(module).__module__ == home and type(module).__name__ in {family.prefix + ending for ending in endings}
 
-    body: Any = model.base_model
+    body: Any = body_of(model)
     others = f"layers of other classes than {home} ships"
 
     def known(norm: Any) -> bool:
         return type(norm) is nn.LayerNorm or exact(norm, "RMSNorm", "LayerNorm", "LayerNorm1P", "LayerNormPerHead")
 
-    if not (exact(model, "ForCausalLM") and exact(body, "Model", "TextModel") and known(part_of(body, LAST_NORM))
+    last, table = part_of(body, LAST_NORM), part_of(body, POSITIONS)
+    if not (exact(model, "ForCausalLM", "LMHeadModel") and exact(model.base_model, "Model", "TextModel")
+            and (body is model.base_model or exact(body, "Decoder"))
+            and (known(last) if last is not None else any(hasattr(body, name) for name in LAST_NORM))
+            and (table is None or type(table) is nn.Embedding or exact(table, "LearnedPositionalEmbedding"))
+            and all(type(part) is nn.Linear for part in _there(body, *PROJECTIONS))
             and (rotary_of(body) is None or exact(rotary_of(body), "RotaryEmbedding", "TextRotaryEmbedding"))):
         yield others
         return
-    for number, layer in enumerate(body.layers):
+    for number, layer in enumerate(layers_of(model)):
         attention, state, mlp = looking_back(layer), state_of(layer), family.mlp_of(layer)
         looking = {part for part in (attention, state) if part is not None}
         if not (exact(layer, "DecoderLayer", "TextDecoderLayer", "Layer", "Block")
                 and all(exact(part, *LOOKING_BACK) for part in looking)):
             yield others
             return
-        norms = [norm for norm, name in zip(family.norms_of(layer), family.norms, strict=True)
+        norms = [norm for norm, name in zip(family.norms_of(layer), family.names_of(layer), strict=True)
                  if name and not isinstance(getattr(layer, name, None), nn.Identity)]
         norms += _there(attention, *family.head_norms, "v_norm", *LATENT_NORMS)
         linears = [bare(linear) for part in looking for linear in _there(part, *LINEARS, *STATE_LINEARS, *OUT)]
@@ -88,9 +98,9 @@ def _strange(model: Any, family: Family, name: str) -> Iterator[str]:
             yield from _strange_mixture(block, layer, family, exact)
         if block is not mlp:
             linears += [*_there(mlp, *GATES, *UP), bare(part_of(mlp, DOWN))]
-            if not exact(mlp, "MLP", "TextMLP"):
+            if mlp is not layer and not exact(mlp, "MLP", "TextMLP"):
                 yield others
-        if not all(map(known, norms)) or not all(type(linear) is nn.Linear for linear in linears):
+        if not all(map(known, norms)) or not all(type(linear) in (nn.Linear, Conv1D) for linear in linears):
             yield others
         if getattr(attention, "v_proj", None) is not None and attention.k_proj.out_features != attention.v_proj.out_features:
             yield "keys and values of different sizes"

@@ -20,7 +20,7 @@ from . import quantised, rows
 from .between import compare, compiled_between
 from .cropped import CroppedTarget
 from .experts import experts_of, packed_bytes, routers, take_experts
-from .families import FAMILIES, has_latent, has_state, looking_back
+from .families import FAMILIES, LAST_NORM, has_latent, has_state, layers_of, looking_back
 from .folder import (
     SEEING,
     auto_class,
@@ -59,7 +59,6 @@ from .tokenizer import Tokenizer
 WEIGHTS = Path(__file__).parent.parent / "weights"
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3          # glibc's malloc.h
 HALVES = (torch.bfloat16, torch.float16)
-FINAL_NORMS = ("norm", "ln_f", "final_layer_norm", "final_layernorm", "norm_f", "embedding_norm")    # of families, before the output
 
 
 def builtin(name: str) -> Path:
@@ -137,7 +136,7 @@ def _made(model: Any, name: str, config: LoadConfig, tokenizer: Tokenizer | None
         form = beside_levels(form, device)
     slim = fused and config.packed and _fuse(model, tier, form, config, ours, reasons)
     if slim:
-        cache_bytes -= sum(borrowed_bytes(layer) for layer in model.base_model.layers)
+        cache_bytes -= sum(borrowed_bytes(layer) for layer in layers_of(model))
     if form:
         if device.type == "cpu":                        # a GPU would wait to be told which experts are chosen
             take_experts(model, form, spared)
@@ -199,9 +198,9 @@ def _fuse(model: Any, tier: int, linear: Linear | None, config: LoadConfig, ours
     if able:
         fuse(model, linear, between, (lambda _: rows.RowsLayer) if ours else _kind_of)
         if ours:
-            rows.check(model.base_model.layers[0], config.page_tokens)
+            rows.check(layers_of(model)[0], config.page_tokens)
         if between is not None:
-            compare(between, model.base_model.layers[0], config.page_tokens)
+            compare(between, layers_of(model)[0], config.page_tokens)
     return able
 
 
@@ -320,6 +319,6 @@ def _parts(model: Any, saved: torch.dtype) -> TargetParts:
     for body in model.modules():
         for child in body.children():
             if isinstance(child, nn.ModuleList) and len(child) in counts:
-                norm = next((getattr(body, name) for name in FINAL_NORMS if isinstance(getattr(body, name, None), nn.Module)), None)
+                norm = next((getattr(body, name) for name in LAST_NORM if isinstance(getattr(body, name, None), nn.Module)), None)
                 return TargetParts(embed, output, list(child), model.config, norm, saved)
     return TargetParts(embed, output, (), model.config, saved_as=saved)

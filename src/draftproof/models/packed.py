@@ -269,6 +269,15 @@ def pack(module: nn.Module, form: Linear = packed, spared: Set[nn.Module] = froz
             setattr(module, name, form(child.weight, child.bias))  # type: ignore[arg-type]
 
 
+def straighten(module: nn.Module) -> None:
+    """Put ordinary linear layers around the weights below `module` that lie [in, out] (GPT-2's)."""
+    for name, child in module.named_children():
+        if isinstance(child, Conv1D):
+            setattr(module, name, HeldLinear(child.weight.data.t(), child.bias.data))
+        else:
+            straighten(child)
+
+
 def _packable(layer: nn.Module) -> bool:
     return type(layer) in (nn.Linear, HeldLinear) or isinstance(layer, Conv1D)
 

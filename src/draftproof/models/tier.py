@@ -21,7 +21,7 @@ from transformers.masking_utils import causal_mask_function
 from ..errors import LoadError, first_line
 from . import attention
 from .cache import PagePool
-from .families import looking_back
+from .families import layers_of, looking_back
 from .known import can_fuse
 from .passes import Pass, Path
 
@@ -69,7 +69,7 @@ def tier_of(model: Any, context: int, reasons: dict[str, str], fused: bool) -> t
 def _held(model: Any) -> int:
     """Bytes of a token's keys and values, of layers that attend."""
     size = next(model.parameters()).element_size()
-    attending = (part for part in map(looking_back, model.base_model.layers) if hasattr(part, "k_proj"))
+    attending = (part for part in map(looking_back, layers_of(model)) if hasattr(part, "k_proj"))
     return sum((part.k_proj.out_features + part.v_proj.out_features) * size for part in attending)
 
 
