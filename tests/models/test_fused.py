@@ -25,6 +25,9 @@ OTHERS: dict[str, dict[str, Any]] = {      # beside those of families.py
     "afmoe": {"head_dim": 16, **families.MOE, **families.MIXED, "num_shared_experts": 2, "num_dense_layers": 1,
               "route_scale": 1.5, "mup_enabled": True},
     "apertus": {},
+    "biogpt": {},
+    "codegen": {"n_embd": 64, "n_layer": 3, "n_head": 4, "rotary_dim": 8},
+    "gpt_bigcode": {"n_embd": 64, "n_layer": 3, "n_head": 4},
     "granitemoeshared": {**families.MOE, "shared_intermediate_size": 192},
     "hunyuan_v1_moe": {"head_dim": 16, **families.MOE, "moe_topk": 2, "intermediate_size": 48},
     "hyperclovax": {"embedding_multiplier": 3.0, "residual_multiplier": 0.7, "logits_scaling": 0.5, "attention_multiplier": 0.2},
@@ -35,6 +38,7 @@ OTHERS: dict[str, dict[str, Any]] = {      # beside those of families.py
     "minicpm3": {**families.LATENT, "scale_emb": 3, "scale_depth": 1.1, "dim_model_base": 32},
     "nemotron": {"head_dim": 16},
     "opt": {"ffn_dim": 96},
+    "persimmon": {},
     "stablelm": {"use_parallel_residual": True},
     "vaultgemma": {"head_dim": 16, **families.MIXED, "query_pre_attn_scalar": 16},
 }
@@ -44,8 +48,8 @@ FUSED = ("llama", "mistral", "qwen2", "qwen3", "ministral", "biased llama", "qwe
          "ernie4_5_moe", "exaone4", "flex_olmo", "gemma", "gemma3_text", "glm", "glm4", "glm4_moe", "gpt_oss", "granite", "helium",
          "minimax_m2", "olmo2", "olmo3", "olmoe", "phi3", "half phi3", "qwen2_moe", "seed_oss", "smollm3",
          "exaone_moe", "hy_v3", "solar_open", "arcee", "cohere", "normed cohere", "cohere2", "gemma2", "granitemoe", "hunyuan_v1_dense",
-         "gpt_neox", "gpt_neox in turn", "gpt2", "opt behind its sums", "ministral3", "normed stablelm", "stablelm in turn",
-         "laguna with a gate of each number", *OTHERS,
+         "gpt_neox", "gpt_neox in turn", "gpt2", "gptj", "ministral3", "normed stablelm", "stablelm in turn",
+         "laguna with a gate of each number", "gpt_bigcode with many key heads", "opt behind its sums", *OTHERS,
          "olmo", "phi", "normed phi", "starcoder2", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "youtu", *LATENTS)
 TEXT = 45
 GROUPS = {"num_experts": 8, "num_local_experts": 8, "n_routed_experts": 8, "n_group": 4, "topk_group": 2, "num_experts_per_tok": 3}
@@ -57,6 +61,7 @@ OPTIONS = {
     "granitemoe, all experts": ("granitemoe", {**families.MOE, "num_experts_per_tok": 4}),
     "hunyuan_v1_dense": ("hunyuan_v1_dense", {"head_dim": 16}),
     "gpt_neox in turn": ("gpt_neox", {**families.FAMILIES["gpt_neox"], "use_parallel_residual": False}),
+    "gpt_bigcode with many key heads": ("gpt_bigcode", {**OTHERS["gpt_bigcode"], "multi_query": False}),
     "opt behind its sums": ("opt", {"ffn_dim": 96, "do_layer_norm_before": False, "word_embed_proj_dim": 32}),
     "stablelm in turn": ("stablelm", {"use_qkv_bias": True}),
     "normed stablelm": ("stablelm", {"qk_layernorm": True}),

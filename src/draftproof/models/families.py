@@ -21,11 +21,11 @@ from .. import native
 from ..mixtures import Routing
 
 OUT = ("o_proj", "dense", "out_proj", "c_proj")     # what families call these products,
-UP = ("up_proj", "c_fc", "fc1", "w3", "dense_h_to_4h")
-DOWN = ("down_proj", "c_proj", "fc2", "output_linear", "w2", "dense_4h_to_h")
+UP = ("up_proj", "c_fc", "fc1", "fc_in", "w3", "dense_h_to_4h")
+DOWN = ("down_proj", "c_proj", "fc2", "fc_out", "output_linear", "w2", "dense_4h_to_h")
 GATES = ("gate_proj", "gate_up_proj", "input_linear", "w1", "experts")      # and where an MLP has gates
 LAYERS = ("layers", "h")
-LAST_NORM = ("norm", "final_layernorm", "embedding_norm", "final_layer_norm", "norm_f", "ln_f")
+LAST_NORM = ("norm", "final_layernorm", "embedding_norm", "final_layer_norm", "norm_f", "ln_f", "layer_norm")
 POSITIONS = ("wpe", "embed_positions")
 PROJECTIONS = ("project_in", "project_out")      # behind an embedding, and before an output matrix, that are narrower
 OLMO_EPS = 1e-5     # which its norms do not tell
@@ -55,6 +55,7 @@ class Norms(NamedTuple):
 
 BEHIND = Norms(None, "post_attention_layernorm", None, "post_feedforward_layernorm")
 AROUND = Norms("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm")
+IN_GPT2, IN_OPT = Norms("ln_1", None, "ln_2"), Norms("self_attn_layer_norm", None, "final_layer_norm")
 AROUND_IN_GLM = Norms("input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm")
 
 
@@ -170,6 +171,8 @@ FAMILIES = {
     "apertus1p5_text": Family("Apertus1p5Text", Norms("attention_layernorm", None, "feedforward_layernorm"), "apertus1p5"),
     "arcee": Family("Arcee"),
     "bamba": Family("Bamba", Norms(after="pre_ff_layernorm"), mlp="feed_forward"),
+    "biogpt": Family("BioGpt", IN_OPT, mlp=""),
+    "codegen": Family("CodeGen", Norms("ln_1", None, None), adjoining=True, parallel=True),
     "cohere": Family("Cohere", adjoining=True, paired=True, parallel=True),
     "cohere2": Family("Cohere2", adjoining=True, paired=True, parallel=True, turns=_where_it_slides),
     "cwm": Family("Cwm"),
@@ -193,8 +196,10 @@ FAMILIES = {
     "glm4_moe": Family("Glm4Moe", routing=_by_sigmoid),
     "glm4_moe_lite": Family("Glm4MoeLite", adjoining=True, routing=_by_sigmoid),
     "gpt_oss": Family("GptOss", late=True, routing=lambda block: Routing(kept=True)),
-    "gpt2": Family("GPT2", Norms("ln_1", None, "ln_2")),
+    "gpt2": Family("GPT2", IN_GPT2),
+    "gpt_bigcode": Family("GPTBigCode", IN_GPT2),
     "gpt_neox": Family("GPTNeoX", parallel=True),
+    "gptj": Family("GPTJ", Norms("ln_1", None, None), adjoining=True, parallel=True),
     "granite": Family("Granite"),
     "granitemoe": Family("GraniteMoe", mlp="block_sparse_moe", routing=lambda block: Routing(kept=True)),
     "granitemoehybrid": Family("GraniteMoeHybrid", mlp="shared_mlp", routing=lambda block: Routing(kept=True)),
@@ -223,7 +228,8 @@ FAMILIES = {
     "olmo2": Family("Olmo2", BEHIND, late=True),
     "olmo3": Family("Olmo3", BEHIND, late=True),
     "olmoe": Family("Olmoe", window_of_config=True),
-    "opt": Family("OPT", Norms("self_attn_layer_norm", None, "final_layer_norm"), mlp=""),
+    "opt": Family("OPT", IN_OPT, mlp=""),
+    "persimmon": Family("Persimmon", head_norms=("q_layernorm", "k_layernorm")),
     "phi": Family("Phi", head_norms=("q_layernorm", "k_layernorm"), parallel=True),
     "phi3": Family("Phi3", window_of_config=True),
     "qwen2_moe": Family("Qwen2Moe"),

@@ -172,9 +172,10 @@ class FusedPass:
 
 
 def scaled(embed: Any) -> float | None:
-    """By what an embedding like Gemma's multiplies; None of any other."""
+    """By what an embedding like Gemma's or BioGPT's multiplies; None of any other."""
     if type(embed).__name__.endswith("ScaledWordEmbedding") and type(embed).__module__.startswith("transformers.models."):
-        return float(embed.embed_scale.to(embed.weight.dtype))
+        scale = embed.embed_scale
+        return float(scale.to(embed.weight.dtype) if isinstance(scale, Tensor) else scale)
     return None
 
 

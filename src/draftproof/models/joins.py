@@ -7,22 +7,32 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .families import DOWN, OPENING, UP, head_dim_of, part_of
+from .families import DOWN, OPENING, OUT, UP, head_dim_of, part_of
 from .packed import Linear, joined, times
-from .shares import kept
+from .shares import bare, kept
 
 
 def qkv_of(attention: Any) -> tuple[Tensor, Tensor | None]:
-    if (whole := part_of(attention, ("qkv_proj", "c_attn"))) is not None:
-        return whole.weight.detach(), whole.bias
-    if (mixed := getattr(attention, "query_key_value", None)) is not None:  # of each head all three together
-        order = torch.arange(mixed.out_features).view(-1, 3, head_dim_of(attention)).transpose(0, 1).flatten()
-        return mixed.weight.detach()[order], None if mixed.bias is None else mixed.bias.detach()[order]
+    if (whole := part_of(attention, ("qkv_proj", "query_key_value", "c_attn"))) is not None:
+        weight, bias, order = whole.weight.detach(), whole.bias, _queries_first(attention, whole.out_features)
+        return (weight, bias) if order is None else (weight[order], None if bias is None else bias.detach()[order])
     if not hasattr(attention, "k_proj"):    # keys are another layer's
         return joined([attention.q_proj])
     gate = part_of(attention, OPENING)
     values = attention.k_proj if attention.v_proj is None else attention.v_proj
     return joined([attention.q_proj, attention.k_proj, values, *([] if gate is None else [gate])])
+
+
+def _queries_first(attention: Any, outputs: int) -> Tensor | None:
+    """The order of a product's rows that puts queries before keys before values; None: they stand so."""
+    rows, dim = torch.arange(outputs), head_dim_of(attention)
+    if hasattr(attention, "mp_num"):            # CodeGen's stand in so many parts, each of queries, values and keys
+        return rows.view(attention.mp_num, 3, -1)[:, [0, 2, 1]].transpose(0, 1).flatten()
+    if hasattr(attention, "query_key_value") or hasattr(attention, "multi_query"):  # each head of keys behind the queries that read it
+        heads: int = bare(part_of(attention, OUT)).in_features // dim  # type: ignore[operator,assignment]
+        groups = rows.view((outputs // dim - heads) // 2, -1, dim)
+        return torch.cat([part.flatten() for part in (groups[:, :-2], groups[:, -2], groups[:, -1])])
+    return None
 
 
 def gates_last(heads: int, dim: int, rows: int) -> Tensor:

@@ -104,6 +104,8 @@ def _strange(model: Any, family: Family, name: str) -> Iterator[str]:
             yield others
         if getattr(attention, "v_proj", None) is not None and attention.k_proj.out_features != attention.v_proj.out_features:
             yield "keys and values of different sizes"
+        if hasattr(attention, "embed_positions"):   # GPT-J's and CodeGen's before transformers 5.24
+            yield "rotary positions of attention's own"
         if getattr(model.config, "clip_qkv", None) is not None:
             yield "queries, keys and values that are clipped"
         if state is not None:

@@ -14,16 +14,18 @@ MOVING_ROPE = {"dynamic", "longrope"}  # their angles depend on the longest row 
 
 class Rope(NamedTuple):
     """Rotary positions of some layers: how many numbers of a head are turned; which of the model's they are; what its module is told, if
-    there are several; whether angles depend on the text; and whether they stand in pairs."""
+    there are several; whether angles depend on the text; whether they stand in pairs; and whether the module gives sines first."""
 
     numbers: int
     number: int = 0
     kind: tuple[str, ...] = ()
     moves: bool = False
     paired: bool = False
+    sines_first: bool = False
 
     def angles(self, cos: Tensor, sin: Tensor) -> Tensor:
         """[rows, 2, numbers] of a module's cos and sin [1, rows, n]: sin with its first half negated. gpt-oss's are of one half."""
+        cos, sin = (sin, cos) if self.sines_first else (cos, sin)
         if self.paired:
             cos, sin = cos[..., ::2].float(), sin[..., ::2].float()
         cos, sin = (part[0] if part.shape[-1] == self.numbers else torch.cat([part[0]] * 2, -1) for part in (cos, sin))
@@ -42,7 +44,10 @@ def cos_and_sin(found: Any) -> tuple[Tensor, Tensor]:
 
 
 def spots_of(rotary: Any, positions: Tensor) -> Tensor:
-    """Positions [1, n] as a rotary module takes them: where it knows pictures, too, in time, height and width [3, 1, n], all one here."""
+    """Positions [1, n] as a rotary module takes them: where it knows pictures, too, in time, height and width [3, 1, n], all one here;
+    where it has a table (GPT-J's), none behind that."""
+    if hasattr(rotary, "embed_positions"):
+        return positions.clamp_max(len(rotary.embed_positions) - 1)
     return positions.expand(3, -1, -1) if hasattr(rotary, "mrope_section") else positions
 
 
@@ -56,6 +61,8 @@ def rope_of(body: Any, layer: int, paired: bool = False) -> Rope:
     rotary = rotary_of(body)
     if rotary is None:
         return Rope(0)
+    if hasattr(rotary, "embed_positions"):
+        return Rope(rotary.pos_embd_dim, sines_first=True)
     if not isinstance(rotary.rope_type, dict):
         return Rope(2 * len(rotary.inv_freq), moves=rotary.rope_type in MOVING_ROPE, paired=paired)
     kinds, kind = rotary.rope_type, body.config.layer_types[layer]
