@@ -12,7 +12,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from .native import TYPES, Course, CourseFields, Product, Scale, address_of, fields, loaded
+from .native import STREAMS, TYPES, Course, CourseFields, Product, Scale, address_of, fields, loaded
 
 
 class Latent(ctypes.Structure):
@@ -34,6 +34,25 @@ class Abreast(ctypes.Structure):
     _fields_ = [*((name, Scale) for name in ("of_router", "before", "of_experts", "of_mlp")), *fields(reals="share")]
 
 
+class AltUp(ctypes.Structure):
+    """What a layer of several streams has beside the others, as kernels/lanes.h has it. Its parts must outlive it."""
+
+    _fields_ = [*((name, Product) for name in ("left", "right")), *((name, Scale) for name in ("of_laurel", "of_router")),
+                *fields(pointers="router by predict correct", reals="share cut", flags="cuts")]
+
+
+class Ends(ctypes.Structure):
+    """What makes the streams beside the first, and what becomes of them, as kernels/lanes.h has it. Their parts must outlive it."""
+
+    _fields_ = [(name, Product * (STREAMS - 1)) for name in ("enter", "leave")]
+
+    @classmethod
+    def of(cls, products: Sequence[Product]) -> Self:
+        """Those that enter, and those that leave."""
+        each = Product * (STREAMS - 1)
+        return cls(each(*products[: STREAMS - 1]), each(*products[STREAMS - 1 :]))
+
+
 class Layer(ctypes.Structure):
     """A layer of Llama's block, as kernels/lanes.h has it. Its parts must outlive it."""
 
@@ -43,24 +62,27 @@ class Layer(ctypes.Structure):
         *fields(reals="scaling share", numbers="heads kv_heads dim turned rope window", flags="as_one normed act",
                  pointers="sinks keys values experts latent", reals_="cap", flags_="turned_first parallel stretched opened_by",
                  pointers___="bends", numbers_="openings",
-                 pointers_="recurrence side abreast", reals__="factor", flags__="borrows values_normed settles"),
+                 pointers_="recurrence side abreast", reals__="factor", flags__="borrows values_normed settles",
+                 pointers__="altup"),
     ]
 
 
 def blocks(layers: ctypes.Array[Layer], first: int, last: int, x: Tensor, cos: Tensor, sin: Tensor, courses: Sequence[Course],
-           beside: Tensor | None = None, sides: Tensor | None = None) -> None:
+           beside: Tensor | None = None, sides: Tensor | None = None, streams: Tensor | None = None) -> None:
     """Layers [first, last) one after the other over x [rows, hidden], which is overwritten: the rows of all courses. cos, sin
     [rows, 1, n] as for `turn`, of the first rope, the others' behind them; beside [rows, hidden]: what a layer with `of_stream` reads,
-    too; sides [rows, layers, n]: what one with a `side` does."""
+    too; sides [rows, layers, n]: what one with a `side` does; streams [rows, streams - 1, hidden], overwritten: those beside x, of
+    layers with `altup`."""
     rows = sum(course.rows for course in courses)
     assert x.is_contiguous() and x.shape[0] == rows and cos.dtype == sin.dtype and cos.stride(0) == sin.stride(0)
     assert x.dtype in TYPES and cos.dtype in (x.dtype, torch.float32)
     assert beside is None or beside.is_contiguous() and beside.shape == x.shape and beside.dtype == x.dtype
+    assert streams is None or streams.is_contiguous() and streams.shape == (rows, STREAMS - 1, x.shape[1]) and streams.dtype == x.dtype
     structs = (CourseFields * len(courses))(*(course.struct for course in courses))
     failed = _library().blocks(
         ctypes.byref(layers[first]), last - first, structs, len(courses), x.data_ptr(), address_of(beside), cos.data_ptr(), sin.data_ptr(),
         cos.stride(0), cos.dtype != x.dtype, x.dtype == torch.bfloat16, torch.get_num_threads(), *_sides(sides, x.dtype),
-        first)
+        first, address_of(streams))
     if failed:
         raise MemoryError(f"a pass of {rows} rows found no memory to work in")
 
@@ -76,21 +98,22 @@ class Model(ctypes.Structure):
 
     _fields_ = [*fields(pointers="layers"), ("output", Product), ("norm", Scale),
                 *fields(pointers="embedding angles", numbers="count hidden vocabulary turns turned", reals="factor",
-                         flags="sharp halves", pointers_="positions", numbers_="places")]
+                         flags="sharp halves", pointers_="positions", numbers_="places", pointers__="ends")]
 
     @classmethod
     def of(cls, layers: ctypes.Array[Layer], output: Product, norm: Scale, embedding: Tensor, angles: Tensor, factor: float = 1,
-           positions: Tensor | None = None) -> Self:
+           positions: Tensor | None = None, ends: Ends | None = None) -> Self:
         """norm: of the last layer's stream; embedding [vocabulary, hidden], which enters times `factor`; angles [positions, 2 ropes, n]:
         of each cos, and sin with its first half negated, in the embedding's type or float32. positions [n, hidden]: what is added to rows
-        where they enter, by their positions, the last of them from there on. All contiguous."""
+        where they enter, by their positions, the last of them from there on. All contiguous. ends: of a model of several
+        streams."""
         (vocabulary, hidden), dtype = embedding.shape, embedding.dtype
         assert dtype in TYPES and angles.dtype in (dtype, torch.float32) and output.columns == hidden
         assert embedding.is_contiguous() and angles.is_contiguous() and angles.dim() == 3
         assert positions is None or positions.is_contiguous() and positions.dtype == dtype and positions.shape[1] == hidden
         return cls(ctypes.addressof(layers), output, norm, embedding.data_ptr(), angles.data_ptr(), len(layers), hidden, vocabulary,
                    angles[0].numel(), angles.shape[-1], factor, angles.dtype != dtype, dtype == torch.bfloat16,
-                   address_of(positions), 0 if positions is None else len(positions))
+                   address_of(positions), 0 if positions is None else len(positions), None if ends is None else ctypes.addressof(ends))
 
 
 class _Wish(ctypes.Structure):
@@ -132,7 +155,7 @@ def _told(library: ctypes.CDLL) -> ctypes.CDLL:
     """What the functions take."""
     whole, pointer, small = ctypes.c_long, ctypes.c_void_p, ctypes.c_int
     library.blocks.argtypes = [ctypes.POINTER(Layer), whole, ctypes.POINTER(CourseFields), whole, *[pointer] * 4, whole, *[small] * 3,
-                               pointer, whole, whole]
+                               pointer, whole, whole, pointer]
     library.blocks.restype = small
     library.forward.argtypes, library.forward.restype = [*map(ctypes.POINTER, (Model, CourseFields, _Wish)), small], small
     return library

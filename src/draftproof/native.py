@@ -32,6 +32,7 @@ from .huge import room
 CHUNK = 16  # keys that attention takes at a time (kernels/lanes.h)
 LEAST_VECTOR, STRIPE = 16, 32  # of a recurrent state: its rows are a multiple of the first, its columns of half the second (recurrence.c)
 ALIKE = 128  # columns of floats of eight bits that share a step (kernels/narrow.c)
+STREAMS = 4  # of a model that has several (kernels/lanes.h)
 EIGHT_FLOATS, FOUR_BY_32, FOUR_BY_16 = -8, -32, -16  # in place of the bits of a product's numbers
 TYPES = (torch.float32, torch.bfloat16)
 SILU, GELU_BY_TANH, GELU, RELU_SQUARED, SIGMOID, SOFTPLUS, RELU = range(7)  # what an MLP makes of its gates (kernels/lanes.h)

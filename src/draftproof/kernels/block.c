@@ -352,6 +352,7 @@ static void come_forward(const member *me, const run *p, const layer *l)
         memmove(p->x + i * stream, p->x + p->keep[i] * stream, stream);
         memmove(p->read + i * sight, p->read + p->keep[i] * sight, sight);
         if (l->parallel) memmove(p->aside + i * stream, p->aside + p->keep[i] * stream, stream);
+        if (l->altup) come_along(p, p->keep[i], i, stream);
     }
     join(me);
 }
@@ -399,6 +400,7 @@ static void give(const member *me, const run *p, const layer *l, const product *
 static void think(const member *me, const run *p, const layer *l, long rows)
 {
     multiplied(me, &l->gate_up, p->read, p->room, p->written, rows, p->halves, 0);
+    if (l->altup && l->altup->cuts) cut_off(me, p, l, rows);
     if (l->bends) bent(me, p->written, p->inner, rows, l->down.in, l->bends, p->halves);
     else gated(me, p->written, p->inner, rows, l->down.in, l->gate_up.out == l->down.in, l->act, p->halves);
     join(me);
@@ -458,7 +460,7 @@ static void consult(const member *me, const run *p, const layer *l, long rows)
 static void stand_by(const member *me, const run *p, const layer *l, long number, long rows)
 {
     long n = l->side->gate.out, each = size(p->halves);
-    multiplied(me, &l->side->gate, p->x, p->room, p->written, rows, p->halves, 0);
+    multiplied(me, &l->side->gate, l->altup ? p->read : p->x, p->room, p->written, rows, p->halves, 0);
     MINE(r, rows) {
         long row = rows < p->rows ? p->keep[r] : p->row_of ? p->row_of[r] : r;
         const char *beside = p->sides + row * p->side_stride + number * n * each;
@@ -469,7 +471,12 @@ static void stand_by(const member *me, const run *p, const layer *l, long number
         for (; c < n; c++) store(to, c, load(to, c, p->halves) * load(beside, c, p->halves), p->halves);
     }
     join(me);
-    give(me, p, l, &l->side->last, p->inner, &l->side->of_side, rows);
+    if (!l->altup) {
+        give(me, p, l, &l->side->last, p->inner, &l->side->of_side, rows);
+        return;
+    }
+    multiplied(me, &l->side->last, p->inner, p->room, p->written, rows, p->halves, 0);
+    add_to_others(me, p, l, rows);
 }
 
 /* A layer, which is the pass's so many'th, over x. */
@@ -478,11 +485,13 @@ void through(const member *me, const run *p, const layer *l, long number)
     int few = p->keep && number == p->last;
     long hidden = l->o.out, each = size(p->halves), bytes = each * hidden, entered = each * l->qkv.in;
     long rows = few ? p->kept : p->rows;
+    if (l->altup) predict(me, p, l);
     MINE(r, l->qkv.out ? p->rows : 0) {
         if (l->parallel) norm_or_copy(p->x + r * bytes, &l->after, p->aside + r * bytes, hidden, p->halves);
         enter_row(l, p->x + r * bytes, p->beside ? p->beside + r * bytes : 0, p->read + r * entered, p->halves);
     }
     join(me);
+    if (l->altup) stay(me, p, l);
     if (l->qkv.out) {
         multiplied(me, &l->qkv, p->read, p->room, p->written, p->rows, p->halves, 0);
         if (l->latent) look_back_through(me, p, l);
@@ -491,6 +500,7 @@ void through(const member *me, const run *p, const layer *l, long number)
     }
     if (few) come_forward(me, p, l);
     if (l->qkv.out) give(me, p, l, &l->o, p->read, &l->of_attention, rows);
+    if (l->altup) rejoin(me, p, l, rows);
     if (l->experts || l->gate_up.out) {
         MINE(r, rows) {
             if (l->parallel) memcpy(p->read + r * bytes, p->aside + r * bytes, bytes);
@@ -504,6 +514,7 @@ void through(const member *me, const run *p, const layer *l, long number)
         think(me, p, l, rows);
         give(me, p, l, &l->down, p->inner, &l->of_mlp, rows);
     }
+    if (l->altup) correct(me, p, l, rows);
     if (l->side) stand_by(me, p, l, number, rows);
     if (l->factor && l->factor != 1) {
         MINE(r, rows) enlarge(p->x + r * bytes, l->factor, p->x + r * bytes, hidden, p->halves);
@@ -527,6 +538,7 @@ char *equip(run *p, const layer *layers, long count)
                 room = most(room, room_for(products[i], p->rows, p->halves && (wide == 1 || products[i] != behind), p->threads));
         if (l->latent) latent_needs(p, l, &read, &written, &inner, &room);
         if (l->recurrence) recurrence_needs(p, l, &inner, &room);
+        if (l->altup) altup_needs(p, l, &inner, &room);
         if (l->side) {
             written = most(written, l->side->gate.out), inner = most(inner, l->side->gate.out);
             room = most(room, room_for(&l->side->gate, p->rows, p->halves, p->threads));
@@ -538,7 +550,7 @@ char *equip(run *p, const layer *layers, long count)
             room = most(room, room_for(&l->down, p->rows, p->halves, p->threads));
         }
         experts = l->experts ? l->experts : experts;
-        aside = l->parallel || l->abreast ? l->o.out : aside;
+        aside = l->altup ? 2 * l->o.out : l->parallel || l->abreast ? l->o.out : aside;
     }
     long journey = experts ? journey_for(p->journey, experts, p->rows, p->halves, p->threads, 0) : 0;
     long sizes[] = {UP(p->rows * each * read, 64), UP(p->rows * each * written, 64), UP(p->rows * each * inner, 64), UP(room, 64),
@@ -553,12 +565,13 @@ char *equip(run *p, const layer *layers, long count)
 /* `count` layers one after the other, the first of them its model's `first_number`th, over x, which is overwritten. Returns 0, or 1 without
  * memory. */
 int blocks(const layer *layers, long count, const course *first_course, long courses, void *x, const void *beside, const void *cos,
-           const void *sin, long angles, int sharp, int halves, int threads, const void *sides, long side_stride, long first_number)
+           const void *sin, long angles, int sharp, int halves, int threads, const void *sides, long side_stride, long first_number,
+           void *streams)
 {
     int failed = 0;
     journey journey;
     run p = {first_course, courses, 0, angles, x, beside, cos, sin, sharp, halves, threads, &failed, .journey = &journey, .sides = sides,
-             .side_stride = side_stride};
+             .side_stride = side_stride, .streams = streams};
     for (const course *c = first_course; c < first_course + courses; c++) p.rows += c->rows;
     char *all = equip(&p, layers, count);
     if (!all) return 1;

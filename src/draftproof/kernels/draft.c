@@ -149,7 +149,7 @@ static int pass(const head *h, const growth *g, desk *d, long rows, long start, 
     for (long i = 0; i < pages; i++) page[i] = i;
     const course c = {rows, 1, rows, g->page, position, of_rows, of_pages, row, page, &none, place, row, g->own, g->room, sight, end};
     const char *cos = (const char *)h->angles + size(h->halves) * at * angles, *sin = cos + size(h->halves) * h->dim;
-    int failed = blocks(h->layers, h->count, &c, 1, d->x, d->z, cos, sin, sight ? 0 : angles, 0, h->halves, threads, 0, 0, 0);
+    int failed = blocks(h->layers, h->count, &c, 1, d->x, d->z, cos, sin, sight ? 0 : angles, 0, h->halves, threads, 0, 0, 0, 0);
     if (h->normed) {
         char *streams = d->x;
         norm(d->x, &h->norm, d->y, rows, 1, h->hidden, h->hidden, h->halves, threads);

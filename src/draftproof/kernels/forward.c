@@ -19,6 +19,7 @@ typedef struct {
     int sharp, halves;
     const void *positions;
     long places;
+    const altup_ends *ends; /* of a model whose layers have several streams, or null */
 } model;
 
 /* What is asked of a pass: ids [rows]; taps [tap_count], rising: layers whose outputs go to tapped [rows, tap_count, hidden]; keep [kept]:
@@ -40,6 +41,7 @@ static void leave_others(const member *me, const run *p, const wish *w, long byt
     for (long i = 0; me->index == 0 && i < w->kept; i++) {
         memmove(p->x + i * bytes, p->x + w->keep[i] * bytes, bytes);
         memmove(all + i * turns, all + w->keep[i] * turns, turns);
+        if (p->streams) come_along(p, w->keep[i], i, bytes);
     }
     join(me);
 }
@@ -51,6 +53,7 @@ static void pass(const member *me, const model *m, const run *p, const wish *w, 
     run rest = *p;
     const run *now = p;
     rest.first = w->rest, rest.rows = w->kept, rest.keep = 0, rest.row_of = w->keep;
+    if (m->ends) branch(me, p, m->ends, room);
     for (long number = 0, tap = 0; number < m->count; number++) {
         if (w->rest && number == w->lent) {
             leave_others(me, p, w, bytes, size(m->halves && !m->sharp) * m->turns);
@@ -61,6 +64,7 @@ static void pass(const member *me, const model *m, const run *p, const wish *w, 
         MINE(r, p->rows) memcpy((char *)w->tapped + (r * w->tap_count + tap) * bytes, p->x + r * bytes, bytes);
         tap++;
     }
+    if (m->ends) merge(me, p, m->ends, room, p->keep ? 0 : w->keep, w->kept);
     MINE(i, w->kept) norm_or_copy(p->x + (w->keep && !p->keep ? w->keep[i] : i) * bytes, &m->norm, y + i * bytes, m->hidden, m->halves);
     join(me);
     multiplied(me, &m->output, y, room, w->logits, w->kept, m->halves, 0);
@@ -73,13 +77,15 @@ int forward(const model *m, const course *c, const wish *w, int threads)
     for (long r = 0; r < rows; r++)
         if (w->ids[r] < 0 || w->ids[r] >= m->vocabulary) return 2;
     long streams = UP(rows * bytes, 64), angles = UP(rows * turned, 64), normed = UP(w->kept * bytes, 64);
-    char *x = aligned_alloc(64, streams + angles + normed + room_for(&m->output, w->kept, m->halves, threads));
+    long others = m->ends ? (STREAMS - 1) * streams : 0, room = room_for(&m->output, w->kept, m->halves, threads);
+    if (m->ends) room = most(room, ends_need(m->ends, rows, m->halves, threads));
+    char *x = aligned_alloc(64, streams + angles + normed + others + UP(room, 64));
     char *turns = x + streams, *y = turns + angles;
     int failed = 0;
     journey journey;
     run p = {c, 1, rows, m->turns, x, 0, turns, turns + angle * m->turned, m->sharp, m->halves, threads, &failed, 0, 0, 0, 0,
              w->tap_count && w->taps[w->tap_count - 1] == m->count - 1 ? 0 : w->keep, w->kept, m->count - 1, &journey};
-    p.sides = w->sides, p.side_stride = w->side_stride;
+    p.sides = w->sides, p.side_stride = w->side_stride, p.streams = others ? y + normed : 0;
     char *all = x ? equip(&p, m->layers, m->count) : 0;
     for (long r = 0; all && r < rows; r++) {
         enlarge((const char *)m->embedding + w->ids[r] * bytes, m->factor, x + r * bytes, m->hidden, m->halves);
@@ -87,7 +93,7 @@ int forward(const model *m, const course *c, const wish *w, int threads)
         if (m->positions) plus_row(x + r * bytes, (const char *)m->positions + place * bytes, m->hidden, m->halves);
         memcpy(turns + r * turned, (const char *)m->angles + c->position[r] * turned, turned);
     }
-    if (all) TOGETHER(threads, worth_a_team(m->layers, rows), pass(me, m, &p, w, y, y + normed));
+    if (all) TOGETHER(threads, worth_a_team(m->layers, rows), pass(me, m, &p, w, y, y + normed + others));
     free(all);
     free(x);
     return !all || failed;

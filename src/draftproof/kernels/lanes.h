@@ -484,6 +484,25 @@ typedef struct {
     float share;
 } abreast;
 
+/* What a layer of several streams has beside the others (Gemma 3n's; streams.c): left and right, of rows that attention reads; of_laurel: the
+ * norm of what they make. router [STREAMS, hidden] in the stream's type, reads norm(x; of_router) taken times `share`; predict [STREAMS,
+ * STREAMS, STREAMS] and correct [STREAMS, STREAMS]: of what each stream is made, by what the router made. by [hidden], in the stream's type:
+ * what `side` reads the first stream times. cuts: gates must lie above their mean, by `cut` deviations. */
+#define STREAMS 4
+typedef struct {
+    product left, right;
+    scale of_laurel, of_router;
+    const void *router, *by;
+    const float *predict, *correct;
+    float share, cut;
+    int cuts;
+} altup;
+
+/* What makes the streams beside the first, and what becomes of them behind the layers. */
+typedef struct {
+    product enter[STREAMS - 1], leave[STREAMS - 1];
+} altup_ends;
+
 /* A layer of Llama's block: norms before attention and before the MLP, of what either adds to the stream, and of heads, [heads + kv_heads,
  * dim], each by itself or, as_one, all queries and all keys. of_stream: the layer reads norm(beside; before) and norm(x; of_stream),
  * side by side (EAGLE-3); normed: x itself goes on as the latter. What is added is taken times `share`. sinks [heads], or null. Of a
@@ -512,6 +531,7 @@ typedef struct {
     float factor; /* what the stream leaves with is taken times it, or 0: it is not */
     int borrows, values_normed; /* keys and values are another layer's, in the storage; values are normed as heads are */
     int settles; /* of_attention and of_mlp are norms of the stream, what is added included */
+    const altup *altup; /* or null */
 } layer;
 
 /* A pass of the rows of `courses` courses, one after the other, and its memory, for all rows and every layer: what a product reads, what it
@@ -529,10 +549,11 @@ typedef struct {
     const int64_t *keep;
     long kept, last;
     journey *journey; /* of layers with experts, which are all of one shape */
-    char *aside; /* what parallel MLPs will read, or what those beside experts made */
+    char *aside; /* what parallel MLPs will read, or those beside experts made; or of each row the first stream predicted, and a LAuReL */
     const char *sides; /* [rows, layers, n], for layers with a `side`, or null */
     long side_stride; /* bytes of a row of it */
     const int64_t *row_of; /* [rows]: which of them is a row's, or null: its own */
+    char *streams; /* [rows, STREAMS - 1, hidden], beside x, or null */
 } run;
 
 /* How far behind the first rope's a layer's cosines and sines stand, which have as much room each as the first one's. */
@@ -582,10 +603,22 @@ void recurrence_needs(const run *p, const layer *l, long *inner, long *room);
 void recall(const member *me, const run *p, const layer *l);
 void enlarge(const char *x, float factor, char *y, long n, int halves);
 void plus_row(char *x, const char *other, long n, int halves);
+void predict(const member *me, const run *p, const layer *l);
+void stay(const member *me, const run *p, const layer *l);
+void rejoin(const member *me, const run *p, const layer *l, long rows);
+void cut_off(const member *me, const run *p, const layer *l, long rows);
+void correct(const member *me, const run *p, const layer *l, long rows);
+void add_to_others(const member *me, const run *p, const layer *l, long rows);
+void come_along(const run *p, long from, long to, long bytes);
+void altup_needs(const run *p, const layer *l, long *inner, long *room);
+long ends_need(const altup_ends *e, long rows, int halves, int threads);
+void branch(const member *me, const run *p, const altup_ends *e, void *room);
+void merge(const member *me, const run *p, const altup_ends *e, void *room, const int64_t *keep, long kept);
 char *equip(run *p, const layer *layers, long count);
 void through(const member *me, const run *p, const layer *l, long number);
 int blocks(const layer *layers, long count, const course *first_course, long courses, void *x, const void *beside, const void *cos,
-           const void *sin, long angles, int sharp, int halves, int threads, const void *sides, long side_stride, long first_number);
+           const void *sin, long angles, int sharp, int halves, int threads, const void *sides, long side_stride, long first_number,
+           void *streams);
 int law(const void *x, float *y, long rows, long width, float temperature, int halves, int threads);
 int best(const float *x, long rows, long size, const uint32_t *keys, const int64_t *names, long k, float *scores, int64_t *columns,
          int threads);

@@ -189,6 +189,7 @@ FAMILIES = {
     "gemma": Family("Gemma", late=True, from_one=True),
     "gemma2": Family("Gemma2", AROUND, late=True, from_one=True),
     "gemma3_text": Family("Gemma3", AROUND, "gemma3", late=True, from_one=True),
+    "gemma3n_text": Family("Gemma3n", AROUND, "gemma3n", late=True),
     "gemma4_text": Family("Gemma4", AROUND, "gemma4", late=True, routing=lambda block: Routing()),
     "gemma4_unified_text": Family("Gemma4Unified", AROUND, "gemma4_unified", late=True),
     "glm": Family("Glm", adjoining=True),

@@ -214,11 +214,15 @@ class FusedLayer(nn.Module):
                 made = self.routed(h) if self.abreast is None else self.abreast(x, made, self.routed, self._norm)
             x = self._add(x, made, of_mlp)
         if self.side_norm is not None:
-            assert p.sides is not None
-            gate = self.side_gate(x)
-            gate = native.gate(gate, self.kind, alone=True) if self.ours else self.act(gate)
-            x = self._add(x, self.side_last(gate * p.sides[:, self.layer_idx]), self.side_norm)
+            x = self._add(x, self._of_side(x, p), self.side_norm)
         return x if self.factor == 1 else x.mul_(self.factor)
+
+    def _of_side(self, x: Tensor, p: Pass) -> Tensor:
+        """What the layer makes of x and of what stands beside its rows, [rows, hidden]."""
+        assert p.sides is not None
+        gate = self.side_gate(x)
+        gate = native.gate(gate, self.kind, alone=True) if self.ours else self.act(gate)
+        return self.side_last(gate * p.sides[:, self.layer_idx])            # type: ignore[no-any-return]
 
     def _look_back(self, entered: Tensor, made: Tensor, angles: Tensor, p: Pass, pool: PagePool) -> Tensor:
         """What rows see, [rows, …], of what the first product read and made [rows, …]."""

@@ -22,6 +22,7 @@ from .passes import Pass, Path
 from .ropes import behind, cos_and_sin, rotary_of, spots_of
 from .sides import Sides
 from .states import states_of
+from .streams import Streams
 from .taps import SideBySide
 from .target import TargetParts
 from .tiled import InTiles
@@ -44,6 +45,7 @@ class FusedPass:
         borrows = [layer.borrowed is not None for layer in self.layers]
         self.lent = next((number for number in range(len(borrows)) if all(borrows[number:])), len(borrows))  # from here on none has keys
         self._sides = Sides(body) if self.layers[0].side_norm is not None else None
+        self._streams = Streams(body) if hasattr(body, "altup_projections") else None
         self.states = states_of(self.layers)
         self.angles: Tensor | None = None  # [positions, 2 ropes, n]: of each cos, and sin with its first half negated; and `behind` them
         self.taps: frozenset[int] = frozenset()
@@ -100,6 +102,8 @@ class FusedPass:
         """The same where the table of angles reaches, and the plain twin of `llama.forward`. Without `keep`, and but for compiled kernels
         and moving angles, it looks at nothing but tensors, so that graphs.py can record it."""
         x = self._enter(p)
+        if self._streams is not None:
+            p.streams = self._streams.branch(x)
         angles = self._measure(x, p.positions) if self.angles is None else self.angles[p.positions[0]]
         cos, sin = angles[:, :1], angles[:, 1:2]
         table, ran = self._kernels(pool), 0
@@ -108,11 +112,13 @@ class FusedPass:
             if table is None:
                 x = layer.run(x, angles, p, pool)
             elif number in self.taps or number == len(self.layers) - 1:
-                llama.blocks(table, ran, number + 1, x, cos, sin, [p.course()], sides=p.sides)
+                llama.blocks(table, ran, number + 1, x, cos, sin, [p.course()], sides=p.sides, streams=p.streams)
                 ran = number + 1
             if number in self.taps:
                 rows[number] = x.clone()
         self.rows = rows
+        if self._streams is not None and p.streams is not None:
+            x = self._streams.merge(x, p.streams)
         if keep is not None:
             x = rows_of(x, keep)
         x = x if self._last is None else self._norm(x, *self._last)
@@ -150,8 +156,11 @@ class FusedPass:
         factor = 1.0 if type(embed) is nn.Embedding and embed.max_norm is None else scaled(embed)
         if factor is None or embed.weight.dtype != self.layers[0].dtype:
             return None
+        ends = None if self._streams is None else self._streams.ends
+        if self._streams is not None and ends is None:
+            return None
         norm = scale_of(self._last, embed.weight.dtype) if self._last else native.Scale()
-        return llama.Model.of(layers, output.product, norm, embed.weight, angles, factor * self._enlarged, self.positions)
+        return llama.Model.of(layers, output.product, norm, embed.weight, angles, factor * self._enlarged, self.positions, ends)
 
     def _reach(self, positions: int) -> None:
         """A table of angles for so many positions; none where the angles move."""

@@ -110,9 +110,23 @@ def _strange(model: Any, family: Family, name: str) -> Iterator[str]:
             yield "queries, keys and values that are clipped"
         if state is not None:
             yield from _strange_state(state, exact)
+        if hasattr(layer, "altup"):
+            yield from _strange_streams(layer, exact)
         if attention not in (None, state) and rope_of(body, number).numbers > (
                 attention.qk_rope_head_dim if has_latent(attention) else head_dim_of(attention)):
             yield "rotary positions of more than a head"
+
+
+def _strange_streams(layer: Any, exact: Callable[..., bool]) -> Iterator[str]:
+    """Of a layer that has several."""
+    altup, laurel = layer.altup, layer.laurel
+    linears = laurel.linear_left, laurel.linear_right, altup.modality_router, altup.prediction_coefs, altup.correction_coefs
+    if not (exact(altup, "TextAltUp") and exact(laurel, "TextLaurelBlock") and all(type(linear) is nn.Linear for linear in linears)
+            and exact(altup.router_norm, "RMSNorm") and exact(laurel.post_laurel_norm, "RMSNorm")):
+        yield f"layers of other classes than {type(layer).__module__} ships"
+    count, first = altup.config.altup_num_inputs, altup.config.altup_active_idx
+    if (count, first) != (native.STREAMS, 0):
+        yield f"{count} streams, of which layers compute with number {first}, where kernels of ours take {native.STREAMS} and number 0"
 
 
 def _strange_mixture(block: Any, layer: Any, family: Family, exact: Callable[..., bool]) -> Iterator[str]:

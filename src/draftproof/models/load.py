@@ -52,6 +52,7 @@ from .selftest import invisible
 from .shares import Ranks, divided, load_share
 from .sides import borrowed_bytes
 from .state_layers import state_layer
+from .streams import StreamsLayer
 from .target import LoadFacts, Target, TargetParts
 from .tier import silent_experts, tier_of
 from .tokenizer import Tokenizer
@@ -206,6 +207,8 @@ def _fuse(model: Any, tier: int, linear: Linear | None, config: LoadConfig, ours
 
 def _kind_of(layer: Any) -> type[FusedLayer]:
     """What stands for a layer of a model that `can_fuse`."""
+    if hasattr(layer, "altup"):
+        return StreamsLayer
     return state_layer(layer) if has_state(layer) else LatentLayer if has_latent(looking_back(layer)) else FusedLayer
 
 

@@ -103,6 +103,7 @@ class Pass:
     flat: native.Course | None = None
     walks: Sequence[native.Walk] = ()  # of a model with recurrent states: one for each sequence
     sides: Tensor | None = None  # [rows, layers, n]: what stands beside each row, of models whose layers read that (Gemma 4)
+    streams: Tensor | None = None  # [rows, n, hidden]: those beside the first, of models with several (Gemma 3n)
     plan: Any = None  # of our kernels on a GPU (rows.py)
 
     @property

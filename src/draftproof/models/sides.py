@@ -1,4 +1,4 @@
-"""What Gemma 4 adds to Llama's block: an embedding of each layer's own, layers that read the keys and values of another, and experts
+"""What Gemma 3n and 4 add to Llama's block: an embedding of each layer's own, layers that read the keys and values of another, and experts
 beside an MLP.
 
     side = (norm(project(x₀) · H^−½) + table(ids)) · 2^−½        [rows, layers, n], of the embedded rows x₀
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from .. import llama, native
-from .families import ABREAST, FAMILIES, Family, norm_of
+from .families import ABREAST, FAMILIES, Family, norm_of, part_of
 from .routed import Routed
 
 
@@ -25,14 +25,19 @@ class Sides:
     def __init__(self, body: Any) -> None:
         self._body, self.layers, self.size = body, len(body.layers), int(body.hidden_size_per_layer_input)
         self.norm = norm_of(body.per_layer_projection_norm, FAMILIES["gemma4_text"])
+        scales = part_of(body, ("per_layer_model_projection_scale", "per_layer_projection_scale")), body.per_layer_input_scale
+        like = body.embed_tokens.weight
+        self.scales = [scale.to(like.dtype) if isinstance(scale, Tensor) else scale for scale in scales]     # Gemma 3n's are tensors
+        known: int = body.embed_tokens_per_layer.num_embeddings
+        self.known = known if known < len(like) else None       # ids beyond count as the first
 
     def __call__(self, ids: Tensor, x: Tensor, norm: Any) -> Tensor:
         """Of ids [rows] and their embedded rows x [rows, hidden]; norm: the pass's own."""
         body = self._body
-        projected = body.per_layer_model_projection(x) * body.per_layer_model_projection_scale
-        own: Tensor = body.embed_tokens_per_layer(ids)
+        projected = body.per_layer_model_projection(x) * self.scales[0]
+        own: Tensor = body.embed_tokens_per_layer(ids if self.known is None else ids * (ids < self.known))
         normed: Tensor = norm(projected.view(-1, self.size), *self.norm).view_as(own)
-        found: Tensor = (normed + own) * body.per_layer_input_scale
+        found: Tensor = (normed + own) * self.scales[1]
         return found.view(len(ids), self.layers, self.size)
 
 
