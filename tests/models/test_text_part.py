@@ -8,7 +8,9 @@ from typing import Any
 import families
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from test_sides import MIXED, SIX
+from test_streams import model_of
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForImageTextToText
 
 from draftproof.config import LoadConfig
@@ -57,6 +59,22 @@ def test_the_language_model_inside_is_taken_and_fused(case: str, tmp_path: Path)
         found = target.extend([target.open(ids.tolist())], [ids]).logits[0]
         assert float((found - want).abs().max()) <= 1e-4 * float(want.abs().max())
         assert not any("vision" in name for name, _ in target.model.named_modules()), "the rest is let go"
+
+
+def test_one_whose_other_parts_ask_for_more_packages_is_read_without_them(tmp_path: Path) -> None:
+    """Gemma 3n's, which look through a model of timm's."""
+    alone, ids = model_of("small"), torch.arange(40) * 37 % 190 + 1
+    alone.save_pretrained(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    inside = {name.replace("model.", "model.language_model.", 1): weight for name, weight in weights.items()}
+    save_file({**inside, "model.vision_tower.first.weight": torch.zeros(2, 2)}, tmp_path / "model.safetensors", {"format": "pt"})
+    type(AutoConfig.for_model("gemma3n"))(text_config=alone.config.to_dict()).save_pretrained(tmp_path)
+    target = load_target(tmp_path, CONFIG)
+    assert isinstance(target, PagedTarget) and target.fused is not None, target.facts.reasons
+    assert "gemma3n" in target.facts.reasons["language model"]
+    want = alone(input_ids=ids[None], use_cache=False).logits[0, -1].detach()
+    found = target.extend([target.open(ids.tolist())], [ids]).logits[0]
+    assert float((found - want).abs().max()) <= 1e-4 * float(want.abs().max())
 
 
 def test_one_whose_block_is_not_known_stays_inside(monkeypatch: pytest.MonkeyPatch) -> None:

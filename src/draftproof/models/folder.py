@@ -28,6 +28,7 @@ MISSING = 2  # times as many numbers in a model as in its files: beyond what any
 METHODS = ("awq", "gptq", "compressed-tensors", "fp8", "modelopt", "mxfp4")      # ways to quantise that quantised.py reads
 INSTEAD = "load the model that it was made of, or serve --engine vllm"
 SEEING = ("internvl", "llava", "mistral3")  # models that see, around a language model that reads texts as it does alone
+TEXT_ALONE = ("gemma3n",)    # others, of which transformers reads the language model alone, and would ask for packages to build the rest
 SAVED = (torch.bfloat16, torch.float16, torch.float32)  # types of weights that a whole model may be loaded in
 
 

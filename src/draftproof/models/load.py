@@ -23,6 +23,7 @@ from .experts import experts_of, packed_bytes, routers, take_experts
 from .families import FAMILIES, LAST_NORM, has_latent, has_state, layers_of, looking_back
 from .folder import (
     SEEING,
+    TEXT_ALONE,
     auto_class,
     check_size,
     check_weights,
@@ -214,8 +215,11 @@ def _kind_of(layer: Any) -> type[FusedLayer]:
 
 def _load_model(path: str | Path, config: LoadConfig, model_config: Any, dtype: torch.dtype, device: torch.device, ranks: Ranks | None,
                 reasons: dict[str, str]) -> Any:
-    check_size(path, model_config, config.trust_remote_code)
     told = quantised.method(getattr(model_config, "quantization_config", None))
+    if not told and model_config.model_type in TEXT_ALONE:
+        reasons["language model"] = f"the one inside of a {model_config.model_type}: images and sounds are not read"
+        model_config = model_config.get_text_config()
+    check_size(path, model_config, config.trust_remote_code)
     if told and told["quant_method"] == "mxfp4" and device.type != "cpu":
         told = None                                     # transformers has kernels for it
     try:
