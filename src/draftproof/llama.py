@@ -63,7 +63,7 @@ class Layer(ctypes.Structure):
                  pointers="sinks keys values experts latent", reals_="cap", flags_="turned_first parallel stretched opened_by",
                  pointers___="bends", numbers_="openings",
                  pointers_="recurrence side abreast", reals__="factor", flags__="borrows values_normed settles",
-                 pointers__="altup"),
+                 pointers__="altup", numbers__="value_dim"),
     ]
 
 
@@ -98,22 +98,23 @@ class Model(ctypes.Structure):
 
     _fields_ = [*fields(pointers="layers"), ("output", Product), ("norm", Scale),
                 *fields(pointers="embedding angles", numbers="count hidden vocabulary turns turned", reals="factor",
-                         flags="sharp halves", pointers_="positions", numbers_="places", pointers__="ends")]
+                         flags="sharp halves", pointers_="positions", numbers_="places", pointers__="ends"), ("entered", Scale)]
 
     @classmethod
     def of(cls, layers: ctypes.Array[Layer], output: Product, norm: Scale, embedding: Tensor, angles: Tensor, factor: float = 1,
-           positions: Tensor | None = None, ends: Ends | None = None) -> Self:
-        """norm: of the last layer's stream; embedding [vocabulary, hidden], which enters times `factor`; angles [positions, 2 ropes, n]:
-        of each cos, and sin with its first half negated, in the embedding's type or float32. positions [n, hidden]: what is added to rows
-        where they enter, by their positions, the last of them from there on. All contiguous. ends: of a model of several
-        streams."""
+           positions: Tensor | None = None, ends: Ends | None = None, entered: Scale | None = None) -> Self:
+        """norm: of the last layer's stream; embedding [vocabulary, hidden], which enters times `factor`, and normed by `entered`; angles
+        [positions, 2 ropes, n]: of each cos, and sin with its first half negated, in the embedding's type or float32. positions
+        [n, hidden]: what is added to rows where they enter, by their positions, the last of them from there on. All contiguous. ends: of a
+        model of several streams."""
         (vocabulary, hidden), dtype = embedding.shape, embedding.dtype
         assert dtype in TYPES and angles.dtype in (dtype, torch.float32) and output.columns == hidden
         assert embedding.is_contiguous() and angles.is_contiguous() and angles.dim() == 3
         assert positions is None or positions.is_contiguous() and positions.dtype == dtype and positions.shape[1] == hidden
         return cls(ctypes.addressof(layers), output, norm, embedding.data_ptr(), angles.data_ptr(), len(layers), hidden, vocabulary,
                    angles[0].numel(), angles.shape[-1], factor, angles.dtype != dtype, dtype == torch.bfloat16,
-                   address_of(positions), 0 if positions is None else len(positions), None if ends is None else ctypes.addressof(ends))
+                   address_of(positions), 0 if positions is None else len(positions), None if ends is None else ctypes.addressof(ends),
+                   entered or Scale())
 
 
 class _Wish(ctypes.Structure):

@@ -23,8 +23,11 @@ class Routing(NamedTuple):
     up to 1, but for `beside`, which is added to their sum first; kept: they are rounded to the type of the stream. factor: what they are
     then taken times. A row chooses among the experts of `within` of the groups, of one size each, whose `leading` worthiest experts add up
     to most (DeepSeek-V2, arXiv 2405.04434).
-    shared: how many experts, the last ones, all rows go through (Dai et al., arXiv 2401.06066), with weight 1, or, gated, the sigmoid
-    of one logit more.
+    by_logits: experts are chosen by logits, not by their weights. near: each is chosen among those that are left, and weighs its softmax
+    among those of them whose logits are so near, of their size (sparse mixing as inference does it, arXiv 2409.12136). before: rows are
+    taken times their weights as they enter experts (Llama 4's).
+    shared: how many experts, the last ones, all rows go through (Dai et al., arXiv 2401.06066), with weight `always`, or, gated, the
+    sigmoid of one logit more.
     """
 
     by_sigmoid: bool = False
@@ -36,6 +39,10 @@ class Routing(NamedTuple):
     groups: int = 1
     within: int = 1
     leading: int = 1
+    by_logits: bool = False
+    near: float = 0.0
+    before: bool = False
+    always: float = 1.0
     shared: int = 0
     gated: bool = False
 
@@ -44,7 +51,8 @@ class Mixture(ctypes.Structure):
     """The experts of a layer, as kernels/lanes.h has them. The parts must outlive it."""
 
     _fields_ = [("router", Product), *fields(pointers="first down bias scales", numbers="count chosen shared groups within leading",
-                                             flags="by_sigmoid wide normed kept gated act", reals="factor alpha limit beside")]
+                                             flags="by_sigmoid wide normed kept gated act", reals="factor alpha limit beside",
+                                             flags_="by_logits before", reals_="near always")]
     parts: tuple[Any, ...]
 
     @classmethod
@@ -60,7 +68,7 @@ class Mixture(ctypes.Structure):
             assert each is None or each.dtype == torch.float32 and each.shape == (len(first) - how.shared,) and each.is_contiguous()
         made = cls(router or Product(), ctypes.addressof(first), ctypes.addressof(down), address_of(bias), address_of(scales), len(first),
                    chosen, how.shared, how.groups, how.within, how.leading, how.by_sigmoid, how.wide, how.normed, how.kept, how.gated, act,
-                   how.factor, *(limits or (0.0, 0.0)), how.beside)
+                   how.factor, *(limits or (0.0, 0.0)), how.beside, how.by_logits, how.before, how.near, how.always)
         made.parts = first, down, bias, scales
         return made
 

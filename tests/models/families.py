@@ -10,6 +10,8 @@ import torch
 import transformers
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, GPTJModel, PreTrainedModel
 
+from draftproof.models.folder import make_known
+
 COMMON = {
     "vocab_size": 200,
     "hidden_size": 64,
@@ -96,6 +98,7 @@ def build(family: str, seed: int = 0) -> PreTrainedModel:
     torch.manual_seed(seed)
     options = {k: v for k, v in {**COMMON, **FAMILIES[family]}.items() if v is not None or k.endswith("token_id")}
     config = config_of(family, **options)
+    make_known(config)
     if getattr(config, "attn_logit_softcapping", None):     # before transformers 5.24 its default left them out
         config._attn_implementation = "eager"
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)

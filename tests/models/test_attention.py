@@ -31,7 +31,7 @@ def one_pass(lengths: list[int], rows: list[int], page: int) -> Pass:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("window", [None, 20])
+@pytest.mark.parametrize("window", [None, 20, -20])
 @pytest.mark.parametrize("group", [1, 2, 7])
 def test_pages_merge_to_one_softmax(dtype: torch.dtype, window: int | None, group: int) -> None:
     generator = torch.Generator().manual_seed(group)
@@ -48,7 +48,7 @@ def test_pages_merge_to_one_softmax(dtype: torch.dtype, window: int | None, grou
     results = []
     for function in (flash_page, plain_page):
         out, lse = function(q, k, v, call.bias, dim**-0.5)
-        merged = merge(out, lse, items, None, None).view(items.paths, kv, group, items.width, dim).permute(0, 3, 1, 2, 4)
+        merged = merge(out, lse, items, items.dead, None).view(items.paths, kv, group, items.width, dim).permute(0, 3, 1, 2, 4)
         merged = merged.reshape(-1, kv * group, dim)
         results.append((merged if items.back is None else merged[items.back]).float())
     row = 0
@@ -56,7 +56,7 @@ def test_pages_merge_to_one_softmax(dtype: torch.dtype, window: int | None, grou
     for path, length, n in zip(p.paths, lengths, rows, strict=True):
         for i in range(n):
             at = length + i
-            low = max(0, at - window + 1) if window else 0
+            low = at // 20 * 20 if window == -20 else max(0, at - 19) if window else 0
             places = torch.tensor([path.pages[t // page] * page + t % page for t in range(low, at + 1)])
             keys, values = store[0][places].float(), store[1][places].float()
             for head in range(kv * group):

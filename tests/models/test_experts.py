@@ -160,12 +160,16 @@ ROUTED: dict[str, dict[str, Any]] = {
     "deepseek_v3": {"n_group": 4, "topk_group": 2, "n_shared_experts": 1},
     "ernie4_5_moe": {"moe_num_experts": COUNT, "moe_k": EACH, "moe_num_shared_experts": 1, "moe_layer_start_index": 0},
     "gemma4_text": PLACES["gemma4_text"],
+    "phimoe": {"num_experts_per_tok": 2, "router_jitter_noise": 0.25},
+    "kolibri1": {"shared_expert_intermediate_size": INNER}, "cohere2_moe": {"num_shared_experts": 2},
+    "llama4_text": {"intermediate_size_mlp": INNER, "interleave_moe_layer_step": 1},
 }
 
 
 def routed(kind: str, dtype: torch.dtype, form: Any = packed) -> tuple[Routed, Any]:
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **{**SIZES, **ROUTED[kind]}), dtype=dtype).requires_grad_(False)
+    config = AutoConfig.for_model(kind, **{**SIZES, **ROUTED[kind]})
+    model = AutoModelForCausalLM.from_config(config, dtype=dtype).requires_grad_(False).eval()
     block = next(module for module in model.modules() if hasattr(module, "experts"))
     for parameter in block.parameters():
         parameter.normal_(0, 0.3).copy_(parameter.bfloat16())

@@ -21,10 +21,18 @@ from draftproof.models.passes import Pass, chain_items, general_items
 from draftproof.types import Draft, Scores
 
 LATENTS = ("youtu without a latent of queries", "deepseek_v2 with yarn", "deepseek_v2 by groups", "deepseek_v3 by groups")
+BASES = {"embedding_multiplier": 3.0, "layer_rope_theta": [10000.0, 0, 500000.0]}
 OTHERS: dict[str, dict[str, Any]] = {      # beside those of families.py
     "afmoe": {"head_dim": 16, **families.MOE, **families.MIXED, "num_shared_experts": 2, "num_dense_layers": 1,
               "route_scale": 1.5, "mup_enabled": True},
     "apertus": {},
+    "aria_text": {**families.MOE, "moe_num_experts": 4, "moe_topk": 2, "moe_num_shared_experts": 2, "intermediate_size": 48},
+    "axk1": {**families.LATENT, **families.MOE, **families.SHARED, "rope_parameters": families.YARN},
+    "cohere2_moe": {"head_dim": 16, **families.MOE, **families.MIXED, "intermediate_size": 48, "num_shared_experts": 2,
+                    "first_k_dense_replace": 1, "prefix_dense_intermediate_size": 96},
+    "flint": {"head_dim": 16, **families.MOE, **families.MIXED, "shared_expert_intermediate_size": 96, "mlp_only_layers": [0]},
+    "granite_swa": {**families.MIXED, **BASES, "residual_multiplier": 0.7, "logits_scaling": 2.0, "attention_multiplier": 0.2},
+    "granitemoe_swa": {**families.MOE, **families.MIXED, **BASES, "shared_intermediate_size": 96},
     "biogpt": {},
     "codegen": {"n_embd": 64, "n_layer": 3, "n_head": 4, "rotary_dim": 8},
     "gpt_bigcode": {"n_embd": 64, "n_layer": 3, "n_head": 4},
@@ -32,13 +40,19 @@ OTHERS: dict[str, dict[str, Any]] = {      # beside those of families.py
     "hunyuan_v1_moe": {"head_dim": 16, **families.MOE, "moe_topk": 2, "intermediate_size": 48},
     "hyperclovax": {"embedding_multiplier": 3.0, "residual_multiplier": 0.7, "logits_scaling": 0.5, "attention_multiplier": 0.2},
     "jais2": {},
+    "kolibri1": {"head_dim": 16, **families.MOE, **families.MIXED, "shared_expert_intermediate_size": 48, "intermediate_size": None},
     "laguna": {"head_dim": 16, **families.MOE, **families.MIXED, "shared_expert_intermediate_size": 96, "moe_routed_scaling_factor": 1.5,
                "num_attention_heads_per_layer": [2, 4, 6], "mlp_layer_types": ["dense", "sparse", "sparse"]},
     "mellum": {"head_dim": 16, **families.MOE, **families.MIXED},
+    "mimo_v2_flash": {"head_dim": 16, "v_head_dim": 8, **families.MOE, **families.MIXED, "n_group": 1, "topk_group": 1,
+                      "num_key_value_heads": 1, "attention_value_scale": 0.7, "mlp_layer_types": ["dense", "sparse", "sparse"]},
     "minicpm3": {**families.LATENT, "scale_emb": 3, "scale_depth": 1.1, "dim_model_base": 32},
+    "mistral4": {**families.LATENT, **families.MOE, **families.SHARED, "rope_parameters": families.STRETCHED},
+    "nanochat": {},
     "nemotron": {"head_dim": 16},
     "opt": {"ffn_dim": 96},
     "persimmon": {},
+    "phimoe": {**families.MOE, "router_jitter_noise": 0.2, "attention_bias": True, "lm_head_bias": True},
     "stablelm": {"use_parallel_residual": True},
     "vaultgemma": {"head_dim": 16, **families.MIXED, "query_pre_attn_scalar": 16},
 }
@@ -74,7 +88,7 @@ OPTIONS = {
     "deepseek_v3 by groups": ("deepseek_v3", {**families.FAMILIES["deepseek_v3"], **GROUPS}),
     "half phi3": ("phi3", {**families.FAMILIES["phi3"], "partial_rotary_factor": 0.5}),
     **{f"{family}, all experts": (family, {**more, "num_experts_per_tok": 4, "moe_k": 4, "moe_topk": 4})
-       for family, more in {**families.FAMILIES, **OTHERS}.items() if "num_experts" in more},
+       for family, more in {**families.FAMILIES, **OTHERS}.items() if "num_experts" in more and family != "phimoe"},
     **{family: (family, more) for family, more in {**OTHERS, **ALIASES}.items()},
 }
 EVERY = tuple(f"{family}, all experts" if f"{family}, all experts" in OPTIONS else family for family in FUSED)  # no choice sits on an edge

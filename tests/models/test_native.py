@@ -282,7 +282,8 @@ class Play:
             places = torch.tensor([page * self.page + i for page in pages for i in range(self.page)])
             for row in mine:
                 at = self.positions[row]
-                seen = places[max(0, at + 1 - self.window) if self.window else 0:at + 1]
+                part = at - at % abs(self.window) if self.window else 0
+                seen = places[max(0, at + 1 - self.window) if self.window and self.window > 0 else part:at + 1]
                 for head in range(self.heads * GROUP):
                     scores = self.keys[seen, head // GROUP].double() @ self.query[row, head].double() * 0.3
                     if self.cap is not None:
@@ -294,10 +295,11 @@ class Play:
 
 
 def plays(shape: tuple[int, ...], dtype: torch.dtype) -> list[Play]:
-    """With every key seen, with a window, with sinks, and with both; and with soft caps that most scores do not feel, and that all feel."""
+    """With every key seen, with a window, with sinks, and with both; with soft caps that most scores do not feel, and that all feel; and
+    with those of a part of the text seen."""
     sinks, window = torch.linspace(-3, 30, shape[1] * GROUP), shape[0] + 5
     found = [Play(*shape, dtype, seen, more) for seen in (None, window) for more in (None, sinks)]
-    return [*found, Play(*shape, dtype, None, None, 50.0), Play(*shape, dtype, window, sinks, 2.0)]
+    return [*found, Play(*shape, dtype, None, None, 50.0), Play(*shape, dtype, window, sinks, 2.0), Play(*shape, dtype, -window, sinks)]
 
 
 @compiled

@@ -41,6 +41,8 @@ CASES: dict[str, dict[str, Any]] = {
     "qwen3_5_text": SIZES,
     "qwen3_next": {**SIZES, **ALL},
     "qwen3_5_moe_text": {**SIZES, **ALL, "linear_num_value_heads": 8, "linear_value_head_dim": 32, "linear_conv_kernel_dim": 3},
+    "lara_mini": {**SIZES, **ALL, "head_dim": 16, "sliding_window": 24, "shared_expert_intermediate_size": 96,
+                  "layer_types": ["linear_attention", "full_attention", "sliding_attention"], "intermediate_size": None},
     "bamba": {**SPACES, "attn_layer_indices": [1]},
     "bamba, limited": {**SPACES, "attn_layer_indices": [1], "time_step_limit": (0.2, 1.5)},
     "lfm2": {"layer_types": ["conv", "full_attention", "conv"], "block_ff_dim": 96, "conv_L_cache": 3, "conv_bias": True},

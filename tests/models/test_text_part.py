@@ -30,6 +30,8 @@ INSIDE: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "internvl": ("internvl", {"model_type": "qwen3", "head_dim": 16}, {**SEEING, "image_size": [28, 28], "patch_size": [14, 14]}),
     "llava": ("llava", {"model_type": "llama"}, {**SEEING, "model_type": "clip_vision_model"}),
     "mistral3": ("mistral3", {"model_type": "mistral", "head_dim": 16, "sliding_window": None}, SEEING),
+    "mistral3 around Mistral 4": ("mistral3", {"model_type": "mistral4", **families.LATENT, **families.MOE, **families.SHARED,
+                                               "num_experts_per_tok": 4, "rope_parameters": families.STRETCHED}, SEEING),
 }
 CONFIG = LoadConfig(dtype="float32", page_tokens=16, self_test=False)
 

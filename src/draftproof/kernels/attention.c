@@ -358,6 +358,12 @@ static void answer(const attention *a, long at, const float *sum, float norm)
     }
 }
 
+/* The first key that a row at this position sees. */
+static inline long seen_from(long position, long window)
+{
+    return window < 0 ? position / -window * -window : window && position >= window ? position + 1 - window : 0;
+}
+
 /* Rows [from, from + count) of a family, whose first path is `path`, with the queries of a piece's heads of keys. */
 static void follow(const course *c, const piece *w, long path, long from)
 {
@@ -370,7 +376,7 @@ static void follow(const course *c, const piece *w, long path, long from)
     long low = LONG_MAX, to = 0; /* the keys that one of the rows sees at least */
 #define COLUMN(q) ((w->head + (q) / n) * group + (q) % group)
 #define ROW(q) rows[(q) % n / group]
-#define SEEN_FROM(row) (a->window && c->position[row] >= a->window ? c->position[row] + 1 - a->window : 0)
+#define SEEN_FROM(row) seen_from(c->position[row], a->window)
 
     for (long q = 0; q < all; q++) {
         const char *query = (const char *)a->query + size(a->halves) * (ROW(q) * a->query_stride + COLUMN(q) * a->dim);

@@ -287,7 +287,7 @@ static attention question(const run *p, const layer *l, const course *c, long nu
     long each = size(p->halves), turned = turned_heads(l) * l->dim, store = each * c->room * l->kv_heads * l->dim;
     char *keys = c->own ? (char *)c->own + 2 * number * store : l->keys, *values = c->own ? keys + store : l->values;
     return (attention){p->inner + each * at * turned, keys, values, l->sinks, p->read + each * at * l->o.in, turned, l->kv_heads,
-                       l->heads / l->kv_heads, l->dim, l->dim, l->window, l->scaling, l->cap, p->halves, l->o.in};
+                       l->heads / l->kv_heads, l->dim, l->value_dim, l->window, l->scaling, l->cap, p->halves, l->o.in};
 }
 
 /* y [parts, n] *= which(x [parts]), or, of parts of one number, y [parts] */
@@ -303,17 +303,11 @@ static void open_parts(const char *x, char *y, long parts, long n, int which, in
     }
 }
 
-/* What a row's queries are taken times, where a layer's are: the first number behind all ropes. */
-static float stretch_of(const run *p, long r)
-{
-    int early = p->halves && !p->sharp;
-    return load(p->cos + size(early) * (r + 1) * p->angles - (p->sin - p->cos), 0, early);
-}
-
 /* The heads of all rows, which stand in `written`: normed and turned in `inner`, keys and values in the storage, what rows see in `read`. */
 static void look_back(const member *me, const run *p, const layer *l, long number)
 {
-    long each = size(p->halves), turned = turned_heads(l), row = each * l->qkv.out, key = each * l->kv_heads * l->dim, at = 0;
+    long each = size(p->halves), turned = turned_heads(l), row = each * l->qkv.out, at = 0;
+    long key = each * l->kv_heads * l->dim, value = each * l->kv_heads * l->value_dim;
     long angle = size(p->halves && !p->sharp), rope = rope_of(p, l);
     MINE(r, p->rows) {
         char *heads = p->written + r * row;
@@ -330,13 +324,13 @@ static void look_back(const member *me, const run *p, const layer *l, long numbe
         MINE(i, l->borrows ? 0 : c->writes) {
             long from = at + c->write_from[i];
             memcpy((char *)asked.keys + c->write_to[i] * key, p->inner + each * (from * turned + l->heads) * l->dim, key);
-            memcpy((char *)asked.values + c->write_to[i] * key, p->written + from * row + each * turned * l->dim, key);
+            memcpy((char *)asked.values + c->write_to[i] * value, p->written + from * row + each * turned * l->dim, value);
         }
         join(me);
         attended(me, c, &asked, p->failed);
     }
     if (l->openings) {
-        long sight = l->heads * l->dim, behind = each * (turned + l->kv_heads) * l->dim;
+        long sight = l->heads * l->value_dim, behind = each * turned * l->dim + value;
         MINE(r, p->rows)
             open_parts(p->written + r * row + behind, p->read + each * r * sight, l->openings, sight / l->openings, l->opened_by,
                        p->halves);

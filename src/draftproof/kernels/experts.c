@@ -101,6 +101,25 @@ static void keep_groups(const mixture *m, float *worth, long count)
     }
 }
 
+/* Choose `own` of the experts [count], one after the other, each the best of those that are left; its weight is its softmax among those of
+ * them whose logits are not further below its own than m->near times the larger of what both are in size. Rounded as torch does it. */
+static void pick(const mixture *m, const float *logits, long count, long own, int64_t *chosen, float *weight, int halves)
+{
+    char taken[count];
+    memset(taken, 0, count);
+    for (long i = 0; i < own; i++) {
+        float top = -INFINITY, all = 0, far = kept(m->near, halves);
+        for (long e = 0; e < count; e++)
+            if (!taken[e] && (logits[e] > top || top == -INFINITY)) top = logits[e], chosen[i] = e;
+        for (long e = 0; e < count; e++) {
+            float large = fabsf(logits[e]), below = kept(top - logits[e], halves);
+            if (!taken[e] && !(kept(below / (large > top ? large : top), halves) > far)) all += expf(logits[e] - top);
+        }
+        weight[i] = 1 / all;
+        taken[chosen[i]] = 1;
+    }
+}
+
 /* Of rows' logits the experts, the worthiest first and of equals the one that comes first, those that all share behind them, and their
  * weights, by a team. halves: of logits; stream: of what the experts read. */
 void routed(const member *me, const mixture *m, const void *logits, journey *j, long rows, int halves, int stream)
@@ -112,18 +131,20 @@ void routed(const member *me, const mixture *m, const void *logits, journey *j, 
         int64_t *chosen = j->chosen + r * m->chosen;
         long found = 0, at = r * m->router.out;
         widen(logits, at, count, halves, law, count);
+        if (m->near) pick(m, law, count, own, chosen, weight, halves);
+        memcpy(worth, law, 4 * count);
         weigh(law, count, m->by_sigmoid);
-        for (long e = 0; e < count; e++) worth[e] = m->bias ? law[e] + m->bias[e] : law[e];
+        for (long e = 0; e < count; e++) worth[e] = (m->by_logits ? worth[e] : law[e]) + (m->bias ? m->bias[e] : 0);
         if (m->within < m->groups) keep_groups(m, worth, count);
-        for (long e = 0; e < count; e++) found = ranked(worth[e], e, own, found, best, chosen);
-        for (long i = 0; i < own; i++) weight[i] = law[chosen[i]], sum += weight[i];
+        for (long e = 0; !m->near && e < count; e++) found = ranked(worth[e], e, own, found, best, chosen);
+        for (long i = 0; i < own; i++) weight[i] = m->near ? weight[i] : law[chosen[i]], sum += weight[i];
         for (long i = 0; i < own; i++) {
             float part = (m->normed ? weight[i] / (sum + m->beside) : weight[i]) * m->factor;
             weight[i] = kept(m->scales ? part * m->scales[chosen[i]] : part, stream && m->kept);
         }
         floats gate = {m->gated ? load(logits, at + count, halves) : 0};
         for (long i = own; i < m->chosen; i++)
-            chosen[i] = count + i - own, weight[i] = m->gated ? kept(sigmoid(gate)[0], stream && m->kept) : 1;
+            chosen[i] = count + i - own, weight[i] = m->gated ? kept(sigmoid(gate)[0], stream && m->kept) : m->always;
     }
     join(me);
 }
@@ -136,7 +157,13 @@ void through_experts(const member *me, const mixture *m, const void *x, journey 
     join(me);
     const portions which = {j->of, j->start, j->count};
     long there = j->count ? j->start[j->count] : 0;
-    MINE(i, all) if (j->place[i] >= 0) memcpy(j->read + j->place[i] * bytes, (const char *)x + i / m->chosen * bytes, bytes);
+    MINE(i, all) {
+        const char *row = (const char *)x + i / m->chosen * bytes;
+        char *to = j->read + j->place[i] * bytes;
+        if (j->place[i] < 0) continue;
+        if (!m->before) memcpy(to, row, bytes);
+        else enlarge(row, j->weights[i], to, m->gate_up->in, halves), j->weights[i] = 1;
+    }
     join(me);
     multiplied_each(me, m->gate_up, &which, j->read, rows, j->room, j->written, halves);
     if (m->limit > 0) limited(me, j->written, j->inner, there, m->down->in, m->alpha, m->limit, halves);

@@ -8,7 +8,8 @@
 #include "lanes.h"
 
 /* embedding [vocabulary, hidden], taken times `factor`; angles [positions, turns]: of each rope cos, and sin as `turn` takes it, of `turned`
- * numbers each; sharp: they are float32. positions [places, hidden]: what is added to rows by theirs, or null. */
+ * numbers each; sharp: they are float32. positions [places, hidden]: what is added to rows by theirs, or null. entered: the norm of what
+ * enters, if there is one. */
 typedef struct {
     const layer *layers;
     product output;
@@ -20,6 +21,7 @@ typedef struct {
     const void *positions;
     long places;
     const altup_ends *ends; /* of a model whose layers have several streams, or null */
+    scale entered;
 } model;
 
 /* What is asked of a pass: ids [rows]; taps [tap_count], rising: layers whose outputs go to tapped [rows, tap_count, hidden]; keep [kept]:
@@ -91,6 +93,7 @@ int forward(const model *m, const course *c, const wish *w, int threads)
         enlarge((const char *)m->embedding + w->ids[r] * bytes, m->factor, x + r * bytes, m->hidden, m->halves);
         long place = c->position[r] < m->places ? c->position[r] : m->places - 1; /* a row that nobody reads may stand behind them */
         if (m->positions) plus_row(x + r * bytes, (const char *)m->positions + place * bytes, m->hidden, m->halves);
+        if (m->entered.weight) norm_of_row(x + r * bytes, &m->entered, x + r * bytes, 1, m->hidden, m->halves);
         memcpy(turns + r * turned, (const char *)m->angles + c->position[r] * turned, turned);
     }
     if (all) TOGETHER(threads, worth_a_team(m->layers, rows), pass(me, m, &p, w, y, y + normed + others));

@@ -276,8 +276,8 @@ typedef struct {
 } course;
 
 /* One layer's attention: query [rows, heads * group, dim], rows `query_stride` numbers apart; keys and values [places, heads, ...];
- * sinks [heads * group], or null: logits that only normalise; out [rows, heads * group, value_dim]. window: keys a row sees, or 0: all.
- * cap: scores become cap * tanh(score / cap) (Gemma 2, arXiv 2408.00118), or 0: they stay. */
+ * sinks [heads * group], or null: logits that only normalise; out [rows, heads * group, value_dim]. window: keys a row sees, or 0: all,
+ * or, negative, it sees those of its own part of a text that is cut into parts of so many. cap: scores become cap * tanh(score / cap) (Gemma 2, arXiv 2408.00118), or 0: they stay. */
 typedef struct {
     const void *query, *keys, *values;
     const float *sinks;
@@ -315,7 +315,10 @@ typedef struct {
  * last. wide: the router's sums stay float32. normed: the weights of those that a row chooses add up to 1, but for `beside`, which is added
  * to their sum first, and are then taken times `factor`; kept: they are rounded to the stream's type. A row chooses among the experts of
  * `within` of the `groups`, of one size each, whose `leading` worthiest experts add up to most (DeepSeek-V2, arXiv 2405.04434); within >=
- * groups: among all. limit: of gates like gpt-oss's, whose gate and up stand side by side; 0: of gates by `act`, or of ups alone. */
+ * groups: among all. by_logits: they are chosen by logits, not by what these weigh. near: each is chosen among those that are left, and
+ * weighs its softmax among those of them whose logits are so near, of their size (arXiv 2409.12136); or 0. before: rows are taken times
+ * their weights as they enter an expert, not as they leave it. always: what the shared ones weigh that are not gated. limit: of gates like
+ * gpt-oss's, whose gate and up stand side by side; 0: of gates by `act`, or of ups alone. */
 typedef struct {
     product router;
     const product *gate_up, *down;
@@ -323,6 +326,8 @@ typedef struct {
     long count, chosen, shared, groups, within, leading;
     int by_sigmoid, wide, normed, kept, gated, act;
     float factor, alpha, limit, beside;
+    int by_logits, before;
+    float near, always;
 } mixture;
 
 /* Rows on their way through experts, and memory. Of each row's choices, [rows, chosen]: the experts, in `chosen`, their weights, and in
@@ -532,6 +537,7 @@ typedef struct {
     int borrows, values_normed; /* keys and values are another layer's, in the storage; values are normed as heads are */
     int settles; /* of_attention and of_mlp are norms of the stream, what is added included */
     const altup *altup; /* or null */
+    long value_dim; /* of a value's head */
 } layer;
 
 /* A pass of the rows of `courses` courses, one after the other, and its memory, for all rows and every layer: what a product reads, what it
@@ -558,6 +564,13 @@ typedef struct {
 
 /* How far behind the first rope's a layer's cosines and sines stand, which have as much room each as the first one's. */
 static inline long rope_of(const run *p, const layer *l) { return 2 * l->rope * (p->sin - p->cos); }
+
+/* What a row's queries are taken times, where a layer's are: the first number behind all ropes. */
+static inline float stretch_of(const run *p, long r)
+{
+    int early = p->halves && !p->sharp;
+    return load(p->cos + size(early) * (r + 1) * p->angles - (p->sin - p->cos), 0, early);
+}
 
 /* Heads of a layer's own that are turned. */
 static inline long turned_heads(const layer *l) { return l->heads + (l->borrows ? 0 : l->kv_heads); }

@@ -54,6 +54,7 @@ void look_back_through(const member *me, const run *p, const layer *l)
         multiplied(me, queries, p->read, p->room, heads, p->rows, p->halves, 0);
         MINE(r, p->rows) TURNED_BY(r, heads + r * asked, p->inner + r * asked, l->heads, l->dim);
     }
+    if (l->stretched) MINE(r, p->rows) enlarge(p->inner + r * asked, stretch_of(p, r), p->inner + r * asked, l->heads * l->dim, p->halves);
     for (const course *c = p->first; c < p->first + p->courses; at += c->rows, c++) {
         const attention question = {p->inner + at * asked, l->keys, l->values, l->sinks, p->read + at * each * l->heads * deep,
                                     l->heads * l->dim, l->kv_heads, l->heads / l->kv_heads, l->dim, deep, l->window, l->scaling, l->cap,

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Sequence, Set
+from functools import partial
 from itertools import pairwise
 from typing import Any, Self
 
@@ -23,6 +24,7 @@ from transformers.activations import ACT2FN, GELUActivation, NewGELUActivation, 
 
 from .. import native
 from ..mixtures import Mixture, Products, mix, multiply_each
+from .between import gated
 from .levels import LevelExperts
 from .packed import Linear, StreamedLinear, packed, sizes, widened_bytes
 from .placeholder import Placeholder
@@ -39,9 +41,24 @@ CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "
 
 def act_of(experts: Any) -> int | None:
     """By which kernel of ours they take gates, if these stand in front of ups and are what `act_fn` makes of them, or ups alone."""
-    if experts.has_gate and type(experts)._apply_gate.__module__ != "transformers.integrations.moe":
+    own = getattr(type(experts), "_apply_gate", None)
+    if experts.has_gate and own is not None and own.__module__ != "transformers.integrations.moe":
         return None
     return native.SILU if experts.act_fn is nn.functional.silu else ACTS.get(type(experts.act_fn))
+
+
+def marked(experts: Any) -> Any:
+    """Experts with what transformers marks all others with but Llama 4's, which stand transposed, gates in front of ups."""
+    if not hasattr(experts, "has_gate"):
+        experts.has_gate = experts.is_transposed = True
+        experts._apply_gate = partial(gated, experts.act_fn)
+    return experts
+
+
+def inner_of(experts: Any) -> int:
+    """How many numbers stand between an expert's first product and its last."""
+    found: int = experts.down_proj.shape[1 if marked(experts).is_transposed else 2]
+    return found
 
 
 def are_experts(module: nn.Module) -> bool:
@@ -60,13 +77,14 @@ class Experts(nn.Module):
     def __init__(self, like: Any, form: Linear, shared: Sequence[tuple[Tensor, Tensor]] = ()) -> None:
         """shared: of each such expert gate and up, one below the other, and down."""
         super().__init__()
-        self.first, self.down = (self._layers(like, name, form) for name in _names(like))
+        self.first, self.down = (self._layers(like, name, form) for name in _names(marked(like)))
         for side, layers in enumerate((self.first, self.down)):
             layers.extend(form(weights[side], None) for weights in shared)
         self.shared = len(shared)
         self.like = like
         self._act = act_of(like)
         self._limits = limits_of(like) if self._act is None else None
+        self.before = False     # rows are taken times their weights as they enter
         self._products: tuple[Products, Products] | None = None
         self._mixtures: dict[int, Mixture] = {}
         if all(isinstance(layer, StreamedLinear) for layer in (*self.first, *self.down)):
@@ -111,7 +129,10 @@ class Experts(nn.Module):
         ends = torch.searchsorted(order.values, torch.arange(count + 1, device=x.device)).tolist()
         rows = order.indices[ends[0]:ends[-1]]
         starts = [end - ends[0] for end in ends]
-        inner = self._multiplied(0, x[rows // each], starts)
+        entering = x[rows // each]
+        if self.before:
+            entering, weights = (entering * weights.reshape(-1)[rows, None]).to(x.dtype), torch.ones_like(weights)
+        inner = self._multiplied(0, entering, starts)
         inner = self.like._apply_gate(inner) if self.like.has_gate else self.like.act_fn(inner)
         out = self._multiplied(1, inner, starts)
         if self._normed:

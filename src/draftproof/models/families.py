@@ -31,7 +31,7 @@ PROJECTIONS = ("project_in", "project_out")      # behind an embedding, and befo
 OLMO_EPS = 1e-5     # which its norms do not tell
 LINEARS = ("q_proj", "k_proj", "v_proj", "g_proj", "gate_proj", "qkv_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj",
            "query_key_value", "c_attn")
-ROUTERS = ("TopKRouter", "TopkRouter", "TokenChoiceRouter", "TextRouter", "Gate")      # endings of classes' names
+ROUTERS = ("TopKRouter", "TopkRouter", "TextTopKRouter", "TokenChoiceRouter", "TextRouter", "Router", "Gate")    # classes' endings
 OPENING = ("g_proj", "gate_proj")     # and what makes gates of what attention gives
 LOOKING_BACK = ("Attention", "TextAttention", "GatedDeltaNet", "Mixer", "Mamba2Mixer", "MambaLayer", "ShortConv")  # classes' endings
 ONLY = "mixer"  # a layer's only part, of either kind, in families whose layers have one each
@@ -81,6 +81,21 @@ def _by_wide_softmax(block: Any) -> Routing:
                    within=router.topk_group if grouped else 1)
 
 
+def _by_softmax_in_mistral(block: Any) -> Routing:
+    return _by_sigmoid(block)._replace(by_sigmoid=False, wide=False, kept=True)
+
+
+def _by_logits_in_cohere(block: Any) -> Routing:
+    router, average = block.gate, block.shared_expert_combination_strategy == "average"
+    share = 0.5 if average and block.num_shared_experts else 1.0
+    by_sigmoid = router.expert_selection_fn == "sigmoid"
+    return Routing(by_sigmoid, by_logits=True, normed=router.norm_topk_prob or not by_sigmoid, kept=True, factor=share, always=share)
+
+
+def _by_sparse_mixing(block: Any) -> Routing:
+    return Routing(normed=False, kept=True, near=max(2 * block.router.router_jitter_noise, 1e-30))
+
+
 def _as_wide_as_its_gate(block: Any) -> Routing:
     wide = block.gate.wg.weight.dtype == torch.float32
     return Routing(wide=wide, kept=not wide)
@@ -98,11 +113,20 @@ def _where_it_slides(attention: Any) -> bool:
     return attention.sliding_window is not None
 
 
+def _by_a_base(attention: Any) -> bool:
+    return bool(attention.config.layer_rope_theta[attention.layer_idx])
+
+
+def _where_asked(attention: Any) -> bool:
+    return bool(attention.use_rope)
+
+
 class Family(NamedTuple):
     """prefix: of its classes' names; home: its module below transformers.models, None: that of its own name. late: norms are rounded
     once, behind their weights, as all that are centred are; from_one: these count from one. adjoining: rotary positions turn adjoining
-    numbers of a head, not those half of it apart; paired: their angles stand side by side, too, and turn in float32. turns: whether a
-    layer's heads are turned at all. head_norms: names; turned_first: heads are normed behind the turn. parallel: the MLP reads the stream
+    numbers of a head, not those half of it apart; paired: their angles stand side by side, too, and turn in float32; backward: heads are
+    turned the other way. entering: rows of the embedding are normed, by the last norm. turns: whether a layer's heads are turned at all.
+    head_norms: names; turned_first: heads are normed behind the turn. parallel: the MLP reads the stream
     as it was before attention, by the norm before that if it has none, unless a layer says that it does not. stretched: queries are taken
     times what grows with their position. window_of_config: attention reads its window there. gated: what attention gives is taken times
     sigmoids of what q_proj makes beside each head's queries, as of what others' `OPENING` makes; opened_by: in place of sigmoids. mlp: its
@@ -115,6 +139,8 @@ class Family(NamedTuple):
     from_one: bool = False
     adjoining: bool = False
     paired: bool = False
+    backward: bool = False
+    entering: bool = False
     turns: Callable[[Any], bool] = _always
     head_norms: tuple[str, str] = ("q_norm", "k_norm")
     turned_first: bool = False
@@ -127,7 +153,10 @@ class Family(NamedTuple):
     routing: Callable[[Any], Routing] = _by_softmax
 
     def window(self, attention: Any) -> int | None:
-        """How many keys a row sees, itself included; None: all."""
+        """How many keys a row sees, itself included, or of what parts, as passes.py's `seen_from` has it; None: all."""
+        kinds = getattr(attention.config, "layer_types", None)
+        if kinds and kinds[attention.layer_idx] == "chunked_attention":
+            return -int(attention.config.attention_chunk_size)
         if not getattr(attention, "is_sliding", True):
             return None
         found: int | None = getattr(attention.config if self.window_of_config else attention, "sliding_window", None)
@@ -153,6 +182,7 @@ class Family(NamedTuple):
         found = [None if isinstance(norm, nn.Identity) else norm for norm in found]
         if self.parallel:
             found[2] = found[2] or found[0]
+        found[3] = found[3] or getattr(self.mlp_of(layer), "post_mlp_layernorm", None)      # A.X K1's stands inside
         return found
 
 
@@ -170,11 +200,15 @@ FAMILIES = {
     "apertus": Family("Apertus", Norms("attention_layernorm", None, "feedforward_layernorm")),
     "apertus1p5_text": Family("Apertus1p5Text", Norms("attention_layernorm", None, "feedforward_layernorm"), "apertus1p5"),
     "arcee": Family("Arcee"),
+    "aria_text": Family("Aria", home="aria", routing=lambda block: Routing(kept=True)),
+    "axk1": Family("AXK1", adjoining=True, routing=_by_sigmoid),
     "bamba": Family("Bamba", Norms(after="pre_ff_layernorm"), mlp="feed_forward"),
     "biogpt": Family("BioGpt", IN_OPT, mlp=""),
     "codegen": Family("CodeGen", Norms("ln_1", None, None), adjoining=True, parallel=True),
     "cohere": Family("Cohere", adjoining=True, paired=True, parallel=True),
     "cohere2": Family("Cohere2", adjoining=True, paired=True, parallel=True, turns=_where_it_slides),
+    "cohere2_moe": Family("Cohere2Moe", adjoining=True, paired=True, parallel=True, routing=_by_logits_in_cohere,
+                          turns=lambda attention: attention.force_rope or _where_it_slides(attention)),
     "cwm": Family("Cwm"),
     "deepseek_v2": Family("DeepseekV2", adjoining=True, routing=_by_wide_softmax),
     "deepseek_v3": Family("DeepseekV3", adjoining=True, routing=_by_sigmoid),
@@ -186,6 +220,8 @@ FAMILIES = {
     "exaone_moe": Family("ExaoneMoe", turns=_in_windows, routing=_by_sigmoid),
     "falcon_h1": Family("FalconH1", Norms(after="pre_ff_layernorm"), mlp="feed_forward"),
     "flex_olmo": Family("FlexOlmo", BEHIND, late=True),
+    "flint": Family("Flint", late=True, turns=_where_it_slides,
+                    routing=lambda block: Routing(by_sigmoid=True, wide=True, normed=block.gate.norm_topk_prob)),
     "gemma": Family("Gemma", late=True, from_one=True),
     "gemma2": Family("Gemma2", AROUND, late=True, from_one=True),
     "gemma3_text": Family("Gemma3", AROUND, "gemma3", late=True, from_one=True),
@@ -202,9 +238,11 @@ FAMILIES = {
     "gpt_neox": Family("GPTNeoX", parallel=True),
     "gptj": Family("GPTJ", Norms("ln_1", None, None), adjoining=True, parallel=True),
     "granite": Family("Granite"),
+    "granite_swa": Family("GraniteSWA", turns=_by_a_base),
     "granitemoe": Family("GraniteMoe", mlp="block_sparse_moe", routing=lambda block: Routing(kept=True)),
     "granitemoehybrid": Family("GraniteMoeHybrid", mlp="shared_mlp", routing=lambda block: Routing(kept=True)),
     "granitemoeshared": Family("GraniteMoeShared", mlp="block_sparse_moe", routing=lambda block: Routing(kept=True)),
+    "granitemoe_swa": Family("GraniteMoeSWA", mlp="block_sparse_moe", turns=_by_a_base, routing=lambda block: Routing(kept=True)),
     "helium": Family("Helium", late=True, adjoining=True),
     "hy_v3": Family("HYV3", routing=lambda block: Routing(by_sigmoid=True, wide=True, factor=block.gate.router_scaling_factor)),
     "hunyuan_v1_dense": Family("HunYuanDenseV1", head_norms=("query_layernorm", "key_layernorm"), turned_first=True),
@@ -214,15 +252,25 @@ FAMILIES = {
     "internlm3": Family("Llama", home="llama"),
     "iquestcoder": Family("Llama", home="llama"),
     "jais2": Family("Jais2"),
+    "kolibri1": Family("Kolibri1", AROUND_IN_GLM, turns=_in_windows, routing=lambda block: Routing(
+        by_sigmoid=True, by_logits=True, wide=True, normed=block.gate.norm_topk_prob)),
     "laguna": Family("Laguna", opened_by=native.SOFTPLUS, routing=lambda block: Routing(by_sigmoid=True, kept=True,
                                                                                         factor=block.routed_scaling_factor)),
+    "lara_mini": Family("LaraMini", late=True, turns=_where_it_slides,
+                        routing=lambda block: Routing(wide=True, normed=block.gate.norm_topk_prob, kept=True)),
     "lfm2": Family("Lfm2", Norms("operator_norm", None, "ffn_norm"), mlp="feed_forward", head_norms=("q_layernorm", "k_layernorm")),
     "lfm2_moe": Family("Lfm2Moe", Norms("operator_norm", None, "ffn_norm"), mlp="feed_forward",
                        head_norms=("q_layernorm", "k_layernorm"), routing=_by_sigmoid_in_lfm2),
     "lfm3": Family("Lfm3", Norms("operator_norm", "post_operator_norm", "ffn_norm", "post_ffn_norm"), mlp="feed_forward"),
+    "llama4_text": Family("Llama4", home="llama4", adjoining=True, turns=_where_asked, head_norms=("qk_norm", "qk_norm"), turned_first=True,
+                          stretched=True, mlp="feed_forward",
+                          routing=lambda block: Routing(by_sigmoid=True, by_logits=True, normed=False, kept=True, before=True)),
     "mellum": Family("Mellum"),
+    "mimo_v2_flash": Family("MiMoV2Flash", routing=_by_sigmoid),
     "minicpm3": Family("MiniCPM3"),
     "minimax_m2": Family("MiniMaxM2", routing=lambda block: Routing(by_sigmoid=True)),
+    "mistral4": Family("Mistral4", adjoining=True, stretched=True, routing=_by_softmax_in_mistral),
+    "nanochat": Family("NanoChat", backward=True, entering=True, turned_first=True),
     "nemotron": Family("Nemotron", from_one=True),
     "nemotron_h": Family("NemotronH", Norms("norm", None, "norm"), late=True, mlp=ONLY, routing=_by_sigmoid),
     "olmo": Family("Olmo"),
@@ -233,6 +281,7 @@ FAMILIES = {
     "persimmon": Family("Persimmon", head_norms=("q_layernorm", "k_layernorm")),
     "phi": Family("Phi", head_norms=("q_layernorm", "k_layernorm"), parallel=True),
     "phi3": Family("Phi3", window_of_config=True),
+    "phimoe": Family("Phimoe", routing=_by_sparse_mixing),
     "qwen2_moe": Family("Qwen2Moe"),
     "qwen3_5_moe_text": Family("Qwen3_5Moe", home="qwen3_5_moe", late=True, from_one=True, gated=True,
                                routing=lambda block: Routing(kept=True)),
@@ -241,7 +290,7 @@ FAMILIES = {
     "sarvam_mla": Family("DeepseekV3", home="deepseek_v3", adjoining=True, routing=_by_sigmoid),
     "sarvam_moe": Family("Glm4Moe", home="glm4_moe", routing=_by_sigmoid),
     "seed_oss": Family("SeedOss"),
-    "smollm3": Family("SmolLM3", turns=lambda attention: bool(attention.use_rope)),
+    "smollm3": Family("SmolLM3", turns=_where_asked),
     "solar_open": Family("SolarOpen", routing=_by_sigmoid),
     "stablelm": Family("StableLm", head_norms=("q_layernorm", "k_layernorm"), parallel=True),
     "starcoder2": Family("Starcoder2", window_of_config=True),
@@ -250,9 +299,16 @@ FAMILIES = {
 }
 
 
+def base_of(model: Any) -> Any:
+    """A model but for its output matrix, which Llama 4's names otherwise, as a part of one that sees."""
+    found = model.base_model
+    return model.model if found is model else found
+
+
 def body_of(model: Any) -> Any:
     """The part of a model that has its layers."""
-    return getattr(model.base_model, "decoder", model.base_model)
+    found = base_of(model)
+    return getattr(found, "decoder", found)
 
 
 def layers_of(model: Any) -> Any:
@@ -304,18 +360,19 @@ def head_dim_of(attention: Any) -> int:
     return found
 
 
-def norm_of(norm: Any, family: Family) -> tuple[Any, ...]:
-    """A norm's weight, float32 if it is rounded once behind it, and eps; and, if it is centred, a bias, float32."""
+def norm_of(norm: Any, family: Family, size: int = 0) -> tuple[Any, ...]:
+    """A norm's weight, float32 if it is rounded once behind it, and eps; and, if it is centred, a bias, float32. size: of its weight, if
+    it has none."""
     eps = getattr(norm, "variance_epsilon", None) or getattr(norm, "eps", OLMO_EPS)
     if hasattr(norm, "norms"):      # one for each head
         weights, each, biases = zip(*(norm_of(part, family) for part in norm.norms), strict=True)
         return torch.stack(weights), each[0], torch.stack(biases)
-    if not type(norm).__name__.endswith("RMSNorm"):
+    if not type(norm).__name__.endswith(("RMSNorm", "L2Norm")):
         shape = norm.weight.shape if hasattr(norm, "weight") else norm.normalized_shape
         weight, bias = (getattr(norm, name, None) for name in ("weight", "bias"))
         weight = torch.ones(shape) if weight is None else weight.detach() + 1 if family.from_one else weight.detach()
         bias = torch.zeros(shape) if bias is None else bias.detach()
         return weight.float(), eps, bias.float()
-    weight = norm.weight.detach()
+    weight = norm.weight.detach() if hasattr(norm, "weight") else torch.ones(size)
     weight = weight.float() if family.late else weight
     return (1 + weight if family.from_one else weight), eps

@@ -6,6 +6,8 @@ import json
 import os
 from collections.abc import Mapping
 from copy import deepcopy
+from importlib import import_module
+from importlib.util import find_spec
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -59,7 +61,18 @@ def _strange_kind(path: str | Path) -> str | None:
 
 def auto_class(model_config: Any) -> Any:
     """transformers' of the model that a configuration describes."""
+    make_known(model_config)
     return AutoModelForImageTextToText if model_config.model_type in SEEING else AutoModelForCausalLM
+
+
+def make_known(model_config: Any) -> None:
+    """To `AutoModelForCausalLM`, which lacks some causal models of transformers' own (Mistral 4's)."""
+    home = str(type(model_config).__module__).replace(".configuration_", ".modeling_")
+    if type(model_config) in AutoModelForCausalLM._model_mapping or not home.startswith("transformers.models.") or find_spec(home) is None:
+        return
+    name = type(model_config).__name__.removesuffix("Config") + "ForCausalLM"
+    if (found := getattr(import_module(home), name, None)) is not None:
+        AutoModelForCausalLM.register(type(model_config), found, exist_ok=True)
 
 
 def read_config(path: str | Path, config: LoadConfig) -> Any:

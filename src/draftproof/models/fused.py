@@ -41,9 +41,9 @@ from .families import (
     settles,
 )
 from .joins import gates_last, mlp_of, qkv_of
-from .packed import HeldLinear, Linear, StreamedLinear, straighten
+from .packed import HeldLinear, Linear, StreamedLinear, straighten, times
 from .passes import Pass
-from .ropes import Rope, behind, cos_and_sin, halves_apart, rope_of, stretch
+from .ropes import Rope, behind, cos_and_sin, halves_apart, rope_of, stretch_of
 from .routed import Routed
 from .shares import bare, kept
 from .sides import Abreast, lender_of
@@ -79,7 +79,7 @@ class FusedLayer(nn.Module):
         like: Any = mlp.experts.down_proj if last is None else bare(last).weight
         self.layer_idx = (attention or layer).layer_idx
         self.share = float(part_of(layer, ("residual_multiplier", "residual_scale")) or 1)
-        self.dtype, device = like.dtype, like.device
+        self.dtype, device, self.hidden = like.dtype, like.device, like.shape[-2]
         self.rope = rope or Rope(0)
         self.qkv: Any = None  # a part that a layer lacks has no products
         self.o: Any = None
@@ -116,12 +116,13 @@ class FusedLayer(nn.Module):
         plainly = self.act if alone else partial(found.gate, self.act)
         ours = partial(native.gate, act=self.kind, alone=alone) if self.bends is None else partial(native.bend, bends=self.bends)
         self._gate = ours if self.gates else plainly
-        self._norms: list[Any] = [norm and norm_of(norm, family) for norm in norms]
+        self._norms: list[Any] = [norm and norm_of(norm, family, self.hidden) for norm in norms]
         self.head_norm: Tensor | None = None  # [heads + kv_heads, head_dim], Qwen 3's norm of each head
         self.head_bias: list[Tensor] = []     # one, if it is centred
         self.as_one = False                   # or OLMo 2's of all queries and all keys
         if hasattr(attention, family.head_norms[0]):
-            told = [norm_of(part, family) for name in family.head_norms if (part := getattr(attention, name, None)) is not None]
+            parts = [part for name in family.head_norms if (part := getattr(attention, name, None)) is not None]
+            told = [norm_of(part, family, self.head_dim) for part in parts]
             self.values_normed = hasattr(attention, "v_norm")
             if self.values_normed:
                 told.append((torch.ones(self.head_dim), attention.v_norm.eps))
@@ -141,7 +142,7 @@ class FusedLayer(nn.Module):
         self.window = family.window(attention)
         self.rope = rope or Rope(self.head_dim)
         self.turned = self.rope.numbers if family.turns(attention) else 0
-        self.stretch = partial(stretch, attention.config) if family.stretched else None
+        self.stretch = stretch_of(attention) if family.stretched else None
         self.cap: float | None = getattr(attention, "attn_logit_softcapping", None)
         sinks = getattr(attention, "sinks", None)
         self.sinks = None if sinks is None else sinks.detach().float().contiguous()
@@ -151,17 +152,20 @@ class FusedLayer(nn.Module):
         """The product before attention, and how many heads there are."""
         weight, bias = qkv_of(attention)
         sight: Any = bare(part_of(attention, OUT)).in_features
-        self.heads, self.value_dim = sight // self.head_dim, self.head_dim
+        self.value_dim = getattr(attention, "v_head_dim", self.head_dim)
+        self.heads = sight // self.value_dim
         if family.gated:
             order = gates_last(self.heads, self.head_dim, len(weight))
             weight, bias = weight[order], None if bias is None else bias[order]
         opening, self.opened_by = part_of(attention, OPENING), family.opened_by
         self.openings = sight if family.gated else 0 if opening is None else opening.out_features
-        self.kv_heads = ((len(weight) - self.openings) // self.head_dim - self.heads) // 2
+        self.kv_heads = (len(weight) - self.openings - self.heads * self.head_dim) // (self.head_dim + self.value_dim)
         if getattr(attention, "is_kv_shared_layer", False):
             self.borrowed, self.kv_heads = lender_of(attention), self.heads // attention.num_key_value_groups
         apart = family.adjoining and self._apart(weight.shape[0])
-        self.qkv = linear(*((weight, bias) if apart is False else (weight[apart], None if bias is None else bias[apart])))
+        made = linear(*((weight, bias) if apart is False else (weight[apart], None if bias is None else bias[apart])))
+        share, values = getattr(attention, "v_scale", 1), torch.arange(len(weight)) >= len(weight) - self.kv_heads * self.value_dim
+        self.qkv = made if share == 1 else times(made, torch.where(values, share, 1.0))
 
     def _take_head_norms(self, norms: Sequence[tuple[Any, ...]], adjoining: bool) -> None:
         """Those of `norm_of`, of queries, keys and values, as far as they are normed: of a head, of each head, or of all as one."""
@@ -240,10 +244,10 @@ class FusedLayer(nn.Module):
     def _heads(self, made: Tensor, angles: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Queries, keys and values [rows, heads, n] of what the first product made [rows, …]; no keys and values if they are borrowed."""
         turned, first = self.heads + (0 if self.borrowed is not None else self.kv_heads), 2 * self.rope.number
-        heads = made.view(len(made), -1, self.head_dim)
+        own, kv_heads = turned * self.head_dim, turned - self.heads
+        qk, v = made[:, :own].view(len(made), turned, -1), made[:, own:].view(len(made), kv_heads, self.value_dim)
         if self.values_normed and self.head_norm is not None:
-            heads = self._head_normed(heads, self.head_norm)
-        qk = heads[:, :turned]
+            qk, v = torch.split(self._head_normed(made.view(len(made), -1, self.head_dim), self.head_norm), [turned, kv_heads], 1)
         if self.head_norm is not None and not self.turned_first and not self.values_normed:
             qk = self._head_normed(qk, self.head_norm)
         if self.turned:
@@ -252,7 +256,7 @@ class FusedLayer(nn.Module):
             qk[:, : self.heads].mul_(angles[:, -1:, :1])
         if self.head_norm is not None and self.turned_first:
             qk = self._head_normed(qk, self.head_norm)
-        return (qk, None, None) if self.borrowed is not None else (qk[:, : self.heads], qk[:, self.heads :], heads[:, turned:])
+        return (qk, None, None) if self.borrowed is not None else (qk[:, : self.heads], qk[:, self.heads :], v)
 
     def _head_normed(self, qk: Tensor, weight: Tensor) -> Tensor:
         """Queries and keys [rows, heads + kv_heads, head_dim], normed head by head, or all queries as one, and keys."""
@@ -298,7 +302,7 @@ class FusedLayer(nn.Module):
         scales = (scale_of(norm, self.dtype) if norm else native.Scale() for norm in norms)
         products = [native.Product() if part is None else part.product for part in (self.qkv, self.o, self.gate_up, self.down)]
         if self.o is None:
-            products[1].out = self.mlp_norm.weight.shape[0]
+            products[1].out = self.hidden
         return llama.Layer(
             *products, *scales, self.scaling, self.share, self.heads, self.kv_heads, self.head_dim, self.turned, self.rope.number,
             self.window or 0, self.as_one, 0, self.kind, native.address_of(self.sinks), keys, values,
@@ -306,7 +310,7 @@ class FusedLayer(nn.Module):
             self.stretch is not None, self.opened_by, native.address_of(self.bends), self.openings,
             None if self.state is None else self.state.address(),
             *(None if struct is None else ctypes.addressof(struct) for struct in self._structs), self.factor,
-            self.borrowed is not None, self.values_normed, self.settles)
+            self.borrowed is not None, self.values_normed, self.settles, value_dim=self.value_dim)
 
     @cached_property
     def _structs(self) -> tuple[ctypes.Structure | None, ctypes.Structure | None]:
@@ -351,4 +355,5 @@ def fuse(model: Any, linear: Linear | None, between: Between | None = None,
     body, layers, family = body_of(model), layers_of(model), FAMILIES[model.config.model_type]
     for number, layer in enumerate(layers):
         straighten(layer)
-        layers[number] = kind(layer)(layer, linear or HeldLinear, between, family, rope_of(body, number, family.paired))
+        rope = rope_of(body, number, family.paired, family.backward)
+        layers[number] = kind(layer)(layer, linear or HeldLinear, between, family, rope)

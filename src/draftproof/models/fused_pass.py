@@ -19,7 +19,7 @@ from .families import FAMILIES, LAST_NORM, PROJECTIONS, body_of, layers_of, norm
 from .fused import FusedLayer, scale_of
 from .packed import StreamedLinear
 from .passes import Pass, Path
-from .ropes import behind, cos_and_sin, rotary_of, spots_of
+from .ropes import behind, measured, rotary_of
 from .sides import Sides
 from .states import states_of
 from .streams import Streams
@@ -34,11 +34,12 @@ class FusedPass:
     def __init__(self, model: Any) -> None:
         self.embed, self.output = model.get_input_embeddings(), model.get_output_embeddings()
         self.layers: list[FusedLayer] = list(layers_of(model))
-        body = body_of(model)
+        body, family = body_of(model), FAMILIES[model.config.model_type]
         self.rotary, self.ropes = rotary_of(body), sorted({layer.rope for layer in self.layers}, key=lambda rope: rope.number)
         self.moving = any(rope.moves for rope in self.ropes)
         self._norm, last = self.layers[0]._norm, part_of(body, LAST_NORM)
-        self._last = None if last is None else norm_of(last, FAMILIES[model.config.model_type])
+        self._last = None if last is None else norm_of(last, family, self.layers[0].hidden)
+        self._entering = self._last if family.entering else None
         self._enlarged, self.positions = enlarged(body), positions_of(body)
         self._into, self._out_of = (getattr(body, name, None) for name in PROJECTIONS)
         self._finished = TargetParts(config=model.config).finished
@@ -129,7 +130,8 @@ class FusedPass:
         x: Tensor = self.embed(p.ids[0])
         x = x if self._enlarged == 1 else x * self._enlarged
         x = x if self._into is None else self._into(x)
-        return x if self.positions is None else x + self.positions[p.positions[0]]
+        x = x if self.positions is None else x + self.positions[p.positions[0]]
+        return x if self._entering is None else self._norm(x, *self._entering)
 
     def compiled(self) -> bool:
         """Whether every layer runs through our kernels alone."""
@@ -160,7 +162,8 @@ class FusedPass:
         if self._streams is not None and ends is None:
             return None
         norm = scale_of(self._last, embed.weight.dtype) if self._last else native.Scale()
-        return llama.Model.of(layers, output.product, norm, embed.weight, angles, factor * self._enlarged, self.positions, ends)
+        entered = norm if self._entering else None
+        return llama.Model.of(layers, output.product, norm, embed.weight, angles, factor * self._enlarged, self.positions, ends, entered)
 
     def _reach(self, positions: int) -> None:
         """A table of angles for so many positions; none where the angles move."""
@@ -172,11 +175,10 @@ class FusedPass:
         """The model's own angles at positions [1, n], as they are used here."""
         if self.rotary is None:
             return like.new_empty(positions.numel(), 2, 0)
-        spots = spots_of(self.rotary, positions)
-        found = [rope.angles(*cos_and_sin(self.rotary(like, spots, *rope.kind))) for rope in self.ropes]
+        found = [measured(self.rotary, rope, like, positions) for rope in self.ropes]
         most = max(part.shape[-1] for part in found)
         angles = torch.cat([nn.functional.pad(part, (0, most - part.shape[-1])) for part in found], 1)
-        stretch = self.layers[0].stretch
+        stretch = next((layer.stretch for layer in self.layers if layer.stretch is not None), None)
         return angles if stretch is None else behind(angles, stretch(positions[0]))
 
 

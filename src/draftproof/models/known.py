@@ -28,6 +28,7 @@ from .families import (
     STATE_LINEARS,
     UP,
     Family,
+    base_of,
     body_of,
     has_latent,
     head_dim_of,
@@ -36,9 +37,12 @@ from .families import (
     part_of,
     state_of,
 )
-from .ropes import rope_of, rotary_of
+from .ropes import rope_of, rotaries_of
 from .routed import chosen_by, comes_apart, router_of, scoring
 from .shares import bare
+
+MIXTURES = ("SparseMoeBlock", "SparseMoEBlock", "MoE", "Moe", "TextMoe", "TextMoELayer", "MLP")      # endings of classes' names
+NORMS = ("RMSNorm", "TextRMSNorm", "TextL2Norm", "LayerNorm", "LayerNorm1P", "LayerNormPerHead")
 
 
 def can_fuse(model: Any) -> tuple[bool, str]:
@@ -70,15 +74,15 @@ def _strange(model: Any, family: Family, name: str) -> Iterator[str]:
     others = f"layers of other classes than {home} ships"
 
     def known(norm: Any) -> bool:
-        return type(norm) is nn.LayerNorm or exact(norm, "RMSNorm", "LayerNorm", "LayerNorm1P", "LayerNormPerHead")
+        return type(norm) is nn.LayerNorm or exact(norm, *NORMS)
 
-    last, table = part_of(body, LAST_NORM), part_of(body, POSITIONS)
-    if not (exact(model, "ForCausalLM", "LMHeadModel") and exact(model.base_model, "Model", "TextModel")
-            and (body is model.base_model or exact(body, "Decoder"))
+    last, table, base = part_of(body, LAST_NORM), part_of(body, POSITIONS), base_of(model)
+    if not (exact(model, "ForCausalLM", "TextForCausalLM", "LMHeadModel") and exact(base, "Model", "TextModel")
+            and (body is base or exact(body, "Decoder"))
             and (known(last) if last is not None else any(hasattr(body, name) for name in LAST_NORM))
             and (table is None or type(table) is nn.Embedding or exact(table, "LearnedPositionalEmbedding"))
             and all(type(part) is nn.Linear for part in _there(body, *PROJECTIONS))
-            and (rotary_of(body) is None or exact(rotary_of(body), "RotaryEmbedding", "TextRotaryEmbedding"))):
+            and all(exact(rotary, "RotaryEmbedding", "TextRotaryEmbedding") for rotary in rotaries_of(body))):
         yield others
         return
     for number, layer in enumerate(layers_of(model)):
@@ -102,7 +106,7 @@ def _strange(model: Any, family: Family, name: str) -> Iterator[str]:
                 yield others
         if not all(map(known, norms)) or not all(type(linear) in (nn.Linear, Conv1D) for linear in linears):
             yield others
-        if getattr(attention, "v_proj", None) is not None and attention.k_proj.out_features != attention.v_proj.out_features:
+        if getattr(attention, "v_proj", None) is not None and not _are_pairs(attention, family):
             yield "keys and values of different sizes"
         if hasattr(attention, "embed_positions"):   # GPT-J's and CodeGen's before transformers 5.24
             yield "rotary positions of attention's own"
@@ -132,12 +136,14 @@ def _strange_streams(layer: Any, exact: Callable[..., bool]) -> Iterator[str]:
 def _strange_mixture(block: Any, layer: Any, family: Family, exact: Callable[..., bool]) -> Iterator[str]:
     """Of what `Family.mixture_of` finds."""
     router, beside = router_of(block), block is layer
-    kinds = ("DecoderLayer", "TextDecoderLayer") if beside else ("SparseMoeBlock", "SparseMoEBlock", "MoE", "Moe", "MLP")
+    kinds = ("DecoderLayer", "TextDecoderLayer") if beside else MIXTURES
     if not (exact(block, *kinds) and exact(router, *ROUTERS)
             and exact(block.experts, "Experts", "TextExperts") and (scoring(router) is router or type(scoring(router)) is nn.Linear)):
         yield f"layers of other classes than {type(layer).__module__} ships"
     if getattr(router, "router_logit_softcapping", 0):
         yield "a router whose logits are capped"
+    if family.routing(block).near and chosen_by(router) != 2:
+        yield "sparse mixing of other than two experts"
     if not _are_enough(family.routing(block), router):
         yield "groups that have fewer experts than a row chooses"
     if not comes_apart(block, layer):
@@ -168,6 +174,12 @@ def _strange_state(part: Any, exact: Callable[..., bool]) -> Iterator[str]:
     least = native.STRIPE // 2
     if rows % native.LEAST_VECTOR or columns % least:
         yield (f"states of {rows} by {columns} numbers, where kernels of ours take multiples of {native.LEAST_VECTOR} by {least}")
+
+
+def _are_pairs(attention: Any, family: Family) -> bool:
+    """Whether there are as many heads of values as of keys, of their own size, if they have one and heads stand as they come."""
+    keys, values, dim = attention.k_proj.out_features, attention.v_proj.out_features, head_dim_of(attention)
+    return bool(keys * getattr(attention, "v_head_dim", dim) == values * dim and (keys == values or not family.adjoining))
 
 
 def _are_enough(how: Routing, router: Any) -> bool:

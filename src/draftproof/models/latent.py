@@ -35,7 +35,7 @@ class LatentLayer(FusedLayer):
         turned = halves_apart(rope) if adjoining else torch.arange(rope)
         heads = torch.arange(self.heads)[:, None] * self.head_dim
         asked = (heads + torch.cat([kept + turned, torch.arange(kept)])).flatten()
-        low = attention.q_proj is None
+        low = getattr(attention, "q_proj", None) is None
         weight, bias = joined([attention.q_a_proj if low else attention.q_proj, attention.kv_a_proj_with_mqa])
         self.first = len(weight) - self.rank - rope
         at = self.first + self.rank
@@ -59,6 +59,8 @@ class LatentLayer(FusedLayer):
         if self.queries is not None:
             asked = self.queries(self._norm(asked, *self.of_queries))
         queries = self._turn(asked.view(rows, self.heads, self.head_dim), cos, sin)
+        if self.stretch is not None:
+            queries.mul_(angles[:, -1:, :1])
         shared = self._turn(shared[:, None], cos, sin).expand(-1, self.heads, -1)
         both = self.keys_values(self._norm(latent, *self.of_latent))
         keys, values = torch.split(both, [self.heads * own, self.heads * self.value_dim], 1)

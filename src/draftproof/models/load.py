@@ -30,6 +30,7 @@ from .folder import (
     context_of,
     defaults_of,
     end_ids,
+    make_known,
     read_config,
     read_tokenizer,
     saved_dtype,
@@ -112,6 +113,7 @@ def text_part(model: Any, reasons: dict[str, str]) -> Any:
     inner, text = getattr(getattr(model, "model", None), "language_model", None), model.config.get_text_config()
     if inner is None or text.model_type not in FAMILIES and model.config.model_type not in SEEING:
         return model
+    make_known(text)
     with torch.device("meta"):
         found = AutoModelForCausalLM.from_config(text)
     if type(found.model) is not type(inner):

@@ -26,6 +26,7 @@ MOST_COPIED = 8  # so many pages at a time that the copies stay in the caches
 
 P = ParamSpec("P")
 R = TypeVar("R")
+At = TypeVar("At", int, Tensor)
 
 
 def inferring(function: Callable[P, R]) -> Callable[P, R]:
@@ -144,7 +145,7 @@ class Pass:
 def _one_chain(p: Pass, window: int | None) -> bool:
     """Whether the rows are one chain within one page and no window hides a key from them: most passes are."""
     at = p.position_list
-    return len(p.paths) == 1 and at[0] // p.page_tokens == at[-1] // p.page_tokens and (not window or at[-1] < window)
+    return len(p.paths) == 1 and at[0] // p.page_tokens == at[-1] // p.page_tokens and (not window or at[-1] < abs(window))
 
 
 def chain_items(p: Pass, group: int, dtype: torch.dtype) -> Items:
@@ -255,8 +256,15 @@ def general_items(p: Pass, window: int | None, group: int, dtype: torch.dtype) -
 
 def pages_seen(positions: Sequence[int], window: int | None, size: int) -> range:
     """Which pages of a path, by their ranks in it, rows at these positions see together."""
-    first = max(0, min(positions) - window + 1) // size if window else 0
-    return range(first, max(positions) // size + 1)
+    return range(max(0, seen_from(min(positions), window)) // size, max(positions) // size + 1)
+
+
+def seen_from(at: At, window: int | None) -> At:
+    """The first position that a row at this one sees, or one that no row has. window: how many it sees, itself included (None, 0: all); or,
+    negative, rows see those of their own part of a text that is cut into parts of so many (Llama 4's)."""
+    if not window:
+        return at * 0
+    return at - window + 1 if window > 0 else at // -window * -window
 
 
 def sight(query_at: Tensor, ranks: Tensor, window: int | None, size: int, group: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -265,7 +273,7 @@ def sight(query_at: Tensor, ranks: Tensor, window: int | None, size: int, group:
     key_at = ranks[:, None] * size + torch.arange(size, device=ranks.device)  # [items, P]
     visible = key_at[:, None, :] <= query_at[:, :, None]
     if window:
-        visible &= key_at[:, None, :] > query_at[:, :, None] - window
+        visible &= key_at[:, None, :] >= seen_from(query_at, window)[:, :, None]
     blind = ~visible.any(-1)  # [items, width]
     bias = torch.zeros(visible.shape, dtype=dtype, device=ranks.device).masked_fill_(~visible & ~blind[..., None], float("-inf"))
     items, width = query_at.shape

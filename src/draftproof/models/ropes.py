@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .between import signed
 
@@ -14,13 +16,15 @@ MOVING_ROPE = {"dynamic", "longrope"}  # their angles depend on the longest row 
 
 class Rope(NamedTuple):
     """Rotary positions of some layers: how many numbers of a head are turned; which of the model's they are; what its module is told, if
-    there are several; whether angles depend on the text; whether they stand in pairs; and whether the module gives sines first."""
+    there are several; whether angles depend on the text; whether they stand in pairs; whether heads are turned the other way; and whether
+    the module gives sines first."""
 
     numbers: int
     number: int = 0
     kind: tuple[str, ...] = ()
     moves: bool = False
     paired: bool = False
+    backward: bool = False
     sines_first: bool = False
 
     def angles(self, cos: Tensor, sin: Tensor) -> Tensor:
@@ -29,7 +33,7 @@ class Rope(NamedTuple):
         if self.paired:
             cos, sin = cos[..., ::2].float(), sin[..., ::2].float()
         cos, sin = (part[0] if part.shape[-1] == self.numbers else torch.cat([part[0]] * 2, -1) for part in (cos, sin))
-        return torch.stack([cos, signed(sin)], 1)
+        return torch.stack([cos, signed(-sin if self.backward else sin)], 1)
 
 
 def halves_apart(count: int) -> Tensor:
@@ -52,30 +56,52 @@ def spots_of(rotary: Any, positions: Tensor) -> Tensor:
 
 
 def rotary_of(body: Any) -> Any:
-    """A model's rotary module; None: it has none."""
-    return getattr(body, "rotary_emb", None) or getattr(body, "pos_emb", None)
+    """A model's rotary module, or one for each base of its layers' (Granite's with windows); None: it has none."""
+    return getattr(body, "rotary_embs", None) or getattr(body, "rotary_emb", None) or getattr(body, "pos_emb", None)
 
 
-def rope_of(body: Any, layer: int, paired: bool = False) -> Rope:
+def rotaries_of(body: Any) -> list[Any]:
+    """All of a model's rotary modules."""
+    found = rotary_of(body)
+    return [] if found is None else list(found) if isinstance(found, nn.ModuleList) else [found]
+
+
+def rope_of(body: Any, layer: int, paired: bool = False, backward: bool = False) -> Rope:
     """Of a layer of a model."""
-    rotary = rotary_of(body)
+    rotary, number = rotary_of(body), 0
+    if isinstance(rotary, nn.ModuleList):
+        number = sum(0 < base < body.config.layer_rope_theta[layer] for base in set(body.config.layer_rope_theta))   # of rising ones
+        rotary = rotary[number]
     if rotary is None:
         return Rope(0)
     if hasattr(rotary, "embed_positions"):
         return Rope(rotary.pos_embd_dim, sines_first=True)
     if not isinstance(rotary.rope_type, dict):
-        return Rope(2 * len(rotary.inv_freq), moves=rotary.rope_type in MOVING_ROPE, paired=paired)
+        return Rope(2 * len(rotary.inv_freq), number, moves=rotary.rope_type in MOVING_ROPE, paired=paired, backward=backward)
     kinds, kind = rotary.rope_type, body.config.layer_types[layer]
     kind = kind if kind in kinds else next(iter(kinds))     # of a layer that turns nothing
     return Rope(2 * len(getattr(rotary, f"{kind}_inv_freq")), list(kinds).index(kind), (kind,), kinds[kind] in MOVING_ROPE)
 
 
-def stretch(config: Any, positions: Tensor) -> Tensor:
-    """What queries at these positions are taken times, float32: 1 + β log(1 + ⌊position / length⌋), of the length of texts that the model
-    first learnt, so that attention stays as sharp among more keys (Llama 4's)."""
-    told = config.rope_parameters
-    found: Tensor = 1 + told["llama_4_scaling_beta"] * torch.log(1 + torch.floor(positions / told["original_max_position_embeddings"]))
-    return found
+def measured(rotary: Any, rope: Rope, like: Tensor, positions: Tensor) -> Tensor:
+    """Its angles at positions [1, n], by the model's own module or modules, as `Rope.angles` gives them."""
+    part = rotary[rope.number] if isinstance(rotary, nn.ModuleList) else rotary
+    return rope.angles(*cos_and_sin(part(like, spots_of(part, positions), *rope.kind)))
+
+
+def stretch_of(attention: Any) -> Callable[[Tensor], Tensor] | None:
+    """By what queries are taken times where they grow with their position; None: they do not, as in layers of Llama 4 that are turned."""
+    config = attention.config
+    if not hasattr(config, "attn_temperature_tuning"):
+        told = config.rope_parameters
+        return partial(stretch, told["llama_4_scaling_beta"], told["original_max_position_embeddings"], 0)
+    return partial(stretch, config.attn_scale, config.floor_scale, 1) if config.attn_temperature_tuning and not attention.use_rope else None
+
+
+def stretch(share: float, length: float, ahead: int, positions: Tensor) -> Tensor:
+    """What queries at these positions are taken times, float32: 1 + share · log(1 + ⌊(position + ahead) / length⌋), of the length of texts
+    that the model first learnt, so that attention stays as sharp among more keys (Llama 4's)."""
+    return 1 + share * torch.log(1 + torch.floor((positions + ahead) / length))
 
 
 def behind(angles: Tensor, factors: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from .. import native
 from ..mixtures import Mixture, Routing, mix, route
-from .experts import Experts
+from .experts import Experts, inner_of
 from .levels import LevelWeight
 from .packed import HeldLinear, Linear, StreamedLinear, joined, packed
 
@@ -34,6 +34,7 @@ class Routed(nn.Module):
         weight = weight if gate is None else torch.cat([weight, gate.weight.detach()])
         self.router = _form(weight, getattr(scoring(router), "bias", None), form is HeldLinear, routing.wide, self.experts.compiled)
         self.bias, self.scales = (None if each is None else each.detach().float().reshape(-1).contiguous() for each in (bias, scales))
+        self.experts.before = routing.before
         self.act_fn: Any = getattr(block.experts, "act_fn", None)
         self.inner = self.experts.down[0].in_features
         self._mixture: Mixture | None = None
@@ -59,14 +60,16 @@ class Routed(nn.Module):
         how, shared = self.routing, self.experts.shared
         own, gate = torch.split(logits.float(), [logits.shape[1] - how.gated, int(how.gated)], 1)
         law = own.sigmoid() if how.by_sigmoid else own.softmax(-1)
-        worth = law if self.bias is None else law + self.bias
-        worth = _of_groups(worth, how)
+        worth = own if how.by_logits else law
+        worth = _of_groups(worth if self.bias is None else worth + self.bias, how)
         chosen = worth.sort(stable=True, dim=-1, descending=True).indices[:, : self.each - shared]
         weights = law.gather(1, chosen)
+        if how.near:
+            chosen, weights = _mixed_sparsely(own.to(logits.dtype), self.each - shared, how.near)
         weights = (weights / (weights.sum(-1, keepdim=True) + how.beside) if how.normed else weights) * how.factor
         weights = weights if self.scales is None else weights * self.scales[chosen]
         always = torch.arange(shared, device=logits.device) + own.shape[1]
-        gates = gate.sigmoid() if how.gated else gate.new_ones(len(gate), 1)
+        gates = gate.sigmoid() if how.gated else gate.new_full((len(gate), 1), how.always)
         weights = torch.cat([weights, gates.expand(-1, shared)], 1)
         return torch.cat([chosen, always.expand(len(chosen), -1)], 1), weights.to(dtype) if how.kept else weights
 
@@ -79,6 +82,19 @@ def _of_groups(worth: Tensor, how: Routing) -> Tensor:
     best = groups.topk(how.leading).values.sum(-1).sort(stable=True, dim=-1, descending=True).indices[:, : how.within]
     kept = torch.zeros(groups.shape[:2], dtype=torch.bool, device=worth.device).scatter(1, best, True)
     return groups.masked_fill(~kept[..., None], float("-inf")).view_as(worth)
+
+
+def _mixed_sparsely(logits: Tensor, each: int, near: float) -> tuple[Tensor, Tensor]:
+    """So many experts of logits [rows, experts] and their weights [rows, each], float32, as `Routing.near` says."""
+    left, found = logits, []
+    for _ in range(each):
+        best = left.sort(stable=True, dim=-1, descending=True).indices[:, :1]
+        top = logits.gather(1, best)
+        far = (top - logits) / torch.maximum(logits.abs(), top) > near
+        found.append((best, left.masked_fill(far, float("-inf")).float().softmax(-1).gather(1, best)))
+        left = left.scatter(1, best, float("-inf"))
+    chosen, weights = (torch.cat(parts, 1) for parts in zip(*found, strict=True))
+    return chosen, weights
 
 
 def router_of(block: Any) -> Any:
@@ -123,7 +139,8 @@ def comes_apart(block: Any, layer: Any) -> bool:
     if mlp is None:
         return True
     first, down = _products(mlp)
-    inner, whole, act = block.experts.down_proj.shape[2], down.in_features, mlp.act_fn if hasattr(mlp, "act_fn") else mlp.activation
+    inner, whole = inner_of(block.experts), down.in_features
+    act = next(getattr(mlp, name) for name in ("act_fn", "activation_fn", "activation") if hasattr(mlp, name))
     parts = (*first, down)
     if any(type(part) is not nn.Linear or part.bias is not None for part in parts) or type(act) is not type(block.experts.act_fn):
         return False
@@ -135,7 +152,7 @@ def _shared(block: Any, mlp: Any) -> Iterator[tuple[Tensor, Tensor]]:
     if mlp is None:
         return
     first, last = _products(mlp)
-    inner, whole = block.experts.down_proj.shape[2], last.in_features
+    inner, whole = inner_of(block.experts), last.in_features
     if whole == inner:                                  # levels of a checkpoint are joined, but cannot be cut
         yield joined(first)[0], last.weight
         return

@@ -42,6 +42,9 @@ def tier_of(model: Any, context: int, reasons: dict[str, str], fused: bool) -> t
     if (stateful or "conv" in kinds) and fused and can_fuse(model)[0]:
         reasons["tier"] = "1, own pages, and beside them recurrent states, which take in what stands as the next pass comes by"
         return 1, _held(model)
+    if foreign == {"chunked_attention"} and not stateful and fused and can_fuse(model)[0]:
+        reasons["tier"] = "1, own pages: where attention is chunked, a row reads those of its own part of the text"
+        return 1, _held(model)
     if stateful:
         reasons["tier"] = "3, a recurrent state: copied before guesses are scored, put back after a rejection"
         return 3, 0

@@ -209,7 +209,7 @@ class HeadLayers(nn.ModuleList):
                   for weight in (before, after, None, None, layer.self_attn.norms, of_stream))
         return llama.Layer(
             *(part.product for part in _products(layer)), *scales, shape.head_dim ** -0.5, 1.0, shape.heads, shape.kv_heads, shape.head_dim,
-            shape.head_dim, normed=first and layer.norm_before_residual)
+            shape.head_dim, normed=first and layer.norm_before_residual, value_dim=shape.head_dim)
 
 
 def _products(layer: Any) -> list[Any]:
