@@ -30,6 +30,8 @@ OTHERS: dict[str, dict[str, Any]] = {      # beside those of families.py
     "axk1": {**families.LATENT, **families.MOE, **families.SHARED, "rope_parameters": families.YARN},
     "cohere2_moe": {"head_dim": 16, **families.MOE, **families.MIXED, "intermediate_size": 48, "num_shared_experts": 2,
                     "first_k_dense_replace": 1, "prefix_dense_intermediate_size": 96},
+    "cohere_compass_text": {"head_dim": 16, **families.MIXED, "rope_parameters": {
+        "full_attention": None, "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}}},
     "flint": {"head_dim": 16, **families.MOE, **families.MIXED, "shared_expert_intermediate_size": 96, "mlp_only_layers": [0]},
     "granite_swa": {**families.MIXED, **BASES, "residual_multiplier": 0.7, "logits_scaling": 2.0, "attention_multiplier": 0.2},
     "granitemoe_swa": {**families.MOE, **families.MIXED, **BASES, "shared_intermediate_size": 96},

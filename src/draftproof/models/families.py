@@ -117,6 +117,10 @@ def _by_a_base(attention: Any) -> bool:
     return bool(attention.config.layer_rope_theta[attention.layer_idx])
 
 
+def _by_its_kind(attention: Any) -> bool:
+    return attention.config.rope_parameters[attention.config.layer_types[attention.layer_idx]] is not None
+
+
 def _where_asked(attention: Any) -> bool:
     return bool(attention.use_rope)
 
@@ -209,6 +213,7 @@ FAMILIES = {
     "cohere2": Family("Cohere2", adjoining=True, paired=True, parallel=True, turns=_where_it_slides),
     "cohere2_moe": Family("Cohere2Moe", adjoining=True, paired=True, parallel=True, routing=_by_logits_in_cohere,
                           turns=lambda attention: attention.force_rope or _where_it_slides(attention)),
+    "cohere_compass_text": Family("CohereCompass", home="cohere_compass", parallel=True, turns=_by_its_kind),
     "cwm": Family("Cwm"),
     "deepseek_v2": Family("DeepseekV2", adjoining=True, routing=_by_wide_softmax),
     "deepseek_v3": Family("DeepseekV3", adjoining=True, routing=_by_sigmoid),

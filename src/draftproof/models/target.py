@@ -82,7 +82,7 @@ class TargetParts:
         config = self.config.get_text_config()
         family, scale = str(getattr(config, "model_type", "")), 1.0
         if family.startswith("cohere"):
-            scale = config.logit_scale
+            scale = 1.0 if config.logit_scale is None else config.logit_scale
         elif family.startswith("granite") or family == "minicpm3":
             scale = 1 / config.logits_scaling
         elif family == "hyperclovax":
