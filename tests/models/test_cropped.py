@@ -109,7 +109,7 @@ def test_between_keys_and_values(target: CroppedTarget, plain: list[tuple[int, .
 def test_a_failed_pass_keeps_every_key_that_it_can(tmp_path: Path, hooks: list[Any]) -> None:
     """Nothing is read again where layers can be cut, so that the text's keys keep their bits."""
     families.save("xglm", tmp_path)
-    target = load_target(tmp_path, LoadConfig(self_test=False))
+    target = load_target(tmp_path, LoadConfig(self_test=False), fused=False)
     assert isinstance(target, CroppedTarget)
     slot, rows = target.open([]), torch.tensor(PROMPTS[0])
     target.extend([slot], [rows])
@@ -151,7 +151,7 @@ def test_texts_wait_until_the_cache_has_room_for_all_they_may_become(family: str
     options = families.FAMILIES.get(family, {"attention_hidden_size": 64})
     config = AutoConfig.for_model(family, **{**families.COMMON, **options})
     AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval().save_pretrained(tmp_path)
-    target: Any = load_target(tmp_path, LoadConfig(self_test=False, cache_tokens=60))
+    target: Any = load_target(tmp_path, LoadConfig(self_test=False, cache_tokens=60), fused=False)
     most = 0
     with Engine(target) as engine:
         handles = [engine.submit([1, 2, 3, 4, 5 + i], ASKED)[0] for i in range(4)]
@@ -170,7 +170,7 @@ def test_texts_wait_until_the_cache_has_room_for_all_they_may_become(family: str
 def test_what_the_load_says_of_bits_holds_where_few_rows_show_that_it_does_not(family: str, tmp_path: Path) -> None:
     """Rounded activations hide for many rows that attention adds in another order."""
     families.save(family, tmp_path)
-    target, prompt = load_target(tmp_path, LoadConfig(quantization="int4", page_tokens=64)), [1, 2, 3, 4, 5, 6, 7]
+    target, prompt = load_target(tmp_path, LoadConfig(quantization="int4", page_tokens=64), fused=False), [1, 2, 3, 4, 5, 6, 7]
     asked = Sampling(temperature=0, max_tokens=240, ignore_eos=True, logprobs=0)
     with Engine(target) as engine:
         plain = engine.generate(prompt, asked)

@@ -7,7 +7,9 @@ from typing import Any
 
 import families
 import pytest
+import test_states
 import torch
+from test_states import hold_against
 
 from draftproof import llama, native
 from draftproof.config import LoadConfig
@@ -58,6 +60,13 @@ OTHERS: dict[str, dict[str, Any]] = {      # beside those of families.py
     "stablelm": {"use_parallel_residual": True},
     "vaultgemma": {"head_dim": 16, **families.MIXED, "query_pre_attn_scalar": 16},
 }
+FALCON = {"alibi": False, "num_attention_heads": 4, "num_key_value_heads": None}
+ALONE: dict[str, dict[str, Any]] = {    # whose attention takes no function from outside
+    "falcon": FALCON,
+    "gpt_neo": {"num_layers": 3, "num_heads": 4, "window_size": 24, "attention_types": [[["local", "global", "local"], 1]]},
+    "gpt_neox_japanese": {"num_key_value_heads": None},
+    "xglm": families.FAMILIES["xglm"],
+}
 ALIASES = {"exaone": {}, "internlm3": {"head_dim": 16}, "iquestcoder": {"head_dim": 16}, "sarvam_mla": families.FAMILIES["deepseek_v2"],
            "sarvam_moe": families.FAMILIES["glm4_moe"]}       # whose classes are another family's
 FUSED = ("llama", "mistral", "qwen2", "qwen3", "ministral", "biased llama", "qwen3_moe", "mixtral", "cwm", "dots1", "ernie4_5",
@@ -65,6 +74,7 @@ FUSED = ("llama", "mistral", "qwen2", "qwen3", "ministral", "biased llama", "qwe
          "minimax_m2", "olmo2", "olmo3", "olmoe", "phi3", "half phi3", "qwen2_moe", "seed_oss", "smollm3",
          "exaone_moe", "hy_v3", "solar_open", "arcee", "cohere", "normed cohere", "cohere2", "gemma2", "granitemoe", "hunyuan_v1_dense",
          "gpt_neox", "gpt_neox in turn", "gpt2", "gptj", "ministral3", "normed stablelm", "stablelm in turn",
+         *ALONE, "falcon in turn", "falcon with two norms", "falcon with a norm", "falcon with many key heads",
          "laguna with a gate of each number", "gpt_bigcode with many key heads", "opt behind its sums", *OTHERS,
          "olmo", "phi", "normed phi", "starcoder2", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "youtu", *LATENTS)
 TEXT = 45
@@ -77,6 +87,10 @@ OPTIONS = {
     "granitemoe, all experts": ("granitemoe", {**families.MOE, "num_experts_per_tok": 4}),
     "hunyuan_v1_dense": ("hunyuan_v1_dense", {"head_dim": 16}),
     "gpt_neox in turn": ("gpt_neox", {**families.FAMILIES["gpt_neox"], "use_parallel_residual": False}),
+    "falcon in turn": ("falcon", {**FALCON, "parallel_attn": False, "bias": True}),
+    "falcon with two norms": ("falcon", {**FALCON, "new_decoder_architecture": True, "num_kv_heads": 2}),
+    "falcon with a norm": ("falcon", {**FALCON, "new_decoder_architecture": True, "num_kv_heads": 2, "num_ln_in_parallel_attn": 1}),
+    "falcon with many key heads": ("falcon", {**FALCON, "multi_query": False}),
     "gpt_bigcode with many key heads": ("gpt_bigcode", {**OTHERS["gpt_bigcode"], "multi_query": False}),
     "opt behind its sums": ("opt", {"ffn_dim": 96, "do_layer_norm_before": False, "word_embed_proj_dim": 32}),
     "stablelm in turn": ("stablelm", {"use_qkv_bias": True}),
@@ -91,9 +105,10 @@ OPTIONS = {
     "half phi3": ("phi3", {**families.FAMILIES["phi3"], "partial_rotary_factor": 0.5}),
     **{f"{family}, all experts": (family, {**more, "num_experts_per_tok": 4, "moe_k": 4, "moe_topk": 4})
        for family, more in {**families.FAMILIES, **OTHERS}.items() if "num_experts" in more and family != "phimoe"},
-    **{family: (family, more) for family, more in {**OTHERS, **ALIASES}.items()},
+    **{family: (family, more) for family, more in {**OTHERS, **ALIASES, **ALONE}.items()},
 }
-EVERY = tuple(f"{family}, all experts" if f"{family}, all experts" in OPTIONS else family for family in FUSED)  # no choice sits on an edge
+EVERY = tuple(f"{family}, all experts" if f"{family}, all experts" in OPTIONS else family for family in FUSED  # no choice sits on an edge
+              if OPTIONS.get(family, (family,))[0] not in ALONE)
 
 
 def save(family: str, folder: Path, values: torch.dtype = torch.float32) -> None:
@@ -115,13 +130,16 @@ def save(family: str, folder: Path, values: torch.dtype = torch.float32) -> None
     model.to(values).float().save_pretrained(folder)
 
 
+def loaded(folder: Path, dtype: str, fused: bool = True, **more: object) -> PagedTarget:
+    config = LoadConfig(dtype=dtype, device="cpu", page_tokens=16, self_test=False, threads=torch.get_num_threads(), **more)  # type: ignore[arg-type]
+    found = load_target(folder, config, fused)
+    assert isinstance(found, PagedTarget) and (found.fused is not None) == fused, found.facts.reasons
+    return found
+
+
 def pair(folder: Path, dtype: str, **more: object) -> tuple[PagedTarget, PagedTarget]:
     """(fused, plain twin)."""
-    config = LoadConfig(dtype=dtype, device="cpu", page_tokens=16, self_test=False, threads=torch.get_num_threads(), **more)  # type: ignore[arg-type]
-    found = load_target(folder, config), load_target(folder, config, fused=False)
-    assert isinstance(found[0], PagedTarget) and isinstance(found[1], PagedTarget)
-    assert found[0].fused is not None and found[1].fused is None, found[0].facts.reasons
-    return found[0], found[1]
+    return loaded(folder, dtype, **more), loaded(folder, dtype, False, **more)
 
 
 def play(target: PagedTarget) -> list[Scores]:
@@ -169,12 +187,25 @@ def test_a_family_of_anothers_classes_is_fused_as_that(family: str, tmp_path: Pa
     test_fused_pass_agrees_with_the_transformers_forward(family, "float32", 2e-5, tmp_path)
 
 
+@pytest.mark.parametrize("dtype, tolerance", [("float32", 2e-5), ("bfloat16", 0.04)])
+@pytest.mark.parametrize("family", [family for family in FUSED if OPTIONS.get(family, (family,))[0] in ALONE])
+def test_a_fused_pass_stands_for_attention_that_takes_no_function(family: str, dtype: str, tolerance: float, tmp_path: Path) -> None:
+    """Which would leave such a model to its own cache: logits are held against those of transformers' whole texts."""
+    save(family, tmp_path)
+    target, config = loaded(tmp_path, dtype), LoadConfig(dtype=dtype, device="cpu", self_test=False, threads=torch.get_num_threads())
+    plain = load_target(tmp_path, config, fused=False)
+    assert (target.facts.tier, plain.facts.tier) == (1, 2) and target.facts.reasons["tier"].endswith("run as ours")
+    hold_against(plain.model, test_states.play(target), tolerance)
+    held = [rows[0].nbytes for store in (target.pool.keys, target.pool.values) for rows in store.values()]
+    assert target.facts.cache_bytes_per_token == sum(held)
+
+
 @pytest.mark.skipif(not native.available()[0], reason=native.available()[1])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("family", FUSED)
 def test_the_block_in_one_call_has_the_bits_of_its_parts(family: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save(family, tmp_path, torch.bfloat16)
-    target, twin = (pair(tmp_path, dtype)[0] for _ in range(2))
+    target, twin = (loaded(tmp_path, dtype) for _ in range(2))
     assert target.fused is not None and target.fused.rows_alone() and not target.whole_tiles
     monkeypatch.setattr(twin.fused, "_kernels", lambda pool: None)
     for one, other in zip(play(target), play(twin), strict=True):
@@ -213,7 +244,7 @@ def test_the_pass_in_one_call_has_the_bits_of_its_twin(
     monkeypatch.setitem(families.FAMILIES, "llama", {"tie_word_embeddings": tied})
     save("llama", tmp_path, torch.bfloat16)
     more = {"quantization": f"int{bits}"} if bits < 12 else {}
-    target, twin = (pair(tmp_path, dtype, **more)[0] for _ in range(2))
+    target, twin = (loaded(tmp_path, dtype, **more) for _ in range(2))
     assert target.fused is not None and twin.fused is not None and target.fused.output.bits == bits
     monkeypatch.setattr(twin.fused, "_model", lambda pool: None)
     called: list[int] = []
@@ -245,7 +276,7 @@ def test_a_team_of_any_size_writes_the_bits_of_one(bits: int, dtype: str, tmp_pa
     try:
         for threads in (1, 2, 3, 5):
             torch.set_num_threads(threads)
-            found.append(several(pair(tmp_path, dtype, **more)[0], [0, 2]))
+            found.append(several(loaded(tmp_path, dtype, **more), [0, 2]))
     finally:
         torch.set_num_threads(before)
     for threads, scores in zip((2, 3, 5), found[1:], strict=True):
@@ -261,7 +292,7 @@ def test_a_latent_has_the_bits_of_its_parts_in_a_team_of_any_size(
         family: str, bits: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two passes over the same layers, one over the first of them alone."""
     save(family, tmp_path, torch.bfloat16)
-    target, twin = (pair(tmp_path, "bfloat16", **{"quantization": "int8"} if bits == 8 else {})[0] for _ in range(2))
+    target, twin = (loaded(tmp_path, "bfloat16", **{"quantization": "int8"} if bits == 8 else {}) for _ in range(2))
     whole, before = target.fused, torch.get_num_threads()
     assert whole is not None and whole.compiled() and whole._kernels(target.pool) is not None
     monkeypatch.setattr(twin.fused, "_kernels", lambda pool: None)
@@ -323,7 +354,7 @@ def test_weights_that_lie_the_other_way_are_rounded_alike(bits: int, tmp_path: P
 def test_a_row_behind_the_last_position_reads_that(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In one call as in its twin; nobody reads such a row."""
     save("gpt2", tmp_path, torch.bfloat16)
-    target, twin = (pair(tmp_path, "float32")[0] for _ in range(2))
+    target, twin = (loaded(tmp_path, "float32") for _ in range(2))
     monkeypatch.setattr(twin.fused, "_model", lambda pool: None)
     found = []
     for each in (target, twin):

@@ -39,7 +39,7 @@ def target(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         folder = request.getfixturevalue("tiny_pair")[0]
     else:
         families.save("xglm", folder)
-    found = load_target(folder, LoadConfig(device="cpu", self_test=False, page_tokens=16))
+    found = load_target(folder, LoadConfig(device="cpu", self_test=False, page_tokens=16), fused=request.param != "cropped")
     assert found.facts.tier == KINDS.index(request.param)
     return found
 

@@ -101,7 +101,7 @@ def play(target: PagedTarget) -> list[tuple[list[list[int]], Tensor]]:
         found.append((paths(now, draft), target.score([slot], TEXT[root : root + 1], [draft]).logits))
         target.rewind(slot, kept)
         now += draft.tokens[list(kept)].tolist()
-    others = [target.open(ids, room=40) for _ in range(2)]
+    others = [target.open(ids[:2], room=80) for _ in range(2)]     # too few to share a page
     found.append(([ids[:2], ids[:40]], target.extend(others, [TEXT[:2], TEXT[:40]]).logits))
     drafts = [drafts[1], Draft.chain([4, 5]), drafts[2]]
     ends = [end for base, draft in zip((now, ids[:2], ids[:40]), drafts, strict=True) for end in paths([*base, 11], draft)]

@@ -24,7 +24,7 @@ OUT = ("o_proj", "dense", "out_proj", "c_proj")     # what families call these p
 UP = ("up_proj", "c_fc", "fc1", "fc_in", "w3", "dense_h_to_4h")
 DOWN = ("down_proj", "c_proj", "fc2", "fc_out", "output_linear", "w2", "dense_4h_to_h")
 GATES = ("gate_proj", "gate_up_proj", "input_linear", "w1", "experts")      # and where an MLP has gates
-LAYERS = ("layers", "h")
+LISTS = ("layers", "h")      # of layers
 LAST_NORM = ("norm", "final_layernorm", "embedding_norm", "final_layer_norm", "norm_f", "ln_f", "layer_norm")
 POSITIONS = ("wpe", "embed_positions")
 PROJECTIONS = ("project_in", "project_out")      # behind an embedding, and before an output matrix, that are narrower
@@ -33,7 +33,8 @@ LINEARS = ("q_proj", "k_proj", "v_proj", "g_proj", "gate_proj", "qkv_proj", "q_a
            "query_key_value", "c_attn")
 ROUTERS = ("TopKRouter", "TopkRouter", "TextTopKRouter", "TokenChoiceRouter", "TextRouter", "Router", "Gate")    # classes' endings
 OPENING = ("g_proj", "gate_proj")     # and what makes gates of what attention gives
-LOOKING_BACK = ("Attention", "TextAttention", "GatedDeltaNet", "Mixer", "Mamba2Mixer", "MambaLayer", "ShortConv")  # classes' endings
+LOOKING_BACK = ("Attention", "SelfAttention", "TextAttention", "GatedDeltaNet", "Mixer", "Mamba2Mixer", "MambaLayer",
+                "ShortConv")    # classes' endings
 ONLY = "mixer"  # a layer's only part, of either kind, in families whose layers have one each
 STATES = ("linear_attn", "mamba", "conv")   # parts of layers that have a recurrent state,
 STATE_LINEARS = ("in_proj", "in_proj_qkv", "in_proj_b", "in_proj_a", "in_proj_z", "in_proj_qkvz", "in_proj_ba")    # and their products
@@ -134,7 +135,8 @@ class Family(NamedTuple):
     as it was before attention, by the norm before that if it has none, unless a layer says that it does not. stretched: queries are taken
     times what grows with their position. window_of_config: attention reads its window there. gated: what attention gives is taken times
     sigmoids of what q_proj makes beside each head's queries, as of what others' `OPENING` makes; opened_by: in place of sigmoids. mlp: its
-    name, empty: its products stand in the layer; routing: how rows choose experts, of a block that has them."""
+    name, empty: its products stand in the layer; routing: how rows choose experts, of a block that has them. or_norms: of layers that lack
+    the first of `norms`. unscaled: scores are."""
 
     prefix: str
     norms: Norms = Norms()
@@ -155,6 +157,8 @@ class Family(NamedTuple):
     opened_by: int = native.SIGMOID
     mlp: str = "mlp"
     routing: Callable[[Any], Routing] = _by_softmax
+    or_norms: Norms | None = None
+    unscaled: bool = False
 
     def window(self, attention: Any) -> int | None:
         """How many keys a row sees, itself included, or of what parts, as passes.py's `seen_from` has it; None: all."""
@@ -163,8 +167,20 @@ class Family(NamedTuple):
             return -int(attention.config.attention_chunk_size)
         if not getattr(attention, "is_sliding", True):
             return None
+        if getattr(attention, "attention_type", None) == "local":
+            return int(attention.config.window_size)
         found: int | None = getattr(attention.config if self.window_of_config else attention, "sliding_window", None)
         return found
+
+    def scaling_of(self, attention: Any) -> float:
+        """What scores are taken times."""
+        found = getattr(attention, "scaling", None)
+        return 1.0 if self.unscaled else head_dim_of(attention) ** -0.5 if found is None else float(found)
+
+    def is_parallel(self, layer: Any) -> bool:
+        """Whether a layer's MLP reads the stream as it was before attention."""
+        told = (getattr(layer, "use_parallel_residual", True), getattr(getattr(layer, "config", None), "parallel_attn", True))
+        return self.parallel and all(told)
 
     def mlp_of(self, layer: Any) -> Any:
         """A layer's, or its experts beside one that all rows go through (Granite 4's); None: it looks back alone."""
@@ -178,7 +194,8 @@ class Family(NamedTuple):
 
     def names_of(self, layer: Any) -> Norms:
         """Of a layer's norms, where they stand."""
-        return Norms(None, self.norms.before, None, self.norms.after) if settles(layer) else self.norms
+        norms = self.or_norms if self.or_norms and not hasattr(layer, str(self.norms.before)) else self.norms
+        return Norms(None, norms.before, None, norms.after) if settles(layer) else norms
 
     def norms_of(self, layer: Any) -> list[Any]:
         """A layer's, in the order of `Norms`; None: there is none."""
@@ -223,6 +240,7 @@ FAMILIES = {
     "exaone": Family("Llama", home="llama"),
     "exaone4": Family("Exaone4", BEHIND, turns=_in_windows),
     "exaone_moe": Family("ExaoneMoe", turns=_in_windows, routing=_by_sigmoid),
+    "falcon": Family("Falcon", Norms("ln_attn", None, "ln_mlp"), parallel=True, or_norms=Norms()),
     "falcon_h1": Family("FalconH1", Norms(after="pre_ff_layernorm"), mlp="feed_forward"),
     "flex_olmo": Family("FlexOlmo", BEHIND, late=True),
     "flint": Family("Flint", late=True, turns=_where_it_slides,
@@ -240,7 +258,9 @@ FAMILIES = {
     "gpt_oss": Family("GptOss", late=True, routing=lambda block: Routing(kept=True)),
     "gpt2": Family("GPT2", IN_GPT2),
     "gpt_bigcode": Family("GPTBigCode", IN_GPT2),
+    "gpt_neo": Family("GPTNeo", IN_GPT2, unscaled=True),
     "gpt_neox": Family("GPTNeoX", parallel=True),
+    "gpt_neox_japanese": Family("GPTNeoXJapanese"),
     "gptj": Family("GPTJ", Norms("ln_1", None, None), adjoining=True, parallel=True),
     "granite": Family("Granite"),
     "granite_swa": Family("GraniteSWA", turns=_by_a_base),
@@ -300,6 +320,7 @@ FAMILIES = {
     "stablelm": Family("StableLm", head_norms=("q_layernorm", "k_layernorm"), parallel=True),
     "starcoder2": Family("Starcoder2", window_of_config=True),
     "vaultgemma": Family("VaultGemma", Norms(after="pre_feedforward_layernorm"), late=True, from_one=True),
+    "xglm": Family("XGLM", IN_OPT, mlp=""),
     "youtu": Family("Youtu", adjoining=True),
 }
 
@@ -318,13 +339,13 @@ def body_of(model: Any) -> Any:
 
 def layers_of(model: Any) -> Any:
     """A model's own list of them."""
-    return part_of(body_of(model), LAYERS)
+    return part_of(body_of(model), LISTS)
 
 
 def positions_of(body: Any) -> Tensor | None:
     """What is added to rows by their positions [positions, hidden]; None: nothing is. OPT's stand behind a few that no row reads."""
     table = part_of(body, POSITIONS)
-    return None if table is None else table.weight.detach()[getattr(table, "offset", 0) :]
+    return None if table is None else part_of(table, ("weight", "weights")).detach()[getattr(table, "offset", 0) :]
 
 
 def settles(layer: Any) -> bool:
@@ -345,7 +366,8 @@ def state_of(layer: Any) -> Any:
 
 def looking_back(layer: Any) -> Any:
     """The part of a layer that does, attention if it has both; None: it has an MLP alone."""
-    found = part_of(layer, ("self_attn", "attention", "attn", *STATES, ONLY))
+    found = part_of(layer, ("self_attn", "attention", "attn", "self_attention", *STATES, ONLY))
+    found = getattr(found, "attention", found)      # GPT-Neo's stands inside of another
     return None if part_of(found, OUT) is None else found
 
 

@@ -77,7 +77,7 @@ class FusedLayer(nn.Module):
         out, down = part_of(attention, OUT), part_of(mlp, DOWN)
         last = out or down
         like: Any = mlp.experts.down_proj if last is None else bare(last).weight
-        self.layer_idx = (attention or layer).layer_idx
+        self.layer_idx = part_of(attention or layer, ("layer_idx", "layer_id"))
         self.share = float(part_of(layer, ("residual_multiplier", "residual_scale")) or 1)
         self.dtype, device, self.hidden = like.dtype, like.device, like.shape[-2]
         self.rope = rope or Rope(0)
@@ -97,7 +97,7 @@ class FusedLayer(nn.Module):
         self.act: Any = self.routed.act_fn if self.routed else nn.SiLU() if named is None else named
         inner: Any = self.routed.inner if self.routed else 0 if down is None else bare(down).in_features
         self.inner: int = inner
-        self.parallel = family.parallel and getattr(layer, "use_parallel_residual", True)
+        self.parallel = family.is_parallel(layer)
         self.turned_first, norms = family.turned_first, family.norms_of(layer)
         self.settles = settles(layer)
         self.input_norm: Any = norms[0]
@@ -136,8 +136,9 @@ class FusedLayer(nn.Module):
     def _take(self, layer: Any, linear: Linear, family: Family, rope: Rope | None) -> None:
         """The part that looks back."""
         attention = looking_back(layer)
-        self.o = kept(part_of(attention, OUT), linear)
-        self.scaling = attention.scaling
+        out, bias = part_of(attention, OUT), getattr(attention, "dense_bias", None)    # which GPT-NeoX Japanese has beside the last one
+        self.o = kept(out, linear) if bias is None else linear(out.weight, bias)
+        self.scaling = family.scaling_of(attention)
         self.head_dim = head_dim_of(attention)
         self.window = family.window(attention)
         self.rope = rope or Rope(self.head_dim)
@@ -318,6 +319,11 @@ class FusedLayer(nn.Module):
         side = None if self.side_norm is None else llama.Side(
             self.side_gate.product, self.side_last.product, scale_of(self.side_norm, self.dtype))
         return side, None if self.abreast is None else self.abreast.struct(self.dtype)
+
+    @property
+    def cache_bytes(self) -> int:
+        """Of a token's keys and values that it keeps."""
+        return 0 if self.borrowed is not None else self.kv_heads * (self.head_dim + self.value_dim) * self.dtype.itemsize
 
     def _storage(self, pool: PagePool) -> tuple[int, int]:
         """Where its keys and values are, if it has any."""

@@ -43,6 +43,7 @@ from .shares import bare
 
 MIXTURES = ("SparseMoeBlock", "SparseMoEBlock", "MoE", "Moe", "TextMoe", "TextMoELayer", "MLP")      # endings of classes' names
 NORMS = ("RMSNorm", "TextRMSNorm", "TextL2Norm", "LayerNorm", "LayerNorm1P", "LayerNormPerHead")
+TABLES = ("LearnedPositionalEmbedding", "SinusoidalPositionalEmbedding")    # endings of classes' names
 
 
 def can_fuse(model: Any) -> tuple[bool, str]:
@@ -80,7 +81,7 @@ def _strange(model: Any, family: Family, name: str) -> Iterator[str]:
     if not (exact(model, "ForCausalLM", "TextForCausalLM", "LMHeadModel") and exact(base, "Model", "TextModel")
             and (body is base or exact(body, "Decoder"))
             and (known(last) if last is not None else any(hasattr(body, name) for name in LAST_NORM))
-            and (table is None or type(table) is nn.Embedding or exact(table, "LearnedPositionalEmbedding"))
+            and (table is None or type(table) is nn.Embedding or exact(table, *TABLES))
             and all(type(part) is nn.Linear for part in _there(body, *PROJECTIONS))
             and all(exact(rotary, "RotaryEmbedding", "TextRotaryEmbedding") for rotary in rotaries_of(body))):
         yield others
@@ -104,12 +105,14 @@ def _strange(model: Any, family: Family, name: str) -> Iterator[str]:
             linears += [*_there(mlp, *GATES, *UP), bare(part_of(mlp, DOWN))]
             if mlp is not layer and not exact(mlp, "MLP", "TextMLP"):
                 yield others
-        if not all(map(known, norms)) or not all(type(linear) in (nn.Linear, Conv1D) for linear in linears):
+        if not all(map(known, norms)) or not all(type(linear) in (nn.Linear, Conv1D) or exact(linear, "Linear") for linear in linears):
             yield others
         if getattr(attention, "v_proj", None) is not None and not _are_pairs(attention, family):
             yield "keys and values of different sizes"
         if hasattr(attention, "embed_positions"):   # GPT-J's and CodeGen's before transformers 5.24
             yield "rotary positions of attention's own"
+        if getattr(model.config, "alibi", False):
+            yield "scores that fall with the distance of keys (ALiBi)"
         if getattr(model.config, "clip_qkv", None) is not None:
             yield "queries, keys and values that are clipped"
         if state is not None:

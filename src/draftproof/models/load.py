@@ -52,7 +52,6 @@ from .recurrent import RecurrentTarget
 from .ropes import MOVING_ROPE
 from .selftest import invisible
 from .shares import Ranks, divided, load_share
-from .sides import borrowed_bytes
 from .state_layers import state_layer
 from .streams import StreamsLayer
 from .target import LoadFacts, Target, TargetParts
@@ -140,7 +139,7 @@ def _made(model: Any, name: str, config: LoadConfig, tokenizer: Tokenizer | None
         form = beside_levels(form, device)
     slim = fused and config.packed and _fuse(model, tier, form, config, ours, reasons)
     if slim:
-        cache_bytes -= sum(borrowed_bytes(layer) for layer in layers_of(model))
+        cache_bytes = sum(layer.cache_bytes for layer in layers_of(model))
     if form:
         if device.type == "cpu":                        # a GPU would wait to be told which experts are chosen
             take_experts(model, form, spared)

@@ -65,9 +65,3 @@ def lender_of(attention: Any) -> int:
     config = attention.config
     makes = config.num_hidden_layers - config.num_kv_shared_layers
     return max(layer for layer in range(makes) if config.layer_types[layer] == attention.layer_type)
-
-
-def borrowed_bytes(layer: Any) -> int:
-    """Of a token's keys and values that a fused layer reads and does not keep."""
-    size: int = layer.dtype.itemsize
-    return 0 if layer.borrowed is None else layer.kv_heads * (layer.head_dim + layer.value_dim) * size

@@ -21,7 +21,6 @@ from transformers.masking_utils import causal_mask_function
 from ..errors import LoadError, first_line
 from . import attention
 from .cache import PagePool
-from .families import layers_of, looking_back
 from .known import can_fuse
 from .passes import Pass, Path
 
@@ -34,22 +33,26 @@ ROWS, PAGE = 24, 8  # tokens of the text, and keys of a page
 
 
 def tier_of(model: Any, context: int, reasons: dict[str, str], fused: bool) -> tuple[int, int]:
-    """1, 2 or 3, and the bytes of a token's keys and values in our pages (0 without them); reasons["tier"] says why. fused: whether blocks
-    that are known run as ours. Raises LoadError for a model whose own code cannot run it."""
+    """1, 2 or 3, and the bytes of a token's keys and values in our pages, if a pass shows them (else 0); reasons["tier"] says why. fused:
+    whether blocks that are known run as ours. Raises LoadError for a model whose own code cannot run it."""
     kinds = set(getattr(model.config.get_text_config(), "layer_types", None) or ["full_attention"])
     foreign = kinds - {"full_attention", "sliding_attention"}
     stateful = getattr(model, "_is_stateful", False) or kinds & RECURRENT
     if (stateful or "conv" in kinds) and fused and can_fuse(model)[0]:
         reasons["tier"] = "1, own pages, and beside them recurrent states, which take in what stands as the next pass comes by"
-        return 1, _held(model)
+        return 1, 0
     if foreign == {"chunked_attention"} and not stateful and fused and can_fuse(model)[0]:
         reasons["tier"] = "1, own pages: where attention is chunked, a row reads those of its own part of the text"
-        return 1, _held(model)
+        return 1, 0
     if stateful:
         reasons["tier"] = "3, a recurrent state: copied before guesses are scored, put back after a rejection"
         return 3, 0
     if not getattr(model, "_supports_attention_backend", False) and not getattr(model, "_can_set_attn_implementation", bool)():
-        reasons["tier"] = f"2, the model's own cache: {type(model).__name__} takes no attention function from outside"
+        without = f"{type(model).__name__} takes no attention function from outside"
+        if fused and can_fuse(model)[0]:
+            reasons["tier"] = f"1, own pages: {without}, but its blocks are known, and run as ours"
+            return 1, 0
+        reasons["tier"] = f"2, the model's own cache: {without}"
         return 2, 0
     if foreign:
         reasons["tier"] = f"2, the model's own cache: layers of kind {', '.join(sorted(foreign))} have masks of their own"
@@ -67,13 +70,6 @@ def tier_of(model: Any, context: int, reasons: dict[str, str], fused: bool) -> t
     difference, held = found
     reasons["tier"] = f"1, own pages: logits agree with the model's own attention ({difference:.1e} of the largest)"
     return 1, held
-
-
-def _held(model: Any) -> int:
-    """Bytes of a token's keys and values, of layers that attend."""
-    size = next(model.parameters()).element_size()
-    attending = (part for part in map(looking_back, layers_of(model)) if hasattr(part, "k_proj"))
-    return sum((part.k_proj.out_features + part.v_proj.out_features) * size for part in attending)
 
 
 @torch.inference_mode()
