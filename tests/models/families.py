@@ -81,9 +81,9 @@ FAMILIES: dict[str, dict[str, object]] = {
     "xglm": {"d_model": 64, "num_layers": 3, "attention_heads": 4, "ffn_dim": 96},
     "gptj": {"n_embd": 64, "n_layer": 3, "n_head": 4, "rotary_dim": 8, "n_positions": 256},
 }
-TIER_2 = {"bloom"}  # its attention takes no function from outside, and adds what we do not know; GPT-J's does since transformers 5.24
+TIER_2 = {"bloom"}  # its attention takes no function from outside, and adds what we do not know
 if not GPTJModel._supports_attention_backend:
-    TIER_2.add("gptj")
+    TIER_2 |= {"gptj", "codegen"}   # before transformers 5.24
 
 
 def config_of(family: str, **options: object) -> Any:

@@ -77,6 +77,7 @@ FUSED = ("llama", "mistral", "qwen2", "qwen3", "ministral", "biased llama", "qwe
          *ALONE, "falcon in turn", "falcon with two norms", "falcon with a norm", "falcon with many key heads",
          "laguna with a gate of each number", "gpt_bigcode with many key heads", "opt behind its sums", *OTHERS,
          "olmo", "phi", "normed phi", "starcoder2", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "youtu", *LATENTS)
+FUSED = tuple(family for family in FUSED if family not in families.TIER_2)
 TEXT = 45
 GROUPS = {"num_experts": 8, "num_local_experts": 8, "n_routed_experts": 8, "n_group": 4, "topk_group": 2, "num_experts_per_tok": 3}
 OPTIONS = {
@@ -457,6 +458,9 @@ def test_strangers_run_as_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert not can_fuse(renamed)[0], "a last norm by another name is not for none"
     fits, why = can_fuse(families.build("deepseek_v3"))
     assert not fits and why.endswith("groups that have fewer experts than a row chooses")
+    monkeypatch.setitem(families.FAMILIES, "falcon", {**FALCON, "alibi": True})
+    fits, why = can_fuse(families.build("falcon"))
+    assert not fits and why.endswith("(ALiBi)")
     for family, expected in (("llama", "fused: "), ("bloom", "as transformers runs it: ")):
         families.save(family, tmp_path)
         target = load_target(tmp_path, LoadConfig(self_test=False, threads=torch.get_num_threads()))
