@@ -19,7 +19,7 @@ class Latent(ctypes.Structure):
     """What attention through a latent has beside its first product, as kernels/lanes.h has it. Its parts must outlive it."""
 
     _fields_ = [*((name, Product) for name in ("queries", "keys_values")), *((name, Scale) for name in ("of_queries", "of_latent")),
-                *fields(numbers="value_dim")]
+                *fields(numbers="value_dim shared")]
 
 
 class Side(ctypes.Structure):

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import families
 import pytest
 import torch
 from test_recurrent import DELTA, HYBRID, MOE, SSD, ahead, build, engine_ids, text
@@ -17,6 +18,8 @@ from draftproof.drafters.fixed import AlwaysWrong, Oracle
 from draftproof.drafters.model import ModelDrafter
 from draftproof.errors import OptionError
 from draftproof.models import states
+from draftproof.models.families import part_of
+from draftproof.models.known import can_fuse
 from draftproof.models.load import as_target, load_target
 from draftproof.models.paged import PagedTarget
 from draftproof.models.state_layers import SpaceLayer
@@ -37,14 +40,23 @@ FALCON = {**SPACES, "mamba_d_ssm": 128, "mamba_n_groups": 2, "head_dim": 16, "ma
           "embedding_multiplier": 1.3, "attention_in_multiplier": 0.8, "attention_out_multiplier": 0.7, "ssm_in_multiplier": 1.4,
           "ssm_out_multiplier": 0.6, "key_multiplier": 0.9, "mlp_multipliers": [0.85, 0.75],
           "lm_head_multiplier": 0.5, "ssm_multipliers": [0.75, 1.25, 0.5, 1.125, 0.875]}
+KIMI = {**families.LATENT, **ALL, "linear_num_heads": 3, "linear_head_dim": 32, "layer_types": HYBRID, "q_lora_rank": None,
+        "num_shared_experts": 1, "routed_scaling_factor": 1.5}
+LING = {**families.LATENT, **ALL, "num_attention_heads": 3, "num_key_value_heads": 3, "head_dim": 32, "layer_types": HYBRID,
+        "mlp_layer_types": ["sparse", "dense", "sparse"], "num_shared_experts": 1, "num_expert_group": 2, "topk_group": 2}
+YARN = {**families.YARN, "rope_theta": 1e4}
 CASES: dict[str, dict[str, Any]] = {
     "qwen3_5_text": SIZES,
     "qwen3_next": {**SIZES, **ALL},
     "qwen3_5_moe_text": {**SIZES, **ALL, "linear_num_value_heads": 8, "linear_value_head_dim": 32, "linear_conv_kernel_dim": 3},
     "lara_mini": {**SIZES, **ALL, "head_dim": 16, "sliding_window": 24, "shared_expert_intermediate_size": 96,
                   "layer_types": ["linear_attention", "full_attention", "sliding_attention"], "intermediate_size": None},
+    "bailing_hybrid": {**LING, "q_lora_rank": None},
+    "bailing_hybrid, plain": {**LING, "kda_safe_gate": False, "mlp_layer_types": ["dense", "dense", "dense"], "rope_parameters": YARN},
     "bamba": {**SPACES, "attn_layer_indices": [1]},
     "bamba, limited": {**SPACES, "attn_layer_indices": [1], "time_step_limit": (0.2, 1.5)},
+    "kimi_linear": {**KIMI, "mlp_layer_types": ["dense", "sparse", "sparse"]},
+    "kimi_linear, low": {**KIMI, "q_lora_rank": 24, "mlp_layer_types": ["dense", "dense", "dense"], "attention_bias": True},
     "lfm2": {"layer_types": ["conv", "full_attention", "conv"], "block_ff_dim": 96, "conv_L_cache": 3, "conv_bias": True},
     "lfm3": {"layer_types": ["conv", "full_attention", "sliding_attention"], "sliding_window": 24, "head_dim": 16,
              "num_attention_heads": 20, "use_attention_gate": True, "use_sandwich_norm": True},
@@ -55,6 +67,8 @@ CASES: dict[str, dict[str, Any]] = {
     "falcon_h1": FALCON,
     "falcon_h1, normed": {**FALCON, "mamba_rms_norm": True, "attention_bias": True, "mamba_proj_bias": True, "projectors_bias": True,
                           "mlp_bias": True},
+    "olmo_hybrid": {**SIZES, "linear_key_head_dim": 48},
+    "olmo_hybrid, turned": {**SIZES, "linear_allow_neg_eigval": False, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
     "nemotron_h": {**NEMOTRON, **ALL, "n_routed_experts": 4, "topk_group": 2, "mamba_head_dim": 48,
                    "layers_block_type": ["linear_attention", "full_attention", "mlp", "linear_attention", "moe"]},
     "nemotron_h, dense": {**NEMOTRON, "mamba_head_dim": 32, "layers_block_type": ["linear_attention", "mlp", "full_attention"],
@@ -71,7 +85,12 @@ def model_of(family: str, dtype: torch.dtype = torch.float32, rounded: bool = Tr
         for name, parameter in model.named_parameters():
             if parameter.ndim == 1 and "A_log" not in name:
                 parameter.add_(torch.randn_like(parameter) * 0.2)
-    return (model.bfloat16() if rounded else model).to(dtype).eval()
+    model = (model.bfloat16() if rounded else model).to(dtype).eval()
+    exact = getattr(model, "_keep_in_fp32_modules_strict", None) or ()
+    for name, parameter in model.named_parameters():
+        if any(part in name for part in exact):
+            parameter.data = parameter.data.float()
+    return model
 
 
 def target_of(family: str, dtype: torch.dtype = torch.float32, **more: Any) -> PagedTarget:
@@ -228,7 +247,7 @@ def test_numbers_are_rounded_where_the_plain_twin_rounds_them(family: str) -> No
 
 
 @NEED
-@pytest.mark.parametrize("family", ["qwen3_5_moe_text", "bamba", "lfm2"])
+@pytest.mark.parametrize("family", ["qwen3_5_moe_text", "kimi_linear", "bamba", "lfm2"])
 def test_shares_of_a_large_team_are_bits_of_the_whole(family: str) -> None:
     """Some have nothing but how much is written and kept."""
     target, before, found = target_of(family, torch.bfloat16), torch.get_num_threads(), []
@@ -241,7 +260,7 @@ def test_shares_of_a_large_team_are_bits_of_the_whole(family: str) -> None:
     assert all(map(torch.equal, *found))
 
 
-@pytest.mark.parametrize("family", ["qwen3_next", "nemotron_h", "falcon_h1, normed"])
+@pytest.mark.parametrize("family", ["qwen3_next", "kimi_linear, low", "bailing_hybrid", "nemotron_h", "falcon_h1, normed"])
 def test_the_same_in_forms_of_other_processors(family: str, other_kernels: None) -> None:
     beside_its_plain_twin(family, torch.bfloat16)
     plays(target_of(family, torch.bfloat16), 3)
@@ -314,33 +333,38 @@ def test_parts_that_are_not_streamed_have_the_logits_of_transformers(family: str
     hold_against(model, play(target), 1e-4)
 
 
-@pytest.mark.parametrize("family", ["qwen3_5_text", "bamba", "lfm2", "nemotron_h, dense", "falcon_h1"])
+@pytest.mark.parametrize("family", ["qwen3_5_text", "kimi_linear, low", "bamba", "lfm2", "nemotron_h, dense", "falcon_h1"])
 def test_without_a_compiler_steps_of_torch_have_the_logits_of_transformers(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native, "available", lambda: (False, "the test wants none"))
-    model, target = model_of(family), target_of(family, self_test=True)
-    assert target.facts.invisible, target.facts.invisible_reason
+    more = {"layer_types": ["linear_attention"] * 3} if "kimi" in family else {}  # torch's attention through a latent feels other rows
+    model = model_of(family, **more)
+    target = as_target(model_of(family, **more), LoadConfig(page_tokens=16, threads=torch.get_num_threads()))
+    assert isinstance(target, PagedTarget) and target.facts.invisible, target.facts.invisible_reason
     hold_against(model, play(target), 1e-4)
 
 
 @NEED
 @pytest.mark.parametrize("family,dtype", [*((family, torch.bfloat16) for family in CASES), ("qwen3_next", torch.float32),
-                                          ("bamba", torch.float32), ("lfm3", torch.float32)])
+                                          ("kimi_linear", torch.float32), ("bamba", torch.float32),
+                                          ("lfm3", torch.float32)])
 def test_no_bit_depends_on_what_was_guessed(family: str, dtype: torch.dtype) -> None:
     plays(target_of(family, dtype), len(family))
 
 
 @NEED
-def test_no_bit_depends_on_what_was_guessed_where_weights_are_rounded() -> None:
-    plays(target_of("qwen3_5_text", torch.bfloat16, quantization="int8"), 7)
+@pytest.mark.parametrize("family", ["qwen3_5_text", "kimi_linear"])
+def test_no_bit_depends_on_what_was_guessed_where_weights_are_rounded(family: str) -> None:
+    plays(target_of(family, torch.bfloat16, quantization="int8"), 7)
 
 
 @NEED
-def test_a_team_of_any_size_writes_the_bits_of_one() -> None:
+@pytest.mark.parametrize("family, teams", [("qwen3_5_moe_text", (1, 2, 3, 5)), ("kimi_linear", (1, 3)), ("bailing_hybrid", (1, 3))])
+def test_a_team_of_any_size_writes_the_bits_of_one(family: str, teams: tuple[int, ...]) -> None:
     before, found = torch.get_num_threads(), []
     try:
-        for threads in (1, 2, 3, 5):
+        for threads in teams:
             torch.set_num_threads(threads)
-            found.append([logits for _, logits in play(target_of("qwen3_5_moe_text", torch.bfloat16))])
+            found.append([logits for _, logits in play(target_of(family, torch.bfloat16))])
     finally:
         torch.set_num_threads(before)
     for other in found[1:]:
@@ -635,6 +659,12 @@ def test_what_a_text_takes_is_told(tmp_path: Path) -> None:
     target.extend([slot], [TEXT[:80]])
     assert slot.state is not None and slot.state.memory.nbytes + slot.state.history.nbytes == target.states.bytes
     assert target.facts.reasons["recurrent state"].startswith(f"{target.states.bytes:,} bytes a sequence")
+    kimi = target_of("kimi_linear")
+    assert kimi.facts.cache_bytes_per_token == 1 * 4 * (20 + 10) * 4  # one layer of a latent: of each head a key of 20 and a value of 10
+    assert kimi.states is not None and kimi.states.row == 3 * (3 * 32 + 1 + 32)
+    slot = kimi.open([])
+    kimi.extend([slot], [TEXT[:3]])
+    assert kimi.pool.keys[1][0].nbytes + kimi.pool.values[1][0].nbytes == kimi.facts.cache_bytes_per_token
 
 
 def test_states_that_kernels_do_not_take_stay_in_the_models_own_cache() -> None:
@@ -644,6 +674,16 @@ def test_states_that_kernels_do_not_take_stay_in_the_models_own_cache() -> None:
             assert as_target(model, LoadConfig(self_test=False)).facts.tier == 3
         else:
             assert as_target(model, LoadConfig(self_test=False, packed=False)).facts.tier == 3
+
+
+@pytest.mark.parametrize("family", ["olmo_hybrid", "kimi_linear, low"])
+def test_three_convolutions_in_place_of_one_are_no_block_of_ours(family: str) -> None:
+    """Of OLMo Hybrid transformers 5.5 has three."""
+    model = model_of(family)
+    part = part_of(model.model.layers[0], ("linear_attn", "self_attn"))
+    part.q_conv1d = part.conv1d
+    del part.conv1d
+    assert not can_fuse(model)[0]
 
 
 def test_what_older_transformers_tell_and_ask() -> None:

@@ -103,14 +103,6 @@ static inline floats whole_gelu(floats x)
     return x * either(x < 0, tail, 1 - tail);
 }
 
-/* log(1 + e^x): the larger of x and 0, and log(1 + t), t = e^-|x|, which is 2 artanh(t / (2 + t)). What is no number stays so. */
-static inline floats softplus(floats x)
-{
-    floats t = exponential(-(floats)((words)x & 0x7fffffffu)), s = t / (2 + t), q = s * s;
-    floats series = ((((q / 13 + 1 / 11.f) * q + 1 / 9.f) * q + 1 / 7.f) * q + 1 / 5.f) * q + 1 / 3.f;
-    return either(x == x, either(x > 0, x, (floats){0}) + 2 * (s + s * q * series), x);
-}
-
 /* Any function of an MLP's: SILU … of lanes.h. */
 static inline floats function(floats x, int which)
 {
@@ -291,7 +283,7 @@ static attention question(const run *p, const layer *l, const course *c, long nu
 }
 
 /* y [parts, n] *= which(x [parts]), or, of parts of one number, y [parts] */
-static void open_parts(const char *x, char *y, long parts, long n, int which, int halves)
+void open_parts(const char *x, char *y, long parts, long n, int which, int halves)
 {
     long c = 0;
     for (; n == 1 && c + LANES <= parts; c += LANES)

@@ -190,6 +190,14 @@ static inline floats sigmoid(floats x) /* 1 / (1 + e^-x), by the exponential of 
     return top / (1 + e);
 }
 
+/* log(1 + e^x): the larger of x and 0, and log(1 + t), t = e^-|x|, which is 2 artanh(t / (2 + t)). What is no number stays so. */
+static inline floats softplus(floats x)
+{
+    floats t = exponential(-(floats)((words)x & 0x7fffffffu)), s = t / (2 + t), q = s * s;
+    floats series = ((((q / 13 + 1 / 11.f) * q + 1 / 9.f) * q + 1 / 7.f) * q + 1 / 5.f) * q + 1 / 3.f;
+    return either(x == x, either(x > 0, x, (floats){0}) + 2 * (s + s * q * series), x);
+}
+
 /* Numbers of float32 or, with halves, bfloat16: one, or LANES of them from the i-th on. */
 static inline float load(const void *from, long i, int halves)
 {
@@ -450,30 +458,35 @@ typedef struct {
 enum { SILU, GELU_BY_TANH, GELU, RELU_SQUARED, SIGMOID, SOFTPLUS, RELU };
 
 /* What attention through a latent has beside its first product (latent.c): queries [heads, dim] of their own latent, normed, or, of out 0,
- * none, and the first product makes queries; keys [heads, dim - turned] and behind them values [heads, value_dim] of the other, normed. */
+ * none, and the first product makes queries; keys [heads, dim - shared] and behind them values [heads, value_dim] of the other, normed. Of a
+ * key `shared` numbers are the same in all heads: those that are turned, if any are. */
 typedef struct {
     product queries, keys_values;
     scale of_queries, of_latent;
-    long value_dim;
+    long value_dim, shared;
 } latent;
 
-/* What a layer with a recurrent state has between its first product and the last (recurrence.c), by one of three rules: the gated DELTA rule,
- * a state SPACE, or SHORT, a convolution alone, whose state is the rows that reach into it. The first product makes queries and keys
+/* What a layer with a recurrent state has between its first product and the last (recurrence.c), by one of three rules: the gated DELTA
+ * rule, a state SPACE, or SHORT, a convolution alone, whose state is the rows that reach into it. The first product makes queries and keys
  * [key_heads, key_dim], values [value_heads, value_dim], of a SPACE how much of each of value_heads is written, and gates [value_heads,
- * value_dim]; for SHORT values alone, what they are taken times behind the convolution, and before. written_kept: a product beside it, which
- * makes, of DELTA, how much of each of value_heads is written, and how much kept. taps [reach + 1, channels]: of a convolution over the first
- * three and the rows before; bias [channels], or null; decay, shift [value_heads]; skip [value_heads], of a SPACE: what a value adds to what is
- * seen. of_sight: the norm of what a row sees, of a head, in a SPACE of `groups` parts of all heads, behind the gates. floor, top: of how much
- * a SPACE writes; share: what is seen of it is taken times that. number: which of such layers it is; first: where its numbers begin among
- * those that the first product makes, behind those of attention. */
+ * value_dim]; for SHORT values alone, what they are taken times behind the convolution, and before. written_kept: a product beside it,
+ * which makes, of DELTA, how much of each of value_heads is written, and how much kept, of each of them `keeps` numbers, one or key_dim.
+ * decays, gates: products of low rank, which make how much is kept, and gates, of what the other two made in their place; or of out 0:
+ * there are none. taps [reach + 1, channels]: of a convolution over the first three and the rows before, sharp: whose sums are rounded
+ * behind silu alone; bias [channels], or null; decay [value_heads], shift [value_heads] or [value_heads, keeps]; coarse: the logarithm of
+ * what is kept is rounded; skip [value_heads], of a SPACE: what a value adds to what is seen. of_sight: the norm of what a row sees, of a
+ * head, in a SPACE of `groups` parts of all heads, behind the gates. floor, top: of how much a SPACE writes; of a diagonal DELTA, the
+ * least logarithm of what is kept, or 0: there is none. share: what is seen of a SPACE, and what DELTA writes, is taken times that.
+ * opened_by: gates of DELTA, SILU or SIGMOID. number: which of such layers it is; first: where its numbers begin among those that the
+ * first product makes, behind those of attention. */
 enum { DELTA, SPACE, SHORT };
 typedef struct {
-    product written_kept;
+    product written_kept, decays, gates;
     const float *taps, *bias, *decay, *shift, *skip;
     scale of_sight;
-    long key_heads, value_heads, key_dim, value_dim, reach, number, groups, first;
+    long key_heads, value_heads, key_dim, value_dim, reach, number, groups, first, keeps;
     float floor, top, share;
-    int rule;
+    int rule, opened_by, sharp, coarse;
 } recurrence;
 
 /* What a layer adds last (Gemma 4's): norm(last(act(gate(x)) * side)), of what stands beside each row for this layer. */
@@ -611,6 +624,7 @@ void norm_of_row(const char *from, const scale *by, char *to, long inner, long n
 void norm_or_copy(const char *from, const scale *by, char *to, long n, int halves);
 void turn_row(const char *from, const void *cos, const void *sin, char *to, long heads, long dim, long turned, int sharp, int halves);
 void latent_needs(const run *p, const layer *l, long *read, long *written, long *inner, long *room);
+void open_parts(const char *x, char *y, long parts, long n, int which, int halves);
 void look_back_through(const member *me, const run *p, const layer *l);
 void recurrence_needs(const run *p, const layer *l, long *inner, long *room);
 void recall(const member *me, const run *p, const layer *l);

@@ -2,7 +2,7 @@
  * by ../native.py; models/latent.py has the twin.
  *
  * A layer's first product makes, of each row, its queries, or the latent that these are made of; the latent of its keys and values; and
- * the part of its key that is turned, which all heads share. What is kept is what attention reads: whole keys and values.
+ * the part of its key that is turned, if any is, which all heads share. What is kept is what attention reads: whole keys and values.
  */
 #include "lanes.h"
 
@@ -13,17 +13,17 @@ void latent_needs(const run *p, const layer *l, long *read, long *written, long 
     long line = 64 / size(p->halves);
     *read = most(*read, queries->in + rest->in + line);
     *written = most(*written, queries->out + rest->out + line);
-    *inner = most(*inner, l->heads * l->dim + l->turned + line);
+    *inner = most(*inner, l->heads * l->dim + l->latent->shared + l->openings + 2 * line);
     *room = most(*room, most(room_for(queries, p->rows, p->halves, p->threads), room_for(rest, p->rows, p->halves, p->threads)));
 }
 
-/* A row's whole key, in `key`: of each head what is turned, which all share, and its own. */
+/* A row's whole key, in `key`: of each head what all share, and its own. */
 static void join_key(const layer *l, const char *shared, const char *own, char *key, long each)
 {
-    long turned = each * l->turned, rest = each * l->dim - turned;
-    for (long h = 0; h < l->kv_heads; h++, own += rest, key += turned + rest) {
-        memcpy(key, shared, turned);
-        memcpy(key + turned, own, rest);
+    long common = each * l->latent->shared, rest = each * l->dim - common;
+    for (long h = 0; h < l->kv_heads; h++, own += rest, key += common + rest) {
+        memcpy(key, shared, common);
+        memcpy(key + common, own, rest);
     }
 }
 
@@ -32,10 +32,12 @@ static void join_key(const layer *l, const char *shared, const char *own, char *
 void look_back_through(const member *me, const run *p, const layer *l)
 {
     const product *queries = &l->latent->queries, *rest = &l->latent->keys_values;
-    long each = size(p->halves), asked = each * l->heads * l->dim, first = each * (l->qkv.out - rest->in - l->turned), at = 0;
-    long deep = l->latent->value_dim, turned = each * l->turned, key = each * l->kv_heads * l->dim, value = each * l->kv_heads * deep;
+    long each = size(p->halves), asked = each * l->heads * l->dim, common = each * l->latent->shared, at = 0;
+    long openings = each * l->openings, first = each * (l->qkv.out - rest->in) - common - openings;
+    long deep = l->latent->value_dim, key = each * l->kv_heads * l->dim, value = each * l->kv_heads * deep;
     long angle = size(p->halves && !p->sharp), rope = rope_of(p, l), made = each * rest->out;
     char *latents = p->read + UP(p->rows * each * queries->in, 64), *shared = p->inner + UP(p->rows * asked, 64);
+    char *opened = shared + UP(p->rows * common, 64);
     char *heads = queries->out ? p->written + UP(p->rows * made, 64) : 0;
 #define TURNED_BY(r, FROM, TO, HEADS, DIM)                                                                               \
     turn_row(FROM, p->cos + angle * (r) * p->angles + rope, p->sin + angle * (r) * p->angles + rope, TO, HEADS, DIM, l->turned, p->sharp, \
@@ -46,7 +48,8 @@ void look_back_through(const member *me, const run *p, const layer *l)
         if (heads) norm_of_row(from, &l->latent->of_queries, p->read + r * first, 1, queries->in, p->halves);
         else TURNED_BY(r, from, p->inner + r * asked, l->heads, l->dim);
         norm_of_row(latent, &l->latent->of_latent, latents + r * each * rest->in, 1, rest->in, p->halves);
-        TURNED_BY(r, latent + each * rest->in, shared + r * turned, 1, l->turned);
+        TURNED_BY(r, latent + each * rest->in, shared + r * common, 1, l->latent->shared);
+        memcpy(opened + r * openings, latent + each * rest->in + common, openings);
     }
     join(me);
     multiplied(me, rest, latents, p->room, p->written, p->rows, p->halves, 0);
@@ -61,10 +64,15 @@ void look_back_through(const member *me, const run *p, const layer *l)
                                     p->halves};
         MINE(i, c->writes) {
             const char *own = p->written + (at + c->write_from[i]) * made;
-            join_key(l, shared + (at + c->write_from[i]) * turned, own, (char *)l->keys + c->write_to[i] * key, each);
+            join_key(l, shared + (at + c->write_from[i]) * common, own, (char *)l->keys + c->write_to[i] * key, each);
             memcpy((char *)l->values + c->write_to[i] * value, own + made - value, value);
         }
         join(me);
         attended(me, c, &question, p->failed);
+    }
+    if (openings) {
+        MINE(r, p->rows) open_parts(opened + r * openings, p->read + each * r * l->heads * deep, l->openings, l->heads * deep / l->openings,
+                                    l->opened_by, p->halves);
+        join(me);
     }
 }

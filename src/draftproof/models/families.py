@@ -19,6 +19,16 @@ from torch import Tensor, nn
 
 from .. import native
 from ..mixtures import Routing
+from .choosing import (
+    as_wide_as_its_gate,
+    by_logits_in_cohere,
+    by_sigmoid,
+    by_sigmoid_in_lfm2,
+    by_softmax,
+    by_softmax_in_mistral,
+    by_sparse_mixing,
+    by_wide_softmax,
+)
 
 OUT = ("o_proj", "dense", "out_proj", "c_proj")     # what families call these products,
 UP = ("up_proj", "c_fc", "fc1", "fc_in", "w3", "dense_h_to_4h")
@@ -33,11 +43,14 @@ LINEARS = ("q_proj", "k_proj", "v_proj", "g_proj", "gate_proj", "qkv_proj", "q_a
            "query_key_value", "c_attn")
 ROUTERS = ("TopKRouter", "TopkRouter", "TextTopKRouter", "TokenChoiceRouter", "TextRouter", "Router", "Gate")    # classes' endings
 OPENING = ("g_proj", "gate_proj")     # and what makes gates of what attention gives
-LOOKING_BACK = ("Attention", "SelfAttention", "TextAttention", "GatedDeltaNet", "Mixer", "Mamba2Mixer", "MambaLayer",
-                "ShortConv")    # classes' endings
+LOOKING_BACK = ("Attention", "SelfAttention", "TextAttention")   # classes' endings, and of those that have a recurrent state
+REMEMBERING = ("GatedDeltaNet", "DeltaAttention", "Mixer", "Mamba2Mixer", "MambaLayer", "ShortConv")
+LAYERS = ("DecoderLayer", "TextDecoderLayer", "Layer", "Block", "AttentionDecoderLayer", "LinearAttentionDecoderLayer")
 ONLY = "mixer"  # a layer's only part, of either kind, in families whose layers have one each
-STATES = ("linear_attn", "mamba", "conv")   # parts of layers that have a recurrent state,
-STATE_LINEARS = ("in_proj", "in_proj_qkv", "in_proj_b", "in_proj_a", "in_proj_z", "in_proj_qkvz", "in_proj_ba")    # and their products
+STATES = ("linear_attn", "mamba", "conv", "self_attn")   # parts of layers that have a recurrent state, if they have a convolution,
+STATE_LINEARS = ("in_proj", "in_proj_qkv", "in_proj_b", "in_proj_a", "in_proj_z", "in_proj_qkvz", "in_proj_ba",    # their products,
+                 "a_proj", "b_proj", "g_a_proj", "g_b_proj", "f_proj", "f_a_proj", "f_b_proj")
+GATED_NORM = ("norm", "o_norm")     # and the norm of what they give
 SIDES = ("per_layer_input_gate", "per_layer_projection", "post_per_layer_input_norm")      # parts of what a layer adds last
 ABREAST = ("pre_feedforward_layernorm_2", "post_feedforward_layernorm_2", "post_feedforward_layernorm_1")  # of experts, of an MLP
 LATENT_NORMS = ("q_a_layernorm", "kv_a_layernorm")
@@ -58,48 +71,6 @@ BEHIND = Norms(None, "post_attention_layernorm", None, "post_feedforward_layerno
 AROUND = Norms("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm")
 IN_GPT2, IN_OPT = Norms("ln_1", None, "ln_2"), Norms("self_attn_layer_norm", None, "final_layer_norm")
 AROUND_IN_GLM = Norms("input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm")
-
-
-def _by_softmax(block: Any) -> Routing:
-    return Routing(normed=block.gate.norm_topk_prob, kept=True)
-
-
-def _by_sigmoid(block: Any) -> Routing:
-    router = block.gate
-    return Routing(by_sigmoid=True, wide=True, normed=router.norm_topk_prob, factor=router.routed_scaling_factor,
-                   groups=router.num_group, within=router.topk_group, leading=2)
-
-
-def _by_sigmoid_in_lfm2(block: Any) -> Routing:
-    router = block.gate
-    return Routing(by_sigmoid=True, normed=router.norm_topk_prob, beside=1e-6, kept=True, factor=router.routed_scaling_factor)
-
-
-def _by_wide_softmax(block: Any) -> Routing:
-    router = block.gate
-    grouped = router.topk_method == "group_limited_greedy"
-    return Routing(wide=True, normed=False, factor=router.routed_scaling_factor, groups=router.num_group if grouped else 1,
-                   within=router.topk_group if grouped else 1)
-
-
-def _by_softmax_in_mistral(block: Any) -> Routing:
-    return _by_sigmoid(block)._replace(by_sigmoid=False, wide=False, kept=True)
-
-
-def _by_logits_in_cohere(block: Any) -> Routing:
-    router, average = block.gate, block.shared_expert_combination_strategy == "average"
-    share = 0.5 if average and block.num_shared_experts else 1.0
-    by_sigmoid = router.expert_selection_fn == "sigmoid"
-    return Routing(by_sigmoid, by_logits=True, normed=router.norm_topk_prob or not by_sigmoid, kept=True, factor=share, always=share)
-
-
-def _by_sparse_mixing(block: Any) -> Routing:
-    return Routing(normed=False, kept=True, near=max(2 * block.router.router_jitter_noise, 1e-30))
-
-
-def _as_wide_as_its_gate(block: Any) -> Routing:
-    wide = block.gate.wg.weight.dtype == torch.float32
-    return Routing(wide=wide, kept=not wide)
 
 
 def _always(attention: Any) -> bool:
@@ -136,7 +107,7 @@ class Family(NamedTuple):
     times what grows with their position. window_of_config: attention reads its window there. gated: what attention gives is taken times
     sigmoids of what q_proj makes beside each head's queries, as of what others' `OPENING` makes; opened_by: in place of sigmoids. mlp: its
     name, empty: its products stand in the layer; routing: how rows choose experts, of a block that has them. or_norms: of layers that lack
-    the first of `norms`. unscaled: scores are."""
+    the first of `norms`. unscaled: scores are. attending: norms of layers that attend, where those that have a state have others."""
 
     prefix: str
     norms: Norms = Norms()
@@ -156,9 +127,10 @@ class Family(NamedTuple):
     gated: bool = False
     opened_by: int = native.SIGMOID
     mlp: str = "mlp"
-    routing: Callable[[Any], Routing] = _by_softmax
+    routing: Callable[[Any], Routing] = by_softmax
     or_norms: Norms | None = None
     unscaled: bool = False
+    attending: Norms | None = None
 
     def window(self, attention: Any) -> int | None:
         """How many keys a row sees, itself included, or of what parts, as passes.py's `seen_from` has it; None: all."""
@@ -194,7 +166,8 @@ class Family(NamedTuple):
 
     def names_of(self, layer: Any) -> Norms:
         """Of a layer's norms, where they stand."""
-        norms = self.or_norms if self.or_norms and not hasattr(layer, str(self.norms.before)) else self.norms
+        norms = self.norms if self.attending is None or has_state(layer) else self.attending
+        norms = self.or_norms if self.or_norms and not hasattr(layer, str(norms.before)) else norms
         return Norms(None, norms.before, None, norms.after) if settles(layer) else norms
 
     def norms_of(self, layer: Any) -> list[Any]:
@@ -222,24 +195,25 @@ FAMILIES = {
     "apertus1p5_text": Family("Apertus1p5Text", Norms("attention_layernorm", None, "feedforward_layernorm"), "apertus1p5"),
     "arcee": Family("Arcee"),
     "aria_text": Family("Aria", home="aria", routing=lambda block: Routing(kept=True)),
-    "axk1": Family("AXK1", adjoining=True, routing=_by_sigmoid),
+    "axk1": Family("AXK1", adjoining=True, routing=by_sigmoid),
+    "bailing_hybrid": Family("BailingHybrid", adjoining=True, routing=by_sigmoid),
     "bamba": Family("Bamba", Norms(after="pre_ff_layernorm"), mlp="feed_forward"),
     "biogpt": Family("BioGpt", IN_OPT, mlp=""),
     "codegen": Family("CodeGen", Norms("ln_1", None, None), adjoining=True, parallel=True),
     "cohere": Family("Cohere", adjoining=True, paired=True, parallel=True),
     "cohere2": Family("Cohere2", adjoining=True, paired=True, parallel=True, turns=_where_it_slides),
-    "cohere2_moe": Family("Cohere2Moe", adjoining=True, paired=True, parallel=True, routing=_by_logits_in_cohere,
+    "cohere2_moe": Family("Cohere2Moe", adjoining=True, paired=True, parallel=True, routing=by_logits_in_cohere,
                           turns=lambda attention: attention.force_rope or _where_it_slides(attention)),
     "cohere_compass_text": Family("CohereCompass", home="cohere_compass", parallel=True, turns=_by_its_kind),
     "cwm": Family("Cwm"),
-    "deepseek_v2": Family("DeepseekV2", adjoining=True, routing=_by_wide_softmax),
-    "deepseek_v3": Family("DeepseekV3", adjoining=True, routing=_by_sigmoid),
-    "dots1": Family("Dots1", routing=_by_sigmoid),
+    "deepseek_v2": Family("DeepseekV2", adjoining=True, routing=by_wide_softmax),
+    "deepseek_v3": Family("DeepseekV3", adjoining=True, routing=by_sigmoid),
+    "dots1": Family("Dots1", routing=by_sigmoid),
     "ernie4_5": Family("Ernie4_5", adjoining=True),
     "ernie4_5_moe": Family("Ernie4_5_Moe", adjoining=True, routing=lambda block: Routing(wide=True, kept=True)),
     "exaone": Family("Llama", home="llama"),
     "exaone4": Family("Exaone4", BEHIND, turns=_in_windows),
-    "exaone_moe": Family("ExaoneMoe", turns=_in_windows, routing=_by_sigmoid),
+    "exaone_moe": Family("ExaoneMoe", turns=_in_windows, routing=by_sigmoid),
     "falcon": Family("Falcon", Norms("ln_attn", None, "ln_mlp"), parallel=True, or_norms=Norms()),
     "falcon_h1": Family("FalconH1", Norms(after="pre_ff_layernorm"), mlp="feed_forward"),
     "flex_olmo": Family("FlexOlmo", BEHIND, late=True),
@@ -253,8 +227,8 @@ FAMILIES = {
     "gemma4_unified_text": Family("Gemma4Unified", AROUND, "gemma4_unified", late=True),
     "glm": Family("Glm", adjoining=True),
     "glm4": Family("Glm4", AROUND_IN_GLM, adjoining=True),
-    "glm4_moe": Family("Glm4Moe", routing=_by_sigmoid),
-    "glm4_moe_lite": Family("Glm4MoeLite", adjoining=True, routing=_by_sigmoid),
+    "glm4_moe": Family("Glm4Moe", routing=by_sigmoid),
+    "glm4_moe_lite": Family("Glm4MoeLite", adjoining=True, routing=by_sigmoid),
     "gpt_oss": Family("GptOss", late=True, routing=lambda block: Routing(kept=True)),
     "gpt2": Family("GPT2", IN_GPT2),
     "gpt_bigcode": Family("GPTBigCode", IN_GPT2),
@@ -272,11 +246,12 @@ FAMILIES = {
     "hy_v3": Family("HYV3", routing=lambda block: Routing(by_sigmoid=True, wide=True, factor=block.gate.router_scaling_factor)),
     "hunyuan_v1_dense": Family("HunYuanDenseV1", head_norms=("query_layernorm", "key_layernorm"), turned_first=True),
     "hunyuan_v1_moe": Family("HunYuanMoEV1", head_norms=("query_layernorm", "key_layernorm"), turned_first=True,
-                             routing=_as_wide_as_its_gate),
+                             routing=as_wide_as_its_gate),
     "hyperclovax": Family("HyperCLOVAX", Norms(of_attention="post_norm1", of_mlp="post_norm2")),
     "internlm3": Family("Llama", home="llama"),
     "iquestcoder": Family("Llama", home="llama"),
     "jais2": Family("Jais2"),
+    "kimi_linear": Family("KimiLinear", routing=by_sigmoid),
     "kolibri1": Family("Kolibri1", AROUND_IN_GLM, turns=_in_windows, routing=lambda block: Routing(
         by_sigmoid=True, by_logits=True, wide=True, normed=block.gate.norm_topk_prob)),
     "laguna": Family("Laguna", opened_by=native.SOFTPLUS, routing=lambda block: Routing(by_sigmoid=True, kept=True,
@@ -285,38 +260,39 @@ FAMILIES = {
                         routing=lambda block: Routing(wide=True, normed=block.gate.norm_topk_prob, kept=True)),
     "lfm2": Family("Lfm2", Norms("operator_norm", None, "ffn_norm"), mlp="feed_forward", head_norms=("q_layernorm", "k_layernorm")),
     "lfm2_moe": Family("Lfm2Moe", Norms("operator_norm", None, "ffn_norm"), mlp="feed_forward",
-                       head_norms=("q_layernorm", "k_layernorm"), routing=_by_sigmoid_in_lfm2),
+                       head_norms=("q_layernorm", "k_layernorm"), routing=by_sigmoid_in_lfm2),
     "lfm3": Family("Lfm3", Norms("operator_norm", "post_operator_norm", "ffn_norm", "post_ffn_norm"), mlp="feed_forward"),
     "llama4_text": Family("Llama4", home="llama4", adjoining=True, turns=_where_asked, head_norms=("qk_norm", "qk_norm"), turned_first=True,
                           stretched=True, mlp="feed_forward",
                           routing=lambda block: Routing(by_sigmoid=True, by_logits=True, normed=False, kept=True, before=True)),
     "mellum": Family("Mellum"),
-    "mimo_v2_flash": Family("MiMoV2Flash", routing=_by_sigmoid),
+    "mimo_v2_flash": Family("MiMoV2Flash", routing=by_sigmoid),
     "minicpm3": Family("MiniCPM3"),
     "minimax_m2": Family("MiniMaxM2", routing=lambda block: Routing(by_sigmoid=True)),
-    "mistral4": Family("Mistral4", adjoining=True, stretched=True, routing=_by_softmax_in_mistral),
+    "mistral4": Family("Mistral4", adjoining=True, stretched=True, routing=by_softmax_in_mistral),
     "nanochat": Family("NanoChat", backward=True, entering=True, turned_first=True),
     "nemotron": Family("Nemotron", from_one=True),
-    "nemotron_h": Family("NemotronH", Norms("norm", None, "norm"), late=True, mlp=ONLY, routing=_by_sigmoid),
+    "nemotron_h": Family("NemotronH", Norms("norm", None, "norm"), late=True, mlp=ONLY, routing=by_sigmoid),
     "olmo": Family("Olmo"),
     "olmo2": Family("Olmo2", BEHIND, late=True),
     "olmo3": Family("Olmo3", BEHIND, late=True),
+    "olmo_hybrid": Family("OlmoHybrid", late=True, attending=BEHIND),
     "olmoe": Family("Olmoe", window_of_config=True),
     "opt": Family("OPT", IN_OPT, mlp=""),
     "persimmon": Family("Persimmon", head_norms=("q_layernorm", "k_layernorm")),
     "phi": Family("Phi", head_norms=("q_layernorm", "k_layernorm"), parallel=True),
     "phi3": Family("Phi3", window_of_config=True),
-    "phimoe": Family("Phimoe", routing=_by_sparse_mixing),
+    "phimoe": Family("Phimoe", routing=by_sparse_mixing),
     "qwen2_moe": Family("Qwen2Moe"),
     "qwen3_5_moe_text": Family("Qwen3_5Moe", home="qwen3_5_moe", late=True, from_one=True, gated=True,
                                routing=lambda block: Routing(kept=True)),
     "qwen3_5_text": Family("Qwen3_5", home="qwen3_5", late=True, from_one=True, gated=True),
     "qwen3_next": Family("Qwen3Next", late=True, from_one=True, gated=True),
-    "sarvam_mla": Family("DeepseekV3", home="deepseek_v3", adjoining=True, routing=_by_sigmoid),
-    "sarvam_moe": Family("Glm4Moe", home="glm4_moe", routing=_by_sigmoid),
+    "sarvam_mla": Family("DeepseekV3", home="deepseek_v3", adjoining=True, routing=by_sigmoid),
+    "sarvam_moe": Family("Glm4Moe", home="glm4_moe", routing=by_sigmoid),
     "seed_oss": Family("SeedOss"),
     "smollm3": Family("SmolLM3", turns=_where_asked),
-    "solar_open": Family("SolarOpen", routing=_by_sigmoid),
+    "solar_open": Family("SolarOpen", routing=by_sigmoid),
     "stablelm": Family("StableLm", head_norms=("q_layernorm", "k_layernorm"), parallel=True),
     "starcoder2": Family("Starcoder2", window_of_config=True),
     "vaultgemma": Family("VaultGemma", Norms(after="pre_feedforward_layernorm"), late=True, from_one=True),
@@ -360,8 +336,8 @@ def has_state(layer: Any) -> bool:
 
 def state_of(layer: Any) -> Any:
     """The part of a layer that has a recurrent state; None: it has none."""
-    found = part_of(layer, (*STATES, ONLY))
-    return None if part_of(found, ("conv1d", "conv")) is None else found
+    parts = (getattr(layer, name, None) for name in (*STATES, ONLY))
+    return next((part for part in parts if part_of(part, ("conv1d", "conv")) is not None), None)
 
 
 def looking_back(layer: Any) -> Any:

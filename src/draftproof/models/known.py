@@ -14,15 +14,18 @@ from .families import (
     ABREAST,
     DOWN,
     FAMILIES,
+    GATED_NORM,
     GATES,
     LAST_NORM,
     LATENT_NORMS,
+    LAYERS,
     LINEARS,
     LOOKING_BACK,
     ON_ANY_DEVICE,
     OUT,
     POSITIONS,
     PROJECTIONS,
+    REMEMBERING,
     ROUTERS,
     SIDES,
     STATE_LINEARS,
@@ -89,13 +92,13 @@ def _strange(model: Any, family: Family, name: str) -> Iterator[str]:
     for number, layer in enumerate(layers_of(model)):
         attention, state, mlp = looking_back(layer), state_of(layer), family.mlp_of(layer)
         looking = {part for part in (attention, state) if part is not None}
-        if not (exact(layer, "DecoderLayer", "TextDecoderLayer", "Layer", "Block")
-                and all(exact(part, *LOOKING_BACK) for part in looking)):
+        if not (exact(layer, *LAYERS) and all(exact(part, *(REMEMBERING if part is state else LOOKING_BACK)) for part in looking)):
             yield others
             return
         norms = [norm for norm, name in zip(family.norms_of(layer), family.names_of(layer), strict=True)
                  if name and not isinstance(getattr(layer, name, None), nn.Identity)]
         norms += _there(attention, *family.head_norms, "v_norm", *LATENT_NORMS)
+        looking |= {*_there(state, "forget_gate")}
         linears = [bare(linear) for part in looking for linear in _there(part, *LINEARS, *STATE_LINEARS, *OUT)]
         linears += _there(layer, *SIDES[:2])
         norms += _there(layer, *SIDES[2:], *ABREAST)
@@ -107,7 +110,7 @@ def _strange(model: Any, family: Family, name: str) -> Iterator[str]:
                 yield others
         if not all(map(known, norms)) or not all(type(linear) in (nn.Linear, Conv1D) or exact(linear, "Linear") for linear in linears):
             yield others
-        if getattr(attention, "v_proj", None) is not None and not _are_pairs(attention, family):
+        if attention is not state and getattr(attention, "v_proj", None) is not None and not _are_pairs(attention, family):
             yield "keys and values of different sizes"
         if hasattr(attention, "embed_positions"):   # GPT-J's and CodeGen's before transformers 5.24
             yield "rotary positions of attention's own"
@@ -163,15 +166,17 @@ def _strange_state(part: Any, exact: Callable[..., bool]) -> Iterator[str]:
         if part.conv.in_channels % native.STRIPE:
             yield f"a convolution of {part.conv.in_channels} numbers, where kernels of ours take multiples of {native.STRIPE}"
         return
-    plain = isinstance(part.norm, nn.Identity)
-    if not (plain or exact(part.norm, "RMSNormGated")) or type(part.conv1d) is not nn.Conv1d:
+    norm = part_of(part, GATED_NORM)
+    plain = isinstance(norm, nn.Identity)
+    if (not (plain or exact(norm, "RMSNormGated")) or type(part.conv1d) is not nn.Conv1d
+            or not all(exact(gate, "ForgetGate") for gate in _there(part, "forget_gate"))):
         yield "layers of other classes than transformers ships"
     if part.activation not in ("silu", "swish"):
         yield f"a convolution behind which stands {part.activation}"
-    if getattr(part.norm, "norm_before_gate", False):
+    if getattr(norm, "norm_before_gate", False):
         yield "a norm before its gates"
-    delta = hasattr(part, "head_k_dim")
-    rows, columns = (part.head_k_dim, part.head_v_dim) if delta else (part.ssm_state_size, part.head_dim)
+    delta = not hasattr(part, "ssm_state_size")
+    rows, columns = (part_of(part, names) for names in (("ssm_state_size", "head_k_dim", "head_dim"), ("head_v_dim", "head_dim")))
     if delta and part.conv1d.bias is not None:
         yield "a convolution with a bias"
     least = native.STRIPE // 2

@@ -2,19 +2,22 @@
 
     q, k, v = silu(convolve(qkv(norm(x))))
 
-    DeltaLayer    S ← kept · S;  S ← S + k ⊗ (v − Sᵀk) · written    x ← x + o(norm(Sᵀq) · silu(gate))               Qwen3-Next, Qwen3.5
+    DeltaLayer    S ← kept · S;  S ← S + k ⊗ (v − Sᵀk) · written    x ← x + o(norm(Sᵀq) · silu(gate))               Qwen3-Next, OLMo Hybrid
+    KimiDeltaLayer    the same with each row of S kept by itself    x ← x + o(norm(Sᵀq) · sigmoid(gate))            Kimi Linear, Ling 3
     SpaceLayer    S ← kept · S + k ⊗ v · written                    x ← x + o(norm((Sᵀq + skip v) · silu(gate)))    Bamba, Nemotron-H
     ShortLayer                                                      x ← x + o(convolve(v · before) · gate)          LFM2
     BothLayer     attention and a state space beside each other: one product before them, and one behind            Falcon-H1
 
-the gated delta rule (Yang et al., arXiv 2412.06464), a state space (Mamba-2: Dao & Gu, arXiv 2405.21060), and a convolution alone, without
-keys (arXiv 2511.23404). One product makes queries, keys, values, how much of each head is written and kept, and gates. What a layer needs
-of the text before stands in states.py. kernels/recurrence.c runs all of it; `_go` is its plain twin, which the tests hold it against.
+the gated delta rule (Yang et al., arXiv 2412.06464), Kimi's form of it (arXiv 2510.26692), a state space (Mamba-2: Dao & Gu, arXiv
+2405.21060), and a convolution alone, without keys (arXiv 2511.23404). One product makes queries, keys, values, how much of each head is
+written and kept, and gates. What a layer needs of the text before stands in states.py. kernels/recurrence.c runs all of it; `_go` is its
+plain twin, which the tests hold it against.
 """
 
 from __future__ import annotations
 
 import ctypes
+import math
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any, Self
@@ -25,7 +28,7 @@ from torch.nn import functional
 
 from .. import native, recurrences
 from .cache import PagePool
-from .families import ONLY, OUT, Family, Norms, looking_back, part_of, state_of
+from .families import GATED_NORM, ONLY, OUT, Family, Norms, looking_back, part_of, state_of
 from .fused import FusedLayer, scale_of
 from .levels import LevelWeight
 from .packed import HeldLinear, Linear, joined, packed, times
@@ -45,7 +48,8 @@ class StateLayer(FusedLayer):
     _made: recurrences.Recurrence | None = None
     key_heads: int
     taps: Tensor  # of the convolution, [reach + 1, channels],
-    bias: Tensor | None  # and [channels]
+    bias: Tensor | None  # and [channels];
+    sharp = False  # what it makes is rounded behind silu alone
 
     @property
     def state(self) -> Self:
@@ -61,8 +65,9 @@ class StateLayer(FusedLayer):
         self.channels = 2 * self.key_heads * self.head_dim + self.heads * self.value_dim
         self.row, self.reach = self.channels + scalars * self.heads, len(self.taps) - 1
         self.memory = self.heads, self.head_dim * self.value_dim
-        if hasattr(attention, "A_log"):
-            self.decay, self.shift = attention.A_log.detach().float().exp(), attention.dt_bias.detach().float()
+        forgets = getattr(attention, "forget_gate", attention)
+        if hasattr(forgets, "A_log"):
+            self.decay, self.shift = forgets.A_log.detach().float().exp().flatten(), forgets.dt_bias.detach().float()
 
     def _shape(self, attention: Any) -> tuple[Tensor | None, int]:
         """Sets sizes and what the convolution has; the order of the first product's rows (None: as they stand), and how many numbers of
@@ -70,7 +75,7 @@ class StateLayer(FusedLayer):
         raise AssertionError("each kind has its own")
 
     def _look_back(self, entered: Tensor, made: Tensor, angles: Tensor, p: Pass, pool: PagePool) -> Tensor:
-        beside = None if self.written_kept is None else self.written_kept(entered)
+        made, beside = self._behind(entered, made)
         if self.ours:
             return recurrences.recall(self._recurrence(), p.course(), made, beside)
         seen = torch.empty(len(made), self.heads * self.value_dim, dtype=made.dtype)
@@ -78,6 +83,10 @@ class StateLayer(FusedLayer):
         for walk in p.walks:
             self._go(walk, rows, gates, seen)
         return seen
+
+    def _behind(self, entered: Tensor, made: Tensor) -> tuple[Tensor, Tensor | None]:
+        """What the first product made, and, of the gated delta rule, how much is written and kept."""
+        return made, None if self.written_kept is None else self.written_kept(entered)
 
     def _rows_and_gates(self, made: Tensor, beside: Tensor | None) -> tuple[Tensor, Tensor]:
         """Rows as the history has them, and gates."""
@@ -109,8 +118,8 @@ class StateLayer(FusedLayer):
     def _convolved(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Query, key and value [value_heads, n], float32, of the last of rows [reach + 1, …]."""
         sums = (rows[:, : self.channels].float() * self.taps).sum(0)
-        sums = (sums if self.bias is None else sums + self.bias).to(rows.dtype)
-        found = (functional.silu(sums) if self.key_heads else sums).float()
+        sums = (sums if self.bias is None else sums + self.bias).to(torch.float32 if self.sharp else rows.dtype)
+        found = (functional.silu(sums) if self.key_heads else sums).to(rows.dtype).float()
         keys, each = self.key_heads * self.head_dim, self.heads // max(self.key_heads, 1)
         query, key = (found[start : start + keys].view(self.key_heads, self.head_dim).repeat_interleave(each, 0) for start in (0, keys))
         return query, key, found[2 * keys :].view(self.heads, -1)
@@ -141,17 +150,23 @@ class StateLayer(FusedLayer):
 
 
 class DeltaLayer(StateLayer):
+    keeps = 1  # how many numbers tell how much of a head is kept
+    most = 1.0  # that is written; above 1 what is kept may change its sign
+    floor = 0.0  # the least logarithm of what is kept; 0: there is none
+    coarse = False  # that logarithm is rounded
+    opened_by = native.SILU
+
     def _take(self, layer: Any, linear: Linear, family: Family, rope: Rope | None) -> None:
         super()._take(layer, linear, family, rope)
-        attention = looking_back(layer)
-        if hasattr(attention, "in_proj_ba"):
-            weight, bias = attention.in_proj_ba.weight.detach(), attention.in_proj_ba.bias
-            order = _in_parts(torch.arange(2 * self.heads).view(self.key_heads, -1), [self.heads // self.key_heads] * 2)
-            weight, bias = weight[order], None if bias is None else bias[order]
-        else:
-            weight, bias = joined([attention.in_proj_b, attention.in_proj_a])
-        levels = isinstance(weight, LevelWeight)
-        self.written_kept = (linear if levels or linear is HeldLinear else packed)(weight, bias)  # never rounded to fewer bits
+        self.written_kept = _exactly(*self._written_kept(looking_back(layer)), linear)
+
+    def _written_kept(self, attention: Any) -> tuple[Tensor, Tensor | None]:
+        """The weight and bias of what makes how much is written, and kept."""
+        if not hasattr(attention, "in_proj_ba"):
+            return joined([part_of(attention, names) for names in (("in_proj_b", "b_proj"), ("in_proj_a", "a_proj"))])
+        weight, bias = attention.in_proj_ba.weight.detach(), attention.in_proj_ba.bias
+        order = _in_parts(torch.arange(2 * self.heads).view(self.key_heads, -1), [self.heads // self.key_heads] * 2)
+        return weight[order], None if bias is None else bias[order]
 
     def _parts(self) -> list[Any]:
         return [*super()._parts(), self.written_kept]
@@ -160,7 +175,8 @@ class DeltaLayer(StateLayer):
         self.key_heads, self.heads = attention.num_k_heads, attention.num_v_heads
         self.head_dim, self.value_dim = attention.head_k_dim, attention.head_v_dim
         self.taps, self.bias = attention.conv1d.weight.detach()[:, 0].float().T.contiguous(), None
-        self.of_sight = attention.norm.weight.detach(), attention.norm.variance_epsilon
+        norm = part_of(attention, GATED_NORM)
+        self.of_sight, self.most = (norm.weight.detach(), norm.variance_epsilon), 1.0 + getattr(attention, "allow_neg_eigval", False)
         if not hasattr(attention, "in_proj_qkvz"):
             return None, 2
         values = self.heads // self.key_heads * self.value_dim  # Qwen3-Next's rows stand by heads of keys
@@ -170,11 +186,16 @@ class DeltaLayer(StateLayer):
     def _step(self, state: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
         query, key, value = self._convolved(rows)
         query, key = (part * torch.rsqrt((part * part).sum(-1, keepdim=True) + 1e-6) for part in (query, key))
-        written, held = rows[-1, self.channels :].view(2, self.heads)
-        state = state * torch.exp(-self.decay * functional.softplus(held.float() + self.shift))[:, None, None]
-        new = (value - (state * key[..., None]).sum(1)) * written.sigmoid().float()[:, None]
+        written, told = torch.split(rows[-1, self.channels :], [self.heads, self.heads * self.keeps])
+        state = state * torch.exp(self._power((told.float() + self.shift).view(self.heads, -1)))[..., None]
+        new = (value - (state * key[..., None]).sum(1)) * (written.sigmoid().float() * self.most)[:, None]
         state = state + key[..., None] * new[:, None]
         return state, (state * (query / self.head_dim**0.5)[..., None]).sum(1)
+
+    def _power(self, told: Tensor) -> Tensor:
+        """The logarithm of what is kept [heads, keeps]."""
+        found: Tensor = -self.decay[:, None] * functional.softplus(told)
+        return found
 
     def _finish(self, found: Tensor, gate: Tensor) -> Tensor:
         weight, eps = self.of_sight
@@ -184,8 +205,65 @@ class DeltaLayer(StateLayer):
 
     def _told(self) -> recurrences.Recurrence:
         return recurrences.Recurrence.of(recurrences.DELTA, self.taps, None, self._sizes(), self.number, self.decay, self.shift,
-                                         scale_of(self.of_sight, self.dtype),
-                                         written_kept=getattr(self.written_kept, "product", None))
+                                         scale_of(self.of_sight, self.dtype), limits=(self.floor, math.inf), share=self.most,
+                                         products=self._beside(), keeps=self.keeps, opened_by=self.opened_by, sharp=self.sharp,
+                                         coarse=self.coarse)
+
+    def _beside(self) -> tuple[native.Product | None, ...]:
+        """Products between the first one and the last, where the whole pass is one call."""
+        return getattr(self.written_kept, "product", None), None, None
+
+
+class KimiDeltaLayer(DeltaLayer):
+    """Where the first products make less than what is kept and gates, decays and gates are products of low rank behind them."""
+
+    opened_by = native.SIGMOID
+
+    def _take(self, layer: Any, linear: Linear, family: Family, rope: Rope | None) -> None:
+        super()._take(layer, linear, family, rope)
+        attention = looking_back(layer)
+        forgets = attention.forget_gate
+        self.sharp = attention.conv1d.weight.dtype != self.dtype
+        self.floor = float(forgets.lower_bound) if getattr(forgets, "safe_gate", False) else 0.0
+        self.coarse = hasattr(forgets, "f_proj")
+        self.decays: nn.Module | None = None
+        self.opens: nn.Module | None = None
+        if not self.coarse:
+            self.decays, self.opens = _exactly(forgets.f_b_proj.weight, None, linear), linear(attention.g_b_proj.weight, None)
+
+    def _written_kept(self, attention: Any) -> tuple[Tensor, Tensor | None]:
+        return joined([attention.b_proj, part_of(attention.forget_gate, ("f_proj", "f_a_proj"))])
+
+    def _parts(self) -> list[Any]:
+        return [*super()._parts(), *(part for part in (self.decays, self.opens) if part is not None)]
+
+    def _shape(self, attention: Any) -> tuple[Tensor | None, int]:
+        self.key_heads = self.heads = attention.num_heads
+        self.keeps = self.head_dim = self.value_dim = attention.head_dim
+        self.taps, self.bias = attention.conv1d.weight.detach()[:, 0].float().T.contiguous(), None
+        norm = part_of(attention, GATED_NORM)
+        self.of_sight = norm.weight.detach().float(), norm.variance_epsilon
+        return None, 1 + self.keeps
+
+    def _behind(self, entered: Tensor, made: Tensor) -> tuple[Tensor, Tensor | None]:
+        made, beside = super()._behind(entered, made)
+        if self.decays is None or self.opens is None or beside is None:
+            return made, beside
+        told, opened = beside[:, self.heads :].contiguous(), made[:, self.channels :].contiguous()
+        return torch.cat([made[:, : self.channels], self.opens(opened)], 1), torch.cat([beside[:, : self.heads], self.decays(told)], 1)
+
+    def _power(self, told: Tensor) -> Tensor:
+        found = self.floor * torch.sigmoid(self.decay[:, None] * told) if self.floor else super()._power(told)
+        return found.to(self.dtype).float() if self.coarse else found
+
+    def _finish(self, found: Tensor, gate: Tensor) -> Tensor:
+        weight, eps = self.of_sight
+        wide = found.to(gate.dtype).float()
+        normed: Tensor = wide * torch.rsqrt((wide * wide).mean(-1, keepdim=True) + eps) * weight
+        return (normed * gate.float().sigmoid()).to(gate.dtype)
+
+    def _beside(self) -> tuple[native.Product | None, ...]:
+        return tuple(getattr(part, "product", None) for part in (self.written_kept, self.decays, self.opens))
 
 
 class SpaceLayer(StateLayer):
@@ -225,7 +303,7 @@ class SpaceLayer(StateLayer):
     def _told(self) -> recurrences.Recurrence:
         norm = None if self.of_sight is None else native.Scale.of(*self.of_sight, torch.float32)
         return recurrences.Recurrence.of(recurrences.SPACE, self.taps, self.bias, self._sizes(), self.number, self.decay, self.shift, norm,
-                                         self.skip, self.groups, self.limits, None, self.sight_share, self.first)
+                                         self.skip, self.groups, self.limits, self.sight_share, self.first)
 
 
 class ShortLayer(StateLayer):
@@ -294,13 +372,20 @@ def state_layer(layer: Any) -> type[FusedLayer]:
     """What stands for a layer that has a state."""
     if looking_back(layer) is not state_of(layer):
         return BothLayer
+    if hasattr(state_of(layer), "forget_gate"):
+        return KimiDeltaLayer
     return DeltaLayer if hasattr(layer, "linear_attn") else ShortLayer if hasattr(layer, "conv") else SpaceLayer
 
 
 def _parts(attention: Any) -> Iterator[Any]:
-    for name in ("in_proj", "in_proj_qkvz", "in_proj_qkv", "in_proj_z"):
+    for name in ("in_proj", "in_proj_qkvz", "in_proj_qkv", "in_proj_z", "q_proj", "k_proj", "v_proj", "g_proj", "g_a_proj"):
         if hasattr(attention, name):
             yield getattr(attention, name)
+
+
+def _exactly(weight: Tensor, bias: Tensor | None, linear: Linear) -> nn.Module:
+    """A product that is never rounded to fewer bits."""
+    return (linear if isinstance(weight, LevelWeight) or linear is HeldLinear else packed)(weight, bias)
 
 
 def _in_parts(rows: Tensor, sizes: list[int]) -> Tensor:
