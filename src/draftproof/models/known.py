@@ -47,6 +47,7 @@ from .shares import bare
 MIXTURES = ("SparseMoeBlock", "SparseMoEBlock", "MoE", "Moe", "TextMoe", "TextMoELayer", "MLP")      # endings of classes' names
 NORMS = ("RMSNorm", "TextRMSNorm", "TextL2Norm", "LayerNorm", "LayerNorm1P", "LayerNormPerHead")
 TABLES = ("LearnedPositionalEmbedding", "SinusoidalPositionalEmbedding")    # endings of classes' names
+OLDER_GATED = "transformers.models.zamba2.modeling_zamba2.Zamba2RMSNormGated"     # what Nemotron-H has in transformers 5.17
 
 
 def can_fuse(model: Any) -> tuple[bool, str]:
@@ -168,7 +169,8 @@ def _strange_state(part: Any, exact: Callable[..., bool]) -> Iterator[str]:
         return
     norm = part_of(part, GATED_NORM)
     plain = isinstance(norm, nn.Identity)
-    if (not (plain or exact(norm, "RMSNormGated")) or type(part.conv1d) is not nn.Conv1d
+    gated = exact(norm, "RMSNormGated") or f"{type(norm).__module__}.{type(norm).__name__}" == OLDER_GATED
+    if (not (plain or gated) or type(part.conv1d) is not nn.Conv1d
             or not all(exact(gate, "ForgetGate") for gate in _there(part, "forget_gate"))):
         yield "layers of other classes than transformers ships"
     if part.activation not in ("silu", "swish"):
