@@ -65,10 +65,8 @@ class Taps:
             self._hooks.append(self._layers[layer].register_forward_hook(self._keeper(layer)))
 
     def _keeper(self, layer: int) -> Any:
-        def keep(module: nn.Module, _inputs: Any, output: Any) -> None:
+        def keep(_module: nn.Module, _inputs: Any, output: Any) -> None:
             hidden = output[0] if isinstance(output, tuple) else output
-            if hasattr(module, "altup"):    # streams beside each other (Gemma 3n's), of which layers compute with this one
-                hidden = hidden[module.config.altup_active_idx]     # type: ignore[union-attr]
             self.rows[layer] = hidden.reshape(-1, hidden.shape[-1])
 
         return keep
