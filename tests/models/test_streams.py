@@ -14,22 +14,24 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from draftproof import native
 from draftproof.config import LoadConfig
+from draftproof.models.between import row_norm
 from draftproof.models.known import can_fuse
 from draftproof.models.load import as_target, load_target
 from draftproof.models.paged import PagedTarget
 from draftproof.models.shallow import shallow
+from draftproof.models.sides import Sides
 from draftproof.models.streams import StreamsLayer
 from draftproof.types import Scores
 
 NEED = pytest.mark.skipif(not native.available()[0], reason=native.available()[1])
-SIX = {"hidden_size": 72, "head_dim": 16, "sliding_window": 24, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 150,
+SIX = {"hidden_size": 72, "head_dim": 16, "sliding_window": 24, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 200,
        "num_hidden_layers": 6, "num_kv_shared_layers": 2, "laurel_rank": 12, "intermediate_size": [100, 96, 96, 40, 96, 100],
        "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
        "activation_sparsity_pattern": [0.9, 0.5, 0.0, 0.9, 0.0, 0.0]}
 CASES: dict[str, dict[str, Any]] = {
     "small": SIX,
     "even": {**SIX, "hidden_size": 64, "hidden_size_per_layer_input": 32, "laurel_rank": 16, "intermediate_size": 96},  # as torch's own
-    "all keys": {**SIX, "num_kv_shared_layers": 0, "altup_correct_scale": False, "vocab_size_per_layer_input": 200},
+    "all keys": {**SIX, "num_kv_shared_layers": 0, "altup_correct_scale": False},
 }
 
 
@@ -89,7 +91,7 @@ def test_the_pass_in_one_call_is_that_of_its_parts(bits: int, tolerance: float, 
 @NEED
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_row_has_the_bits_of_itself_alone_in_a_team_of_any_size(dtype: torch.dtype) -> None:
-    """Where no later layer has keys, too: there rows that nobody asks for leave."""
+    """Rows that nobody asks for leave where no later layer has keys, or in the last layer."""
     target, text, before = target_of("small", dtype), torch.arange(40) * 37 % 199 + 1, torch.get_num_threads()
     assert target.fused is not None and target.fused.lent == 4
 
@@ -104,7 +106,7 @@ def test_a_row_has_the_bits_of_itself_alone_in_a_team_of_any_size(dtype: torch.d
         want = read([1] * 40, [])
         for threads in (1, 3):
             torch.set_num_threads(threads)
-            for parts, taps in (([40], []), ([40], [0, 5]), ([9, 30, 1], []), ([33, 7], [1])):
+            for parts, taps in (([40], []), ([40], [0, 5]), ([9, 30, 1], []), ([33, 7], [4])):
                 assert torch.equal(read(parts, taps), want), f"{threads} threads, {parts}"
     finally:
         torch.set_num_threads(before)
@@ -124,6 +126,13 @@ def test_drafts_by_the_first_layers_are_those_of_a_model_of_these_alone() -> Non
     first = shallow(target, 2)
     found = first.extend([first.join(slot)], [text[-1:]]).logits[0]
     assert float((found - want).abs().max()) <= 1e-4 * float(want.abs().max())
+
+
+def test_ids_beyond_the_embeddings_of_each_layers_own_count_as_the_first() -> None:
+    body, ids = model_of("small", vocab_size_per_layer_input=150).model, torch.tensor([3, 149, 150, 199])
+    sides = Sides(body)
+    found, want = (sides(each, body.embed_tokens(ids), row_norm) for each in (ids, torch.tensor([3, 149, 0, 0])))
+    assert torch.equal(found, want)
 
 
 def test_other_streams_than_ours_are_not_fused() -> None:
