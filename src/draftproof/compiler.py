@@ -17,6 +17,8 @@ FLAGS = ["-O3", "-march=native", "-ffp-contract=fast", "-fopenmp", "-fPIC"]
 PATIENCE = 600  # seconds for the compiler: a dozen when it has a core for itself, minutes where many share it
 ELSEWHERE = "name one that can be in the variable XDG_CACHE_HOME"
 OPENMP = ("libgomp", "libiomp5", "libomp")
+MAPS, CPUINFO = Path("/proc/self/maps"), Path("/proc/cpuinfo")
+TELLING = ("flags", "model name", "Features", "CPU implementer", "CPU variant", "CPU part")  # lines of the latter; the last four are ARM's
 
 
 class Unavailable(Exception):
@@ -25,7 +27,11 @@ class Unavailable(Exception):
 
 def built() -> Path:
     """The library; made, in a dozen seconds, unless it is there. Raises Unavailable, OSError or subprocess.SubprocessError."""
-    return _build(_compiler(), _openmp())
+    openmp, compiler = _openmp(), _compiler()
+    version = subprocess.run([*compiler, "--version"], capture_output=True, check=True, timeout=PATIENCE).stdout
+    if b"clang" in version.lower():  # as `cc` is in some distributions
+        raise Unavailable(f"{shlex.join(compiler)} is clang; expected GCC, which the variable CC can name")
+    return _build(compiler, version, openmp)
 
 
 def _compiler() -> list[str]:
@@ -38,16 +44,16 @@ def _compiler() -> list[str]:
 
 def _openmp() -> str:
     """The OpenMP library that torch runs in this process: a second one would bring threads of its own."""
-    maps = Path("/proc/self/maps")
-    mapped = {line.split(None, 5)[-1].strip() for line in maps.read_text().splitlines()} if maps.exists() else set()
+    if not MAPS.exists():
+        raise Unavailable(f"they are made on Linux, this is {platform.system()}; a container or virtual machine with Linux has them")
+    mapped = {line.split(None, 5)[-1].strip() for line in MAPS.read_text().splitlines()}
     found = sorted(path for path in mapped if Path(path).name.startswith(OPENMP))
     if not found:
         raise Unavailable("torch runs without an OpenMP library that this process could find")
     return found[0]
 
 
-def _build(compiler: list[str], openmp: str) -> Path:
-    version = subprocess.run([*compiler, "--version"], capture_output=True, check=True, timeout=PATIENCE).stdout
+def _build(compiler: list[str], version: bytes, openmp: str) -> Path:
     sources = sorted(KERNELS.iterdir())
     made_of = [*(source.read_bytes() for source in sources), version, openmp.encode(), " ".join([*compiler[1:], *FLAGS]).encode(),
                _processor().encode()]
@@ -85,6 +91,5 @@ def _folder() -> Path:
 
 def _processor() -> str:
     """What `-march=native` depends on: a home folder may be shared by machines."""
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    return "\n".join([platform.machine(), *sorted({line for line in lines if line.startswith(("flags", "Features", "model name"))})])
+    lines = CPUINFO.read_text().splitlines() if CPUINFO.exists() else []
+    return "\n".join([platform.machine(), *sorted({line for line in lines if line.startswith(TELLING)})])

@@ -717,6 +717,37 @@ def test_no_compiler_at_all(forgotten: Path, monkeypatch: pytest.MonkeyPatch, tm
 
 
 @compiled
+def test_a_compiler_that_is_none_of_gccs_is_named(forgotten: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "cc").write_text("#!/bin/sh\necho Debian clang version 14.0.6\n")
+    (tmp_path / "cc").chmod(0o700)
+    monkeypatch.setenv("CC", str(tmp_path / "cc"))
+    able, why = native.available()
+    assert not able and f"{tmp_path}/cc is clang; expected GCC" in why
+
+
+def test_a_system_other_than_linux_is_named(forgotten: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(compiler, "MAPS", tmp_path / "maps")
+    monkeypatch.setattr(platform, "system", lambda: "Darwin")
+    able, why = native.available()
+    assert not able and "made on Linux, this is Darwin" in why and "container" in why
+
+
+@compiled
+def test_processors_that_share_a_home_have_libraries_of_their_own(forgotten: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """ARM's may have the same features, and only numbers tell the one kind, for which the compiler may know more, from the other."""
+    (tmp_path / "kernels").mkdir()
+    (tmp_path / "kernels" / "told.c").write_text("int told(void) { return 1; }\n")
+    monkeypatch.setattr(compiler, "KERNELS", tmp_path / "kernels")
+    monkeypatch.setattr(compiler, "CPUINFO", tmp_path / "cpuinfo")
+    found = set()
+    for part, megahertz in (("0xd0c", 1), ("0xd40", 1), ("0xd40", 2)):
+        (tmp_path / "cpuinfo").write_text(f"processor\t: 0\nBogoMIPS\t: {megahertz}\nFeatures\t: fp asimd asimddp\n"
+                                          f"CPU implementer\t: 0x41\nCPU variant\t: 0x1\nCPU part\t: {part}\n")
+        found.add(compiler.built())
+    assert len(found) == 2
+
+
+@compiled
 @pytest.mark.parametrize("given", ["a file", "nothing, and the user has no home"])
 def test_where_no_folder_can_keep_the_library_the_reason_says_how_to_name_one(
         given: str, forgotten: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

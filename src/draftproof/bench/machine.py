@@ -13,7 +13,9 @@ import torch
 from .. import __version__
 
 # What decides the speed of a language model on a CPU: matrix units, bf16 dot products, and the width of vectors.
-CPU_FLAGS = ("amx_tile", "amx_bf16", "amx_int8", "avx512_bf16", "avx512f", "avx512_vnni", "avx2", "bf16", "i8mm", "sve", "asimd")
+CPU_FLAGS = ("amx_tile", "amx_bf16", "amx_int8", "avx512_bf16", "avx512f", "avx512_vnni", "avx2")
+ARM_FLAGS = ("bf16", "i8mm", "sve", "asimddp", "asimd")
+CPUINFO = Path("/proc/cpuinfo")
 PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "numpy")
 
 
@@ -34,7 +36,7 @@ def machine() -> dict[str, Any]:
     return {
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
         "cpu": model,
-        "cpu_flags": {flag: flag in flags for flag in CPU_FLAGS if flag in flags or _expected(flag)},
+        "cpu_flags": {flag: flag in flags for flag in (ARM_FLAGS if platform.machine().lower() in ("aarch64", "arm64") else CPU_FLAGS)},
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "cores": usable_cores(),
         "memory_bytes": _memory_bytes(),
@@ -50,17 +52,15 @@ def usable_cores() -> int:
     return os.cpu_count() or 1
 
 
-def _expected(flag: str) -> bool:
-    arm = platform.machine().lower() in ("aarch64", "arm64")
-    return arm == (flag in ("bf16", "i8mm", "sve", "asimd"))
-
-
 def _cpu() -> tuple[str, frozenset[str]]:
-    info = Path("/proc/cpuinfo")
-    if not info.exists():
+    """Its name, on ARM the numbers that stand for it, and its flags."""
+    if not CPUINFO.exists():
         return platform.processor() or platform.machine(), frozenset()
-    fields = {key.strip(): value.strip() for key, colon, value in (line.partition(":") for line in info.read_text().splitlines()) if colon}
-    return fields.get("model name", platform.machine()), frozenset((fields.get("flags") or fields.get("Features") or "").split())
+    lines = (line.partition(":") for line in CPUINFO.read_text().splitlines())
+    fields = {key.strip(): value.strip() for key, colon, value in lines if colon}
+    numbers = "".join(f", {part} {fields[f'CPU {part}']}" for part in ("implementer", "part") if f"CPU {part}" in fields)
+    return (fields.get("model name", platform.machine() + numbers),
+            frozenset((fields.get("flags") or fields.get("Features") or "").split()))
 
 
 def _memory_bytes() -> int | None:
