@@ -12,24 +12,26 @@ from draftproof.models import attention, fused, load, paged
 from draftproof.models.tiled import TiledLinear
 
 
-@pytest.fixture(scope="module", params=["other width", "pairs", "no pairs"])
+@pytest.fixture(scope="module", params=["other width", "as on ARM", "pairs", "no pairs"])
 def other_kernels(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """The kernels with vectors of the width that this processor does not take, and with and without its products of bfloat16 pairs,
-    which one with tiles does not take."""
+    """The kernels with vectors of a width that this processor does not take, as ARM's processors take them, and with and without its
+    products of bfloat16 pairs, which one with tiles does not take."""
     if not native.available()[0]:
         pytest.skip(native.available()[1])
-    if request.param != "other width" and not machine()["cpu_flags"]["avx512_bf16"]:
+    if "pairs" in request.param and not machine()["cpu_flags"].get("avx512_bf16"):
         pytest.skip("this processor has no bfloat16 instructions")
     stock = native.loaded().wide() // 2
+    lanes = {"other width": 16 if stock == 8 else 8, "as on ARM": 4}.get(request.param, stock)
     with pytest.MonkeyPatch.context() as patch:
         # What one process of this run has compiled others find: it takes a while where vectors are made of halves.
         mine = tmp_path_factory.getbasetemp()
         patch.setenv("XDG_CACHE_HOME", str(mine.parent if mine.name.startswith("popen-") else mine))
-        asked = {"other width": f"-DLANES={24 - stock}", "pairs": "-DTAKES_PAIRS=1", "no pairs": "-DTAKES_PAIRS=0"}[request.param]
+        asked = {"as on ARM": ["-DREGISTERS=32", "-DTAKES_DOTS=1"], "pairs": ["-DTAKES_PAIRS=1"], "no pairs": ["-DTAKES_PAIRS=0"]}
         # -O1: a third of the compiler's time, and the same arithmetic
-        patch.setattr(compiler, "FLAGS", [*compiler.FLAGS, "-O1", asked, "-DTAKES_TILES=0"])
+        patch.setattr(compiler, "FLAGS",
+                      [*compiler.FLAGS, "-O1", f"-DLANES={lanes}", *asked.get(request.param, []), "-DTAKES_TILES=0"])
         native._library.cache_clear()
-        assert native.available()[0] and native.loaded().wide() == 2 * (24 - stock if request.param == "other width" else stock)
+        assert native.available()[0] and native.loaded().wide() == 2 * lanes
         yield
     native._library.cache_clear()
 

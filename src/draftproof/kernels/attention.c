@@ -13,7 +13,7 @@
 
 #include "lanes.h"
 
-#if LANES == 16 /* 32 registers */
+#if REGISTERS == 32
 #define MOST 12 /* queries of a micro-kernel of scores */
 #define EACH(KIND, NAME, PAIRS) UP_TO_12(KIND, NAME, PAIRS)
 #define MOST_OF_VALUES 6
@@ -99,6 +99,8 @@ static inline words words_of(const char *from, long n, int halves, int pairs)
 static const integers ONES = {0, 16, 1, 17, 4, 20, 5, 21, 8, 24, 9, 25, 12, 28, 13, 29};
 static const integers TWOS = {0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29};
 static const integers FOURS = {0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27};
+#elif LANES == 4
+static const integers ONES = {0, 4, 1, 5}, TWOS = {0, 1, 4, 5}, FOURS;
 #else
 static const integers ONES = {0, 8, 1, 9, 4, 12, 5, 13}, TWOS = {0, 1, 8, 9, 4, 5, 12, 13}, FOURS = {0, 1, 2, 3, 8, 9, 10, 11};
 #endif

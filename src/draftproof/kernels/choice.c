@@ -11,6 +11,7 @@
 
 #define SIDE 4 /* vectors whose bounds are tested together */
 #define PART 16384 /* columns that one thread takes */
+#define SUMS (16 / LANES) /* vectors that exponentials add up in: a vocabulary is long, and the more a number adds up, the less exact it is */
 #define SLACK 1e-3f /* far above the error of `reach` in float32 */
 
 static inline words mixed(words h) /* lowbias32 */
@@ -167,8 +168,8 @@ int first(const void *x, long rows, long width, int halves, int64_t *columns, in
 }
 
 /* y [rows, width] = log softmax of x / temperature, the largest taken off first: no overflow, and precise where the mass is. x float32 or,
- * with halves, bfloat16. Exponentials add over lanes, then over these. Returns 0, or 1 if a row's largest number is not finite: then y is of
- * no use. */
+ * with halves, bfloat16. Exponentials add up in sixteen sums, whatever the vectors, then these do. Returns 0, or 1 if a row's largest number
+ * is not finite: then y is of no use. */
 int law(const void *x, float *y, long rows, long width, float temperature, int halves, int threads)
 {
     int wrong = 0;
@@ -176,22 +177,25 @@ int law(const void *x, float *y, long rows, long width, float temperature, int h
     for (long r = 0; r < rows; r++) {
         const char *from = (const char *)x + r * width * size(halves);
         float *to = y + r * width, top = top_of(from, width, halves), rest = 0;
-        floats sum = {0};
-        long whole = width / LANES * LANES;
+        floats sum[SUMS] = {0};
+        long whole = width / 16 * 16;
         if (!isfinite(top)) {
             wrong = 1;
             continue;
         }
-        for (long c = 0; c < whole; c += LANES) {
-            floats z = (load_lanes(from, c, halves) - top) / temperature;
-            *(floats *)(to + c) = z;
-            sum += exponential(z);
-        }
+        for (long c = 0; c < whole;)
+            UNROLL for (int i = 0; i < SUMS; i++, c += LANES) {
+                floats z = (load_lanes(from, c, halves) - top) / temperature;
+                *(floats *)(to + c) = z;
+                sum[i] += exponential(z);
+            }
         for (long c = whole; c < width; c++) {
             to[c] = (load(from, c, halves) - top) / temperature;
             rest += expf(to[c]);
         }
-        float mass = logf(total(sum) + rest);
+        for (int half = SUMS / 2; half; half /= 2)
+            for (int i = 0; i < half; i++) sum[i] += sum[i + half];
+        float mass = logf(total(sum[0]) + rest);
         for (long c = 0; c < width; c++) to[c] -= mass;
     }
     return wrong;

@@ -4,11 +4,20 @@
 
 #include "team.h"
 
-#ifndef LANES /* a compiler makes vectors of any width; the tests run both widths everywhere */
-#ifdef __AVX512F__
+#ifndef LANES /* a compiler makes vectors of any width, those beyond the processor's in memory; the tests run all of these everywhere */
+#if defined __AVX512F__
 #define LANES 16
-#else
+#elif defined __AVX__
 #define LANES 8
+#else
+#define LANES 4
+#endif
+#endif
+#ifndef REGISTERS /* of that width */
+#if LANES == 16 || defined __aarch64__
+#define REGISTERS 32
+#else
+#define REGISTERS 16
 #endif
 #endif
 #define WIDE (2 * LANES) /* outputs of a panel */
@@ -81,8 +90,10 @@ static inline uint16_t rounded(float value) /* to the nearest bfloat16, ties to 
 
 #if LANES == 16
 static const integers AT = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-#else
+#elif LANES == 8
 static const integers AT = {0, 1, 2, 3, 4, 5, 6, 7};
+#else
+static const integers AT = {0, 1, 2, 3};
 #endif
 #define ACROSS(half, x) __builtin_shuffle(x, AT ^ (half)) /* each lane's partner's */
 
@@ -143,13 +154,23 @@ static inline void fill(const void *from, long first, long n, void *to, long wid
 #endif
 #endif
 /* Whether bytes are looked up, sixteen side by side, and interleaved: floats of eight bits, and four in small groups. */
-#if TAKES_NARROW || defined __AVX2__ && LANES == 8
+#if TAKES_NARROW || defined __AVX2__ && LANES == 8 || (defined __SSSE3__ || defined __aarch64__) && LANES == 4
 #define TAKES_TABLES 1
+#ifdef __aarch64__
+#include <arm_neon.h>
+#define NEON_shuffle vqtbl1q_u8
+#define NEON_unpacklo vzip1q_u8
+#define NEON_unpackhi vzip2q_u8
+#define IN_LANES(NAME, A, B) ((words)NEON_##NAME((uint8x16_t)(A), (uint8x16_t)(B)))
+#else
 #include <immintrin.h>
 #if LANES == 16
 #define IN_LANES(NAME, A, B) ((words)_mm512_##NAME##_epi8((__m512i)(A), (__m512i)(B)))
-#else
+#elif LANES == 8
 #define IN_LANES(NAME, A, B) ((words)_mm256_##NAME##_epi8((__m256i)(A), (__m256i)(B)))
+#else
+#define IN_LANES(NAME, A, B) ((words)_mm_##NAME##_epi8((__m128i)(A), (__m128i)(B)))
+#endif
 #endif
 #else
 #define TAKES_TABLES 0

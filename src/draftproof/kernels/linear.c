@@ -21,12 +21,12 @@
 #define FEWEST_OPENED 48 /* rows that a panel is opened for anew, if they fill that cache */
 #define OPENED_FOR_TILES 2048 /* here the second, beside the rows: fewer leave their sums to memory more often */
 
-#if LANES == 16 /* 32 registers */
+#if REGISTERS == 32
 #define MOST 12
 #define EACH(KIND, NAME) UP_TO_12(KIND, NAME, 1)
 #define MOST_OF_TWO 6
 #define EACH_OF_TWO(KIND, NAME) UP_TO_6(KIND, NAME, 2)
-#else /* 16 */
+#else
 #define MOST 6
 #define EACH(KIND, NAME) UP_TO_6(KIND, NAME, 1)
 #define MOST_OF_TWO 2 /* three would leave sums on the stack: measured, slower than four of one */

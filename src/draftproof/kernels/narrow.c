@@ -36,6 +36,9 @@
 #if LANES == 16
 #define MOST 12
 #define EACH(KIND, NAME) UP_TO_12(KIND, NAME, 1)
+#elif REGISTERS == 32 /* more rows would leave pointers, and then sums, on the stack */
+#define MOST 6
+#define EACH(KIND, NAME) UP_TO_6(KIND, NAME, 1)
 #else
 #define MOST 4
 #define EACH(KIND, NAME) UP_TO_4(KIND, NAME, 1)
@@ -57,6 +60,9 @@ typedef float entry;
 #if LANES == 16
 #define MOST_OF_TWO 6
 #define EACH_OF_TWO(KIND, NAME) UP_TO_6(KIND, NAME, 2)
+#elif REGISTERS == 32
+#define MOST_OF_TWO 3
+#define EACH_OF_TWO(KIND, NAME) UP_TO_3(KIND, NAME, 2)
 #else
 #define MOST_OF_TWO 0
 #define EACH_OF_TWO(KIND, NAME)

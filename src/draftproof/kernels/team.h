@@ -30,6 +30,8 @@ static inline void join(const member *me)
         if (looks > PATIENCE) sched_yield();
 #if defined __x86_64__
         else __builtin_ia32_pause();
+#elif defined __aarch64__
+        else __asm__ volatile("isb" ::: "memory"); /* waits where `yield` does nothing */
 #endif
     }
 }
