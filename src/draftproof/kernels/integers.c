@@ -17,6 +17,17 @@
 #ifdef __x86_64__
 #include <immintrin.h>
 #endif
+/* Whether four bytes of a word are multiplied in one instruction, as ARM's processors have it; the tests do it without, too. */
+#ifndef TAKES_DOTS
+#if defined __ARM_FEATURE_DOTPROD && LANES == 4
+#define TAKES_DOTS 1
+#else
+#define TAKES_DOTS 0
+#endif
+#endif
+#if defined __ARM_FEATURE_DOTPROD && LANES == 4
+#include <arm_neon.h>
+#endif
 
 #define AHEAD(PANELS) ((PANELS) == 1 ? 1024 : 512) /* words to fetch ahead, measured */
 #define FETCHES(ROWS) (!ZEN_4 || (ROWS) > 1) /* Zen 4 fetches better by itself for one row, and worse for more */
@@ -28,6 +39,11 @@
 #define EACH(KIND, NAME) UP_TO_12(KIND, NAME, 1, ALL)
 #define MOST_OF_TWO (TAKES_PAIRS ? 0 : 5) /* two streams are faster on Intel's; of AMD's, one was where it was measured */
 #define EACH_OF_TWO(KIND, NAME) UP_TO_5(KIND, NAME, 2, ALL)
+#elif TAKES_DOTS
+#define MOST 6
+#define EACH(KIND, NAME) UP_TO_6(KIND, NAME, 1, ALL)
+#define MOST_OF_TWO 0
+#define EACH_OF_TWO(KIND, NAME)
 #else /* 16 */
 #define MOST 5
 #define EACH(KIND, NAME) UP_TO_3(KIND, NAME, 1, ALL) KIND(NAME, 4, 1, ONE) KIND(NAME, 5, 1, ONE)
@@ -48,10 +64,29 @@ typedef int16_t signs __attribute__((vector_size(4 * LANES), aligned(4)));
     if (FETCHES(ROWS)) UNROLL for (int q = 0; q < PANELS; q++) fetch(panel + q * apart + AHEAD(PANELS));                 \
     UNROLL for (int v = 0; v < 2 * PANELS; v++) w[v] = *(const words *)(panel + v / 2 * apart + v % 2 * LANES);
 
-/* sum + two columns of levels times two whole numbers of x */
-static inline integers plus_two(integers sum, words level, uint32_t x)
+/* Levels meet whole numbers in pairs of columns or, as dots, in fours: then a row has two words of four bytes for these, what its numbers
+ * are beyond seven bits and then the seven, which are summed up apart. */
+#if TAKES_DOTS
+#define PARTS 2
+#define LOW 0x0f0f0f0f /* the levels of four bits that a word begins with */
+#define BETWEEN 0      /* bytes between levels */
+#else
+#define PARTS 1
+#define LOW 0xf000f
+#define BETWEEN 0x80008000u
+#endif
+
+static inline integers in_all(const integers *parts) { return TAKES_DOTS ? parts[0] * 128 + parts[PARTS - 1] : parts[0]; }
+
+/* sum + two columns of levels, or four, times as many whole numbers of x */
+static inline integers plus_products(integers sum, words level, uint32_t x)
 {
-#if LANES == 16 && defined __AVX512VNNI__
+#if TAKES_DOTS && defined __ARM_FEATURE_DOTPROD && LANES == 4
+    return (integers)vdotq_lane_s32((int32x4_t)sum, (int8x16_t)level, (int8x8_t)(uint32x2_t){x}, 0);
+#elif TAKES_DOTS
+    for (int k = 0; k < 32; k += 8) sum += ((integers)(level << (24 - k)) >> 24) * (int8_t)(x >> k);
+    return sum;
+#elif LANES == 16 && defined __AVX512VNNI__
     return (integers)_mm512_dpwssd_epi32((__m512i)sum, (__m512i)level, _mm512_set1_epi32((int)x));
 #elif LANES == 16 && defined __AVX512BW__
     return sum + (integers)_mm512_madd_epi16((__m512i)level, _mm512_set1_epi32((int)x));
@@ -62,8 +97,11 @@ static inline integers plus_two(integers sum, words level, uint32_t x)
 #endif
 }
 
+/* Of words of eight bits what a row's k-th word of two meets. */
+static inline words met(words w, int k) { return TAKES_DOTS ? w : (words)(k ? (signs)w >> 8 : (signs)w << 8 >> 8); }
+
 /* part [ROWS, WIDE * PANELS] += x [ROWS, 4 * count], of a span, times PANELS adjoining panels. Of four columns x has the even ones and the
- * odd ones; behind them the step. */
+ * odd ones, or all, in parts; behind them the step. */
 #define STRIDE_OF_EIGHT (SPAN / 2 + 16)
 #define EIGHT(NAME, ROWS, PANELS, TURNS)                                                                                 \
     KERNEL(NAME##_##ROWS##_##PANELS)                                                                                     \
@@ -72,19 +110,21 @@ static inline integers plus_two(integers sum, words level, uint32_t x)
         const uint32_t *x = rows;                                                                                        \
         const float *step = (const float *)(x + SPAN / 2);                                                               \
         floats sum[ROWS][2 * PANELS];                                                                                    \
-        integers whole[ROWS][2 * PANELS] = {0};                                                                          \
+        integers whole[ROWS][2 * PANELS][PARTS] = {0};                                                                   \
         words w[2 * PANELS], level[2 * PANELS];                                                                          \
         TAKE(ROWS, 2 * PANELS)                                                                                           \
         for (long c = 0; c < count; c++, panel += WIDE, x += 2) {                                                        \
             READ(ROWS, PANELS)                                                                                           \
             UNROLL_##TURNS for (int k = 0; k < 2; k++) {                                                                 \
-                UNROLL for (int v = 0; v < 2 * PANELS; v++) level[v] = (words)(k ? (signs)w[v] >> 8 : (signs)w[v] << 8 >> 8);            \
+                UNROLL for (int v = 0; v < 2 * PANELS; v++) level[v] = met(w[v], k);                                     \
                 UNROLL for (int r = 0; r < ROWS; r++)                                                                    \
-                    UNROLL for (int v = 0; v < 2 * PANELS; v++) whole[r][v] = plus_two(whole[r][v], level[v], x[r * stride + k]);        \
+                    UNROLL for (int v = 0; v < 2 * PANELS; v++)                                                          \
+                        whole[r][v][k % PARTS] = plus_products(whole[r][v][k % PARTS], level[v], x[r * stride + k]);     \
             }                                                                                                            \
         }                                                                                                                \
         UNROLL for (int r = 0; r < ROWS; r++)                                                                            \
-            UNROLL for (int v = 0; v < 2 * PANELS; v++) sum[r][v] = plus_span(sum[r][v], whole[r][v], step[r * stride]); \
+            UNROLL for (int v = 0; v < 2 * PANELS; v++)                                                                  \
+                sum[r][v] = plus_span(sum[r][v], in_all(whole[r][v]), step[r * stride]);                                 \
         GIVE(ROWS, 2 * PANELS)                                                                                           \
     }
 
@@ -100,33 +140,39 @@ static inline integers plus_two(integers sum, words level, uint32_t x)
         floats sum[ROWS][2 * PANELS];                                                                                    \
         TAKE(ROWS, 2 * PANELS)                                                                                           \
         for (long g = 0; g < count; g++, panel += WIDE, x += 2) {                                                        \
-            integers whole[ROWS][2 * PANELS] = {0};                                                                      \
+            integers whole[ROWS][2 * PANELS][PARTS] = {0};                                                               \
             words w[2 * PANELS], level[2 * PANELS];                                                                      \
             for (long c = 0; c < SIZE / 8; c++, panel += WIDE, x += 4) {                                                 \
                 READ(ROWS, PANELS)                                                                                       \
                 UNROLL_##TURNS for (int k = 0; k < 4; k++) {                                                             \
-                    UNROLL for (int v = 0; v < 2 * PANELS; v++) level[v] = level_of(w[v] & 0xf000f);                     \
+                    UNROLL for (int v = 0; v < 2 * PANELS; v++) level[v] = level_of(w[v] & LOW);                         \
                     UNROLL for (int r = 0; r < ROWS; r++)                                                                \
-                        UNROLL for (int v = 0; v < 2 * PANELS; v++) whole[r][v] = plus_two(whole[r][v], level[v], x[r * stride + k]); \
-                    UNROLL for (int v = 0; v < 2 * PANELS; v++) w[v] >>= 4;                                              \
+                        UNROLL for (int v = 0; v < 2 * PANELS; v++)                                                      \
+                            whole[r][v][k % PARTS] = plus_products(whole[r][v][k % PARTS], level[v], x[r * stride + k]); \
+                    if (k % PARTS == PARTS - 1) UNROLL for (int v = 0; v < 2 * PANELS; v++) w[v] >>= 4;                  \
                 }                                                                                                        \
             }                                                                                                            \
             READ(ROWS, PANELS)                                                                                           \
             UNROLL for (int v = 0; v < 2 * PANELS; v++) {                                                                \
                 const levels of = scales_of(w[v]);                                                                       \
                 UNROLL for (int r = 0; r < ROWS; r++)                                                                    \
-                    sum[r][v] = plus_group(sum[r][v], of, whole[r][v], (const float *)(x + r * stride));                 \
+                    sum[r][v] = plus_group(sum[r][v], of, in_all(whole[r][v]), (const float *)(x + r * stride));         \
             }                                                                                                            \
         }                                                                                                                \
         GIVE(ROWS, 2 * PANELS)                                                                                           \
     }
 /* Levels as they are, or looked up in a panel's head. */
 #define AS_THEY_ARE(LEVELS) (LEVELS)
-#define LOOKED_UP(LEVELS) IN_LANES(shuffle, table, (LEVELS) | 0x80008000u)
+#define LOOKED_UP(LEVELS) IN_LANES(shuffle, table, (LEVELS) | BETWEEN)
 #define FOUR(NAME, ROWS, PANELS, TURNS) FOURS(NAME, GROUP, 0, AS_THEY_ARE, levels_of, ROWS, PANELS, TURNS)
 #define BY_32(NAME, ROWS, PANELS, TURNS) FOURS(NAME, 32, HEAD, LOOKED_UP, levels_beside, ROWS, PANELS, TURNS)
 #define BY_16(NAME, ROWS, PANELS, TURNS) FOURS(NAME, 16, HEAD, LOOKED_UP, levels_beside, ROWS, PANELS, TURNS)
 
+/* Dots have little to open, or nothing, and meet panels as they lie. */
+#if TAKES_DOTS
+#define IF_OPENED(...)
+#else
+#define IF_OPENED(...) __VA_ARGS__
 /* The levels of steps in words of two columns each, as the kernels take them, for many rows: of eight bits [count, 2, WIDE], of four
  * [count, SIZE / 2 + 1, WIDE], with the words of steps and zeros. */
 static void open_eight(const uint32_t *panel, long first, long count, spares *left, uint32_t *to)
@@ -140,6 +186,8 @@ static void open_eight(const uint32_t *panel, long first, long count, spares *le
             *(signs *)(to + WIDE + v * LANES) = w >> 8;
         }
 }
+
+#endif
 
 #define OPEN_FOURS(NAME, SIZE, START, level_of)                                                                          \
     static void open_##NAME(const uint32_t *panel, long first, long count, spares *left, uint32_t *to)                   \
@@ -160,7 +208,7 @@ static void open_eight(const uint32_t *panel, long first, long count, spares *le
 #define PLUS_OPENED(ROWS)                                                                                                \
     __builtin_prefetch(next);                                                                                            \
     UNROLL for (int r = 0; r < ROWS; r++)                                                                                \
-        UNROLL for (int v = 0; v < 2; v++) whole[r][v] = plus_two(whole[r][v], *(const words *)(panel + v * LANES), x[r * stride]);
+        UNROLL for (int v = 0; v < 2; v++) whole[r][v] = plus_products(whole[r][v], *(const words *)(panel + v * LANES), x[r * stride]);
 
 /* part [ROWS, WIDE] += x times opened steps: of eight bits all of a span. */
 #define OPENED_EIGHT(NAME, ROWS, PANELS)                                                                                 \
@@ -197,23 +245,33 @@ static void open_eight(const uint32_t *panel, long first, long count, spares *le
 
 /* The kernels of a kind and their lists. */
 #define LISTS(NAME, KIND)                                                                                                \
-    LIST(NAME, KIND, EACH) LIST(NAME##_of_two, KIND, EACH_OF_TWO) LIST(opened_##NAME, OPENED_##KIND, EACH_OPENED)
+    LIST(NAME, KIND, EACH) LIST(NAME##_of_two, KIND, EACH_OF_TWO) IF_OPENED(LIST(opened_##NAME, OPENED_##KIND, EACH_OPENED))
 LISTS(eights, EIGHT)
-OPEN_FOURS(four, GROUP, 0, AS_THEY_ARE)
+IF_OPENED(OPEN_FOURS(four, GROUP, 0, AS_THEY_ARE))
 LISTS(fours, FOUR)
 #if TAKES_TABLES
-OPEN_FOURS(by_32, 32, HEAD, LOOKED_UP)
+IF_OPENED(OPEN_FOURS(by_32, 32, HEAD, LOOKED_UP))
 LISTS(fours_by_32, BY_32)
-OPEN_FOURS(by_16, 16, HEAD, LOOKED_UP)
+IF_OPENED(OPEN_FOURS(by_16, 16, HEAD, LOOKED_UP))
 LISTS(fours_by_16, BY_16)
 #endif
 
+/* A whole number where a kernel takes it: the at-th of a row's, or of fours of them. */
+static inline void put_whole(void *to, long at, int32_t whole)
+{
+#if TAKES_DOTS
+    int8_t *parts = (int8_t *)to + at / 4 * 8 + at % 4;
+    parts[0] = whole >> 7, parts[4] = whole & 127;
+#else
+    ((int16_t *)to)[at] = whole;
+#endif
+}
+
 static void as_span(const void *x, long first, long n, int halves, void *to)
 {
-    int16_t *columns = to;
     int32_t whole[SPAN];
-    in_whole(x, first, n, halves, SIZE_OF_EIGHT, whole, UP(n, LANES), (float *)(columns + SPAN));
-    for (long k = 0; k < UP(n, 4); k++) columns[(k & ~3) + (k % 2 * 2 + k % 4 / 2)] = whole[k];
+    in_whole(x, first, n, halves, SIZE_OF_EIGHT, whole, UP(n, LANES), (float *)to + SPAN / 2);
+    for (long k = 0; k < UP(n, 4); k++) put_whole(to, TAKES_DOTS ? k : (k & ~3) + (k % 2 * 2 + k % 4 / 2), whole[k]);
 }
 
 static inline void as_fours(const void *x, long first, long in, int halves, void *to, long size)
@@ -224,7 +282,8 @@ static inline void as_fours(const void *x, long first, long in, int halves, void
         float *scales = (float *)(columns + size);
         long sum = in_whole(x, first + c, least(size, in - c), halves, SIZE_OF_FOUR, whole, size, scales);
         scales[1] = scales[0] * sum;
-        for (long k = 0; k < size; k++) columns[k] = whole[k];
+        for (long k = 0; k < size; k++)
+            put_whole(columns, TAKES_DOTS ? (k & ~7) + (k / 2 % 2 * 4 + k % 2 * 2 + k % 8 / 4) : k, whole[k]);
     }
 }
 
@@ -242,18 +301,20 @@ form form_of_whole(int bits, long in)
         long four = (in + 3) / 4;
         return (form){.most = MOST, .most_of_two = MOST_OF_TWO, .length = four, .columns = 4, .words = four * WIDE,
                       .stride = STRIDE_OF_EIGHT, .block = SPAN / 4, .prepare = as_span, .one = eights, .two = eights_of_two,
-                      .direct = DIRECT, .at_once = SPAN / 4, .lines = 2, .open = open_eight, .opened = opened_eights};
+                      IF_OPENED(.direct = DIRECT, .at_once = SPAN / 4, .lines = 2, .open = open_eight, .opened = opened_eights)};
     }
     long size = bits == 4 ? GROUP : -bits, groups = (in + size - 1) / size, numbers = NUMBERS(size);
     form f = {.most = MOST, .most_of_two = MOST_OF_TWO, .length = groups, .columns = size, .words = groups * (size / 8 + 1) * WIDE,
               .apart = numbers, .stride = groups * numbers, .prepare = as_groups, .one = fours, .two = fours_of_two,
-              .direct = DIRECT, .at_once = AT_ONCE * GROUP / size, .lines = size / 2 + 1, .open = open_four, .opened = opened_fours};
+              IF_OPENED(.direct = DIRECT, .at_once = AT_ONCE * GROUP / size, .lines = size / 2 + 1, .open = open_four,
+                        .opened = opened_fours)};
     if (bits == 4) return f;
     f.words += HEAD;
 #if TAKES_TABLES
     int small = bits == FOUR_BY_16;
-    f.prepare = small ? as_16 : as_32, f.open = small ? open_by_16 : open_by_32, f.one = small ? fours_by_16 : fours_by_32;
-    f.two = small ? fours_by_16_of_two : fours_by_32_of_two, f.opened = small ? opened_fours_by_16 : opened_fours_by_32;
+    f.prepare = small ? as_16 : as_32, f.one = small ? fours_by_16 : fours_by_32;
+    f.two = small ? fours_by_16_of_two : fours_by_32_of_two;
+    IF_OPENED(f.open = small ? open_by_16 : open_by_32, f.opened = small ? opened_fours_by_16 : opened_fours_by_32;)
 #endif
     return f;
 }

@@ -1,7 +1,7 @@
 """Linear layers whose weights are floats of eight bits (E4M3: Micikevicius et al., arXiv 2209.05433): half the bytes of half precision.
 
-On a CPU with AVX2 or AVX-512, but without tiles, our kernels multiply the weights of checkpoints that were published so, with scales of
-outputs or of groups of inputs, opened without loss, with activations as they are (kernels/narrow.c).
+On a CPU with AVX2, AVX-512 or ARM's vectors, but without tiles, our kernels multiply the weights of checkpoints that were published so,
+with scales of outputs or of groups of inputs, opened without loss, with activations as they are (kernels/narrow.c).
 
 GPUs that multiply them take activations of eight bits, too: w ≈ s · q with q in E4M3 and one s per output, and every row of x likewise,
 by its own largest magnitude; products are added in float32 and rounded to bfloat16. Rows are multiplied in tiles (tiled.py), so a row's

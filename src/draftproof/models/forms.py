@@ -31,8 +31,8 @@ class Rounding(NamedTuple):
 
 
 ROUNDED: dict[str, dict[str, Rounding]] = {  # by --quantization and kind of device
-    "int8": {"cpu": Rounding(int8.linear, int8.can_round, "a CPU with AVX2")},
-    "int4": {"cpu": Rounding(int4.linear, int4.can_round, "a CPU with AVX2"),
+    "int8": {"cpu": Rounding(int8.linear, int8.can_round, "a CPU with a C compiler or AVX2")},
+    "int4": {"cpu": Rounding(int4.linear, int4.can_round, "a CPU with a C compiler or AVX2"),
              "cuda": Rounding(int4.TensorCoreInt4Linear, int4.can_round_on_gpu, "a GPU of compute capability 8.0 or more")},
     "fp8": {"cuda": Rounding(float8.linear, float8.can_round, "a GPU of compute capability 8.9 or more")},
 }
