@@ -12,8 +12,9 @@ from typing import Any
 import packings
 import pytest
 import torch
-from families import COMMON
+from families import COMMON, config_of
 from packings import Packed, publish
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, LlamaForCausalLM
 
@@ -226,19 +227,34 @@ REORDERED: dict[str, dict[str, Any]] = {    # whose products have their outputs 
 }
 
 
+LATENT = {"num_attention_heads": 8, "num_key_value_heads": 8, "q_lora_rank": 64, "kv_lora_rank": 64, "qk_nope_head_dim": 32,
+          "qk_rope_head_dim": 32, "v_head_dim": 32, "mlp_layer_types": ["dense"] * 3, "layer_types": DELTA["layer_types"]}
+RENAMED: dict[str, dict[str, Any]] = {"kimi_linear": {"linear_num_heads": 8, "linear_head_dim": 64}, "bailing_hybrid": {"head_dim": 64}}
+
+
 @pytest.mark.parametrize("family, form", [(family, form) for form in ("gptq", "packed asymmetric", "whole numbers", "nvfp4")
                                           for family in REORDERED if (family, form) != ("falcon_h1", "whole numbers")])
 def test_outputs_in_another_order_stay_levels(tmp_path: Path, family: str, form: str) -> None:
+    stay_levels(tmp_path, family, form, REORDERED[family])
+
+
+@pytest.mark.parametrize("family", RENAMED)
+def test_layers_that_files_call_otherwise_stay_levels(tmp_path: Path, family: str) -> None:
+    stay_levels(tmp_path, family, "gptq", {**LATENT, **RENAMED[family]})
+
+
+def stay_levels(tmp_path: Path, family: str, form: str, options: dict[str, Any]) -> None:
     if not native.available()[0]:
         pytest.skip(native.available()[1])
     torch.manual_seed(5)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **{**COMMON, "hidden_size": 128, "intermediate_size": 256,
-                                                                            **REORDERED[family]}))
+    model = AutoModelForCausalLM.from_config(config_of(family, **{**COMMON, "hidden_size": 128, "intermediate_size": 256, **options}))
     for weight in model.parameters():
         if weight.dim() == 2:
             weight.data *= 3
     model.save_pretrained(tmp_path / "source")
-    linears = tuple(f"{name}.weight" for name, part in model.named_modules() if type(part) is torch.nn.Linear and name != "lm_head")
+    with safe_open(tmp_path / "source" / "model.safetensors", "pt") as file:
+        names = [name for name in file.keys() if len(file.get_slice(name).get_shape()) == 2]    # noqa: SIM118 (not a mapping)
+    linears = tuple(name for name in names if not name.startswith(("lm_head", "model.embed", "model.word_embed")))
     weights = publish(tmp_path / "source", tmp_path / "packed", *ALL[form], linears)
     target = load_target(tmp_path / "packed", LoadConfig(dtype="float32"))
     assert target.facts.invisible and target.facts.reasons["forward pass"].startswith("fused"), target.facts.reasons

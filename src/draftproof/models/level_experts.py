@@ -16,8 +16,8 @@ from .levels import LevelExperts, Levels, LevelWeight, alike
 ONE = re.compile(r"^(.*\bexperts)\.(\d+)\.(\w+)$")         # an expert's layer: where its collection is, its number, its name
 PARTS = {"gate_proj": ("gate_up_proj", 0), "w1": ("gate_up_proj", 0), "up_proj": ("gate_up_proj", 1), "w3": ("gate_up_proj", 1),
          "down_proj": ("down_proj", 0), "w2": ("down_proj", 0), "gate_up_proj": ("gate_up_proj", 0)}    # of which tensor they become which
-OTHERWISE = {"block_sparse_moe": "mlp"}                    # names of files that transformers changes,
-WITHOUT = ("model", "language_model", "backbone", "moe")               # and parts of names that one of both has
+OTHERWISE = {"block_sparse_moe": "mlp", "attention": "self_attn", "dense": "o_proj"}   # names of files that transformers changes,
+WITHOUT = ("model", "language_model", "backbone", "moe", "forget_gate")               # and parts of names that one of both has
 
 
 class Gathered:
