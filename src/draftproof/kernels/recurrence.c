@@ -122,11 +122,12 @@ static void convolve(const recurrence *d, const char *const *rows, long channel,
 {
     const float *taps = d->taps + channel;
     long channels = channels_of(d);
+    int early = halves && !d->sharp;
     for (long c = 0; c < n; c += LANES) {
         floats sum = {0};
         for (long j = 0; j <= d->reach; j++) sum += load_lanes(rows[j], channel + c, halves) * *(const floats *)(taps + j * channels + c);
         if (d->bias) sum += *(const floats *)(d->bias + channel + c);
-        sum = kept_lanes(sum, halves && !d->sharp);
+        sum = kept_lanes(sum, early);
         *(floats *)(to + c) = d->rule == SHORT ? sum : kept_lanes(sum * sigmoid(sum), halves);
     }
 }
