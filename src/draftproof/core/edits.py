@@ -7,7 +7,7 @@ Rows are a tensor, or on a processor the numpy array that shares its memory: the
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, NamedTuple, TypeAlias
@@ -100,9 +100,9 @@ def edit(rows: Tensor, g: Rows) -> None:
         if wrong:
             raise OptionError(f"logit_bias names token {wrong[0]}; expected ids in [0, {vocabulary}): the model has no such token")
         block[:, list(s.logit_bias)] += _like(block, np.array(list(s.logit_bias.values())))
-    for i, path in enumerate(g.paths):
-        if banned := [t for t in _banned(g, path) if t < vocabulary]:
-            block[i, banned] = -math.inf
+    for i, banned in enumerate(_banned(g)):
+        if known := [t for t in banned if t < vocabulary]:
+            block[i, known] = -math.inf
     if g.mask is not None:
         assert g.mask.shape == rows.shape, "one row of the mask per row of logits"
         rows.masked_fill_(~g.mask, -math.inf)
@@ -115,22 +115,23 @@ def _like(block: Block, values: NDArray[Any]) -> Block:
     return torch.from_numpy(values).to(block.device, block.dtype)
 
 
-def _banned(g: Rows, path: Sequence[int]) -> list[int]:
-    """Tokens that may not follow the text and this path."""
-    s = g.sampling
-    banned = list(g.end_ids) if len(g.text) - g.prompt_tokens + len(path) < s.min_tokens else []
-    if s.bad_word_ids:
-        reach = max(len(word) for word in s.bad_word_ids) - 1
-        tail = (*_last(g.text, reach - len(path)), *path)
-        for word in s.bad_word_ids:
-            before = len(word) - 1
-            if before <= len(tail) and tail[len(tail) - before:] == tuple(word[:-1]):
-                banned.append(word[-1])
-    return banned
-
-
-def _last(tokens: Sequence[int], n: int) -> Sequence[int]:
-    return tokens[max(0, len(tokens) - n):] if n > 0 else ()
+def _banned(g: Rows) -> Iterator[list[int]]:
+    """Tokens that may not follow the text and each path in turn; nothing where the options ban none after any."""
+    s, output = g.sampling, len(g.text) - g.prompt_tokens
+    if not s.bad_word_ids and output >= s.min_tokens:
+        return
+    ends: dict[tuple[int, ...], list[int]] = {}     # of bad words, by what stands before them
+    for word in s.bad_word_ids:
+        ends.setdefault(tuple(word[:-1]), []).append(word[-1])
+    lengths = {len(before) for before in ends}
+    last = g.text[max(0, len(g.text) - max(lengths, default=0)):]
+    for path in g.paths:
+        tail = (*last, *path)
+        banned = list(g.end_ids) if output + len(path) < s.min_tokens else []
+        for length in lengths:
+            if length <= len(tail):
+                banned += ends.get(tail[len(tail) - length:], ())
+        yield banned
 
 
 def _penalise(block: Block, g: Rows) -> None:
