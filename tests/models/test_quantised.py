@@ -25,7 +25,7 @@ from draftproof.models.float8 import StreamedFloat8Linear
 from draftproof.models.fours import StreamedFoursLinear
 from draftproof.models.int4 import Int4Linear, StreamedInt4Linear
 from draftproof.models.int8 import Int8Linear, StreamedInt8Linear
-from draftproof.models.levels import Levels, LevelWeight, StandIns, put
+from draftproof.models.levels import Levels, LevelWeight, StandIns, level_weights, put
 from draftproof.models.load import load_target
 from draftproof.models.tier import pages_agree
 
@@ -88,9 +88,9 @@ def ordinary(source: Path, to: Path, weights: dict[str, torch.Tensor]) -> Path:
 
 
 @torch.inference_mode()
-def logits(folder: Path, **load: Any) -> torch.Tensor:
-    """Of every fourth token of a text, [n, V]."""
-    target = load_target(folder, LoadConfig(**{"dtype": "float32", "self_test": False, **load}))
+def logits(of: Any, **load: Any) -> torch.Tensor:
+    """Of every fourth token of a text, [n, V], by a target or a folder's model."""
+    target = load_target(of, LoadConfig(**{"dtype": "float32", "self_test": False, **load})) if isinstance(of, Path) else of
     slot, ids = target.open([]), torch.randint(1, 200, (40,), generator=torch.Generator().manual_seed(0))
     found = [target.extend([slot], [part]).logits[-1] for part in ids.split(4)]
     target.close(slot)
@@ -141,7 +141,7 @@ def test_levels_are_multiplied_as_they_are(tmp_path: Path, monkeypatch: pytest.M
     assert type(target.parts.output) not in kinds                    # which was not quantised
     plain = ordinary(source, tmp_path / "ordinary", weights)
     most = 0.08 if bits == 4 else 0.005                              # what weights of bfloat16 lose, or less
-    assert 0 < off(logits(tmp_path / "packed"), logits(plain, packed=False)) < most
+    assert 0 < off(logits(target), logits(plain, packed=False)) < most
     assert target.facts.parameters == load_target(plain, LoadConfig(self_test=False)).facts.parameters
 
 
@@ -183,7 +183,7 @@ def test_floats_and_small_groups_are_multiplied_as_they_are_where_there_is_a_ker
     form_of = StreamedFloat8Linear if eight else StreamedFoursLinear
     assert {type(part) is form_of for part in (layer.qkv, layer.o, layer.gate_up, layer.down)} == {ours}
     plain = ordinary(source, tmp_path / "ordinary", weights)
-    assert off(logits(tmp_path / "packed"), logits(plain, packed=False)) < (1e-4 if eight or not ours else 0.015)
+    assert off(logits(target), logits(plain, packed=False)) < (1e-4 if eight or not ours else 0.015)
     whole = load_target(plain, LoadConfig(self_test=False)).facts
     assert target.facts.parameters == whole.parameters and (not ours or target.facts.weight_bytes < 0.6 * whole.weight_bytes)
 
@@ -210,7 +210,7 @@ def test_a_layer_that_was_left_whole_stays_whole(tmp_path: Path) -> None:
     kinds = (StreamedInt4Linear, Int4Linear)
     layer = target.parts.layers[0]
     assert isinstance(layer.down, kinds) and not isinstance(layer.qkv, kinds) and not isinstance(layer.gate_up, kinds)
-    assert off(logits(tmp_path / "packed"), logits(ordinary(source, tmp_path / "ordinary", weights), packed=False)) < 0.08
+    assert off(logits(target), logits(ordinary(source, tmp_path / "ordinary", weights), packed=False)) < 0.08
 
 
 DELTA = {"head_dim": 32, "layer_types": ["linear_attention", "full_attention", "linear_attention"], "linear_num_value_heads": 8,
@@ -262,7 +262,7 @@ def stay_levels(tmp_path: Path, family: str, form: str, options: dict[str, Any])
     kinds = (StreamedInt4Linear, StreamedInt8Linear, StreamedFloat8Linear, StreamedFoursLinear)
     assert all(isinstance(part, kinds) for layer in target.parts.layers for part in layer.streamed()) and target.parts.layers[0].streamed()
     plain = ordinary(tmp_path / "source", tmp_path / "ordinary", weights)
-    assert 0 < off(logits(tmp_path / "packed"), logits(plain, packed=False)) < (0.08 if form in ("gptq", "packed asymmetric") else 0.02)
+    assert 0 < off(logits(target), logits(plain, packed=False)) < (0.08 if form in ("gptq", "packed asymmetric") else 0.02)
 
 
 def test_how_much_a_state_takes_is_no_level_where_all_else_is(tmp_path: Path) -> None:
@@ -376,7 +376,7 @@ def test_language_models_inside_others(tmp_path: Path, family: str, more: dict[s
     assert target.facts.reasons["checkpoint"] == f"awq: {len(names)} layers are multiplied as they were published"
     assert len(names) > 10
     expected = logits(ordinary(tmp_path / "source", tmp_path / "ordinary", weights), packed=False)
-    assert 0 < off(logits(tmp_path / "packed"), expected) < 0.08
+    assert 0 < off(logits(target), expected) < 0.08
 
 
 @pytest.mark.parametrize("kind", ["exl2", "marlin", "higgs"])
@@ -405,7 +405,7 @@ def hollow(kind: str, layers: int, seed: int, **more: Any) -> Any:
 def test_many_layers_of_random_numbers_are_no_other_attention(seed: int) -> None:
     """What stands in for levels while attention is compared must not enlarge what bfloat16 loses, however deep the model."""
     model = hollow("llama", 100, seed)
-    with StandIns(model):
+    with StandIns(level_weights(model)):
         found = pages_agree(model, 256)
     assert not isinstance(found, str), found
 
@@ -417,6 +417,6 @@ def test_another_mask_shows_through_random_numbers(layers: int) -> None:
     ids, found = (torch.arange(64) * 7919 % 200)[None], []
     for window in (24, None):
         model = hollow("mistral", layers, 0, sliding_window=window)
-        with StandIns(model):
+        with StandIns(level_weights(model)):
             found.append(model(input_ids=ids, use_cache=False).logits.float())
     assert (found[0] - found[1]).abs().max() > 0.3 * found[1].abs().max()

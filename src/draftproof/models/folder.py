@@ -18,6 +18,7 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError, safe_open
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, GenerationConfig, PreTrainedConfig
+from transformers.initialization import no_init_weights
 from transformers.utils import cached_file
 
 from ..config import LoadConfig
@@ -180,7 +181,7 @@ def check_size(path: str | Path, model_config: Any, trust_remote_code: bool) -> 
         for file in files:
             with safe_open(file, "pt") as opened:
                 held += sum(prod(opened.get_slice(name).get_shape()) for name in opened.keys())
-        with torch.device("meta"):
+        with torch.device("meta"), no_init_weights():
             model = auto_class(model_config).from_config(deepcopy(model_config), trust_remote_code=trust_remote_code)
     except Exception:  # the load itself says what is wrong
         return

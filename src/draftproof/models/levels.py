@@ -112,12 +112,11 @@ class LevelExperts(Placeholder):
 
 
 class StandIns(TorchFunctionMode):
-    """In this context random numbers stand for the levels of a model, in passes at load that are watched, or compared with one another, and
-    need no more than some weights of a usual size: to compute their values takes far longer than to multiply by them."""
+    """In this context random numbers stand for these levels of a model, in passes at load that are watched, or compared with one another,
+    and need no more than some weights of a usual size: to compute their values takes far longer than to multiply by them."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, found: Sequence[LevelWeight]) -> None:
         super().__init__()
-        found = level_weights(model)
         self._at = {id(weight): SHIFT * number % SHIFTED for number, weight in enumerate(found)}
         if found:
             largest = max(found, key=Tensor.numel)

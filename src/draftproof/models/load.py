@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -129,10 +130,10 @@ def _made(model: Any, name: str, config: LoadConfig, tokenizer: Tokenizer | None
     (weight_bytes, parameters), experts = sizes(model), experts_of(model)
     text = model.config.get_text_config()
     context = context_of(text)
-    with StandIns(model), silent_experts(model):
+    levels = level_weights(model)
+    with StandIns(levels) if levels else nullcontext(), silent_experts(model):     # which every function passes through
         spared = read_by_hand(model)
         tier, cache_bytes = tier_of(model, context, reasons, fused and config.packed)
-    levels = level_weights(model)
     ours = fused and tier == 1 and not levels and rows.usable(model, config, reasons)
     form = form_of(config, device, dtype, reasons, ours)
     if levels:
