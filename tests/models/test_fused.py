@@ -143,11 +143,11 @@ def pair(folder: Path, dtype: str, **more: object) -> tuple[PagedTarget, PagedTa
     return loaded(folder, dtype, **more), loaded(folder, dtype, False, **more)
 
 
-def play(target: PagedTarget) -> list[Scores]:
-    """A prefill in chunks, a chain, a tree, a plain pass, and a batch of three."""
+def play(target: PagedTarget, tenant: str = "") -> list[Scores]:
+    """A prefill in chunks, a chain, a tree, a plain pass, and a batch of three; a tenant's first texts find nothing that was kept."""
     text = torch.arange(TEXT) * 37 % 199 + 1
     target.set_taps([0, 2])
-    slot = target.open(text.tolist(), room=40)
+    slot = target.open(text.tolist(), tenant, room=40)
     found = [target.extend([slot], [text[:30]]), target.extend([slot], [text[30:31]]), target.extend([slot], [text[31:]])]
     root = text[:1]
     found.append(target.score([slot], root, [Draft.chain([5, 6, 7, 8])]))  # crosses the page edge at 48
@@ -156,7 +156,7 @@ def play(target: PagedTarget) -> list[Scores]:
     target.rewind(slot, (1, 2))
     found.append(target.score([slot], root, [Draft.empty()]))
     target.rewind(slot, ())
-    others = [target.open([1, 2], room=40) for _ in range(2)]
+    others = [target.open([1, 2], tenant, room=40) for _ in range(2)]
     found.append(target.extend(others, [text[:3], text[:20]]))
     drafts = [Draft.chain([3]), Draft.empty(), Draft.chain([4, 5])]
     found.append(target.score([slot, *others], text[:3], drafts))
@@ -206,10 +206,11 @@ def test_a_fused_pass_stands_for_attention_that_takes_no_function(family: str, d
 @pytest.mark.parametrize("family", FUSED)
 def test_the_block_in_one_call_has_the_bits_of_its_parts(family: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save(family, tmp_path, torch.bfloat16)
-    target, twin = (loaded(tmp_path, dtype) for _ in range(2))
+    target = loaded(tmp_path, dtype)
     assert target.fused is not None and target.fused.rows_alone() and not target.whole_tiles
-    monkeypatch.setattr(twin.fused, "_kernels", lambda pool: None)
-    for one, other in zip(play(target), play(twin), strict=True):
+    found = play(target)
+    monkeypatch.setattr(target.fused, "_kernels", lambda pool: None)
+    for one, other in zip(found, play(target, "twin"), strict=True):
         assert torch.equal(one.logits, other.logits)
         assert all(torch.equal(one.taps[i], other.taps[i]) for i in (0, 2))
 
@@ -312,7 +313,7 @@ def test_a_latent_has_the_bits_of_its_parts_in_a_team_of_any_size(
 @pytest.mark.skipif(not native.available()[0], reason=native.available()[1])
 def test_a_model_with_a_part_of_other_kinds_is_not_run_in_one_call(tmp_path: Path) -> None:
     save("llama", tmp_path, torch.bfloat16)
-    target = pair(tmp_path, "float32")[0]
+    target = loaded(tmp_path, "float32")
     fused, pool = target.fused, target.pool
     assert fused is not None and fused.angles is None
     target.extend([target.open([1])], [torch.tensor([1])])
@@ -331,7 +332,7 @@ def test_a_model_with_a_part_of_other_kinds_is_not_run_in_one_call(tmp_path: Pat
 def test_an_id_that_the_embedding_lacks_is_refused(wrong: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By the pass in one call as by its twin, and the sequence stays as it was."""
     save("llama", tmp_path, torch.bfloat16)
-    target = pair(tmp_path, "float32")[0]
+    target = loaded(tmp_path, "float32")
     slot = target.open([1, 2, 3], room=8)
     before = target.extend([slot], [torch.tensor([1, 2, 3])]).logits
     for _ in range(2):

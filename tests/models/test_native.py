@@ -652,7 +652,7 @@ def test_a_row_without_a_finite_largest_is_said(size: int, dtype: torch.dtype) -
 
 @compiled
 def test_it_is_compiled_once_and_found_again(forgotten: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiler, "FLAGS", [*compiler.FLAGS, "-O1"])    # a third of the compiler's time
+    monkeypatch.setattr(compiler, "FLAGS", [*compiler.FLAGS, "-O0"])    # nothing of it is run: half of -O1's time
     assert native.available()[0]
     first = [(path, path.stat().st_mtime_ns) for path in forgotten.iterdir()]
     native._library.cache_clear()
