@@ -98,39 +98,31 @@ def _where_asked(attention: Any) -> bool:
 
 
 class Family(NamedTuple):
-    """prefix: of its classes' names; home: its module below transformers.models, None: that of its own name. late: norms are rounded
-    once, behind their weights, as all that are centred are; from_one: these count from one. adjoining: rotary positions turn adjoining
-    numbers of a head, not those half of it apart; paired: their angles stand side by side, too, and turn in float32; backward: heads are
-    turned the other way. entering: rows of the embedding are normed, by the last norm. turns: whether a layer's heads are turned at all.
-    head_norms: names; turned_first: heads are normed behind the turn. parallel: the MLP reads the stream
-    as it was before attention, by the norm before that if it has none, unless a layer says that it does not. stretched: queries are taken
-    times what grows with their position. window_of_config: attention reads its window there. gated: what attention gives is taken times
-    sigmoids of what q_proj makes beside each head's queries, as of what others' `OPENING` makes; opened_by: in place of sigmoids. mlp: its
-    name, empty: its products stand in the layer; routing: how rows choose experts, of a block that has them. or_norms: of layers that lack
-    the first of `norms`. unscaled: scores are. attending: norms of layers that attend, where those that have a state have others."""
+    """In what a family's blocks differ from Llama's."""
 
-    prefix: str
+    prefix: str                                         # of its classes' names
     norms: Norms = Norms()
-    home: str | None = None
-    late: bool = False
-    from_one: bool = False
-    adjoining: bool = False
-    paired: bool = False
-    backward: bool = False
-    entering: bool = False
-    turns: Callable[[Any], bool] = _always
+    home: str | None = None                             # its module below transformers.models; None: that of its own name
+    late: bool = False                                  # norms are rounded once, behind their weights, as all that are centred are;
+    from_one: bool = False                              # and their weights count from one
+    adjoining: bool = False                             # rotary positions turn adjoining numbers of a head, not those half of it apart;
+    paired: bool = False                                # their angles stand side by side, too, and turn in float32;
+    backward: bool = False                              # heads are turned the other way
+    entering: bool = False                              # rows of the embedding are normed, by the last norm
+    turns: Callable[[Any], bool] = _always              # whether the heads of a layer's attention are turned at all
     head_norms: tuple[str, str] = ("q_norm", "k_norm")
-    turned_first: bool = False
-    parallel: bool = False
-    stretched: bool = False
-    window_of_config: bool = False
-    gated: bool = False
-    opened_by: int = native.SIGMOID
-    mlp: str = "mlp"
-    routing: Callable[[Any], Routing] = by_softmax
-    or_norms: Norms | None = None
-    unscaled: bool = False
-    attending: Norms | None = None
+    turned_first: bool = False                          # heads are normed behind the turn
+    parallel: bool = False      # the MLP reads the stream as it was before attention, by the norm before that if it has none, unless a
+                                # layer says that it does not
+    stretched: bool = False                             # queries are taken times what grows with their position
+    window_of_config: bool = False                      # attention reads its window there
+    gated: bool = False     # what attention gives is taken times sigmoids of what q_proj makes beside each head's queries, as of what
+                            # others' `OPENING` makes
+    opened_by: int = native.SIGMOID                     # in place of sigmoids
+    mlp: str = "mlp"                                    # its name; empty: its products stand in the layer
+    routing: Callable[[Any], Routing] = by_softmax      # how rows choose experts, of a block that has them
+    or_norms: Norms | None = None                       # of layers that lack the first of `norms`
+    unscaled: bool = False                              # scores are
 
     def window(self, attention: Any) -> int | None:
         """How many keys a row sees, itself included, or of what parts, as passes.py's `seen_from` has it; None: all."""
@@ -166,8 +158,7 @@ class Family(NamedTuple):
 
     def names_of(self, layer: Any) -> Norms:
         """Of a layer's norms, where they stand."""
-        norms = self.norms if self.attending is None or has_state(layer) else self.attending
-        norms = self.or_norms if self.or_norms and not hasattr(layer, str(norms.before)) else norms
+        norms = self.or_norms if self.or_norms and not hasattr(layer, str(self.norms.before)) else self.norms
         return Norms(None, norms.before, None, norms.after) if settles(layer) else norms
 
     def norms_of(self, layer: Any) -> list[Any]:
@@ -276,7 +267,7 @@ FAMILIES = {
     "olmo": Family("Olmo"),
     "olmo2": Family("Olmo2", BEHIND, late=True),
     "olmo3": Family("Olmo3", BEHIND, late=True),
-    "olmo_hybrid": Family("OlmoHybrid", late=True, attending=BEHIND),
+    "olmo_hybrid": Family("OlmoHybrid", late=True, or_norms=BEHIND),
     "olmoe": Family("Olmoe", window_of_config=True),
     "opt": Family("OPT", IN_OPT, mlp=""),
     "persimmon": Family("Persimmon", head_norms=("q_layernorm", "k_layernorm")),
