@@ -66,6 +66,13 @@ FAMILIES: dict[str, dict[str, Any]] = {         # what transformers' configurati
     "qwen3_moe": {"hidden_size": 1024, "num_hidden_layers": 12, "num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 64,
                   "num_experts": 32, "num_experts_per_tok": 4, "moe_intermediate_size": 384, "norm_topk_prob": True,
                   "tie_word_embeddings": True},
+    "gpt2": {"n_embd": 1280, "n_layer": 24, "n_head": 20, "n_ctx": 4096},        # which llama.cpp reads
+    "opt": {"hidden_size": 1536, "num_hidden_layers": 16, "num_attention_heads": 24, "ffn_dim": 6144, "word_embed_proj_dim": 1536},
+    "gemma3n_text": {"hidden_size": 1536, "num_hidden_layers": 15, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 256,
+                     "intermediate_size": 4608, "hidden_size_per_layer_input": 256, "vocab_size_per_layer_input": VOCABULARY,
+                     "num_kv_shared_layers": 10, "sliding_window": 512, "laurel_rank": 64,
+                     "activation_sparsity_pattern": [0.95] * 5 + [0.0] * 10,
+                     "layer_types": kinds(15, 5, "full_attention", "sliding_attention")},
 }
 
 
