@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -90,7 +91,7 @@ def config_of(family: str, **options: object) -> Any:
     """Skips a test of a family that the installed transformers lacks."""
     if family not in CONFIG_MAPPING:
         pytest.skip(f"transformers {transformers.__version__} has no {family}")
-    return AutoConfig.for_model(family, **options)
+    return AutoConfig.for_model(family, **deepcopy(options))       # some write into what they are told
 
 
 def build(family: str, seed: int = 0) -> PreTrainedModel:

@@ -101,8 +101,8 @@ def test_a_target_of_rounded_weights_is_tiled_too(form: str, tmp_path: Path, as_
 def test_a_family_that_is_not_fused_is_tiled_too(tmp_path: Path, as_on_a_device: None, monkeypatch: pytest.MonkeyPatch) -> None:
     import families
 
-    monkeypatch.setitem(families.FAMILIES, "persimmon", {"num_key_value_heads": None})
-    families.save("persimmon", tmp_path)
+    monkeypatch.setitem(families.FAMILIES, "bitnet", {})
+    families.save("bitnet", tmp_path)
     target = load_target(tmp_path, LoadConfig(page_tokens=64, threads=torch.get_num_threads()))
     assert isinstance(target, PagedTarget) and target.fused is None and target.whole_tiles
     assert target.facts.invisible and type(target.parts.output) is TiledLinear

@@ -126,7 +126,7 @@ class Family(NamedTuple):
 
     def window(self, attention: Any) -> int | None:
         """How many keys a row sees, itself included, or of what parts, as passes.py's `seen_from` has it; None: all."""
-        kinds = getattr(attention.config, "layer_types", None)
+        kinds = getattr(getattr(attention, "config", None), "layer_types", None)
         if kinds and kinds[attention.layer_idx] == "chunked_attention":
             return -int(attention.config.attention_chunk_size)
         if not getattr(attention, "is_sliding", True):
