@@ -11,7 +11,10 @@ import torch
 import transformers
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, GPTJModel, PreTrainedModel
 
+from draftproof.config import LoadConfig
 from draftproof.models.folder import make_known
+from draftproof.models.load import as_target
+from draftproof.models.paged import PagedTarget
 
 COMMON = {
     "vocab_size": 200,
@@ -129,3 +132,22 @@ def chosen(model: Any, prompt: torch.Tensor, ids: list[int]) -> list[int]:
         rows = model(input_ids=torch.cat([prompt, torch.tensor(ids[:-1])])[None], use_cache=False).logits[0, len(prompt) - 1 :]
     found: list[int] = rows.argmax(-1).tolist()
     return found
+
+
+def calm(model: PreTrainedModel) -> PreTrainedModel:
+    """With random weights of the usual size, and norms that are not 1 and make no sharp law of scores: that would be chaos."""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.ndim > 1:
+                parameter.copy_(torch.randn_like(parameter) / parameter.shape[-1] ** 0.5)
+            else:
+                parameter.add_(torch.randn_like(parameter) * 0.2).mul_(0.3 if "q_norm" in name else 1)
+    return model
+
+
+def fused_target(model: PreTrainedModel, **more: Any) -> PagedTarget:
+    """more: of the configuration of a load."""
+    config = LoadConfig(**{"page_tokens": 16, "self_test": False, "threads": torch.get_num_threads(), **more})
+    target = as_target(model, config)
+    assert isinstance(target, PagedTarget) and target.fused is not None, target.facts.reasons
+    return target

@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from draftproof import llama, native
 from draftproof.config import LoadConfig
 from draftproof.models.known import can_fuse
-from draftproof.models.load import as_target, load_target
+from draftproof.models.load import load_target
 from draftproof.models.paged import PagedTarget
 from draftproof.types import Draft
 
@@ -38,13 +38,9 @@ CASES: dict[str, dict[str, Any]] = {
 
 def model_of(case: str, dtype: torch.dtype = torch.float32) -> Any:
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("gemma4_text", **{**families.COMMON, **CASES[case]}), dtype=torch.float32)
+    config = AutoConfig.for_model("gemma4_text", **{**families.COMMON, **CASES[case]})
+    model = families.calm(AutoModelForCausalLM.from_config(config, dtype=torch.float32))
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if parameter.ndim > 1:
-                parameter.copy_(torch.randn_like(parameter) / parameter.shape[-1] ** 0.5)
-            else:
-                parameter.add_(torch.randn_like(parameter) * 0.2).mul_(0.3 if "q_norm" in name else 1)  # of scores a sharp law is chaos
         for name, held in model.named_buffers():
             if name.endswith("layer_scalar"):
                 held.copy_(torch.rand(1) * 0.5 + 0.6)
@@ -52,10 +48,7 @@ def model_of(case: str, dtype: torch.dtype = torch.float32) -> Any:
 
 
 def target_of(case: str, dtype: torch.dtype = torch.float32, **more: Any) -> PagedTarget:
-    config = LoadConfig(**{"page_tokens": 16, "self_test": False, "threads": torch.get_num_threads(), **more})
-    target = as_target(model_of(case, dtype), config)
-    assert isinstance(target, PagedTarget) and target.fused is not None, target.facts.reasons
-    return target
+    return families.fused_target(model_of(case, dtype), **more)
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -16,7 +16,7 @@ from draftproof import native
 from draftproof.config import LoadConfig
 from draftproof.models.between import row_norm
 from draftproof.models.known import can_fuse
-from draftproof.models.load import as_target, load_target
+from draftproof.models.load import load_target
 from draftproof.models.paged import PagedTarget
 from draftproof.models.shallow import shallow
 from draftproof.models.sides import Sides
@@ -38,13 +38,9 @@ CASES: dict[str, dict[str, Any]] = {
 def model_of(case: str, dtype: torch.dtype = torch.float32, **more: Any) -> Any:
     torch.manual_seed(0)
     config = AutoConfig.for_model("gemma3n_text", **{**families.COMMON, **CASES[case], **more})
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model = families.calm(AutoModelForCausalLM.from_config(config, dtype=torch.float32))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if parameter.ndim > 1:
-                parameter.copy_(torch.randn_like(parameter) / parameter.shape[-1] ** 0.5)
-            else:
-                parameter.add_(torch.randn_like(parameter) * 0.2).mul_(0.3 if "q_norm" in name else 1)  # of scores a sharp law is chaos
             if "router_norm" in name:
                 parameter.mul_(config.hidden_size ** 0.5)       # or the router sees next to nothing
             parameter.copy_(parameter.bfloat16())
@@ -52,10 +48,7 @@ def model_of(case: str, dtype: torch.dtype = torch.float32, **more: Any) -> Any:
 
 
 def target_of(case: str, dtype: torch.dtype = torch.float32, **more: Any) -> PagedTarget:
-    config = LoadConfig(**{"page_tokens": 16, "self_test": False, "threads": torch.get_num_threads(), **more})
-    target = as_target(model_of(case, dtype), config)
-    assert isinstance(target, PagedTarget) and target.fused is not None, target.facts.reasons
-    return target
+    return families.fused_target(model_of(case, dtype), **more)
 
 
 def compare(found: list[Scores], want: list[Scores], tolerance: float) -> None:

@@ -90,6 +90,10 @@ def _strange(model: Any, family: Family, name: str) -> Iterator[str]:
             and all(exact(rotary, "RotaryEmbedding", "TextRotaryEmbedding") for rotary in rotaries_of(body))):
         yield others
         return
+    if getattr(model.config, "alibi", False):
+        yield "scores that fall with the distance of keys (ALiBi)"
+    if getattr(model.config, "clip_qkv", None) is not None:
+        yield "queries, keys and values that are clipped"
     for number, layer in enumerate(layers_of(model)):
         attention, state, mlp = looking_back(layer), state_of(layer), family.mlp_of(layer)
         looking = {part for part in (attention, state) if part is not None}
@@ -115,10 +119,6 @@ def _strange(model: Any, family: Family, name: str) -> Iterator[str]:
             yield "keys and values of different sizes"
         if hasattr(attention, "embed_positions"):   # GPT-J's and CodeGen's before transformers 5.24
             yield "rotary positions of attention's own"
-        if getattr(model.config, "alibi", False):
-            yield "scores that fall with the distance of keys (ALiBi)"
-        if getattr(model.config, "clip_qkv", None) is not None:
-            yield "queries, keys and values that are clipped"
         if state is not None:
             yield from _strange_state(state, exact)
         if hasattr(layer, "altup"):
@@ -149,9 +149,10 @@ def _strange_mixture(block: Any, layer: Any, family: Family, exact: Callable[...
         yield f"layers of other classes than {type(layer).__module__} ships"
     if getattr(router, "router_logit_softcapping", 0):
         yield "a router whose logits are capped"
-    if family.routing(block).near and chosen_by(router) != 2:
+    how = family.routing(block)
+    if how.near and chosen_by(router) != 2:
         yield "sparse mixing of other than two experts"
-    if not _are_enough(family.routing(block), router):
+    if not _are_enough(how, router):
         yield "groups that have fewer experts than a row chooses"
     if not comes_apart(block, layer):
         yield "an expert for all rows that is no multiple of the others"
