@@ -79,6 +79,10 @@ class Elsewhere(torch.Tensor):
 class Present(TorchDispatchMode):
     """Within it the device takes tensors and makes them."""
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False                                    # nothing is compiled here, and to skip it costs more than the rest
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return run(func, args, kwargs or {})
 
@@ -108,9 +112,10 @@ def leaves(value: Any, found: list[Any]) -> list[Any]:
 
 def each(value: Any, act: Callable[[Any], Any]) -> Any:
     """The same with every leaf acted on. (torch's own trees were most of what the device costs.)"""
-    if isinstance(value, tuple | list):
-        return type(value)([each(one, act) for one in value])
-    if isinstance(value, dict):
+    kind = type(value)
+    if kind is tuple or kind is list or isinstance(value, tuple | list):
+        return kind([each(one, act) for one in value])
+    if kind is dict:
         return {name: each(one, act) for name, one in value.items()}
     return act(value)
 
@@ -120,28 +125,38 @@ def here(value: Any) -> Any:
 
 
 def run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    flat = leaves(kwargs, leaves(args, []))
-    tensors = [value for value in flat if isinstance(value, Tensor)]
-    there = [isinstance(value, Elsewhere) for value in tensors]
-    name = func.overloadpacket.__name__
-    if name not in MAY_MIX and any(there) and any(value.ndim and not far for value, far in zip(tensors, there, strict=True)):
+    name, there, asked, apart = func.overloadpacket.__name__, list[bool](), list[str](), False
+
+    def act(value: Any) -> Any:
+        nonlocal apart
+        kind = type(value)
+        if kind is Elsewhere:
+            there.append(True)
+            return value.held
+        if kind is torch.device:
+            asked.append(value.type)
+            return CPU
+        if isinstance(value, Tensor):
+            there.append(False)
+            apart = apart or value.ndim > 0
+        return value
+
+    own, named = each(args, act), each(kwargs, act) if kwargs else kwargs
+    far = True in there
+    if apart and far and name not in MAY_MIX:
         raise RuntimeError(f"{func}: expected all tensors to be on the same device, but found at least two devices, cpu and {NAME}")
-    asked = [value.type for value in flat if isinstance(value, torch.device)]
-    _note_wait(func, args, kwargs, there, asked)
-    home = asked[0] == NAME if asked else bool(there) and there[0]
-    args, kwargs = each(args, here), each(kwargs, here)
-    found = func(*args, **kwargs)
-    if asked and there and home != there[0] and found is args[0]:
+    if name in MAY_MIX or far and name in READS:
+        _note_wait(func, name, args, kwargs, there, asked)
+    home = asked[0] == NAME if asked else far and there[0]
+    found = func(*own, **named)
+    if asked and there and home != there[0] and found is own[0]:
         found = found.clone()  # of the other device's memory
     return each(found, lambda value: Elsewhere(value) if isinstance(value, Tensor) else value) if home else found
 
 
-def _note_wait(func: Any, args: Any, kwargs: dict[str, Any], there: list[bool], asked: list[str]) -> None:
-    name = func.overloadpacket.__name__
-    if name not in READS and name not in MAY_MIX:
-        return
+def _note_wait(func: Any, name: str, args: Any, kwargs: dict[str, Any], there: list[bool], asked: list[str]) -> None:
     given = dict(zip([each.name for each in func._schema.arguments], args, strict=False)) | kwargs
-    if name in READS and any(there):
+    if name in READS:
         waited(name)
     elif name in ("index", "index_put", "index_put_") and any(there):
         places = [place for place in given["indices"] if isinstance(place, Tensor)]
