@@ -10,6 +10,7 @@ import torch
 
 from draftproof import huge
 
+LINUX = pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="only Linux says what a process holds")
 SIZES = [1, 15, 16, 17, 4096, huge.PAGE // 4, huge.BLOCK // 16, huge.BLOCK // 4, 3, 1]       # numbers of four bytes
 
 
@@ -33,9 +34,8 @@ def test_no_numbers_are_no_room() -> None:
     assert huge.room(0).shape == (0,)
 
 
+@LINUX
 def test_a_large_room_goes_back_to_the_system() -> None:
-    if not Path("/proc/self/statm").exists():
-        pytest.skip("only Linux says what a process holds")
     before = mapped()
     held = huge.room(64 * huge.PAGE // 4)
     assert mapped() - before >= 64 * huge.PAGE
@@ -47,3 +47,18 @@ def test_a_large_room_goes_back_to_the_system() -> None:
 def mapped() -> int:
     """Bytes of this process's address space."""
     return int(Path("/proc/self/statm").read_text().split()[0]) * 4096
+
+
+@LINUX
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int8])
+def test_zeros_are_of_pages_of_their_own(dtype: torch.dtype) -> None:
+    before = mapped()
+    few, many = huge.zeros((3, 5), dtype), huge.zeros((9, 7, huge.PAGE // 4), dtype)
+    assert few.shape == (3, 5) and many.shape == (9, 7, huge.PAGE // 4) and few.dtype == many.dtype == dtype and many.is_contiguous()
+    assert not few.any() and not many.any()
+    many[8, 6, -1] = 1
+    held = mapped()
+    assert int(many.sum()) == 1 and held - before >= many.nbytes
+    del many
+    gc.collect()
+    assert held - mapped() >= 8 * 7 * huge.PAGE // 4 * dtype.itemsize, "but for what torch keeps for itself"

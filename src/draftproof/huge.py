@@ -1,10 +1,13 @@
-"""Room for weights in huge pages, 2 MB each on Linux. A pass reads all of a model's weights, whose small pages are too many for the
-processor's table of addresses; afterwards whatever runs next finds its own pages pushed out of it, too (docs/log.md has the figures)."""
+"""Room for weights, and for keys, in huge pages, 2 MB each on Linux. A pass reads all of a model's weights, whose small pages are too many
+for the processor's table of addresses; afterwards whatever runs next finds its own pages pushed out of it, too (docs/log.md has the
+figures)."""
 
 from __future__ import annotations
 
+import math
 import mmap
 import threading
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -42,6 +45,14 @@ def room(numbers: int) -> Tensor:
         return torch.empty(numbers, dtype=torch.int32)
     held, at = _block.take(4 * numbers)
     return torch.frombuffer(held, dtype=torch.int32, count=numbers, offset=at)
+
+
+def zeros(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Zeros of one page or more, in pages of their own, which go back to the system with them; what nobody has written to takes no memory."""
+    size = math.prod(shape) * dtype.itemsize
+    if size < PAGE or not hasattr(mmap, "MADV_HUGEPAGE"):
+        return torch.zeros(*shape, dtype=dtype)
+    return torch.frombuffer(_mapped(-(-size // PAGE) * PAGE), dtype=torch.uint8, count=size).view(dtype).view(*shape)
 
 
 def _mapped(size: int) -> mmap.mmap:

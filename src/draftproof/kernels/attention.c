@@ -28,6 +28,9 @@
 #define MOST_QUERIES 48 /* of a piece of work, over all its heads; more only where one head of keys has more */
 #define MOST_NUMBERS 16384 /* of a chunk, over all heads of a piece of work: they stay in the caches */
 #define ALL _Pragma("GCC unroll 16")
+/* What is read next, into the second cache on Zen 4, whose first one waits for too few lines at a time: 0.81 of a pass's time behind 4,096
+ * keys (docs/log.md). */
+#define FETCH(FROM) __builtin_prefetch(FROM, 0, ZEN_4 ? 2 : 3)
 
 /* sum + the products of LANES keys' words with a query's */
 static inline floats plus(floats sum, words key, uint32_t asked, int pairs)
@@ -71,7 +74,7 @@ static inline floats value_lanes(const char *value, int v, int halves)
         UNROLL for (int r = 0; r < ROWS; r++)                                                                            \
             UNROLL for (int v = 0; v < SIDE; v++) sum[r][v] = *(const floats *)(out + r * broad + v * LANES);            \
         for (long s = 0; s < keys; s++, value += apart) {                                                                \
-            UNROLL for (int b = 0; b < SIDE * LANES * size(HALVES); b += 64) __builtin_prefetch(value + ahead + b);      \
+            UNROLL for (int b = 0; b < SIDE * LANES * size(HALVES); b += 64) FETCH(value + ahead + b);                   \
             UNROLL for (int v = 0; v < SIDE; v++) {                                                                      \
                 floats x = value_lanes(value, v, HALVES);                                                                \
                 UNROLL for (int r = 0; r < ROWS; r++) sum[r][v] += x * weight[r * width + s];                            \
@@ -130,7 +133,7 @@ static inline __attribute__((always_inline)) void turned(const char *from, long 
             words x[LANES];
             if (d + step <= dim)
                 ALL for (int i = 0; i < LANES; i++) {
-                    __builtin_prefetch(key[i] + at + ahead);
+                    FETCH(key[i] + at + ahead);
                     x[i] = words_of(key[i] + at, step, halves, pairs);
                 }
             else
@@ -288,7 +291,7 @@ static void score_tiled(const piece *w, long h, long first, long last, const cha
     _Alignas(64) float found[CHUNK * CHUNK];
     long own = 2 * w->a->dim;
     for (long k = 0; k < count; k++) {
-        for (long b = 0; b < own; b += 64) __builtin_prefetch(from + k * apart + ahead + b);
+        for (long b = 0; b < own; b += 64) FETCH(from + k * apart + ahead + b);
         if (count < CHUNK) memcpy((char *)w->chunk + k * own, from + k * apart, own); /* the storage may end here */
     }
     if (count < CHUNK) from = (const char *)w->chunk, apart = own;

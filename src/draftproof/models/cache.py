@@ -22,6 +22,7 @@ from torch import Tensor
 from .. import gpu, native
 from ..core.upload import sent
 from ..errors import CacheFull
+from ..huge import zeros
 from .states import Mark, State, States
 
 Prefix = tuple[str, int, tuple[int, ...]]  # tenant, page before it (−1: none), the page's tokens
@@ -135,9 +136,13 @@ class PagePool:
         """Key and value storage of a layer, made at its first use from the shapes [rows, kv_heads, dim] it is given."""
         if layer not in self.keys:
             for store, like in ((self.keys, key), (self.values, value)):
-                store[layer] = torch.zeros(self.allocated * self.page_tokens, *like.shape[1:], dtype=like.dtype, device=like.device)
+                store[layer] = self._zeros(self.allocated, like)
             self.copies = key.new_empty(0), value.new_empty(0)
         return self.keys[layer], self.values[layer]
+
+    def _zeros(self, pages: int, like: Tensor) -> Tensor:
+        shape = pages * self.page_tokens, *like.shape[1:]
+        return zeros(shape, like.dtype) if like.device.type == "cpu" else torch.zeros(*shape, dtype=like.dtype, device=like.device)
 
     def pages(self, layer: int) -> tuple[Tensor, Tensor]:
         """All keys and values of a layer, [pages, P, kv_heads, dim]."""
@@ -185,7 +190,7 @@ class PagePool:
         grown = min(self.capacity, self.allocated * 2)
         for store in (self.keys, self.values):
             for layer, rows in store.items():
-                bigger = torch.zeros(grown * self.page_tokens, *rows.shape[1:], dtype=rows.dtype, device=rows.device)
+                bigger = self._zeros(grown, rows)
                 bigger[: rows.shape[0]] = rows
                 store[layer] = bigger
         self.free += range(self.allocated, grown)
