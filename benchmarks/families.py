@@ -2,6 +2,7 @@
 
     python benchmarks/families.py --work DIR                        # what is installed; environments are those of peers.py
     python benchmarks/families.py --work DIR --families lfm2 --peers ours,llamacpp --write docs/peers.md
+    python benchmarks/families.py --work DIR --families llama --long 8000 --peers ours,ours+bytes,openvino       # behind long texts
 
 What a pass costs does not depend on what a model knows: each family's model has random weights in bfloat16, half a milliard of them, in
 the proportions of a published one, and the tokenizer of the built-in target. It is converted for each engine as in peers.py and stays in
@@ -46,6 +47,8 @@ def kinds(layers: int, every: int, last: str, others: str) -> list[str]:
 
 
 FAMILIES: dict[str, dict[str, Any]] = {         # what transformers' configuration of a family is told
+    "llama": {"hidden_size": 1536, "intermediate_size": 4608, "num_hidden_layers": 16, "num_attention_heads": 24, "num_key_value_heads": 12,
+              "max_position_embeddings": 40_960},               # for --long
     "qwen3_5_text": {"hidden_size": 1024, "intermediate_size": 3584, "num_hidden_layers": 24, "num_attention_heads": 8,
                      "num_key_value_heads": 2, "head_dim": 256, "linear_num_key_heads": 16, "linear_num_value_heads": 16,
                      "linear_key_head_dim": 128, "linear_value_head_dim": 128, "tie_word_embeddings": True},
@@ -81,8 +84,9 @@ def random_model(family: str, folder: Path, seed: int) -> Path:
     note, key = folder / "random.txt", repr((FAMILIES[family], VOCABULARY, seed))
     if not note.exists() or note.read_text() != key:
         torch.manual_seed(seed)
-        config = AutoConfig.for_model(family, vocab_size=VOCABULARY, max_position_embeddings=4096, bos_token_id=0, eos_token_id=0,
-                                      pad_token_id=0, **FAMILIES[family])
+        config = AutoConfig.for_model(family, **{
+            "vocab_size": VOCABULARY, "max_position_embeddings": 4096, "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0,
+            **FAMILIES[family]})
         AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
         told = folder / "config.json"           # kinds of layers by the names that are published, which are not those of newest versions
         told.write_text(json.dumps({**json.loads(told.read_text("utf-8")), **FAMILIES[family]}, indent=2))

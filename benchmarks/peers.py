@@ -90,6 +90,7 @@ def ours(drafter: str, *, plain: bool = False, **more: Any) -> Peer:
 
 PEERS = {
     OURS: ours("model", plain=True),
+    "ours+bytes": ours("model", plain=True, cache_bits=8),
     "ours+ngram": ours("ngram+model"),
     "ours+block": ours("ngram+model", rule="block"),
     "ours+eagle3": ours("eagle3"),

@@ -28,7 +28,8 @@ class Peer:
     """split: what is fixed when a worker starts, "arm" (guessing or not) or "depth"; "" if one worker serves all arms of an engine, NAME
     and NAME+…. drafter: what guesses, where the worker has a choice; "model" in it stands for the draft model, "eagle3" for the head;
     rule: which of our own judges it; tree: most nodes of a round of ours, 0 for chains; depth: its own, whatever the others',
-    or AUTO. bits: of weights that it can be given. The arms of one engine read the same converted models."""
+    or AUTO. bits: of weights that it can be given; cache_bits: of keys and values of ours. The arms of one engine read the same converted
+    models."""
 
     script: Path
     program: Path
@@ -41,11 +42,12 @@ class Peer:
     tree: int = 0
     depth: int = 0
     bits: tuple[int, ...] = (16,)
+    cache_bits: int = 16
 
     @property
     def way(self) -> dict[str, Any]:
         """Of guessing, as a worker is told at its start and with each request."""
-        return {"drafter": self.drafter, "rule": self.rule, "tree": self.tree}
+        return {"drafter": self.drafter, "rule": self.rule, "tree": self.tree, "cache_bits": self.cache_bits}
 
 
 def engine_of(name: str) -> str:

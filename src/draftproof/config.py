@@ -60,10 +60,13 @@ class LoadConfig(_Config):
     page_tokens: int = 256                # keys per cache page, the attention kernel's block
     prefill_chunk: int = 512              # tokens per prefill pass, of all prompts together
     cache_tokens: int = 65_536            # most tokens whose keys are kept at a time
+    cache_bits: int = 16                  # 8: keys and values are rounded, on a CPU; another model, whose text is its own
     trust_remote_code: bool = False       # never true by default
 
     def __post_init__(self) -> None:
         self._check_whole()
+        if self.cache_bits not in (8, 16):
+            raise OptionError(f"cache_bits={self.cache_bits}: expected 16, keys and values as they are, or 8")
         if self.dtype not in (None, "bfloat16", "float16", "float32"):
             raise OptionError(f"dtype={self.dtype!r}: expected bfloat16, float16 or float32")
         if self.quantization not in (None, "int8", "int4", "fp8"):

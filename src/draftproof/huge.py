@@ -48,7 +48,7 @@ def room(numbers: int) -> Tensor:
 
 
 def zeros(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Zeros of one page or more, in pages of their own, which go back to the system with them; what nobody has written to takes no memory."""
+    """Zeros, of a page or more in pages of their own, which go back to the system with them; what nobody has written to takes no memory."""
     size = math.prod(shape) * dtype.itemsize
     if size < PAGE or not hasattr(mmap, "MADV_HUGEPAGE"):
         return torch.zeros(*shape, dtype=dtype)

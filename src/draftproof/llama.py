@@ -63,7 +63,7 @@ class Layer(ctypes.Structure):
                  pointers="sinks keys values experts latent", reals_="cap", flags_="turned_first parallel stretched opened_by",
                  pointers___="bends", numbers_="openings",
                  pointers_="recurrence side abreast", reals__="factor", flags__="borrows values_normed settles",
-                 pointers__="altup", numbers__="value_dim"),
+                 pointers__="altup", numbers__="value_dim", flags___="rounded"),
     ]
 
 

@@ -31,6 +31,7 @@ from .huge import room
 
 CHUNK = 16  # keys that attention takes at a time (kernels/lanes.h)
 LEAST_VECTOR, STRIPE = 16, 32  # of a recurrent state: its rows are a multiple of the first, its columns of half the second (recurrence.c)
+BEHIND = 4  # bytes of a step, behind the levels of a head of keys or values (kernels/attention.c)
 ALIKE = 128  # columns of floats of eight bits that share a step (kernels/narrow.c)
 STREAMS = 4  # of a model that has several (kernels/lanes.h)
 EIGHT_FLOATS, FOUR_BY_32, FOUR_BY_16 = -8, -32, -16  # in place of the bits of a product's numbers
@@ -53,7 +54,7 @@ class CourseFields(ctypes.Structure):
 class _Attention(ctypes.Structure):
     _fields_ = fields(
         pointers="query keys values sinks out", numbers="query_stride heads group dim value_dim window", reals="scaling cap",
-        flags="halves", numbers_="out_stride")
+        flags="halves", numbers_="out_stride", flags_="rounded")
 
 
 class Product(ctypes.Structure):
@@ -240,16 +241,19 @@ def attend(
     course: Course, query: Tensor, keys: Tensor, values: Tensor, scaling: float, window: int | None = None, sinks: Tensor | None = None,
     cap: float | None = None
 ) -> Tensor:
-    """Every row over the keys it sees: query [rows, H, D], keys and values [places, KV, ...] → [rows, H, ...]. window: how many keys a
-    row sees, itself included (None: all); sinks [H]: logits that only normalise; cap: of scores, cap · tanh(score / cap)."""
-    (rows, heads, dim), (_, kv_heads, deep) = query.shape, values.shape
-    assert query.dtype == keys.dtype == values.dtype and rows == course.rows, f"{query.dtype} {keys.dtype} {rows} rows of {course.rows}"
+    """Every row over the keys it sees: query [rows, H, D], keys and values [places, KV, ...] → [rows, H, ...]; or these int8, a head's
+    levels and step, of bfloat16 queries (models/key_levels.py). window: how many keys a row sees, itself included (None: all); sinks [H]:
+    logits that only normalise; cap: of scores, cap · tanh(score / cap)."""
+    (rows, heads, dim), (_, kv_heads, deep), rounded = query.shape, values.shape, keys.dtype == torch.int8
+    assert keys.dtype == values.dtype == (torch.int8 if rounded else query.dtype), f"{query.dtype} {keys.dtype} {values.dtype}"
+    assert rows == course.rows and (not rounded or query.dtype == torch.bfloat16), f"{query.dtype} {rows} rows of {course.rows}"
+    deep -= BEHIND if rounded else 0
     query = query if _rows_whole(query) else query.contiguous()
     sinks = None if sinks is None else sinks.float().contiguous()
     out = torch.empty(rows, heads, deep, dtype=query.dtype)
     asked = _Attention(
         query.data_ptr(), keys.data_ptr(), values.data_ptr(), address_of(sinks), out.data_ptr(), query.stride(0),
-        kv_heads, heads // kv_heads, dim, deep, window or 0, scaling, cap or 0, query.dtype == torch.bfloat16)
+        kv_heads, heads // kv_heads, dim, deep, window or 0, scaling, cap or 0, query.dtype == torch.bfloat16, 0, rounded)
     if loaded().attend(course.struct, asked, torch.get_num_threads()):
         raise MemoryError(f"attention of {rows} rows found no memory to work in")
     return out

@@ -151,7 +151,8 @@ def test_what_would_do_nothing_or_cannot_be_is_told_before_the_target_is_loaded(
         ("mlp", ["--accept-at", "0.5"], "--accept-at does nothing for mlp"), ("mtp", ["--taps", "0"], "--taps does nothing for mtp"),
         ("dflash", ["--shared"], "--shared does nothing"), ("medusa", ["--mask-token", "0"], "--mask-token does nothing"),
         ("eagle3", ["--init", init, "--layers", "2"], "--layers with --init"), ("eagle3", ["--init", init], "no config.json"),
-        ("mlp", ["--quantization", "int8"], "cannot teach"), ("pard", ["--init", init], "needs --mask-token"),
+        ("mlp", ["--quantization", "int8"], "cannot teach"), ("mlp", ["--cache-bits", "8"], "cannot teach"),
+        ("pard", ["--init", init], "needs --mask-token"),
         ("mlp", ["--lr", "-1"], "above 0"), ("mlp", ["--lr", "nan"], "above 0"), ("mlp", ["--lr", "inf"], "above 0"),
         ("mlp", ["--seed", "-5"], "--seed"), ("mlp", ["--replaces", "modle:x"], "unknown drafter 'modle'"),
         ("mlp", ["--answers", str(tmp_path / "no" / "a.jsonl")], "--answers"), ("mlp", ["--data", str(packed)], "gzip"),
@@ -177,7 +178,7 @@ def test_a_log_that_is_not_there_is_told_before_torch_is_loaded(wish: list[str],
 def test_an_option_that_is_always_refused_is_not_offered(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["train", "--help"]) == 0
     told = capsys.readouterr().out
-    assert "--dtype" in told and "--quantization" not in told and "--draft-device" not in told
+    assert "--dtype" in told and "--quantization" not in told and "--cache-bits" not in told and "--draft-device" not in told
     assert run(["extract", "--help"]) == 0 and "--quantization" in capsys.readouterr().out
 
 

@@ -153,6 +153,7 @@ load_options = stacked(
     setting(LoadConfig, "compile", "--compile/--no-compile",
             help="On a GPU, join the operations between torch's products by torch.compile.  [default: no-compile]"),
     setting(LoadConfig, "threads", type=int, metavar="N", help="CPU threads.  [default: torch's choice: the cores, or OMP_NUM_THREADS]"),
+    setting(LoadConfig, "cache_bits", type=int, metavar="16|8", help="8 halves what long texts take and read, on a CPU: keys are rounded."),
     setting(LoadConfig, "cache_tokens", type=int, metavar="N", help="Tokens, of all texts, whose keys are kept at a time, at most."),
     setting(LoadConfig, "prefill_chunk", type=int, metavar="N", help="Tokens of prompts that are read between two rounds, at most."),
     setting(LoadConfig, "reproducible", "--reproducible/--fast",

@@ -95,7 +95,7 @@ KINDS = ("eagle", "eagle3", "peagle", "medusa", "hydra", "mlp", "mtp", "pard", "
                    "as many steps with AMX, little elsewhere.")
 @click.option("--replaces", metavar="SPEC",
               help="The drafter it must beat when served.  [default: what is in --out, else what --init goes on from]")
-@o.unlisted("quantization", "draft_device")
+@o.unlisted("quantization", "cache_bits", "draft_device")
 @o.load_options
 @o.json_option
 def train(kind: str, target: str | None, data: Path, out: Path, as_json: bool, **given: Any) -> int:
@@ -127,6 +127,8 @@ def _check(target: str | None, data: Path, given: dict[str, Any]) -> None:
     o.check_target(target)
     if given["quantization"]:
         raise OptionError(f"--quantization {given['quantization']}: rounded weights cannot teach a drafter; leave it out here")
+    if given["cache_bits"] == 8:
+        raise OptionError("--cache-bits 8: rounded keys cannot teach a drafter; leave it out here")
     if given["draft_device"]:
         raise OptionError("--draft-device does nothing here: a drafter learns on the target's device; leave it out")
     for log in (data, given["mix"]):

@@ -17,6 +17,7 @@ from torch.nn.utils.rnn import pad_sequence
 from ..core.upload import index_of, uploaded
 from ..models.cache import PagePool
 from ..models.heads.assistant import Assistant, Keys, View
+from ..models.key_levels import opened
 from ..models.paged import PagedTarget, paged_of
 from .base import NoOptions, Site, published
 from .vector import Line, VectorDrafter, VectorState
@@ -80,7 +81,7 @@ def gathered(pool: PagePool, layer: int, tables: Sequence[Sequence[int]], ends: 
         pages = table[start // size:-(-end // size)]
         where = index_of(pages, keys.device)
         inside = slice(start % size, start % size + end - start)
-        found.append((keys[where].flatten(0, 1)[inside], values[where].flatten(0, 1)[inside]))
+        found.append((opened(keys[where].flatten(0, 1)[inside]), opened(values[where].flatten(0, 1)[inside])))
     if len(found) == 1:
         key, value = found[0]
         return Keys(key.transpose(0, 1)[None], value.transpose(0, 1)[None], None)

@@ -43,6 +43,9 @@ static inline floats plus(floats sum, words key, uint32_t asked, int pairs)
     return sum + (floats)key * number;
 }
 
+/* What a word of a key is: a number, two of bfloat16, or four levels; and what values are. */
+enum { NUMBERS, PAIRS, LEVELS };
+
 /* to [ROWS, LANES] = query [deep, ROWS], its words `n` apart, times key [deep, CHUNK], and scaled; deep is even */
 #define SCORE(NAME, ROWS, PAIRS)                                                                                         \
     static void NAME##_##ROWS##_##PAIRS(const uint32_t *query, long n, const uint32_t *key, long deep, float scale, float *to, long width) \
@@ -56,36 +59,65 @@ static inline floats plus(floats sum, words key, uint32_t asked, int pairs)
         UNROLL for (int r = 0; r < ROWS; r++) *(floats *)(to + r * width) = (sum[r][0] + sum[r][1]) * scale;             \
     }
 
+/* The same of levels: a query has two words for each of a key's, as products of eight bits take them (lanes.h). */
+#define SCORE_OF_LEVELS(NAME, ROWS, KIND)                                                                                \
+    static void NAME##_##ROWS##_##KIND(const uint32_t *query, long n, const uint32_t *key, long deep, float scale, float *to, long width) \
+    {                                                                                                                    \
+        integers sum[ROWS][2] = {0};                                                                                     \
+        for (long d = 0; d < deep; d += 2, key += CHUNK) {                                                               \
+            words w = *(const words *)key;                                                                               \
+            UNROLL for (int i = 0; i < 2; i++) {                                                                         \
+                words level = met(w, i);                                                                                 \
+                UNROLL for (int r = 0; r < ROWS; r++) sum[r][i] = plus_products(sum[r][i], level, query[(d + i) * n + r]); \
+            }                                                                                                            \
+        }                                                                                                                \
+        UNROLL for (int r = 0; r < ROWS; r++) {                                                                          \
+            integers all = TAKES_DOTS ? in_all(sum[r]) : sum[r][0] + sum[r][1];                                          \
+            *(floats *)(to + r * width) = __builtin_convertvector(all, floats) * scale;                                  \
+        }                                                                                                                \
+    }
+
+/* LANES pairs of levels */
+typedef int16_t twos __attribute__((vector_size(2 * LANES), aligned(1)));
+
 /* Vector v of some values. Of bfloat16: the even numbers of 2 * LANES, or for odd v the odd ones, which takes no shuffle. */
-static inline floats value_lanes(const char *value, int v, int halves)
+static inline floats value_lanes(const char *value, int v, int kind)
 {
-    if (!halves) return ((const floats *)value)[v];
+    if (kind == NUMBERS) return ((const floats *)value)[v];
+    if (kind == LEVELS) {
+        integers both = __builtin_convertvector(((const twos *)value)[v / 2], integers);
+        return __builtin_convertvector(v % 2 ? both >> 8 : both << 24 >> 24, floats);
+    }
     words pairs = ((const words *)value)[v / 2];
     return (floats)(v % 2 ? pairs & 0xffff0000u : pairs << 16);
 }
 
+#define BYTES(KIND) (KIND == NUMBERS ? 4 : KIND == PAIRS ? 2 : 1) /* of a value */
+
 /* out [ROWS, SIDE * LANES] += weight [ROWS, keys] times value [keys, SIDE * LANES], `apart` bytes from one to the next; keys in turn. What
  * is read next lies `ahead`, and is fetched bit by bit between the products: all at once, they wait for each other. */
-#define AVERAGE(NAME, ROWS, HALVES)                                                                                      \
-    static void NAME##_##ROWS##_##HALVES(const float *weight, long width, const char *value, long keys, long apart, long ahead,        \
+#define AVERAGE(NAME, ROWS, KIND)                                                                                        \
+    static void NAME##_##ROWS##_##KIND(const float *weight, long width, const char *value, long keys, long apart, long ahead,        \
                                           float *out, long broad)                                                        \
     {                                                                                                                    \
         floats sum[ROWS][SIDE];                                                                                          \
         UNROLL for (int r = 0; r < ROWS; r++)                                                                            \
             UNROLL for (int v = 0; v < SIDE; v++) sum[r][v] = *(const floats *)(out + r * broad + v * LANES);            \
         for (long s = 0; s < keys; s++, value += apart) {                                                                \
-            UNROLL for (int b = 0; b < SIDE * LANES * size(HALVES); b += 64) FETCH(value + ahead + b);                   \
+            UNROLL for (int b = 0; b < SIDE * LANES * BYTES(KIND); b += 64) FETCH(value + ahead + b);                    \
             UNROLL for (int v = 0; v < SIDE; v++) {                                                                      \
-                floats x = value_lanes(value, v, HALVES);                                                                \
+                floats x = value_lanes(value, v, KIND);                                                                  \
                 UNROLL for (int r = 0; r < ROWS; r++) sum[r][v] += x * weight[r * width + s];                            \
             }                                                                                                            \
         }                                                                                                                \
         UNROLL for (int r = 0; r < ROWS; r++)                                                                            \
             UNROLL for (int v = 0; v < SIDE; v++) *(floats *)(out + r * broad + v * LANES) = sum[r][v];                  \
     }
-EACH(SCORE, score, 0) EACH(SCORE, score, 1) EACH_OF_VALUES(AVERAGE, average, 0) EACH_OF_VALUES(AVERAGE, average, 1)
-static typeof(score_1_0) *const scores[2][MOST] = {{EACH(ENTRY, score, 0)}, {EACH(ENTRY, score, 1)}};
-static typeof(average_1_0) *const averages[2][MOST_OF_VALUES] = {{EACH_OF_VALUES(ENTRY, average, 0)}, {EACH_OF_VALUES(ENTRY, average, 1)}};
+EACH(SCORE, score, 0) EACH(SCORE, score, 1) EACH(SCORE_OF_LEVELS, score, 2)
+EACH_OF_VALUES(AVERAGE, average, 0) EACH_OF_VALUES(AVERAGE, average, 1) EACH_OF_VALUES(AVERAGE, average, 2)
+static typeof(score_1_0) *const scores[3][MOST] = {{EACH(ENTRY, score, 0)}, {EACH(ENTRY, score, 1)}, {EACH(ENTRY, score, 2)}};
+static typeof(average_1_0) *const averages[3][MOST_OF_VALUES] = {
+    {EACH_OF_VALUES(ENTRY, average, 0)}, {EACH_OF_VALUES(ENTRY, average, 1)}, {EACH_OF_VALUES(ENTRY, average, 2)}};
 
 /* LANES words of a query or key, or those of n numbers, if they are fewer, and zeros */
 static inline words words_of(const char *from, long n, int halves, int pairs)
@@ -210,25 +242,27 @@ typedef struct {
 
 /* A piece of work: `count` rows with the queries of `heads` heads of keys from `head` on. Queries of a head of keys lie together, row by
  * row: `group` of each row, n in all. asked [heads, deep, n]: their words; tiled: scores are taken in tiles, which read beyond n what nobody is
- * told; sum [heads * n, broad], in the order of value_lanes; weight [heads * n, width]; chunk: keys or values of one head. */
+ * told; step [heads * n]: of queries that meet levels, whose words they are taken times; sum [heads * n, broad], in the order of
+ * value_lanes; weight [heads * n, width]; chunk: keys or values of one head. */
 typedef struct {
     const attention *a;
     long page, count, head, heads, n, deep, broad, width;
-    int pairs, tiled;
-    float *chunk, *sum, *weight, *top, *norm;
+    int kind, tiled;
+    float *chunk, *sum, *weight, *top, *norm, *step;
     uint32_t *asked;
     long numbers; /* of its memory, in all */
 } piece;
 
 static piece piece_of(const course *c, const attention *a, long count, long head, long heads, float *memory)
 {
-    int tiled = a->halves && a->dim % (2 * CHUNK) == 0 && takes_tiles(), pairs = (a->halves && TAKES_PAIRS) || tiled;
-    long n = count * a->group, all = heads * n, deep = pairs ? UP(a->dim, 4) / 2 : UP(a->dim, 2), broad = UP(a->value_dim, SIDE * LANES);
+    int tiled = a->halves && !a->rounded && a->dim % (2 * CHUNK) == 0 && takes_tiles();
+    int kind = a->rounded ? LEVELS : (a->halves && TAKES_PAIRS) || tiled ? PAIRS : NUMBERS;
+    long n = count * a->group, all = heads * n, deep = kind == NUMBERS ? UP(a->dim, 2) : UP(a->dim, 4) / 2, broad = UP(a->value_dim, SIDE * LANES);
     long width = UP(c->page, 2 * LANES) + CHUNK; /* not a power of two: lines of all queries would meet in one place of the cache */
     long one = CHUNK * UP(a->dim > broad ? a->dim : broad, LANES); /* chunk */
     float *sum = memory + one, *weight = sum + all * broad, *top = weight + all * width;
-    long asked = UP(one + all * (broad + width + 2), CHUNK); /* from a line on */
-    return (piece){a, c->page, count, head, heads, n, deep, broad, width, pairs, tiled, memory, sum, weight, top, top + all,
+    long asked = UP(one + all * (broad + width + 3), CHUNK); /* from a line on */
+    return (piece){a, c->page, count, head, heads, n, deep, broad, width, kind, tiled, memory, sum, weight, top, top + all, top + 2 * all,
                    (uint32_t *)memory + asked, asked + all * deep + CHUNK};
 }
 
@@ -251,20 +285,69 @@ static long gather(const course *c, long path, long from, long count, party *fou
     return parties;
 }
 
+/* A head [dim] of bfloat16 as levels, one byte each, and behind them their step, float32: x is near level * step. The inverse of a step has
+ * sixteen bits, so that its product with a number is exact, and rounded once. What is not finite is none afterwards, either. */
+static void round_head(const char *from, long dim, char *to)
+{
+    integers most = (integers){0} + (27 << 23); /* 2^-100: of far less there is no inverse */
+    float greatest, inverse, step;
+    long d = 0;
+    for (; d + LANES <= dim; d += LANES) most = GREATER((integers)load_lanes(from, d, 1) & 0x7fffffff, most); /* in the order of sizes */
+    for (int i = 0; d < dim; d++, i++) {
+        float x = load(from, d, 1);
+        int32_t word;
+        memcpy(&word, &x, 4);
+        if ((word & 0x7fffffff) > most[i]) most[i] = word & 0x7fffffff;
+    }
+    UNROLL for (int half = LANES / 2; half; half /= 2) most = GREATER(most, ACROSS(half, most));
+    memcpy(&greatest, &(int32_t){most[0]}, 4);
+    inverse = 127 / greatest;
+    uint32_t word;
+    memcpy(&word, &inverse, 4);
+    word &= ~255u;
+    memcpy(&inverse, &word, 4);
+    step = greatest < INFINITY ? 1 / inverse : NAN;
+    memcpy(to + dim, &step, 4);
+    for (d = 0; d + LANES <= dim; d += LANES) {
+        floats near = load_lanes(from, d, 1) * inverse + 12582912.0f; /* adding 1.5 * 2^23 rounds to an integer */
+        for (int i = 0; i < LANES; i++) to[d + i] = ((integers)near)[i];
+    }
+    for (; d < dim; d++) {
+        float near = load(from, d, 1) * inverse + 12582912.0f;
+        memcpy(to + d, &near, 1);
+    }
+}
+
+/* Keys or values [heads, dim] of a row, to a place of the storage. */
+void keep_heads(const char *from, long heads, long dim, int halves, int rounded, char *to)
+{
+    if (!rounded) memcpy(to, from, heads * size(halves) * dim);
+    for (long h = 0; rounded && h < heads; h++) round_head(from + 2 * h * dim, dim, to + h * kept_bytes(dim, 1, 1));
+}
+
+/* Bytes of a head, from one to the next. */
+static inline long bytes_of(const attention *a, int averaging)
+{
+    return kept_bytes(averaging ? a->value_dim : a->dim, a->halves, a->rounded);
+}
+
 /* Key, or value, `s` of page j as a party has it: of the piece's first head. */
 static const char *place(const piece *w, const party *p, long j, long s, int averaging)
 {
-    long at = size(w->a->halves) * ((p->pages[j] * w->page + s) * w->a->heads + w->head);
-    return averaging ? (const char *)w->a->values + at * w->a->value_dim : (const char *)w->a->keys + at * w->a->dim;
+    long at = (p->pages[j] * w->page + s) * w->a->heads + w->head;
+    return (const char *)(averaging ? w->a->values : w->a->keys) + at * bytes_of(w->a, averaging);
 }
+
+static inline int values_kind(const attention *a) { return a->rounded ? LEVELS : a->halves ? PAIRS : NUMBERS; }
 
 /* `count` keys of a head, turned, or its values, if they do not fill vectors; what stands behind them there, nobody is told. */
 static void bring(const piece *w, const char *from, long count, long apart, long ahead, int averaging)
 {
     const attention *a = w->a;
-    long each = size(a->halves);
+    long each = BYTES(values_kind(a));
     if (averaging)
         for (long k = 0; k < count; k++) memcpy((char *)w->chunk + k * each * w->broad, from + k * apart, each * a->value_dim);
+    else if (a->rounded) turned(from, count, apart, ahead, a->dim / 2, 1, 1, (uint32_t *)w->chunk); /* four bytes are a word as two halves are */
     else if (a->halves) turned(from, count, apart, ahead, a->dim, 1, TAKES_PAIRS, (uint32_t *)w->chunk);
     else turned(from, count, apart, ahead, a->dim, 0, 0, (uint32_t *)w->chunk);
 }
@@ -302,12 +385,19 @@ static void score_tiled(const piece *w, long h, long first, long last, const cha
 }
 #endif
 
+/* weight [many, CHUNK] times what stands beside the keys, and beside each query, or null: nothing does. */
+static inline void by_steps(float *weight, long width, long many, const float *keys, const float *queries)
+{
+    for (long r = 0; r < many; r++, weight += width)
+        for (long k = 0; k < CHUNK; k += LANES) *(floats *)(weight + k) *= *(const floats *)(keys + k) * (queries ? queries[r] : 1);
+}
+
 /* CHUNK keys from `s` of page j on: the scores of a party's queries, or the averages of the values. next: what is read after them. */
 static void meet(const piece *w, const party *p, long j, long s, int averaging, const char *next)
 {
     const attention *a = w->a;
     const char *from = place(w, p, j, s, averaging);
-    long each = size(a->halves), own = each * (averaging ? a->value_dim : a->dim), apart = own * a->heads, ahead = next - from;
+    long own = bytes_of(a, averaging), apart = own * a->heads, ahead = next - from, each = BYTES(values_kind(a));
     long until = p->until - j * w->page, count = least(CHUNK, least(w->page, until) - s);
     int copied = !averaging || a->value_dim != w->broad;
     for (long h = 0; h < w->heads; h++, from += own) {
@@ -317,15 +407,18 @@ static void meet(const piece *w, const party *p, long j, long s, int averaging, 
             continue;
         }
 #endif
+        float steps[CHUNK] = {0};
+        for (long k = 0; a->rounded && k < count; k++) memcpy(steps + k, from + k * apart + own - 4, 4);
         if (copied) bring(w, from, count, apart, ahead, averaging);
         for (long q = p->first * a->group, last = p->end * a->group, many; q < last; q += many) {
             many = sharing(last - q, averaging ? MOST_OF_VALUES : MOST);
             float *weight = w->weight + (h * w->n + q) * w->width + s, *sum = w->sum + (h * w->n + q) * w->broad;
             for (long k = 0; !averaging && k < CHUNK; k += LANES)
-                scores[w->pairs][many - 1](w->asked + h * w->n * w->deep + q, w->n, (uint32_t *)w->chunk + k, w->deep, a->scaling,
+                scores[w->kind][many - 1](w->asked + h * w->n * w->deep + q, w->n, (uint32_t *)w->chunk + k, w->deep, a->scaling,
                                            weight + k, w->width);
+            if (a->rounded) by_steps(weight, w->width, many, steps, averaging ? 0 : w->step + h * w->n + q);
             for (long v = 0; averaging && v < w->broad; v += SIDE * LANES)
-                averages[a->halves][many - 1](weight, w->width, (copied ? (char *)w->chunk : from) + each * v, count,
+                averages[values_kind(a)][many - 1](weight, w->width, (copied ? (char *)w->chunk : from) + each * v, count,
                                               copied ? each * w->broad : apart, copied ? 0 : ahead, sum + v, w->broad);
         }
     }
@@ -374,7 +467,7 @@ static void follow(const course *c, const piece *w, long path, long from)
 {
     const attention *a = w->a;
     const int64_t *rows = c->row_of + from;
-    long group = a->group, n = w->n, all = w->heads * n, numbers = w->pairs ? 2 : 1; /* of a word */
+    long group = a->group, n = w->n, all = w->heads * n, numbers = w->kind == PAIRS ? 2 : 1; /* of a word */
     long between = a->out_stride ? a->out_stride : a->heads * group * a->value_dim;
     party parties[MOST_QUERIES + 1];
     long members = gather(c, path, from, w->count, parties);
@@ -386,8 +479,14 @@ static void follow(const course *c, const piece *w, long path, long from)
     for (long q = 0; q < all; q++) {
         const char *query = (const char *)a->query + size(a->halves) * (ROW(q) * a->query_stride + COLUMN(q) * a->dim);
         uint32_t *asked = w->asked + q / n * n * w->deep + q % n;
-        for (long d = 0; d < w->deep; d += LANES) {
-            words some = words_of(query + size(a->halves) * d * numbers, a->dim - d * numbers, a->halves, w->pairs);
+        if (w->kind == LEVELS) {
+            uint32_t span[SPAN / 2 + 1];
+            as_span(query, 0, a->dim, 1, span);
+            for (long d = 0; d < w->deep; d++) asked[d * n] = span[d];
+            memcpy(w->step + q, span + SPAN / 2, 4);
+        }
+        for (long d = 0; w->kind != LEVELS && d < w->deep; d += LANES) {
+            words some = words_of(query + size(a->halves) * d * numbers, a->dim - d * numbers, a->halves, w->kind);
             for (long i = 0; i < LANES && d + i < w->deep; i++) asked[(d + i) * n] = some[i];
         }
         w->top[q] = a->sinks ? a->sinks[COLUMN(q)] : -INFINITY;

@@ -276,10 +276,10 @@ static void norm_heads(const layer *l, char *heads, int halves)
 /* What a layer's attention is asked, of the rows of a course that begin with row `at`. */
 static attention question(const run *p, const layer *l, const course *c, long number, long at)
 {
-    long each = size(p->halves), turned = turned_heads(l) * l->dim, store = each * c->room * l->kv_heads * l->dim;
+    long each = size(p->halves), turned = turned_heads(l) * l->dim, store = each * c->room * l->kv_heads * l->dim; /* its own is not rounded */
     char *keys = c->own ? (char *)c->own + 2 * number * store : l->keys, *values = c->own ? keys + store : l->values;
     return (attention){p->inner + each * at * turned, keys, values, l->sinks, p->read + each * at * l->o.in, turned, l->kv_heads,
-                       l->heads / l->kv_heads, l->dim, l->value_dim, l->window, l->scaling, l->cap, p->halves, l->o.in};
+                       l->heads / l->kv_heads, l->dim, l->value_dim, l->window, l->scaling, l->cap, p->halves, l->o.in, l->rounded && !c->own};
 }
 
 /* y [parts, n] *= which(x [parts]), or, of parts of one number, y [parts] */
@@ -299,7 +299,6 @@ void open_parts(const char *x, char *y, long parts, long n, int which, int halve
 static void look_back(const member *me, const run *p, const layer *l, long number)
 {
     long each = size(p->halves), turned = turned_heads(l), row = each * l->qkv.out, at = 0;
-    long key = each * l->kv_heads * l->dim, value = each * l->kv_heads * l->value_dim;
     long angle = size(p->halves && !p->sharp), rope = rope_of(p, l);
     MINE(r, p->rows) {
         char *heads = p->written + r * row;
@@ -314,15 +313,17 @@ static void look_back(const member *me, const run *p, const layer *l, long numbe
     for (const course *c = p->first; c < p->first + p->courses; at += c->rows, c++) {
         const attention asked = question(p, l, c, number, at);
         MINE(i, l->borrows ? 0 : c->writes) {
-            long from = at + c->write_from[i];
-            memcpy((char *)asked.keys + c->write_to[i] * key, p->inner + each * (from * turned + l->heads) * l->dim, key);
-            memcpy((char *)asked.values + c->write_to[i] * value, p->written + from * row + each * turned * l->dim, value);
+            long from = at + c->write_from[i], to = c->write_to[i] * l->kv_heads;
+            keep_heads(p->inner + each * (from * turned + l->heads) * l->dim, l->kv_heads, l->dim, p->halves, asked.rounded,
+                       (char *)asked.keys + to * kept_bytes(l->dim, p->halves, asked.rounded));
+            keep_heads(p->written + from * row + each * turned * l->dim, l->kv_heads, l->value_dim, p->halves, asked.rounded,
+                       (char *)asked.values + to * kept_bytes(l->value_dim, p->halves, asked.rounded));
         }
         join(me);
         attended(me, c, &asked, p->failed);
     }
     if (l->openings) {
-        long sight = l->heads * l->value_dim, behind = each * turned * l->dim + value;
+        long sight = l->heads * l->value_dim, behind = each * (turned * l->dim + l->kv_heads * l->value_dim);
         MINE(r, p->rows)
             open_parts(p->written + r * row + behind, p->read + each * r * sight, l->openings, sight / l->openings, l->opened_by,
                        p->halves);

@@ -14,21 +14,6 @@
 #include <limits.h>
 
 #include "lanes.h"
-#ifdef __x86_64__
-#include <immintrin.h>
-#endif
-/* Whether four bytes of a word are multiplied in one instruction, as ARM's processors have it; the tests do it without, too. */
-#ifndef TAKES_DOTS
-#if defined __ARM_FEATURE_DOTPROD && LANES == 4
-#define TAKES_DOTS 1
-#else
-#define TAKES_DOTS 0
-#endif
-#endif
-#if defined __ARM_FEATURE_DOTPROD && LANES == 4
-#include <arm_neon.h>
-#endif
-
 #define AHEAD(PANELS) ((PANELS) == 1 ? 1024 : 512) /* words to fetch ahead, measured */
 #define FETCHES(ROWS) (!ZEN_4 || (ROWS) > 1) /* Zen 4 fetches better by itself for one row, and worse for more */
 
@@ -57,48 +42,18 @@
  * costs little there, and reading opened panels, once for each twelve rows, more: 1.12 to 1.45 times the time of all (docs/log.md). */
 #define DIRECT (ZEN_4 ? LONG_MAX : MOST)
 
-typedef int16_t signs __attribute__((vector_size(4 * LANES), aligned(4)));
-
 /* The words of a step */
 #define READ(ROWS, PANELS)                                                                                               \
     if (FETCHES(ROWS)) UNROLL for (int q = 0; q < PANELS; q++) fetch(panel + q * apart + AHEAD(PANELS));                 \
     UNROLL for (int v = 0; v < 2 * PANELS; v++) w[v] = *(const words *)(panel + v / 2 * apart + v % 2 * LANES);
 
-/* Levels meet whole numbers in pairs of columns or, as dots, in fours: then a row has two words of four bytes for these, what its numbers
- * are beyond seven bits and then the seven, which are summed up apart. */
 #if TAKES_DOTS
-#define PARTS 2
 #define LOW 0x0f0f0f0f /* the levels of four bits that a word begins with */
 #define BETWEEN 0      /* bytes between levels */
 #else
-#define PARTS 1
 #define LOW 0xf000f
 #define BETWEEN 0x80008000u
 #endif
-
-static inline integers in_all(const integers *parts) { return TAKES_DOTS ? parts[0] * 128 + parts[PARTS - 1] : parts[0]; }
-
-/* sum + two columns of levels, or four, times as many whole numbers of x */
-static inline integers plus_products(integers sum, words level, uint32_t x)
-{
-#if TAKES_DOTS && defined __ARM_FEATURE_DOTPROD && LANES == 4
-    return (integers)vdotq_lane_s32((int32x4_t)sum, (int8x16_t)level, (int8x8_t)(uint32x2_t){x}, 0);
-#elif TAKES_DOTS
-    for (int k = 0; k < 32; k += 8) sum += ((integers)(level << (24 - k)) >> 24) * (int8_t)(x >> k);
-    return sum;
-#elif LANES == 16 && defined __AVX512VNNI__
-    return (integers)_mm512_dpwssd_epi32((__m512i)sum, (__m512i)level, _mm512_set1_epi32((int)x));
-#elif LANES == 16 && defined __AVX512BW__
-    return sum + (integers)_mm512_madd_epi16((__m512i)level, _mm512_set1_epi32((int)x));
-#elif LANES == 8 && defined __AVX2__
-    return sum + (integers)_mm256_madd_epi16((__m256i)level, _mm256_set1_epi32((int)x));
-#else
-    return sum + ((integers)(level << 16) >> 16) * (int16_t)x + ((integers)level >> 16) * (int16_t)(x >> 16);
-#endif
-}
-
-/* Of words of eight bits what a row's k-th word of two meets. */
-static inline words met(words w, int k) { return TAKES_DOTS ? w : (words)(k ? (signs)w >> 8 : (signs)w << 8 >> 8); }
 
 /* part [ROWS, WIDE * PANELS] += x [ROWS, 4 * count], of a span, times PANELS adjoining panels. Of four columns x has the even ones and the
  * odd ones, or all, in parts; behind them the step. */
@@ -267,7 +222,8 @@ static inline void put_whole(void *to, long at, int32_t whole)
 #endif
 }
 
-static void as_span(const void *x, long first, long n, int halves, void *to)
+/* n numbers of x, from the `first` on, as eight bits meet them: words of whole numbers, and at SPAN / 2 their step. */
+void as_span(const void *x, long first, long n, int halves, void *to)
 {
     int32_t whole[SPAN];
     in_whole(x, first, n, halves, SIZE_OF_EIGHT, whole, UP(n, LANES), (float *)to + SPAN / 2);

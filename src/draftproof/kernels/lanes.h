@@ -73,6 +73,9 @@ static inline long most(long a, long b) { return a > b ? a : b; }
 
 static inline long size(int halves) { return halves ? 2 : 4; } /* bytes of a number */
 
+/* Bytes of a head of keys or values, as it is kept. */
+static inline long kept_bytes(long dim, int halves, int rounded) { return rounded ? dim + 4 : size(halves) * dim; }
+
 static inline float widened(uint16_t half)
 {
     uint32_t word = (uint32_t)half << 16;
@@ -315,6 +318,7 @@ typedef struct {
     float scaling, cap;
     int halves;
     long out_stride; /* numbers from one row of `out` to the next, or 0: they adjoin */
+    int rounded; /* keys and values stand as `round_head` leaves them, beside queries of halves */
 } attention;
 
 /* y = x Wᵀ + b: the panels of W [out, in], of numbers of 16, 12, 8 or 4 bits, EIGHT_FLOATS, or FOUR_BY_…; steps [out] of 8 bits, or null;
@@ -401,6 +405,54 @@ typedef struct {
     void (*open)(const uint32_t *panel, long first, long count, spares *left, uint32_t *to);
     panel_kernel *const *opened;
 } form;
+
+/* Whether four bytes of a word are multiplied in one instruction, as ARM's processors have it; the tests do it without, too. */
+#ifndef TAKES_DOTS
+#if defined __ARM_FEATURE_DOTPROD && LANES == 4
+#define TAKES_DOTS 1
+#else
+#define TAKES_DOTS 0
+#endif
+#endif
+#ifdef __x86_64__
+#include <immintrin.h>
+#elif defined __ARM_FEATURE_DOTPROD
+#include <arm_neon.h>
+#endif
+
+typedef int16_t signs __attribute__((vector_size(4 * LANES), aligned(4)));
+
+/* Levels meet whole numbers in pairs of columns or, as dots, in fours: then a row has two words of four bytes for these, what its numbers
+ * are beyond seven bits and then the seven, which are summed up apart. */
+#if TAKES_DOTS
+#define PARTS 2
+#else
+#define PARTS 1
+#endif
+
+static inline integers in_all(const integers *parts) { return TAKES_DOTS ? parts[0] * 128 + parts[PARTS - 1] : parts[0]; }
+
+/* sum + two columns of levels, or four, times as many whole numbers of x */
+static inline integers plus_products(integers sum, words level, uint32_t x)
+{
+#if TAKES_DOTS && defined __ARM_FEATURE_DOTPROD && LANES == 4
+    return (integers)vdotq_lane_s32((int32x4_t)sum, (int8x16_t)level, (int8x8_t)(uint32x2_t){x}, 0);
+#elif TAKES_DOTS
+    for (int k = 0; k < 32; k += 8) sum += ((integers)(level << (24 - k)) >> 24) * (int8_t)(x >> k);
+    return sum;
+#elif LANES == 16 && defined __AVX512VNNI__
+    return (integers)_mm512_dpwssd_epi32((__m512i)sum, (__m512i)level, _mm512_set1_epi32((int)x));
+#elif LANES == 16 && defined __AVX512BW__
+    return sum + (integers)_mm512_madd_epi16((__m512i)level, _mm512_set1_epi32((int)x));
+#elif LANES == 8 && defined __AVX2__
+    return sum + (integers)_mm256_madd_epi16((__m256i)level, _mm256_set1_epi32((int)x));
+#else
+    return sum + ((integers)(level << 16) >> 16) * (int16_t)x + ((integers)level >> 16) * (int16_t)(x >> 16);
+#endif
+}
+
+/* Of words of eight bits what a row's k-th word of two meets. */
+static inline words met(words w, int k) { return TAKES_DOTS ? w : (words)(k ? (signs)w >> 8 : (signs)w << 8 >> 8); }
 
 /* What products of eight bits take of each SPAN of a row, and those of four of each GROUP: whole numbers below 2^14 and 2^11 in size times
  * a power of two, which are bfloat16 numbers of at least 2^-6 and 2^-3 of the largest as they are. A SPAN's sums stay below 2^31. */
@@ -572,6 +624,7 @@ typedef struct {
     int settles; /* of_attention and of_mlp are norms of the stream, what is added included */
     const altup *altup; /* or null */
     long value_dim; /* of a value's head */
+    int rounded; /* its keys and values, in the storage, as `attention` says */
 } layer;
 
 /* A pass of the rows of `courses` courses, one after the other, and its memory, for all rows and every layer: what a product reads, what it
@@ -617,6 +670,8 @@ static inline int worth_a_team(const layer *l, long rows)
 }
 
 void attended(const member *me, const course *c, const attention *a, int *failed);
+void keep_heads(const char *from, long heads, long dim, int halves, int rounded, char *to);
+void as_span(const void *x, long first, long n, int halves, void *to);
 form form_of_whole(int bits, long in);
 form form_of_narrow(int bits, long in, int halves);
 form form_of_tiles(int bits, long in);

@@ -17,13 +17,16 @@ void latent_needs(const run *p, const layer *l, long *read, long *written, long 
     *room = most(*room, most(room_for(queries, p->rows, p->halves, p->threads), room_for(rest, p->rows, p->halves, p->threads)));
 }
 
-/* A row's whole key, in `key`: of each head what all share, and its own. */
-static void join_key(const layer *l, const char *shared, const char *own, char *key, long each)
+/* A row's whole key, at a place of the storage: of each head what all share, and its own. */
+static void join_key(const layer *l, const char *shared, const char *own, char *key, int halves)
 {
-    long common = each * l->latent->shared, rest = each * l->dim - common;
-    for (long h = 0; h < l->kv_heads; h++, own += rest, key += common + rest) {
-        memcpy(key, shared, common);
-        memcpy(key + common, own, rest);
+    long common = size(halves) * l->latent->shared, rest = size(halves) * l->dim - common;
+    char head[2 * SPAN]; /* of one that is rounded */
+    for (long h = 0; h < l->kv_heads; h++, own += rest, key += kept_bytes(l->dim, halves, l->rounded)) {
+        char *to = l->rounded ? head : key;
+        memcpy(to, shared, common);
+        memcpy(to + common, own, rest);
+        if (l->rounded) keep_heads(head, 1, l->dim, halves, 1, key);
     }
 }
 
@@ -34,7 +37,7 @@ void look_back_through(const member *me, const run *p, const layer *l)
     const product *queries = &l->latent->queries, *rest = &l->latent->keys_values;
     long each = size(p->halves), asked = each * l->heads * l->dim, common = each * l->latent->shared, at = 0;
     long openings = each * l->openings, first = each * (l->qkv.out - rest->in) - common - openings;
-    long deep = l->latent->value_dim, key = each * l->kv_heads * l->dim, value = each * l->kv_heads * deep;
+    long deep = l->latent->value_dim, value = each * l->kv_heads * deep;
     long angle = size(p->halves && !p->sharp), rope = rope_of(p, l), made = each * rest->out;
     char *latents = p->read + UP(p->rows * each * queries->in, 64), *shared = p->inner + UP(p->rows * asked, 64);
     char *opened = shared + UP(p->rows * common, 64);
@@ -61,11 +64,14 @@ void look_back_through(const member *me, const run *p, const layer *l)
     for (const course *c = p->first; c < p->first + p->courses; at += c->rows, c++) {
         const attention question = {p->inner + at * asked, l->keys, l->values, l->sinks, p->read + at * each * l->heads * deep,
                                     l->heads * l->dim, l->kv_heads, l->heads / l->kv_heads, l->dim, deep, l->window, l->scaling, l->cap,
-                                    p->halves};
+                                    p->halves, 0, l->rounded};
         MINE(i, c->writes) {
+            long to = c->write_to[i] * l->kv_heads;
             const char *own = p->written + (at + c->write_from[i]) * made;
-            join_key(l, shared + (at + c->write_from[i]) * common, own, (char *)l->keys + c->write_to[i] * key, each);
-            memcpy((char *)l->values + c->write_to[i] * value, own + made - value, value);
+            join_key(l, shared + (at + c->write_from[i]) * common, own, (char *)l->keys + to * kept_bytes(l->dim, p->halves, l->rounded),
+                     p->halves);
+            keep_heads(own + made - value, l->kv_heads, deep, p->halves, l->rounded,
+                       (char *)l->values + to * kept_bytes(deep, p->halves, l->rounded));
         }
         join(me);
         attended(me, c, &question, p->failed);

@@ -17,6 +17,7 @@ from transformers import AttentionInterface
 
 from .. import native
 from .cache import PagePool
+from .key_levels import opened
 from .passes import Call, Items, Pass
 
 NAME = "draftproof_pages"
@@ -146,6 +147,7 @@ def attend(
         keys, values = pool.storage(layer, key, value)
         if p.write_from is not None:
             key, value = key[p.write_from], value[p.write_from]
+        key, value = pool.kept(key), pool.kept(value)
         if isinstance(p.write_to, slice):
             keys[p.write_to], values[p.write_to] = key, value
         else:
@@ -166,13 +168,13 @@ def _by_torch(
     if items.take is not None:
         query = query[items.take]
     paths, width, heads, dim = items.paths, items.width, *query.shape[1:]
-    kv_heads, deep = pool.values[layer].shape[1:]
+    kv_heads, deep = pool.values[layer].shape[1], pool.numbers(layer)
     query = query.reshape(paths, width, kv_heads, -1, dim).permute(0, 2, 3, 1, 4).reshape(paths, kv_heads, -1, dim)
     flash = weigh is None and softcap is None and query.device.type == "cpu" and dim == deep
 
     def answer(call: Call) -> tuple[Tensor, Tensor]:
         asked = (query if call.owner is None else query[call.owner]).expand(len(call.bias), -1, -1, -1)
-        key, value = (pages[:, : call.bias.shape[-1]].transpose(1, 2) for pages in pool.read(layer, call.pages))
+        key, value = (opened(pages[:, : call.bias.shape[-1]]).transpose(1, 2) for pages in pool.read(layer, call.pages))
         if flash:
             return flash_page(asked, key, value, call.bias, scaling)
         return plain_page(asked, key, value, call.bias, scaling, softcap, weigh or weights_of)

@@ -23,6 +23,8 @@ from .. import gpu, native
 from ..core.upload import sent
 from ..errors import CacheFull
 from ..huge import zeros
+from ..native import BEHIND
+from .key_levels import rounded
 from .states import Mark, State, States
 
 Prefix = tuple[str, int, tuple[int, ...]]  # tenant, page before it (−1: none), the page's tokens
@@ -81,9 +83,9 @@ class PagePool:
     """Page ids, their reference counts and the storage of every layer. Page 0 is never handed out."""
 
     def __init__(self, page_tokens: int, capacity_tokens: int, device: torch.device, states: States | None = None,
-                 token_bytes: int = 0) -> None:
+                 token_bytes: int = 0, in_levels: bool = False) -> None:
         """states: of a model that has such: a text begins with pages of another only where a mark is kept, of which there may be as many
-        bytes as of keys and values, of which a token has so many."""
+        bytes as of keys and values, of which a token has so many. in_levels: these are kept in eight bits (key_levels.py)."""
         self.page_tokens, self.device, self.states, self.most_marks = page_tokens, device, states, 0
         if states is not None:
             states.page, self.most_marks = page_tokens, max(1, capacity_tokens * token_bytes // states.mark_bytes)
@@ -91,7 +93,8 @@ class PagePool:
         self.allocated = min(8, self.capacity)  # pages that the storage has room for; it grows by doubling
         self.free = list(range(1, self.allocated))  # a heap: the lowest first, so that a text's pages are mostly consecutive
         self.references = [0] * self.capacity
-        self.keys: dict[int, Tensor] = {}  # layer → [allocated * P, kv_heads, head_dim]
+        self.in_levels = in_levels
+        self.keys: dict[int, Tensor] = {}  # layer → [allocated * P, kv_heads, head_dim], or as `rounded` makes heads
         self.values: dict[int, Tensor] = {}
         self.copies: tuple[Tensor, Tensor]  # where `read` copies keys and values to
         self._places: list[int] = []  # addresses of all layers' keys and values, and these on the device
@@ -135,14 +138,23 @@ class PagePool:
     def storage(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Key and value storage of a layer, made at its first use from the shapes [rows, kv_heads, dim] it is given."""
         if layer not in self.keys:
-            for store, like in ((self.keys, key), (self.values, value)):
+            for store, one in ((self.keys, key), (self.values, value)):
+                like = self.kept(one)
                 store[layer] = self._zeros(self.allocated, like)
-            self.copies = key.new_empty(0), value.new_empty(0)
+            self.copies = self.keys[layer].new_empty(0), self.values[layer].new_empty(0)
         return self.keys[layer], self.values[layer]
 
     def _zeros(self, pages: int, like: Tensor) -> Tensor:
         shape = pages * self.page_tokens, *like.shape[1:]
         return zeros(shape, like.dtype) if like.device.type == "cpu" else torch.zeros(*shape, dtype=like.dtype, device=like.device)
+
+    def kept(self, heads: Tensor) -> Tensor:
+        """Keys or values [rows, kv_heads, dim] as they are stored."""
+        return rounded(heads) if self.in_levels else heads
+
+    def numbers(self, layer: int) -> int:
+        """Of a head of values."""
+        return self.values[layer].shape[-1] - (BEHIND if self.in_levels else 0)
 
     def pages(self, layer: int) -> tuple[Tensor, Tensor]:
         """All keys and values of a layer, [pages, P, kv_heads, dim]."""

@@ -41,6 +41,7 @@ from .families import (
     settles,
 )
 from .joins import gates_last, mlp_of, qkv_of
+from .key_levels import head_bytes
 from .packed import HeldLinear, Linear, StreamedLinear, straighten, times
 from .passes import Pass
 from .ropes import Rope, behind, cos_and_sin, halves_apart, rope_of, stretch_of
@@ -311,7 +312,7 @@ class FusedLayer(nn.Module):
             self.stretch is not None, self.opened_by, native.address_of(self.bends), self.openings,
             None if self.state is None else self.state.address(),
             *(None if struct is None else ctypes.addressof(struct) for struct in self._structs), self.factor,
-            self.borrowed is not None, self.values_normed, self.settles, value_dim=self.value_dim)
+            self.borrowed is not None, self.values_normed, self.settles, value_dim=self.value_dim, rounded=pool.in_levels)
 
     @cached_property
     def _structs(self) -> tuple[ctypes.Structure | None, ctypes.Structure | None]:
@@ -320,10 +321,10 @@ class FusedLayer(nn.Module):
             self.side_gate.product, self.side_last.product, scale_of(self.side_norm, self.dtype))
         return side, None if self.abreast is None else self.abreast.struct(self.dtype)
 
-    @property
-    def cache_bytes(self) -> int:
-        """Of a token's keys and values that it keeps."""
-        return 0 if self.borrowed is not None else self.kv_heads * (self.head_dim + self.value_dim) * self.dtype.itemsize
+    def cache_bytes(self, in_levels: bool) -> int:
+        """Of a token's keys and values that it keeps, in eight bits or as they are."""
+        each = sum(head_bytes(numbers, self.dtype, in_levels) for numbers in (self.head_dim, self.value_dim))
+        return 0 if self.borrowed is not None else self.kv_heads * each
 
     def _storage(self, pool: PagePool) -> tuple[int, int]:
         """Where its keys and values are, if it has any."""

@@ -43,6 +43,7 @@ from .fused import FusedLayer, fuse
 from .fused_pass import FusedPass
 from .graphs import passes
 from .graphs import recorder as _recorder
+from .key_levels import require_levels
 from .known import can_fuse
 from .latent import LatentLayer
 from .leading import lead
@@ -138,9 +139,12 @@ def _made(model: Any, name: str, config: LoadConfig, tokenizer: Tokenizer | None
     form = form_of(config, device, dtype, reasons, ours)
     if levels:
         form = beside_levels(form, device)
-    slim = fused and config.packed and _fuse(model, tier, form, config, ours, reasons)
+    slim, in_levels = fused and config.packed and _fuse(model, tier, form, config, ours, reasons), config.cache_bits == 8
+    if in_levels:
+        require_levels(layers_of(model) if slim else None, device, dtype)
+        reasons["keys and values"] = "in eight bits, a step for each head of each token"
     if slim:
-        cache_bytes = sum(layer.cache_bytes for layer in layers_of(model))
+        cache_bytes = sum(layer.cache_bytes(in_levels) for layer in layers_of(model))
     if form:
         if device.type == "cpu":                        # a GPU would wait to be told which experts are chosen
             take_experts(model, form, spared)
@@ -248,7 +252,7 @@ def _load_model(path: str | Path, config: LoadConfig, model_config: Any, dtype: 
 
 def _target(model: Any, tier: int, config: LoadConfig, slim: FusedPass | None, shared: dict[str, Any]) -> Target:
     if tier == 1:
-        paged = PagedTarget(model, page_tokens=config.page_tokens, fused=slim, **shared)
+        paged = PagedTarget(model, page_tokens=config.page_tokens, fused=slim, in_levels=config.cache_bits == 8, **shared)
         if paged.states:
             paged.facts.reasons["recurrent state"] = (
                 f"{paged.states.bytes:,} bytes a sequence; what guesses add to it is kept apart; at the ends of pages up to "

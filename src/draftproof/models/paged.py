@@ -63,15 +63,16 @@ class PagedTarget:
         defaults: dict[str, float],
         eos_ids: tuple[int, ...],
         fused: FusedPass | None = None,
+        in_levels: bool = False,
     ) -> None:
-        """fused: the slim forward pass that stands for the model's own."""
+        """fused: the slim forward pass that stands for the model's own. in_levels: keys and values are kept in eight bits."""
         self.model, self.vocab_size, self.context = model, vocab_size, context
         self.whole_tiles = whole_tiles and not (fused is not None and fused.rows_alone())
         self.facts, self.parts, self.tokenizer, self.defaults, self.eos_ids = facts, parts, tokenizer, defaults, eos_ids
         self.device = next(model.parameters()).device
         self.query_tile = TILE if whole_tiles and not compiled(self.device, next(model.parameters()).dtype) else 1
         self.states = None if fused is None else fused.states
-        self.pool = PagePool(page_tokens, cache_tokens, self.device, self.states, facts.cache_bytes_per_token)
+        self.pool = PagePool(page_tokens, cache_tokens, self.device, self.states, facts.cache_bytes_per_token, in_levels)
         self.slots: list[PagedSlot] = []
         self.fused = fused
         self.joint = fused is not None and fused.compiled()  # the kernels read what paths have in common in the first one's pages
