@@ -86,7 +86,7 @@ def test_families_side_by_side(tiny: None, tmp_path: Path, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("words, said", [(["--peers", "ours,ours+eagle3"], "ours+eagle3: these guess"),
-                                         (["--families", "llama"], "'llama'")])
+                                         (["--families", "lama"], "'lama'")])
 def test_what_is_not_asked(words: list[str], said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(sys, "argv", ["families.py", *words])
     with pytest.raises(SystemExit):

@@ -246,8 +246,9 @@ def test_bytes_of_a_pass() -> None:
     assert 0.99 < benchmark("pair").pass_bytes(tied) / os.path.getsize(tied / "model.safetensors") <= 1
 
 
-WAYS = {"with_draftproof": [{"drafter": "model", "rule": "match", "tree": 0}, {"drafter": "model", "rule": "block", "tree": 0},
-                            {"drafter": "ngram+eagle3", "rule": "match", "tree": 6}],
+KEPT = {"tree": 0, "cache_bits": 16}
+WAYS = {"with_draftproof": [{"drafter": "model", "rule": "match", **KEPT}, {"drafter": "model", "rule": "block", **KEPT},
+                            {"drafter": "ngram+eagle3", "rule": "match", "tree": 6, "cache_bits": 16}],
         "with_transformers": [{"drafter": "model", "rule": "match", "tree": 0}]}
 
 
