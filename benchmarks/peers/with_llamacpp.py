@@ -46,8 +46,9 @@ def load(job: Job) -> Generate:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     guesses = ["-md", f"{job['draft']}/model.gguf", "--spec-type", "draft-simple", "--spec-draft-n-max", str(job["depth"])]
+    room = 2048 * job["users"] if job["users"] > 1 else 0       # 0: as long a text as the model takes
     server = subprocess.Popen([TREE / "build/bin/llama-server", "-m", f"{job['target']}/model.gguf", "-t", str(job["threads"]),
-                               "-c", str(2048 * job["users"]), "-np", str(job["users"]),
+                               "-c", str(room), "-np", str(job["users"]),
                                "--host", "127.0.0.1", "--port", str(port), *(guesses if job["depth"] else ())])
     atexit.register(server.kill)
 

@@ -77,17 +77,28 @@ enum { NUMBERS, PAIRS, LEVELS };
         }                                                                                                                \
     }
 
-/* LANES pairs of levels */
-typedef int16_t twos __attribute__((vector_size(2 * LANES), aligned(1)));
+/* LANES levels. What the compiler makes of the general form takes three times as long. */
+static inline integers levels_from(const char *from)
+{
+#if LANES == 16 && defined __AVX512F__
+    return (integers)_mm512_cvtepi8_epi32(_mm_loadu_si128((const void *)from));
+#elif LANES == 8 && defined __AVX2__
+    return (integers)_mm256_cvtepi8_epi32(_mm_loadl_epi64((const void *)from));
+#elif LANES == 4
+    uint32_t word;
+    memcpy(&word, from, 4);
+    return (integers)((word + (words){0}) << (words){24, 16, 8, 0}) >> 24;
+#else
+    typedef int8_t bytes __attribute__((vector_size(LANES), aligned(1)));
+    return __builtin_convertvector(*(const bytes *)from, integers);
+#endif
+}
 
 /* Vector v of some values. Of bfloat16: the even numbers of 2 * LANES, or for odd v the odd ones, which takes no shuffle. */
 static inline floats value_lanes(const char *value, int v, int kind)
 {
     if (kind == NUMBERS) return ((const floats *)value)[v];
-    if (kind == LEVELS) {
-        integers both = __builtin_convertvector(((const twos *)value)[v / 2], integers);
-        return __builtin_convertvector(v % 2 ? both >> 8 : both << 24 >> 24, floats);
-    }
+    if (kind == LEVELS) return __builtin_convertvector(levels_from(value + v * LANES), floats);
     words pairs = ((const words *)value)[v / 2];
     return (floats)(v % 2 ? pairs & 0xffff0000u : pairs << 16);
 }
@@ -449,6 +460,8 @@ static void answer(const attention *a, long at, const float *sum, float norm)
         floats two[2];
         for (int i = 0; i < 2; i++) two[i] = *(const floats *)(sum + v + i * LANES) / norm + 0; /* -0 tells of keys that nobody sees */
         words pairs = (words)kept_lanes(two[0], 1) >> 16 | (words)kept_lanes(two[1], 1);
+        if (a->rounded) /* they stand in order */
+            for (int i = 0; i < 2; i++) store_lanes(&pairs, i * LANES, two[i], 1);
         char *to = (char *)a->out + size(a->halves) * (at + v);
         if (v + 2 * LANES > a->value_dim) memcpy(to, a->halves ? (void *)&pairs : two, size(a->halves) * (a->value_dim - v));
         else if (a->halves) memcpy(to, &pairs, sizeof pairs);
