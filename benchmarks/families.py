@@ -26,7 +26,6 @@ from typing import Any
 sys.path.append(str(Path(__file__).resolve().parent / "peers"))       # what stands there is no package: peers.py has its name
 
 import torch
-from crew import engine_of
 from memory import Memory
 from pair import pass_bytes
 from peers import OURS, PEERS, Arm, carry_out, cell, converted_for_each, ending, goals, limits_of, listed, measure, shared_options, verdict
@@ -94,7 +93,7 @@ def calm(model: Any) -> None:
 
 def random_model(family: str, folder: Path, seed: int) -> Path:
     """The folder of a model of this family; made unless it is there already."""
-    note, key = folder / "random.txt", repr((FAMILIES[family], VOCABULARY, seed))
+    note, key = folder / "random.txt", repr((FAMILIES[family], VOCABULARY, seed, family in CHAOTIC))
     if not note.exists() or note.read_text() != key:
         torch.manual_seed(seed)
         config = AutoConfig.for_model(family, **{
@@ -127,7 +126,7 @@ def measured(family: str, args: argparse.Namespace, work: Path, memory: Memory) 
     return {"family": family, "pass_bytes": size, "prompt_tokens": [len(prompt) for prompt in there.prompts],
             "read_gb_per_s": median(read for by_prompt in reads.values() for each in by_prompt for read in each) if reads else None,
             "not_run": {f"{family}, {name}": why for name, why in {
-                **there.missing, **{engine_of(arm.peer): why for arm, why in sorted(crew.broken.items())}}.items()},
+                **there.missing, **{arm.peer: why for arm, why in sorted(crew.broken.items())}}.items()},
             "peers": crew.versions, "cells": [cell(runs, key, limits) for key in order],
             "goals": [{**goal, "goal": f"{family}: {goal['goal']}"} for goal in found]}
 

@@ -84,13 +84,13 @@ def peer(script: str, environment: str = "", **more: Any) -> Peer:
 
 
 def ours(drafter: str, *, plain: bool = False, **more: Any) -> Peer:
-    """An arm of our own; one worker serves them all."""
+    """An arm of our own; one worker serves them all but those that are split."""
     return peer("with_draftproof.py", plain=plain, drafter=drafter, bits=(16, 8, 4), **more)
 
 
 PEERS = {
     OURS: ours("model", plain=True),
-    "ours+bytes": ours("model", plain=True, cache_bits=8),
+    "ours+bytes": ours("model", plain=True, guesses=False, split="arm", cache_bits=8),
     "ours+ngram": ours("ngram+model"),
     "ours+block": ours("ngram+model", rule="block"),
     "ours+eagle3": ours("eagle3"),

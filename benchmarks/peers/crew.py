@@ -47,7 +47,7 @@ class Peer:
     @property
     def way(self) -> dict[str, Any]:
         """Of guessing, as a worker is told at its start and with each request."""
-        return {"drafter": self.drafter, "rule": self.rule, "tree": self.tree, "cache_bits": self.cache_bits}
+        return {"drafter": self.drafter, "rule": self.rule, "tree": self.tree}
 
 
 def engine_of(name: str) -> str:
@@ -207,7 +207,7 @@ class Crew:
             self.end(next(iter(self.live)))
         name = "-".join(map(str, key))
         job = {"do": "serve", **{role: str(path) for role, path in self.models[arm.peer].items()}, "arm": arm.mode, "depth": arm.depth,
-               "threads": self.threads, "bits": self.bits, "users": self.users, **peer.way}
+               "threads": self.threads, "bits": self.bits, "cache_bits": peer.cache_bits, "users": self.users, **peer.way}
         command = (peer.program, peer.script, json.dumps(job))
         worker = self.live[key] = Worker(command, self.logs / f"{name}.log", surroundings(self.threads))
         hello = worker.hear(3 * self.patience)

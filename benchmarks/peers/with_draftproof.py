@@ -12,30 +12,24 @@ from worker import Accepted, Generate, Job, Told, in_turn, main
 
 from draftproof import Engine, LoadConfig, Sampling
 from draftproof.models.load import load_target
-from draftproof.models.target import Target
 
 
 def load(job: Job) -> Generate:
     settings = LoadConfig(device="cpu", threads=job["threads"], cache_tokens=16_384)      # in the type that the load chooses
-    settings = replace(settings, quantization=None if job["bits"] == 16 else f"int{job['bits']}")
+    target = load_target(job["target"], replace(
+        settings, cache_bits=job["cache_bits"], quantization=None if job["bits"] == 16 else f"int{job['bits']}"))
     runs = count()
 
     @cache
-    def target(cache_bits: int) -> Target:
-        return load_target(job["target"], replace(settings, cache_bits=cache_bits))
-
-    target(job["cache_bits"])           # before it says that it is ready
-
-    @cache
-    def engine(drafter: str, tree: int, cache_bits: int) -> Engine:
+    def engine(drafter: str, tree: int) -> Engine:
         spec = drafter.replace("model", f"model:{job['draft']}").replace("eagle3", f"eagle3:{job.get('head')}")
-        return Engine(target(cache_bits), spec, tree=tree or None, load=replace(settings, quantization=None))
+        return Engine(target, spec, tree=tree or None, load=settings)
 
     def generate(request: Job, told: Told) -> tuple[list[list[int]], Accepted]:
         sampling = Sampling(temperature=request["temperature"], max_tokens=request["max_tokens"], ignore_eos=True)
         depth = "auto" if request["depth"] == AUTO else request["depth"]
         speculation = {"depth": depth, "rule": request["rule"]} if depth else {"drafter": "none"}
-        asked = engine(request["drafter"], request["tree"], request["cache_bits"])
+        asked = engine(request["drafter"], request["tree"])
         handles, places = {}, {}
 
         def begin(text: int) -> None:

@@ -2,11 +2,11 @@
 
     python with_NAME.py '{"do": "convert", "source": FOLDER, "out": FOLDER, "bits": 16}'
     python with_NAME.py '{"do": "serve", "target": FOLDER, "draft": FOLDER, "head": FOLDER, "arm": "plain", "depth": 0, "threads": 2,
-                         "drafter": "model", "rule": "match", "tree": 0, "cache_bits": 16, "bits": 16, "users": 1}'
+                         "drafter": "model", "rule": "match", "tree": 0, "bits": 16, "cache_bits": 16, "users": 1}'
 
 A server first says {"ready": true, "versions": {…}, "load": seconds}. Every line that comes then,
 {"prompts": [ids, …], "seeds": one for each, "users": so many are written at once at most, no more than it was started for, "max_tokens",
-"arm": "plain" or "draft", "depth", "temperature", "drafter", "rule", "tree", "cache_bits"}, is answered with
+"arm": "plain" or "draft", "depth", "temperature", "drafter", "rule", "tree"}, is answered with
 {"texts": one for each prompt, "seconds": of the run, "accepted": draft tokens that stood in all of them, or null}, a text being
 {"ids": the new tokens, "begun_s": when its prompt was handed over, "came": [[when, how many tokens], …]}, seconds since the line came;
 a depth of −1 is the engine's to choose. What the engine itself prints goes to standard error. Runs in any engine's environment, so it needs

@@ -246,9 +246,8 @@ def test_bytes_of_a_pass() -> None:
     assert 0.99 < benchmark("pair").pass_bytes(tied) / os.path.getsize(tied / "model.safetensors") <= 1
 
 
-KEPT = {"tree": 0, "cache_bits": 16}
-WAYS = {"with_draftproof": [{"drafter": "model", "rule": "match", **KEPT}, {"drafter": "model", "rule": "block", **KEPT},
-                            {"drafter": "ngram+eagle3", "rule": "match", "tree": 6, "cache_bits": 16}],
+WAYS = {"with_draftproof": [{"drafter": "model", "rule": "match", "tree": 0}, {"drafter": "model", "rule": "block", "tree": 0},
+                            {"drafter": "ngram+eagle3", "rule": "match", "tree": 6}],
         "with_transformers": [{"drafter": "model", "rule": "match", "tree": 0}]}
 
 
@@ -256,7 +255,7 @@ WAYS = {"with_draftproof": [{"drafter": "model", "rule": "match", **KEPT}, {"dra
 def test_own_workers_on_the_built_in_pair(name: str) -> None:
     load = importlib.import_module(name).load
     generate = load({"target": str(WEIGHTS / "target"), "draft": str(WEIGHTS / "draft"), "head": str(WEIGHTS / "eagle3"), "threads": 1,
-                     "bits": 16, "users": 2, **WAYS[name][0]})
+                     "bits": 16, "cache_bits": 16, "users": 2, **WAYS[name][0]})
     ids = json.loads((WEIGHTS / "prompts.jsonl").read_text("utf-8").splitlines()[0])["prompt"]
     prompt = [ord(c) % 256 + 4 for c in ids[:40]]
     told = Told(1)

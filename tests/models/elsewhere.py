@@ -112,10 +112,9 @@ def leaves(value: Any, found: list[Any]) -> list[Any]:
 
 def each(value: Any, act: Callable[[Any], Any]) -> Any:
     """The same with every leaf acted on. (torch's own trees were most of what the device costs.)"""
-    kind = type(value)
-    if kind is tuple or kind is list or isinstance(value, tuple | list):
-        return kind([each(one, act) for one in value])
-    if kind is dict:
+    if isinstance(value, tuple | list):
+        return type(value)([each(one, act) for one in value])
+    if isinstance(value, dict):
         return {name: each(one, act) for name, one in value.items()}
     return act(value)
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import families
 import pytest
+import test_sides
 import test_states
 import torch
 from test_fused import loaded, play, save
@@ -23,7 +24,7 @@ from draftproof.models.paged import PagedTarget
 from draftproof.types import Draft
 
 NEED = pytest.mark.skipif(not native.available()[0], reason=native.available()[1])
-# With windows, sinks, a cap, keys of latents, values of another width, borrowed keys, heads that are normed
+# With windows, sinks, a cap, keys of latents, values of another width, heads that are normed
 FUSED = ("llama", "gpt_oss, all experts", "gemma2", "deepseek_v3, all experts", "youtu", "mimo_v2_flash, all experts", "gemma3_text",
          "qwen3")
 STATES = ("qwen3_5_text", "falcon_h1", "kimi_linear", "lfm2")
@@ -47,12 +48,8 @@ def test_levels_are_the_nearest_and_steps_the_heads_own() -> None:
     assert opened(heads) is heads
 
 
-@NEED
-@pytest.mark.parametrize("family", FUSED)
-def test_the_pass_in_one_call_has_the_bits_of_its_parts(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What it writes is what the plain twin makes of the same heads, byte by byte."""
-    save(family, tmp_path, torch.bfloat16)
-    target, twin = (loaded(tmp_path, "bfloat16", cache_bits=8) for _ in range(2))
+def are_twins(target: PagedTarget, twin: PagedTarget, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What one call writes is what the plain twin makes of the same heads, byte by byte."""
     assert target.fused is not None and target.fused.compiled() and target.pool.in_levels
     monkeypatch.setattr(twin.fused, "_kernels", lambda pool: None)
     for one, other in zip(play(target), play(twin), strict=True):
@@ -60,6 +57,21 @@ def test_the_pass_in_one_call_has_the_bits_of_its_parts(family: str, tmp_path: P
     for stores, others in ((target.pool.keys, twin.pool.keys), (target.pool.values, twin.pool.values)):
         assert stores.keys() == others.keys() and all(torch.equal(stores[layer], others[layer]) for layer in stores)
         assert {store.dtype for store in stores.values()} == {torch.int8}
+
+
+@NEED
+@pytest.mark.parametrize("family", FUSED)
+def test_the_pass_in_one_call_has_the_bits_of_its_parts(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(family, tmp_path, torch.bfloat16)
+    target, twin = (loaded(tmp_path, "bfloat16", cache_bits=8) for _ in range(2))
+    are_twins(target, twin, monkeypatch)
+
+
+@NEED
+@pytest.mark.parametrize("case", ["small", "keys are values"])
+def test_so_it_has_where_layers_read_the_keys_of_others(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    target, twin = (test_sides.target_of(case, torch.bfloat16, cache_bits=8) for _ in range(2))
+    are_twins(target, twin, monkeypatch)
 
 
 @pytest.mark.parametrize("family", FUSED)

@@ -301,15 +301,9 @@ static long gather(const course *c, long path, long from, long count, party *fou
 static void round_head(const char *from, long dim, char *to)
 {
     integers most = (integers){0} + (27 << 23); /* 2^-100: of far less there is no inverse */
-    float greatest, inverse, step;
-    long d = 0;
-    for (; d + LANES <= dim; d += LANES) most = GREATER((integers)load_lanes(from, d, 1) & 0x7fffffff, most); /* in the order of sizes */
-    for (int i = 0; d < dim; d++, i++) {
-        float x = load(from, d, 1);
-        int32_t word;
-        memcpy(&word, &x, 4);
-        if ((word & 0x7fffffff) > most[i]) most[i] = word & 0x7fffffff;
-    }
+    float numbers[SPAN], greatest, inverse, step;
+    widen(from, 0, dim, 1, numbers, UP(dim, LANES));
+    for (long d = 0; d < dim; d += LANES) most = GREATER(*(const integers *)(numbers + d) & 0x7fffffff, most); /* in the order of sizes */
     UNROLL for (int half = LANES / 2; half; half /= 2) most = GREATER(most, ACROSS(half, most));
     memcpy(&greatest, &(int32_t){most[0]}, 4);
     inverse = 127 / greatest;
@@ -319,13 +313,9 @@ static void round_head(const char *from, long dim, char *to)
     memcpy(&inverse, &word, 4);
     step = greatest < INFINITY ? 1 / inverse : NAN;
     memcpy(to + dim, &step, 4);
-    for (d = 0; d + LANES <= dim; d += LANES) {
-        floats near = load_lanes(from, d, 1) * inverse + 12582912.0f; /* adding 1.5 * 2^23 rounds to an integer */
-        for (int i = 0; i < LANES; i++) to[d + i] = ((integers)near)[i];
-    }
-    for (; d < dim; d++) {
-        float near = load(from, d, 1) * inverse + 12582912.0f;
-        memcpy(to + d, &near, 1);
+    for (long d = 0; d < dim; d += LANES) {
+        integers near = (integers)(*(const floats *)(numbers + d) * inverse + 12582912.0f); /* adding 1.5 * 2^23 rounds to an integer */
+        for (long i = 0; i < least(LANES, dim - d); i++) to[d + i] = near[i];
     }
 }
 
@@ -418,8 +408,8 @@ static void meet(const piece *w, const party *p, long j, long s, int averaging, 
             continue;
         }
 #endif
-        float steps[CHUNK] = {0};
-        for (long k = 0; a->rounded && k < count; k++) memcpy(steps + k, from + k * apart + own - 4, 4);
+        float steps[CHUNK]; /* of levels; beyond the last key's, nobody is told what they make */
+        for (long k = 0; a->rounded && k < CHUNK; k++) memcpy(steps + k, from + least(k, count - 1) * apart + own - 4, 4);
         if (copied) bring(w, from, count, apart, ahead, averaging);
         for (long q = p->first * a->group, last = p->end * a->group, many; q < last; q += many) {
             many = sharing(last - q, averaging ? MOST_OF_VALUES : MOST);
@@ -497,8 +487,7 @@ static void follow(const course *c, const piece *w, long path, long from)
             as_span(query, 0, a->dim, 1, span);
             for (long d = 0; d < w->deep; d++) asked[d * n] = span[d];
             memcpy(w->step + q, span + SPAN / 2, 4);
-        }
-        for (long d = 0; w->kind != LEVELS && d < w->deep; d += LANES) {
+        } else for (long d = 0; d < w->deep; d += LANES) {
             words some = words_of(query + size(a->halves) * d * numbers, a->dim - d * numbers, a->halves, w->kind);
             for (long i = 0; i < LANES && d + i < w->deep; i++) asked[(d + i) * n] = some[i];
         }

@@ -14,6 +14,7 @@
 #include <limits.h>
 
 #include "lanes.h"
+
 #define AHEAD(PANELS) ((PANELS) == 1 ? 1024 : 512) /* words to fetch ahead, measured */
 #define FETCHES(ROWS) (!ZEN_4 || (ROWS) > 1) /* Zen 4 fetches better by itself for one row, and worse for more */
 

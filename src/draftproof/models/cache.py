@@ -139,8 +139,7 @@ class PagePool:
         """Key and value storage of a layer, made at its first use from the shapes [rows, kv_heads, dim] it is given."""
         if layer not in self.keys:
             for store, one in ((self.keys, key), (self.values, value)):
-                like = self.kept(one)
-                store[layer] = self._zeros(self.allocated, like)
+                store[layer] = self._zeros(self.allocated, self.kept(one))
             self.copies = self.keys[layer].new_empty(0), self.values[layer].new_empty(0)
         return self.keys[layer], self.values[layer]
 
