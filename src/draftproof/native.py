@@ -5,7 +5,7 @@
 * Attention over pages: torch copies pages that do not adjoin, and reads keys at a third of the speed of memory, bfloat16 ones slower.
 * Llama's block as a whole, and a pass from ids to logits (llama.py): between its products stand twenty small calls of torch, and around
   the blocks five, each of which finds the caches cold.
-* The choice under noise: numpy reads a row a dozen times to find the few tokens that can win.
+* The choice under noise, and filters: numpy reads a row a dozen times to find the few tokens that can win, or be kept.
 
 docs/log.md has the figures. The compiled library is kept in the user's cache folder, by what it was made of. Where there is no compiler
 `available` says so, and packed.py, attention.py and choice.py take torch's and numpy's ways, which are the plain twins.
@@ -23,7 +23,9 @@ from itertools import accumulate, chain
 from pathlib import Path
 from typing import NamedTuple, Self
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from . import compiler
@@ -76,6 +78,17 @@ class Scale(ctypes.Structure):
         assert bias is None or weight is not None and bias.dtype == weight.dtype == torch.float32
         assert bias is None or weight is not None and bias.shape == weight.shape and bias.is_contiguous()
         return cls(address_of(weight), address_of(bias), eps, weight is not None and weight.dtype != dtype)
+
+
+class Sifted(NamedTuple):
+    """Of a row: its largest number; what the exponentials of all its numbers add up to, of which the largest's is 1, if that was asked for;
+    what those that were found reach; their columns, rising, and they. None are found where there was no room for all."""
+
+    top: float
+    total: float | None
+    bound: float
+    columns: NDArray[np.int64]
+    values: NDArray[np.float32]
 
 
 class Spare(NamedTuple):
@@ -287,6 +300,24 @@ def law(x: Tensor, temperature: float) -> Tensor | None:
     return None if wrong else y
 
 
+def sift(x: Tensor, temperature: float, k: int, fall: float, room: int, weighed: bool) -> list[Sifted] | None:
+    """What filters of this temperature above 0 can keep of each row of x [N, V]. k: of columns those that at least so many reach, or, where
+    it is 0, those whose number is no further than `fall` below the largest; weighed: whether totals are asked for. None if a row's largest
+    is not finite."""
+    x, rows = x.contiguous(), x.shape[0]
+    tops, bounds, masses = np.empty((3, rows), np.float32)
+    counts, columns, values = np.empty(rows, np.int64), np.empty((rows, room), np.int64), np.empty((rows, room), np.float32)
+    wrong = loaded().sift(x.data_ptr(), *x.shape, temperature, k, fall, room, tops.ctypes.data, bounds.ctypes.data,
+                          masses.ctypes.data if weighed else None, counts.ctypes.data, columns.ctypes.data, values.ctypes.data,
+                          x.dtype == torch.bfloat16, torch.get_num_threads())
+    if wrong:
+        return None
+    counts[counts > room] = 0
+    totals = np.exp(masses.astype(np.float64)).tolist() if weighed else [None] * rows
+    each = zip(tops.tolist(), totals, bounds.tolist(), counts.tolist(), strict=True)
+    return [Sifted(top, total, bound, columns[i, :n], values[i, :n]) for i, (top, total, bound, n) in enumerate(each)]
+
+
 def draft(head: ctypes.Structure, growth: ctypes.Structure, last: Tensor) -> bool:
     """kernels/draft.c's draft, its structures as models/heads/compiled.py makes them; false if a logit is no number. last [hidden]: written
     if anything is fed."""
@@ -382,6 +413,8 @@ def _open(path: Path) -> ctypes.CDLL:
     library.best.argtypes = [pointer, whole, whole, pointer, pointer, whole, pointer, pointer, small]
     library.best.restype = small
     library.law.argtypes, library.law.restype = [pointer, pointer, whole, whole, ctypes.c_float, small, small], small
+    library.sift.argtypes = [pointer, whole, whole, ctypes.c_float, whole, ctypes.c_float, whole, *[pointer] * 6, small, small]
+    library.sift.restype = small
     library.first.argtypes, library.first.restype = [pointer, whole, whole, small, pointer, small], small
     library.draft.argtypes, library.draft.restype = [*[pointer] * 3, small], whole
     library.copy_rows.argtypes, library.copy_rows.restype = [pointer, pointer, whole, pointer, whole, small], None

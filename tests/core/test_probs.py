@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from draftproof import native
 from draftproof.core import choice, host, noise, probs
-from draftproof.core.choice import choose, perturbed_top
+from draftproof.core.choice import choose, compiled, perturbed_top
 from draftproof.core.edits import Counts, Rows
 from draftproof.core.probs import distribution, laws
 from draftproof.errors import Failure, OptionError
@@ -206,14 +206,20 @@ def test_a_drafted_path_and_the_same_path_as_text_give_the_same_bits() -> None:
 
 @pytest.mark.parametrize("s", FILTERS[2:], ids=str)
 @pytest.mark.parametrize("v", [4096, 32000])
-def test_every_way_to_the_kept_tokens_gives_the_same_bits(s: Sampling, v: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    x = hard_rows(8, v)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_every_way_to_the_kept_tokens_gives_the_same_bits(s: Sampling, v: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Through the kernel, which may find room for all, for few or for none, and, as without a compiler, in numpy."""
+    x = hard_rows(8, v).to(dtype)
     usual = distribution(x, [of(s, 8)])
-    for known, floor, long in ((v, -10.0, v), (1, -10.0, 0), (1, -math.inf, 0), (2000, -1.0, v), (128, -10.0, 0), (128, -10.0, v + 1)):
+    for known, floor, long, room in ((v, -10.0, v, 1024), (1, -10.0, 0, 1024), (1, -math.inf, 0, 8), (2000, -1.0, v, v), (128, -10.0, 0, 0),
+                                     (128, -10.0, v + 1, 100)):
         monkeypatch.setattr(host, "FEW", known)
         monkeypatch.setattr(host, "FLOOR", floor)
         monkeypatch.setattr(host, "LONG", long)
-        assert torch.equal(distribution(x, [of(s, 8)]), usual), (known, floor)
+        monkeypatch.setattr(host, "ROOM", room)
+        for kernels in (compiled, lambda *_: False):
+            monkeypatch.setattr(probs, "compiled", kernels)
+            assert torch.equal(distribution(x, [of(s, 8)]), usual), (known, floor, room, kernels)
 
 
 @pytest.mark.parametrize("s", FILTERS[2:], ids=str)

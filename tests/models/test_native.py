@@ -623,6 +623,9 @@ def test_other_kernels_compute_the_same(dtype: torch.dtype, other_kernels: None)
     for noisy in (True, False):
         test_the_best_are_the_best_of_all((3, 4099), noisy)
     test_a_law_is_the_log_softmax_at_its_temperature(70_001)
+    if dtype in (torch.float32, torch.bfloat16):
+        test_what_is_sifted_is_all_that_reaches_a_bound_and_enough_reach_it(4099, dtype)
+        test_the_first_of_the_largest(4099, dtype)
 
 
 @compiled
@@ -648,6 +651,34 @@ def test_a_law_is_the_log_softmax_at_its_temperature(size: int) -> None:
 
 @compiled
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("size", [40, 1030, 4099, 70_001, 300_001])
+def test_what_is_sifted_is_all_that_reaches_a_bound_and_enough_reach_it(size: int, dtype: torch.dtype) -> None:
+    """Steep and flat rows, ties, one with few possible tokens, and one whose large numbers stand behind all tiles."""
+    random = torch.Generator().manual_seed(size)
+    x = torch.randn(5, size, generator=random) * torch.tensor([[9.0], [1.0], [0.0], [3.0], [3.0]])
+    x[3, torch.rand(size, generator=random) < 0.999] = -math.inf
+    x[3, size // 2] = 1.0
+    x[4, -30:] += 20
+    x = x.to(dtype)
+    rows = x.float().numpy()
+    for k, fall, room in ((1, 0.0, 1024), (8, 0.0, 1024), (100, 0.0, size), (size, 0.0, size), (0, 5.0, 64), (0, 5.0, size)):
+        found = native.sift(x, 0.7, k, fall, room, weighed=True)
+        alone = native.sift(x[1:2], 0.7, k, fall, room, weighed=False)
+        law = native.law(x, 0.7)
+        assert found is not None and alone is not None and law is not None
+        assert alone[0][2] == found[1][2] and np.array_equal(alone[0][3], found[1][3]) and alone[0].total is None
+        for row, one, logp in zip(rows, found, law.numpy(), strict=True):
+            assert one.top == row.max() and one.total == np.exp(-logp.max().astype(np.float64))
+            bound = np.float32(max(one.bound, float(np.finfo(np.float32).min)))
+            reached = np.flatnonzero(row >= bound)
+            assert one.bound == np.float32(row.max() - np.float32(fall)) if not k else one.bound == -math.inf or len(reached) >= k
+            assert len(one.columns) == (len(reached) if len(reached) <= room else 0)
+            if len(one.columns):
+                assert np.array_equal(one.columns, reached) and np.array_equal(one.values, row[reached])
+
+
+@compiled
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("size", [1, 7, 16, 300, 4099, 70_001])
 def test_the_first_of_the_largest(size: int, dtype: torch.dtype) -> None:
     """Few values, so that there are many ties; zeros of both signs are one value."""
@@ -668,9 +699,9 @@ def test_a_row_without_a_finite_largest_is_said(size: int, dtype: torch.dtype) -
         for value in (math.nan, math.inf, -math.inf):
             x = torch.randn(3, size).to(dtype)
             x[1, place if value != -math.inf else slice(None)] = value
-            assert native.first(x) is None and native.law(x, 0.7) is None
+            assert native.first(x) is None and native.law(x, 0.7) is None and native.sift(x, 0.7, 1, 0.0, 8, weighed=False) is None
             x[1] = 0.0
-            assert native.first(x) is not None and native.law(x, 0.7) is not None
+            assert native.first(x) is not None and native.law(x, 0.7) is not None and native.sift(x, 0.7, 1, 0.0, 8, weighed=False)
 
 
 @compiled

@@ -18,6 +18,7 @@ Floats = NDArray[np.floating]
 Ids = NDArray[np.integer]
 
 FEW = 128            # likeliest tokens looked at before more; a nucleus is rarely larger
+ROOM = 1024          # for what reaches the least of these, ties with it among them; then sixteen times as much
 FLOOR = -10.0        # then: tokens at least e**−10 as likely as the likeliest; then the whole row
 TILE = 64            # columns of a long row that share a maximum; of a shorter one an eighth as many
 LONG = 16_384        # rows from here on are long
@@ -45,17 +46,17 @@ class Filters(NamedTuple):
 # Filters.
 
 
-def filtered(row: Floats, top: float, logp: Floats | None, f: Filters) -> tuple[Ids, Floats]:
+def filtered(row: Floats, top: float, total: float | None, f: Filters) -> tuple[Ids, Floats]:
     """What the filters leave of one row of logits [V]: columns [C], likeliest first, and their log-probabilities, float64.
 
-    top: the largest logit · logp [V]: the log-softmax at this temperature, for its mass, where top_p applies to the whole row
-    (without top_k).
+    top: the largest logit · total: the mass of the row at this temperature, of which the likeliest token's is 1, where top_p applies to
+    all of it (without top_k).
     """
-    columns, logs, enough = _ranked(row, top, logp, _first_bound(row, f), f)
-    for floor in (FLOOR, -math.inf):                            # at last the whole row, which is always enough
-        if enough:
+    for bound in (_first_bound(row, f), top + FLOOR * f.temperature, -math.inf):        # at last the whole row, which is always enough
+        reached = np.flatnonzero(row >= max(bound, _LOWEST))
+        columns, logs, enough = ranked(reached, row[reached], top, total, f)
+        if enough or bound == -math.inf:
             break
-        columns, logs, enough = _ranked(row, top, logp, top + floor * f.temperature, f)
     return columns, logs
 
 
@@ -70,25 +71,22 @@ def _first_bound(row: Floats, f: Filters) -> float:
     return float(np.partition(where, len(where) - k)[len(where) - k])
 
 
-def _ranked(row: Floats, top: float, logp: Floats | None, bound: float, f: Filters) -> tuple[Ids, Floats, bool]:
-    """`filtered`, from the tokens that reach the bound, and whether these were enough to tell."""
-    columns = np.flatnonzero(row >= max(bound, _LOWEST))
-    fallen = -row[columns]
+def ranked(columns: Ids, values: Floats, top: float, total: float | None, f: Filters) -> tuple[Ids, Floats, bool]:
+    """`filtered`, from the tokens [C] that reach a bound, rising, and their logits, and whether these were enough to tell."""
+    fallen = -values
     order = _rising(fallen)                                     # descending logits, ties by id
     columns, fallen = columns[order], fallen[order]
     z = (-fallen.astype(np.float64) - top) / max(f.temperature, COLD)
     mass = np.exp(z).cumsum()
-    give = 1e-12 if row.dtype == np.float64 else 1e-6
+    give = 1e-12 if values.dtype == np.float64 else 1e-6
     count = kept = len(columns)
     if f.top_k:
         kept = int(np.count_nonzero(fallen <= fallen[min(f.top_k, count) - 1]))
     if f.top_p < 1:                                             # the likeliest token's mass is 1
-        total = mass[kept - 1] if logp is None else np.exp(-logp[columns[0]].astype(np.float64))
-        kept = min(kept, 1 + int(mass.searchsorted(total * (f.top_p * (1 - give)))))
+        kept = min(kept, 1 + int(mass.searchsorted((mass[kept - 1] if total is None else total) * (f.top_p * (1 - give)))))
     if f.min_p:
         kept = min(kept, int(np.count_nonzero(z >= math.log(f.min_p) - give)))
-    enough = bound == -math.inf or (count >= f.top_k if f.top_k else kept < count)
-    return columns[:kept], z[:kept] - np.log(mass[kept - 1]), enough
+    return columns[:kept], z[:kept] - np.log(mass[kept - 1]), count >= f.top_k if f.top_k else kept < count
 
 
 def _rising(x: Floats) -> Ids:

@@ -28,7 +28,7 @@ from . import host
 from .choice import Law, compiled, first_largest
 from .edits import Rows, edit
 from .host import Filters
-from .upload import uploaded
+from .upload import rows_of, uploaded
 
 _SHORT = 1024        # up to this vocabulary, and on a device, rows are sorted whole
 _SLACK = {torch.float32: 1e-6, torch.float64: 1e-12}
@@ -103,13 +103,15 @@ def _stood_in(x: Tensor, dead: Sequence[int]) -> Tensor:
 
 
 def _by_kernel(logits: Tensor, groups: Sequence[Rows]) -> Law | None:
-    """Where options leave the logits as they are and only divide by one temperature: the lines of `laws` and `_law` in one call. None
-    where there is more to do, or a row to refuse."""
+    """Where all rows have one temperature and the same filters, and nothing before them: the lines of `laws` and `_law` in one call, from
+    logits of any type. None where there is more to do, or a row to refuse."""
     if not compiled(logits, torch.bfloat16) or any(g.edited for g in groups):
         return None
     filters = _filters(groups[0].sampling, logits.shape[1])
-    if filters.active or any(_filters(g.sampling, logits.shape[1]) != filters for g in groups[1:]):
+    if any(_filters(g.sampling, logits.shape[1]) != filters for g in groups[1:]):
         return None
+    if filters.active:
+        return _sifted(logits, filters) if logits.shape[1] > _SHORT else None
     if filters.temperature:
         whole = native.law(logits, max(filters.temperature, host.COLD))
         return None if whole is None else Law(logits.shape[1], whole)
@@ -158,10 +160,15 @@ def _law(x: Tensor, top: Tensor, f: Filters) -> Law:
         return Law(x.shape[1], few=(first_largest(x), torch.zeros_like(top)))
     if not f.active:
         return Law(x.shape[1], _log_softmax(x, top, f.temperature))
-    logp = None if f.top_k or f.top_p == 1 else _log_softmax(x, top, f.temperature)
+    whole = f.top_p < 1 and not f.top_k
     if x.device.type != "cpu" or x.shape[1] <= _SHORT:
-        return Law(x.shape[1], _sorted(x, top, None if logp is None else logp.amax(-1, keepdim=True).double().neg_().exp_(), f))
-    return _searched(x, top, logp, f)
+        total = _log_softmax(x, top, f.temperature).amax(-1, keepdim=True).double().neg_().exp_() if whole else None
+        return Law(x.shape[1], _sorted(x, top, total, f))
+    if compiled(x):
+        found = _sifted(x, f)
+        assert found is not None, "rows without a finite maximum were refused"
+        return found
+    return _searched(x, top, _log_softmax(x, top, f.temperature) if whole else None, f)
 
 
 def _log_softmax(x: Tensor, top: Tensor, temperature: float) -> Tensor:
@@ -194,7 +201,32 @@ def _sorted(x: Tensor, top: Tensor, total: Tensor | None, f: Filters) -> Tensor:
 
 
 def _searched(x: Tensor, top: Tensor, logp: Tensor | None, f: Filters) -> Law:
-    """The same on a processor, looking only at tokens that can be kept."""
-    rows = zip(x.numpy(), top.flatten().tolist(), [None] * len(x) if logp is None else logp.numpy(), strict=True)
-    columns, values = host.stacked([host.filtered(row, likeliest, own, f) for row, likeliest, own in rows])
-    return Law(x.shape[1], few=(torch.from_numpy(columns), torch.from_numpy(values.astype(x.numpy().dtype))))
+    """The same on a processor, looking only at tokens that can be kept. logp [G, V]: for the masses of rows, where they count."""
+    totals = [None] * len(x) if logp is None else np.exp(-logp.numpy().max(1).astype(np.float64)).tolist()
+    rows = zip(x.numpy(), top.flatten().tolist(), totals, strict=True)
+    return _few(x, [host.filtered(row, likeliest, total, f) for row, likeliest, total in rows])
+
+
+def _sifted(x: Tensor, f: Filters) -> Law | None:
+    """`_searched`, where the kernel looks who can be kept, in rows of bfloat16 also; None if one has no finite maximum."""
+    temperature, whole = max(f.temperature, host.COLD), f.top_p < 1 and not f.top_k
+    kept: dict[int, tuple[host.Ids, host.Floats]] = {}
+    known: dict[int, tuple[float, float | None]] = {}
+    for k, room in ((f.top_k or host.FEW, host.ROOM), (0, 16 * host.ROOM)):
+        left = [row for row in range(len(x)) if row not in kept]
+        found = native.sift(rows_of(x, left), temperature, k, -host.FLOOR * temperature, room, whole) if left else []
+        if found is None:
+            return None
+        for row, (top, total, bound, reached, values) in zip(left, found, strict=True):
+            known[row] = top, total
+            if len(reached):                                    # none: there were too many
+                columns, logs, enough = host.ranked(reached, values, top, total, f)
+                if enough or bound == -math.inf:
+                    kept[row] = columns, logs
+    return _few(x, [kept[row] if row in kept else host.filtered(x[row].float().numpy(), *known[row], f) for row in range(len(x))])
+
+
+def _few(x: Tensor, rows: Sequence[tuple[host.Ids, host.Floats]]) -> Law:
+    """The law of x [N, V], whose rows are those of `host.filtered`."""
+    columns, values = host.stacked(rows)
+    return Law(x.shape[1], few=(torch.from_numpy(columns), torch.from_numpy(values).to(torch.promote_types(x.dtype, torch.float32))))

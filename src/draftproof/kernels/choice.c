@@ -1,9 +1,10 @@
-/* The law of each row, and the choice under noise: the k best of log p + g. Compiled and called by ../native.py; core/probs.py and
- * core/host.py have the twins, and core/noise.py says which number belongs to a token.
+/* The law of each row, who can be kept by filters, and the choice under noise: the k best of log p + g. Compiled and called by ../native.py;
+ * core/probs.py and core/host.py have the twins, and core/noise.py says which number belongs to a token.
  *
  * For the choice a row is read once. A bound that takes a few operations tells which columns could be among the best so far; the noise
  * of these few is computed, in double as there, so that every way to a winner finds the same one.
  */
+#include <float.h>
 #include <math.h>
 #include <stdlib.h>
 
@@ -12,7 +13,23 @@
 #define SIDE 4 /* vectors whose bounds are tested together */
 #define PART 16384 /* columns that one thread takes */
 #define SUMS (16 / LANES) /* vectors that exponentials add up in: a vocabulary is long, and the more a number adds up, the less exact it is */
+#define TILES 4096 /* of a row, at most, which share a maximum each; of a row that is not LONG they are shorter */
+#define TILE 64
+#define SHORT_TILE 8
+#define LONG 16384
 #define SLACK 1e-3f /* far above the error of `reach` in float32 */
+
+static inline int any(integers which)
+{
+#if defined __AVX512F__ && LANES == 16
+    return _mm512_test_epi32_mask((__m512i)which, (__m512i)which) != 0;
+#else
+    uint64_t some[LANES / 2], found = 0;
+    memcpy(some, &which, sizeof which);
+    for (int i = 0; i < LANES / 2; i++) found |= some[i];
+    return found != 0;
+#endif
+}
 
 static inline words mixed(words h) /* lowbias32 */
 {
@@ -38,6 +55,14 @@ static inline floats reach(words bits)
     return (31 - logarithm) * 0.693147181f + SLACK;
 }
 
+/* The tokens of LANES columns from the first on; what is beyond the last one names itself. */
+static inline words tokens_of(const int64_t *names, long first, long to)
+{
+    words tokens = (words)AT + (uint32_t)first;
+    for (int i = 0; names && i < LANES && first + i < to; i++) tokens[i] = (uint32_t)names[first + i];
+    return tokens;
+}
+
 /* The best of columns [from, to) of a row, in order; returns how many there are, k or as many as are possible. */
 static long best_of_part(const float *row, long from, long to, const uint32_t *key, const int64_t *names, long k, float *scores,
                          int64_t *columns)
@@ -47,11 +72,9 @@ static long best_of_part(const float *row, long from, long to, const uint32_t *k
     for (long c = from; c < to; c += SIDE * LANES) {
         floats value[SIDE], limit[SIDE];
         words bits[SIDE];
-        integers any = {0};
+        integers above = {0};
         for (int s = 0; s < SIDE; s++) {
-            uint32_t token[LANES];
             long first = c + s * LANES;
-            for (int i = 0; i < LANES; i++) token[i] = names && first + i < to ? (uint32_t)names[first + i] : (uint32_t)(first + i);
             if (first + LANES <= to) {
                 value[s] = *(const floats *)(row + first);
             } else {
@@ -59,17 +82,12 @@ static long best_of_part(const float *row, long from, long to, const uint32_t *k
             }
             limit[s] = value[s];
             if (key) {
-                words tokens;
-                memcpy(&tokens, token, sizeof tokens);
-                bits[s] = noise_bits(tokens, key);
+                bits[s] = noise_bits(tokens_of(names, first, to), key);
                 limit[s] += reach(bits[s]);
             }
-            any |= limit[s] > floor;
+            above |= limit[s] > floor;
         }
-        uint64_t some[LANES / 2], found = 0;
-        memcpy(some, &any, sizeof any);
-        for (int i = 0; i < LANES / 2; i++) found |= some[i];
-        if (!found) continue;
+        if (!any(above)) continue;
         for (int s = 0; s < SIDE; s++)
             for (int i = 0; i < LANES; i++) {
                 if (!(limit[s][i] > floor)) continue;
@@ -122,20 +140,21 @@ int best(const float *x, long rows, long size, const uint32_t *keys, const int64
 /* The largest of row [width], float32 or, with halves, bfloat16; not finite if one of them is NaN or inf, or all are -inf. */
 static float top_of(const void *row, long width, int halves)
 {
-    floats most = {0};
-    integers sound = ~(integers){0};
+    floats most[SIDE];
+    integers sound[SIDE];
     float top = -INFINITY;
     long c = 0;
-    most -= INFINITY;
-    for (; c + LANES <= width; c += LANES) {
-        floats v = load_lanes(row, c, halves);
-        most = GREATER(v, most);
-        sound &= v < INFINITY;
-    }
-    for (int i = 0; i < LANES; i++) {
-        if (most[i] > top) top = most[i];
-        if (!sound[i]) return INFINITY;
-    }
+    for (int i = 0; i < SIDE; i++) most[i] = (floats){0} - INFINITY, sound[i] = ~(integers){0};
+    for (; c + SIDE * LANES <= width; c += SIDE * LANES)
+        UNROLL for (int i = 0; i < SIDE; i++) {
+            floats v = load_lanes(row, c + i * LANES, halves);
+            most[i] = GREATER(v, most[i]);
+            sound[i] &= v < INFINITY;
+        }
+    for (int i = 1; i < SIDE; i++) most[0] = GREATER(most[i], most[0]), sound[0] &= sound[i];
+    if (any(~sound[0])) return INFINITY;
+    for (int i = 0; i < LANES; i++)
+        if (most[0][i] > top) top = most[0][i];
     for (; c < width; c++) {
         float v = load(row, c, halves);
         if (v > top) top = v;
@@ -157,46 +176,130 @@ int first(const void *x, long rows, long width, int halves, int64_t *columns, in
             wrong = 1;
             continue;
         }
-        for (int found = 0; !found && c + LANES <= width; c += found ? 0 : LANES) {
-            integers same = load_lanes(row, c, halves) == top;
-            for (int i = 0; i < LANES; i++) found |= same[i];
-        }
+        while (c + LANES <= width && !any(load_lanes(row, c, halves) == top)) c += LANES;
         while (load(row, c, halves) != top) c++;
         columns[r] = c;
     }
     return wrong;
 }
 
+/* The logarithm of what the exponentials of (x - top) / temperature add up to, in sixteen sums, whatever the vectors, and these then; and
+ * to [width], or null: those numbers. */
+static inline float log_mass(const void *row, long width, float top, float temperature, int halves, float *to)
+{
+    floats sum[SUMS] = {0};
+    float rest = 0;
+    long whole = width / 16 * 16;
+    for (long c = 0; c < whole;)
+        UNROLL for (int i = 0; i < SUMS; i++, c += LANES) {
+            floats z = (load_lanes(row, c, halves) - top) / temperature;
+            if (to) *(floats *)(to + c) = z;
+            sum[i] += exponential(z);
+        }
+    for (long c = whole; c < width; c++) {
+        float z = (load(row, c, halves) - top) / temperature;
+        if (to) to[c] = z;
+        rest += expf(z);
+    }
+    for (int half = SUMS / 2; half; half /= 2)
+        for (int i = 0; i < half; i++) sum[i] += sum[i + half];
+    return logf(total(sum[0]) + rest);
+}
+
 /* y [rows, width] = log softmax of x / temperature, the largest taken off first: no overflow, and precise where the mass is. x float32 or,
- * with halves, bfloat16. Exponentials add up in sixteen sums, whatever the vectors, then these do. Returns 0, or 1 if a row's largest number
- * is not finite: then y is of no use. */
+ * with halves, bfloat16. Returns 0, or 1 if a row's largest number is not finite: then y is of no use. */
 int law(const void *x, float *y, long rows, long width, float temperature, int halves, int threads)
 {
     int wrong = 0;
 #pragma omp parallel for num_threads(threads) reduction(| : wrong) if (rows * width > PART / 2)
     for (long r = 0; r < rows; r++) {
         const char *from = (const char *)x + r * width * size(halves);
-        float *to = y + r * width, top = top_of(from, width, halves), rest = 0;
-        floats sum[SUMS] = {0};
-        long whole = width / 16 * 16;
+        float *to = y + r * width, top = top_of(from, width, halves);
         if (!isfinite(top)) {
             wrong = 1;
             continue;
         }
-        for (long c = 0; c < whole;)
-            UNROLL for (int i = 0; i < SUMS; i++, c += LANES) {
-                floats z = (load_lanes(from, c, halves) - top) / temperature;
-                *(floats *)(to + c) = z;
-                sum[i] += exponential(z);
-            }
-        for (long c = whole; c < width; c++) {
-            to[c] = (load(from, c, halves) - top) / temperature;
-            rest += expf(to[c]);
-        }
-        for (int half = SUMS / 2; half; half /= 2)
-            for (int i = 0; i < half; i++) sum[i] += sum[i + half];
-        float mass = logf(total(sum[0]) + rest);
+        float mass = log_mass(from, width, top, temperature, halves, to);
         for (long c = 0; c < width; c++) to[c] -= mass;
+    }
+    return wrong;
+}
+
+/* The k-th largest of x [n], which is put in another order (Hoare's selection). */
+static float kth_largest(float *x, long n, long k)
+{
+    for (long low = 0, high = n - 1; low < high;) {
+        float middle = x[(low + high) / 2];
+        long i = low, j = high;
+        while (i <= j) {
+            while (x[i] > middle) i++;
+            while (x[j] < middle) j--;
+            if (i > j) break;
+            float other = x[i];
+            x[i++] = x[j];
+            x[j--] = other;
+        }
+        if (k - 1 <= j) high = j;
+        else if (k - 1 >= i) low = i;
+        else break;
+    }
+    return x[k - 1];
+}
+
+/* What at least k numbers of a row reach: the k-th largest of the maxima of tiles, column c being of tile c modulo their number; -inf if there
+ * are too few tiles. */
+static float reached_by(const void *row, long width, int halves, long k)
+{
+    float tile[TILES];
+    long tiles = least(TILES, width / (width < LONG ? SHORT_TILE : TILE)) / LANES * LANES;
+    if (2 * k > tiles) return -INFINITY;
+    for (long c = 0; c < tiles; c += LANES) *(floats *)(tile + c) = load_lanes(row, c, halves);
+    for (long first = tiles; first + tiles <= width; first += tiles)
+        for (long c = 0; c < tiles; c += LANES) {
+            floats v = load_lanes(row, first + c, halves), most = *(const floats *)(tile + c);
+            *(floats *)(tile + c) = GREATER(v, most);
+        }
+    return kth_largest(tile, tiles, k);
+}
+
+/* columns, values [room]: where a row reaches the bound, and what stands there. Returns how many do; more than there is room for are counted
+ * no further. */
+static long reaching(const void *row, long width, int halves, float bound, long room, int64_t *columns, float *values)
+{
+    long count = 0, c = 0;
+    for (; c < width && count <= room; c += LANES) {
+        long many = least(LANES, width - c);
+        if (many == LANES && !any(load_lanes(row, c, halves) >= bound)) continue;
+        for (long i = 0; i < many; i++) {
+            float value = load(row, c + i, halves);
+            if (!(value >= bound)) continue;
+            if (count == room) return room + 1;
+            columns[count] = c + i;
+            values[count++] = value;
+        }
+    }
+    return count;
+}
+
+/* What filters can keep of each row of x [rows, width], float32 or, with halves, bfloat16: columns, values [rows, room], counts [rows], the
+ * columns, in order, that reach bounds [rows]; with k, what at least k of them reach, without, so far below the largest as `fall` says. tops
+ * [rows]: the largest; masses [rows], or null: `log_mass`. A count above `room` says that there was too little. Returns 0, or 1 if a row's
+ * largest number is not finite: then all this is of no use. */
+int sift(const void *x, long rows, long width, float temperature, long k, float fall, long room, float *tops, float *bounds, float *masses,
+         int64_t *counts, int64_t *columns, float *values, int halves, int threads)
+{
+    int wrong = 0;
+#pragma omp parallel for num_threads(threads) reduction(| : wrong) if (rows * width > PART)
+    for (long r = 0; r < rows; r++) {
+        const char *row = (const char *)x + r * width * size(halves);
+        float top = tops[r] = top_of(row, width, halves);
+        if (!isfinite(top)) {
+            wrong = 1;
+            continue;
+        }
+        float bound = bounds[r] = k ? reached_by(row, width, halves, k) : top - fall;
+        if (masses) masses[r] = log_mass(row, width, top, temperature, halves, 0);
+        counts[r] = reaching(row, width, halves, bound < -FLT_MAX ? -FLT_MAX : bound, room, columns + r * room, values + r * room);
     }
     return wrong;
 }
