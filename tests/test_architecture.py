@@ -18,7 +18,8 @@ FILES = sorted(SOURCE.rglob("*.py"))
 
 # Lower may not import higher; parts on one level may not import each other.
 LEVELS = [
-    {"errors", "view"}, {"types"}, {"config"}, {"compiler", "huge"}, {"native", "gpu"}, {"llama", "mixtures", "recurrences"}, {"core"},
+    {"errors", "view"}, {"types"}, {"config"}, {"compiler", "huge"}, {"native", "gpu"},
+    {"choices", "llama", "mixtures", "recurrences"}, {"core"},
     {"trace"}, {"models"}, {"drafters"}, {"engine"},
     {"remote", "bench", "audition"}, {"advise", "serve", "train"}, {"commands"}, {"cli"},
 ]

@@ -5,7 +5,7 @@
 * Attention over pages: torch copies pages that do not adjoin, and reads keys at a third of the speed of memory, bfloat16 ones slower.
 * Llama's block as a whole, and a pass from ids to logits (llama.py): between its products stand twenty small calls of torch, and around
   the blocks five, each of which finds the caches cold.
-* The choice under noise, and filters: numpy reads a row a dozen times to find the few tokens that can win, or be kept.
+* Laws of rows, and choices from them (choices.py).
 
 docs/log.md has the figures. The compiled library is kept in the user's cache folder, by what it was made of. Where there is no compiler
 `available` says so, and packed.py, attention.py and choice.py take torch's and numpy's ways, which are the plain twins.
@@ -23,9 +23,7 @@ from itertools import accumulate, chain
 from pathlib import Path
 from typing import NamedTuple, Self
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from . import compiler
@@ -78,17 +76,6 @@ class Scale(ctypes.Structure):
         assert bias is None or weight is not None and bias.dtype == weight.dtype == torch.float32
         assert bias is None or weight is not None and bias.shape == weight.shape and bias.is_contiguous()
         return cls(address_of(weight), address_of(bias), eps, weight is not None and weight.dtype != dtype)
-
-
-class Sifted(NamedTuple):
-    """Of a row: its largest number; what the exponentials of all its numbers add up to, of which the largest's is 1, if that was asked for;
-    what those that were found reach; their columns, rising, and they. None are found where there was no room for all."""
-
-    top: float
-    total: float | None
-    bound: float
-    columns: NDArray[np.int64]
-    values: NDArray[np.float32]
 
 
 class Spare(NamedTuple):
@@ -272,52 +259,6 @@ def attend(
     return out
 
 
-def best(x: Tensor, keys: Tensor | None, names: Tensor | None, k: int) -> tuple[Tensor, Tensor]:
-    """The k best of log p + g: x [N, V] float32 log-probabilities, keys int32 [N, 2] of `core.noise`, None for no noise; names int64 [V]:
-    the target's ids of the columns → scores float32 and columns int64 [N, k], as `core.choice.perturbed_top` gives them."""
-    rows, size = x.shape
-    assert x.dtype == torch.float32 and 1 <= k <= size and (names is None or names.dtype == torch.int64 and len(names) == size)
-    x, keys = x.contiguous(), None if keys is None else keys.contiguous()
-    assert keys is None or keys.dtype == torch.int32 and keys.shape == (rows, 2)
-    scores, columns = torch.empty(rows, k), torch.empty(rows, k, dtype=torch.int64)
-    if loaded().best(x.data_ptr(), rows, size, address_of(keys), address_of(names), k, scores.data_ptr(), columns.data_ptr(),
-                      torch.get_num_threads()):
-        raise MemoryError(f"the choice of {rows} rows found no memory to work in")
-    return scores, columns
-
-
-def first(x: Tensor) -> Tensor | None:
-    """The first column of the largest value of each row [N, V], int64 [N, 1]; None if a row's largest is not finite."""
-    x, columns = x.contiguous(), torch.empty(x.shape[0], 1, dtype=torch.int64)
-    wrong = loaded().first(x.data_ptr(), *x.shape, x.dtype == torch.bfloat16, columns.data_ptr(), torch.get_num_threads())
-    return None if wrong else columns
-
-
-def law(x: Tensor, temperature: float) -> Tensor | None:
-    """log softmax of x [N, V] at this temperature above 0, float32; None if a row's largest is not finite."""
-    x, y = x.contiguous(), torch.empty(x.shape)
-    wrong = loaded().law(x.data_ptr(), y.data_ptr(), *x.shape, temperature, x.dtype == torch.bfloat16, torch.get_num_threads())
-    return None if wrong else y
-
-
-def sift(x: Tensor, temperature: float, k: int, fall: float, room: int, weighed: bool) -> list[Sifted] | None:
-    """What filters of this temperature above 0 can keep of each row of x [N, V]. k: of columns those that at least so many reach, or, where
-    it is 0, those whose number is no further than `fall` below the largest; weighed: whether totals are asked for. None if a row's largest
-    is not finite."""
-    x, rows = x.contiguous(), x.shape[0]
-    tops, bounds, masses = np.empty((3, rows), np.float32)
-    counts, columns, values = np.empty(rows, np.int64), np.empty((rows, room), np.int64), np.empty((rows, room), np.float32)
-    wrong = loaded().sift(x.data_ptr(), *x.shape, temperature, k, fall, room, tops.ctypes.data, bounds.ctypes.data,
-                          masses.ctypes.data if weighed else None, counts.ctypes.data, columns.ctypes.data, values.ctypes.data,
-                          x.dtype == torch.bfloat16, torch.get_num_threads())
-    if wrong:
-        return None
-    counts[counts > room] = 0
-    totals = np.exp(masses.astype(np.float64)).tolist() if weighed else [None] * rows
-    each = zip(tops.tolist(), totals, bounds.tolist(), counts.tolist(), strict=True)
-    return [Sifted(top, total, bound, columns[i, :n], values[i, :n]) for i, (top, total, bound, n) in enumerate(each)]
-
-
 def draft(head: ctypes.Structure, growth: ctypes.Structure, last: Tensor) -> bool:
     """kernels/draft.c's draft, its structures as models/heads/compiled.py makes them; false if a logit is no number. last [hidden]: written
     if anything is fed."""
@@ -410,12 +351,6 @@ def _open(path: Path) -> ctypes.CDLL:
     library.arrange_eight.argtypes, library.arrange_eight.restype = [pointer, pointer, whole, whole, small], None
     library.arrange_four.argtypes, library.arrange_four.restype = [*[pointer] * 4, *[whole] * 3, small], None
     library.attend.argtypes, library.attend.restype = [ctypes.POINTER(CourseFields), ctypes.POINTER(_Attention), small], small
-    library.best.argtypes = [pointer, whole, whole, pointer, pointer, whole, pointer, pointer, small]
-    library.best.restype = small
-    library.law.argtypes, library.law.restype = [pointer, pointer, whole, whole, ctypes.c_float, small, small], small
-    library.sift.argtypes = [pointer, whole, whole, ctypes.c_float, whole, ctypes.c_float, whole, *[pointer] * 6, small, small]
-    library.sift.restype = small
-    library.first.argtypes, library.first.restype = [pointer, whole, whole, small, pointer, small], small
     library.draft.argtypes, library.draft.restype = [*[pointer] * 3, small], whole
     library.copy_rows.argtypes, library.copy_rows.restype = [pointer, pointer, whole, pointer, whole, small], None
     library.norm.argtypes, library.norm.restype = [pointer, ctypes.POINTER(Scale), pointer, *[whole] * 4, small, small], None

@@ -18,7 +18,7 @@ import pytest
 import torch
 from transformers.activations import XIELUActivation
 
-from draftproof import compiler, native
+from draftproof import choices, compiler, native
 from draftproof.core import host
 from draftproof.models.between import bends_of, rms_norm, row_norm, turn
 from draftproof.models.int4 import StreamedInt4Linear
@@ -588,7 +588,7 @@ def test_the_best_are_the_best_of_all(shape: tuple[int, int], noisy: bool) -> No
         for given in (x, x.masked_fill(excluded, -math.inf)):
             for k in {1, min(2, size), min(17, size)}:
                 for named in (None, names):
-                    scores, columns = native.best(given, keys, named, k)
+                    scores, columns = choices.best(given, keys, named, k)
                     wanted, places = all_scored(given, keys, named, k)
                     possible = wanted > -math.inf
                     assert np.array_equal(scores.numpy(), wanted), "to the bit"
@@ -604,7 +604,7 @@ def test_a_choice_is_its_twins() -> None:
     keys = torch.randint(-2**31, 2**31, (3000, 2), generator=random, dtype=torch.int64).int()
     drawn = keys.numpy().view(np.uint32)
     values, columns = host.best_of_row(x.numpy(), host.bound(drawn, None, 1500), drawn, None, 2)
-    scores, places = native.best(x, keys, None, 2)
+    scores, places = choices.best(x, keys, None, 2)
     assert np.array_equal(scores.numpy(), values) and np.array_equal(places.numpy(), columns)
 
 
@@ -639,14 +639,14 @@ def test_a_law_is_the_log_softmax_at_its_temperature(size: int) -> None:
         x[3, torch.rand(size, generator=random) < 0.5] = -math.inf
         x[3, 0] = 1.0
         for temperature in (1e-30, 0.3, 0.8, 1.0, 2.0):
-            found = native.law(x, temperature)
+            found = choices.law(x, temperature)
             assert found is not None
             wanted = ((x.double() - x.double().amax(1, keepdim=True)) / temperature).log_softmax(1)
             assert torch.equal(found == -math.inf, wanted.float() == -math.inf)
             close = torch.isclose(found.double(), wanted, rtol=1e-5, atol=2e-6) | (wanted < -3e38)
             assert bool(close.all()), float((found - wanted)[~close].abs().max())
-            assert torch.equal(found[1:2], native.law(x[1:2], temperature))  # type: ignore[arg-type]
-            assert torch.equal(native.law(x.bfloat16(), temperature), native.law(x.bfloat16().float(), temperature))  # type: ignore[arg-type]
+            assert torch.equal(found[1:2], choices.law(x[1:2], temperature))  # type: ignore[arg-type]
+            assert torch.equal(choices.law(x.bfloat16(), temperature), choices.law(x.bfloat16().float(), temperature))  # type: ignore[arg-type]
 
 
 @compiled
@@ -662,9 +662,9 @@ def test_what_is_sifted_is_all_that_reaches_a_bound_and_enough_reach_it(size: in
     x = x.to(dtype)
     rows = x.float().numpy()
     for k, fall, room in ((1, 0.0, 1024), (8, 0.0, 1024), (100, 0.0, size), (size, 0.0, size), (0, 5.0, 64), (0, 5.0, size)):
-        found = native.sift(x, 0.7, k, fall, room, weighed=True)
-        alone = native.sift(x[1:2], 0.7, k, fall, room, weighed=False)
-        law = native.law(x, 0.7)
+        found = choices.sift(x, 0.7, k, fall, room, weighed=True)
+        alone = choices.sift(x[1:2], 0.7, k, fall, room, weighed=False)
+        law = choices.law(x, 0.7)
         assert found is not None and alone is not None and law is not None
         assert alone[0][2] == found[1][2] and np.array_equal(alone[0][3], found[1][3]) and alone[0].total is None
         for row, one, logp in zip(rows, found, law.numpy(), strict=True):
@@ -687,7 +687,7 @@ def test_the_first_of_the_largest(size: int, dtype: torch.dtype) -> None:
         x = torch.randint(lowest, highest + 1, (5, size), generator=random).to(dtype)
         x[torch.rand(x.shape, generator=random) < 0.3] *= -1 if highest == 0 and size > 7 else 1
         x[1, : size // 2] = -math.inf
-        found = native.first(x)
+        found = choices.first(x)
         assert found is not None and np.array_equal(found.numpy(), x.float().numpy().argmax(1, keepdims=True))
 
 
@@ -699,9 +699,9 @@ def test_a_row_without_a_finite_largest_is_said(size: int, dtype: torch.dtype) -
         for value in (math.nan, math.inf, -math.inf):
             x = torch.randn(3, size).to(dtype)
             x[1, place if value != -math.inf else slice(None)] = value
-            assert native.first(x) is None and native.law(x, 0.7) is None and native.sift(x, 0.7, 1, 0.0, 8, weighed=False) is None
+            assert choices.first(x) is None and choices.law(x, 0.7) is None and choices.sift(x, 0.7, 1, 0.0, 8, weighed=False) is None
             x[1] = 0.0
-            assert native.first(x) is not None and native.law(x, 0.7) is not None and native.sift(x, 0.7, 1, 0.0, 8, weighed=False)
+            assert choices.first(x) is not None and choices.law(x, 0.7) is not None and choices.sift(x, 0.7, 1, 0.0, 8, weighed=False)
 
 
 @compiled

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .. import native
+from .. import choices, native
 from . import host
 from .noise import gumbel
 from .upload import rows_of, uploaded
@@ -87,7 +87,7 @@ def _searched(law: Law, noise: Tensor, k: int, ids: Tensor | None, counts: Seque
     """On a processor; whole rows by the compiled kernel, of which numpy's way is the twin. Rows of one key share the bound of its noise."""
     owners = slice(None) if counts is None or max(counts) == 1 else np.repeat(np.arange(len(counts)), counts)
     if law.few is None and compiled(law.whole):
-        return native.best(law.whole, noise[owners], ids, k)
+        return choices.best(law.whole, noise[owners], ids, k)
     keys, names = noise.numpy().view(np.uint32), None if ids is None else ids.numpy()
     if law.few is not None:
         values, columns = host.best_of_few(law.few[1].numpy(), law.few[0].numpy(), keys[owners], names, k)
@@ -115,7 +115,7 @@ def _best(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
     if k == 1:
         columns = first_largest(scores)
     elif compiled(scores):
-        return native.best(scores, None, None, k)
+        return choices.best(scores, None, None, k)
     elif scores.device.type == "cpu":
         columns = torch.from_numpy(host.largest(scores.numpy(), k))
     elif scores.dtype == torch.float32:

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .. import native
+from .. import choices
 from ..errors import Failure, OptionError
 from ..types import Sampling
 from . import host
@@ -113,9 +113,9 @@ def _by_kernel(logits: Tensor, groups: Sequence[Rows]) -> Law | None:
     if filters.active:
         return _sifted(logits, filters) if logits.shape[1] > _SHORT else None
     if filters.temperature:
-        whole = native.law(logits, max(filters.temperature, host.COLD))
+        whole = choices.law(logits, max(filters.temperature, host.COLD))
         return None if whole is None else Law(logits.shape[1], whole)
-    best = native.first(logits)
+    best = choices.first(logits)
     return None if best is None else Law(logits.shape[1], few=(best, _certain(best.shape[0])))
 
 
@@ -173,7 +173,7 @@ def _law(x: Tensor, top: Tensor, f: Filters) -> Law:
 
 def _log_softmax(x: Tensor, top: Tensor, temperature: float) -> Tensor:
     if compiled(x):
-        found = native.law(x, max(temperature, host.COLD))
+        found = choices.law(x, max(temperature, host.COLD))
         assert found is not None, "rows without a finite maximum were refused"
         return found
     if temperature == 1:
@@ -214,7 +214,7 @@ def _sifted(x: Tensor, f: Filters) -> Law | None:
     known: dict[int, tuple[float, float | None]] = {}
     for k, room in ((f.top_k or host.FEW, host.ROOM), (0, 16 * host.ROOM)):
         left = [row for row in range(len(x)) if row not in kept]
-        found = native.sift(rows_of(x, left), temperature, k, -host.FLOOR * temperature, room, whole) if left else []
+        found = choices.sift(rows_of(x, left), temperature, k, -host.FLOOR * temperature, room, whole) if left else []
         if found is None:
             return None
         for row, (top, total, bound, reached, values) in zip(left, found, strict=True):
