@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from draftproof import native
 from draftproof.core import choice, host, noise, probs
-from draftproof.core.choice import choose, compiled, perturbed_top
+from draftproof.core.choice import Law, choose, compiled, perturbed_top
 from draftproof.core.edits import Counts, Rows
 from draftproof.core.probs import distribution, laws
 from draftproof.errors import Failure, OptionError
@@ -232,6 +232,55 @@ def test_rows_one_by_one_and_sorted_whole_have_one_law(s: Sampling, dtype: torch
     device = distribution(x, [of(s, 12)])
     assert torch.equal(mine.isfinite(), device.isfinite())
     torch.testing.assert_close(mine.exp(), device.exp(), rtol=1e-6 if dtype == torch.float32 else 1e-13, atol=0)
+
+
+@pytest.mark.parametrize("s", FILTERS[2:], ids=str)
+@pytest.mark.parametrize("few", [16, 64, 1024, 4096])
+def test_the_likeliest_few_give_the_law_of_whole_rows_or_say_that_they_are_too_few(s: Sampling, few: int,
+                                                                                   monkeypatch: pytest.MonkeyPatch) -> None:
+    """The way of a device with long rows. To the bit, as sums run over the same prefix here."""
+    x = hard_rows(12, 4096)
+    monkeypatch.setattr(probs, "_THERE", few)
+    f, top = probs._filters(s, 4096), x.amax(-1, keepdim=True)
+    if f.top_k > few // 2:
+        return
+    total = None if f.top_k or f.top_p == 1 else torch.log_softmax(x / f.temperature, -1).amax(-1, keepdim=True).double().neg().exp()
+    whole, found = probs._sorted(x, top, total, f), probs._topmost(x, top, total, f)
+    assert found.short is not None and found.few is not None and found.few[0].shape[1] == few
+    for row, (mine, short) in enumerate(zip(found.whole, found.short.tolist(), strict=True)):
+        kept = whole[row].isfinite()
+        last = x[row].topk(few).values[-1]
+        assert short == bool((kept & (x[row] <= last)).any()), "who keeps the last, or one beyond it"
+        assert short or torch.equal(mine, whole[row])
+    found.thorough = lambda: Law(4096, whole)
+    assert torch.equal(found.sure().whole, whole) and (found.sure() is found) == (not any(found.short.tolist()))
+
+
+@pytest.mark.parametrize("few", [8, 1024])
+def test_a_device_chooses_what_a_processor_does(few: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of several requests and of one, under noise, with shared keys and other names; looks that are too short are remade."""
+    monkeypatch.setattr(probs, "_THERE", few)
+    monkeypatch.setattr(probs, "_WIDE", 1024)
+    x = hard_rows(6, 4096)
+    keys = noise.key_rows([noise.key(3, 0, "text", i) for i in range(6)], "cpu")
+    names, short = torch.arange(4096) * 3 + 1, []
+    for some in ([FILTERS[2]], [FILTERS[4]], [Sampling(temperature=0.9, top_k=4)], [FILTERS[2], PLAIN, Sampling(temperature=0.0)]):
+        groups = [of(s, 6 // len(some)) for s in some]
+        here = laws(x, groups)
+        with elsewhere():
+            there = laws(x.to(NAME), groups)
+            short.append(there.short is not None and bool(there.short.any()))
+            there = there.sure()
+            for ids in (None, names):
+                for drawn, counts in ((keys, None), (keys[:3], [2, 2, 2]), (keys[:3], [1, 2, 3])):
+                    for k in (1, 3):
+                        values, columns = perturbed_top(there, drawn.to(NAME), k, None if ids is None else ids.to(NAME), counts)
+                        expected, places = perturbed_top(here, drawn, k, ids, counts)
+                        real = expected > -math.inf
+                        assert torch.equal(columns.to("cpu")[real], places[real])
+                        assert torch.equal(values.to("cpu").isfinite(), real)
+            assert torch.allclose(there.of([1, 3]).whole.to("cpu").exp(), here.of([1, 3]).whole.exp(), rtol=1e-6, atol=0)
+    assert any(short), "otherwise nothing was remade"
 
 
 def test_top_p_cuts_ties_by_id_and_top_k_keeps_them() -> None:
@@ -449,7 +498,7 @@ def test_the_largest_are_those_of_a_whole_sort(v: int, k: int, dtype: torch.dtyp
         order = sorted(range(v), key=lambda c, row=row: (-row[c].item(), c))[:k]
         assert mine == order
         if k > 1 and dtype == torch.float32:                           # the way of a device
-            assert choice._ranks(row[None]).topk(k).indices[0].tolist() == order
+            assert choice.ranks(row[None], torch.arange(v)).topk(k).indices[0].tolist() == order
 
 
 def test_long_rows_are_ranked_as_short_ones_are() -> None:

@@ -13,7 +13,8 @@ import torch
 from elsewhere import NAME, WAITS, each, elsewhere, leaves, waits_of_rounds
 
 from draftproof import Engine, LoadConfig, Sampling
-from draftproof.core.choice import likeliest
+from draftproof.core import probs
+from draftproof.core.choice import Law, likeliest
 from draftproof.core.upload import rows_of, sent, uploaded
 from draftproof.drafters.base import Needs, Noise, Picks
 from draftproof.drafters.grow import Margins
@@ -79,6 +80,30 @@ def test_one_wait_a_round_and_the_text_of_the_cpu(temperature: float, rounds: li
                 assert "engine/round.py" in waits[0] and "choices" in waits[0], waits
                 # behind the verdict nothing is under way: the draft model's look at what it guessed costs no more than its copy
                 assert len(waits) == 1 or spec == "model" and all("drafters/model.py" in wait for wait in waits[1:]), waits
+
+
+def test_filters_look_at_few_tokens_and_are_the_cpus(rounds: list[list[str]], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Laws of the likeliest tokens alone; where a nucleus is larger, the round is judged once more, by whole laws."""
+    monkeypatch.setattr(probs, "_WIDE", 1024)
+    remade: list[int] = []
+    monkeypatch.setattr(Law, "remade", lambda law, plain=Law.remade: remade.append(1) or plain(law))
+    sampling = Sampling(temperature=0.8, top_p=0.9, max_tokens=6, seed=3, ignore_eos=True)
+    texts = {}
+    with elsewhere():
+        for device in ("cpu", NAME):
+            target = load_target(builtin("target"), LoadConfig(device=device, **LOAD))  # type: ignore[arg-type]
+            for spec, rule, few in (("none", "match", 1024), ("eagle3", "match", 1024), ("none", "match", 4), ("eagle3", "match", 4),
+                                    ("eagle3", "ratio", 1024), ("eagle3", "ratio", 4)):
+                monkeypatch.setattr(probs, "_THERE", few)
+                rounds.clear()
+                remade.clear()
+                with Engine(target, spec, 0 if spec == "none" else 3, rule=rule) as engine:  # type: ignore[arg-type]
+                    texts[device, spec, rule, few] = [one.token_ids for one in engine.generate_batch([PROMPT, "x = [1, 2, "], sampling)]
+                assert bool(remade) == (few == 4 and device == NAME)
+                for waits in rounds if device == NAME and rule == "match" else ():
+                    asked = sum("choices_there()" in wait for wait in waits)
+                    assert len(waits) == asked <= (1 if few == 1024 else 2), "the verdict, and once more where it is judged anew"
+    assert len({str(text) for (_, _, rule, _), text in texts.items() if rule == "match"}) == 1
 
 
 @pytest.mark.parametrize("spec", ["medusa", "mlp", "pard", "recycle"])

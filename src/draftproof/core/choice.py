@@ -6,7 +6,7 @@ Every way to a winner gives the same one: candidates are found by bounds or know
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -27,12 +27,15 @@ _LOW = 0xFFFFFFFF
 class Law:
     """N laws over `size` tokens as log-probabilities, −inf where a token is excluded: all of them [N, size], or those of the tokens that
     filters left: columns int64 [N, C], filled up with −1, and values [N, C], −inf there. dead: rows that have no token at all; what
-    stands there is a law of nothing, so that whoever needs laws finds one."""
+    stands there is a law of nothing, so that whoever needs laws finds one. short bool [N], on a device, which is not waited for: the rows
+    of which filters may have left more than the few that were looked at; thorough: makes the laws of all of them anew."""
 
     size: int
     given: Tensor | None = None
     few: tuple[Tensor, Tensor] | None = None
     dead: Sequence[int] = ()
+    short: Tensor | None = None
+    thorough: Callable[[], Law] | None = None
 
     @property
     def whole(self) -> Tensor:
@@ -55,7 +58,17 @@ class Law:
         """The law of some rows."""
         return Law(self.size, None if self.given is None else rows_of(self.given, rows),
                    None if self.few is None else (rows_of(self.few[0], rows), rows_of(self.few[1], rows)),
-                   [i for i, row in enumerate(rows) if row in self.dead] if self.dead else ())
+                   [i for i, row in enumerate(rows) if row in self.dead] if self.dead else (),
+                   None if self.short is None else rows_of(self.short, rows))
+
+    def sure(self) -> Law:
+        """The law where no row is short; a device is waited for if one can be."""
+        return self if self.short is None or not bool(self.short.any()) else self.remade()
+
+    def remade(self) -> Law:
+        """The law, with short rows made anew from all their tokens; the others stay as they are."""
+        assert self.short is not None and self.thorough is not None, "nobody is short"
+        return Law(self.size, torch.where(self.short[:, None], self.thorough().whole, self.whole), dead=self.dead)
 
 
 def choose(law: Law | Tensor, keys: Tensor | None) -> Tensor:
@@ -79,8 +92,12 @@ def perturbed_top(law: Law | Tensor, keys: Tensor | None, k: int, ids: Tensor | 
         return law.few[::-1] if law.few is not None and k == law.few[0].shape[1] == 1 else _best(law.whole, k)
     if keys.device.type == "cpu" and (law.few is not None or law.size > _DENSE or compiled(law.whole)):
         return _searched(law, keys, k, ids, counts)
+    if law.few is not None and law.short is not None:
+        columns, values = law.few
+        scores = _plus(values, columns if ids is None else ids[columns], keys, counts)
+        return _taken(scores, columns, ranks(scores, columns).topk(k).indices)
     tokens = torch.arange(law.size, dtype=torch.int32, device=keys.device) if ids is None else ids
-    return _best(_plus(law.whole, gumbel(keys, tokens), counts), k)
+    return _best(_plus(law.whole, tokens, keys, counts), k)
 
 
 def _searched(law: Law, noise: Tensor, k: int, ids: Tensor | None, counts: Sequence[int] | None) -> tuple[Tensor, Tensor]:
@@ -101,13 +118,14 @@ def compiled(rows: Tensor, *more: torch.dtype) -> bool:
     return rows.device.type == "cpu" and rows.dtype in (torch.float32, *more) and native.available()[0]
 
 
-def _plus(logp: Tensor, noise: Tensor, counts: Sequence[int] | None) -> Tensor:
-    """logp [N, V] with the noise [len(counts), V] of each row's key."""
+def _plus(logp: Tensor, tokens: Tensor, keys: Tensor, counts: Sequence[int] | None) -> Tensor:
+    """logp [N, C] with the noise of each row's key for its tokens [N, C], or [C], which are drawn once for rows of one key."""
+    if counts is not None and tokens.dim() == 1 and len(set(counts)) == 1:
+        return (logp.view(len(counts), counts[0], -1) + gumbel(keys, tokens)[:, None]).flatten(0, 1)
     if counts is None:
-        return logp + noise
-    if len(set(counts)) == 1:
-        return (logp.view(len(counts), counts[0], -1) + noise[:, None]).flatten(0, 1)
-    return logp + noise.repeat_interleave(uploaded(counts, noise.device), 0, output_size=logp.shape[0])
+        return logp + gumbel(keys, tokens)
+    owners = uploaded([i for i, count in enumerate(counts) for _ in range(count)], keys.device)
+    return logp + (gumbel(keys, tokens)[owners] if tokens.dim() == 1 else gumbel(keys[owners], tokens))
 
 
 def _best(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
@@ -141,8 +159,8 @@ def largest(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """The k largest of float32 scores [N, V] and their columns, ties by the lowest; −inf, which stands for no candidate, may name any.
     Operations of torch alone, so that a CUDA graph can hold them."""
     if k > FEW:
-        columns = _ranks(scores).topk(k).indices            # one integer holds value and column: no ties are left
-        return scores.gather(1, columns), columns
+        every = torch.arange(scores.shape[1], device=scores.device)
+        return _taken(scores, every.expand_as(scores), ranks(scores, every).topk(k).indices)
     found = [scores.max(-1, keepdim=True)]                  # of equal ones the first
     while len(found) < k:
         scores = scores.scatter(1, found[-1].indices, -math.inf)
@@ -157,8 +175,13 @@ def first_largest(x: Tensor) -> Tensor:
     return x.argmax(-1, keepdim=True)
 
 
-def _ranks(values: Tensor) -> Tensor:
-    """int64 that order float32 values [N, V], equal ones by the lowest column: no ties are left."""
+def ranks(values: Tensor, columns: Tensor) -> Tensor:
+    """int64 that order float32 values [N, C], equal ones by the lowest of their columns [N, C] or [C]: one integer holds value and column,
+    so that no ties are left."""
     i = (values + 0.0).view(torch.int32)     # −0.0 becomes 0.0; then integers that compare as the numbers they came from
     i = i ^ ((i >> 31) & 0x7FFFFFFF)
-    return (i.long() << 32) | (_LOW - torch.arange(values.shape[1], device=values.device))
+    return (i.long() << 32) | (_LOW - columns)
+
+
+def _taken(values: Tensor, columns: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
+    return values.gather(1, places), columns.gather(1, places)

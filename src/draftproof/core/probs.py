@@ -14,8 +14,8 @@ same sorted prefix and adds its masses in the same order, in float64.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Sequence
-from functools import lru_cache
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from functools import lru_cache, partial
 
 import numpy as np
 import torch
@@ -25,12 +25,14 @@ from .. import choices
 from ..errors import Failure, OptionError
 from ..types import Sampling
 from . import host
-from .choice import Law, compiled, first_largest
+from .choice import Law, compiled, first_largest, ranks
 from .edits import Rows, edit
 from .host import Filters
 from .upload import rows_of, uploaded
 
-_SHORT = 1024        # up to this vocabulary, and on a device, rows are sorted whole
+_SHORT = 1024        # up to this vocabulary rows are sorted whole
+_THERE = 1024        # likeliest tokens that a device looks at in rows of more than _WIDE; a nucleus is rarely larger
+_WIDE = 8192
 _SLACK = {torch.float32: 1e-6, torch.float64: 1e-12}
 
 
@@ -48,14 +50,15 @@ def distribution(logits: Tensor, groups: Sequence[Rows]) -> Tensor:
     logits [N, V], the rows of the groups one after another; float64 stays float64, everything else becomes float32.
     Raises OptionError when the options, or the grammar, exclude every token of a row, or name a token that does not exist.
     """
-    return laws(logits, groups).whole
+    return laws(logits, groups).sure().whole
 
 
 def laws(logits: Tensor, groups: Sequence[Rows], due: Collection[int] | None = None) -> Law:
     """`distribution`, by the possible tokens alone where all rows went through the same filters and these left few.
 
     due: the rows that must have a token, all unless they are named. Where another has none it is in `Law.dead`: plain decoding hears of
-    a dead end when its text is there, and a guess may lead where no text ever goes.
+    a dead end when its text is there, and a guess may lead where no text ever goes. A device is not waited for: whoever needs the laws to
+    the last token asks for `Law.sure`.
     """
     assert logits.shape[0] == sum(len(g.paths) for g in groups), "one path per row of logits"
     found = _by_kernel(logits, groups)
@@ -83,14 +86,25 @@ def laws(logits: Tensor, groups: Sequence[Rows], due: Collection[int] | None = N
             _refuse(logits, top, groups, wrong[0])
     if dead:
         x, top = _stood_in(x, dead), top.index_fill(0, uploaded(dead, x.device), 0)
-    if len(batches) == 1:
-        law = _law(x, top, next(iter(batches)))
-    else:
-        law = Law(x.shape[1], torch.empty_like(x))
-        for filters, members in batches.items():
-            rows = uploaded(members, x.device)
-            law.whole[rows] = _law(x[rows], top[rows], filters).whole
+    law = _batched(x, top, batches)
     law.dead = dead
+    if law.short is not None:
+        law.thorough = partial(_batched, x, top, batches, thorough=True)
+    return law
+
+
+def _batched(x: Tensor, top: Tensor, batches: Mapping[Filters, Sequence[int]], thorough: bool = False) -> Law:
+    """The laws of rows [N, V], whose largest logits are top [N, 1], by filters; thorough: nobody is short."""
+    if len(batches) == 1:
+        return _law(x, top, next(iter(batches)), thorough)
+    law = Law(x.shape[1], torch.empty_like(x))
+    for filters, members in batches.items():
+        rows = uploaded(members, x.device)
+        part = _law(x[rows], top[rows], filters, thorough)
+        law.whole[rows] = part.whole
+        if part.short is not None:
+            law.short = torch.zeros_like(top[:, 0], dtype=torch.bool) if law.short is None else law.short
+            law.short[rows] = part.short
     return law
 
 
@@ -154,8 +168,8 @@ def _starts(groups: Sequence[Rows]) -> Iterable[tuple[Rows, int]]:
 # Temperature and filters.
 
 
-def _law(x: Tensor, top: Tensor, f: Filters) -> Law:
-    """`laws` of rows [G, V] that share their filters; top [G, 1] is each row's largest logit."""
+def _law(x: Tensor, top: Tensor, f: Filters, thorough: bool = False) -> Law:
+    """`_batched` rows [G, V] that share their filters."""
     if f.temperature == 0:
         return Law(x.shape[1], few=(first_largest(x), torch.zeros_like(top)))
     if not f.active:
@@ -163,7 +177,8 @@ def _law(x: Tensor, top: Tensor, f: Filters) -> Law:
     whole = f.top_p < 1 and not f.top_k
     if x.device.type != "cpu" or x.shape[1] <= _SHORT:
         total = _log_softmax(x, top, f.temperature).amax(-1, keepdim=True).double().neg_().exp_() if whole else None
-        return Law(x.shape[1], _sorted(x, top, total, f))
+        few = x.shape[1] > _WIDE and 2 * f.top_k <= _THERE and x.dtype == torch.float32 and not thorough
+        return _topmost(x, top, total, f) if few else Law(x.shape[1], _sorted(x, top, total, f))
     if compiled(x):
         found = _sifted(x, f)
         assert found is not None, "rows without a finite maximum were refused"
@@ -184,10 +199,26 @@ def _log_softmax(x: Tensor, top: Tensor, temperature: float) -> Tensor:
 def _sorted(x: Tensor, top: Tensor, total: Tensor | None, f: Filters) -> Tensor:
     """All rows at once, each sorted whole. total [G, 1]: a row's mass (the likeliest token's is 1), where top_p applies to all of it."""
     values, columns = torch.sort(x, dim=-1, stable=True, descending=True)
+    return torch.empty_like(x).scatter_(1, columns, _kept(values, top, total, f).to(x.dtype))
+
+
+def _topmost(x: Tensor, top: Tensor, total: Tensor | None, f: Filters) -> Law:
+    """The same from each row's likeliest tokens: to sort rows whole takes a device longer than a pass. Who keeps the last of them, or its
+    equal, may have kept more, and is short."""
+    values, columns = x.topk(_THERE)                            # of equal ones, which have an order here, any
+    order = ranks(values, columns).argsort(-1, descending=True)
+    values, columns = values.gather(1, order), columns.gather(1, order)
+    logp = _kept(values, top, total, f)
+    short = (logp.isfinite() & (values == values[:, -1:])).any(-1)
+    return Law(x.shape[1], few=(columns, logp.to(x.dtype)), short=short)
+
+
+def _kept(values: Tensor, top: Tensor, total: Tensor | None, f: Filters) -> Tensor:
+    """Log-probabilities, float64, of sorted logits [G, K], −inf where filters leave nothing."""
     z = (values.double() - top.double()).div_(max(f.temperature, host.COLD))
     mass = z.exp().cumsum(-1)
     keep = values > -math.inf
-    slack = _SLACK[x.dtype]
+    slack = _SLACK[values.dtype]
     if f.top_k:
         keep &= values >= values[:, f.top_k - 1:f.top_k]
         total = mass.gather(1, keep.sum(-1, keepdim=True) - 1)
@@ -196,8 +227,7 @@ def _sorted(x: Tensor, top: Tensor, total: Tensor | None, f: Filters) -> Tensor:
         keep[:, 1:] &= mass[:, :-1] < total * (f.top_p * (1 - slack))
     if f.min_p:
         keep &= z >= math.log(f.min_p) - slack
-    logp = (z - mass.gather(1, keep.sum(-1, keepdim=True) - 1).log()).masked_fill_(~keep, -math.inf)
-    return torch.empty_like(x).scatter_(1, columns, logp.to(x.dtype))
+    return (z - mass.gather(1, keep.sum(-1, keepdim=True) - 1).log()).masked_fill_(~keep, -math.inf)
 
 
 def _searched(x: Tensor, top: Tensor, logp: Tensor | None, f: Filters) -> Law:

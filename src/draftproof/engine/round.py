@@ -57,7 +57,7 @@ class Rounds:
         budgets, drafts, scores = pending.budgets, pending.drafts, pending.scores
         try:
             law = _law(batch, drafts, scores)                                                    # → distribution
-            verdicts, coins, nodes = self._verify(batch, drafts, law, scores.starts)             # → verify
+            verdicts, coins, nodes, law = self._verify(batch, drafts, law, scores.starts)        # → verify
             verified = perf_counter()
             times, waited = pending.seconds(start, verified)
             commits = _commit(batch, budgets, verdicts, nodes)                                   # → commit
@@ -90,7 +90,7 @@ class Rounds:
 
     def choose_first(self, seq: Sequence, logits: Tensor) -> Commit:
         """The prefill's token, from the logits [1, V] after the prompt."""
-        law = laws(logits, [_rows(seq, ((),), logits)])
+        law = laws(logits, [_rows(seq, ((),), logits)]).sure()
         token = int(choose(law, _choice_keys([seq], [Draft.empty()], logits.device)))
         seq.to(Status.RUNNING)                               # not before: an interrupted choice is made again
         commit = seq.commit(Verdict((), token, "prefill"), ())
@@ -160,13 +160,14 @@ class Rounds:
             return self._score(batch, _fewer(drafts, f"no room to score it: {full}"), None)
 
     def _verify(self, batch: abc.Sequence[Sequence], drafts: list[Draft], law: Law,
-                starts: abc.Sequence[int]) -> tuple[list[Verdict], dict[int, Tensor], list[list[int]]]:
-        """A verdict per sequence, the coins of those whose draft a joint rule judged, and the drafted tokens. Here a round waits for
-        its device: choices and guesses are read together.
+                starts: abc.Sequence[int]) -> tuple[list[Verdict], dict[int, Tensor], list[list[int]], Law]:
+        """A verdict per sequence, the coins of those whose draft a joint rule judged, the drafted tokens, and the law of them. Here a round
+        waits for its device: choices and guesses are read together, and whether the law was made of too few tokens; then it is remade.
 
         Without a draft, at temperature 0 and under `match` the target chooses, with the shared noise. A draft that leads into a dead
         end is judged like all others, and no verdict goes on behind it.
         """
+        given = law = law.sure() if any(map(_is_joint, batch, drafts)) else law
         dead = _dead_ends(law, starts)
         verdicts, coins = self._verify_jointly(batch, drafts, law, starts)
         rest = [i for i in range(len(batch)) if i not in verdicts]
@@ -175,10 +176,13 @@ class Rounds:
             if len(rest) < len(batch) or starts[-1] > sum(len(d) + 1 for d in drafts):
                 law = law.of([row for i in rest for row in range(starts[i], starts[i] + len(drafts[i]) + 1)])
             choices = choose(law, _choice_keys([batch[i] for i in rest], [drafts[i] for i in rest], self.target.device))
-        read = _reading(choices, drafts)
+        read = _reading(choices, drafts, law.short)
         if choices is not None and len(rest) == len(batch) and self.lanes.passes.overlaps and self.lanes.idle:
             self._early_pass = begin_pass(self.target, batch, drafts, choices)
-        chosen, nodes = read()
+        chosen, nodes, short = read()
+        if short:
+            self._early_pass = None
+            return self._verify(batch, drafts, given.remade(), starts)
         if self._early_pass is not None:
             self._early_pass.tokens = chosen
         at = 0                                               # row of the sequence's root among those of `rest`
@@ -189,7 +193,7 @@ class Rounds:
             else:
                 verdicts[i] = match(drafts[i].parents, nodes[i], own)
             at += len(own)
-        return [short_of(verdicts[i], nodes[i], dead.get(i, ())) for i in range(len(batch))], coins, nodes
+        return [short_of(verdicts[i], nodes[i], dead.get(i, ())) for i in range(len(batch))], coins, nodes, given
 
     def _verify_jointly(self, batch: abc.Sequence[Sequence], drafts: list[Draft], law: Law,
                         starts: abc.Sequence[int]) -> tuple[dict[int, Verdict], dict[int, Tensor]]:
@@ -198,7 +202,7 @@ class Rounds:
         verdicts: dict[int, Verdict] = {}
         coins: dict[int, Tensor] = {}
         for i, (seq, draft) in enumerate(zip(batch, drafts, strict=True)):
-            if shares_noise(seq.rule) or not len(draft) or seq.sampling.greedy:
+            if not _is_joint(seq, draft):
                 continue
             logp = law.whole[starts[i]:starts[i + 1]]
             try:
@@ -296,17 +300,26 @@ def _slot(seq: Sequence) -> Slot:
     return seq.slot
 
 
-def _reading(choices: Tensor | None, drafts: abc.Sequence[Draft]) -> Callable[[], tuple[list[int], list[list[int]]]]:
-    """Ask for the choices [N] and every draft's tokens, of which those on the choices' device come in one look; to be called for them."""
-    if choices is None or choices.device.type == "cpu":
-        return lambda: ([] if choices is None else choices.tolist(), [draft.tokens.tolist() for draft in drafts])
-    near = [i for i, draft in enumerate(drafts) if len(draft) and draft.tokens.device == choices.device]
-    choices_there, count = downloaded(torch.cat([choices, *(drafts[i].tokens for i in near)]) if near else choices), choices.shape[0]
+def _is_joint(seq: Sequence, draft: Draft) -> bool:
+    """Whether `ratio` or `block` judges a draft."""
+    return not shares_noise(seq.rule) and len(draft) > 0 and not seq.sampling.greedy
 
-    def read() -> tuple[list[int], list[list[int]]]:
+
+def _reading(choices: Tensor | None, drafts: abc.Sequence[Draft],
+             short: Tensor | None) -> Callable[[], tuple[list[int], list[list[int]], bool]]:
+    """Ask for the choices [N], every draft's tokens, of which those on the choices' device come in one look, and whether the law of any row
+    is short; to be called for them."""
+    if choices is None or choices.device.type == "cpu":
+        return lambda: ([] if choices is None else choices.tolist(), [draft.tokens.tolist() for draft in drafts], False)
+    near = [i for i, draft in enumerate(drafts) if len(draft) and draft.tokens.device == choices.device]
+    parts = [choices, *(drafts[i].tokens for i in near), *([] if short is None else [short.any()[None].long()])]
+    choices_there, count = downloaded(torch.cat(parts) if len(parts) > 1 else choices), choices.shape[0]
+
+    def read() -> tuple[list[int], list[list[int]], bool]:
         seen = choices_there()
         at = dict(zip(near, accumulate((len(drafts[i]) for i in near), initial=count), strict=False))
-        return seen[:count], [seen[at[i]:at[i] + len(draft)] if i in at else draft.tokens.tolist() for i, draft in enumerate(drafts)]
+        nodes = [seen[at[i]:at[i] + len(draft)] if i in at else draft.tokens.tolist() for i, draft in enumerate(drafts)]
+        return seen[:count], nodes, short is not None and bool(seen[-1])
 
     return read
 
