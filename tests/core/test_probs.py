@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
 import random
 from collections.abc import Iterator, Sequence
@@ -281,6 +282,32 @@ def test_a_device_chooses_what_a_processor_does(few: int, monkeypatch: pytest.Mo
                         assert torch.equal(values.to("cpu").isfinite(), real)
             assert torch.allclose(there.of([1, 3]).whole.to("cpu").exp(), here.of([1, 3]).whole.exp(), rtol=1e-6, atol=0)
     assert any(short), "otherwise nothing was remade"
+
+
+@pytest.mark.parametrize("way", ["torch", "compiled"])
+@pytest.mark.parametrize("v", [300, 4096, 70_001])
+def test_a_drafters_filters_keep_what_the_exact_ones_do_or_everything(way: str, v: int) -> None:
+    """Of rows without ties. How many may be kept at most is each way's own; beyond that a law stays as it is."""
+    if way == "compiled" and not native.available()[0]:
+        pytest.skip(native.available()[1])
+    x = torch.randn(4, v, generator=torch.Generator().manual_seed(v)) * torch.tensor([[1.0], [3.0], [9.0], [3.0]])
+    x[3, torch.rand(v, generator=torch.Generator().manual_seed(1)) < 0.99] = -math.inf
+    law, most, narrow = x.log_softmax(-1), choice.LIKELY if way == "torch" else 1024, 0
+    for top_k, top_p, min_p in ((0, 0.9, 0.0), (0, 0.3, 0.0), (5, 1.0, 0.0), (40, 0.8, 0.0), (0, 1.0, 0.1), (50, 0.95, 0.02), (0, 1, 0)):
+        exact = distribution(x, [of(Sampling(temperature=1.0, top_k=top_k, top_p=top_p, min_p=min_p), 4)])
+        fall = math.log(min_p) if min_p else -math.inf
+        if way == "torch":
+            found = choice.narrowed(law, *(torch.tensor([each] * 4) for each in (top_k, top_p, fall)))
+        else:
+            found, library = law.clone(), native.loaded()
+            library.narrow.argtypes = [ctypes.c_void_p, *[ctypes.c_long] * 3, *[ctypes.c_float] * 2, ctypes.c_int]
+            library.narrow(found.data_ptr(), 4, v, top_k, top_p, fall, 2)
+        for mine, wanted, before in zip(found, exact, law, strict=True):
+            whole = torch.equal(mine, before)
+            assert torch.equal(mine.isfinite(), wanted.isfinite()) and torch.allclose(mine.exp(), wanted.exp(), rtol=1e-5) or whole
+            assert not whole or wanted.isfinite().sum() > most // 9 or torch.equal(wanted.isfinite(), before.isfinite())
+            narrow += not whole
+    assert narrow > 12
 
 
 def test_top_p_cuts_ties_by_id_and_top_k_keeps_them() -> None:

@@ -70,10 +70,10 @@ def no_feeding(drafter: Eagle3Drafter, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(drafter, "_feed", feed)
 
 
-def text(length: int, temperature: float, seed: int) -> Text:
+def text(length: int, temperature: float, seed: int, **filters: Any) -> Text:
     random = torch.Generator().manual_seed(seed)
     tokens = torch.randint(1, V, (length,), generator=random).tolist()
-    return Text.of(tokens, Sampling(temperature=temperature, top_p=1.0, max_tokens=40), seed=seed)
+    return Text.of(tokens, Sampling(**{"temperature": temperature, "top_p": 1.0, "max_tokens": 40, **filters}), seed=seed)
 
 
 @compiled
@@ -100,6 +100,26 @@ def test_one_call_drafts_what_the_lines_draft(dtype: torch.dtype, some: bool, la
                 grown += not drafts[0].is_chain
                 spared += bool(prices) and depth < len(drafts[0]) < nodes
     assert ended and grown and spared, "texts ended, trees grew, and some nodes were not worth their price"
+
+
+@compiled
+@pytest.mark.parametrize("filters", [{"top_p": 0.6}, {"top_k": 3}, {"top_k": 40, "top_p": 0.9}, {"min_p": 0.1}, {"top_p": 0.999}], ids=str)
+@pytest.mark.parametrize("some", [False, True])
+def test_filters_are_those_of_the_lines(filters: dict[str, Any], some: bool) -> None:
+    """Tokens and trees; margins but for their last bits, as the laws that filters leave are summed in another order."""
+    target, one, twin = drafters(torch.float32, torch.arange(0, V, 3) if some else None)
+    narrow = 0
+    for seed in range(20):
+        for depth, nodes in ((4, 4), (4, 7), (5, 11), (6, 40)):
+            states = [opened(target, each, [text(5 + seed, 0.9, seed, **filters)])[0] for each in (one, twin)]
+            drafts = [each.propose(state, [Budget(depth, nodes, "", "")], SharedNoise())[0]
+                      for each, state in zip((one, twin), states, strict=True)]
+            free = one.propose(opened(target, one, [text(5 + seed, 0.9, seed)])[0], [Budget(depth, nodes, "", "")], SharedNoise())[0]
+            assert (drafts[0].tokens.tolist(), drafts[0].parents) == (drafts[1].tokens.tolist(), drafts[1].parents), (seed, depth, nodes)
+            assert drafts[0].score is not None and drafts[1].score is not None
+            assert torch.allclose(drafts[0].score, drafts[1].score, rtol=1e-4, atol=1e-4)
+            narrow += drafts[0].tokens.tolist() != free.tokens.tolist()
+    assert narrow, "filters change what is guessed"
 
 
 @compiled

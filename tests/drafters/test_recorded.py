@@ -114,9 +114,12 @@ def pair(build: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> tuple[Ta
     return target, *made, recorder
 
 
-def text(seed: int, temperature: float, length: int = 12, most: int = 40) -> Text:
+FILTERS: list[dict[str, Any]] = [{"top_p": 0.6}, {"top_k": 3, "top_p": 0.9}, {"min_p": 0.2}, {}]
+
+
+def text(seed: int, temperature: float, length: int = 12, most: int = 40, **filters: Any) -> Text:
     tokens = torch.randint(1, V, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
-    return Text.of(tokens, Sampling(temperature=temperature, top_p=1.0, max_tokens=most), seed=seed)
+    return Text.of(tokens, Sampling(**{"temperature": temperature, "top_p": 1.0, "max_tokens": most, **filters}), seed=seed)
 
 
 def same(one: Draft, other: Draft) -> bool:
@@ -179,6 +182,17 @@ def test_temperatures_may_be_whole_numbers(nodes: int, monkeypatch: pytest.Monke
     target, one, twin, recorder = pair(eagle3, monkeypatch)
     both(target, (one, twin), lambda: [text(seed, temperature) for seed, temperature in enumerate((1, 2))], lambda i, n: (4, nodes))
     assert recorder.made and not any(made.bucket.greedy for made in recorder.made)
+
+
+@pytest.mark.parametrize("nodes", [4, 12])
+@pytest.mark.parametrize("build", [eagle3, mtp])
+def test_filters_are_recorded_too(build: Callable[..., Any], nodes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Texts of several filters, one greedy, share a recording; without any another one is made."""
+    target, one, twin, recorder = pair(build, monkeypatch)
+    for some in (FILTERS, FILTERS[3:]):
+        both(target, (one, twin), lambda some=some: [*(text(seed, 0.9, **each) for seed, each in enumerate(some)), text(9, 0.0, top_p=0.5)],
+             lambda i, n: (4, nodes))
+    assert {made.bucket.filtered for made in recorder.made} == {True, False} and recorder.replays > 2 * len(recorder.made)
 
 
 @pytest.mark.parametrize("build", [eagle, eagle3])

@@ -18,6 +18,7 @@ from . import host
 from .noise import gumbel
 from .upload import rows_of, uploaded
 
+LIKELY = 256         # tokens that a filter of a drafter looks at on a device; a nucleus is rarely larger
 FEW = 4              # so many are found one after the other; more by a sort
 _DENSE = 1024        # up to this vocabulary, without our kernels, noise for all of it costs no more than finding who needs it
 _LOW = 0xFFFFFFFF
@@ -141,6 +142,24 @@ def _best(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
     else:
         columns = scores.sort(dim=-1, stable=True, descending=True).indices[:, :k]
     return scores.gather(1, columns), columns
+
+
+def narrowed(logp: Tensor, top_k: Tensor, top_p: Tensor, fall: Tensor) -> Tensor:
+    """Filters on laws [N, .., V] as a drafter needs them, which may be wrong about a token: of the likeliest those that top_k, or 0, top_p
+    and a fall, the logarithm of min_p, below the largest leave, [N] each, and their equals; the others become −inf, and what is left a law.
+    A row whose filters leave more than is looked at stays as it is. Operations of torch alone, so that a CUDA graph can hold them; the
+    filters that are exact are in probs.py."""
+    top_k, top_p, fall = (each.view(-1, *[1] * (logp.ndim - 1)) for each in (top_k, top_p, fall))
+    values = logp.topk(min(LIKELY, logp.shape[-1])).values
+    mass = values.double().exp().cumsum(-1)
+    keep = (top_k == 0) | (values >= values.gather(-1, (top_k - 1).clamp(0, values.shape[-1] - 1).expand(*values.shape[:-1], 1)))
+    total = torch.where(top_k == 0, 1.0, mass.gather(-1, keep.sum(-1, keepdim=True) - 1))
+    keep[..., 1:] &= (top_p >= 1) | (mass[..., :-1] < total * (top_p * (1 - 1e-6)))
+    keep &= values >= values[..., :1] + (fall - 1e-6)
+    last = keep.sum(-1, keepdim=True) - 1
+    whole = keep[..., -1:] & (values.shape[-1] < logp.shape[-1])
+    least = values.gather(-1, last).masked_fill(whole, -math.inf)
+    return torch.where(logp >= least, logp - mass.gather(-1, last).log().masked_fill(whole, 0.0).to(logp.dtype), -math.inf)
 
 
 def likeliest(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:

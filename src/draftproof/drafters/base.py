@@ -18,7 +18,7 @@ from torch import Tensor
 from ..config import LoadConfig
 from ..core.choice import Law, perturbed_top
 from ..core.edits import Counts, Rows
-from ..core.host import COLD, HOT
+from ..core.host import COLD, HOT, Filters
 from ..core.probs import check_finite, laws
 from ..core.upload import uploaded
 from ..models.heads.detect import require
@@ -226,8 +226,6 @@ class Ranking:
         s = seq.sampling
         self.seq, self.counts = seq, Counts()
         self.sampling = replace(s, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0) if s.greedy else s
-        narrow = self.sampling.top_k or self.sampling.min_p or self.sampling.top_p not in (None, 1)
-        self.plain = not narrow and not self.names_tokens       # nothing but the temperature makes a law out of logits
 
     @property
     def looks_back(self) -> bool:
@@ -239,9 +237,11 @@ class Ranking:
         return bool(self.sampling.needs_history or self.sampling.logit_bias)
 
     @property
-    def temperature(self) -> float:
-        """What logits are divided by."""
-        return min(max(1.0 if self.sampling.temperature is None else self.sampling.temperature, COLD), HOT)
+    def filters(self) -> Filters:
+        """What makes a law of logits where no token is named; temperature 0: they are ranked as they are, or by the law at 1."""
+        s = self.sampling
+        heat = min(max(1.0 if s.temperature is None else s.temperature, COLD), HOT)
+        return Filters(0.0 if self.seq.sampling.greedy else heat, s.top_k, 1.0 if s.top_p is None else s.top_p, s.min_p)
 
     def rows(self, *paths: Sequence[int]) -> Rows:
         """The rows of the text as it is, followed by each path."""

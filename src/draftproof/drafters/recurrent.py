@@ -131,7 +131,7 @@ class RecurrentDrafter:
             tree = self.dynamic and not noise.keep_law and line.budget.nodes > line.budget.depth
             line.due = self._missing(line.state)
             guesses = (deepest - 1) * WIDEST if tree else deepest
-            plain = line.state.ranking.plain and self._whole(line.state, deepest)
+            plain = not line.state.ranking.names_tokens and self._whole(line.state, deepest)
             if (trees if tree else chains) and line.due and plain and line.cache.pooled(line.due + guesses):
                 (ways.planted if tree else ways.replayed).append(line)
             else:
@@ -242,8 +242,7 @@ class RecurrentDrafter:
         for line in lines:
             state, at = line.state, line.state.window.at
             text = state.seq.tokens[at + 1:]
-            heat = 0.0 if state.seq.sampling.greedy else state.ranking.temperature
-            fed.append(Fed(line.cache, text, state.window.pieces(len(text)), at, heat))
+            fed.append(Fed(line.cache, text, state.window.pieces(len(text)), at, state.ranking.filters))
         return fed
 
     def _keys(self, lines: Sequence[Line], depth: int, noise: Noise) -> Tensor | None:
@@ -302,8 +301,8 @@ class RecurrentDrafter:
 
     def _compiled(self, lines: Sequence[Line], noise: Noise, candidates: int, widest: int = 0) -> Made | None:
         """A chain, or a tree that extends `widest` nodes per level, by one call of the kernels, which feeds what waits first; None where
-        they go the way of torch: several sequences, options that change a law, a rule that asks for it, or layers that slide."""
-        if self.compiled is None or noise.keep_law or len(lines) > 1 or not lines[0].state.ranking.plain:
+        they go the way of torch: several sequences, options that name tokens, a rule that asks for laws, or layers that slide."""
+        if self.compiled is None or noise.keep_law or len(lines) > 1 or lines[0].state.ranking.names_tokens:
             return None
         state, budget, cache = lines[0].state, lines[0].budget, lines[0].cache
         if not self._whole(state, budget.depth):
@@ -313,7 +312,7 @@ class RecurrentDrafter:
         rows, text = self._due(state) if self._missing(state) else (None, ())
         seq, length, greedy = state.seq, len(state.seq.tokens), state.seq.sampling.greedy
         keys = None if greedy else noise.keys([seq] * budget.depth, range(length, length + budget.depth))
-        wish = Wish(length - 1, budget.depth, candidates, state.ranking.temperature, seq.end_ids, text)
+        wish = Wish(length - 1, budget.depth, candidates, state.ranking.filters, seq.end_ids, text)
         if widest:
             wish = wish._replace(nodes=budget.nodes, widest=widest, odds=self.margins.odds(greedy))
         made = self.compiled.draft(wish, state.last, cache, rows, keys)

@@ -17,6 +17,7 @@
 #define TILE 64
 #define SHORT_TILE 8
 #define LONG 16384
+#define LIKELY 1024 /* tokens that a filter of a drafter looks at */
 #define SLACK 1e-3f /* far above the error of `reach` in float32 */
 
 static inline int any(integers which)
@@ -302,4 +303,39 @@ int sift(const void *x, long rows, long width, float temperature, long k, float 
         counts[r] = reaching(row, width, halves, bound < -FLT_MAX ? -FLT_MAX : bound, room, columns + r * room, values + r * room);
     }
     return wrong;
+}
+
+static int falling(const void *a, const void *b)
+{
+    float x = *(const float *)a, y = *(const float *)b;
+    return (x < y) - (x > y);
+}
+
+/* Filters on laws [rows, width] as a drafter needs them, which may be wrong about a token: of the likeliest those that top_k, or 0, top_p
+ * and a fall, the logarithm of min_p, below the largest leave, and their equals; the others become -inf, and what is left a law. A row
+ * whose filters leave more than could be looked at stays as it is. core/probs.py has the filters that are exact. */
+void narrow(float *law, long rows, long width, long top_k, float top_p, float fall, int threads)
+{
+    if (!top_k && top_p >= 1 && fall == -INFINITY) return;
+#pragma omp parallel for num_threads(threads) if (rows * width > PART)
+    for (long r = 0; r < rows; r++) {
+        float *row = law + r * width, value[LIKELY], bound = reached_by(row, width, 0, most(top_k, LIKELY / 8));
+        int64_t column[LIKELY];
+        long count = reaching(row, width, 0, bound < -FLT_MAX ? -FLT_MAX : bound, LIKELY, column, value), ranked = count, kept = 0;
+        if (count > LIKELY || (bound > -INFINITY && count < top_k)) continue;
+        qsort(value, count, sizeof *value, falling);
+        double total = 1, mass = 0;
+        if (top_k && top_k < count) {
+            for (ranked = top_k; ranked < count && value[ranked] == value[top_k - 1]; ranked++) {}
+        }
+        if (top_k) {
+            total = 0;
+            for (long i = 0; i < ranked; i++) total += exp(value[i]);
+        }
+        while (kept < ranked && value[kept] >= value[0] + fall - 1e-6f && (!kept || top_p >= 1 || mass < total * top_p * (1 - 1e-6)))
+            mass += exp(value[kept++]);
+        if (kept == count && bound > -INFINITY) continue;
+        float least = value[kept - 1], share = (float)log(mass);
+        for (long c = 0; c < width; c++) row[c] = row[c] >= least ? row[c] - share : -INFINITY;
+    }
 }

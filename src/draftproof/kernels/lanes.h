@@ -723,6 +723,8 @@ int blocks(const layer *layers, long count, const course *first_course, long cou
            const void *sin, long angles, int sharp, int halves, int threads, const void *sides, long side_stride, long first_number,
            void *streams);
 int law(const void *x, float *y, long rows, long width, float temperature, int halves, int threads);
+
+void narrow(float *law, long rows, long width, long top_k, float top_p, float fall, int threads);
 int best(const float *x, long rows, long size, const uint32_t *keys, const int64_t *names, long k, float *scores, int64_t *columns,
          int threads);
 

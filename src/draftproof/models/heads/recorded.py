@@ -14,6 +14,7 @@ pages, and rows that fill a bucket up write nothing. Nothing in a run depends on
 from __future__ import annotations
 
 import logging
+import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -24,7 +25,8 @@ import torch
 from torch import Tensor
 
 from ... import gpu
-from ...core.choice import largest
+from ...core.choice import largest, narrowed
+from ...core.host import Filters
 from ...core.noise import gumbel
 from ...core.upload import pinned
 from ...errors import first_line
@@ -62,13 +64,13 @@ class RecurrentHead(Protocol):
 
 class Fed(NamedTuple):
     """One sequence: the tokens of the entries that are fed, 1 … MOST_FED of them, and their features [n, width] in one or several pieces;
-    the position of the first; and what its logits are divided by, 0 at temperature 0, where they stay as they are."""
+    the position of the first; and what makes laws of its logits, which stay as they are at temperature 0."""
 
     cache: HeadCache
     tokens: Sequence[int]
     features: Sequence[Tensor]
     position: int
-    temperature: float
+    filters: Filters
 
 
 class Chains(NamedTuple):
@@ -86,7 +88,8 @@ class Chains(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class Bucket:
     """Shapes of a recording. slots, room: how much of the pool is looked at · width: rows of a slot · greedy: whether all lines are ·
-    widest, ends: of trees, how many nodes of a line a level extends, and how many tokens end its text; 0 for chains."""
+    filtered: whether a line has filters · widest, ends: of trees, how many nodes of a line a level extends, and how many tokens end its
+    text; 0 for chains."""
 
     lines: int
     rows: int
@@ -96,6 +99,7 @@ class Bucket:
     depth: int
     candidates: int
     greedy: bool
+    filtered: bool
     widest: int = 0
     ends: int = 0
 
@@ -105,7 +109,8 @@ class Bucket:
         slots = max(line.cache.slot or 0 for line in lines) + 1
         room = max(line.cache.length + count for line, count in zip(lines, counts, strict=True)) + (depth - 1) * (widest or 1)
         return cls(rounded(len(lines)), rounded(sum(counts), LEAST_ROWS), rounded(max(counts), LEAST_ROWS), rounded(slots),
-                   rounded(room, POOLED), depth, candidates, not any(line.temperature for line in lines), widest, ends)
+                   rounded(room, POOLED), depth, candidates, not any(line.filters.temperature for line in lines),
+                   any(line.filters.active for line in lines), widest, ends)
 
 
 class Ends(NamedTuple):
@@ -128,15 +133,16 @@ class Recording:
         self.bucket, self.head, self.store, device = bucket, head, pool.store, pool.store.device
         self.seats = gpu.seats(group(head)) if ours else 0                  # rows of one line in a tile of our attention
         seated, pages = (-(-bucket.width // self.seats) * self.seats, bucket.room // PAGE) if ours else (0, 0)
-        sizes = [6 * bucket.rows, bucket.slots * bucket.width, 4 * bucket.lines, bucket.slots, bucket.lines * seated, bucket.lines * pages]
+        sizes = [6 * bucket.rows, bucket.slots * bucket.width, 7 * bucket.lines, bucket.slots, bucket.lines * seated, bucket.lines * pages]
         self.written, self.numbers = (torch.zeros(sum(sizes), dtype=torch.int64, device=place) for place in ("cpu", device))
         of_rows, take, of_lines, owner, seats, paged = torch.split(self.written, sizes)
-        self.host = of_rows.view(6, -1).numpy(), take.numpy(), of_lines.view(4, -1).numpy(), owner.numpy()
+        self.host = of_rows.view(6, -1).numpy(), take.numpy(), of_lines.view(7, -1).numpy(), owner.numpy()
         self.host_ours = seats.view(bucket.lines, seated).numpy(), paged.view(bucket.lines, pages).numpy()
         of_rows, self.take, of_lines, self.owner, self.seated, paged = torch.split(self.numbers, sizes)
         self.pages = paged.view(bucket.lines, pages)
         self.source, self.tokens, self.positions, self.at, self.places, self.back = of_rows.view(6, -1).unbind()
-        self.lines, self.ends, self.temperatures, self.slots = of_lines.view(4, -1).unbind()
+        self.lines, self.ends, self.slots, self.top_k, *heats = of_lines.view(7, -1).unbind()
+        self.temperatures, self.top_p, self.fall = (each.view(torch.float64) for each in heats)
         numbers = bucket.rows + (bucket.lines + bucket.depth) * max(bucket.widest, bucket.candidates)
         self.order = torch.arange(1 + numbers, device=device)               # of whatever is counted
         self.alone = self.seating(1)
@@ -158,7 +164,9 @@ class Recording:
         of_rows[0, :len(rows)], of_rows[1, :len(rows)] = rows, [token for one in lines for token in one.tokens]
         of_rows[2:, :len(rows)] = starts[:, line] + place
         of_rows[:, len(rows):] = of_rows[:, :1]
-        of_lines[:, :len(lines)] = number, ends - 1, np.array([one.temperature for one in lines], np.float64).view(np.int64), slots
+        top_k = [one.filters.top_k for one in lines]
+        heats = [(f.temperature, f.top_p, math.log(f.min_p) if f.min_p else -math.inf) for f in (one.filters for one in lines)]
+        of_lines[:, :len(lines)] = number, ends - 1, slots, top_k, *np.array(heats).T.copy().view(np.int64)
         of_lines[:, len(lines):] = of_lines[:, :1]
         take[:] = owner[:] = 0
         take[of_rows[5, :len(rows)]], owner[slots] = rows, number
@@ -240,9 +248,10 @@ class Recording:
 
     def law(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """log q of logits [lines, .., V], and which lines are at temperature 0, whose law is that of 1."""
-        temperatures = self.temperatures.view(torch.float64).float().view(-1, *[1] * (logits.ndim - 1))
+        temperatures = self.temperatures.float().view(-1, *[1] * (logits.ndim - 1))
         quiet = temperatures == 0
-        return torch.log_softmax((logits - logits.amax(-1, keepdim=True)) / temperatures.masked_fill(quiet, 1.0), -1), quiet
+        law = torch.log_softmax((logits - logits.amax(-1, keepdim=True)) / temperatures.masked_fill(quiet, 1.0), -1)
+        return narrowed(law, self.top_k, self.top_p, self.fall) if self.bucket.filtered else law, quiet
 
     def noise(self, size: int) -> Iterator[Tensor]:
         """The noise [lines, V] of level after level, drawn for all of them together where that is not too much: its operations are many."""
