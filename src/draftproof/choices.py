@@ -4,8 +4,9 @@ be kept by filters, or win."""
 from __future__ import annotations
 
 import ctypes
+import math
 from functools import cache
-from typing import NamedTuple
+from typing import Self
 
 import numpy as np
 import torch
@@ -15,15 +16,14 @@ from torch import Tensor
 from .native import address_of, loaded
 
 
-class Sifted(NamedTuple):
-    """Of a row: its largest number; what the exponentials of all its numbers add up to, of which the largest's is 1, if that was asked for;
-    what those that were found reach; their columns, rising, and they. None are found where there was no room for all."""
+class Filters(ctypes.Structure):
+    """core/host.py's, as kernels/lanes.h has them: least is the logarithm of min_p."""
 
-    top: float
-    total: float | None
-    bound: float
-    columns: NDArray[np.int64]
-    values: NDArray[np.float32]
+    _fields_ = [("temperature", ctypes.c_double), ("top_p", ctypes.c_double), ("least", ctypes.c_double), ("top_k", ctypes.c_long)]
+
+    @classmethod
+    def of(cls, temperature: float, top_k: int, top_p: float, min_p: float) -> Self:
+        return cls(temperature, top_p, math.log(min_p) if min_p else -math.inf, top_k)
 
 
 def best(x: Tensor, keys: Tensor | None, names: Tensor | None, k: int) -> tuple[Tensor, Tensor]:
@@ -54,22 +54,15 @@ def law(x: Tensor, temperature: float) -> Tensor | None:
     return None if wrong else y
 
 
-def sift(x: Tensor, temperature: float, k: int, fall: float, room: int, weighed: bool) -> list[Sifted] | None:
-    """What filters of this temperature above 0 can keep of each row of x [N, V]. k: of columns those that at least so many reach, or, where
-    it is 0, those whose number is no further than `fall` below the largest; weighed: whether totals are asked for. None if a row's largest
-    is not finite."""
+def filtered(x: Tensor, filters: Filters, k: int, fall: float, room: int) -> list[tuple[NDArray[np.int64], NDArray[np.float64]]] | None:
+    """What filters leave of each row of x [N, V]: columns, likeliest first, and their log-probabilities. They look at what at least k
+    numbers reach, or, where k is 0, at what is no further than `fall` below the largest. No columns where these are too few to tell, or
+    more than `room`. None if a row's largest is not finite."""
     x, rows = x.contiguous(), x.shape[0]
-    tops, bounds, masses = np.empty((3, rows), np.float32)
-    counts, columns, values = np.empty(rows, np.int64), np.empty((rows, room), np.int64), np.empty((rows, room), np.float32)
-    wrong = _library().sift(x.data_ptr(), *x.shape, temperature, k, fall, room, tops.ctypes.data, bounds.ctypes.data,
-                            masses.ctypes.data if weighed else None, counts.ctypes.data, columns.ctypes.data, values.ctypes.data,
-                            x.dtype == torch.bfloat16, torch.get_num_threads())
-    if wrong:
-        return None
-    counts[counts > room] = 0
-    totals = np.exp(masses.astype(np.float64)).tolist() if weighed else [None] * rows
-    each = zip(tops.tolist(), totals, bounds.tolist(), counts.tolist(), strict=True)
-    return [Sifted(top, total, bound, columns[i, :n], values[i, :n]) for i, (top, total, bound, n) in enumerate(each)]
+    counts, columns, logs = np.empty(rows, np.int64), np.empty((rows, room), np.int64), np.empty((rows, room))
+    wrong = _library().filter(x.data_ptr(), *x.shape, filters, k, fall, room, counts.ctypes.data, columns.ctypes.data, logs.ctypes.data,
+                              x.dtype == torch.bfloat16, torch.get_num_threads())
+    return None if wrong else [(columns[i, :count], logs[i, :count]) for i, count in enumerate(counts.tolist())]
 
 
 def _library() -> ctypes.CDLL:
@@ -83,7 +76,7 @@ def _told(library: ctypes.CDLL) -> ctypes.CDLL:
     library.best.argtypes = [pointer, whole, whole, pointer, pointer, whole, pointer, pointer, small]
     library.best.restype = small
     library.law.argtypes, library.law.restype = [pointer, pointer, whole, whole, ctypes.c_float, small, small], small
-    library.sift.argtypes = [pointer, whole, whole, ctypes.c_float, whole, ctypes.c_float, whole, *[pointer] * 6, small, small]
-    library.sift.restype = small
+    library.filter.argtypes = [pointer, whole, whole, ctypes.POINTER(Filters), whole, ctypes.c_float, whole, *[pointer] * 3, small, small]
+    library.filter.restype = small
     library.first.argtypes, library.first.restype = [pointer, whole, whole, small, pointer, small], small
     return library

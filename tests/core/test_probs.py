@@ -16,7 +16,7 @@ from elsewhere import NAME, elsewhere
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from draftproof import native
+from draftproof import choices, native
 from draftproof.core import choice, host, noise, probs
 from draftproof.core.choice import Law, choose, compiled, perturbed_top
 from draftproof.core.edits import Counts, Rows
@@ -300,8 +300,8 @@ def test_a_drafters_filters_keep_what_the_exact_ones_do_or_everything(way: str, 
             found = choice.narrowed(law, *(torch.tensor([each] * 4) for each in (top_k, top_p, fall)))
         else:
             found, library = law.clone(), native.loaded()
-            library.narrow.argtypes = [ctypes.c_void_p, *[ctypes.c_long] * 3, *[ctypes.c_float] * 2, ctypes.c_int]
-            library.narrow(found.data_ptr(), 4, v, top_k, top_p, fall, 2)
+            library.narrow.argtypes = [ctypes.c_void_p, *[ctypes.c_long] * 2, ctypes.POINTER(choices.Filters), ctypes.c_int]
+            library.narrow(found.data_ptr(), 4, v, choices.Filters.of(1.0, top_k, top_p, min_p), 2)
         for mine, wanted, before in zip(found, exact, law, strict=True):
             whole = torch.equal(mine, before)
             assert torch.equal(mine.isfinite(), wanted.isfinite()) and torch.allclose(mine.exp(), wanted.exp(), rtol=1e-5) or whole

@@ -624,7 +624,7 @@ def test_other_kernels_compute_the_same(dtype: torch.dtype, other_kernels: None)
         test_the_best_are_the_best_of_all((3, 4099), noisy)
     test_a_law_is_the_log_softmax_at_its_temperature(70_001)
     if dtype in (torch.float32, torch.bfloat16):
-        test_what_is_sifted_is_all_that_reaches_a_bound_and_enough_reach_it(4099, dtype)
+        test_what_filters_leave_is_what_their_twin_leaves(4099, dtype)
         test_the_first_of_the_largest(4099, dtype)
 
 
@@ -652,29 +652,29 @@ def test_a_law_is_the_log_softmax_at_its_temperature(size: int) -> None:
 @compiled
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("size", [40, 1030, 4099, 70_001, 300_001])
-def test_what_is_sifted_is_all_that_reaches_a_bound_and_enough_reach_it(size: int, dtype: torch.dtype) -> None:
+def test_what_filters_leave_is_what_their_twin_leaves(size: int, dtype: torch.dtype) -> None:
     """Steep and flat rows, ties, one with few possible tokens, and one whose large numbers stand behind all tiles."""
     random = torch.Generator().manual_seed(size)
     x = torch.randn(5, size, generator=random) * torch.tensor([[9.0], [1.0], [0.0], [3.0], [3.0]])
     x[3, torch.rand(size, generator=random) < 0.999] = -math.inf
     x[3, size // 2] = 1.0
     x[4, -30:] += 20
-    x = x.to(dtype)
-    rows = x.float().numpy()
-    for k, fall, room in ((1, 0.0, 1024), (8, 0.0, 1024), (100, 0.0, size), (size, 0.0, size), (0, 5.0, 64), (0, 5.0, size)):
-        found = choices.sift(x, 0.7, k, fall, room, weighed=True)
-        alone = choices.sift(x[1:2], 0.7, k, fall, room, weighed=False)
-        law = choices.law(x, 0.7)
-        assert found is not None and alone is not None and law is not None
-        assert alone[0][2] == found[1][2] and np.array_equal(alone[0][3], found[1][3]) and alone[0].total is None
-        for row, one, logp in zip(rows, found, law.numpy(), strict=True):
-            assert one.top == row.max() and one.total == np.exp(-logp.max().astype(np.float64))
-            bound = np.float32(max(one.bound, float(np.finfo(np.float32).min)))
-            reached = np.flatnonzero(row >= bound)
-            assert one.bound == np.float32(row.max() - np.float32(fall)) if not k else one.bound == -math.inf or len(reached) >= k
-            assert len(one.columns) == (len(reached) if len(reached) <= room else 0)
-            if len(one.columns):
-                assert np.array_equal(one.columns, reached) and np.array_equal(one.values, row[reached])
+    x, told = x.to(dtype), 0
+    for options in ((0.7, 0, 0.9, 0.0), (0.7, 5, 1.0, 0.0), (1.3, 200, 0.8, 0.0), (1.0, 0, 1.0, 0.1)):
+        f = host.Filters(*options)
+        law = choices.law(x, f.temperature)
+        assert law is not None
+        for k, fall, room in ((1, 0.0, 1024), (8, 0.0, 1024), (300, 0.0, size), (size, 0.0, size), (0, 5.0, 64), (0, 5.0, size)):
+            found = choices.filtered(x, choices.Filters.of(*f), k, fall, room)
+            alone = choices.filtered(x[1:2], choices.Filters.of(*f), k, fall, room)
+            assert found is not None and alone is not None and all(map(np.array_equal, found[1], alone[0]))
+            for row, logp, (columns, logs) in zip(x.float().numpy(), law.numpy(), found, strict=True):
+                total = None if f.top_k or f.top_p == 1 else float(np.exp(-logp.max().astype(np.float64)))
+                wanted, expected = host.filtered(row, float(row.max()), total, f)
+                assert not len(columns) or np.array_equal(columns, wanted) and np.allclose(logs, expected, rtol=1e-12, atol=1e-14)
+                told += len(columns) > 0
+                assert len(columns) or k != size, "who looks at all can tell"
+    assert told > 40
 
 
 @compiled
@@ -695,13 +695,14 @@ def test_the_first_of_the_largest(size: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("size", [1, 40, 4099])
 def test_a_row_without_a_finite_largest_is_said(size: int, dtype: torch.dtype) -> None:
+    some = choices.Filters.of(0.7, 0, 0.9, 0.0)
     for place in {0, size // 2, size - 1}:
         for value in (math.nan, math.inf, -math.inf):
             x = torch.randn(3, size).to(dtype)
             x[1, place if value != -math.inf else slice(None)] = value
-            assert choices.first(x) is None and choices.law(x, 0.7) is None and choices.sift(x, 0.7, 1, 0.0, 8, weighed=False) is None
+            assert choices.first(x) is None and choices.law(x, 0.7) is None and choices.filtered(x, some, 1, 0.0, 8) is None
             x[1] = 0.0
-            assert choices.first(x) is not None and choices.law(x, 0.7) is not None and choices.sift(x, 0.7, 1, 0.0, 8, weighed=False)
+            assert choices.first(x) is not None and choices.law(x, 0.7) is not None and choices.filtered(x, some, 1, 0.0, 8) is not None
 
 
 @compiled

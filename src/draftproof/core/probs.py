@@ -125,7 +125,7 @@ def _by_kernel(logits: Tensor, groups: Sequence[Rows]) -> Law | None:
     if any(_filters(g.sampling, logits.shape[1]) != filters for g in groups[1:]):
         return None
     if filters.active:
-        return _sifted(logits, filters) if logits.shape[1] > _SHORT else None
+        return _by_filters(logits, filters) if logits.shape[1] > _SHORT else None
     if filters.temperature:
         whole = choices.law(logits, max(filters.temperature, host.COLD))
         return None if whole is None else Law(logits.shape[1], whole)
@@ -180,7 +180,7 @@ def _law(x: Tensor, top: Tensor, f: Filters, thorough: bool = False) -> Law:
         few = x.shape[1] > _WIDE and 2 * f.top_k <= _THERE and x.dtype == torch.float32 and not thorough
         return _topmost(x, top, total, f) if few else Law(x.shape[1], _sorted(x, top, total, f))
     if compiled(x):
-        found = _sifted(x, f)
+        found = _by_filters(x, f)
         assert found is not None, "rows without a finite maximum were refused"
         return found
     return _searched(x, top, _log_softmax(x, top, f.temperature) if whole else None, f)
@@ -237,23 +237,22 @@ def _searched(x: Tensor, top: Tensor, logp: Tensor | None, f: Filters) -> Law:
     return _few(x, [host.filtered(row, likeliest, total, f) for row, likeliest, total in rows])
 
 
-def _sifted(x: Tensor, f: Filters) -> Law | None:
-    """`_searched`, where the kernel looks who can be kept, in rows of bfloat16 also; None if one has no finite maximum."""
-    temperature, whole = max(f.temperature, host.COLD), f.top_p < 1 and not f.top_k
-    kept: dict[int, tuple[host.Ids, host.Floats]] = {}
-    known: dict[int, tuple[float, float | None]] = {}
+def _by_filters(x: Tensor, f: Filters) -> Law | None:
+    """`_searched` by the kernel, of rows of bfloat16 also; None if one has no finite maximum."""
+    temperature, kept = max(f.temperature, host.COLD), dict[int, tuple[host.Ids, host.Floats]]()
+    asked = choices.Filters.of(temperature, *f[1:])
     for k, room in ((f.top_k or host.FEW, host.ROOM), (0, 16 * host.ROOM)):
         left = [row for row in range(len(x)) if row not in kept]
-        found = choices.sift(rows_of(x, left), temperature, k, -host.FLOOR * temperature, room, whole) if left else []
+        found = choices.filtered(rows_of(x, left), asked, k, -host.FLOOR * temperature, room) if left else []
         if found is None:
             return None
-        for row, (top, total, bound, reached, values) in zip(left, found, strict=True):
-            known[row] = top, total
-            if len(reached):                                    # none: there were too many
-                columns, logs, enough = host.ranked(reached, values, top, total, f)
-                if enough or bound == -math.inf:
-                    kept[row] = columns, logs
-    return _few(x, [kept[row] if row in kept else host.filtered(x[row].float().numpy(), *known[row], f) for row in range(len(x))])
+        kept |= {row: both for row, both in zip(left, found, strict=True) if len(both[0])}
+    for row in set(range(len(x))) - kept.keys():                # flat ones, whose many tokens numpy sorts sooner
+        own, logp = x[row].float().numpy(), choices.law(x[row:row + 1], temperature)
+        assert logp is not None
+        total = None if f.top_k or f.top_p == 1 else float(np.exp(-logp.numpy().max().astype(np.float64)))
+        kept[row] = host.filtered(own, float(own.max()), total, f)
+    return _few(x, [kept[row] for row in range(len(x))])
 
 
 def _few(x: Tensor, rows: Sequence[tuple[host.Ids, host.Floats]]) -> Law:

@@ -18,6 +18,7 @@
 #define SHORT_TILE 8
 #define LONG 16384
 #define LIKELY 1024 /* tokens that a filter of a drafter looks at */
+#define GIVEN 1e-6 /* of a threshold: the precision of float32 */
 #define SLACK 1e-3f /* far above the error of `reach` in float32 */
 
 static inline int any(integers which)
@@ -263,79 +264,113 @@ static float reached_by(const void *row, long width, int halves, long k)
     return kth_largest(tile, tiles, k);
 }
 
-/* columns, values [room]: where a row reaches the bound, and what stands there. Returns how many do; more than there is room for are counted
- * no further. */
-static long reaching(const void *row, long width, int halves, float bound, long room, int64_t *columns, float *values)
+/* A number and its column as one integer: these rise as numbers fall, equal ones by column, zeros of both signs being equal. */
+static uint64_t key_of(float value, long column)
 {
-    long count = 0, c = 0;
-    for (; c < width && count <= room; c += LANES) {
+    uint32_t bits;
+    value += 0.0f;
+    memcpy(&bits, &value, 4);
+    return (uint64_t)(bits & 0x80000000u ? bits : ~bits & 0x7fffffffu) << 32 | (uint64_t)column;
+}
+
+static float value_of(uint64_t key)
+{
+    uint32_t bits = (uint32_t)(key >> 32);
+    float value;
+    bits = bits & 0x80000000u ? bits : ~bits & 0x7fffffffu;
+    memcpy(&value, &bits, 4);
+    return value;
+}
+
+/* keys [room]: of what reaches the bound in a row. Returns how many do; more than there is room for are counted no further. */
+static long reaching(const void *row, long width, int halves, float bound, long room, uint64_t *keys)
+{
+    long count = 0;
+    for (long c = 0; c < width; c += LANES) {
         long many = least(LANES, width - c);
         if (many == LANES && !any(load_lanes(row, c, halves) >= bound)) continue;
         for (long i = 0; i < many; i++) {
             float value = load(row, c + i, halves);
             if (!(value >= bound)) continue;
             if (count == room) return room + 1;
-            columns[count] = c + i;
-            values[count++] = value;
+            keys[count++] = key_of(value, c + i);
         }
     }
     return count;
 }
 
-/* What filters can keep of each row of x [rows, width], float32 or, with halves, bfloat16: columns, values [rows, room], counts [rows], the
- * columns, in order, that reach bounds [rows]; with k, what at least k of them reach, without, so far below the largest as `fall` says. tops
- * [rows]: the largest; masses [rows], or null: `log_mass`. A count above `room` says that there was too little. Returns 0, or 1 if a row's
+static int rising(const void *a, const void *b)
+{
+    uint64_t x = *(const uint64_t *)a, y = *(const uint64_t *)b;
+    return (x > y) - (x < y);
+}
+
+/* core/host.py's `ranked`: how many tokens filters leave of the `count` whose keys, with all numbers that reach a bound, are given, and come
+ * to be sorted; z [count]: (number - the largest) / temperature; mass: what the exponentials of the kept ones add up to. total: what those
+ * of all tokens do. Returns 0 where there may be more than these; whole: there are no others. */
+static long ranked(const filters *f, uint64_t *keys, long count, int whole, double total, double *z, double *mass)
+{
+    long left = count, kept = 0;
+    double sum = 0;
+    if (f->top_k > count && !whole) return 0;
+    qsort(keys, count, sizeof *keys, rising);
+    if (f->top_k && f->top_k < count)
+        for (left = f->top_k; left < count && keys[left] >> 32 == keys[f->top_k - 1] >> 32; left++) {}
+    for (long i = 0; i < left; i++) z[i] = ((double)value_of(keys[i]) - value_of(keys[0])) / f->temperature;
+    if (f->top_k) {
+        total = 0;
+        for (long i = 0; i < left; i++) total += exp(z[i]);
+    }
+    while (kept < left && z[kept] >= f->least - GIVEN && (!kept || f->top_p >= 1 || sum < total * (f->top_p * (1 - GIVEN))))
+        sum += exp(z[kept++]);
+    *mass = sum;
+    return whole || f->top_k || kept < count ? kept : 0;
+}
+
+/* What filters leave of each row of x [rows, width], float32 or, with halves, bfloat16: columns, likeliest first, and their log-probabilities,
+ * [rows, room], and how many, counts [rows]. They look at what reaches a bound: with k, what at least k numbers do, without, so far below
+ * the largest as `fall` says. A count of 0 says that these were too few to tell, or more than there was room for. Returns 0, or 1 if a row's
  * largest number is not finite: then all this is of no use. */
-int sift(const void *x, long rows, long width, float temperature, long k, float fall, long room, float *tops, float *bounds, float *masses,
-         int64_t *counts, int64_t *columns, float *values, int halves, int threads)
+int filter(const void *x, long rows, long width, const filters *f, long k, float fall, long room, int64_t *counts, int64_t *columns,
+           double *logs, int halves, int threads)
 {
     int wrong = 0;
-#pragma omp parallel for num_threads(threads) reduction(| : wrong) if (rows * width > PART)
+#pragma omp parallel for num_threads(threads) reduction(| : wrong) if (rows * width > PART / 4)
     for (long r = 0; r < rows; r++) {
         const char *row = (const char *)x + r * width * size(halves);
-        float top = tops[r] = top_of(row, width, halves);
+        float top = top_of(row, width, halves);
         if (!isfinite(top)) {
             wrong = 1;
             continue;
         }
-        float bound = bounds[r] = k ? reached_by(row, width, halves, k) : top - fall;
-        if (masses) masses[r] = log_mass(row, width, top, temperature, halves, 0);
-        counts[r] = reaching(row, width, halves, bound < -FLT_MAX ? -FLT_MAX : bound, room, columns + r * room, values + r * room);
+        uint64_t *keys = (uint64_t *)(columns + r * room);
+        double *log_p = logs + r * room, mass, total = 0;
+        float bound = k ? reached_by(row, width, halves, k) : top - fall;
+        long count = reaching(row, width, halves, bound < -FLT_MAX ? -FLT_MAX : bound, room, keys);
+        if (f->top_p < 1 && !f->top_k && count <= room) total = exp(log_mass(row, width, top, (float)f->temperature, halves, 0));
+        counts[r] = count > room ? 0 : ranked(f, keys, count, bound == -INFINITY, total, log_p, &mass);
+        for (long i = 0; i < counts[r]; i++) {
+            columns[r * room + i] = (int64_t)(keys[i] & 0xffffffffu);
+            log_p[i] -= log(mass);
+        }
     }
     return wrong;
 }
 
-static int falling(const void *a, const void *b)
+/* Filters on laws [rows, width] as a drafter needs them, which may be wrong about a token: the likeliest that they leave, and their equals;
+ * the others become -inf, and what is left a law. A row whose filters leave more than is looked at stays as it is. temperature: 1. */
+void narrow(float *law, long rows, long width, const filters *f, int threads)
 {
-    float x = *(const float *)a, y = *(const float *)b;
-    return (x < y) - (x > y);
-}
-
-/* Filters on laws [rows, width] as a drafter needs them, which may be wrong about a token: of the likeliest those that top_k, or 0, top_p
- * and a fall, the logarithm of min_p, below the largest leave, and their equals; the others become -inf, and what is left a law. A row
- * whose filters leave more than could be looked at stays as it is. core/probs.py has the filters that are exact. */
-void narrow(float *law, long rows, long width, long top_k, float top_p, float fall, int threads)
-{
-    if (!top_k && top_p >= 1 && fall == -INFINITY) return;
+    if (!f->top_k && f->top_p >= 1 && f->least == -INFINITY) return;
 #pragma omp parallel for num_threads(threads) if (rows * width > PART)
     for (long r = 0; r < rows; r++) {
-        float *row = law + r * width, value[LIKELY], bound = reached_by(row, width, 0, most(top_k, LIKELY / 8));
-        int64_t column[LIKELY];
-        long count = reaching(row, width, 0, bound < -FLT_MAX ? -FLT_MAX : bound, LIKELY, column, value), ranked = count, kept = 0;
-        if (count > LIKELY || (bound > -INFINITY && count < top_k)) continue;
-        qsort(value, count, sizeof *value, falling);
-        double total = 1, mass = 0;
-        if (top_k && top_k < count) {
-            for (ranked = top_k; ranked < count && value[ranked] == value[top_k - 1]; ranked++) {}
-        }
-        if (top_k) {
-            total = 0;
-            for (long i = 0; i < ranked; i++) total += exp(value[i]);
-        }
-        while (kept < ranked && value[kept] >= value[0] + fall - 1e-6f && (!kept || top_p >= 1 || mass < total * top_p * (1 - 1e-6)))
-            mass += exp(value[kept++]);
-        if (kept == count && bound > -INFINITY) continue;
-        float least = value[kept - 1], share = (float)log(mass);
+        uint64_t keys[LIKELY];
+        double z[LIKELY], mass;
+        float *row = law + r * width, bound = reached_by(row, width, 0, most(f->top_k, LIKELY / 8));
+        long count = reaching(row, width, 0, bound < -FLT_MAX ? -FLT_MAX : bound, LIKELY, keys), kept = 0;
+        if (count <= LIKELY) kept = ranked(f, keys, count, bound == -INFINITY, exp(-(double)top_of(row, width, 0)), z, &mass);
+        if (!kept) continue;
+        float least = value_of(keys[kept - 1]), share = (float)(value_of(*keys) + log(mass));
         for (long c = 0; c < width; c++) row[c] = row[c] >= least ? row[c] - share : -INFINITY;
     }
 }

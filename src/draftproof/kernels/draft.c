@@ -29,7 +29,7 @@ typedef struct {
  * dim]: entries, of which the text has `held`, those to be fed among them, in pages of `page`; the text's next one has this `position`.
  * slots [depth]: of each level made; spots [depth, widest]: which candidate of the level above a slot is. Of a tree, the worthiest of all
  * candidates, `kept` of them, at most `nodes`: what they are worth, their numbers, those of the candidates above them (-1: none), their
- * tokens, and scores, see grow.py. top_k, top_p, fall: filters as `narrow` takes them. */
+ * tokens, and scores, see grow.py. */
 typedef struct {
     const void *features;
     const int64_t *text, *ends;
@@ -38,8 +38,9 @@ typedef struct {
     void *own;
     int64_t *tokens, *spots, *slots, *number, *above, *named;
     float *values, *shares, *gaps, *worth, *most, *score;
-    long fed, depth, widest, k, nodes, position, held, room, page, end_count, gap_bins, share_bins, levels, kept, top_k;
-    float temperature, top_p, fall;
+    long fed, depth, widest, k, nodes, position, held, room, page, end_count, gap_bins, share_bins, levels, kept;
+    filters narrowed; /* at temperature 1 */
+    float temperature;
 } growth;
 
 /* Memory for the rows of a level, or those that are fed. sight, next: what a slot sees of all entries. */
@@ -60,7 +61,7 @@ static int look(const head *h, const growth *g, const desk *d, long level, long 
     int wrong = multiply(&h->output, h->normed ? d->x : d->y, d->logits, slots, h->halves, threads);
     if (lawful) {
         wrong |= law(d->logits, d->law, slots, h->size, g->temperature, h->halves, threads);
-        if (!wrong) narrow(d->law, slots, h->size, g->top_k, g->top_p, g->fall, threads);
+        if (!wrong) narrow(d->law, slots, h->size, &g->narrowed, threads);
     } else {
         widen(d->logits, 0, slots * h->size, h->halves, d->law, slots * h->size);
         for (long i = 0; i < slots * h->size; i++) wrong |= !(d->law[i] < INFINITY);

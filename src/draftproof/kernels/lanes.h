@@ -724,7 +724,13 @@ int blocks(const layer *layers, long count, const course *first_course, long cou
            void *streams);
 int law(const void *x, float *y, long rows, long width, float temperature, int halves, int threads);
 
-void narrow(float *law, long rows, long width, long top_k, float top_p, float fall, int threads);
+/* What a request asks of a law (core/host.py): a temperature above 0, top_p, the logarithm of min_p, or -inf, and top_k, or 0. */
+typedef struct {
+    double temperature, top_p, least;
+    long top_k;
+} filters;
+
+void narrow(float *law, long rows, long width, const filters *f, int threads);
 int best(const float *x, long rows, long size, const uint32_t *keys, const int64_t *names, long k, float *scores, int64_t *columns,
          int threads);
 

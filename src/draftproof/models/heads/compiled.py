@@ -10,7 +10,6 @@ The lines of drafters/recurrent.py and grow.py are the twin: its drafts are the 
 from __future__ import annotations
 
 import ctypes
-import math
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,7 +19,7 @@ from typing import NamedTuple, Self
 import torch
 from torch import Tensor, nn
 
-from ... import llama, native
+from ... import choices, llama, native
 from ...core.host import Filters
 from ..packed import StreamedLinear
 from .cache import ROOM, HeadCache
@@ -34,11 +33,11 @@ class _Head(ctypes.Structure):
 
 
 class _Growth(ctypes.Structure):
-    _fields_ = native.fields(
+    _fields_ = [*native.fields(
         pointers="features text ends keys chances gap_edges share_edges own tokens spots slots number above named values shares gaps worth "
                  "most score",
-        numbers="fed depth widest k nodes position held room page end_count gap_bins share_bins levels kept top_k",
-        reals="temperature top_p fall")
+        numbers="fed depth widest k nodes position held room page end_count gap_bins share_bins levels kept"),
+        ("narrowed", choices.Filters), *native.fields(reals="temperature")]
 
 
 class Wish(NamedTuple):
@@ -143,13 +142,12 @@ class CompiledHead:
         keys = None if keys is None else keys.contiguous()
         bins = (0 if edges is None else len(edges) + 1 for edges in (wish.odds or (None,) * 3)[1:])
         text, whole, real = (part.buffer_info()[0] for part in (given, integers, reals))
-        filters = wish.filters
-        fall = math.log(filters.min_p) if filters.min_p else -math.inf
+        heat, top_k, *thresholds = wish.filters
+        narrowed = choices.Filters.of(1.0, top_k if top_k < self.size else 0, *thresholds)
         growth = _Growth(
             native.address_of(features), text, text + 8 * fed, native.address_of(keys), *map(native.address_of, wish.odds or (None,) * 3),
             own.data_ptr(), *(whole + 8 * at for at in starts[:-1]), *(real + 4 * at for at in begins[:-1]), fed, depth, wide, k,
-            wish.nodes, wish.position, cache.length + fed, own.shape[2], ROOM, len(wish.ends), *bins, 0, 0,
-            filters.top_k if filters.top_k < self.size else 0, filters.temperature or 1.0, filters.top_p, fall)
+            wish.nodes, wish.position, cache.length + fed, own.shape[2], ROOM, len(wish.ends), *bins, 0, 0, narrowed, heat or 1.0)
         if not native.draft(self.struct, growth, last):
             return None
         cache.advance(fed)
