@@ -203,8 +203,8 @@ def _sorted(x: Tensor, top: Tensor, total: Tensor | None, f: Filters) -> Tensor:
 
 
 def _topmost(x: Tensor, top: Tensor, total: Tensor | None, f: Filters) -> Law:
-    """The same from each row's likeliest tokens: to sort rows whole takes a device longer than a pass. Who keeps the last of them, or its
-    equal, may have kept more, and is short."""
+    """The same from each row's likeliest tokens, without sorting all others. Who keeps the last of them, or its equal, may have kept more,
+    and is short."""
     values, columns = x.topk(_THERE)                            # of equal ones, which have an order here, any
     order = ranks(values, columns).argsort(-1, descending=True)
     values, columns = values.gather(1, order), columns.gather(1, order)
